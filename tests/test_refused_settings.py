@@ -191,6 +191,7 @@ LORA = "actor.lora={{_target_:verl.models.lora.LoRA,rank:{}}}"
 AHEAD = ["trainer.rollout_ahead=1"]
 CORRECTED = [*AHEAD, "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}"]
 BEHAVIOUR = ["algorithm.proximal=behaviour", "rollout=server", "rollout.endpoint.base_url=http://localhost:8000"]
+IN_FLIGHT = ["rollout.weight_update=in_flight"]
 ASYNC_2 = ["trainer.mode=async", "trainer.max_staleness=2"]
 TOOLS = ["environment=calculator", "data=calculator", "critic=none", "algorithm=grpo"]
 TOOLS += ["actor=tiny_scratch", "actor.model.context_length=160"]
@@ -213,7 +214,18 @@ REFUSED_RUNS = [  # overrides, and a part of the message
     ([*CORRECTED, "trainer=mesh", "trainer.placement.devices=[cpu:0]"], "is not placed by trainer.placement yet"),
     ([*CORRECTED, "trainer.max_staleness=2"], "rollout_ahead is 1, which means mode=async with max_staleness=1"),
     ([*CORRECTED, "rollout.router_replay=true"], "trainer.rollout_ahead is 1: rollout.router_replay was not tried"),
-    ([*CORRECTED, "rollout.weight_update=in_flight"], "weight_update"),
+    ([*CORRECTED, "rollout.weight_update=never"], "weight_update"),
+    (
+        [*CORRECTED, "rollout=server", "rollout.endpoint.base_url=http://localhost:8000", *IN_FLIGHT],
+        "has no steps between which weights can be taken",
+    ),
+    ([*CORRECTED, "rollout=vllm", *IN_FLIGHT], "rollout.kv_cache is keep: VLLMRollout computes open responses anew"),
+    (
+        [*CORRECTED, "rollout=vllm", *IN_FLIGHT, "trainer.n_gpus_per_node=2", "sharding=fsdp"],
+        "was tried with it in one",
+    ),
+    ([*CORRECTED, "trainer.replay_schedule=run"], "only a run with rollout.weight_update=in_flight"),
+    (["trainer.replay_schedule=run"], "trainer.mode is sync, which has no schedule"),
     ([*CORRECTED, "algorithm=dapo"], "selection draws further batches"),
     ([*CORRECTED, "algorithm=remax"], "greedy baseline"),
     ([*CORRECTED, "trainer.repeat_first_batch=true"], "every batch is the first"),

@@ -81,6 +81,48 @@ def test_a_training_killed_at_random_moments_until_it_ends_has_the_digest_of_one
     assert sum(event["event"] == "end" and event["status"] == "finished" for event in events) >= 1
 
 
+def killed_twenty_times(
+    server: ForkServer, model, directory: Path, overrides: list[str], seed: int
+) -> tuple[Path, int]:
+    """Start a run until it ends by itself; returns the directory of its last start, and how often it was killed."""
+    moments, kills = random.Random(seed), 0
+    for attempt in range(100):
+        process = started(server, model, directory, f"run_{attempt}", *overrides)
+        try:
+            wait_for_training(process, directory / f"run_{attempt}")
+            if kills < 20:
+                time.sleep(moments.uniform(0.0, 3.0))
+                kills += process.is_running()
+                process.kill()
+        finally:
+            status = process.wait(480)
+            process.kill()
+        if status == 0:
+            return directory / f"run_{attempt}", kills
+    raise AssertionError((directory / "run_99.log").read_text())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
+def test_a_training_in_flight_killed_twenty_times_ends_as_its_schedule_replayed_without_kills(
+    kv_cache, server, model32, tmp_path
+):
+    overrides = ["checkpoint=async", "critic=none", "algorithm=grpo", "trainer.max_staleness=2", *ASYNC]
+    overrides += ["rollout.weight_update=in_flight", f"rollout.kv_cache={kv_cache}"]
+    (tmp_path / "twin").mkdir()
+    (tmp_path / "cut").mkdir()
+    last, kills = killed_twenty_times(server, model32, tmp_path / "cut", overrides, 7)
+    twin = started(server, model32, tmp_path / "twin", "run", *overrides, f"trainer.replay_schedule={last}")
+    assert twin.wait(480) == 0, (tmp_path / "twin/run.log").read_text()
+    schedule = (last / "schedule.jsonl").read_bytes()
+    assert (tmp_path / "twin/run/schedule.jsonl").read_bytes() == schedule
+    events = [json.loads(line) for line in schedule.splitlines()[1:]]
+    assert [event["number"] for event in events if event.get("event") == "begin"] == list(range(1, ASYNC_STEPS + 1))
+    assert any(event["open_rows"] for event in events if event.get("event") == "save")
+    assert digest(tmp_path / "cut", ASYNC_STEPS) == digest(tmp_path / "twin", ASYNC_STEPS)
+    assert kills >= 12
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("staleness", [2])
 def test_an_asynchronous_training_killed_twenty_times_trains_on_every_prompt_once_and_ends_as_its_twin(
@@ -91,20 +133,7 @@ def test_an_asynchronous_training_killed_twenty_times_trains_on_every_prompt_onc
     (tmp_path / "cut").mkdir()
     twin = started(server, model32, tmp_path / "twin", "run", *overrides)
     assert twin.wait(480) == 0, (tmp_path / "twin/run.log").read_text()
-    moments, kills = random.Random(staleness), 0
-    for attempt in range(100):
-        process = started(server, model32, tmp_path / "cut", f"run_{attempt}", *overrides)
-        try:
-            wait_for_training(process, tmp_path / f"cut/run_{attempt}")
-            if kills < 20:
-                time.sleep(moments.uniform(0.0, 3.0))
-                kills += process.is_running()
-                process.kill()
-        finally:
-            status = process.wait(480)
-            process.kill()
-        if status == 0:
-            break
+    _, kills = killed_twenty_times(server, model32, tmp_path / "cut", overrides, staleness)
     assert digest(tmp_path / "cut", ASYNC_STEPS) == digest(tmp_path / "twin", ASYNC_STEPS)
     values_of: dict[tuple[int, str], set[str]] = {}
     for file in sorted(tmp_path.glob("*/*/metrics.jsonl")):

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import os
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -21,10 +22,12 @@ from verl.engines.sharding import FSDP, TP
 from verl.errors import WorkerDied, WorkerHung
 from verl.models.lora import LoRA
 from verl.ops.masking import masked_mean
+from verl.rollout.hf import HFRollout
 from verl.trainer.api.load_checkpoint import load_checkpoint
 from verl.trainer.ppo import SEQUENCE_FIELDS, PPOTrainer
 from verl.trainer.train_loop import TrainLoop
 from verl.workers.actor import ActorWorker
+from verl.workers.schedule import FILE, read_lines
 
 CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_batches=1)
 
@@ -191,3 +194,45 @@ def test_a_sampler_that_dies_or_hangs_ends_the_run_by_name_and_says_what_to_do(
     assert str(error.value).startswith("the sampler failed in ")
     assert words in str(error.value)
     assert "Go on with resume=DIRECTORY" in str(error.value)
+
+
+def in_flight(model, directory, staleness=2, kv_cache="keep", **options):
+    """A run whose responses are long enough for several updates within each."""
+    engine: Any = {"max_new_tokens": 24, "weight_update": "in_flight", "kv_cache": kv_cache}
+    options |= {"rollout": HFRollout(**engine), "group_size": 4, "total_steps": 6}
+    return asynchronous(model, directory, staleness, **options)
+
+
+def schedule_of(run_dir):
+    return (run_dir / FILE).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("kv_cache", "staleness"),
+    [("keep", 2), ("recompute", 2), pytest.param("keep", 1, marks=pytest.mark.exhaustive)],
+)
+def test_a_replayed_run_and_one_that_is_resumed_in_the_middle_of_responses_have_the_bits_of_the_first(
+    kv_cache, staleness, model32, tmp_path, monkeypatch
+):
+    trained_on, update = [], PPOTrainer.update
+
+    def noted(self, experience, step):
+        mask, versions = experience["response_mask"], experience["token_versions"]
+        trained_on.append([sorted(set(row[is_drawn].tolist())) for row, is_drawn in zip(versions, mask, strict=True)])
+        return update(self, experience, step)
+
+    monkeypatch.setattr(PPOTrainer, "update", noted)
+    fit(in_flight(model32, tmp_path / "first", staleness, kv_cache), tmp_path / "first/run")
+    first = saved(tmp_path / "first")
+    events = read_lines(schedule_of(tmp_path / "first/run").decode().splitlines())[1]
+    assert any(event.event == "weights" and event.open_rows for event in events)
+    assert any(len(row) > 1 for batch in trained_on for row in batch)
+    assert all(step - 1 - staleness <= min(row) for step, batch in enumerate(trained_on, 1) for row in batch)
+    replay = {"replay_schedule": str(tmp_path / "first/run")}
+    fit(in_flight(model32, tmp_path / "again", staleness, kv_cache, **replay), tmp_path / "again/run")
+    assert schedule_of(tmp_path / "again/run") == schedule_of(tmp_path / "first/run")
+    same_training(saved(tmp_path / "again"), first)
+    resume = tmp_path / "first/checkpoints/global_step_3"
+    fit(in_flight(model32, tmp_path / "cut", staleness, kv_cache, resume=resume, **replay), tmp_path / "cut/run")
+    assert schedule_of(tmp_path / "cut/run") == schedule_of(tmp_path / "first/run")
+    same_training(saved(tmp_path / "cut"), first, after=3)

@@ -76,6 +76,65 @@ class FakeSampler:
                 answer.set_result(drawn(args[0], args[1], self.version))
 
 
+class FakeStepSampler(FakeSampler):
+    """A group with the role `sampler` in flight: each piece of work is one call, or one step of rows of 1 to 6 tokens.
+
+    It begins no more rows than three, in their order.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.rows: list[tuple[int, int, list[int]]] = []  # step of the batch, length, and versions of the tokens so far
+        self.batches: dict[int, tuple[DataProto, GenerationRequest]] = {}
+
+    def work(self) -> None:
+        if not self.calls or (self.calls[0][1] == "finish_batch" and not self._is_finished(self.calls[0][2][0])):
+            open_rows = [row for row in self.rows if len(row[2]) < row[1]]
+            for _, _, versions in open_rows[:3]:
+                versions.append(self.version)
+            assert open_rows or not self.calls, "nobody would ever answer"
+            return
+        answer, method, args = self.calls.popleft()
+        answer.set_result(getattr(self, f"_{method}")(*args))
+
+    def _is_finished(self, step: int) -> bool:
+        return all(len(versions) == length for number, length, versions in self.rows if number == step)
+
+    def _load(self, version: int, weights: dict[str, torch.Tensor]) -> dict[str, str]:
+        self.version = version
+        return weight_digests(weights)
+
+    def _begin_batch(self, prompts: DataProto, request: GenerationRequest) -> None:
+        assert request.step not in self.batches
+        self.batches[request.step] = prompts, request
+        for index in range(len(prompts) * request.num_samples):
+            self.rows.append((request.step, 1 + (7 * request.step + 5 * index) % 6, []))
+
+    def _finish_batch(self, step: int) -> tuple[DataProto, float]:
+        prompts, request = self.batches.pop(step)
+        versions = [row[2] for row in self.rows if row[0] == step]
+        self.rows = [row for row in self.rows if row[0] != step]
+        width = max(map(len, versions))
+        mask = torch.tensor([[place < len(row) for place in range(width)] for row in versions])
+        fields = {
+            "responses": torch.full(mask.shape, step),
+            "response_mask": mask,
+            "token_versions": torch.tensor([row + [0] * (width - len(row)) for row in versions]),
+            "policy_version": torch.tensor([row[0] for row in versions]),
+        }
+        return DataProto.from_dict(dict(prompts.repeat(request.num_samples).batch) | fields), 0.0
+
+    def _save_rows(self, step: int) -> dict[str, Any]:
+        rows = [(number, length, list(versions)) for number, length, versions in self.rows]
+        state = {"schedule": torch.tensor([step]), "steps": torch.tensor(sorted(self.batches), dtype=torch.int64)}
+        return state | {"fake": (rows, dict(self.batches))}  # as the real one, opaque to the pipeline
+
+    def _restore_rows(self, state: dict[str, Any], version: int, weights: dict[str, torch.Tensor]) -> dict[str, str]:
+        rows, batches = state.get("fake", ([], {}))
+        self.rows, self.batches = [(number, length, list(drawn)) for number, length, drawn in rows], dict(batches)
+        return self._load(version, weights)
+
+
 @dataclass
 class FakeActor:
     """The actor, with an engine that generates one batch in the background."""
@@ -122,6 +181,7 @@ class Schedule:
     num_steps: int
     has_sampler: bool
     skipped: frozenset[int]
+    in_flight: bool = False
     trained: list[tuple[list[int], int, int]] = field(default_factory=list)
 
     def __post_init__(self):
@@ -132,9 +192,9 @@ class Schedule:
     def start(self, saved: Any = None) -> None:
         """Begin, or go on from what `save` gave, with new engines."""
         self.actor = FakeActor()
-        self.group: Any = FakeSampler() if self.has_sampler else None
+        self.group: Any = (FakeStepSampler if self.in_flight else FakeSampler)() if self.has_sampler else None
         self.sampler = EpochSampler(7, self.prompts_per_step, seed=3)
-        self.pipeline: Any = RolloutPipeline(self.actor, self.staleness, self.group)
+        self.pipeline: Any = RolloutPipeline(self.actor, self.staleness, self.group, in_flight=self.in_flight)
         self.trained = []
         if saved is not None:
             self.trained, self.actor.version = list(saved[0]), saved[1]
@@ -157,10 +217,14 @@ class Schedule:
         versions = rows["token_versions"] if "token_versions" in rows else rows["policy_version"]
         assert rows["prompt_ids"].tolist() == [i for i in batch["prompt_ids"].tolist() for _ in range(2)]
         assert set(rows["responses"].flatten().tolist()) == {step}
-        (version,) = set(versions.flatten().tolist())
+        drawn_by = set(versions[rows["response_mask"]].tolist() if self.in_flight else versions.flatten().tolist())
+        version = min(drawn_by)
         assert self.actor.version - version <= self.staleness
+        assert self.in_flight or drawn_by == {version}
         self.trained.append((batch["prompt_ids"].tolist(), version, self.actor.version))
-        if self.staleness or self.has_sampler:  # an update a step, so that versions count syncs
+        if not self.in_flight and (
+            self.staleness or self.has_sampler
+        ):  # an update a step, so that versions count syncs
             assert self.pipeline._metrics[f"async/lag_{self.actor.version - version}_share"] == 1
         if step in self.skipped:
             return {}
@@ -185,6 +249,34 @@ class Schedule:
         if self.group is not None:
             for _ in range(chance.randrange(4)):
                 self.group.work()
+
+
+@pytest.mark.parametrize("schedules", [500, pytest.param(10_000, marks=pytest.mark.exhaustive)])
+def test_any_schedule_in_flight_trains_on_each_ticket_once_in_order_and_within_the_bound(schedules):
+    killed = mixed = 0
+    for seed in range(schedules):
+        chance = random.Random(seed)
+        staleness, prompts, steps = chance.randint(1, 4), chance.randint(1, 3), chance.randint(1, 6)
+        skipped = frozenset(step for step in range(1, steps + 1) if chance.random() < 0.1)
+        schedule = Schedule(staleness, prompts, steps, True, skipped, in_flight=True)
+        saved, kills = None, chance.randrange(3)
+        while len(schedule.trained) < steps:
+            metrics = schedule.step(chance)
+            mixed += sum(0 < x < 1 for name, x in metrics.items() if name.startswith("async/lag"))
+            if chance.random() < 0.4:
+                saved = schedule.save()
+            if kills and chance.random() < 0.3:
+                kills, killed = kills - 1, killed + 1
+                schedule.start(saved)
+        order = EpochSampler(7, prompts, seed=3)
+        synced = [sum(step not in skipped for step in range(1, s)) for s in range(1, steps + 1)]
+        for index, (prompt_ids, version, trained_at) in enumerate(schedule.trained):
+            assert prompt_ids == order.next_batch().tolist(), seed
+            assert trained_at == synced[index], seed
+            assert synced[max(0, index - staleness)] <= version <= trained_at, seed
+        assert len(schedule.trained) == steps
+    assert killed > schedules / 3
+    assert mixed > schedules
 
 
 def random_schedule(seed: int) -> tuple[Schedule, random.Random]:

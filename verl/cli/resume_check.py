@@ -4,8 +4,11 @@ straight     steps 1 ........................ N
 interrupted  steps 1 .... k, saved, ended
 resumed                     k + 1 ........... N    in a new process, from that checkpoint
 
+replayed     steps 1 ........................ N    with rollout.weight_update=in_flight: the schedule of the last two
+
 Compared (`verl.trainer.state.compare_runs`): the metrics of each step, and everything in the last checkpoints of
-`straight` and `resumed`. With `--in-episode` the second run is killed during the episodes of step k + 1.
+`straight`, or `replayed`, and `resumed`. With `--in-episode` the second run is killed during the episodes of step
+k + 1.
 """
 
 from __future__ import annotations
@@ -42,6 +45,7 @@ KILL_LOOK_EVERY_S = 0.005
 KILL_AFTER = (0.7, 0.5, 0.3, 0.1)  # share of the answers in a step's journal; the next one if the kill came too late
 END_TIMEOUT_S = 20.0  # for a run that received Ctrl-C
 TOLERANCE = 1e-3  # for a resume on another number of processes, which changes rounding
+SCHEDULE = "schedule.jsonl"
 COMMAND = (sys.executable, "-m", "verl.cli")
 
 
@@ -174,10 +178,13 @@ def check_resume(
     resumed = launcher.run("resumed", "stopped", [*resumed_with, "resume=latest"])
     if in_episode:
         _check_journal_use(resumed)
-    interrupted = steps_of(launcher.directory / "interrupted")
+    interrupted, expected = steps_of(launcher.directory / "interrupted"), "straight"
+    if (resumed / SCHEDULE).is_file():  # weights in flight: a run without a stop is equal at the same engine steps
+        expected = "replayed"
+        straight = steps_of(launcher.run(expected, expected, [f"trainer.replay_schedule={resumed}"]))
     if difference := first_step_apart(straight, interrupted, Tolerance()):
         return [f"before the resume, so the training itself is not reproducible: {difference}"], ""
-    near, last = Tolerance(tolerance), launcher.last("straight")
+    near, last = Tolerance(tolerance), launcher.last(expected)
     apart = first_step_apart(straight, steps_of(resumed), near), first_part_apart(last, launcher.last("stopped"), near)
     how = f"agree to within {tolerance:g} (another layout changes rounding)" if tolerance else "are equal bit by bit"
     compared = f"{num_compared(last, near)} tensors of the last checkpoint {how}"

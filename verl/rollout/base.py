@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -43,7 +44,10 @@ class Rollout(Description):
         router_replay: the experts that routers chose for sampled tokens are recorded (`routed_experts`), and used
             again where the actor scores and learns from these tokens.
         weight_update: with `trainer.mode=async`. `drain`: the engine finishes what it has begun before it takes new
-            weights, so that all tokens of a response are of one version.
+            weights, so that all tokens of a response are of one version. `in_flight`: it takes them between two
+            tokens, and goes on.
+        kv_cache: with `weight_update=in_flight`: `keep` the keys and values of open responses when the weights change,
+            or `recompute` them.
     Attributes:
         location: of generation: in the `trainer` with the tensors that train, in a `process` beside it with its own
             copy of the weights, or on a `server`.
@@ -66,7 +70,8 @@ class Rollout(Description):
     min_new_tokens: NonNegativeInt = 0
     stop_token_ids: tuple[int, ...] = ()
     router_replay: bool = False
-    weight_update: Literal["drain"] = "drain"
+    weight_update: Literal["drain", "in_flight"] = "drain"
+    kv_cache: Literal["keep", "recompute"] = "keep"
 
     @property
     def runs_ahead(self) -> bool:
@@ -165,8 +170,9 @@ class TurnRequest:
         tokens: everything before the turn: prompt, earlier turns and observations.
         prompt_id, sample_id, step, stream: key of the sampling noise, as in `GenerationRequest`.
         turn: further part of that key; NO_TURN for a response outside of an environment.
-        max_new_tokens: the most tokens of the turn.
+        max_new_tokens: the most tokens of the turn, those of `position` included.
         greedy: take the likeliest token instead of drawing.
+        position: tokens of the turn that were drawn before, the last of `tokens`; the turn goes on behind them.
     """
 
     episode: int
@@ -178,6 +184,7 @@ class TurnRequest:
     step: int = 0
     stream: int = TRAINING
     greedy: bool = False
+    position: int = 0
 
     @property
     def noise_key(self) -> tuple[int, int, int, int, int]:
@@ -209,16 +216,19 @@ class TurnLimits:
 
     Attributes:
         row_tokens: length of the longest episode, prompt included.
-        kv_cache_gib: size of the key-value cache for unfinished episodes, if the engine keeps it in this process.
+        kv_cache_gib: size of the key-value cache for unfinished episodes, if the engine keeps it in this process; 0: as
+            much as the most rows of the engine need.
         is_single: each episode has one turn, and all are added before the first `advance`, those of one prompt side by
             side.
         while_training: the trainer updates its weights meanwhile; an engine that dies cannot get the same ones again.
+        is_stepwise: each `advance` is one step of the engine.
     """
 
     row_tokens: int
     kv_cache_gib: float = 0.0
     is_single: bool = False
     while_training: bool = False
+    is_stepwise: bool = False
 
     @property
     def setting(self) -> str:
@@ -251,14 +261,17 @@ class TurnLimits:
 class TurnEngine:
     """Generates turns of many episodes as one batch; turns can be added at any time and are returned as they finish.
 
-    The weights must not change during its lifetime, because its key-value cache was computed with them.
+    The weights must not change during its lifetime, because its key-value cache was computed with them, except within
+    `paused`.
 
     Attributes:
         dtype: of the log-probs.
+        lookahead: tokens of each open turn, behind those that were drawn, whose logits are computed already.
         experts: layers with experts, and experts of a token, in `DrawnTurn.routed_experts`; None if not recorded.
     """
 
     dtype: torch.dtype = torch.float32
+    lookahead: int = 0
     experts: tuple[int, int] | None = None
 
     @property
@@ -276,6 +289,14 @@ class TurnEngine:
 
     def forget(self, episode: int) -> None:
         """Free the cache of an episode that has ended."""
+
+    def open_turns(self) -> list[DrawnTurn]:
+        """Each turn that has begun and is not finished, as far as it has been drawn."""
+        return []
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Within, the weights may change; keys and values of open turns stay those of the former ones."""
+        return nullcontext()
 
     def close(self) -> None:
         """Free all memory. Idempotent."""

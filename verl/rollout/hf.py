@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -110,7 +110,7 @@ class HFSampler(RolloutEngine):
         self.key_multiple = key_multiple(self.device)
         self.keeps_slots: bool | None = None  # whether keys and values may be kept in slots; found with the first turns
         self.longest_compared = 0  # tokens of the longest row whose log-probs were compared
-        self._open: set[HFTurns] = set()
+        self.open: set[HFTurns] = set()
         self._wrong: set[str] = set()  # ways of decoding that gave other log-probs than a plain forward pass
 
     def turns(self, limits: TurnLimits) -> TurnEngine:
@@ -118,22 +118,26 @@ class HFSampler(RolloutEngine):
         is closed, this process has unsharded weights."""
         self.model.eval()
         dtype = torch.promote_types(self.model.dtype, torch.float32)
+        with self.computing() as contexts:
+            turns = HFTurns(self, limits, dtype)
+            turns.contexts = contexts.pop_all()
+        self.open.add(turns)
+        return turns
+
+    def computing(self) -> contextlib.ExitStack:
+        """Contexts of the forward passes of turns, entered; the weights must not change before they are left."""
         with contextlib.ExitStack() as entered:
             entered.enter_context(weights_gathered(self.model))
             entered.enter_context(packed_weights(self.model))
             if self.routing is not None:
                 entered.enter_context(self.routing.recording())
             entered.enter_context(computing_in(self.autocast, self.model))
-            turns = HFTurns(self, limits, dtype)
-            self._open.add(turns)
-            entered.callback(self._open.discard, turns)
-            turns.contexts = entered.pop_all()
-        return turns
+            return entered.pop_all()
 
     def sync(self) -> SyncResult:
         """See `RolloutEngine.sync`: nothing moves, but open turns have keys and values of the former weights."""
-        if self._open:
-            raise open_turns_error(sum(turns.num_pending for turns in self._open))
+        if self.open:
+            raise open_turns_error(sum(turns.num_pending for turns in self.open))
         return SAME_TENSORS
 
     def rows(self, limits: TurnLimits) -> SlotRows | BatchRows:
@@ -259,7 +263,7 @@ class LiveTurn:
     """A turn that is being generated.
 
     Attributes:
-        start: number of the step that draws its first token.
+        start: number of the step that draws its first token, or would have.
         tokens, log_probs, routed: up to the last step at which a turn started or ended.
     """
 
@@ -289,9 +293,11 @@ class HFTurns(TurnQueue):
     compared with a plain forward pass whenever a row is longer than those before; see the module.
 
     Attributes:
-        contexts: left when it is closed.
+        contexts: left when it is closed, or paused.
         live: turns that are being generated; a new list whenever one starts or ends.
     """
+
+    lookahead = 1
 
     def __init__(self, engine: HFSampler, limits: TurnLimits, dtype: torch.dtype):
         super().__init__()
@@ -315,9 +321,20 @@ class HFTurns(TurnQueue):
     def forget(self, episode: int) -> None:
         self.rows.forget(episode)
 
+    def open_turns(self) -> list[DrawnTurn]:
+        self._collect()
+        return [turn.drawn(self.sampler.stop_ids) for turn in self.live]
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        self.contexts.close()
+        yield
+        self.contexts = self.engine.computing()
+
     def close(self) -> None:
         super().close()
         self.live = []
+        self.engine.open.discard(self)
         self.contexts.close()
 
     @torch.no_grad()
@@ -384,7 +401,7 @@ class HFTurns(TurnQueue):
         if following is None:
             return
         self._collect()
-        turns = [LiveTurn(request, self._step) for request in requests]
+        turns = [LiveTurn(request, self._step - request.position) for request in requests]
         is_over = torch.zeros(len(turns), dtype=torch.bool, device=self.engine.device)
         if not self.live:
             self._next, self._first_noise = following, self._step
@@ -465,7 +482,7 @@ def num_slots(model: Any, limits: TurnLimits, max_rows: int) -> int:
     Raises:
         ConfigError: not even one fits.
     """
-    if limits.is_single:
+    if limits.is_single or not limits.kv_cache_gib:
         return max_rows
     each = slot_bytes(model, limits.row_tokens)
     fitting = int(limits.kv_cache_gib * GIB // each)

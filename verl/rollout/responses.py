@@ -117,7 +117,7 @@ class ResponseSampler:
     def sample(self, turns: TurnEngine, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
         """The rows of each part."""
         drawn: dict[int, DrawnTurn] = {}
-        for turn in self._requests(parts, request):
+        for turn in self.requests(parts, request):
             turns.add(turn)
         while turns.num_pending:
             drawn |= {turn.episode: turn for turn in turns.advance()}
@@ -128,7 +128,8 @@ class ResponseSampler:
             first += len(part_turns)
         return rows
 
-    def _requests(self, parts: Sequence[DataProto], request: GenerationRequest) -> Iterator[TurnRequest]:
+    def requests(self, parts: Sequence[DataProto], request: GenerationRequest) -> Iterator[TurnRequest]:
+        """A turn for each response, numbered from 0, a prompt's samples side by side."""
         numbers, limit = itertools.count(), self.rollout.max_new_tokens
         key = request.step, request.stream, request.greedy
         for part in parts:

@@ -126,6 +126,8 @@ class PPOSettings(LoopSettings):
         max_staleness: with `mode=async`, the most weight syncs between the generation of a token and training on it;
             above 0 it requires `algorithm.correction`.
         rollout_ahead: 1: the same as `mode=async` with `max_staleness=1`.
+        replay_schedule: directory of a run with `rollout.weight_update=in_flight`, which this one repeats bit by bit:
+            events at the same steps of the engine; null: at any step. Hardware, libraries and settings must be equal.
     """
 
     prompts_per_step: PositiveInt = 64
@@ -133,6 +135,7 @@ class PPOSettings(LoopSettings):
     mode: Literal["sync", "async"] = "sync"
     max_staleness: NonNegativeInt = 1
     rollout_ahead: Annotated[int, Field(ge=0, le=1)] = 0
+    replay_schedule: str | None = None
     eval_samples: NonNegativeInt = 0
     eval_without_tools: bool = False
     success_score: float = 1.0
@@ -231,7 +234,10 @@ def _unread(run: Any) -> Iterator[tuple[str, str]]:
     if not algorithm.needs_reference:
         yield "reference", "algorithm.kl needs none"
     if settings.staleness is None:
-        yield "trainer.max_staleness", "trainer.mode is sync"
+        reason = "trainer.mode is sync"
+        yield from ((path, reason) for path in ("trainer.max_staleness", "rollout.weight_update", "rollout.kv_cache"))
+    elif run.rollout.weight_update == "drain":
+        yield "rollout.kv_cache", "rollout.weight_update is drain"
     if not algorithm.replay_fraction:
         reason = "algorithm.replay_fraction is 0"
         yield from (("replay", reason), ("algorithm.replay_max_staleness", reason))

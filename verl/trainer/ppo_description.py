@@ -73,6 +73,11 @@ class PPODescription(Description):
         return self.trainer.staleness is not None and not self.rollout.runs_ahead
 
     @property
+    def is_in_flight(self) -> bool:
+        """Whether weights change while responses are open."""
+        return bool(self.trainer.staleness) and self.rollout.weight_update == "in_flight"
+
+    @property
     def response_tokens(self) -> int:
         """Maximum number of tokens of a row after its prompt."""
         return self.rollout.max_new_tokens if self.environment is None else self.environment.max_tokens

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 from dataclasses import replace
@@ -34,14 +35,18 @@ from verl.trainer.setup import (
     start_cluster,
 )
 from verl.trainer.state.driver_state import GeneratorStates, RewardStats, Stateful
+from verl.trainer.state.lineage import environment_record
 from verl.trainer.state.run_date import go_on_from, run_date, with_day
+from verl.trainer.state.training_identity import replay_identity
 from verl.trainer.timers import StageTimers
 from verl.trainer.train_loop import TrainResult, fit
 from verl.utils.env_check import num_cores
+from verl.utils.redact import redact_tree
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.colocated import RLHost, with_tokenizer
 from verl.workers.reward import RemoteRewardModel
 from verl.workers.sampler import SamplerHost
+from verl.workers.schedule import ScheduleOptions, read_schedule
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +70,7 @@ class PPOLifecycle(LoopTrainer):
         self.reward = self.reuse = self.sampler_group = None
         self.reward_lock, self.step_counts = threading.RLock(), {}
         self._divide_threads(run)
+        self._schedule = _schedule_options(run)
         with faults_below("actor.model"):
             context = with_tokenizer(context, run.actor)
         assert context.run_dir is not None
@@ -161,6 +167,7 @@ class PPOLifecycle(LoopTrainer):
             total_updates=self.num_steps * run.updates_per_step,
             restore=restore_of(self.saving),
             reward=run.reward_as_role,
+            schedule=None if run.has_sampler else self._schedule,
         )
         # without checkpoints nobody claims the directory, and no run comes back to its episodes
         journal_dir = None if run.checkpoint is None else Path(self.saving.directory) / "episode_journal"
@@ -171,17 +178,18 @@ class PPOLifecycle(LoopTrainer):
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
         self.saving.rank_writers = rank_writers_of(self.cluster, self.trained, run.checkpoint)
         if run.has_sampler:
-            alone = SamplerHost(actor=host.actor, rollout=host.rollout)
+            alone = SamplerHost(actor=host.actor, rollout=host.rollout, schedule=self._schedule)
             with sampler_errors():
                 self.sampler_group = LocalWorkerGroup(alone, context, 1, torch.get_num_threads(), name="sampler")
-        self.pipeline = RolloutPipeline(self.actor, run.trainer.staleness or 0, self.sampler_group)
+        depth = run.trainer.staleness or 0
+        self.pipeline = RolloutPipeline(self.actor, depth, self.sampler_group, in_flight=run.is_in_flight)
         if run.reward_as_role is not None:
             self.reward = run.reward_as_role.scaled(RemoteRewardModel(roles["rm"]))
 
     def _divide_threads(self, run: PPODescription) -> None:
-        """Leave half of the threads to the sampler, if it works at the same time on the same cores."""
+        """Leave half of the threads to the sampler, or to an engine in flight, on the same cores at the same time."""
         threads = torch.get_num_threads()
-        if run.has_sampler and run.trainer.staleness and 2 * threads > num_cores():
+        if (run.has_sampler or run.is_in_flight) and run.trainer.staleness and 2 * threads > num_cores():
             torch.set_num_threads(max(1, threads // 2))
 
     @property
@@ -273,3 +281,16 @@ class PPOLifecycle(LoopTrainer):
             self.reward.close()
         if self.reuse is not None:
             self.reuse.close()
+
+
+def _schedule_options(run: PPODescription) -> ScheduleOptions | None:
+    """The schedule of a run whose weights change while responses are open; None for others.
+
+    Raises:
+        ConfigError: the schedule that it replays was made under other conditions.
+    """
+    if not run.is_in_flight:
+        return None
+    head = replay_identity(redact_tree(as_plain(run))) | environment_record()
+    source = run.trainer.replay_schedule
+    return ScheduleOptions(json.dumps(head), () if source is None else read_schedule(source, head))

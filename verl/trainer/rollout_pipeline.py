@@ -7,7 +7,8 @@ Each group of responses has a ticket, its place in the order of the data: batch 
 begins only after batch t-S was taken, so that begun less trained groups stay below (S+1)P, and batches are taken in
 order. The engine does its work in the order in which it was asked (`rollout.weight_update=drain`): batch t+S is drawn
 with the weights after step t-1, whatever the speed of either side. A run can therefore be repeated, and resumed, bit by
-bit.
+bit. With `in_flight` the engine takes weights between two tokens, and the schedule of its steps
+(`verl/workers/schedule.py`) says which two.
 
 `LengthPredictor` estimates the response length of each prompt, to balance the load of processes that generate in
 parallel. The estimate for a prompt is its last length; for a new prompt, the mean of all others. A response does not
@@ -38,6 +39,7 @@ from verl.workers.sampler import SamplerWorker, weight_digests
 log = logging.getLogger(__name__)
 
 SYNC_VERSIONS = "sync_versions"  # in a checkpoint: of the latest syncs, beside the rows
+STEP = "step"  # in a checkpoint, in flight: whose batch was taken last
 
 
 @contextmanager
@@ -85,23 +87,28 @@ class RolloutPipeline:
 
     An engine of the actor's (`rollout=vllm`, `rollout=server`) generates one batch beside the training; before its
     weights change, that batch is waited for. The role `sampler` has a copy of the model and a queue of its own, in
-    which weights follow the batches that were begun before, so that a sync waits for nothing.
+    which weights follow the batches that were begun before, so that a sync waits for nothing. In flight it has a loop
+    over steps of the engine, which takes them at once.
 
-    Responses that were begun are part of a checkpoint, because the weights that generated them no longer exist.
+    Responses that were begun are part of a checkpoint, because the weights that generated them no longer exist. In
+    flight those that are open are part of it as far as they were drawn; else they are waited for.
 
     Args:
         actor: handle of the role that trains.
         depth: batches that are begun ahead; more than 1 with a sampler only.
         sampler: the process of the role `sampler`; None for an engine of the actor's.
+        in_flight: it has a `verl.workers.step_loop.StepLoop`.
     """
 
-    def __init__(self, actor: Any, depth: int, sampler: WorkerGroup | None = None):
-        self._actor, self.depth, self._group = actor, depth, sampler
+    def __init__(self, actor: Any, depth: int, sampler: WorkerGroup | None = None, *, in_flight: bool = False):
+        self._actor, self.depth, self._group, self.in_flight = actor, depth, sampler, in_flight
         self._sampler: Any = None if sampler is None else RoleHandle(sampler, "sampler", SamplerWorker)
+        self._loop: Any = self._sampler or actor  # the role with the loop, in flight
         self._queue: deque[_BegunBatch] = deque()
         self._versions: list[int] = []  # of the latest syncs, the present one last
         self._sent: int | None = None  # version that the sampler was sent last
         self._loads: deque[tuple[int, dict[str, str], Future[dict[str, str]]]] = deque()  # unverified weights
+        self._step = 0  # whose batch was taken last
         self._thread = ThreadPoolExecutor(1, "responses ahead")
         self._taken: Future[Any] | None = None  # `ahead` of the batch that was taken last
         self._last_call: Future[Any] | None = None
@@ -114,7 +121,7 @@ class RolloutPipeline:
     @property
     def holds_weights(self) -> bool:
         """Weights must not change before `collect`."""
-        return bool(self.depth) and self._sampler is None
+        return bool(self.depth) and self._sampler is None and not self.in_flight
 
     def begin(
         self, prompts: DataProto, request: GenerationRequest, ahead: Callable[[DataProto], Any] | None = None
@@ -122,19 +129,24 @@ class RolloutPipeline:
         """Start generating for the next batch; returns immediately.
 
         Args:
-            ahead: of a sampler's responses, called in a thread as soon as they are there, in the order of the batches.
+            ahead: of a sampler's responses, called in a thread as soon as they are there, in the order of the batches;
+                not in flight.
         """
         version = self._actor.current_version().result()
+        if self._group is not None:
+            self._group.step = request.step
+        if self.in_flight:
+            self._update_engine(version)
+            begun = self._loop.begin_batch(prompts, request)
+            self._queue.append(_BegunBatch(lambda: self._finish(request.step, begun)))
+            return
         if self._sampler is None:
             self.collect()
             self._note_version(version)
             self._actor.begin_generate(prompts, request).result()
             self._queue.append(_BegunBatch(lambda: self._actor.finish_generate(prompts, request).result()))
             return
-        assert self._group is not None
-        if self._sent != version:  # at the start, and after a step that was cut short
-            self._send_weights()
-        self._group.step = request.step
+        self._update_engine(version)
         rows = partial(_answer, self._call(self._sampler.generate, prompts, request))
         later = None if ahead is None else self._thread.submit(lambda: ahead(rows()))
         self._queue.append(_BegunBatch(rows, ahead=later))
@@ -158,8 +170,9 @@ class RolloutPipeline:
             log.warning(
                 "The responses generated ahead in the checkpoint are for another batch size; they are generated again."
             )
-            self._queue.clear()
-        if not self._queue and self._sampler is None:
+            self.load_state_dict({})
+        self._step = request.step
+        if not self._queue and self._sampler is None and not self.in_flight:
             rows = self.generate(prompts, request)
             return self._measured(rows, time.monotonic()) if self.depth else rows
         if not self._queue:
@@ -190,13 +203,21 @@ class RolloutPipeline:
         synced: SyncResult = self._actor.sync().result()
         if self._sampler is not None:
             synced = self._send_weights()
+        elif self.in_flight:
+            self._sent = version = self._actor.current_version().result()
+            self._note_version(version)
         elif self.depth:
             self._note_version(self._actor.current_version().result())
         metrics, self._metrics = synced.metrics | self._metrics, {}
         return SyncResult(synced.note, metrics, synced.is_current)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The responses that were not trained on yet, later batches under `INDEX.NAME`; empty if there are none."""
+        """The responses that were not trained on yet, later batches under `INDEX.NAME`; empty if there are none. In
+        flight: what `StepLoop.save` gives."""
+        if self.in_flight:
+            self._update_engine(self._actor.current_version().result())
+            state = _answer(self._loop.save_rows(self._step))
+            return state | {SYNC_VERSIONS: torch.tensor(self._versions), STEP: torch.tensor([self._step])}
         batches = {f"{index}." if index else "": self._wait(batch).batch for index, batch in enumerate(self._queue)}
         state = {f"{index}{name}": x for index, rows in batches.items() for name, x in rows.items()}
         return state | {SYNC_VERSIONS: torch.tensor(self._versions)} if state else {}
@@ -206,6 +227,13 @@ class RolloutPipeline:
 
         They are used only if the next batch has the same prompts, that is, if the batch size was not changed.
         """
+        if state and self.in_flight != ("schedule" in state):
+            log.warning("The responses generated ahead in the checkpoint are for another rollout.weight_update.")
+            self.load_state_dict({})
+            return
+        if self.in_flight:
+            self._restore(state)
+            return
         self.collect()
         self._queue.clear()
         batches: dict[str, dict[str, Tensor]] = {}
@@ -218,10 +246,45 @@ class RolloutPipeline:
             self._queue.append(_BegunBatch(lambda rows=rows: rows, is_loaded=True))
         self._versions = state.get(SYNC_VERSIONS, state["policy_version"].unique()).tolist() if state else []
 
+    def _restore(self, state: Mapping[str, Tensor]) -> None:
+        """Have the engine go on from a checkpoint, in flight."""
+        rows = {name: x for name, x in state.items() if name not in (SYNC_VERSIONS, STEP)}
+        self._sent = self._actor.current_version().result()
+        if self._sampler is None:
+            self._actor.restore_rows(rows).result()
+        else:
+            version, weights = self._actor.rollout_weights().result()
+            loaded = self._sampler.restore_rows(rows, version, weights)
+            _answer(loaded)
+            self._loads.append((version, weight_digests(weights), loaded))
+        steps = state["steps"].tolist() if state else []
+        self._queue = deque(_BegunBatch(lambda step=step: self._finish(step), is_loaded=True) for step in steps)
+        self._versions = state[SYNC_VERSIONS].tolist() if state else []
+        self._step = int(state[STEP]) if state else 0
+
+    def _update_engine(self, version: int) -> None:
+        """Send the weights if this version was not sent: at the start, and after a step that was cut short."""
+        if self._sent == version:
+            return
+        if self._sampler is not None:
+            self._send_weights()
+        else:
+            self._actor.sync().result()
+            self._sent = version
+            self._note_version(version)
+
+    def _finish(self, step: int, begun: Future[None] | None = None) -> DataProto:
+        if begun is not None:
+            _answer(begun)
+        rows, idle_s = _answer(self._loop.finish_batch(step))
+        self._add("async/sampler_idle_s", idle_s)
+        return rows
+
     def _send_weights(self) -> SyncResult:
         """Queue a copy of the present weights for the sampler, behind the batches that were begun."""
         version, weights = self._actor.rollout_weights().result()
-        self._loads.append((version, weight_digests(weights), self._call(self._sampler.load, version, weights)))
+        load = self._sampler.load if self.in_flight else partial(self._call, self._sampler.load)
+        self._loads.append((version, weight_digests(weights), load(version, weights)))
         self._note_version(version)
         self._sent = version
         num_bytes = sum(x.nbytes for x in weights.values())
@@ -270,7 +333,7 @@ class RolloutPipeline:
         assert not is_bounded or not any(counts[self.depth + 1 :]), f"lags {counts} exceed {self.depth}"
         self._metrics |= {f"async/lag_{lag}_share": n / max(1, len(lags)) for lag, n in enumerate(counts)}
         self._metrics["async/oldest_group_s"] = time.monotonic() - begun_s
-        if self._sampler is not None:
+        if self._sampler is not None or self.in_flight:
             self._add("async/sampler_idle_s", 0.0)
         return rows
 
@@ -286,6 +349,8 @@ def async_faults(run: Any) -> Iterator[str]:
     """Faults of a `verl.trainer.ppo_config.PPORun` that generates and trains at the same time, by full config path."""
     settings, rollout, algorithm = run.trainer, run.rollout, run.algorithm
     if settings.staleness is None:
+        if settings.replay_schedule is not None:
+            yield "trainer.replay_schedule: trainer.mode is sync, which has no schedule. Set it to null."
         return
     setting, remedy = (f"trainer.{text}" for text in settings.async_setting)
     kind = type(rollout).__name__
@@ -302,10 +367,19 @@ def async_faults(run: Any) -> Iterator[str]:
                 f"{setting}: the role that generates under rollout=hf is not placed by trainer.placement yet. Set "
                 f"trainer.placement=null, or {remedy}."
             )
-    elif settings.staleness > 1:
+    is_in_flight = rollout.weight_update == "in_flight"
+    if rollout.runs_ahead and not is_in_flight and settings.staleness > 1:
         yield (
             f"trainer.max_staleness is {settings.staleness}: a sync of {kind} waits for what it has begun, so that "
-            "more than 1 makes responses older and nothing faster. Set trainer.max_staleness=1, or rollout=hf."
+            "more than 1 makes responses older and nothing faster. Set trainer.max_staleness=1, or "
+            "rollout.weight_update=in_flight."
+        )
+    if rollout.runs_ahead and is_in_flight:
+        yield from _in_flight_faults(run, kind)
+    if settings.replay_schedule is not None and not (is_in_flight and settings.staleness):
+        yield (
+            "trainer.replay_schedule: only a run with rollout.weight_update=in_flight and trainer.max_staleness above "
+            "0 has a schedule; others are repeated by their settings. Set trainer.replay_schedule=null."
         )
     if not settings.staleness:
         return
@@ -319,6 +393,22 @@ def async_faults(run: Any) -> Iterator[str]:
         yield f"{setting}: algorithm.selection draws further batches within a step. Set {remedy}."
     if algorithm.needs_greedy_baseline:
         yield f"{setting}: the greedy baseline would be that of other weights. Set {remedy}."
+
+
+def _in_flight_faults(run: Any, kind: str) -> Iterator[str]:
+    """Faults of weight updates in the middle of responses of an engine in a process or server of its own."""
+    prefix, drain = "rollout.weight_update is in_flight", "rollout.weight_update=drain"
+    if run.rollout.location != "process":
+        yield f"{prefix}: {kind} has no steps between which weights can be taken. Set {drain}."
+        return
+    if run.rollout.kv_cache == "keep":
+        yield (
+            f"{prefix} and rollout.kv_cache is keep: {kind} computes open responses anew under new weights. Set "
+            "rollout.kv_cache=recompute."
+        )
+    settings = run.trainer
+    if settings.placement is not None or settings.n_gpus_per_node * settings.nnodes > 1:
+        yield f"{prefix}: {kind} was tried with it in one process of the trainer only. Set {drain}."
 
 
 MOST = 1 << 16  # prompts that are remembered, those seen last

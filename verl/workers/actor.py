@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,6 +34,8 @@ from verl.utils.memory import release_cached
 from verl.workers.base import TrainedRole, TrainedWorker
 from verl.workers.first_batch_check import FirstBatchCheck
 from verl.workers.load_state import RestoreSource
+from verl.workers.schedule import ScheduleOptions
+from verl.workers.step_loop import StepLoop, StepWorker
 
 UNREPLAYED_ROWS = 8  # of each process, of which the log-probs without router replay are computed too
 REPLAYED, UNREPLAYED = "rollout/log_prob_gap_nats", "rollout/log_prob_gap_without_replay_nats"
@@ -60,6 +63,7 @@ class Actor(TrainedRole):
         total_updates: int,
         restore: RestoreSource | None = None,
         environment: EnvironmentDescription | None = None,
+        schedule: ScheduleOptions | None = None,
     ) -> ActorWorker:
         """Load the weights, those of a checkpoint if one is given, and attach the engines that train and sample.
 
@@ -80,6 +84,8 @@ class Actor(TrainedRole):
         if restore is not None:
             restore.optimizer(engine, "actor")
         tokenizer = context.tokenizer
+        if schedule is not None and hasattr(rollout, "sleep"):
+            rollout = replace(rollout, sleep=False)  # it generates at all times
         rollout_engine = rollout.attach(model, tokenizer, context.seed, self.decided_autocast, context)
         sampler = ResponseSampler(rollout_engine, rollout, tokenizer.pad_token_id)
         if environment is not None:
@@ -88,10 +94,12 @@ class Actor(TrainedRole):
             sampler = environment.sampler(*arguments) or EpisodeSampler(environment, *arguments)
         worker = ActorWorker(engine, algorithm, sampler, rollout.temperature, context.tokenizer)
         engine.balance_routers(self.router_aux_loss_coef, worker.head)
+        if schedule is not None:
+            worker.loop = StepLoop(sampler, context.row_tokens, schedule.build(context))
         return worker
 
 
-class ActorWorker(TrainedWorker):
+class ActorWorker(TrainedWorker, StepWorker):
     """The running actor.
 
     Attributes:
@@ -129,7 +137,7 @@ class ActorWorker(TrainedWorker):
         """Draw responses; see `rollout.base.RolloutEngine.generate`."""
         if self._version_sampled != self.version:  # a step that was cut short ended without a sync
             self.sync()
-        rows = self.sampler.generate(prompts, request)
+        rows = (self.sampler if self.loop is None else self.loop).generate(prompts, request)
         refuse_wrong_responses(rows, self._num_tokens)
         self.engine.parallel.assert_siblings_agree(rows["responses"])
         if config.auto_cache_clear:
@@ -208,9 +216,18 @@ class ActorWorker(TrainedWorker):
     def sync(self) -> SyncResult:
         """Send the current weights to the rollout engine."""
         self.engine.release()
-        synced = self.sampler.sync()
+        sync, loop = self.sampler.sync, self.loop
+        synced = sync() if loop is None else loop.take_weights(self.version, sync)
         self._version_sampled, self._engine_follows = self.version, synced.is_current
         return synced
+
+    @on_all
+    def restore_rows(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from what `save_rows` gave, with the present weights."""
+        assert self.loop is not None
+        self.engine.release()
+        synced = self.loop.restore(state, self.version, self.sampler.sync)
+        self._version_sampled, self._engine_follows = self.version, synced.is_current
 
     @on_all
     def current_version(self) -> int:
@@ -238,6 +255,8 @@ class ActorWorker(TrainedWorker):
 
     def close(self) -> None:
         """End what the rollout engine has started."""
+        if self.loop is not None:
+            self.loop.close()
         self.sampler.close()
 
     def micro_batch_scores(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from verl.workers.load_state import RestoreSource
 from verl.workers.rank_checkpoint import RankCheckpointWriter
 from verl.workers.reference import Reference, ReferenceWorker
 from verl.workers.reward import RewardWorker
+from verl.workers.schedule import ScheduleOptions
 from verl.workers.sft import SFTWorker
 
 
@@ -85,6 +86,7 @@ class RLHost(Description):
         restore: the checkpoint that actor and critic go on from.
         environment: plays episodes beside the actor's engine; None where a response is one turn.
         reward: a reward that is a model, to live here as the role `rm`; None where the driver has it.
+        schedule: of an engine of the actor whose weights change between two tokens; None for others.
         chosen: the roles that live here; None for all.
         is_alone: there is one process, so that nothing is divided.
     """
@@ -99,6 +101,7 @@ class RLHost(Description):
     restore: RestoreSource | None = None
     environment: EnvironmentDescription | None = None
     reward: RewardModel | None = None
+    schedule: ScheduleOptions | None = None
     chosen: tuple[str, ...] | None = None
     is_alone: bool = False
 
@@ -153,6 +156,7 @@ class RLHost(Description):
                 self.total_updates,
                 self.restore,
                 self.environment,
+                self.schedule,
             )
         if self.critic is not None and "critic" in types:
             seed_everything(derive_seed(context.seed, "critic"))

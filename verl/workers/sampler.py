@@ -3,12 +3,17 @@
 actor ── weights ──> load(version, weights) ──> the copy ──> digests, which the driver compares
                      generate(prompts)      ──> rows, with the version of the weights that drew them
 
-Calls are carried out in the order they were made: weights change between two batches, never within one.
+Calls are carried out in the order they were made. With `rollout.weight_update=drain` weights change between two
+batches, never within one. With `in_flight` a `StepLoop` generates, and they change between two tokens:
+
+                     begin_batch(prompts), finish_batch(step)
+                     save_rows(step)        ──> open rows and finished ones, for a checkpoint
+                     restore_rows(state)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -30,28 +35,30 @@ from verl.utils.memory import computes_bfloat16, make_current
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.actor import Actor
 from verl.workers.colocated import RoleProcess, with_tokenizer
+from verl.workers.schedule import ScheduleOptions
+from verl.workers.step_loop import StepLoop, StepWorker
 
 
-class SamplerWorker:
+class SamplerWorker(StepWorker):
     """The running role.
 
     Args:
         model: the copy; its weights mean nothing before the first `load`.
     """
 
-    def __init__(self, model: Any, sampler: ResponseSampler):
-        self.model, self.sampler, self.version = model, sampler, -1
+    def __init__(self, model: Any, sampler: ResponseSampler, loop: StepLoop | None = None):
+        self.model, self.sampler, self.loop, self.version = model, sampler, loop, -1
 
     @on_all
     def load(self, version: int, weights: Mapping[str, Tensor]) -> dict[str, str]:
         """Take the weights of `ActorWorker.rollout_weights`; returns the digest of each tensor of the model then."""
-        live = live_tensors(self.model)
-        with torch.no_grad():
-            for name, x in weights.items():
-                live[name].copy_(x)
-        self.sampler.sync()
+        if self.loop is None:
+            self._copy(weights)
+            self.sampler.sync()
+        else:
+            self.loop.take_weights(version, lambda: self._copy(weights))
         self.version = version
-        return weight_digests({name: live[name] for name in weights})
+        return self._digests(weights)
 
     @by_rows
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
@@ -60,9 +67,28 @@ class SamplerWorker:
         refuse_wrong_responses(rows, self.model.config.get_text_config().vocab_size)
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self.version)}))
 
+    @on_all
+    def restore_rows(self, state: Mapping[str, Tensor], version: int, weights: Mapping[str, Tensor]) -> dict[str, str]:
+        """Go on from what `save_rows` gave, with the weights of then; returns the digest of each tensor."""
+        assert self.loop is not None
+        self.loop.restore(state, version, lambda: self._copy(weights))
+        return self._digests(weights)
+
     def close(self) -> None:
         """Free the engine."""
+        if self.loop is not None:
+            self.loop.close()
         self.sampler.close()
+
+    @torch.no_grad()
+    def _copy(self, weights: Mapping[str, Tensor]) -> None:
+        live = live_tensors(self.model)
+        for name, x in weights.items():
+            live[name].copy_(x)
+
+    def _digests(self, names: Iterable[str]) -> dict[str, str]:
+        live = live_tensors(self.model)
+        return weight_digests({name: live[name] for name in names})
 
 
 @component
@@ -71,10 +97,12 @@ class SamplerHost(Description):
 
     Args:
         actor: whose model is copied.
+        schedule: of weights that change between two tokens; None: between two batches.
     """
 
     actor: Actor
     rollout: Rollout
+    schedule: ScheduleOptions | None = None
 
     def worker_types(self) -> dict[str, type]:
         return {"sampler": SamplerWorker}
@@ -96,7 +124,10 @@ class SamplerHost(Description):
         parallel.shard_model(model, actor.decided_autocast)
         engine = self.rollout.attach(model, context.tokenizer, context.seed, actor.decided_autocast, context)
         sampler = ResponseSampler(engine, self.rollout, context.tokenizer.pad_token_id)
-        host.workers["sampler"] = SamplerWorker(model, sampler)
+        loop = None
+        if self.schedule is not None:
+            loop = StepLoop(sampler, context.row_tokens, self.schedule.build(context))
+        host.workers["sampler"] = SamplerWorker(model, sampler, loop)
         return host
 
 

@@ -149,6 +149,7 @@ class VLLMEngine(RolloutEngine):
             TokenSampler.of(self.options, self.seed, self.stop_ids),
             self.options.max_new_tokens,
             is_single=limits.is_single,
+            is_stepwise=limits.is_stepwise,
             experts=self.experts,
             num_threads=self.weights.num_threads if limits.while_training else None,
             restart=self._restart if self.is_alone and not limits.while_training else None,

@@ -25,7 +25,7 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory, RunPointer
 from verl.errors import BadCheckpoint
 from verl.trainer.state.training_identity import DIGEST, differences, training_differences
-from verl.utils.env_check import accelerator, installed, num_cores
+from verl.utils.env_check import accelerator, installed, num_cores, processor_name
 from verl.utils.external_input import (
     ExternalInputError,
     checked_as,
@@ -182,24 +182,29 @@ def record_environment(run_dir: Path, code: Mapping[str, Any]) -> None:
 
     A directory that cannot be written costs the record, not the run.
     """
+    record = {"code": dict(code)} | environment_record()
+    try:
+        write_text(run_dir / ENVIRONMENT, json.dumps(record, indent=2) + "\n")
+    except OSError as error:
+        _log.warning("%s was not written: %s", run_dir / ENVIRONMENT, error)
+
+
+def environment_record() -> dict[str, Any]:
+    """Versions of packages, hardware and threads, on which the bits of a run depend."""
     import torch
 
     from verl.ops.cpu_matmul import active_library
 
-    record = {
-        "code": dict(code),
+    return {
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := installed(name))},
         "machine": f"{platform.system()} {platform.machine()}",
+        "processor": f"{processor_name()}, {torch.backends.cpu.get_cpu_capability()}",
         "device": accelerator(),
         "num_cores": num_cores(),
         "num_threads": torch.get_num_threads(),
         "cpu_matmul": active_library(),
     }
-    try:
-        write_text(run_dir / ENVIRONMENT, json.dumps(record, indent=2) + "\n")
-    except OSError as error:
-        _log.warning("%s was not written: %s", run_dir / ENVIRONMENT, error)
 
 
 def _git(where: Path, *arguments: str) -> str:

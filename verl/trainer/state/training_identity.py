@@ -51,6 +51,8 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "trainer.mode": "sync",
     "trainer.max_staleness": 1,
     "rollout.weight_update": "drain",
+    "rollout.kv_cache": "keep",
+    "trainer.replay_schedule": None,
 }
 # Settings of a reward that affect how it is called, but not its scores.
 REWARD_TRANSPORT_KEYS = {"timeout_s", "num_workers", "on_error", "error_score", "cache_gib", "cache_dir", "batch_size"}
@@ -245,6 +247,24 @@ def _at(config: Mapping[str, Any], path: str) -> Any:
 
 # Settings of the end of a run and of the checkpoint location, which do not affect training.
 OF_THIS_START = ("resume", "trainer.stop_after")
+
+
+# Settings of what is recorded, saved and evaluated, which do not affect training either.
+OF_RECORDS = (
+    "checkpoint",
+    "storage",
+    "tracker",
+    "trainer.replay_schedule",
+    *(f"trainer.{name}" for name in ("project_name", "experiment_name", "profile", "save_final", "sample_rows")),
+    *(f"trainer.{name}" for name in ("eval_before", "eval_interval", "eval_samples", "eval_without_tools")),
+    *(f"trainer.{name}" for name in ("strict_data_check", "success_score")),
+)
+
+
+def replay_identity(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings, by path, that a run must share with one whose schedule it replays; files as their contents."""
+    flat = {path: value for path, value in _flat(config) if not _below(path, (*OF_THIS_START, *OF_RECORDS))}
+    return {path: content_of(value) for path, value in flat.items()}
 
 
 def training_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:

@@ -26,7 +26,7 @@ class VLLMTurns(TurnEngine):
 
     Args:
         max_new_tokens: the most tokens of a turn.
-        is_single: as in `TurnLimits`.
+        is_single, is_stepwise: as in `TurnLimits`.
         num_threads: threads of each side until the turns are closed; None: as many as each has.
         restart: called if the process dies: makes it ready again, with the weights that have begun the turns, which
             then are generated again with the same noise. None: the death is raised.
@@ -41,12 +41,14 @@ class VLLMTurns(TurnEngine):
         max_new_tokens: int,
         *,
         is_single: bool,
+        is_stepwise: bool = False,
         experts: tuple[int, int] | None,
         num_threads: int | None,
         restart: Callable[[EngineDied], None] | None,
     ):
         self.process, self.sampler, self.max_new_tokens, self.is_single = process, sampler, max_new_tokens, is_single
         self.experts, self.num_threads, self.restart = experts, num_threads, restart
+        self._budget_s = 0.0 if is_stepwise else ADVANCE_ALL_S if is_single else ADVANCE_S
         self.cached_tokens, self.is_open = 0, True
         self._numbers = itertools.count()
         self._new: list[NumberedTurn] = []
@@ -98,6 +100,13 @@ class VLLMTurns(TurnEngine):
             drawn.append(DrawnTurn(turn.episode, tokens, output.log_probs[place], is_complete, experts))
         return drawn
 
+    def open_turns(self) -> list[DrawnTurn]:
+        if self._begun_in is None or self._begun_in != self.process.process_id:
+            return []
+        output: TurnOutput = self._call("open_turns")
+        lines = zip(output.numbers, output.tokens, output.log_probs, strict=True)
+        return [DrawnTurn(self._open[number].episode, tokens, log_probs, False) for number, tokens, log_probs in lines]
+
     def close(self) -> None:
         self.is_open = False
         self._open.clear()
@@ -114,8 +123,7 @@ class VLLMTurns(TurnEngine):
             self._call("begin_turns", self.sampler, self.max_new_tokens, self.num_threads)
             self._begun_in = self.process.process_id
             new = [NumberedTurn(number, turn) for number, turn in self._open.items()]
-        budget_s = ADVANCE_ALL_S if self.is_single else ADVANCE_S
-        return self._call("advance_turns", new, budget_s, self.is_single)
+        return self._call("advance_turns", new, self._budget_s, self.is_single)
 
     def _call(self, method: str, *args: Any) -> Any:
         try:

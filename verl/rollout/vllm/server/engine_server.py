@@ -163,6 +163,10 @@ class EngineServer:
         assert self._turns is not None
         return self._turns.advance(new, budget_s, until_all)
 
+    def open_turns(self) -> TurnOutput:
+        """Turns that are under way, as far as they have been drawn."""
+        return TurnOutput() if self._turns is None else self._turns.open()
+
     def end_turns(self) -> None:
         """Give up the turns under way. May be called again."""
         if self._turns is not None:

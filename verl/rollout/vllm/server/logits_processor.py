@@ -21,7 +21,7 @@ from verl.model_paths.expert_routing import UNKNOWN
 from verl.rollout.token_sampler import NOISE_TOKENS, TokenSampler
 from verl.rollout.vllm.server.expert_recorder import ExpertRecorder
 
-TURN = "verl_turn"  # in a request's extra_args: its row, whether it is greedy, and `TurnRequest.noise_key`
+TURN = "verl_turn"  # in a request's extra_args: its row, whether it is greedy, `TurnRequest.noise_key` and `position`
 
 
 @dataclass
@@ -73,7 +73,7 @@ class CounterNoiseProcessor(LogitsProcessor):
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
         size = vllm_config.scheduler_config.max_num_seqs
         self.device, self._pins = device, is_pin_memory
-        self._turns = np.zeros((7, size), dtype=np.int64)  # row, is greedy, noise key
+        self._turns = np.zeros((8, size), dtype=np.int64)  # row, is greedy, noise key, position of its first token
         self._drawn: list[list[int] | None] = [None] * size  # vLLM's own lists of the tokens so far
         self._noise = np.zeros((size, NOISE_TOKENS))  # of each row, from a position on
         self._noise_of = np.full((6, size), -1, dtype=np.int64)  # noise key, and which part of the turn
@@ -112,27 +112,28 @@ class CounterNoiseProcessor(LogitsProcessor):
         if self.under_way is None or None in drawn:
             return logits
         drawing, log_probs = self.under_way.drawing, self.under_way.log_probs
-        row, is_greedy, positions, bits = self._to_device(drawing, drawn)
+        row, is_greedy, columns, positions, bits = self._to_device(drawing, drawn)
         greedy = self._turns[1, :rows]
         of_all = bool(greedy[0]) if greedy.min() == greedy.max() else is_greedy.bool()
         tokens = drawing.pick(logits, bits.view(torch.float64), positions, of_all)
-        log_probs[row, positions] = drawing.log_probs(logits, tokens)
+        log_probs[row, columns] = drawing.log_probs(logits, tokens)
         self.under_way.record_experts(self._turns[0, :rows], [len(tokens) for tokens in drawn if tokens is not None])
         return logits.fill_(float("-inf")).scatter_(1, tokens[:, None], 0.0)
 
     def _to_device(self, drawing: TokenSampler, drawn: Sequence[list[int] | None]) -> Tensor:
-        """[4 b]: row index, whether it is greedy, position and float64 noise (as bits), copied to the device in one
-        asynchronous transfer."""
+        """[5 b]: row index, whether it is greedy, number of tokens in the request, position in the turn and float64
+        noise (as bits), copied to the device in one asynchronous transfer."""
         rows = len(drawn)
-        positions = np.array([len(tokens) for tokens in drawn if tokens is not None], dtype=np.int64)
+        columns = np.array([len(tokens) for tokens in drawn if tokens is not None], dtype=np.int64)
+        positions = columns + self._turns[7, :rows]
         noise = self._noise_at(drawing, positions)
-        packed = torch.from_numpy(np.concatenate([self._turns[:2, :rows], [positions, noise.view(np.int64)]]))
+        packed = torch.from_numpy(np.concatenate([self._turns[:2, :rows], [columns, positions, noise.view(np.int64)]]))
         return packed.pin_memory().to(self.device, non_blocking=True) if self._pins else packed.to(self.device)
 
     def _noise_at(self, drawing: TokenSampler, positions: np.ndarray) -> np.ndarray:
         """[b], computed for several positions at a time, because the hash consists of many small operations."""
         rows = len(positions)
-        keys = np.concatenate([self._turns[2:, :rows], positions[None] // NOISE_TOKENS])
+        keys = np.concatenate([self._turns[2:7, :rows], positions[None] // NOISE_TOKENS])
         is_stale = (keys != self._noise_of[:, :rows]).any(axis=0) & (self._turns[1, :rows] == 0)
         if (stale := np.flatnonzero(is_stale)).size:
             *noise_keys, part = torch.from_numpy(keys[:, stale])[:, :, None]

@@ -50,6 +50,7 @@ class EngineTurns:
         self._free = list(range(capacity - 1, -1, -1))
         self._waiting: deque[NumberedTurn] = deque()
         self._open: dict[str, tuple[NumberedTurn, int]] = {}  # request -> turn and its row of log-probs
+        self._ids: dict[str, str] = {}  # request -> its name in vLLM
 
     def advance(self, new: Sequence[NumberedTurn], budget_s: float, until_all: bool) -> TurnOutput:
         """Add new turns, and generate until one has ended, or all of them, or the time has passed."""
@@ -65,12 +66,21 @@ class EngineTurns:
                 break
         return output
 
+    def open(self) -> TurnOutput:
+        """Turns that have begun and are not finished, as far as they have been drawn."""
+        states, output = self.llm.llm_engine.output_processor.request_states, TurnOutput()
+        drawn = {name: list(states[self._ids[name]].detokenizer.output_token_ids) for name in self._open}
+        begun = [name for name, tokens in drawn.items() if tokens]
+        self._read([self._open[name] for name in begun], [drawn[name] for name in begun], output)
+        return output
+
     def close(self) -> None:
         """Give up what is under way."""
         self._waiting.clear()
         if self._open:
             self.llm.llm_engine.abort_request(list(self._open))
             self._open.clear()
+            self._ids.clear()
 
     def _admit(self) -> None:
         while self._free and self._waiting:
@@ -79,14 +89,14 @@ class EngineTurns:
             name = f"turn-{turn.number}"
             sampling_params = SamplingParams(  # greedy, since `CounterNoiseProcessor` leaves a single token
                 temperature=0.0,
-                max_tokens=request.max_new_tokens,
+                max_tokens=request.max_new_tokens - request.position,
                 ignore_eos=True,
                 detokenize=False,
                 stop_token_ids=list(self.drawing.stop_ids),
-                extra_args={TURN: (row, int(request.greedy), *request.noise_key)},
+                extra_args={TURN: (row, int(request.greedy), *request.noise_key, request.position)},
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            self.llm.llm_engine.add_request(
+            self._ids[name] = self.llm.llm_engine.add_request(
                 name, {"prompt_token_ids": request.tokens}, sampling_params, lora_request=self.lora_request
             )
             self._open[name] = turn, row
@@ -95,18 +105,26 @@ class EngineTurns:
         """Append the turns that have ended, and free their rows."""
         turns = [self._open.pop(answer.request_id) for answer in ended]
         tokens = [list(answer.outputs[0].token_ids) for answer in ended]
+        self._read(turns, tokens, output)
+        for answer, (turn, row), token_ids in zip(ended, turns, tokens, strict=True):
+            del self._ids[answer.request_id]
+            self._free.append(row)
+            self.check.note(turn.request.tokens, token_ids)
+        output.cached_tokens += sum(answer.num_cached_tokens or 0 for answer in ended)
+
+    def _read(self, turns: Sequence[tuple[NumberedTurn, int]], tokens: Sequence[list[int]], output: TurnOutput) -> None:
+        """Append turns with the log-probs of their tokens."""
+        if not turns:
+            return
         rows = [row for _, row in turns]
         of_workers = self.llm.collective_rpc("verl_rows", args=(rows, max(map(len, tokens))))
         log_probs, experts = of_workers[sampling_worker(self.llm)]
-        for index, ((turn, row), token_ids) in enumerate(zip(turns, tokens, strict=True)):
+        for index, ((turn, _), token_ids) in enumerate(zip(turns, tokens, strict=True)):
             output.numbers.append(turn.number)
             output.tokens.append(token_ids)
             output.log_probs.append(log_probs[index, : len(token_ids)].tolist())
             if output.experts is not None and experts is not None:
                 output.experts.append(experts[index, : len(token_ids)].clone())
-            self._free.append(row)
-            self.check.note(turn.request.tokens, token_ids)
-        output.cached_tokens += sum(answer.num_cached_tokens or 0 for answer in ended)
 
 
 class PrefixCacheCheck:

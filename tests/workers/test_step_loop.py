@@ -1,0 +1,152 @@
+"""Generation in steps of an engine: the same events at the same steps give the same bits, at any speed."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import torch
+from roles import start_actor
+
+from verl.errors import ConfigError, RolloutError
+from verl.rollout.base import GenerationRequest
+from verl.rollout.hf import HFRollout
+from verl.workers.schedule import FILE, Schedule, ScheduledEvent, read_schedule
+from verl.workers.step_loop import StepLoop
+
+TOKENS = 20  # of every response
+EVENTS = [  # of two batches with 4 responses each
+    ScheduledEvent(0, "weights", 0, 0),
+    ScheduledEvent(0, "begin", 1, 0),
+    ScheduledEvent(5, "weights", 1, 4),
+    ScheduledEvent(5, "begin", 2, 4),
+    ScheduledEvent(9, "save", 1, 8),
+    ScheduledEvent(12, "weights", 2, 8),
+]
+
+
+class Engine:
+    """A loop over a small model, whose weights of each version are known."""
+
+    def __init__(self, model, kv_cache="recompute", events=EVENTS, file=None, scale=1.0):
+        options: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "max_rows": 6}
+        options |= {"weight_update": "in_flight", "kv_cache": kv_cache}
+        self.actor = start_actor(model, HFRollout(**options))
+        self.scale = scale
+        self.first = {name: x.clone() for name, x in self.actor.model.state_dict().items()}
+        self.loop = StepLoop(self.actor.sampler, 40, Schedule({"setting": 1}, file, events))
+
+    def load(self, version: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for name, x in self.actor.model.state_dict().items():
+                noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+                x.copy_(self.first[name] + 0.02 * self.scale * version * noise)
+
+    def play(self, prompts, seed=None):
+        """Ask for the events of `EVENTS`; returns the rows of both batches, and what was saved."""
+        chance = random.Random(seed)
+        state = {}
+        for event in EVENTS:
+            if seed is not None:
+                time.sleep(chance.choice([0.0, 0.01, 0.05]))
+            if event.event == "weights":
+                self.loop.take_weights(event.number, lambda v=event.number: self.load(v))
+            elif event.event == "begin":
+                self.loop.begin(prompts("ab", "cde"), GenerationRequest(event.number, 2))
+            else:
+                state = self.loop.save(event.number)
+        return self.finish(), state
+
+    def finish(self):
+        rows = [self.loop.finish(step) for step in (1, 2)]
+        self.loop.close()
+        return rows
+
+    def gap(self, rows, version):
+        """Largest distance of log-probs of a version's tokens from those of a plain forward pass with its weights."""
+        self.load(version)
+        worst = 0.0
+        for row in range(len(rows)):
+            mask, width = rows["attention_mask"][row].bool(), int(rows["prompt_mask"][row].sum())
+            ids = rows["input_ids"][row][mask]
+            with torch.no_grad():
+                logits = self.actor.model(input_ids=ids[None], use_cache=False).logits[0, width - 1 : -1].double()
+            plain = logits.log_softmax(-1).gather(-1, ids[width:, None])[:, 0]
+            of_version = rows["token_versions"][row] == version
+            worst = max(worst, float((plain - rows["rollout_log_probs"][row]).abs().mul(of_version).max()))
+        return worst
+
+
+def same_rows(one, other):
+    for left, right in zip(one, other, strict=True):
+        assert left.batch.keys() == right.batch.keys()
+        assert [name for name, x in left.batch.items() if not x.equal(right[name])] == []
+
+
+def test_each_token_has_the_log_prob_of_the_version_that_is_said_to_have_drawn_it(model64, prompts):
+    engine = Engine(model64)
+    (first, second), _ = engine.play(prompts)
+    assert first["token_versions"].tolist() == [[0] * 5 + [1] * 7 + [2] * 8] * 4
+    assert first["policy_version"].tolist() == [0] * 4
+    assert second["policy_version"].tolist() == [1, 1, 2, 2]  # six rows fit
+    for rows in (first, second):
+        for version in set(rows["token_versions"].flatten().tolist()):
+            assert engine.gap(rows, version) < 1e-9
+
+
+def test_a_cache_that_is_kept_is_of_former_weights_until_the_next_save(model64, prompts):
+    engine = Engine(model64, "keep")
+    (first, _), _ = engine.play(prompts)
+    assert first["token_versions"].tolist() == [[0] * 6 + [1] * 7 + [2] * 7] * 4
+    assert engine.gap(first, 0) < 1e-9
+    assert engine.gap(first, 1) > 1e-6
+    assert engine.gap(first, 2) > 1e-6
+
+
+@pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
+def test_equal_events_at_equal_steps_give_equal_bits_at_any_speed_and_after_a_restore(
+    kv_cache, model64, prompts, tmp_path
+):
+    rows, state = Engine(model64, kv_cache).play(prompts)
+    slow = Engine(model64, kv_cache, file=tmp_path / FILE)
+    same_rows(rows, slow.play(prompts, seed=3)[0])
+    assert list(read_schedule(tmp_path, {"setting": 1})) == EVENTS
+    restored = Engine(model64, kv_cache, file=tmp_path / "restored.jsonl")
+    restored.loop.restore(state, 1, lambda: restored.load(1))
+    restored.loop.take_weights(2, lambda: restored.load(2))
+    same_rows(rows, restored.finish())
+    assert (tmp_path / "restored.jsonl").read_bytes() == (tmp_path / FILE).read_bytes()
+
+
+@pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
+def test_weights_that_do_not_change_draw_what_a_batch_without_updates_draws(kv_cache, model64, prompts):
+    engine = Engine(model64, kv_cache, scale=0.0)
+    plain = [engine.actor.generate(prompts("ab", "cde"), GenerationRequest(step, 2)) for step in (1, 2)]
+    for rows, expected in zip(engine.play(prompts)[0], plain, strict=True):
+        assert rows["responses"].equal(expected["responses"])
+        gap = (rows["rollout_log_probs"] - expected["rollout_log_probs"]).abs().max()
+        assert gap < 1e-9
+
+
+def test_another_run_than_the_scheduled_one_is_named(model64, prompts, tmp_path):
+    engine = Engine(model64, events=[*EVENTS[:4], ScheduledEvent(9, "weights", 3, 8)], file=tmp_path / FILE)
+    with pytest.raises(RolloutError, match="event 5 is weights 3 before engine step 9 .* and save 1 before engine"):
+        engine.play(prompts)
+    with pytest.raises(ConfigError, match="setting was 1 in .*, and is 2 here"):
+        read_schedule(tmp_path, {"setting": 2})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_schedule(tmp_path / "nothing", {})
+
+
+def test_responses_that_no_event_would_bring_are_not_awaited(model64, prompts):
+    engine = Engine(model64, events=[*EVENTS[:2], ScheduledEvent(40, "weights", 1, 4)])
+    engine.loop.take_weights(0, lambda: engine.load(0))
+    engine.loop.begin(prompts("ab", "cde"), GenerationRequest(1, 2))
+    engine.loop.finish(1)
+    engine.loop.begin(prompts("ab", "cde"), GenerationRequest(2, 2))
+    with pytest.raises(RolloutError, match="event 3 is weights 1 .* and begin 2"):
+        engine.loop.finish(2)
+    engine.loop.close()
