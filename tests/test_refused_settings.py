@@ -190,6 +190,7 @@ ADAPTER = ["rollout=vllm", "rollout.lora=adapter"]
 LORA = "actor.lora={{_target_:verl.models.lora.LoRA,rank:{}}}"
 AHEAD = ["trainer.rollout_ahead=1"]
 CORRECTED = [*AHEAD, "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}"]
+BEHAVIOUR = ["algorithm.proximal=behaviour", "rollout=server", "rollout.endpoint.base_url=http://localhost:8000"]
 IN_FLIGHT = ["rollout.weight_update=in_flight"]
 ASYNC_2 = ["trainer.mode=async", "trainer.max_staleness=2"]
 TOOLS = ["environment=calculator", "data=calculator", "critic=none", "algorithm=grpo"]
@@ -207,6 +208,7 @@ REFUSED_RUNS = [  # overrides, and a part of the message
     (AHEAD, "requires importance weights"),
     (["trainer.mode=async"], "trainer.mode is async: responses come from older weights"),
     ([*CORRECTED, "algorithm.proximal=behaviour"], "correction is set, and proximal is behaviour"),
+    ([*BEHAVIOUR, "rollout.log_probs=trainer"], "the engine records no log-probs of its own"),
     ([*CORRECTED, "rollout=auto"], "AutoRollout cannot generate while the weights are trained"),
     ([*CORRECTED, "rollout=vllm", "trainer.rollout_ahead=0", *ASYNC_2], "a sync of VLLMRollout waits for what it has"),
     (
