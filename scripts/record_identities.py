@@ -27,14 +27,20 @@ from verl.compose.schema import group_options  # noqa: E402
 from verl.compose.validate import validate  # noqa: E402
 
 
+def identity(root: str, words: str) -> str:
+    arguments, _ = command_line(root, options.words_of(words))
+    return validate(compose_root(root, arguments)).identity()
+
+
 def identities() -> Iterator[tuple[str, str]]:
     """Root and options, and the identity of the run that they give."""
     for root in ("ppo", "sft"):
         for option in options.OPTIONS:
             client = options.CLIENTS.get(option)
             if options.applies(root, option) and (client is None or importlib.util.find_spec(client)):
-                arguments, _ = command_line(root, [option, *options.NEEDED.get(option, [])])
-                yield f"{root} {option}", validate(compose_root(root, arguments)).identity()
+                yield f"{root} {option}", identity(root, option)
+    for combination in options.COMBINATIONS:
+        yield f"ppo {combination}", identity("ppo", combination)
     groups = group_options()
     for experiment in (f"experiment={name}" for name in groups["experiment"]):
         root = "sft" if experiment in options.SFT_ONLY else "ppo"

@@ -35,3 +35,9 @@ def each_value_once(*axes: Sequence[Any] | Mapping[str, Any]) -> list[Any]:
         )
         for names in product(*named)
     ]
+
+
+def has_exhaustive_tests(request: pytest.FixtureRequest) -> bool:
+    """Whether tests of the file of a fixture run that `make exhaustive` alone runs."""
+    items = request.session.items
+    return any(item.path == request.path and item.get_closest_marker("exhaustive") for item in items)

@@ -190,6 +190,7 @@ ADAPTER = ["rollout=vllm", "rollout.lora=adapter"]
 LORA = "actor.lora={{_target_:verl.models.lora.LoRA,rank:{}}}"
 AHEAD = ["trainer.rollout_ahead=1"]
 CORRECTED = [*AHEAD, "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}"]
+BEHAVIOUR = ["algorithm.proximal=behaviour", "rollout=server", "rollout.endpoint.base_url=http://localhost:8000"]
 IN_FLIGHT = ["rollout.weight_update=in_flight"]
 ASYNC_2 = ["trainer.mode=async", "trainer.max_staleness=2"]
 TOOLS = ["environment=calculator", "data=calculator", "critic=none", "algorithm=grpo"]
@@ -207,9 +208,18 @@ REFUSED_RUNS = [  # overrides, and a part of the message
     (AHEAD, "requires importance weights"),
     (["trainer.mode=async"], "trainer.mode is async: responses come from older weights"),
     ([*CORRECTED, "algorithm.proximal=behaviour"], "correction is set, and proximal is behaviour"),
+    ([*BEHAVIOUR, "rollout.log_probs=trainer"], "the engine records no log-probs of its own"),
     ([*CORRECTED, "rollout=auto"], "AutoRollout cannot generate while the weights are trained"),
     ([*CORRECTED, "rollout=vllm", "trainer.rollout_ahead=0", *ASYNC_2], "a sync of VLLMRollout waits for what it has"),
-    ([*CORRECTED, "trainer=mesh", "trainer.placement.devices=[cpu:0]"], "is not placed by trainer.placement yet"),
+    (
+        [*CORRECTED, "trainer=ray", "+trainer.placement.pools={a:[sampler,critic]}"],
+        "the pool a has critic, sampler: the sampler generates while the others work",
+    ),
+    ([*CORRECTED, "trainer=ray", "trainer.placement.in_driver=[sampler]"], "it generates while the driver works"),
+    (
+        [*CORRECTED, "trainer=mesh", "+trainer.placement.sub_meshes={sampler:[cpu:0,cpu:1]}", "trainer.device=cpu"],
+        "puts sampler on cpu:0, cpu:1",
+    ),
     ([*CORRECTED, "trainer.max_staleness=2"], "rollout_ahead is 1, which means mode=async with max_staleness=1"),
     ([*CORRECTED, "rollout.router_replay=true"], "trainer.rollout_ahead is 1: rollout.router_replay was not tried"),
     ([*CORRECTED, "rollout.weight_update=never"], "weight_update"),
@@ -222,6 +232,8 @@ REFUSED_RUNS = [  # overrides, and a part of the message
         [*CORRECTED, "rollout=vllm", *IN_FLIGHT, "trainer.n_gpus_per_node=2", "sharding=fsdp"],
         "was tried with it in one",
     ),
+    ([*CORRECTED, "trainer=ray", *IN_FLIGHT], "it was not tried with a sampler in trainer.placement"),
+    ([*CORRECTED, *TOOLS, *IN_FLIGHT], "weights do not change within an episode"),
     ([*CORRECTED, "trainer.replay_schedule=run"], "only a run with rollout.weight_update=in_flight"),
     (["trainer.replay_schedule=run"], "trainer.mode is sync, which has no schedule"),
     ([*CORRECTED, "algorithm=dapo"], "selection draws further batches"),
@@ -230,7 +242,6 @@ REFUSED_RUNS = [  # overrides, and a part of the message
     ([*CORRECTED, "trainer.rollout_ahead=2"], "must lie in [0, 1]"),
     # episodes
     ([*TOOLS, "rollout=scripted"], "ScriptedRollout draws no turns"),
-    ([*TOOLS, "trainer.rollout_ahead=1"], "trainer.rollout_ahead is 1, and episodes are not drawn ahead"),
     ([*TOOLS, "replay=tiered"], "the replay buffer does not keep the masks of episodes"),
     ([*TOOLS, "algorithm=remax"], "the greedy baseline of algorithm=remax was not tried"),
     ([*TOOLS, "algorithm=dapo"], "algorithm.selection was not tried with episodes"),

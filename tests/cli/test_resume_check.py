@@ -178,10 +178,17 @@ def test_a_run_killed_inside_of_its_episodes_comes_back_to_the_same_tokens(recov
 
 
 @pytest.mark.exhaustive
-def test_a_run_without_a_journal_cannot_be_checked_inside_of_an_episode(model32, tmp_path):
-    result = check("--in-episode", "--steps", "2", model=model32, directory=tmp_path)
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ([], "--in-episode: the run keeps no journal of the episodes of step 2."),
+        (["trainer.mode=async", "trainer.max_staleness=0"], "--in-episode: trainer.mode is async"),
+    ],
+)
+def test_a_run_that_cannot_be_checked_inside_of_an_episode_is_refused(overrides, said, model32, tmp_path):
+    result = check("--in-episode", "--steps", "2", *overrides, model=model32, directory=tmp_path)
     assert result.exit_code == 2
-    assert "--in-episode: the run keeps no journal of the episodes of step 2." in result.output
+    assert said in result.output
 
 
 @pytest.mark.parametrize(

@@ -13,26 +13,50 @@ from trainer.runs import PPO_ALGORITHM, ppo_run
 
 import verl
 from verl.cluster.placement import DeviceMesh
+from verl.cluster.ray.ray_placement import RayPlacement
 from verl.engines.sharding import DDP, NoSharding
 from verl.trainer.local_trainer import LocalPPOTrainer
 
 pytestmark = pytest.mark.xdist_group("cluster")
 ROLES = ("actor", "critic", "reference", "rm")
-TWO = ("cpu:0", "cpu:1")
+TWO, FIRST, SECOND, ALONE = ("cpu:0", "cpu:1"), ("cpu:0",), ("cpu:1",), ("sampler",)
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 
 
 @pytest.mark.parametrize(
     ("sub_meshes", "groups"),
     [
-        ({}, {TWO: ROLES}),
-        ({"critic": ["cpu:1"]}, {("cpu:0",): ("actor", "reference", "rm"), ("cpu:1",): ("critic",)}),
-        ({"critic": ["cpu:1"], "rm": ["cpu:1"]}, {("cpu:0",): ("actor", "reference"), ("cpu:1",): ("critic", "rm")}),
-        ({"rm": ["cpu:0"], "critic": TWO}, {TWO: ("actor", "critic", "reference"), ("cpu:0",): ("rm",)}),
+        ({}, [(TWO, ROLES), (FIRST, ALONE)]),
+        ({"critic": ["cpu:1"]}, [(FIRST, ("actor", "reference", "rm")), (SECOND, ("critic",)), (FIRST, ALONE)]),
+        (
+            {"critic": ["cpu:1"], "rm": ["cpu:1"]},
+            [(FIRST, ("actor", "reference")), (SECOND, ("critic", "rm")), (FIRST, ALONE)],
+        ),
+        ({"sampler": ["cpu:1"]}, [(FIRST, ROLES), (SECOND, ALONE)]),
+        (
+            {"rm": ["cpu:0"], "critic": TWO},
+            [(TWO, ("actor", "critic", "reference")), (FIRST, ("rm",)), (FIRST, ALONE)],
+        ),
     ],
 )
 def test_a_role_lives_where_it_is_put_and_the_others_where_nobody_is(sub_meshes, groups):
-    assert verl.DeviceMesh(devices=TWO, sub_meshes=sub_meshes).groups(ROLES) == groups
+    mesh = verl.DeviceMesh(devices=TWO, sub_meshes=sub_meshes)
+    assert mesh.groups([*ROLES, *ALONE]) == groups
+    if "sampler" not in sub_meshes:
+        assert mesh.groups(ROLES) == groups[:-1]
+
+
+@pytest.mark.parametrize(
+    ("options", "pools"),
+    [
+        ({}, {"main": 2, "sampler": 1}),
+        ({"pools": {"a": ["actor"], "b": ["sampler"]}, "in_driver": ["critic", "rm"]}, {"a": 2, "b": 1}),
+    ],
+)
+def test_the_sampler_has_a_ray_worker_of_its_own(options, pools):
+    placement, roles = RayPlacement(**options), [*ROLES, *ALONE]
+    assert dict(zip(placement.groups(roles), (count for _, count in placement.worker_groups(roles, 2)))) == pools
+    assert placement.sizes(roles, 2)["sampler"] == 1
 
 
 @pytest.mark.parametrize(

@@ -78,6 +78,30 @@ NEEDED = {  # what an option leaves to the user
     "experiment=gsm8k_qwen2_0_5b": ["data.train_files=[rows.jsonl]", "data.eval_files=[rows.jsonl]"],
     "data=sft_files": ["data.train_files=[rows.jsonl]", "data.max_length=16"],
 }
+COMBINATIONS = [  # that go together: `make test` composes these, and `make exhaustive` each option alone
+    "reward=code_tests algorithm=cispo environment=agent_program critic=llama1b tracker=console sharding=cp "
+    "actor=llama1b data=arithmetic rollout=auto checkpoint=async sandbox=none storage=local trainer=local "
+    "reference=none replay=off sweep=saving",
+    "reward=environment algorithm=dr_grpo critic=llama8b tracker=curves sharding=ddp actor=llama8b rollout=hf "
+    "checkpoint=incremental sandbox=jail storage=none trainer=mesh reference=same_as_actor",
+    "reward=exact_match algorithm=dapo critic=own_model tracker=default sharding=fsdp actor=pretrained "
+    "data=calculator rollout=scripted checkpoint=off sandbox=remote storage=s3 trainer=ray replay=tiered "
+    "sweep=sharding_checkpoint",
+    "reward=format algorithm=grpo environment=calculator critic=none tracker=jsonl sharding=hsdp actor=qwen2_0_5b "
+    "data=files rollout=server checkpoint=sync",
+    "reward=function algorithm=gspo environment=function critic=pretrained tracker=mlflow sharding=none "
+    "actor=qwen3_1_7b rollout=vllm",
+    "reward=length algorithm=opo environment=gymnasium critic=qwen2_0_5b tracker=none sharding=parallel actor=tiny",
+    "reward=math algorithm=ppo environment=mcp critic=qwen3_1_7b tracker=report sharding=pp",
+    "reward=model algorithm=ppo_adaptive_kl environment=none critic=same_as_actor tracker=tensorboard sharding=tp "
+    "actor=tiny_scratch",
+    "reward=normalized algorithm=reinforce_pp environment=python_sandbox critic=tiny tracker=trackio sharding=tp_fsdp",
+    "reward=overlong algorithm=reinforce_pp_baseline environment=python_tools critic=tiny_scratch tracker=wandb",
+    "reward=remote_chat algorithm=remax",
+    "reward=remote_http algorithm=rloo environment=reasoning_gym",
+    "reward=weighted_sum environment=textarena",
+    "environment=guess_number data=guess_number",
+]
 OPTIONAL_TRACKERS = {"tensorboard": "tensorboard", "matplotlib": "plots"}
 
 
@@ -116,18 +140,29 @@ def users_files(tmp_path, monkeypatch):
     write_users_files()
 
 
-@pytest.mark.parametrize("option", [option for option in OPTIONS if applies("ppo", option)])
-def test_option_composes_and_checks_in_ppo(option, users_files):
-    arguments, assigned = command_line("ppo", [option, *NEEDED.get(option, [])])
+def words_of(options: str) -> list[str]:
+    """Options with what they need, each word once."""
+    return list(dict.fromkeys(word for option in options.split() for word in (option, *NEEDED.get(option, []))))
+
+
+def is_alone(option: str) -> bool:
+    """Whether no other test of `make test` composes an option of ppo."""
+    together = {option for options in COMBINATIONS for option in options.split()}
+    return option not in together and not option.startswith(("experiment=", "debug="))
+
+
+@pytest.mark.parametrize("options", [*COMBINATIONS, *short_where(filter(partial(applies, "ppo"), OPTIONS), is_alone)])
+def test_options_compose_and_check_in_ppo(options, users_files):
+    arguments, assigned = command_line("ppo", words_of(options))
     assert assigned.faults == []
-    if (client := CLIENTS.get(option)) and importlib.util.find_spec(client) is None:
-        with pytest.raises(ConfigError, match=rf'pip install "verl\[{option.partition("=")[2]}\]"'):
+    if (client := CLIENTS.get(options)) and importlib.util.find_spec(client) is None:
+        with pytest.raises(ConfigError, match=rf'pip install "verl\[{options.partition("=")[2]}\]"'):
             validate(compose_root("ppo", arguments))
         return
     config = compose_root("ppo", arguments)
     run = validate(config)
     assert schema_faults("ppo", OmegaConf.to_container(config, resolve=True)) == []
-    assert (type(run).__name__, run.identity()) == ("PPORun", IDENTITIES[f"ppo {option}"])
+    assert (type(run).__name__, run.identity()) == ("PPORun", IDENTITIES[f"ppo {options}"])
 
 
 def is_first_or_of_sft_alone(option: str) -> bool:
@@ -138,7 +173,7 @@ def is_first_or_of_sft_alone(option: str) -> bool:
 
 @pytest.mark.parametrize("option", short_where(filter(partial(applies, "sft"), OPTIONS), is_first_or_of_sft_alone))
 def test_option_composes_and_checks_in_sft(option, users_files):
-    arguments, assigned = command_line("sft", [option, *NEEDED.get(option, [])])
+    arguments, assigned = command_line("sft", words_of(option))
     assert assigned.faults == []
     config = compose_root("sft", arguments)
     run = validate(config)
@@ -151,7 +186,9 @@ def test_option_composes_and_checks_in_sft(option, users_files):
 )
 def test_debug_goes_with_every_experiment(experiment, debug, users_files):
     root, option = "sft" if f"experiment={experiment}" in SFT_ONLY else "ppo", f"experiment={experiment}"
-    run = validate(compose_root(root, [option, f"debug={debug}", *NEEDED.get(option, [])]))
+    config = compose_root(root, [option, f"debug={debug}", *NEEDED.get(option, [])])
+    run = validate(config)
+    assert schema_faults(root, OmegaConf.to_container(config, resolve=True)) == []
     assert run.identity() == IDENTITIES[f"{root} {option} debug={debug}"]
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
 
 from verl.compose.aliases import ALIASES
 from verl.compose.command_line import command_line
-from verl.compose.compose import apply_values, compose_root
+from verl.compose.compose import _compose, _composition, apply_values, compose_root
 from verl.compose.overrides import Overrides, assign, flatten
 from verl.compose.schema import group_options
 from verl.compose.validate import validate
@@ -179,3 +183,32 @@ def test_an_option_whose_name_hydra_would_read_as_a_number_can_be_chosen():
         assert compose_root("ppo", overrides).trainer.safety.plant_nan_at == 2
     assert command_line("ppo", ["-m", "debug=smoke,nan"])[0] == ["-m", "debug=smoke,'nan'"]
     assert command_line("ppo", ["trainer.seed=nan"])[0] == ["++trainer.seed=nan"]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [
+            "algorithm=grpo",
+            "++actor.optimizer={lr:3}",
+            "++actor.optimizer.lr=4",
+            "++rollout.stop=['a,b',${x}]",
+            "++a.b=1",
+        ],
+        ["trainer.seed=1", "++trainer.seed.deeper=2", "+actor.model.x=3", "++hydra.run.dir=x", "++critic.model.y=4"],
+    ],
+)
+def test_values_set_in_a_cached_composition_are_what_hydra_makes_of_all_the_words(words):
+    for _ in range(2):  # composed, and from the cache
+        cached, _ = _composition("ppo", words)
+        whole, _ = _compose("ppo", words)
+        assert OmegaConf.to_container(cached, resolve=False) == OmegaConf.to_container(whole, resolve=False)
+        assert OmegaConf.is_struct(cached) == OmegaConf.is_struct(whole)
+
+
+@pytest.mark.parametrize("word", ["++trainer.seed=1,2", "++trainer.seed=[", "++rollout.temperature.x=[1"])
+def test_a_value_that_cannot_be_set_is_refused_in_the_words_of_hydra(word):
+    with pytest.raises(HydraException) as expected:
+        _compose("ppo", [word])
+    with pytest.raises(type(expected.value), match=re.escape(str(expected.value))):
+        compose_root("ppo", [word])

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import has_exhaustive_tests
 from devices.shapes import GIB, H100, beside, llama_8b, save_llama_8b
 from refusals import refusal
 from transformers import AutoModelForCausalLM
@@ -102,15 +103,18 @@ def told_by_vllm(cases: dict[str, tuple[dict, DeviceMemory]], directory: str, fo
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory):
-    """What vLLM says to each of the cases, and to its own default where a trainer has a third of the GPU."""
+def told(request, tmp_path_factory):
+    """What vLLM says to a cache that is too large; where exhaustive tests run, to each of the cases too, and to its own
+    default where a trainer has a third of the GPU.
+    """
     folder = tmp_path_factory.mktemp("vllm")
     directory = str(save_llama_8b(folder / "model"))
-    cases = {name: (arguments(*case, directory), case[1]) for name, case in CASES.items()}
-    asked = dict(cases["default"][0])
-    del asked["gpu_memory_utilization"]
-    cases["vLLM's own default"] = (asked, BUSY)
-    cases["too large"] = (arguments(replace(ROLLOUT, kv_cache_gib=60.0), BUSY, 25 * GIB, directory), BUSY)
+    cases = {"too large": (arguments(replace(ROLLOUT, kv_cache_gib=60.0), BUSY, 25 * GIB, directory), BUSY)}
+    if has_exhaustive_tests(request):
+        cases |= {name: (arguments(*case, directory), case[1]) for name, case in CASES.items()}
+        asked = dict(cases["default"][0])
+        del asked["gpu_memory_utilization"]
+        cases["vLLM's own default"] = (asked, BUSY)
     return told_by_vllm(cases, directory, folder)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import each_value_once
 from roles import experience, start_actor, start_critic, weights
 
 from verl.model_paths.families import FAST
@@ -17,8 +18,7 @@ def pair(start, **options):
     return [start(MODEL, packing=packing, **options) for packing in ("auto", "off")]
 
 
-@pytest.mark.parametrize("budget", [60, 10_000])
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("budget", "checkpointing"), each_value_once([60, 10_000], [False, True]))
 def test_actor_and_critic_do_the_same_packed_and_padded(budget, checkpointing, prompts):
     options = {"micro_batch_tokens": budget, "gradient_checkpointing": checkpointing}
     packed, padded = pair(start_actor, **options)

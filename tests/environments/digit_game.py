@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from verl.component import BuildContext, component
 from verl.environments.base import EnvironmentDescription, EnvironmentFactory, Recovery, StepResult
 
+FATAL_STEP = 8
+
 
 class DigitGame:
     """Goes on for four turns, unless a sum of letters ends it earlier."""
 
-    def __init__(self, recovery: Recovery):
-        self.recovery, self.total, self.turns = recovery, 0, 0
+    num_steps = 0  # in this process, since there is a `fatal` file
+
+    def __init__(self, games: DigitGames):
+        self.recovery, self.answers_at_once, self.fatal = games.recovery, games.answers_at_once, games.fatal
+        self.total, self.turns = 0, 0
 
     def reset(self, row: Mapping[str, Any], seed: int) -> str:
         self.total = seed % 97
@@ -21,6 +29,10 @@ class DigitGame:
 
     def step(self, action: Any) -> StepResult:
         self.turns += 1
+        if self.fatal and Path(self.fatal).exists():
+            DigitGame.num_steps += 1
+            if DigitGame.num_steps == FATAL_STEP:
+                os.kill(os.getpid(), signal.SIGKILL)
         said = sum(map(ord, action.text))
         self.total = said % 10 if self.recovery == "stateless" else (self.total * 31 + said) % 1009
         is_over = said % 11 == 0 or (self.recovery != "stateless" and self.turns >= 4)
@@ -29,18 +41,24 @@ class DigitGame:
 
 @component
 class DigitGames(EnvironmentDescription):
-    """Games whose environment says of itself what `recovery` says."""
+    """Games whose environment says of itself what `recovery` says.
+
+    Args:
+        fatal: once there is such a file, the process that plays is killed in the turn FATAL_STEP.
+    """
 
     recovery: Recovery = "deterministic"
+    answers_at_once: bool = False
+    fatal: str = ""
     has_rewards = True
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
-        return _Factory(self.recovery)
+        return _Factory(self)
 
 
 class _Factory(EnvironmentFactory):
-    def __init__(self, recovery: Recovery):
-        self.recovery: Recovery = recovery
+    def __init__(self, games: DigitGames):
+        self.games = games
 
     def make(self) -> DigitGame:
-        return DigitGame(self.recovery)
+        return DigitGame(self.games)

@@ -118,7 +118,6 @@ def test_a_training_in_flight_killed_twenty_times_ends_as_its_schedule_replayed_
     assert (tmp_path / "twin/run/schedule.jsonl").read_bytes() == schedule
     events = [json.loads(line) for line in schedule.splitlines()[1:]]
     assert [event["number"] for event in events if event.get("event") == "begin"] == list(range(1, ASYNC_STEPS + 1))
-    assert any(event["open_rows"] for event in events if event.get("event") == "save")
     assert digest(tmp_path / "cut", ASYNC_STEPS) == digest(tmp_path / "twin", ASYNC_STEPS)
     assert kills >= 12
 

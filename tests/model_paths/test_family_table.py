@@ -217,7 +217,7 @@ def test_a_build_of_the_tried_versions_is_one_of_them(monkeypatch, caplog):
     tried = check.family_table().versions
     for build, is_told in (("+cpu", False), (".1", True)):
         caplog.clear()
-        monkeypatch.setattr(check.importlib.metadata, "version", lambda name, build=build: tried[name] + build)
+        monkeypatch.setattr(check, "installed", lambda name, build=build: tried[name] + build)
         with caplog.at_level("INFO"):
             check._tell(model, check.finding_for(model))
         assert ("the checks of the first batch stand alone" in caplog.text) is is_told

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import each_value_once
 from roles import start_actor
 
 from verl.ops.counter_rng import EVALUATION, uniform
@@ -65,18 +66,22 @@ def test_recorded_log_probs_are_the_models_own(model64, prompts, options):
     assert rows["response_mask"].sum(dim=1).unique().numel() > 2
 
 
+BATCHED = [
+    {"max_rows": 1},
+    {"max_rows": 9},
+    {"share_prefix": False},
+    {"drop_finished": False},
+    {"share_prefix": False, "drop_finished": False, "max_rows": 8},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"max_rows": 1},
-        {"max_rows": 9},
-        {"share_prefix": False},
-        {"drop_finished": False},
-        {"share_prefix": False, "drop_finished": False, "max_rows": 8},
-    ],
-    ids=str,
+    ("kind", "options"),
+    each_value_once(
+        {"plain": {}, "filtered": {"temperature": 0.7, "top_p": 0.8, "top_k": 30}},
+        {str(options): options for options in BATCHED},
+    ),
 )
-@pytest.mark.parametrize("kind", [{}, {"temperature": 0.7, "top_p": 0.8, "top_k": 30}], ids=["plain", "filtered"])
 def test_how_rows_are_batched_changes_no_response(generate, kind, options):
     assert_same_responses(generate(**kind), generate(**kind, **options))
 

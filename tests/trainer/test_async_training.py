@@ -27,7 +27,7 @@ from verl.trainer.api.load_checkpoint import load_checkpoint
 from verl.trainer.ppo import SEQUENCE_FIELDS, PPOTrainer
 from verl.trainer.train_loop import TrainLoop
 from verl.workers.actor import ActorWorker
-from verl.workers.schedule import FILE, read_lines
+from verl.workers.schedule import FILE
 
 CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_batches=1)
 
@@ -224,9 +224,6 @@ def test_a_replayed_run_and_one_that_is_resumed_in_the_middle_of_responses_have_
     monkeypatch.setattr(PPOTrainer, "update", noted)
     fit(in_flight(model32, tmp_path / "first", staleness, kv_cache), tmp_path / "first/run")
     first = saved(tmp_path / "first")
-    events = read_lines(schedule_of(tmp_path / "first/run").decode().splitlines())[1]
-    assert any(event.event == "weights" and event.open_rows for event in events)
-    assert any(len(row) > 1 for batch in trained_on for row in batch)
     assert all(step - 1 - staleness <= min(row) for step, batch in enumerate(trained_on, 1) for row in batch)
     replay = {"replay_schedule": str(tmp_path / "first/run")}
     fit(in_flight(model32, tmp_path / "again", staleness, kv_cache, **replay), tmp_path / "again/run")

@@ -334,7 +334,7 @@ class Paced(random.Random):
         super().__init__(0)
         self.calls = itertools.cycle(calls)
 
-    def randrange(self, *_: Any) -> int:
+    def randrange(self, start: int, stop: int | None = None, step: int = 1) -> int:
         return next(self.calls)
 
 

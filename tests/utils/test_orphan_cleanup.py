@@ -14,6 +14,7 @@ from cluster.processes_of import is_running, wait_until_gone
 
 import verl
 from verl.utils.orphan_cleanup import OrphanCleanup
+from verl.utils.progress import is_stopped
 
 ROOT = Path(verl.__file__).parents[1]
 OWNER = """
@@ -107,5 +108,7 @@ def test_one_that_is_stopped_holds_nobody_up_and_is_replaced(tmp_path, monkeypat
     assert stopped.wait(timeout=60) == -signal.SIGKILL
     assert cleanup.process is not None
     os.kill(cleanup.process.pid, signal.SIGSTOP)
+    while not is_stopped(cleanup.process.pid):
+        time.sleep(0.01)
     cleanup.close()
     assert not kept.exists()

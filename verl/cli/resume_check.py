@@ -193,7 +193,14 @@ def check_resume(
 
 def _kill_in_episode(launcher: RunLauncher, stop_after: int) -> None:
     """Run to a checkpoint after step k, and kill during the episodes of the next one, by the answers in its journal."""
-    step = stop_after + 1
+    from verl.trainer.state.compare_runs import origin_of
+
+    settings, step = origin_of(launcher.directory / "straight").settings["trainer"], stop_after + 1
+    if settings["mode"] == "async" or settings["rollout_ahead"]:
+        raise ConfigError(
+            "--in-episode: trainer.mode is async (or rollout_ahead is 1), where the episodes of a step are played "
+            "before the step before it is saved. Leave one out."
+        )
     answers = _num_answers(launcher, "straight", step)
     if not answers:
         raise ConfigError(

@@ -23,7 +23,8 @@ from verl.engines.sharding import Sharding
 from verl.errors import ConfigError
 from verl.utils.env_check import num_cores
 
-ROLES = ("actor", "critic", "reference", "rm")
+SAMPLER = "sampler"  # generates while other roles work: alone in its process
+ROLES = ("actor", "critic", "reference", "rm", SAMPLER)
 
 
 class DivisibleHost(ColocatedRoles, Protocol):
@@ -83,7 +84,7 @@ class Placement(Description):
 
         Args:
             size: workers of a group for which nothing else is said.
-            max_threads: that all workers on this machine may use together.
+            max_threads: that all workers on this machine may use together, and the sampler once more.
         """
         raise NotImplementedError
 
@@ -99,7 +100,7 @@ class RoleGroups:
 
     def __init__(self, groups: Iterable[tuple[Collection[str], WorkerGroup]]):
         self.groups = list(groups)
-        self._of: Mapping[str, WorkerGroup] = {role: cluster for roles, cluster in self.groups for role in roles}
+        self.group_of: Mapping[str, WorkerGroup] = {role: cluster for roles, cluster in self.groups for role in roles}
         self.world_size = max(cluster.world_size for _, cluster in self.groups)
 
     @property
@@ -112,7 +113,7 @@ class RoleGroups:
             cluster.step = step
 
     def submit(self, role: str, method: str, args: tuple[Any, ...]) -> Future[Any]:
-        return self._of[role].submit(role, method, args)
+        return self.group_of[role].submit(role, method, args)
 
     def close(self) -> None:
         """Close every group, even if another one fails to."""
@@ -135,8 +136,8 @@ class DeviceMesh(Placement):
 
     Args:
         devices: `cuda:N`, or `cpu:N` for a process that keeps to the N-th core that this one may use.
-        sub_meshes: role (actor, critic, reference, rm) -> its devices, which may be some of `devices` or others. On
-            several of them the role is sharded.
+        sub_meshes: role (actor, critic, reference, rm, sampler) -> its devices, which may be some of `devices` or
+            others. On several of them the role is sharded; the sampler has one, by default the first that is free.
     """
 
     devices: tuple[str, ...]
@@ -167,7 +168,7 @@ class DeviceMesh(Placement):
                     yield f"{path} has {', '.join(missing)}: this machine has {there[kind]} {what}, numbered from 0."
         if size != 1:
             yield f"devices: the mesh says how many processes there are. Set trainer.n_gpus_per_node=1, not {size}."
-        for devices, members in self.groups(shardings).items():
+        for devices, members in self.groups(shardings):
             if len(devices) > 1 and (whole := single_process_roles(shardings, members)):
                 yield (
                     f"sub_meshes puts {', '.join(whole)} on {', '.join(devices)}: sharding=none is for one device. "
@@ -187,34 +188,36 @@ class DeviceMesh(Placement):
         return True
 
     def sizes(self, roles: Collection[str], size: int) -> dict[str, int]:
-        return {role: len(devices) for devices, members in self.groups(roles).items() for role in members}
+        return {role: len(devices) for devices, members in self.groups(roles) for role in members}
 
     def worker_groups(self, roles: Collection[str], size: int) -> list[tuple[tuple[str, ...], int]]:
-        return [(members, len(devices)) for devices, members in self.groups(roles).items()]
+        return [(members, len(devices)) for devices, members in self.groups(roles)]
 
-    def groups(self, roles: Collection[str]) -> dict[tuple[str, ...], tuple[str, ...]]:
-        """Devices -> the roles that live on just these."""
+    def groups(self, roles: Collection[str]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
+        """Devices, and the roles that share processes on just these."""
         taken = {name for role, names in self.sub_meshes.items() if role in roles for name in names}
         free = tuple(name for name in self.devices if name not in taken) or self.devices
         roles_by_devices: dict[tuple[str, ...], list[str]] = {}
         for role in roles:
-            roles_by_devices.setdefault(self.sub_meshes.get(role, free), []).append(role)
-        return {devices: tuple(members) for devices, members in roles_by_devices.items()}
+            if role != SAMPLER:
+                roles_by_devices.setdefault(self.sub_meshes.get(role, free), []).append(role)
+        alone = [(self.sub_meshes.get(SAMPLER, free[:1]), (SAMPLER,))] if SAMPLER in roles else []
+        return [*((devices, tuple(members)) for devices, members in roles_by_devices.items()), *alone]
 
     def start(self, host: DivisibleHost, context: BuildContext, size: int, max_threads: int) -> WorkerGroup:
         groups = self.groups(host.worker_types())
-        uses = Counter(name for devices in groups for name in devices)
-        threads = max(1, max_threads // sum(map(len, groups)))
+        uses = Counter(name for devices, _ in groups for name in devices)
+        threads = max(1, max_threads // sum(len(devices) for devices, members in groups if SAMPLER not in members))
         built: list[tuple[Collection[str], WorkerGroup]] = []
         with ExitStack() as undo:
-            for devices, members in groups.items():
+            for devices, members in groups:
                 count, part = len(devices), host.only(members, len(devices))
-                is_pinned = devices[0].startswith("cpu")
+                is_pinned, allowed = devices[0].startswith("cpu"), max_threads if SAMPLER in members else threads
                 cluster = LocalWorkerGroup(
                     part,
                     replace(context, shares_device=any(uses[name] > 1 for name in devices)),
                     count,
-                    num_threads=1 if is_pinned else threads,
+                    num_threads=1 if is_pinned else allowed,
                     devices=devices,
                     name="_".join(members),
                     call_timeout_s=min(sharding.call_timeout_s for sharding in part.shardings().values()),

@@ -20,13 +20,12 @@ from omegaconf import OmegaConf, grammar_parser
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from verl.component import hint, nearest
-from verl.compose.compose import compose_root, readable
+from verl.compose.compose import compose_root, parsed_override, readable
 from verl.compose.overrides import (
     WITHOUT_PACKAGE,
     Overrides,
     assign,
     no_option,
-    parsed_override,
     split_at_commas,
     with_copies,
 )

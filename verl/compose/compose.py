@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from verl.compose import schema
 from verl.compose.schema import conf_dir, own_conf_dirs
+
+_PARSER = OverridesParser.create()
+_FORCED_VALUE = re.compile(r"^\+\+(?!hydra\.)\w+(\.\w+)+=")  # chooses no option: its key is no group
 
 
 def compose_root(root: str, overrides: Sequence[str] = ()) -> DictConfig:
@@ -36,30 +49,67 @@ def choices_of(root: str, overrides: Sequence[str] = ()) -> dict[str, str | None
 def _composition(root: str, overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str | None]]:
     """A configuration with its choices, for the caller alone.
 
-    It is composed once in this process, unless it depends on more than the words and this package's own files.
+    The options are composed once in this process, unless they depend on more than the words and this package's own
+    files; values are set in a copy, in order, as Hydra sets them.
     """
     schema.register()
     directories = [QuotedString(f"file://{path}", Quote.single).with_quotes() for path in own_conf_dirs()]
     search_path = [f"hydra.searchpath=[{','.join(directories)}]"] if directories else []
     words = (*search_path, *(readable(override) for override in overrides))
-    if any("searchpath" in word or "${" in word for word in words):
+    forced = list(itertools.takewhile(_FORCED_VALUE.match, reversed(words)))[::-1]
+    options, values = words[: len(words) - len(forced)], [parsed_override(word) for word in forced]
+    if any("searchpath" in word or "${" in word for word in options):
         return _compose(root, words)
     files = tuple(sorted((str(file), file.stat().st_mtime_ns) for file in conf_dir().rglob("*.yaml")))
-    return copy.deepcopy(_compose_once(root, words, files))
+    config, choices = copy.deepcopy(_compose_once(root, options, files))
+    try:
+        for value in values:
+            if value is None or value.is_sweep_override():
+                return _compose(root, words)  # which Hydra refuses in its words
+            with open_dict(config):
+                OmegaConf.update(config, value.key_or_group, value.value(), merge=True, force_add=True)
+    except OmegaConfBaseException:
+        return _compose(root, words)
+    return config, choices
 
 
-@functools.lru_cache(maxsize=32)
+@functools.lru_cache(maxsize=128)
 def _compose_once(
     root: str, words: tuple[str, ...], files: tuple[tuple[str, int], ...]
 ) -> tuple[DictConfig, dict[str, str | None]]:
-    return _compose(root, words)
+    return _compose(root, words, _repository(files))
 
 
-def _compose(root: str, words: Sequence[str]) -> tuple[DictConfig, dict[str, str | None]]:
+class _CachedConfigRepository(ConfigRepository):
+    """Hydra's repository of configuration files, each of which is read once."""
+
+    def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
+        super().initialize_sources(config_search_path)
+        self._results: dict[str, ConfigResult | None] = {}
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        if config_path not in self._results:
+            self._results[config_path] = super().load_config(config_path)
+        return copy.deepcopy(self._results[config_path])  # a composition changes what it merges
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _CachedConfigRepository:
+        return copy.copy(self)  # Hydra copies the repository for each composition
+
+
+@functools.lru_cache(maxsize=1)
+def _repository(files: tuple[tuple[str, int], ...]) -> _CachedConfigRepository:
+    return _CachedConfigRepository(create_config_search_path(str(conf_dir())))
+
+
+def _compose(
+    root: str, words: Sequence[str], repository: ConfigRepository | None = None
+) -> tuple[DictConfig, dict[str, str | None]]:
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), job_name=f"main_{root}", version_base="1.3"):
+            if repository is not None:
+                cast(ConfigLoaderImpl, GlobalHydra.instance().config_loader()).repository = repository
             config = compose(root, [*words], return_hydra_config=True)
     finally:
         GlobalHydra.instance().hydra = running
@@ -76,6 +126,14 @@ def readable(choice: str) -> str:
         return choice
     quoted = (f"'{option}'" if option in ("nan", "inf") else option for option in options.split(","))
     return f"{group}={','.join(quoted)}"
+
+
+def parsed_override(text: str) -> Override | None:
+    """An override in Hydra's grammar; None if the grammar cannot parse it."""
+    try:
+        return _PARSER.parse_override(text)
+    except HydraException:
+        return None
 
 
 def apply_values(config: DictConfig, values: Iterable[tuple[str, Any]]) -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import yaml
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, ValueType
+from hydra.core.override_parser.types import Glob, ValueType
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.component import hint, nearest
 from verl.compose.aliases import SHORT, Overrides, translate
-from verl.compose.compose import compose_root, readable, references_above
+from verl.compose.compose import compose_root, parsed_override, readable, references_above
 from verl.compose.schema import CHOOSERS, LISTS, VALUES, group_options, option_file, root_keys
 
-_PARSER = OverridesParser.create()
 _PLAIN_OPTION = re.compile(r"^[\w,]*$")
 OWN_SHARDING = ".sharding"  # of a role: a key that takes an option of the group `sharding`
 
@@ -201,26 +200,24 @@ def _file_fault(group: str, option: str) -> str | None:
     if (file := option_file(group, option)) is None:
         return None
     text = file.read_text(encoding="utf-8", errors="replace")
+    if (fault := _yaml_fault(text)) is not None:
+        return f"{group}={option}: {file}{fault}."
+    if group in CHOOSERS and not re.search(r"^#\s*@package\s+_global_\s*$", text, re.MULTILINE):
+        return f"{group}={option}: {file} does not begin with the line `# @package _global_`. {WITHOUT_PACKAGE}"
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _yaml_fault(text: str) -> str | None:
     try:
         yaml.safe_load(text)
     except yaml.YAMLError as error:
         line = getattr(getattr(error, "problem_mark", None), "line", None)
         where = "" if line is None else f" line {line + 1}"
-        reason = getattr(error, "problem", None) or error
-        return f"{group}={option}: {file}{where} is not readable as YAML: {reason}."
-    if group in CHOOSERS and not re.search(r"^#\s*@package\s+_global_\s*$", text, re.MULTILINE):
-        return f"{group}={option}: {file} does not begin with the line `# @package _global_`. {WITHOUT_PACKAGE}"
+        return f"{where} is not readable as YAML: {getattr(error, 'problem', None) or error}"
     return None
 
 
 WITHOUT_PACKAGE = (
     "Without it the keys of the file are placed below its group instead of at the root. Add it as first line."
 )
-
-
-def parsed_override(text: str) -> Override | None:
-    """An override in Hydra's grammar; None if the grammar cannot parse it."""
-    try:
-        return _PARSER.parse_override(text)
-    except HydraException:
-        return None

@@ -206,8 +206,9 @@ def _text(value: Any) -> str:
 def save_config(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> None:
     """Write `config.yaml`, with references unresolved, and `overrides.yaml`, the overrides of the command line."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    tree = redact_tree(OmegaConf.to_container(config, resolve=False))
-    write_text(run_dir / "config.yaml", redact(OmegaConf.to_yaml(OmegaConf.create(tree))))
+    plain = OmegaConf.to_container(config, resolve=False)
+    tree = redact_tree(plain)
+    write_text(run_dir / "config.yaml", redact(OmegaConf.to_yaml(config if tree == plain else OmegaConf.create(tree))))
     write_text(run_dir / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create([redact(text) for text in overrides])))
 
 

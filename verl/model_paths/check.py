@@ -11,7 +11,6 @@ rows that stand for a batch (`chosen_rows`), and by how far two results are apar
 from __future__ import annotations
 
 import copy
-import importlib.metadata
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -35,9 +34,11 @@ from verl.model_paths.families import (
     row_limit,
 )
 from verl.models.call import call_model, has_lm_head, layers_around, unwrapped
+from verl.models.model_stats import settings_text
 from verl.models.parallel_info import compute_device
 from verl.models.pretrained import quiet_transformers
 from verl.protocol import DataProto
+from verl.utils.env_check import installed
 
 PROBE_TOKENS = 24, 37, 512  # of rows of a model that no record holds for
 TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}  # of the spread of its logits
@@ -103,7 +104,7 @@ def paths_for(model: Any, row_tokens: int, name: str = "model", *, shares_tokens
 def finding_for(model: Any) -> PathFinding:
     """The finding for a model, which is kept on the object while its configuration is the same."""
     base = unwrapped(model)
-    text = repr([(name, x) for name, x in vars(base.config).items() if not name.startswith("_")])
+    text = settings_text(base.config)
     if vars(base).get("_verl_paths", (None,))[0] != text:
         finding = _find(model)
         vars(base)["_verl_paths"] = text, finding
@@ -240,10 +241,13 @@ def modified_part(model: Any) -> str | None:
     base = unwrapped(model)
     if getattr(base.config, "quantization_config", None) is not None:
         return None
+    key = model_class(base), settings_text(base.config)
     try:
-        with torch.random.fork_rng(devices=[]), quiet_transformers(), torch.device("meta"):  # without weights
-            skeleton = model_class(base)(copy.deepcopy(base.config))
-        original = {name: type(module) for name, module in skeleton.named_modules()}
+        if key not in _original_parts:
+            with torch.random.fork_rng(devices=[]), quiet_transformers(), torch.device("meta"):  # without weights
+                skeleton = model_class(base)(copy.deepcopy(base.config))
+            _original_parts[key] = {name: type(module) for name, module in skeleton.named_modules()}
+        original = _original_parts[key]
     except Exception:  # noqa: BLE001 - whatever a class of its own needs to be made
         return "its class cannot be made from its configuration"
     for name, module in base.named_modules():
@@ -251,6 +255,9 @@ def modified_part(model: Any) -> str | None:
         if name in original and kind is not original[name] and not hasattr(module, "base_layer"):
             return f"its part {name} is a {kind.__name__}, where its class has a {original[name].__name__}"
     return None
+
+
+_original_parts: dict[tuple[type, str], dict[str, type]] = {}  # the roles of a run have models of one kind
 
 
 def model_class(model: Any) -> type:
@@ -271,7 +278,7 @@ def _tell(model: Any, finding: PathFinding) -> None:
     """Log once which execution paths are not used for a model."""
     kind, paths = type(model).__name__, finding.paths
     # Without the build, such as +cpu
-    versions = {name: importlib.metadata.version(name).partition("+")[0] for name in family_table().versions}
+    versions = {name: str(installed(name)).partition("+")[0] for name in family_table().versions}
     if versions != family_table().versions:
         _log.info(
             "Execution paths of %s were tried with %s, and %s is installed: the checks of the first batch stand alone.",

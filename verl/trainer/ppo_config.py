@@ -68,7 +68,7 @@ def faults_between(run: Any) -> Iterator[str]:
     yield from _rollout_faults(run)
     yield from environment_faults(run)
     yield from _replay_faults(run)
-    yield from placement_faults(run.trainer, run.shardings())
+    yield from placement_faults(run.trainer, run.placed_roles)
     yield from _context_faults(run)
     for name, columns in run.data.columns().items():
         where = "rows of data" if name == "data" else f"rows of data.{name}"
@@ -225,7 +225,7 @@ class PPORun(PPODescription):
     def preflight(self, context: BuildContext) -> Iterator[str]:
         placement, settings = self.trainer.placement, self.trainer
         if placement is not None:
-            yield from placement.lacks(self.roles, settings.nnodes, settings.n_gpus_per_node, settings.device)
+            yield from placement.lacks(self.placed_roles, settings.nnodes, settings.n_gpus_per_node, settings.device)
         yield from saving_faults(self, context, self.replay is not None)
 
     def parts_here(self) -> Iterator[str]:

@@ -6,9 +6,10 @@ from typing import Any
 
 from verl.algorithms.algorithm import Algorithm
 from verl.checkpoint.config import Checkpointing
+from verl.cluster.placement import SAMPLER
 from verl.component import Description, component
 from verl.data.base import PromptSource
-from verl.engines.sharding import Sharding
+from verl.engines.sharding import NoSharding, Sharding
 from verl.environments.base import EnvironmentDescription
 from verl.replay.config import TieredReplay
 from verl.rewards.base import RewardDescription
@@ -71,6 +72,11 @@ class PPODescription(Description):
     def has_sampler(self) -> bool:
         """Whether the engine generates in a process of its own, the role `sampler`, with a copy of the model."""
         return self.trainer.staleness is not None and not self.rollout.runs_ahead
+
+    @property
+    def placed_roles(self) -> dict[str, Sharding]:
+        """Sharding of each role that `trainer.placement` places: the sampler too, which is not sharded."""
+        return self.shardings() | ({SAMPLER: NoSharding()} if self.has_sampler else {})
 
     @property
     def is_in_flight(self) -> bool:

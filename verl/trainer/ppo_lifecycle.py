@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from verl.cluster.local_worker_group import LocalWorkerGroup
-from verl.cluster.rpc import role_handles
+from verl.cluster.placement import SAMPLER, RoleGroups
+from verl.cluster.rpc import WorkerGroup, role_handles
 from verl.component import BuildContext, as_plain
 from verl.data.chat_template import ChatTemplate
 from verl.environments.observation_tokens import check_template
@@ -60,7 +61,8 @@ class PPOLifecycle(LoopTrainer):
 
     reward: Reward | None = None
     reuse: ReplayMixing | None = None
-    sampler_group: LocalWorkerGroup | None = None
+    sampler_group: WorkerGroup | None = None
+    _divided_threads = 0  # of this process, before half of them were left to the sampler
 
     def __init__(self, run: PPODescription, context: BuildContext):
         super().__init__(run, with_day(context))
@@ -156,17 +158,24 @@ class PPOLifecycle(LoopTrainer):
         """Start the processes of the roles and build actor, critic and reference in them."""
         longest = self._longest_prompt()
         most = longest or getattr(run.data, "max_prompt_length", None)
+        rollout = run.rollout if longest is None else run.rollout.with_room_for(longest, run.response_tokens)
+        sampler = None
+        if run.has_sampler:
+            sampler = SamplerHost(
+                actor=run.actor, rollout=rollout, environment=run.environment, schedule=self._schedule
+            )
         host = RLHost(
             actor=run.actor,
             critic=run.critic if run.algorithm.needs_values else None,
             reference=run.reference if run.algorithm.needs_reference else None,
-            rollout=run.rollout if longest is None else run.rollout.with_room_for(longest, run.response_tokens),
+            rollout=rollout,
             environment=run.environment,
             algorithm=run.algorithm,
             sharding=run.sharding,
             total_updates=self.num_steps * run.updates_per_step,
             restore=restore_of(self.saving),
             reward=run.reward_as_role,
+            sampler=None if run.trainer.placement is None else sampler,
             schedule=None if run.has_sampler else self._schedule,
         )
         # without checkpoints nobody claims the directory, and no run comes back to its episodes
@@ -177,20 +186,23 @@ class PPOLifecycle(LoopTrainer):
         roles = role_handles(self.cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
         self.saving.rank_writers = rank_writers_of(self.cluster, self.trained, run.checkpoint)
-        if run.has_sampler:
-            alone = SamplerHost(actor=host.actor, rollout=host.rollout, schedule=self._schedule)
+        if host.sampler is not None:
+            assert isinstance(self.cluster, RoleGroups)
+            self.sampler_group = self.cluster.group_of[SAMPLER]
+        elif sampler is not None:
             with sampler_errors():
-                self.sampler_group = LocalWorkerGroup(alone, context, 1, torch.get_num_threads(), name="sampler")
+                self.sampler_group = LocalWorkerGroup(sampler, context, 1, torch.get_num_threads(), name=SAMPLER)
         depth = run.trainer.staleness or 0
         self.pipeline = RolloutPipeline(self.actor, depth, self.sampler_group, in_flight=run.is_in_flight)
         if run.reward_as_role is not None:
             self.reward = run.reward_as_role.scaled(RemoteRewardModel(roles["rm"]))
 
     def _divide_threads(self, run: PPODescription) -> None:
-        """Leave half of the threads to the sampler, or to an engine in flight, on the same cores at the same time."""
+        """Leave half of the threads to the sampler, or to an engine in flight, on the same cores, until `close`."""
         threads = torch.get_num_threads()
         if (run.has_sampler or run.is_in_flight) and run.trainer.staleness and 2 * threads > num_cores():
             torch.set_num_threads(max(1, threads // 2))
+            self._divided_threads = threads
 
     @property
     def actor_worker(self) -> Any:
@@ -276,6 +288,9 @@ class PPOLifecycle(LoopTrainer):
         if self.sampler_group is not None:
             self.pipeline.close()
             self.sampler_group.close()
+        if torch.get_num_threads() == self._divided_threads // 2:  # else another run in this process has changed them
+            torch.set_num_threads(self._divided_threads)
+        self._divided_threads = 0
         super().close()
         if self.reward is not None:
             self.reward.close()

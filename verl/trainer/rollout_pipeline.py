@@ -18,10 +18,11 @@ lengths are part of a checkpoint.
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -33,12 +34,14 @@ from torch import Tensor
 from verl.cluster.rpc import RoleHandle, WorkerGroup
 from verl.errors import RolloutError, WorkerError
 from verl.protocol import DataProto
+from verl.protocol.serialization import json_text
 from verl.rollout.base import GenerationRequest, SyncResult
 from verl.workers.sampler import SamplerWorker, weight_digests
 
 log = logging.getLogger(__name__)
 
 SYNC_VERSIONS = "sync_versions"  # in a checkpoint: of the latest syncs, beside the rows
+JSON = "_json"  # suffix, in a checkpoint: the bytes of a column of JSON values
 STEP = "step"  # in a checkpoint, in flight: whose batch was taken last
 
 
@@ -50,7 +53,7 @@ def sampler_errors() -> Iterator[None]:
     except WorkerError as error:
         detail = (
             f"{error.detail.rstrip()}\nThis process generates the responses under trainer.mode=async; its log is in "
-            "workers/sampler/ of the run directory. Go on with resume=DIRECTORY: a checkpoint holds the responses that "
+            "workers/ of the run directory. Go on with resume=DIRECTORY: a checkpoint holds the responses that "
             "were begun before it. Where memory ran out, lower rollout.max_rows or trainer.max_staleness."
         )
         raise type(error)(error.rank, error.call, error.step, detail, "the sampler") from error
@@ -218,8 +221,11 @@ class RolloutPipeline:
             self._update_engine(self._actor.current_version().result())
             state = _answer(self._loop.save_rows(self._step))
             return state | {SYNC_VERSIONS: torch.tensor(self._versions), STEP: torch.tensor([self._step])}
-        batches = {f"{index}." if index else "": self._wait(batch).batch for index, batch in enumerate(self._queue)}
-        state = {f"{index}{name}": x for index, rows in batches.items() for name, x in rows.items()}
+        state = {}
+        for index, batch in enumerate(self._queue):
+            rows, prefix = self._wait(batch), f"{index}." if index else ""
+            columns = {f"{name}{JSON}": _json_tensor(name, x) for name, x in rows.non_tensor_batch.items()}
+            state |= {f"{prefix}{name}": x for name, x in (dict(rows.batch) | columns).items()}
         return state | {SYNC_VERSIONS: torch.tensor(self._versions)} if state else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -242,7 +248,10 @@ class RolloutPipeline:
                 index, _, field = name.rpartition(".")
                 batches.setdefault(index, {})[field] = x
         for index in sorted(batches, key=lambda index: int(index or 0)):
-            rows = DataProto.from_dict(batches[index])
+            columns = {name: x for name, x in batches[index].items() if name.endswith(JSON)}
+            tensors = {name: x for name, x in batches[index].items() if name not in columns}
+            texts = {name.removesuffix(JSON): x.numpy().tobytes() for name, x in columns.items()}
+            rows = DataProto.from_dict(tensors, {name: json.loads(text) for name, text in texts.items()})
             self._queue.append(_BegunBatch(lambda rows=rows: rows, is_loaded=True))
         self._versions = state.get(SYNC_VERSIONS, state["policy_version"].unique()).tolist() if state else []
 
@@ -345,6 +354,11 @@ class RolloutPipeline:
         self._metrics[name] = self._metrics.get(name, 0.0) + seconds
 
 
+def _json_tensor(name: str, column: Iterable[Any]) -> Tensor:
+    """The bytes of a column of JSON values."""
+    return torch.frombuffer(bytearray(json_text(name, list(column)).encode()), dtype=torch.uint8)
+
+
 def async_faults(run: Any) -> Iterator[str]:
     """Faults of a `verl.trainer.ppo_config.PPORun` that generates and trains at the same time, by full config path."""
     settings, rollout, algorithm = run.trainer, run.rollout, run.algorithm
@@ -354,19 +368,20 @@ def async_faults(run: Any) -> Iterator[str]:
         return
     setting, remedy = (f"trainer.{text}" for text in settings.async_setting)
     kind = type(rollout).__name__
-    if run.environment is not None:
-        episodes = f"environment is {type(run.environment).__name__}"
-        yield f"{episodes}: {setting}, and episodes are not drawn ahead. Set {remedy}."
     if rollout.router_replay:
         yield f"{setting}: rollout.router_replay was not tried with it. Set {remedy}."
-    if not rollout.runs_ahead:
-        if "sampler" not in rollout.supports:
-            yield f"{setting}: {kind} cannot generate while the weights are trained. Set rollout=hf, or {remedy}."
-        elif settings.placement is not None:
-            yield (
-                f"{setting}: the role that generates under rollout=hf is not placed by trainer.placement yet. Set "
-                f"trainer.placement=null, or {remedy}."
-            )
+    if not rollout.runs_ahead and "sampler" not in rollout.supports:
+        yield f"{setting}: {kind} cannot generate while the weights are trained. Set rollout=hf, or {remedy}."
+    if run.is_in_flight and run.environment is not None:
+        yield (
+            f"rollout.weight_update is in_flight: environment is {type(run.environment).__name__}, and weights do not "
+            "change within an episode. Set rollout.weight_update=drain."
+        )
+    if run.is_in_flight and settings.placement is not None and not rollout.runs_ahead:
+        yield (
+            "rollout.weight_update is in_flight: it was not tried with a sampler in trainer.placement. Set "
+            "rollout.weight_update=drain, or trainer.placement=null."
+        )
     is_in_flight = rollout.weight_update == "in_flight"
     if rollout.runs_ahead and not is_in_flight and settings.staleness > 1:
         yield (

@@ -460,7 +460,8 @@ def fit_with_restarts(trainer: LoopTrainer, fit: Callable[[bool], Result], max_r
             if not max_restarts:
                 raise
             if (reason := _restart_fault(trainer, max_restarts)) is not None:
-                raise type(error)(error.rank, error.call, error.step, f"{error.detail}\n{reason}") from error
+                detail = f"{error.detail}\n{reason}"
+                raise type(error)(error.rank, error.call, error.step, detail, error.process) from error
             why = str(error).splitlines()[0].rstrip(":")
             resume = last_checkpoint_of(trainer.saving) or trainer.description.resume
             where = "the beginning, for it had saved nothing yet" if resume is None else resume

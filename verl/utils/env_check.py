@@ -216,11 +216,17 @@ def vllm_fault(is_on_gpu: bool) -> str | None:
 
 
 def installed(name: str) -> str | None:
-    """The version of an installed distribution, or None; the package is not imported."""
-    try:
-        return importlib.metadata.version(name) or None
-    except (importlib.metadata.PackageNotFoundError, KeyError):  # KeyError: metadata without a version
-        return None
+    """The version of an installed distribution, or None; the package is not imported. Each is read once."""
+    key = name, *sys.path
+    if key not in _versions:
+        try:
+            _versions[key] = importlib.metadata.version(name)
+        except (importlib.metadata.PackageNotFoundError, KeyError):  # KeyError: metadata without a version
+            return None  # and asked again: it may be installed meanwhile
+    return _versions[key] or None
+
+
+_versions: dict[tuple[str, ...], str] = {}
 
 
 def num_cores() -> int:

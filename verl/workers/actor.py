@@ -83,20 +83,26 @@ class Actor(TrainedRole):
             engine.replay_routing("actor.model")
         if restore is not None:
             restore.optimizer(engine, "actor")
-        tokenizer = context.tokenizer
         if schedule is not None and hasattr(rollout, "sleep"):
             rollout = replace(rollout, sleep=False)  # it generates at all times
-        rollout_engine = rollout.attach(model, tokenizer, context.seed, self.decided_autocast, context)
-        sampler = ResponseSampler(rollout_engine, rollout, tokenizer.pad_token_id)
-        if environment is not None:
-            stops = tuple(stop_tokens(model, tokenizer, rollout.stop_token_ids).tolist())
-            arguments = rollout_engine, rollout, tokenizer, stops, context
-            sampler = environment.sampler(*arguments) or EpisodeSampler(environment, *arguments)
+        sampler = self.sampler(model, rollout, environment, context)
         worker = ActorWorker(engine, algorithm, sampler, rollout.temperature, context.tokenizer)
         engine.balance_routers(self.router_aux_loss_coef, worker.head)
         if schedule is not None:
             worker.loop = StepLoop(sampler, context.row_tokens, schedule.build(context))
         return worker
+
+    def sampler(
+        self, model: Any, rollout: Rollout, environment: EnvironmentDescription | None, context: BuildContext
+    ) -> ResponseSampler:
+        """Attach a rollout engine to the loaded model, and what draws responses, or episodes, with it."""
+        tokenizer = context.tokenizer
+        engine = rollout.attach(model, tokenizer, context.seed, self.decided_autocast, context)
+        if environment is None:
+            return ResponseSampler(engine, rollout, tokenizer.pad_token_id)
+        stops = tuple(stop_tokens(model, tokenizer, rollout.stop_token_ids).tolist())
+        arguments = engine, rollout, tokenizer, stops, context
+        return environment.sampler(*arguments) or EpisodeSampler(environment, *arguments)
 
 
 class ActorWorker(TrainedWorker, StepWorker):

@@ -86,6 +86,8 @@ class RLHost(Description):
         restore: the checkpoint that actor and critic go on from.
         environment: plays episodes beside the actor's engine; None where a response is one turn.
         reward: a reward that is a model, to live here as the role `rm`; None where the driver has it.
+        sampler: the host of the role `sampler`, which `only` gives to a placement; None where there is none, or it is
+            started by itself.
         schedule: of an engine of the actor whose weights change between two tokens; None for others.
         chosen: the roles that live here; None for all.
         is_alone: there is one process, so that nothing is divided.
@@ -101,6 +103,7 @@ class RLHost(Description):
     restore: RestoreSource | None = None
     environment: EnvironmentDescription | None = None
     reward: RewardModel | None = None
+    sampler: Any = None
     schedule: ScheduleOptions | None = None
     chosen: tuple[str, ...] | None = None
     is_alone: bool = False
@@ -114,6 +117,8 @@ class RLHost(Description):
             types["reference"] = ReferenceWorker
         if self.reward is not None:
             types["rm"] = RewardWorker
+        if self.sampler is not None:
+            types |= self.sampler.worker_types()
         return {role: kind for role, kind in types.items() if self.chosen is None or role in self.chosen}
 
     def shardings(self) -> dict[str, Sharding]:
@@ -121,12 +126,12 @@ class RLHost(Description):
         shardings = {"actor": self.actor.sharding}
         shardings["critic"] = None if self.critic is None else self.critic.sharding
         shardings["reference"] = None if self.reference is None else reference_sharding(self.reference, self.actor)
-        alone = NoSharding()
+        alone = shardings["sampler"] = NoSharding()
         return {role: alone if self.is_alone else shardings.get(role) or self.sharding for role in self.worker_types()}
 
-    def only(self, roles: Collection[str], size: int) -> RLHost:
-        """Some of the roles, to live apart from the others in so many processes."""
-        return replace(self, chosen=tuple(roles), is_alone=size == 1)
+    def only(self, roles: Collection[str], size: int) -> Any:
+        """Some of the roles, to live apart from the others in so many processes; the sampler has its own host."""
+        return self.sampler if "sampler" in roles else replace(self, chosen=tuple(roles), is_alone=size == 1)
 
     def build(self, context: BuildContext) -> RoleProcess:
         """Load every role. Each is seeded by its own name, so that what one draws never depends on another."""

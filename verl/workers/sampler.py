@@ -22,6 +22,7 @@ from torch import Tensor
 from verl.checkpoint.core.hashing import digest_of, flat_view
 from verl.component import BuildContext, Description, component
 from verl.engines.sharding import NoSharding, Sharding
+from verl.environments.base import EnvironmentDescription
 from verl.model_paths.check import paths_for
 from verl.models.hf_state_dict import live_tensors
 from verl.ops.cpu_matmul import use_library
@@ -62,7 +63,7 @@ class SamplerWorker(StepWorker):
 
     @by_rows
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """Draw responses, as `ActorWorker.generate` does."""
+        """Draw responses or episodes, as `ActorWorker.generate` does."""
         rows = self.sampler.generate(prompts, request)
         refuse_wrong_responses(rows, self.model.config.get_text_config().vocab_size)
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self.version)}))
@@ -97,11 +98,13 @@ class SamplerHost(Description):
 
     Args:
         actor: whose model is copied.
+        environment: of the episodes, which are played in this process; None where a response is one turn.
         schedule: of weights that change between two tokens; None: between two batches.
     """
 
     actor: Actor
     rollout: Rollout
+    environment: EnvironmentDescription | None = None
     schedule: ScheduleOptions | None = None
 
     def worker_types(self) -> dict[str, type]:
@@ -115,16 +118,15 @@ class SamplerHost(Description):
         """Load the model where the actor starts from, and attach the engine."""
         make_current(context.device)
         use_library(context.cpu_matmul)
-        host, actor = RoleProcess(), self.actor.on_device(computes_bfloat16(context.device))
+        shared = context.device if context.shares_device else None
+        host, actor = RoleProcess(shared_device=shared), self.actor.on_device(computes_bfloat16(context.device))
         context = with_tokenizer(context, actor)
         parallel = host.parallel(self.shardings()["sampler"], context)
         seed_everything(derive_seed(context.seed, "actor"))
         model = actor.load("causal_lm", context.device, None, "actor", parallel)
         paths_for(model, context.row_tokens or self.rollout.max_new_tokens, "actor.model", shares_tokens=False)
         parallel.shard_model(model, actor.decided_autocast)
-        engine = self.rollout.attach(model, context.tokenizer, context.seed, actor.decided_autocast, context)
-        sampler = ResponseSampler(engine, self.rollout, context.tokenizer.pad_token_id)
-        loop = None
+        sampler, loop = actor.sampler(model, self.rollout, self.environment, context), None
         if self.schedule is not None:
             loop = StepLoop(sampler, context.row_tokens, self.schedule.build(context))
         host.workers["sampler"] = SamplerWorker(model, sampler, loop)

@@ -17,7 +17,7 @@ from verl.errors import WeightSyncError
 from verl.rollout.base import GenerationRequest
 from verl.rollout.vllm.config import VLLMRollout
 from verl.rollout.vllm.shm_stream import StreamWriter
-from verl.workers.schedule import FILE, Schedule, ScheduledEvent, read_lines
+from verl.workers.schedule import FILE, Schedule, ScheduledEvent
 from verl.workers.step_loop import StepLoop
 
 pytestmark = pytest.mark.xdist_group("vllm")
@@ -85,8 +85,6 @@ def test_a_replayed_run_and_one_that_is_resumed_in_the_middle_of_responses_have_
     model = save_family(tmp_path / "model", "qwen2")
     fit(in_flight(model, tmp_path / "first"), tmp_path / "first/run")
     schedule = (tmp_path / "first/run" / FILE).read_bytes()
-    events = read_lines(schedule.decode().splitlines())[1]
-    assert any(event.event == "weights" and event.open_rows for event in events)
     replay = {"replay_schedule": str(tmp_path / "first/run")}
     fit(in_flight(model, tmp_path / "again", **replay), tmp_path / "again/run")
     assert (tmp_path / "again/run" / FILE).read_bytes() == schedule

@@ -8,6 +8,7 @@ import signal
 
 import pytest
 import torch
+from environments.digit_game import DigitGames
 from rollout.engines import save_family
 from same_training import course, numbers, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, fit
@@ -17,6 +18,7 @@ from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.component import BuildContext
+from verl.rewards.episode_reward import EpisodeReward
 from verl.rollout.responses import ResponseSampler
 from verl.rollout.vllm.config import VLLMRollout
 from verl.trainer.api.load_checkpoint import load_checkpoint
@@ -61,6 +63,27 @@ def test_each_step_trains_on_draws_of_the_weights_before_and_a_resume_goes_on_wi
     assert drawn["policy_version"].tolist() == [1] * 4
     assert drawn["responses"].dtype == torch.int64
     fit(ahead(model, tmp_path, resume=str(resume)), tmp_path / "run")
+    same_training(saved(tmp_path), saved(tmp_path / "whole"), after=2)
+
+
+@pytest.mark.exhaustive
+def test_episodes_are_played_beside_the_training_and_a_resume_goes_on_with_them(tmp_path, monkeypatch):
+    model, trained_on = save_family(tmp_path / "model", "qwen2"), noted_updates(monkeypatch)
+    games = DigitGames(recovery="deterministic", answers_at_once=True, max_tokens=40, max_turns=4)
+    rollout = VLLMRollout(
+        max_new_tokens=6, kv_cache_gib=0.05, max_num_seqs=16, num_threads=1, stop_token_ids=tuple(range(20, 60))
+    )
+
+    def playing(directory, **options):
+        run = ahead(model, directory, rollout=rollout, **options)
+        return dataclasses.replace(run, environment=games, reward=EpisodeReward())
+
+    fit(playing(tmp_path / "whole"), tmp_path / "whole/run")
+    assert trained_on == [[0], [0], [1]]
+    lines = numbers(tmp_path / "whole/run")
+    assert min(line["episode/turns"] for line in lines.values()) > 1
+    assert lines[3]["async/lag_1_share"] == 1
+    fit(playing(tmp_path, resume=str(tmp_path / "whole/checkpoints/global_step_2")), tmp_path / "run")
     same_training(saved(tmp_path), saved(tmp_path / "whole"), after=2)
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import has_exhaustive_tests
 from random_models import save_random_model
 
 pytestmark = [
@@ -33,10 +34,7 @@ ATTENTION, LATE, EXPERTS = "model.layers.0.self_attn", "model.layers.1", "model.
 @pytest.fixture(scope="module")
 def found(request, tmp_path_factory):
     """Engine -> scenario -> what became of it. An engine that exhaustive tests alone ask about runs with them alone."""
-    is_exhaustive = any(
-        item.path == request.path and item.get_closest_marker("exhaustive") for item in request.session.items
-    )
-    arguments = {}
+    is_exhaustive, arguments = has_exhaustive_tests(request), {}
     for name, (family, options, dtype, kind) in ENGINES.items():
         if dtype == "bfloat16" and not is_exhaustive:
             continue

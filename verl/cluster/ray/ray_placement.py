@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from verl.cluster.local_worker_group import InlineWorkerGroup
-from verl.cluster.placement import ROLES, DivisibleHost, Placement, RoleGroups, single_process_roles
+from verl.cluster.placement import ROLES, SAMPLER, DivisibleHost, Placement, RoleGroups, single_process_roles
 from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, component
 from verl.engines.sharding import Sharding
@@ -33,7 +33,8 @@ class RayPlacement(Placement):
         address: of a Ray cluster: `auto` for the one that this machine is part of, or `HOST:PORT`; it is left running.
             null starts one on this machine and ends it with the run.
         pools: which roles live together, by a name for each pool. A role that is named nowhere is in the pool of the
-            actor, and one pool of all roles is the default. `rm` is a reward that is a model.
+            actor, and one pool of all roles is the default. `rm` is a reward that is a model; `sampler` has a pool of
+            its own, of one worker.
         workers: of a pool, where it is not trainer.nnodes x trainer.n_gpus_per_node.
         in_driver: roles that stay in the driver's own process.
         num_cpus: logical CPUs of each worker.
@@ -73,6 +74,8 @@ class RayPlacement(Placement):
                 yield f"pools names the role {role!r}: there are {', '.join(ROLES)}."
             elif named.count(role) > 1:
                 yield f"pools names the role {role!r} {named.count(role)} times, in_driver counted: a role lives once."
+        if SAMPLER in self.in_driver:
+            yield "in_driver names the sampler: it generates while the driver works. Leave it out."
         if self.num_gpus is not None and self.num_gpus > 1 and self.num_gpus % 1:
             yield f"num_gpus is {self.num_gpus:g}: a worker has a part of one GPU, or whole ones. Set 1 or a fraction."
         for pool in self.workers:
@@ -89,8 +92,13 @@ class RayPlacement(Placement):
     def faults_with(self, shardings: Mapping[str, Sharding], size: int) -> Iterator[str]:
         roles = tuple(shardings)
         for pool, members in self.groups(roles).items():
-            count = self.workers.get(pool, size)
+            count = self._pool_sizes(roles, size)[pool]
             field_name = f"workers.{pool}" if pool in self.workers else "pools"
+            if SAMPLER in members and len(members) > 1:
+                yield (
+                    f"pools: the pool {pool} has {', '.join(members)}: the sampler generates while the others work. "
+                    "Give it a pool of its own, or leave it out of pools."
+                )
             if count > 1 and (whole := single_process_roles(shardings, members)):
                 yield (
                     f"{field_name}: the pool {pool} ({', '.join(whole)}) has {count} workers, and sharding=none is "
@@ -124,7 +132,7 @@ class RayPlacement(Placement):
                 f"for each of {per_node} workers ({nodes}). {more}, or set it lower."
             )
             return
-        sizes = {pool: self.workers.get(pool, nnodes * per_node) for pool in self.groups(roles)}
+        sizes = self._pool_sizes(roles, nnodes * per_node)
         together = self.sharing(list(sizes), gpus)
         cpus, whole = self.num_cpus * max(map(len, together)), math.ceil(gpus) if gpus else 0
         total = sum(max(sizes[pool] for pool in pools) for pools in together)
@@ -163,40 +171,47 @@ class RayPlacement(Placement):
         return "rm" not in self.in_driver
 
     def sizes(self, roles: Collection[str], size: int) -> dict[str, int]:
-        pool_of = {role: pool for pool, members in self.groups(roles).items() for role in members}
-        return {role: self.workers.get(pool_of[role], size) if role in pool_of else 1 for role in roles}
+        workers, pools = self._pool_sizes(roles, size), self.groups(roles)
+        in_pools = {role: workers[pool] for pool, members in pools.items() for role in members}
+        return {role: in_pools.get(role, 1) for role in roles}
 
     def worker_groups(self, roles: Collection[str], size: int) -> list[tuple[tuple[str, ...], int]]:
         here = tuple(role for role in roles if role in self.in_driver)
-        pools = [(members, self.workers.get(name, size)) for name, members in self.groups(roles).items()]
+        workers = self._pool_sizes(roles, size)
+        pools = [(members, workers[name]) for name, members in self.groups(roles).items()]
         return [*pools, *([(here, 1)] if here else [])]
 
     def groups(self, roles: Collection[str]) -> dict[str, tuple[str, ...]]:
         """Pool -> the roles of a run that live in it; those in the driver left out."""
         home = next((name for name, members in self.pools.items() if "actor" in members), MAIN)
-        where = {role: name for name, members in self.pools.items() for role in members}
+        where = {SAMPLER: SAMPLER} | {role: name for name, members in self.pools.items() for role in members}
         roles_by_group: dict[str, list[str]] = {}
         for role in roles:
             if role not in self.in_driver:
                 roles_by_group.setdefault(where.get(role, home), []).append(role)
         return {name: tuple(members) for name, members in roles_by_group.items()}
 
+    def _pool_sizes(self, roles: Collection[str], size: int) -> dict[str, int]:
+        """Workers of each pool."""
+        pools = self.groups(roles).items()
+        return {name: self.workers.get(name, 1 if SAMPLER in members else size) for name, members in pools}
+
     def start(self, host: DivisibleHost, context: BuildContext, size: int, max_threads: int) -> WorkerGroup:
         from verl.cluster.ray.ray_init import RaySession, RaySettings
         from verl.cluster.ray.ray_worker_group import RayRoleGroup, RayWorkerGroup
 
         roles = host.worker_types()
-        pools = self.groups(roles)
-        sizes = {name: self.workers.get(name, size) for name in pools}
+        pools, sizes = self.groups(roles), self._pool_sizes(roles, size)
         gpus = self._gpus_of_worker(context.device.startswith("cuda"))
         total = sum(sizes.values())
+        sharing = sum(count for name, count in sizes.items() if SAMPLER not in pools[name])
         waits = self.start_timeout_s, self.call_timeout_s
         settings = RaySettings(self.address, self.num_cpus * total, gpus * total, self.object_store_mib, *waits)
         bundles = self._bundles(sizes, gpus)
         built: list[tuple[Collection[str], WorkerGroup]] = []
         with ExitStack() as undo:
             for name, members in pools.items():
-                threads = max(1, max_threads // total)
+                threads = max_threads if SAMPLER in members else max(1, max_threads // sharing)
                 group = RayRoleGroup(
                     name, sizes[name], self.num_cpus, gpus, threads, self.strategy, self.call_timeout_s
                 )

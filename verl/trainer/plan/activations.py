@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from verl.engines.chunked_logprobs import logits_at_a_time, score_in_parts
-from verl.models.model_stats import model_stats
+from verl.models.model_stats import model_stats, settings_text
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what configurations call their number
 CAUSAL = "verl_causal"  # attention without a mask, as packed rows have it
@@ -120,7 +120,7 @@ def _cached(trace: Callable[..., Activations]) -> Callable[..., Activations]:
 
     @functools.wraps(trace)
     def traced(config: Any, *args: Any, **kwargs: Any) -> Activations:
-        key = (config.to_json_string(), *args, *sorted(kwargs.items()))
+        key = (type(config), settings_text(config), *args, *sorted(kwargs.items()))
         if key not in known:
             known[key] = trace(config, *args, **kwargs)
         return known[key]

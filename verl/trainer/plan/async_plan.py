@@ -14,7 +14,7 @@ import heapq
 import itertools
 import random
 from bisect import bisect_right
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -46,7 +46,7 @@ class AsyncTimes:
         sync_s: of a sync, for which the trainer waits.
         load_s: of a sync, in which the engine does not draw.
         calls, latency_s: of tools in a response, and the seconds of each.
-        devices: of both sides together; each has an engine where it generates.
+        devices, per_engine: of both sides together; of an engine.
         drains: whether the engine finishes what it has begun before it takes new weights.
         sync_waits: whether a sync of the trainer waits for that.
         source: where the seconds come from, for a sentence.
@@ -61,6 +61,7 @@ class AsyncTimes:
     calls: int = 0
     latency_s: float = 0.0
     devices: int = 1
+    per_engine: int = 1
     drains: bool = True
     sync_waits: bool = False
     source: str
@@ -106,7 +107,7 @@ class _Simulation:
 
     def __init__(self, setting: AsyncSetting, times: AsyncTimes, lengths: Lengths):
         self.times, self.lengths, self.chance = times, lengths, random.Random(0)
-        self.ahead, self.engines = setting.max_staleness or 0, setting.generate
+        self.ahead, self.engines = setting.max_staleness or 0, setting.generate / times.per_engine
         self.train_s = times.train_s * times.devices / setting.train
         self.now = self.tokens = self.trainer_s = self.engine_s = 0.0
         self.events: list[tuple[float, int, int | None, Callable[[], None]]] = []
@@ -115,9 +116,9 @@ class _Simulation:
         self.active: list[tuple[float, int, _Row]] = []
         self.waiting: deque[_Row] = deque()
         self.open: Counter[int] = Counter()
-        self.drawn: dict[int, Counter[int]] = {}
+        self.drawn: dict[int, defaultdict[int, float]] = {}
         self.changes: list[float] = []
-        self.lags: Counter[int] = Counter()
+        self.lags: defaultdict[int, float] = defaultdict(float)
         self.marks: list[tuple[float, float, float]] = []
         self.step = self.begun = self.rows = 0
         self.is_paused, self.trainer = False, "waits"
@@ -165,7 +166,7 @@ class _Simulation:
             self.changes.append(self.tokens)
             return
         lengths, calls = self.lengths(self.chance), self.times.calls
-        self.rows, self.open[job], self.drawn[job] = len(lengths), len(lengths), Counter()
+        self.rows, self.open[job], self.drawn[job] = len(lengths), len(lengths), defaultdict(float)
         self._open(*(_Row(job, length / (calls + 1), calls) for length in lengths))
 
     def _open(self, *rows: _Row) -> None:
@@ -193,8 +194,8 @@ class _Simulation:
     def _next_stage(self) -> None:
         """Let the trainer go on, if what it waits for is there."""
         if self.trainer == "waits" and self.step in self.drawn and not self.open[self.step]:
-            if len(self.marks) > self.ahead:
-                self.lags.update({self.step - version: n for version, n in self.drawn[self.step].items()})
+            for version, n in self.drawn[self.step].items() if len(self.marks) > self.ahead else ():
+                self.lags[self.step - version] += n
             self.marks.append((self.now, self.trainer_s, self.engine_s))
             self.trainer = "trains"
             self._after(self.train_s, lambda: setattr(self, "trainer", "drains"))
@@ -257,12 +258,12 @@ class AsyncPlan:
 def plan_async(run: Any, times: AsyncTimes, lengths: Lengths) -> AsyncPlan:
     """Simulate the synchronous run, the best split of the devices for its `max_staleness`, and other bounds with it.
 
-    With one device, a second one like it generates.
+    Where one engine takes all devices, as many others generate.
     """
     drains = run.rollout.weight_update == "drain"
     times = replace(times, drains=drains, sync_waits=drains and run.rollout.runs_ahead)
-    count, staleness = times.devices, run.trainer.max_staleness
-    splits = [(k, count - k) for k in range(1, count)] or [(1, 1)]
+    count, each, staleness = times.devices, times.per_engine, run.trainer.max_staleness
+    splits = [(k, count - k) for k in range(each, count, each)] or [(count, count)]
     tried = (simulate(AsyncSetting(staleness, *split), times, lengths) for split in splits)
     best = max(tried, key=lambda setting: setting.samples_per_s)
     bounds = sorted({*STALENESS, staleness} if not times.sync_waits else {0, min(1, staleness)})
@@ -296,6 +297,7 @@ def planned_times(run: Any, memory: MemoryPlan, stages: Sequence[StageTime], dev
     engine, by_name = engine_of(run, memory, device), {stage.name: stage.seconds for stage in stages}
     length = engine.prompt + run.response_tokens / 2
     sync_s = by_name.get("sync", memory.roles[0].memory.weights / device.link)
+    devices = role_processes(run)["actor"]
     return AsyncTimes(
         token_s=lambda count: engine.token_s(count, length)[0],
         slots=engine.slots,
@@ -303,7 +305,8 @@ def planned_times(run: Any, memory: MemoryPlan, stages: Sequence[StageTime], dev
         train_s=sum(seconds for name, seconds in by_name.items() if name not in ("generate", "sync")),
         sync_s=sync_s,
         load_s=sync_s,
-        devices=engine.engines,
+        devices=devices,
+        per_engine=max(1, devices // engine.engines),
         source=f"the plan for {device.name}",
     )
 

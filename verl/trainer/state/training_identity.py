@@ -89,11 +89,11 @@ def reward_identity(config: Mapping[str, Any]) -> dict[str, Any]:
     Files of functions and models of this machine are replaced by digests of their content, as in `identity_of`.
     """
     settings = {path: value for path, value in _flat(config) if REWARD_TRANSPORT_KEYS.isdisjoint(path.split("."))}
-    return {path: _rates_by(value) for path, value in settings.items()}
+    return {path: _function_content(value) for path, value in settings.items()}
 
 
-def _rates_by(value: Any) -> Any:
-    """The content of what rates, of `file.py:function` too."""
+def _function_content(value: Any) -> Any:
+    """`content_of` a value; of `file.py:function` the content of the file, and the function."""
     file, _, function = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     return [content_of(file), function] if file and Path(file).is_file() else content_of(value)
 
@@ -265,7 +265,7 @@ OF_RECORDS = (
 def replay_identity(config: Mapping[str, Any]) -> dict[str, Any]:
     """The settings, by path, that a run must share with one whose schedule it replays; files as their contents."""
     flat = {path: value for path, value in _flat(config) if not _below(path, (*OF_THIS_START, *OF_RECORDS))}
-    return {path: content_of(value) for path, value in flat.items()}
+    return {path: _function_content(value) for path, value in flat.items()}
 
 
 def training_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:

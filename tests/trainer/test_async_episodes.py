@@ -1,0 +1,223 @@
+"""Asynchronous training on episodes: equal to the synchronous one at staleness 0, repeatable, and resumable."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+
+import pytest
+import torch
+from cluster.processes_of import wait_until_gone
+from cluster.ray_here import placed
+from environments.digit_game import DigitGames
+from same_training import ROUNDING, Training, course, numbers, same_training, saved
+from trainer.runs import GRPO_ALGORITHM, fit, read_lines, step_lines, weights
+
+from verl.algorithms.importance_sampling import TruncatedIS
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.cluster.placement import DeviceMesh
+from verl.cluster.ray.ray_worker_group import RayWorkerGroup
+from verl.component import BuildContext
+from verl.data.files import PromptFiles
+from verl.engines.sharding import FSDP, TP
+from verl.errors import WorkerDied
+from verl.models.tiny import TinyModel
+from verl.rewards.episode_reward import EpisodeReward
+from verl.rollout.hf import HFRollout
+from verl.trainer import ppo_lifecycle
+from verl.trainer.ppo import PPOTrainer
+from verl.trainer.train_loop import TrainLoop
+
+CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_batches=1)
+STOPS = tuple(range(20, 60))  # random weights seldom end a turn by themselves
+RAY, TWO = pytest.mark.xdist_group("ray"), pytest.mark.xdist_group("two processes")
+# Others answer at moments that no two runs share, and what is computed side by side decides the last bits.
+GAMES = DigitGames(recovery="deterministic", answers_at_once=True, max_tokens=40, max_turns=4)
+
+
+def playing(model, directory, staleness=1, environment=GAMES, **options):
+    if environment.history == "rerender":  # which is of chats
+        rows = directory.parent / "rows.jsonl"
+        rows.write_text("".join(json.dumps({"prompt": f"{n}+{n}="}) + "\n" for n in range(8)))
+        files = {"train_files": (str(rows),), "eval_files": (str(rows),)}
+        options["data"] = PromptFiles(**files, system_prompt="add", max_prompt_length=40)
+        model = TinyModel(context_length=160, hidden_size=32, intermediate_size=64)
+    settings = {"mode": "async", "max_staleness": staleness, "prompts_per_step": 2, "group_size": 3, **options}
+    rollout = HFRollout(max_new_tokens=6, stop_token_ids=STOPS)
+    run = course(model, directory, CORRECTED, rollout=rollout, **settings)
+    return dataclasses.replace(run, environment=environment, reward=EpisodeReward())
+
+
+def noted_updates(monkeypatch):
+    """The versions of the policy that drew the tokens of each update."""
+    trained_on, update = [], PPOTrainer.update
+
+    def noted(self, experience, step):
+        trained_on.append(experience["token_versions"][experience["response_mask"]].unique().tolist())
+        return update(self, experience, step)
+
+    monkeypatch.setattr(PPOTrainer, "update", noted)
+    return trained_on
+
+
+def timeless(value):
+    """A record of an episode without what the clock says."""
+    if isinstance(value, dict):
+        return {key: timeless(x) for key, x in value.items() if key != "seconds"}
+    return [timeless(x) for x in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("history", ["append", pytest.param("rerender", marks=pytest.mark.exhaustive)])
+def test_staleness_0_is_the_synchronous_training(history, model32, tmp_path):
+    games = dataclasses.replace(GAMES, history=history)
+    for mode in ("sync", "async"):
+        run = playing(model32, tmp_path / mode, 0, games, mode=mode, eval_interval=2)
+        fit(run, tmp_path / mode / "run")
+    runs = [tmp_path / "sync/run", tmp_path / "async/run"]
+    one, other = map(numbers, runs)
+    assert one.keys() == other.keys()
+    for step, line in one.items():
+        assert {key: other[step][key] for key in line} == line
+        assert line["episode/turns"] > 1
+        assert other[step]["async/lag_0_share"] == 1
+    texts = [{file.relative_to(run): timeless(read_lines(file)) for file in run.glob("*/step_*.jsonl")} for run in runs]
+    assert texts[0] == texts[1]
+    assert {file.parts[0] for file in texts[0]} == {"samples", "evals", "tokens"}
+    left, right = weights(tmp_path / "sync"), weights(tmp_path / "async")
+    assert left.keys() == right.keys()
+    assert all(x.equal(right[name]) for name, x in left.items())
+
+
+@pytest.mark.parametrize(
+    ("staleness", "history", "versions"),
+    [
+        (2, "append", [[0], [0], [0], [1]]),
+        pytest.param(1, "rerender", [[0], [0], [1], [2]], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_episodes_of_later_batches_are_repeatable_and_part_of_a_checkpoint(
+    staleness, history, versions, model32, tmp_path, monkeypatch
+):
+    games, trained_on = dataclasses.replace(GAMES, history=history), noted_updates(monkeypatch)
+    fit(playing(model32, tmp_path / "whole", staleness, games), tmp_path / "whole/run")
+    assert trained_on == versions
+    lines = numbers(tmp_path / "whole/run")
+    assert lines[4][f"async/lag_{staleness}_share"] == 1
+    assert min(line["episode/turns"] for line in lines.values()) > 1
+    fit(playing(model32, tmp_path / "again", staleness, games), tmp_path / "again/run")
+    same_training(saved(tmp_path / "again"), saved(tmp_path / "whole"))
+    resume = tmp_path / "whole/checkpoints/global_step_2"
+    fit(playing(model32, tmp_path, staleness, games, resume=resume), tmp_path / "run")
+    assert trained_on[8:] == versions[2:]
+    same_training(saved(tmp_path), saved(tmp_path / "whole"), after=2)
+
+
+def test_a_sampler_killed_inside_of_episodes_is_named_and_a_resume_goes_on_with_their_journal(model32, tmp_path):
+    fatal = tmp_path / "fatal"
+    games = dataclasses.replace(GAMES, fatal=str(fatal))
+    fit(playing(model32, tmp_path / "whole", 1, games), tmp_path / "whole/run")
+    with playing(model32, tmp_path, 1, games).build(BuildContext(run_dir=tmp_path / "first")) as trainer:
+        loop = TrainLoop(trainer, {})
+        loop.open()
+        loop.step()
+        loop.step()
+        fatal.touch()
+        with pytest.raises(WorkerDied, match=r"sampler\.generate at step 4.*\n.*SIGKILL"):
+            loop.step()
+    fatal.unlink()
+    fit(playing(model32, tmp_path, 1, games, resume="latest"), tmp_path / "run")
+    same_training(saved(tmp_path), saved(tmp_path / "whole"), after=2)
+    replayed = [line.get("episode/journal_replayed", 0) for line in step_lines(tmp_path / "run")]
+    assert replayed[0] == 0  # the episodes of step 3 are in the checkpoint
+    assert replayed[1] >= 6  # resets too
+
+
+def test_threads_that_were_left_to_the_sampler_are_given_back(model32, tmp_path, monkeypatch):
+    monkeypatch.setattr(ppo_lifecycle, "num_cores", lambda: 2)
+    threads, quiet = torch.get_num_threads(), {"num_threads": None, "total_steps": 1}
+    torch.set_num_threads(2)
+    try:
+        with playing(model32, tmp_path / "sync", mode="sync", **quiet).build(BuildContext(run_dir=tmp_path / "a")):
+            with playing(model32, tmp_path / "async", **quiet).build(BuildContext(run_dir=tmp_path / "b")):
+                assert torch.get_num_threads() == 1
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)
+
+
+def compared(directory):
+    """The numbers and the weights of a run, wherever its roles were."""
+    newest = CheckpointDirectory(directory / "checkpoints").newest().directory
+    tensors = {name.partition(":")[2]: x for name, x in weights(newest / "actor").items()}  # in whatever files
+    return Training(numbers(directory / "run"), weights=tensors)
+
+
+@pytest.fixture(scope="module")
+def local(model64, tmp_path_factory):
+    """A run whose sampler is a process beside the driver."""
+    directory = tmp_path_factory.mktemp("local")
+    fit(playing(model64, directory), directory / "run")
+    return compared(directory)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("ray", marks=RAY),
+        pytest.param("ray, two workers", marks=RAY),
+        pytest.param("fsdp", marks=TWO),
+        pytest.param("tp", marks=TWO),
+        pytest.param("mesh", marks=TWO),
+    ],
+)
+def test_roles_anywhere_train_what_one_process_with_a_sampler_does(where, local, model64, tmp_path, request):
+    if where.startswith("ray"):
+        request.getfixturevalue("ray_here")
+    two = {"sharding": FSDP(timeout_s=60.0), "n_gpus_per_node": 2}
+    options = {
+        "ray": {"placement": placed()},
+        "ray, two workers": {"placement": placed(), **two},
+        "fsdp": two,
+        "tp": two | {"sharding": TP(timeout_s=60.0)},
+        "mesh": {"placement": DeviceMesh(devices=("cpu:0",), sub_meshes={"sampler": ("cpu:1",)})},
+    }
+    with playing(model64, tmp_path, **options[where]).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        pids = trainer.sampler_group.pids
+        assert len(pids) == 1
+        trainer.fit()
+    assert wait_until_gone(pids, 30.0) == []
+    same_training(compared(tmp_path), local, ROUNDING if "n_gpus_per_node" in options[where] else 0.0)
+
+
+@RAY
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("ray_here")
+def test_a_sampler_killed_in_ray_is_named_and_the_run_restarts_and_ends_the_same(local, model64, tmp_path, monkeypatch):
+    submit, killed = RayWorkerGroup.submit, []
+
+    def submit_and_kill(group, role, method, args):
+        future = submit(group, role, method, args)
+        if role == "sampler" and method == "generate" and group.step == 4 and not killed:
+            killed.extend(group.pids)
+            os.kill(killed[0], signal.SIGKILL)
+        return future
+
+    monkeypatch.setattr(RayWorkerGroup, "submit", submit_and_kill)
+    result = fit(playing(model64, tmp_path, placement=placed(max_restarts=1)), tmp_path / "run")
+    assert [*result.restarts] == ["the sampler failed in sampler.generate at step 4"]
+    same_training(compared(tmp_path), local)
+
+
+@RAY
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("ray_here")
+def test_staleness_0_in_ray_is_the_synchronous_training_in_ray(model64, tmp_path):
+    for mode in ("sync", "async"):
+        fit(playing(model64, tmp_path / mode, 0, mode=mode, placement=placed()), tmp_path / mode / "run")
+    sync, asynchronous = compared(tmp_path / "sync"), compared(tmp_path / "async")
+    for step, line in asynchronous.metrics.items():
+        asynchronous.metrics[step] = {key: x for key, x in line.items() if key in sync.metrics[step]}
+    same_training(asynchronous, sync)
