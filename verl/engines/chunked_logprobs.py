@@ -49,7 +49,7 @@ class TokenLogProbs:
 
 @dataclass(frozen=True)
 class _Scoring:
-    """What is computed from the logits of a token besides its log-probability; see `token_log_probs`."""
+    """Columns that are computed from the logits of a token; see `token_log_probs`."""
 
     temperature: float = 1.0
     entropy: Entropy = None
