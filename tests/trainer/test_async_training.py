@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
 import os
 import signal
 from typing import Any
@@ -27,7 +28,7 @@ from verl.trainer.api.load_checkpoint import load_checkpoint
 from verl.trainer.ppo import SEQUENCE_FIELDS, PPOTrainer
 from verl.trainer.train_loop import TrainLoop
 from verl.workers.actor import ActorWorker
-from verl.workers.schedule import FILE
+from verl.workers.schedule import FILE, read_lines
 
 CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_batches=1)
 
@@ -196,9 +197,10 @@ def test_a_sampler_that_dies_or_hangs_ends_the_run_by_name_and_says_what_to_do(
     assert "Go on with resume=DIRECTORY" in str(error.value)
 
 
-def in_flight(model, directory, staleness=2, kv_cache="keep", **options):
+def in_flight(model, directory, staleness=2, kv_cache="keep", min_new_tokens=0, **options):
     """A run whose responses are long enough for several updates within each."""
     engine: Any = {"max_new_tokens": 24, "weight_update": "in_flight", "kv_cache": kv_cache}
+    engine |= {"min_new_tokens": min_new_tokens}
     options |= {"rollout": HFRollout(**engine), "group_size": 4, "total_steps": 6}
     return asynchronous(model, directory, staleness, **options)
 
@@ -209,7 +211,7 @@ def schedule_of(run_dir):
 
 @pytest.mark.parametrize(
     ("kv_cache", "staleness"),
-    [("keep", 2), ("recompute", 2), pytest.param("keep", 1, marks=pytest.mark.exhaustive)],
+    [("recompute", 2), *(pytest.param("keep", bound, marks=pytest.mark.exhaustive) for bound in (1, 2))],
 )
 def test_a_replayed_run_and_one_that_is_resumed_in_the_middle_of_responses_have_the_bits_of_the_first(
     kv_cache, staleness, model32, tmp_path, monkeypatch
@@ -233,3 +235,52 @@ def test_a_replayed_run_and_one_that_is_resumed_in_the_middle_of_responses_have_
     fit(in_flight(model32, tmp_path / "cut", staleness, kv_cache, resume=resume, **replay), tmp_path / "cut/run")
     assert schedule_of(tmp_path / "cut/run") == schedule_of(tmp_path / "first/run")
     same_training(saved(tmp_path / "cut"), first, after=3)
+
+
+def with_later_weights(schedule: bytes, staleness: int, rows: int, delay: int = 5) -> bytes:
+    """The schedule of a run whose responses all have one length, with weights `delay` steps after they could be there.
+
+    Args:
+        rows: responses of a batch.
+    """
+    heads, events = read_lines(schedule.decode().splitlines())
+    length = next(event.engine_step for event in events if (event.event, event.number) == ("begin", 2))
+    begun: dict[int, int] = {}  # engine step before which each batch was begun
+    now, later = 0, []
+    for event in events:
+        ready = event.number if event.event == "weights" else max(1, event.number - staleness)
+        if event.event != "save" and ready in begun:
+            now = max(now, begun[ready] + length)  # what it waits for
+        open_rows = rows * sum(now < begin + length for begin in begun.values())
+        if event.event == "weights" and open_rows:
+            now = min(now + delay, max(begun.values()) + length)
+            open_rows = rows * sum(now < begin + length for begin in begun.values())
+        later.append(dataclasses.replace(event, engine_step=now, open_rows=open_rows))
+        if event.event == "begin":
+            begun[event.number] = now
+    lines = [{"head": heads[0]}, *map(dataclasses.asdict, later)]
+    return "".join(f"{json.dumps(line)}\n" for line in lines).encode()
+
+
+@pytest.mark.parametrize("kv_cache", ["keep", pytest.param("recompute", marks=pytest.mark.exhaustive)])
+def test_weights_that_come_within_responses_are_those_of_the_tokens_behind_them(
+    kv_cache, model32, tmp_path, monkeypatch
+):
+    options: dict[str, Any] = {"kv_cache": kv_cache, "min_new_tokens": 24}
+    fit(in_flight(model32, tmp_path / "first", **options), tmp_path / "first/run")
+    schedule = with_later_weights(schedule_of(tmp_path / "first/run"), 2, rows=8)
+    (tmp_path / "first/run" / FILE).write_bytes(schedule)
+    mixed, update = [], PPOTrainer.update
+
+    def noted(self, experience, step):
+        mixed.append(sum(len(set(versions)) > 1 for versions in experience["token_versions"].tolist()))
+        return update(self, experience, step)
+
+    monkeypatch.setattr(PPOTrainer, "update", noted)
+    replay = {"replay_schedule": str(tmp_path / "first/run"), **options}
+    for name in ("once", "again"):
+        fit(in_flight(model32, tmp_path / name, **replay), tmp_path / name / "run")
+        assert schedule_of(tmp_path / name / "run") == schedule
+    same_training(saved(tmp_path / "again"), saved(tmp_path / "once"))
+    assert mixed == mixed[:6] * 2
+    assert mixed[:6] == [0, 8, 8, 8, 8, 8]
