@@ -103,7 +103,7 @@ def test_processes_of_one_machine_and_of_each_sub_mesh_have_devices_of_their_own
     settings = [f"++{one}" for one in on_command_line[1].split()]
     run = validate(compose_root("ppo", ["trainer=mesh", "sharding=ddp", *settings]))
     for mesh in (run.trainer.placement, eval(in_script[1], {"DeviceMesh": DeviceMesh})):
-        for devices in mesh.groups(ROLES):
+        for devices, _ in mesh.groups(ROLES):
             assert len(set(devices)) == len(devices) > 0
             assert set(devices) <= {"cuda:0", "cuda:1"}
 

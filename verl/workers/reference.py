@@ -67,8 +67,9 @@ class Reference(Description):
         paths_for(model, context.row_tokens or 1, "reference.model", shares_tokens=parallel.shares_tokens)
         parallel.shard_model(model, actor.decided_autocast)
         worker = ReferenceWorker(self._engine(model, parallel, actor), temperature)
-        worker.num_tokens = len(context.tokenizer)
-        worker.num_candidates = min(num_candidates, worker.num_tokens)
+        if num_candidates:
+            worker.num_tokens = len(context.tokenizer)
+            worker.num_candidates = min(num_candidates, worker.num_tokens)
         return worker
 
     def _engine(self, model: nn.Module, parallel: Parallelism, actor: Actor) -> TrainingEngine:
