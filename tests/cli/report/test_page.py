@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from cli.report.run_files import HOSTILE, add_lineage, evals, metrics, run_directory, token_row, write_lines
 from typer.testing import CliRunner
 
@@ -249,6 +250,16 @@ def test_a_sweep_of_nine_is_compared_over_the_differences_of_equal_seeds(tmp_pat
     text = re.sub(r"<[^>]+>", " ", dom(html, tmp_path).split("<main>")[1].split('<script id="content"')[0])
     assert f"Directories are below {tmp_path}/sweep/" in text
     assert re.search(r"run 9\s+8\s", text)
+
+
+def test_groups_are_called_by_the_overrides_that_differ(tmp_path):
+    runs = []
+    for experiment, seed in (("one", 0), ("one", 1), ("two", 0)):
+        runs.append(run_directory(tmp_path / f"{experiment}{seed}", seed=seed, lr={"one": 1, "two": 2}[experiment]))
+        overrides = [f"experiment={experiment}", f"trainer.seed={seed}", "trainer.total_steps=30"]
+        (runs[-1] / "overrides.yaml").write_text(yaml.safe_dump(overrides))
+    groups = content_of(report(runs))["comparison"]["groups"]
+    assert [(group["name"], group["runs"]) for group in groups] == [("experiment=one", [0, 1]), ("experiment=two", [2])]
 
 
 @in_browser

@@ -12,6 +12,7 @@ import html
 import itertools
 import json
 import math
+import shlex
 import time
 from array import array
 from collections.abc import Mapping, Sequence
@@ -354,12 +355,21 @@ def _comparison(runs: Sequence[RunRecord]) -> dict[str, Any]:
     for index in range(len(runs)):
         own = {path: values[index] for path, values in settings.items() if path not in NAMES}
         members.setdefault(json.dumps(plain(own), sort_keys=True), []).append(index)
+    names = _overrides_that_differ([runs[indices[0]] for indices in members.values()])
     groups = []
-    for key, indices in members.items():
-        own = json.loads(key)
-        name = ", ".join(f"{path}={value}" for path, value in [*own.items()][:4]) or runs[indices[0]].name
+    for key, indices, name in zip(members, members.values(), names, strict=True):
+        name = name or ", ".join(f"{path}={value}" for path, value in [*json.loads(key).items()][:4])
+        name = name or runs[indices[0]].name
         groups.append({"name": name, "runs": indices, "t": student_t(len(indices)) if len(indices) > 2 else None})
     return redact_tree({"settings": settings, "groups": groups}) | {"statistics": _statistics(runs, groups)}
+
+
+def _overrides_that_differ(runs: Sequence[RunRecord]) -> list[str]:
+    """The overrides of each run that not all have; empty texts if they do not tell the runs apart."""
+    overrides = [shlex.split(run.command)[2:] for run in runs]
+    shared = set(overrides[0]).intersection(*overrides)
+    texts = [", ".join(o for o in each if o not in shared and o.partition("=")[0] not in NAMES) for each in overrides]
+    return texts if all(texts) and len(set(texts)) == len(texts) else [""] * len(texts)
 
 
 def _statistics(runs: Sequence[RunRecord], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
