@@ -256,7 +256,7 @@ def test_groups_are_called_by_the_overrides_that_differ(tmp_path):
     runs = []
     for experiment, seed in (("one", 0), ("one", 1), ("two", 0)):
         runs.append(run_directory(tmp_path / f"{experiment}{seed}", seed=seed, lr={"one": 1, "two": 2}[experiment]))
-        overrides = [f"experiment={experiment}", f"trainer.seed={seed}", "trainer.total_steps=30"]
+        overrides = [f"experiment={experiment}", f"++trainer.seed={seed}", "trainer.total_steps=30"]
         (runs[-1] / "overrides.yaml").write_text(yaml.safe_dump(overrides))
     groups = content_of(report(runs))["comparison"]["groups"]
     assert [(group["name"], group["runs"]) for group in groups] == [("experiment=one", [0, 1]), ("experiment=two", [2])]

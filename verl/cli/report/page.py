@@ -366,7 +366,7 @@ def _comparison(runs: Sequence[RunRecord]) -> dict[str, Any]:
 
 def _overrides_that_differ(runs: Sequence[RunRecord]) -> list[str]:
     """The overrides of each run that not all have; empty texts if they do not tell the runs apart."""
-    overrides = [shlex.split(run.command)[2:] for run in runs]
+    overrides = [[text.lstrip("+") for text in shlex.split(run.command)[2:]] for run in runs]
     shared = set(overrides[0]).intersection(*overrides)
     texts = [", ".join(o for o in each if o not in shared and o.partition("=")[0] not in NAMES) for each in overrides]
     return texts if all(texts) and len(set(texts)) == len(texts) else [""] * len(texts)
