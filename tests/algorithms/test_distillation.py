@@ -29,7 +29,10 @@ def over_all_tokens(kind, teacher, student, beta):
     """The definitions, by probabilities."""
     p, q = teacher.exp(), student.exp()
     m = beta * p + (1 - beta) * q
-    kl = lambda a, b: (a * (a / b).log()).sum(-1)  # noqa: E731
+
+    def kl(a, b):
+        return (a * (a / b).log()).sum(-1)
+
     return {"reverse_kl": kl(q, p), "forward_kl": kl(p, q), "jsd": beta * kl(p, m) + (1 - beta) * kl(q, m)}[kind]
 
 

@@ -124,7 +124,7 @@ class PPOSettings(LoopSettings):
         success_score: a response with at least this score counts as correct in `eval/accuracy`.
         mode: `sync`: generate and train alternately. `async`: at the same time (docs/async.md).
         max_staleness: with `mode=async`, the most weight syncs between the generation of a token and training on it;
-            above 0 it requires `algorithm.correction`.
+            above 0 it requires `algorithm.correction` or `algorithm.proximal=behaviour`.
         rollout_ahead: 1: the same as `mode=async` with `max_staleness=1`.
         replay_schedule: directory of a run with `rollout.weight_update=in_flight`, which this one repeats bit by bit:
             events at the same steps of the engine; null: at any step. Hardware, libraries and settings must be equal.
