@@ -9,8 +9,9 @@ A part is a file of tests or a measurement. Each is a process of its own with a 
 hangs costs the others nothing. The exit status is 0 if no part failed and at least one test passed, 1 otherwise, and 2
 where nothing was started.
 
-Measured: tokens of a training step per second, the share of sampling in a decode step, how long an asynchronous save
-holds training up.
+Measured: tokens of a training step per second and the share of the device's rate of products, decode steps with and
+without CUDA graphs beside the time in which the weights can be read once, the share of sampling in a decode step, how
+long an asynchronous save holds training up.
 """
 
 from __future__ import annotations
@@ -284,28 +285,84 @@ def timed(work: Any, device: str, repeats: int) -> float:
     return (time.perf_counter() - start) / repeats
 
 
+def product_rate(device: str, small: bool) -> float:
+    """Floating-point operations per second of a large matrix product in bfloat16."""
+    import torch
+
+    size = 256 if small else 8192
+    x, y = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / timed(lambda: x @ y, device, 10)
+
+
+def read_rate(device: str, small: bool) -> float:
+    """Bytes per second of a large copy, read and written."""
+    import torch
+
+    source = torch.empty(2**20 if small else 2**31, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return 2 * source.numel() / timed(lambda: target.copy_(source), device, 10)
+
+
+def sized_model(small: bool) -> Any:
+    """The shape of a model of 1.3 billion parameters, with a small vocabulary."""
+    from verl.models.tiny import TinyModel
+
+    if small:
+        return TinyModel(hidden_size=64, intermediate_size=128)
+    return TinyModel(hidden_size=1536, intermediate_size=8960, num_layers=28, num_heads=12, context_length=2048)
+
+
 def training(device: str, small: bool) -> dict[str, float]:
     """An update of a model in bfloat16 over float32 weights, rows packed."""
     import torch
     from roles import start_actor, with_experience
 
-    from verl.models.tiny import TinyModel
     from verl.protocol import DataProto
     from verl.rollout.hf import HFRollout
+    from verl.utils.seeding import seed_everything
 
-    sizes = (64, 128, 2) if small else (1024, 4096, 16)
-    model = TinyModel(hidden_size=sizes[0], intermediate_size=sizes[1], num_layers=sizes[2])
+    seed_everything(0)  # deterministic kernels are demanded, as in a run
     length, rows = (16, 4) if small else (512, 64)
-    actor = start_actor(model, HFRollout(max_new_tokens=length), device=device, autocast="bfloat16")
+    rollout = HFRollout(max_new_tokens=length)
+    actor = start_actor(sized_model(small), rollout, device=device, autocast="bfloat16", gradient_checkpointing=True)
     batch = DataProto.from_dict(made_rows(rows, length, vocabulary=16))
     batch = with_experience(batch, actor)
     if device.startswith("cuda"):
         torch.cuda.reset_peak_memory_stats()
     seconds = timed(lambda: actor.update(batch), device, 1 if small else 5)
-    tokens = int(batch["attention_mask"].sum())
-    found = {"tokens_per_s": tokens / seconds, "seconds": seconds, "parameters": float(actor.model.num_parameters())}
+    tokens, parameters = int(batch["attention_mask"].sum()), float(actor.model.num_parameters())
+    computed = tokens - rows // 2 * length  # of two equal prompts one is computed
+    operations = 8 * parameters * computed  # forward twice, because of gradient checkpointing, and backward
+    found = {"tokens_per_s": tokens / seconds, "seconds": seconds, "parameters": parameters}
+    found["share_of_product_rate"] = operations / seconds / product_rate(device, small)
     if device.startswith("cuda"):
         found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    return found
+
+
+def decoding(device: str, small: bool) -> dict[str, float]:
+    """Milliseconds of a decode step of 8, 64 and 256 rows, sampling included, with CUDA graphs and kernel by kernel."""
+    from roles import start_actor
+    from rollout.engines import random_prompts
+
+    from verl.rollout import hf_rows
+    from verl.rollout.base import GenerationRequest
+    from verl.rollout.hf import HFRollout
+    from verl.utils.seeding import seed_everything
+
+    seed_everything(0)
+    length = 4 if small else 128
+    rollout = HFRollout(max_new_tokens=length, min_new_tokens=length)
+    actor = start_actor(sized_model(small), rollout, device=device, autocast="bfloat16")
+    weight_bytes = 2 * sum(p.numel() for p in actor.model.parameters())
+    found = {"weights_once_ms": 1e3 * weight_bytes / read_rate(device, small)}
+    for name in ("graphs", "kernels"):
+        if name == "kernels":
+            hf_rows.graph_maker = lambda model, device, *, records_experts: None
+        for rows in (2,) if small else (8, 64, 256):
+            prompts = random_prompts(rows, 100)
+            seconds = timed(lambda prompts=prompts: actor.generate(prompts, GenerationRequest(0)), device, 2)
+            found[f"{name}_{rows}_rows_ms"] = 1e3 * seconds / length
     return found
 
 
@@ -378,7 +435,7 @@ def saving(device: str, small: bool) -> dict[str, float]:
     return {"mib": float(mib), "held_s": held, "copied_s": copied}
 
 
-MEASURED = {"training": training, "sampling": sampling, "saving": saving}
+MEASURED = {"training": training, "decoding": decoding, "sampling": sampling, "saving": saving}
 
 
 def measure(name: str, report: Path | None, *, small: bool) -> dict[str, float]:

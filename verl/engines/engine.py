@@ -183,6 +183,8 @@ class TrainingEngine:
         self.updates += 1
         if self.device.type != "cpu":  # frees memory for generation and for other roles
             self.optimizer.zero_grad(set_to_none=True)
+        if self.device.type == "cuda":
+            metrics["peak_gpu_memory_mib"] = self.parallel.most(torch.cuda.max_memory_allocated(self.device)) / 2**20
         return {**metrics, "lr": lr}
 
     def release(self) -> None:

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from verl.ops.attention import PromptGroups
+from verl.ops.determinism import plain_kernels
 
 FIRST_LENGTH = 64  # tokens of a slot; it grows by half
 
@@ -64,7 +65,8 @@ class StoredRows:
             if isinstance(call.columns, slice):
                 rows[:, :, call.columns] = new
             else:
-                rows.scatter_(2, call.columns[:, None, :, None].expand_as(new), new)
+                with plain_kernels(rows.device):  # no two tokens of a row have the same column
+                    rows.scatter_(2, call.columns[:, None, :, None].expand_as(new), new)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
         """Copy the first tokens of rows [m] to other rows [m], which may be among them."""

@@ -5,6 +5,7 @@ batching          Splits rows of different length into micro-batches, and balanc
 context_shards    Context parallelism of a packed line: tokens and keys of each rank
 counter_rng       Counter-based random numbers: sampling noise as a pure function of its indices
 cpu_matmul        Float32 matrix products of a CPU by oneDNN instead of MKL, and packed weights for decoding
+determinism       Operations that are repeatable although torch does not call their kernels deterministic
 logprobs          Log-probabilities and entropies of response tokens
 loss_aggregation  Loss aggregation
 masking           Sums, means and whitening over the True entries of a mask, and means within groups of rows

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from verl.ops.determinism import plain_kernels
+
 # Numbers of top entries in which the nucleus is searched before all V are sorted; the first is nearly always enough.
 _NUCLEUS_WIDTHS = (256, 4096)
 
@@ -85,19 +87,9 @@ def inverse_cdf_by_blocks(probs: Tensor, u: Tensor) -> Tensor:
 
 
 def _running_sums(x: Tensor) -> Tensor:
-    """Cumulative sums in float64 over the last dimension.
-
-    On a GPU torch refuses them where deterministic algorithms are demanded, and exempts no operation by name, so the
-    switch is off for this call.
-    """
-    if x.device.type == "cpu" or not torch.are_deterministic_algorithms_enabled():
+    """Cumulative sums in float64 over the last dimension; on a GPU torch calls their kernel nondeterministic."""
+    with plain_kernels(x.device):
         return x.cumsum(-1, dtype=torch.float64)
-    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(False)
-    try:
-        return x.cumsum(-1, dtype=torch.float64)
-    finally:
-        torch.use_deterministic_algorithms(True, warn_only=warns_only)
 
 
 def _first_with_mass(exceeds: Tensor, has_mass: Tensor) -> Tensor:

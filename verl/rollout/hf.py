@@ -330,6 +330,7 @@ class HFTurns(TurnQueue):
         self.contexts.close()
         yield
         self.contexts = self.engine.computing()
+        self.rows.drop_graph()
 
     def close(self) -> None:
         super().close()

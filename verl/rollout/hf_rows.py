@@ -15,6 +15,7 @@ that waits for its environment loses its slot and is computed again when it cont
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +32,9 @@ from verl.models.parallel_info import compute_device
 from verl.ops.attention import PromptGroups
 from verl.rollout.base import TurnRequest
 from verl.rollout.rows import left_padded
+from verl.rollout.step_graph import EAGER_STEPS, Work, graph_maker
+
+log = logging.getLogger(__name__)
 
 PREFILL_TOKENS = 8192  # of one forward pass, padding included
 WORTH_SHARING = 64  # tokens of a prompt, from which on reading it once per group saves more than it costs
@@ -83,6 +87,9 @@ class _Step:
         shortest, longest: own tokens of the rows at first.
         groups, prompt_width: see `CacheCall`.
         count: tokens of each row that were read since.
+        tokens: [b 1] to be read by a graph.
+        width, num_eager: keys of the last step, and how many steps of this width were read without a graph.
+        graph: reads `tokens`, with this width; None if there is none yet.
     """
 
     positions: Tensor
@@ -92,6 +99,10 @@ class _Step:
     groups: PromptGroups | None
     prompt_width: int
     count: int = 0
+    tokens: Tensor | None = None
+    width: int = 0
+    num_eager: int = 0
+    graph: Work | None = None
 
 
 class SlotRows:
@@ -106,6 +117,7 @@ class SlotRows:
             and two of the first queue have the prompt; None: never.
         routing: whose choices are recorded; `ExpertRouting.recording` is entered by the caller.
     Attributes:
+        new_graph: makes a graph of a step of decoding; None: each step runs kernel by kernel.
         keeps_episodes: keys and values of an episode stay for its next turn.
         evictions: episodes that gave up their slot and had to be computed again.
     """
@@ -129,6 +141,7 @@ class SlotRows:
         self.shares_from = shares_from if is_single and packed_attention.is_enabled(model) else None
         self.device, self.is_eager = compute_device(model), model.config._attn_implementation == "eager"
         self.cache = SlotCache(model.config, max_slots, max_length)
+        self.new_graph = graph_maker(model, self.device, records_experts=routing is not None)
         self.evictions = self.num_live = 0
         self._slots: list[Slot] = []  # by number, those of the live rows first
         self._free: list[Slot] = []
@@ -196,20 +209,52 @@ class SlotRows:
 
     def read(self, tokens: Tensor) -> NextToken:
         """Read one further token [r] of each row; attention reads keys and values where they lie."""
+        step = self._step = self._step or self._first_step()
+        longest = step.longest + step.count
+        width = -(-(longest + 1) // self.key_multiple) * self.key_multiple
+        if self.new_graph is None:
+            following = self._read_one(tokens[:, None], step, width)
+        else:
+            following = self._read_by_graph(tokens[:, None], step, width)
+        step.count += 1
+        return following
+
+    def _read_one(self, tokens: Tensor, step: _Step, width: int) -> NextToken:
+        """Read a token [r 1] of each row, kernel by kernel; what changes from step to step is in tensors of `step`."""
         from verl.model_paths.kv_cache import CacheCall
 
-        step = self._step = self._step or self._first_step()
-        longest, is_even = step.longest + step.count, step.shortest == step.longest
-        width = -(-(longest + 1) // self.key_multiple) * self.key_multiple
+        longest, is_even = step.longest + step.count, self.key_multiple == 1 and step.shortest == step.longest
         mask = None
-        if not is_even or width > longest + 1:
+        if not is_even:
             mask = torch.arange(width, device=self.device) <= step.own[:, :, None]
         columns = slice(longest, longest + 1) if is_even else step.own
         count = len(self._slots) if self.keeps_episodes else self.num_live
         call = CacheCall(0, columns, count, width, width, prompt_width=step.prompt_width, groups=step.groups)
-        following = self._forward(call, tokens[:, None], step.positions, mask)
-        step.positions, step.own, step.count = step.positions + 1, step.own + 1, step.count + 1
+        following = self._forward(call, tokens, step.positions, mask)
+        step.positions += 1
+        step.own += 1
         return following
+
+    def _read_by_graph(self, tokens: Tensor, step: _Step, width: int) -> NextToken:
+        """`_read_one`; from the third step with as many keys on as a graph."""
+        if width != step.width:
+            step.width, step.num_eager, step.graph = width, 0, None
+        if step.graph is None and step.num_eager == EAGER_STEPS and self.new_graph is not None:
+            held = step.tokens = tokens.clone()
+            try:
+                step.graph = self.new_graph(lambda: self._read_one(held, step, width))
+            except RuntimeError as error:
+                log.warning("Decode steps run kernel by kernel, since no CUDA graph can be made of them: %s", error)
+                self.new_graph = None
+        if step.graph is None or step.tokens is None:
+            step.num_eager += 1
+            return self._read_one(tokens, step, width)
+        step.tokens.copy_(tokens)
+        return step.graph()
+
+    def drop_graph(self) -> None:
+        """Make no further use of a graph: the weights are in other memory now."""
+        self._settle()
 
     def fewest_ended(self, num_live: int) -> int:
         """Number of rows that have ended from which on it is worth while to take them out; others are read along."""
@@ -414,6 +459,9 @@ class BatchRows:
 
     def forget(self, episode: int) -> None:
         """Nothing is kept."""
+
+    def drop_graph(self) -> None:
+        """There is none."""
 
     def _next_batch(self, queue: list[TurnRequest]) -> tuple[list[TurnRequest], int]:
         """Turns that may be decoded together, longest first, n side by side of each prompt; taken from the queue."""

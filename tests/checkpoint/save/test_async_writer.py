@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import re
 import resource
@@ -21,6 +22,7 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.verify import verify
 from verl.checkpoint.retention import Retention
+from verl.checkpoint.save import host_buffer
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.buffer_layout import DTYPES, PartialTensor, SavedComponent, lay_out_request
 from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
@@ -360,3 +362,22 @@ def test_what_is_written_is_what_lay_in_memory_at_the_call_not_before(store):
         writer.save(request(1, {"weight": weight}))
         writer.drain()
     assert bits(tensors_of(store.newest(), "actor")["weight"]) == bits(weight)
+
+
+def test_memory_is_populated_in_pieces_because_no_other_thread_runs_meanwhile(monkeypatch):
+    asked = []
+
+    class Recording(mmap.mmap):
+        def madvise(self, option, *piece):
+            asked.append((option, *piece))
+            return super().madvise(option, *piece)
+
+    monkeypatch.setattr(host_buffer.mmap, "mmap", Recording)
+    memory = host_buffer.HostBuffer()
+    memory.fit(5 << 20)
+    memory.release()
+    monkeypatch.setattr(host_buffer, "POPULATED_BYTES", 2 << 20)
+    memory.fit(5 << 20)
+    pieces = [piece for option, *piece in asked if option == host_buffer.MADV_POPULATE_WRITE]
+    assert pieces == [[0, 5 << 20], [0, 2 << 20], [2 << 20, 2 << 20], [4 << 20, 1 << 20]]
+    memory.release()

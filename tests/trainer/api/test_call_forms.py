@@ -182,6 +182,7 @@ def test_two_devices_in_a_short_file_are_used_where_there_are_devices_and_else_o
     config = tmp_path / "config.yaml"
     config.write_text(SHORT.format(model=dir32))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with LocalPPOTrainer(config_path=config, train_dataset=ROWS, reward_fn=r, overrides=[*QUIET, *SMALL]) as made:
         assert (type(made.run.sharding).__name__, made.run.trainer.n_gpus_per_node) == ("NoSharding", 1)
         assert made.fit().status == "finished"

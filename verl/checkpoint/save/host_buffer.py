@@ -22,7 +22,8 @@ HEAD_BYTES = PAGE_BYTES  # the first page says how far the rest is filled
 FAILED = -1
 LOOK_EVERY_S = 0.001
 WAIT_EVERY_S = 0.5
-MADV_POPULATE_WRITE = 23  # Linux 5.14; hundreds of thousands of page faults at once
+MADV_POPULATE_WRITE = 23  # Linux 5.14; many page faults at once
+POPULATED_BYTES = 64 << 20  # in one call, during which no other thread runs: 0.6 s per GiB were measured
 
 _numbers = itertools.count(1)
 _living: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
@@ -169,7 +170,8 @@ def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
     memory = mmap.mmap(fd, num_bytes)
     with contextlib.suppress(OSError):  # neither changes what can be done with it
         memory.madvise(mmap.MADV_DONTFORK)
-        memory.madvise(MADV_POPULATE_WRITE)
+        for start in range(0, num_bytes, POPULATED_BYTES):
+            memory.madvise(MADV_POPULATE_WRITE, start, min(POPULATED_BYTES, num_bytes - start))
     return memory
 
 
