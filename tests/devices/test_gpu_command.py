@@ -42,7 +42,7 @@ def test_every_measurement_runs(command, monkeypatch):
     monkeypatch.setattr("verl.utils.seeding.seed_everything", lambda seed: None)  # this process runs other tests
     found = {name: work("cpu", True) for name, work in command.MEASURED.items()}
     assert found["training"]["tokens_per_s"] > 0
-    assert 0 < found["training"]["share_of_product_rate"]
+    assert found["training"]["share_of_product_rate"] > 0
     assert found["decoding"].keys() == {"weights_once_ms", "graphs_2_rows_ms", "kernels_2_rows_ms"}
     assert found["saving"]["mib"] == 4
     assert 0 < found["sampling"]["share_of_decode_step"] < 1
