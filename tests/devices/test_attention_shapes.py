@@ -18,7 +18,8 @@ from verl.protocol import DataProto
 from verl.rollout import hf
 from verl.rollout.base import GenerationRequest, TurnLimits
 from verl.rollout.hf import HFRollout
-from verl.rollout.hf_rows import KEY_MULTIPLE, SlotRows, key_multiple
+from verl.rollout.hf_rows import SlotRows
+from verl.rollout.step_graph import KEY_MULTIPLE, key_multiple
 from verl.utils.memory import CUDNN_VARIABLE, make_current
 
 LONGEST = 1024

@@ -56,11 +56,11 @@ from verl.rollout.hf_rows import (
     WORTH_SHARING,
     BatchRows,
     SlotRows,
-    key_multiple,
     slots_distance,
     slots_fault,
 )
 from verl.rollout.rows import assemble_turns, left_padded
+from verl.rollout.step_graph import key_multiple
 from verl.rollout.token_sampler import NOISE_TOKENS, TokenSampler, greedy_rows, noise_keys
 from verl.utils.progress import report
 

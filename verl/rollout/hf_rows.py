@@ -15,9 +15,9 @@ that waits for its environment loses its slot and is computed again when it cont
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,15 +32,12 @@ from verl.models.parallel_info import compute_device
 from verl.ops.attention import PromptGroups
 from verl.rollout.base import TurnRequest
 from verl.rollout.rows import left_padded
-from verl.rollout.step_graph import EAGER_STEPS, Work, graph_maker
-
-log = logging.getLogger(__name__)
+from verl.rollout.step_graph import StepGraphs, graph_maker
 
 PREFILL_TOKENS = 8192  # of one forward pass, padding included
 WORTH_SHARING = 64  # tokens of a prompt, from which on reading it once per group saves more than it costs
 WORTH_REFILLING = 0.125  # share of the slots that are free, from which on responses that wait get them
 WORTH_ENDING = 0.125  # share of the live rows that are over, from which on they leave the others
-KEY_MULTIPLE = 64  # on a GPU: its kernels prepare themselves for each length of keys
 
 
 @dataclass(eq=False)
@@ -87,9 +84,6 @@ class _Step:
         shortest, longest: own tokens of the rows at first.
         groups, prompt_width: see `CacheCall`.
         count: tokens of each row that were read since.
-        tokens: [b 1] to be read by a graph.
-        width, num_eager: keys of the last step, and how many steps of this width were read without a graph.
-        graph: reads `tokens`, with this width; None if there is none yet.
     """
 
     positions: Tensor
@@ -99,10 +93,6 @@ class _Step:
     groups: PromptGroups | None
     prompt_width: int
     count: int = 0
-    tokens: Tensor | None = None
-    width: int = 0
-    num_eager: int = 0
-    graph: Work | None = None
 
 
 class SlotRows:
@@ -117,7 +107,7 @@ class SlotRows:
             and two of the first queue have the prompt; None: never.
         routing: whose choices are recorded; `ExpertRouting.recording` is entered by the caller.
     Attributes:
-        new_graph: makes a graph of a step of decoding; None: each step runs kernel by kernel.
+        graphs: of steps of decoding.
         keeps_episodes: keys and values of an episode stay for its next turn.
         evictions: episodes that gave up their slot and had to be computed again.
     """
@@ -141,7 +131,7 @@ class SlotRows:
         self.shares_from = shares_from if is_single and packed_attention.is_enabled(model) else None
         self.device, self.is_eager = compute_device(model), model.config._attn_implementation == "eager"
         self.cache = SlotCache(model.config, max_slots, max_length)
-        self.new_graph = graph_maker(model, self.device, records_experts=routing is not None)
+        self.graphs = StepGraphs(graph_maker(model, self.device, records_experts=routing is not None))
         self.evictions = self.num_live = 0
         self._slots: list[Slot] = []  # by number, those of the live rows first
         self._free: list[Slot] = []
@@ -210,16 +200,12 @@ class SlotRows:
     def read(self, tokens: Tensor) -> NextToken:
         """Read one further token [r] of each row; attention reads keys and values where they lie."""
         step = self._step = self._step or self._first_step()
-        longest = step.longest + step.count
-        width = -(-(longest + 1) // self.key_multiple) * self.key_multiple
-        if self.new_graph is None:
-            following = self._read_one(tokens[:, None], step, width)
-        else:
-            following = self._read_by_graph(tokens[:, None], step, width)
+        width = -(-(step.longest + step.count + 1) // self.key_multiple) * self.key_multiple
+        following = self.graphs.read(tokens[:, None], width, partial(self._read_one, step, width))
         step.count += 1
         return following
 
-    def _read_one(self, tokens: Tensor, step: _Step, width: int) -> NextToken:
+    def _read_one(self, step: _Step, width: int, tokens: Tensor) -> NextToken:
         """Read a token [r 1] of each row, kernel by kernel; what changes from step to step is in tensors of `step`."""
         from verl.model_paths.kv_cache import CacheCall
 
@@ -234,23 +220,6 @@ class SlotRows:
         step.positions += 1
         step.own += 1
         return following
-
-    def _read_by_graph(self, tokens: Tensor, step: _Step, width: int) -> NextToken:
-        """`_read_one`; from the third step with as many keys on as a graph."""
-        if width != step.width:
-            step.width, step.num_eager, step.graph = width, 0, None
-        if step.graph is None and step.num_eager == EAGER_STEPS and self.new_graph is not None:
-            held = step.tokens = tokens.clone()
-            try:
-                step.graph = self.new_graph(lambda: self._read_one(held, step, width))
-            except RuntimeError as error:
-                log.warning("Decode steps run kernel by kernel, since no CUDA graph can be made of them: %s", error)
-                self.new_graph = None
-        if step.graph is None or step.tokens is None:
-            step.num_eager += 1
-            return self._read_one(tokens, step, width)
-        step.tokens.copy_(tokens)
-        return step.graph()
 
     def drop_graph(self) -> None:
         """Make no further use of a graph: the weights are in other memory now."""
@@ -313,6 +282,7 @@ class SlotRows:
             for slot in self._slots[: self.num_live]:
                 slot.length += self._step.count
             self._step = None
+            self.graphs.reset()
 
     def _place(self, places: Iterable[tuple[int, Slot]]) -> None:
         """Move slots to other numbers; those that are there get theirs."""
@@ -474,11 +444,6 @@ class BatchRows:
         chosen = set(map(id, batch))
         queue[:] = [turn for turn in queue if id(turn) not in chosen]
         return batch, n
-
-
-def key_multiple(device: torch.device) -> int:
-    """Multiple to which the lengths of keys that a single token attends to are padded on a device; 1 on a CPU."""
-    return 1 if device.type == "cpu" else KEY_MULTIPLE
 
 
 def slots_fault(config: Any, paths: ModelPaths) -> str | None:

@@ -7,14 +7,19 @@ it is of use as long as the rows, the width of their keys and the weights' memor
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from verl.model_paths.decode import NextToken
 
+log = logging.getLogger(__name__)
+
 Work = Callable[[], NextToken]
+KEY_MULTIPLE = 64  # on a GPU: its kernels prepare themselves for each length of keys, and a graph has one
 EAGER_STEPS = 2  # of one shape before its graph is made, which takes about as long: many shapes do not last
 
 
@@ -55,6 +60,44 @@ class GraphMaker:
         return replay
 
 
+class StepGraphs:
+    """The graph of the present rows with the present width of keys, from the third such step on.
+
+    Args:
+        new_graph: see `graph_maker`.
+    """
+
+    def __init__(self, new_graph: Callable[[Work], Work] | None):
+        self.new_graph = new_graph
+        self.reset()
+
+    def reset(self) -> None:
+        """Make no further use of the graph: the rows are others, or the weights are in other memory."""
+        self._width = self._num_eager = 0
+        self._tokens: Tensor | None = None  # that the graph reads
+        self._graph: Work | None = None
+
+    def read(self, tokens: Tensor, width: int, read_one: Callable[[Tensor], NextToken]) -> NextToken:
+        """The result of `read_one` for tokens [r 1]. Whatever else changes must be in tensors, which it updates."""
+        if self.new_graph is None:
+            return read_one(tokens)
+        if width != self._width:
+            self.reset()
+            self._width = width
+        if self._graph is None and self._num_eager == EAGER_STEPS:
+            held = self._tokens = tokens.clone()
+            try:
+                self._graph = self.new_graph(lambda: read_one(held))
+            except RuntimeError as error:
+                log.warning("Decode steps run kernel by kernel, since no CUDA graph can be made of them: %s", error)
+                self.new_graph = None
+        if self._graph is None or self._tokens is None:
+            self._num_eager += 1
+            return read_one(tokens)
+        self._tokens.copy_(tokens)
+        return self._graph()
+
+
 def graph_maker(model: Any, device: torch.device, *, records_experts: bool) -> Callable[[Work], Work] | None:
     """A maker of graphs of a model's decode steps; None if they run kernel by kernel.
 
@@ -63,3 +106,8 @@ def graph_maker(model: Any, device: torch.device, *, records_experts: bool) -> C
     if device.type != "cuda" or records_experts or getattr(model, "parallel_info", None) is not None:
         return None
     return GraphMaker()
+
+
+def key_multiple(device: torch.device) -> int:
+    """Multiple to which the lengths of keys that a single token attends to are padded on a device; 1 on a CPU."""
+    return 1 if device.type == "cpu" else KEY_MULTIPLE
