@@ -27,6 +27,7 @@ def eight_gpus(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES", "1")  # every worker sees every GPU
         patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        ray.shutdown()  # of another module of this process
         ray.init(
             address="local", num_cpus=32, num_gpus=8, object_store_memory=80 * 2**20, include_dashboard=False,
             log_to_driver=False, configure_logging=False, runtime_env={"env_vars": {"PYTHONPATH": _tests()}},

@@ -81,7 +81,7 @@ def shipped() -> dict[str, VLLMRollout]:
     files = [*ROOT.glob("docs/*.md"), ROOT / "README.md", *ROOT.glob("scripts/*.py"), *ROOT.glob("conf/**/*.yaml")]
     for name, value in {pair for file in files for pair in SETTING.findall(file.read_text())}:
         value = value.rstrip(".")
-        if name in own and value not in ("t", "n", "null"):
+        if name in own and value not in ("t", "n", "p", "null"):
             given = [f"rollout.{name}={value}"]
             found[given[0]] = validate(compose_root("ppo", ["rollout=vllm", *given])).rollout
     return {name: replace(rollout, max_model_len=rollout.max_model_len or 2048) for name, rollout in found.items()}

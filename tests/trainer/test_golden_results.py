@@ -19,7 +19,7 @@ assert _spec.loader is not None
 script = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(script)
 
-ROUNDING = 1e-4  # between machines
+ROUNDING = {"quickstart": 0.05}  # between machines; hundreds of updates come before its first numbers
 QUICK = ("grpo_lora", "sft")  # the others take processes of their own, an engine or half a minute
 
 
@@ -31,7 +31,7 @@ def expected_of(name):
     return json.loads((RESULTS / name / "expected.json").read_text())
 
 
-def assert_as_recorded(found, expected, first_step=0):
+def assert_as_recorded(found, expected, first_step=0, rounding=1e-4):
     recorded = {step: numbers for step, numbers in expected["steps"].items() if int(step) >= first_step}
     for step, numbers in recorded.items():
         mine = {key: x for key, x in found["steps"][step].items() if key not in expected["varying"]}
@@ -40,7 +40,7 @@ def assert_as_recorded(found, expected, first_step=0):
         if script.machine() == expected["machine"]:
             assert mine == numbers, f"step {step}"
         else:
-            assert mine == pytest.approx(numbers, rel=ROUNDING, abs=ROUNDING), f"step {step}"
+            assert mine == pytest.approx(numbers, rel=rounding, abs=rounding), f"step {step}"
     if script.machine() == expected["machine"]:
         assert found["weights"] == expected["weights"]
 
@@ -53,7 +53,8 @@ def test_every_run_is_recorded():
 def test_a_run_comes_to_what_was_recorded(name, tmp_path):
     if (RESULTS / name / "model").is_dir():
         shutil.copytree(RESULTS / name / "model", tmp_path / "model")
-    assert_as_recorded(script.play(name, tmp_path, here=name in QUICK), expected_of(name))
+    found = script.play(name, tmp_path, here=name in QUICK)
+    assert_as_recorded(found, expected_of(name), rounding=ROUNDING.get(name, 1e-4))
 
 
 @pytest.mark.parametrize("name", names(script.KEPT))

@@ -182,11 +182,12 @@ def check_resume(
     if (resumed / SCHEDULE).is_file():  # weights in flight: a run without a stop is equal at the same engine steps
         expected = "replayed"
         straight = steps_of(launcher.run(expected, expected, [f"trainer.replay_schedule={resumed}"]))
-    if difference := first_step_apart(straight, interrupted, Tolerance()):
+    # Answers that take time come in another order in each run, and rows decoded side by side round otherwise then
+    if difference := first_step_apart(straight, interrupted, Tolerance(tolerance if in_episode else 0.0)):
         return [f"before the resume, so the training itself is not reproducible: {difference}"], ""
     near, last = Tolerance(tolerance), launcher.last(expected)
     apart = first_step_apart(straight, steps_of(resumed), near), first_part_apart(last, launcher.last("stopped"), near)
-    how = f"agree to within {tolerance:g} (another layout changes rounding)" if tolerance else "are equal bit by bit"
+    how = f"agree to within {tolerance:g} (rounding may differ)" if tolerance else "are equal bit by bit"
     compared = f"{num_compared(last, near)} tensors of the last checkpoint {how}"
     return [x for x in apart if x is not None], f"steps {stop_after + 1} to {launcher.steps} and {compared}"
 

@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from rollout.engines import agreement, random_prompts, save_family, shake
+from rollout.engines import agreement, generate, random_prompts, save_family, shake
 
 from verl.component import BuildContext
 from verl.rollout.base import GenerationRequest
@@ -39,13 +39,14 @@ def test_several_workers_draw_what_our_own_loop_draws_and_leave_no_shared_memory
         for seed in range(2):
             shake(model, seed=seed)
             assert engine.sync().metrics["sync/unproven_tensors"] == 0
-            same, gap = agreement(*(e.generate(random_prompts(), GenerationRequest(seed, 4)) for e in (engine, ours)))
+            request = GenerationRequest(seed, 4)
+            same, gap = agreement(*(generate(e, random_prompts(), request) for e in (engine, ours)))
             assert same >= 0.95
             assert gap < 5e-4
     finally:
         engine.close()
-    assert [name for name in os.listdir("/dev/shm") if engine.files.name in name] == []
-    assert not engine.files.temporary.exists()
+    assert [name for name in os.listdir("/dev/shm") if engine.process.files.name in name] == []
+    assert not engine.process.files.temporary.exists()
 
 
 @pytest.mark.parametrize("has_died", [True, False], ids=["died", "killed"])
@@ -62,7 +63,7 @@ def test_an_engine_that_does_not_end_by_itself_leaves_neither_workers_nor_their_
         maps = "".join(Path(f"/proc/{one}/maps").read_text() for one in running)
         shared = {name for name in re.findall(r"/dev/shm/\S+", maps) if Path(name).exists()}
         assert len(shared) > 2  # queues of Python's, and the memory of collective operations
-        assert all(engine.files.name in name for name in shared)
+        assert all(engine.process.files.name in name for name in shared)
         if has_died:
             os.kill(pid, signal.SIGKILL)
         engine.process.kill()
