@@ -9,7 +9,7 @@ import torch
 
 from verl.component import BuildContext, component
 from verl.engines.parallel_degrees import ParallelDegrees
-from verl.environments.episode_loop import environment_faults
+from verl.environments.base import environment_faults
 from verl.errors import ConfigError
 from verl.models.own_module import ModuleModel
 from verl.monitoring.ppo_metrics import evaluation_keys

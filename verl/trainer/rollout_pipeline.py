@@ -24,19 +24,21 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.cluster.rpc import RoleHandle, WorkerGroup
-from verl.errors import RolloutError, WorkerError
+from verl.errors import RolloutError, VerlError, WorkerError
 from verl.protocol import DataProto
 from verl.protocol.serialization import json_text
 from verl.rollout.base import GenerationRequest, SyncResult
 from verl.workers.sampler import SamplerWorker, weight_digests
+from verl.workers.schedule import write_lines
 
 log = logging.getLogger(__name__)
 
@@ -101,9 +103,19 @@ class RolloutPipeline:
         depth: batches that are begun ahead; more than 1 with a sampler only.
         sampler: the process of the role `sampler`; None for an engine of the actor's.
         in_flight: it has a `verl.workers.step_loop.StepLoop`.
+        run_dir: for the schedule of an engine that is on a machine without it.
     """
 
-    def __init__(self, actor: Any, depth: int, sampler: WorkerGroup | None = None, *, in_flight: bool = False):
+    def __init__(
+        self,
+        actor: Any,
+        depth: int,
+        sampler: WorkerGroup | None = None,
+        *,
+        in_flight: bool = False,
+        run_dir: Path | None = None,
+    ):
+        self._run_dir, self._writes_schedule = run_dir, False
         self._actor, self.depth, self._group, self.in_flight = actor, depth, sampler, in_flight
         self._sampler: Any = None if sampler is None else RoleHandle(sampler, "sampler", SamplerWorker)
         self._loop: Any = self._sampler or actor  # the role with the loop, in flight
@@ -197,6 +209,9 @@ class RolloutPipeline:
 
     def close(self) -> None:
         """Begin nothing more in the thread."""
+        if self._writes_schedule:
+            with suppress(VerlError):  # the run may end because of that process
+                self._write_schedule(*self._loop.take_schedule().result())
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def sync(self) -> SyncResult:
@@ -285,9 +300,15 @@ class RolloutPipeline:
     def _finish(self, step: int, begun: Future[None] | None = None) -> DataProto:
         if begun is not None:
             _answer(begun)
-        rows, idle_s = _answer(self._loop.finish_batch(step))
+        rows, idle_s, unwritten = _answer(self._loop.finish_batch(step))
+        self._write_schedule(*unwritten)
         self._add("async/sampler_idle_s", idle_s)
         return rows
+
+    def _write_schedule(self, first: int, lines: list[str]) -> None:
+        if lines and self._run_dir is not None:
+            self._writes_schedule = True
+            write_lines(self._run_dir, first, lines)
 
     def _send_weights(self) -> SyncResult:
         """Queue a copy of the present weights for the sampler, behind the batches that were begun."""
@@ -372,15 +393,10 @@ def async_faults(run: Any) -> Iterator[str]:
         yield f"{setting}: rollout.router_replay was not tried with it. Set {remedy}."
     if not rollout.runs_ahead and "sampler" not in rollout.supports:
         yield f"{setting}: {kind} cannot generate while the weights are trained. Set rollout=hf, or {remedy}."
-    if run.is_in_flight and run.environment is not None:
+    if run.is_in_flight and run.environment is not None and not run.environment.plays_in_flight:
         yield (
             f"rollout.weight_update is in_flight: environment is {type(run.environment).__name__}, and weights do not "
-            "change within an episode. Set rollout.weight_update=drain."
-        )
-    if run.is_in_flight and settings.placement is not None and not rollout.runs_ahead:
-        yield (
-            "rollout.weight_update is in_flight: it was not tried with a sampler in trainer.placement. Set "
-            "rollout.weight_update=drain, or trainer.placement=null."
+            "change within its episodes. Set rollout.weight_update=drain."
         )
     is_in_flight = rollout.weight_update == "in_flight"
     if rollout.runs_ahead and not is_in_flight and settings.staleness > 1:
@@ -421,6 +437,8 @@ def _in_flight_faults(run: Any, kind: str) -> Iterator[str]:
             f"{prefix} and rollout.kv_cache is keep: {kind} computes open responses anew under new weights. Set "
             "rollout.kv_cache=recompute."
         )
+    if run.environment is not None:
+        yield f"{prefix}: {kind} was not tried with it and an environment. Set {drain}, or rollout=hf."
     settings = run.trainer
     if settings.placement is not None or settings.n_gpus_per_node * settings.nnodes > 1:
         yield f"{prefix}: {kind} was tried with it in one process of the trainer only. Set {drain}."
