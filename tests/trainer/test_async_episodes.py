@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import signal
+from typing import Any
 
 import pytest
 import torch
@@ -114,9 +115,10 @@ def test_episodes_of_later_batches_are_repeatable_and_part_of_a_checkpoint(
     same_training(saved(tmp_path), saved(tmp_path / "whole"), after=2)
 
 
-def in_flight(model, directory, kv_cache="recompute", environment=GAMES, **options):
+def in_flight(model, directory, kv_cache: Any = "recompute", environment=GAMES, **options):
     """Episodes of several turns, long enough for updates within them."""
-    rollout = HFRollout(max_new_tokens=10, stop_token_ids=STOPS[:8], weight_update="in_flight", kv_cache=kv_cache)
+    engine: Any = {"max_new_tokens": 10, "stop_token_ids": STOPS[:8], "weight_update": "in_flight"}
+    rollout = HFRollout(**engine, kv_cache=kv_cache)
     return playing(model, directory, 2, environment, rollout=rollout, total_steps=6, **options)
 
 

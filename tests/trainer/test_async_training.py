@@ -269,13 +269,13 @@ def test_a_sampler_in_flight_anywhere_gives_the_bits_of_one_beside_the_driver(
     if where.startswith("ray"):
         request.getfixturevalue("ray_here")
     mesh = DeviceMesh(devices=("cpu:0",), sub_meshes={"sampler": ("cpu:1",)})
-    options = {"placement": mesh if where == "mesh" else placed(max_restarts=int("restarted" in where))}
+    options: dict[str, Any] = {"placement": mesh if where == "mesh" else placed(max_restarts=int("restarted" in where))}
     if "restarted" in where:
         kill_sampler_once(monkeypatch, step=4)
     result = fit(in_flight(model64, tmp_path / "first", **options), tmp_path / "first/run")
     assert len(result.restarts) == options["placement"].max_restarts
     first = compared(tmp_path / "first")
-    replay = {"replay_schedule": str(tmp_path / "first/run")}
+    replay: dict[str, Any] = {"replay_schedule": str(tmp_path / "first/run")}
     fit(in_flight(model64, tmp_path / "again", **options, **replay), tmp_path / "again/run")
     same_training(compared(tmp_path / "again"), first)
     schedule = schedule_of(tmp_path / "first/run")

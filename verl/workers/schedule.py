@@ -55,8 +55,9 @@ class ScheduleOptions:
 
     def build(self, context: BuildContext) -> Schedule:
         """The schedule, in the directory of the run; on a machine that lacks it the driver writes the file."""
-        is_here = context.run_dir is not None and context.run_dir.is_dir()
-        return Schedule(json.loads(self.head), context.run_dir / FILE if is_here else None, self.replayed)
+        run_dir = context.run_dir
+        file = run_dir / FILE if run_dir is not None and run_dir.is_dir() else None
+        return Schedule(json.loads(self.head), file, self.replayed)
 
 
 class Schedule:

@@ -105,6 +105,12 @@ class StepLoop:
         batch.close()
         return rows
 
+    def ready(self, step: int) -> DataProto | None:
+        """The responses of a batch if they are there, which stay part of `save` until `finish`; else None."""
+        self._raise_failure()
+        batch = self._batches.get(step)
+        return None if batch is None or not batch.is_finished else batch.assembled(self._dtype)
+
     def save(self, step: int) -> dict[str, Tensor]:
         """The state after a training step, for `restore`; open rows are computed anew.
 
@@ -372,6 +378,12 @@ class StepWorker:
         rows = self.loop.finish(step)
         refuse_wrong_responses(rows, self.model.config.get_text_config().vocab_size)
         return rows, self.loop.take_idle_s(), self.loop.schedule.take_unwritten()
+
+    @on_all
+    def ready_batch(self, step: int) -> DataProto | None:
+        """See `StepLoop.ready`."""
+        assert self.loop is not None
+        return self.loop.ready(step)
 
     @on_all
     def take_schedule(self) -> tuple[int, list[str]]:
