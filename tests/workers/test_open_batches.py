@@ -14,7 +14,7 @@ from environments.digit_game import DigitGame, DigitGames
 from environments.episodes import engine_of, prompts_of
 
 from verl.component import BuildContext, component
-from verl.environments.base import EnvironmentFactory
+from verl.environments.base import EnvironmentFactory, InfraError
 from verl.errors import RolloutError
 from verl.models.tiny import TinyModel
 from verl.rollout.base import GenerationRequest
@@ -38,16 +38,19 @@ class LateGame:
 
     async def step(self, action: Any) -> Any:
         await asyncio.sleep(random.uniform(0.0, self.games.most_s))
+        if self.games.fails:
+            raise InfraError("planted")
         found = self.game.step(action)
         return found if not self.games.lies else type(found)("9999", terminated=found.terminated)
 
 
 @component
 class LateGames(DigitGames):
-    """Games of `LateGame`; `lies`: whose answers are others."""
+    """Games of `LateGame`; `lies`: whose answers are others; `fails`: whose turns fail."""
 
     most_s: float = 0.05
     lies: bool = False
+    fails: bool = False
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
         return _LateFactory(self)
@@ -74,12 +77,13 @@ GAMES = {"max_tokens": 60, "max_turns": 4, "recovery": "deterministic"}
 class Engine:
     """A loop over a small model, whose weights of each version are known."""
 
-    def __init__(self, games: Any, kv_cache: str, events: Any = (), file: Any = None):
+    def __init__(self, games: Any, kv_cache: str, events: Any = (), file: Any = None, journal_dir: Any = None):
         options: dict[str, Any] = {"weight_update": "in_flight", "kv_cache": kv_cache, "max_rows": 6}
         source = TinyModel(context_length=128, dtype="float64", hidden_size=32, intermediate_size=64)
         model = source.load_causal_lm("cpu"), source.load_tokenizer()
         self.sampler = engine_of(games, 10, model=model, stop_token_ids=STOPS, **options)
         self.model, self.tokenizer = model
+        self.sampler._context = replace(self.sampler._context, journal_dir=journal_dir)
         self.first = {name: x.clone() for name, x in self.model.state_dict().items()}
         self.loop = StepLoop(self.sampler, 100, AtSteps({"setting": 1}, file, events))
 
@@ -207,3 +211,28 @@ def test_environments_are_made_again_as_their_recovery_says():
         liar.resume(state)
     liar.close()
     assert len(rows) == 2
+
+
+def test_failures_that_end_the_run_are_not_in_the_journal_of_a_resumed_one(tmp_path):
+    games = {**GAMES, "retries": 0, "on_infra": "stop", "most_s": 0.0}
+    for fails in (True, False):
+        engine = Engine(LateGames(fails=fails, **games), "recompute", journal_dir=tmp_path)
+        engine.weights(0)
+        engine.loop.begin(engine.prompts(), GenerationRequest(1, 3))
+        if fails:
+            with pytest.raises(RolloutError, match="planted. environment.on_infra is stop"):
+                engine.loop.finish(1)
+        else:
+            rows = engine.loop.finish(1)
+            assert {record["end"] for record in rows["episode"]} <= {"terminated", "tokens", "turn_tokens"}
+        engine.close()
+
+
+def test_an_answer_of_the_schedule_that_cannot_come_is_not_awaited():
+    events = [*AT_ONCE[:2], ScheduledEvent(3, "answer", 1_000_000, -1), *AT_ONCE[3:]]
+    engine = Engine(DigitGames(answers_at_once=True, **GAMES), "recompute", events)
+    engine.weights(0)
+    engine.loop.begin(engine.prompts(), GenerationRequest(1, 3))
+    with pytest.raises(RolloutError, match="answer 1000000 before engine step 3 .* and weights 1 before engine step 3"):
+        engine.weights(1)
+    engine.close()

@@ -28,6 +28,7 @@ from verl.environments.calls import CallResult
 from verl.environments.episode import Episode, episode_state, load_episode
 from verl.environments.episode_loop import IDLE_WAIT_S, EpisodeLoop, EpisodeSampler
 from verl.environments.journal import JournalEntry, refuse_other_answer
+from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.protocol.serialization import json_text
 from verl.rollout.base import DrawnTurn, GenerationRequest, TurnEngine, TurnRequest
@@ -197,10 +198,15 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
     def answer(self, result: CallResult) -> None:
         """Go on with an episode whose environment has answered."""
         assert self.loop is not None
-        if self.loop.journal is not None:
-            self.loop.write_answer(self.loop.journal, result)
-            self.loop.journal.flush()
-        self.loop.answer(result)
+        if (journal := self.loop.journal) is not None:
+            self.loop.write_answer(journal, result)
+            journal.flush()
+        try:
+            self.loop.answer(result)
+        except RolloutError:
+            if journal is not None:
+                journal.forget_failures()
+            raise
         self._count()
 
     def assembled(self, dtype: torch.dtype) -> DataProto:

@@ -33,7 +33,7 @@ class ScheduledEvent:
             `answer` of an environment that does not answer at once.
         number: of the version, or of the training step of the batch, the save or the other responses; of an answer that
             step, times a million, plus the number of the episode in its batch.
-        open_rows: responses that are begun and not finished, before the event.
+        open_rows: responses, or turns of episodes, that are begun and not finished, before the event.
     """
 
     engine_step: int

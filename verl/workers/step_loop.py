@@ -240,12 +240,18 @@ class StepLoop:
                 if is_due or not self._rows:
                     if (answer := self._next_answer(scheduled)) is not None:
                         return answer
-                    if self._events and (scheduled is None or scheduled.event != "answer"):
+                    may_come = scheduled is not None and scheduled.event == "answer" and self._num_called > 0
+                    if self._events and not may_come:
                         return self._events.popleft()
                 if self._rows and (scheduled is None or not is_due):
                     return None
                 self._wait(scheduled)
         return None
+
+    @property
+    def _num_called(self) -> int:
+        """Calls of environments that have not come back."""
+        return 0 if self._environments is None else self._environments.num_pending
 
     def _next_answer(self, scheduled: ScheduledEvent | None) -> _Event | None:
         """The answer of an environment that is to be carried out now, as an event."""
@@ -258,17 +264,17 @@ class StepLoop:
 
     def _wait(self, scheduled: ScheduledEvent | None) -> None:
         """Wait for an event, or for the answer of an environment."""
-        is_answered = self._environments is not None and self._environments.num_pending > 0
-        if self._awaited is not None and not self._awaited.is_finished and not is_answered:
+        has_calls = self._num_called > 0
+        if self._awaited is not None and not self._awaited.is_finished and not has_calls:
             raise RolloutError(
                 f"the engine has nothing to generate at step {self.engine_step}, and responses are awaited"
                 + ("." if scheduled is None else f": trainer.replay_schedule has {scheduled} next.")
             )
         began = time.monotonic()
-        self._changed.wait(IDLE_WAIT_S if is_answered else None)
+        self._changed.wait(IDLE_WAIT_S if has_calls else None)
         seconds = time.monotonic() - began
         self._idle_s += seconds
-        if self._environments is not None and is_answered:
+        if self._environments is not None and has_calls:
             report("waiting for the environment")
             self._environments.note_idle(seconds)
 
