@@ -364,6 +364,10 @@ class RolloutEngine:
         """Stop all processes and connections of the engine. Idempotent."""
 
 
+class EngineLost(RolloutError):
+    """The process of an engine has ended, with the turns that it was generating; a sync starts another."""
+
+
 def open_turns_error(count: int) -> RolloutError:
     """The error for a change of weights while turns are open."""
     return RolloutError(

@@ -70,6 +70,10 @@ class OpenRow:
         self.versions += versions
         self.updates = []
 
+    def begin_anew(self) -> None:
+        """Forget what was drawn."""
+        self.tokens, self.log_probs, self.versions, self.updates = [], [], [], []
+
     @property
     def further(self) -> TurnRequest:
         """The request for the rest of it."""

@@ -20,7 +20,7 @@ from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError
 
 FILE = "schedule.jsonl"
-EventKind = Literal["begin", "weights", "save", "generate", "answer"]
+EventKind = Literal["begin", "weights", "save", "generate", "answer", "lost"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class ScheduledEvent:
 
     Attributes:
         engine_step: steps that the engine has made before.
-        event: `begin` of a batch, new `weights`, a `save`, `generate`: other responses, such as an evaluation's, or the
-            `answer` of an environment that does not answer at once.
+        event: `begin` of a batch, new `weights`, a `save`, `generate`: other responses, such as an evaluation's, the
+            `answer` of an environment that does not answer at once, or `lost`: the engine died, open rows begin anew.
         number: of the version, or of the training step of the batch, the save or the other responses; of an answer that
             step, times a million, plus the number of the episode in its batch.
         open_rows: responses, or turns of episodes, that are begun and not finished, before the event.

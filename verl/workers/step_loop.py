@@ -13,6 +13,7 @@ that saved, bit by bit.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -28,13 +29,17 @@ from verl.environments.episode_loop import IDLE_WAIT_S, EpisodeSampler
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.protocol.dispatch import on_all
-from verl.rollout.base import GenerationRequest, TurnEngine, TurnLimits
+from verl.rollout.base import EngineLost, GenerationRequest, TurnEngine, TurnLimits
 from verl.rollout.responses import ResponseSampler
 from verl.rollout.rows import refuse_wrong_responses
 from verl.utils.memory import on_current_device
 from verl.utils.progress import report
 from verl.workers.open_batches import PROMPT_FIELDS, Environments, EpisodeBatch, OpenRow, ResponseBatch
 from verl.workers.schedule import EventKind, Schedule, ScheduledEvent
+
+log = logging.getLogger(__name__)
+
+MOST_LOSSES = 2  # of engines, one after another, before a row is finished
 
 
 @dataclass(eq=False)
@@ -64,6 +69,8 @@ class StepLoop:
         self._row_tokens = row_tokens or 0
         self._turns: TurnEngine | None = None
         self._kv_cache_gib = 0.0
+        self._reload: Callable[[], Any] | None = None  # loads the weights that the engine had last
+        self._is_lost, self._num_losses = False, 0  # the engine; times since a row was finished
         self._rows: dict[int, OpenRow] = {}  # those that are not finished, by number
         self._batches: dict[int, ResponseBatch] = {}  # that were not taken, by training step
         self._environments: Environments | None = None
@@ -125,7 +132,7 @@ class StepLoop:
         self.close()
         self.schedule.load(state["schedule"].numpy().tobytes() if state else b"")
         self.engine_step, self._row_tokens = (int(x) for x in state["engine_step"]) if state else (0, self._row_tokens)
-        self.version, self._failure, self._is_closed = version, None, False
+        self.version, self._failure, self._is_closed, self._is_lost = version, None, False, False
         self._rows, self._batches, self._snapshots, self._environments = {}, {}, {}, None
         self._events.clear()
         for step in state["steps"].tolist() if state else []:
@@ -138,18 +145,14 @@ class StepLoop:
             batch.load(saved)
         for batch in self._batches.values():
             batch.go_on()
-        loaded = load()
+        self._reload, loaded = load, load()
         self._start()
         return loaded
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Other responses by the weights that the engine has, with open rows set aside; see `ResponseSampler`."""
 
-        def alone() -> DataProto:
-            self._close_turns()
-            return self.sampler.generate(prompts, request)
-
-        return self._ask("generate", request.step, alone).result()
+        return self._ask("generate", request.step, lambda: self.sampler.generate(prompts, request)).result()
 
     def take_idle_s(self) -> float:
         """Seconds since the last call in which there was nothing to generate."""
@@ -211,7 +214,10 @@ class StepLoop:
                 if event is not None:
                     self._carry_out(event)
                 elif self._rows:
-                    self._advance()
+                    try:
+                        self._advance()
+                    except EngineLost as error:
+                        self._lose(error)
         except BaseException as error:  # noqa: BLE001 - raised where somebody waits
             with self._changed:
                 self._failure = error
@@ -230,6 +236,7 @@ class StepLoop:
         with self._changed:
             while not self._is_closed:
                 self._settle()
+                steps = bool(self._rows) and (not self._is_lost or self._may_reload)
                 if self._asks_for_save and (saved := self._snapshots.get(self._events[0].number)) is not None:
                     self._events.popleft().future.set_result(saved)
                     continue
@@ -237,16 +244,23 @@ class StepLoop:
                 is_due = scheduled is None or scheduled.engine_step <= self.engine_step
                 if scheduled is not None and is_due and scheduled.event == "save" and not self._asks_for_save:
                     return _Event("save", step := scheduled.number, lambda: self._save(step))
+                if scheduled is not None and is_due and scheduled.event == "lost":
+                    return _Event("lost", self.version, self._drop_rows)
                 if is_due or not self._rows:
                     if (answer := self._next_answer(scheduled)) is not None:
                         return answer
                     may_come = scheduled is not None and scheduled.event == "answer" and self._num_called > 0
                     if self._events and not may_come:
                         return self._events.popleft()
-                if self._rows and (scheduled is None or not is_due):
+                if steps and (scheduled is None or not is_due):
                     return None
                 self._wait(scheduled)
         return None
+
+    @property
+    def _may_reload(self) -> bool:
+        """Nothing is trained meanwhile, so that the weights are those that were loaded last."""
+        return self._awaited is not None and not self._awaited.is_finished
 
     @property
     def _num_called(self) -> int:
@@ -291,6 +305,11 @@ class StepLoop:
 
     def _carry_out(self, event: _Event) -> None:
         try:
+            if event.kind in ("save", "generate") or (event.kind == "weights" and not self.keeps_cache):
+                try:
+                    self._close_turns()
+                except EngineLost as error:
+                    self._lose(error)
             self.schedule.note(ScheduledEvent(self.engine_step, event.kind, event.number, len(self._rows)))
             result = event.action()
             self._settle()
@@ -301,10 +320,15 @@ class StepLoop:
 
     def _advance(self) -> None:
         """One step of the engine."""
+        if self._is_lost:
+            assert self._reload is not None
+            self._reload()
+            self._is_lost = False
         turns = self._turns or self._open_turns()
         for drawn in turns.advance():
             row = self._rows.pop(drawn.episode)
             row.add(drawn, self.version)
+            self._num_losses = 0
             row.batch.drew(row, is_complete=drawn.is_complete)
         self._settle()
         self.engine_step += 1
@@ -312,29 +336,51 @@ class StepLoop:
         if first is not None:
             report(f"generating: {first.num_finished} of {first.num_rows} responses of step {first.request.step}")
 
+    def _lose(self, error: EngineLost) -> None:
+        """Go on without the engine, until weights are loaded into another.
+
+        Raises:
+            EngineLost: it was lost again and again before any row was finished.
+        """
+        self._num_losses += 1
+        if self._num_losses > MOST_LOSSES:
+            raise error
+        log.warning("%s\nAnother one will be started; %d open responses begin anew.", error, len(self._rows))
+        self.schedule.note(ScheduledEvent(self.engine_step, "lost", self.version, len(self._rows)))
+        self._drop_rows()
+
+    def _drop_rows(self) -> None:
+        if self._turns is not None:
+            self._turns.close()
+            self._turns = None
+        for row in self._rows.values():
+            row.begin_anew()
+        self._is_lost = True
+
     def _begin(self, batch: ResponseBatch) -> None:
         limits = self.sampler.limits([batch.prompts], batch.request)
         self._kv_cache_gib = limits.kv_cache_gib
         if limits.row_tokens > self._row_tokens:
             self._row_tokens = limits.row_tokens
-            self._close_turns()
+            try:
+                self._close_turns()
+            except EngineLost as error:
+                self._lose(error)
         batch.begin()
 
     def _load(self, version: int, load: Callable[[], Any]) -> Any:
-        if self.keeps_cache and self._turns is not None:
+        if self._turns is None:
+            loaded = load()
+        else:
             for drawn in self._turns.open_turns():
                 count = len(drawn.tokens) + self._turns.lookahead
                 self._rows[drawn.episode].updates.append((count, self.version))
             with self._turns.paused():
                 loaded = load()
-        else:
-            self._close_turns()
-            loaded = load()
-        self.version = version
+        self.version, self._reload, self._is_lost = version, load, False
         return loaded
 
     def _save(self, step: int) -> dict[str, Tensor]:
-        self._close_turns()
         batches = {number: batch for number, batch in sorted(self._batches.items()) if batch.is_begun}
         state = {"schedule": torch.frombuffer(bytearray(self.schedule.state()), dtype=torch.uint8)}
         state["engine_step"] = torch.tensor([self.engine_step, self._row_tokens])
@@ -359,9 +405,11 @@ class StepLoop:
         turns, self._turns = self._turns, None
         if turns is None:
             return
-        for drawn in turns.open_turns():
-            self._rows[drawn.episode].add(drawn, self.version)
-        turns.close()
+        try:
+            for drawn in turns.open_turns():
+                self._rows[drawn.episode].add(drawn, self.version)
+        finally:
+            turns.close()
 
 
 class StepWorker:
