@@ -121,6 +121,13 @@ def course(
     return dataclasses.replace(run, checkpoint=checkpoint, resume=None if resume is None else str(resume))
 
 
+def compared(directory: Path) -> Training:
+    """The numbers and the weights of a run, wherever its roles were."""
+    files = weights(newest(directory).directory / "actor")
+    tensors = {name.partition(":")[2]: x for name, x in files.items()}  # in whatever files
+    return Training(numbers(directory / "run"), weights=tensors)
+
+
 def newest(directory: Path) -> Checkpoint:
     return CheckpointDirectory(directory / "checkpoints").newest()
 

@@ -19,7 +19,7 @@ from verl.checkpoint.read.reader import CheckpointReader
 
 STEPS = 4
 JOURNAL = "verl.environments.journal:EpisodeJournal"
-TURNS = "verl.environments.episode_loop:_EpisodeLoop"
+TURNS = "verl.environments.episode_loop:EpisodeLoop"
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,11 @@ ASYNC_STEPS = 60
 CORRECTION = "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}"
 ASYNC = ["trainer.mode=async", CORRECTION, f"trainer.total_steps={ASYNC_STEPS}", "rollout.max_new_tokens=24"]
 
+GAMES = [  # of several turns; random weights seldom end one by themselves
+    "environment={_target_:environments.digit_game.DigitGames,answers_at_once:true,max_tokens:40,max_turns:4}",
+    f"rollout.stop_token_ids={list(range(12, 40))}",
+]
+
 
 def started(server: ForkServer, model, directory: Path, name: str, *overrides: str) -> Child:
     """A run that saves each step, so that most moments lie within a save."""
@@ -103,11 +108,13 @@ def killed_twenty_times(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
+@pytest.mark.parametrize(
+    ("kv_cache", "episodes"), [("keep", []), ("recompute", []), ("recompute", GAMES), ("keep", GAMES)]
+)
 def test_a_training_in_flight_killed_twenty_times_ends_as_its_schedule_replayed_without_kills(
-    kv_cache, server, model32, tmp_path
+    kv_cache, episodes, server, model32, tmp_path
 ):
-    overrides = ["checkpoint=async", "critic=none", "algorithm=grpo", "trainer.max_staleness=2", *ASYNC]
+    overrides = ["checkpoint=async", "critic=none", "algorithm=grpo", "trainer.max_staleness=2", *ASYNC, *episodes]
     overrides += ["rollout.weight_update=in_flight", f"rollout.kv_cache={kv_cache}"]
     (tmp_path / "twin").mkdir()
     (tmp_path / "cut").mkdir()

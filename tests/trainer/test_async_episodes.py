@@ -6,17 +6,17 @@ import dataclasses
 import json
 import os
 import signal
+from typing import Any
 
 import pytest
 import torch
 from cluster.processes_of import wait_until_gone
 from cluster.ray_here import placed
 from environments.digit_game import DigitGames
-from same_training import ROUNDING, Training, course, numbers, same_training, saved
+from same_training import ROUNDING, compared, course, numbers, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, fit, read_lines, step_lines, weights
 
 from verl.algorithms.importance_sampling import TruncatedIS
-from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.cluster.placement import DeviceMesh
 from verl.cluster.ray.ray_worker_group import RayWorkerGroup
 from verl.component import BuildContext
@@ -29,6 +29,7 @@ from verl.rollout.hf import HFRollout
 from verl.trainer import ppo_lifecycle
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.train_loop import TrainLoop
+from verl.workers.schedule import FILE
 
 CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_batches=1)
 STOPS = tuple(range(20, 60))  # random weights seldom end a turn by themselves
@@ -45,8 +46,8 @@ def playing(model, directory, staleness=1, environment=GAMES, **options):
         options["data"] = PromptFiles(**files, system_prompt="add", max_prompt_length=40)
         model = TinyModel(context_length=160, hidden_size=32, intermediate_size=64)
     settings = {"mode": "async", "max_staleness": staleness, "prompts_per_step": 2, "group_size": 3, **options}
-    rollout = HFRollout(max_new_tokens=6, stop_token_ids=STOPS)
-    run = course(model, directory, CORRECTED, rollout=rollout, **settings)
+    settings.setdefault("rollout", HFRollout(max_new_tokens=6, stop_token_ids=STOPS))
+    run = course(model, directory, CORRECTED, **settings)
     return dataclasses.replace(run, environment=environment, reward=EpisodeReward())
 
 
@@ -114,6 +115,48 @@ def test_episodes_of_later_batches_are_repeatable_and_part_of_a_checkpoint(
     same_training(saved(tmp_path), saved(tmp_path / "whole"), after=2)
 
 
+def in_flight(model, directory, kv_cache: Any = "recompute", environment=GAMES, **options):
+    """Episodes of several turns, long enough for updates within them."""
+    engine: Any = {"max_new_tokens": 10, "stop_token_ids": STOPS[:8], "weight_update": "in_flight"}
+    rollout = HFRollout(**engine, kv_cache=kv_cache)
+    return playing(model, directory, 2, environment, rollout=rollout, total_steps=6, **options)
+
+
+@pytest.mark.parametrize(
+    ("kv_cache", "history"),
+    [
+        ("recompute", "append"),
+        pytest.param("keep", "append", marks=pytest.mark.exhaustive),
+        pytest.param("recompute", "rerender", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_episodes_go_on_across_updates_and_are_repeated_by_their_schedule(
+    kv_cache, history, model32, tmp_path, monkeypatch
+):
+    games, mixed, update = dataclasses.replace(GAMES, history=history), [], PPOTrainer.update
+
+    def noted(self, experience, step):
+        rows = zip(experience["token_versions"], experience["response_mask"], strict=True)
+        versions = [set(row[is_drawn].tolist()) for row, is_drawn in rows]
+        assert all(step - 3 <= min(found) for found in versions)
+        mixed.append(sum(len(found) > 1 for found in versions))
+        return update(self, experience, step)
+
+    monkeypatch.setattr(PPOTrainer, "update", noted)
+    fit(in_flight(model32, tmp_path / "first", kv_cache, games), tmp_path / "first/run")
+    first, schedule = saved(tmp_path / "first"), (tmp_path / "first/run" / FILE).read_bytes()
+    assert min(line["episode/turns"] for line in first.metrics.values()) > 1
+    replay = {"replay_schedule": str(tmp_path / "first/run")}
+    fit(in_flight(model32, tmp_path / "again", kv_cache, games, **replay), tmp_path / "again/run")
+    same_training(saved(tmp_path / "again"), first)
+    resume = tmp_path / "first/checkpoints/global_step_3"
+    fit(in_flight(model32, tmp_path / "cut", kv_cache, games, resume=resume, **replay), tmp_path / "cut/run")
+    same_training(saved(tmp_path / "cut"), first, after=3)
+    for name in ("again", "cut"):
+        assert (tmp_path / name / "run" / FILE).read_bytes() == schedule
+    assert mixed == mixed[:6] * 2 + mixed[3:6]
+
+
 def test_a_sampler_killed_inside_of_episodes_is_named_and_a_resume_goes_on_with_their_journal(model32, tmp_path):
     fatal = tmp_path / "fatal"
     games = dataclasses.replace(GAMES, fatal=str(fatal))
@@ -145,13 +188,6 @@ def test_threads_that_were_left_to_the_sampler_are_given_back(model32, tmp_path,
             assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(threads)
-
-
-def compared(directory):
-    """The numbers and the weights of a run, wherever its roles were."""
-    newest = CheckpointDirectory(directory / "checkpoints").newest().directory
-    tensors = {name.partition(":")[2]: x for name, x in weights(newest / "actor").items()}  # in whatever files
-    return Training(numbers(directory / "run"), weights=tensors)
 
 
 @pytest.fixture(scope="module")

@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from same_training import ROUNDING, Training, course, numbers, same_training, saved
+from cluster.ray_here import placed
+from same_training import ROUNDING, Training, compared, course, numbers, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, fit, weights
 
 from verl.algorithms.advantages import GRPO
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.algorithms.losses import PPOClip
+from verl.cluster.placement import DeviceMesh
+from verl.cluster.ray.ray_worker_group import RayWorkerGroup
 from verl.component import BuildContext
 from verl.engines.sharding import FSDP, TP
 from verl.errors import WorkerDied, WorkerHung
@@ -30,6 +33,7 @@ from verl.trainer.train_loop import TrainLoop
 from verl.workers.actor import ActorWorker
 from verl.workers.schedule import FILE, read_lines
 
+RAY, TWO = pytest.mark.xdist_group("ray"), pytest.mark.xdist_group("two processes")
 CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_batches=1)
 
 
@@ -235,6 +239,64 @@ def test_a_replayed_run_and_one_that_is_resumed_in_the_middle_of_responses_have_
     fit(in_flight(model32, tmp_path / "cut", staleness, kv_cache, resume=resume, **replay), tmp_path / "cut/run")
     assert schedule_of(tmp_path / "cut/run") == schedule_of(tmp_path / "first/run")
     same_training(saved(tmp_path / "cut"), first, after=3)
+
+
+def with_head_of(run_dir, schedule: bytes) -> bytes:
+    """The events of a schedule, under the head of another run."""
+    return schedule_of(run_dir).splitlines(keepends=True)[0] + b"".join(schedule.splitlines(keepends=True)[1:])
+
+
+@pytest.fixture(scope="module")
+def local(model64, tmp_path_factory):
+    """A run in flight whose sampler is a process beside the driver."""
+    directory = tmp_path_factory.mktemp("local")
+    fit(in_flight(model64, directory), directory / "run")
+    return directory
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "where",
+    [
+        pytest.param("mesh", marks=TWO),
+        pytest.param("ray", marks=RAY),
+        pytest.param("ray, restarted", marks=RAY),
+    ],
+)
+def test_a_sampler_in_flight_anywhere_gives_the_bits_of_one_beside_the_driver(
+    where, local, model64, tmp_path, request, monkeypatch
+):
+    if where.startswith("ray"):
+        request.getfixturevalue("ray_here")
+    mesh = DeviceMesh(devices=("cpu:0",), sub_meshes={"sampler": ("cpu:1",)})
+    options: dict[str, Any] = {"placement": mesh if where == "mesh" else placed(max_restarts=int("restarted" in where))}
+    if "restarted" in where:
+        kill_sampler_once(monkeypatch, step=4)
+    result = fit(in_flight(model64, tmp_path / "first", **options), tmp_path / "first/run")
+    assert len(result.restarts) == options["placement"].max_restarts
+    first = compared(tmp_path / "first")
+    replay: dict[str, Any] = {"replay_schedule": str(tmp_path / "first/run")}
+    fit(in_flight(model64, tmp_path / "again", **options, **replay), tmp_path / "again/run")
+    same_training(compared(tmp_path / "again"), first)
+    schedule = schedule_of(tmp_path / "first/run")
+    assert schedule_of(tmp_path / "again/run") == schedule
+    (tmp_path / "first/run" / FILE).write_bytes(with_head_of(local / "run", schedule))
+    fit(in_flight(model64, tmp_path / "here", **replay), tmp_path / "here/run")
+    same_training(compared(tmp_path / "here"), first)
+
+
+def kill_sampler_once(monkeypatch, step):
+    """Kill the sampler in Ray when responses of a step are awaited."""
+    submit, killed = RayWorkerGroup.submit, []
+
+    def submit_and_kill(group, role, method, args):
+        future = submit(group, role, method, args)
+        if (role, method, args) == ("sampler", "finish_batch", (step,)) and not killed:
+            killed.extend(group.pids)
+            os.kill(killed[0], signal.SIGKILL)
+        return future
+
+    monkeypatch.setattr(RayWorkerGroup, "submit", submit_and_kill)
 
 
 def with_later_weights(schedule: bytes, staleness: int, rows: int, delay: int = 5) -> bytes:

@@ -16,6 +16,7 @@ from verl.component import BuildContext, component
 from verl.rewards.base import Reward, RewardDescription
 from verl.rewards.normalization import RewardNormalization
 from verl.rewards.weighted_sum import WeightedSum
+from verl.rollout.hf import HFRollout
 from verl.trainer.train_loop import TrainLoop
 
 CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_batches=1)
@@ -66,20 +67,35 @@ def ahead(model: Any, directory: Any, reward: RewardDescription, **options: Any)
     return course(model, directory, CORRECTED, reward=reward, **settings)
 
 
+def engine_of(weight_update: Any) -> HFRollout:
+    """Responses of some length, so that some are there while the trainer works."""
+    return HFRollout(max_new_tokens=7, weight_update=weight_update, kv_cache="recompute")
+
+
 # two parts of a sum, one with statistics, and statistics of the sum
 PARTS = {"plain": Counted(), "scaled": RewardNormalization(reward=Counted())}
 SUM = RewardNormalization(reward=WeightedSum(parts=PARTS, weights={"plain": 0.5, "scaled": 2.0}))
 
 
-@pytest.mark.parametrize("reward", [pytest.param(Counted(), marks=pytest.mark.exhaustive), SUM])
+@pytest.mark.parametrize(
+    ("reward", "weight_update"),
+    [
+        pytest.param(Counted(), "drain", marks=pytest.mark.exhaustive),
+        (SUM, "drain"),
+        (SUM, "in_flight"),
+    ],
+)
 def test_metrics_statistics_and_checkpoints_are_those_of_a_run_that_rates_in_turn(
-    reward, model32, tmp_path, monkeypatch
+    reward, weight_update, model32, tmp_path, monkeypatch
 ):
-    threads = {}
+    threads: dict[bool, set[str]] = {}
+    options: dict[str, Any] = {"rollout": engine_of(weight_update)}
     for rates_ahead in (False, True):
         CALLS.clear()
         monkeypatch.setattr(CountedReward, "rates_ahead", rates_ahead)
-        fit(ahead(model32, tmp_path / str(rates_ahead), reward), tmp_path / str(rates_ahead) / "run")
+        fit(ahead(model32, tmp_path / str(rates_ahead), reward, **options), tmp_path / str(rates_ahead) / "run")
+        if weight_update == "in_flight":
+            options["replay_schedule"] = str(tmp_path / "False/run")
         threads[rates_ahead] = {thread for thread, _ in CALLS}
     assert all(thread.startswith("responses ahead") for thread in threads[True] - threads[False])
     assert threads[True] > threads[False] == {"MainThread"}
@@ -88,10 +104,14 @@ def test_metrics_statistics_and_checkpoints_are_those_of_a_run_that_rates_in_tur
     assert set(counted) == {4.0}  # rows of a step, each step
 
 
-def test_a_resumed_run_rates_what_was_begun_before_and_goes_on_the_same(model32, tmp_path):
-    fit(ahead(model32, tmp_path / "whole", SUM), tmp_path / "whole/run")
+@pytest.mark.parametrize("weight_update", ["drain", pytest.param("in_flight", marks=pytest.mark.exhaustive)])
+def test_a_resumed_run_rates_what_was_begun_before_and_goes_on_the_same(weight_update, model32, tmp_path):
+    options: dict[str, Any] = {"rollout": engine_of(weight_update)}
+    fit(ahead(model32, tmp_path / "whole", SUM, **options), tmp_path / "whole/run")
+    if weight_update == "in_flight":
+        options["replay_schedule"] = str(tmp_path / "whole/run")
     resume = tmp_path / "whole/checkpoints/global_step_2"
-    fit(ahead(model32, tmp_path, SUM, resume=resume), tmp_path / "run")
+    fit(ahead(model32, tmp_path, SUM, resume=resume, **options), tmp_path / "run")
     same_training(saved(tmp_path), saved(tmp_path / "whole"), after=2)
 
 

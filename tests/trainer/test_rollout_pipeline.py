@@ -110,7 +110,7 @@ class FakeStepSampler(FakeSampler):
         for index in range(len(prompts) * request.num_samples):
             self.rows.append((request.step, 1 + (7 * request.step + 5 * index) % 6, []))
 
-    def _finish_batch(self, step: int) -> tuple[DataProto, float]:
+    def _finish_batch(self, step: int) -> tuple[DataProto, float, tuple[int, list[str]]]:
         prompts, request = self.batches.pop(step)
         versions = [row[2] for row in self.rows if row[0] == step]
         self.rows = [row for row in self.rows if row[0] != step]
@@ -122,7 +122,7 @@ class FakeStepSampler(FakeSampler):
             "token_versions": torch.tensor([row + [0] * (width - len(row)) for row in versions]),
             "policy_version": torch.tensor([row[0] for row in versions]),
         }
-        return DataProto.from_dict(dict(prompts.repeat(request.num_samples).batch) | fields), 0.0
+        return DataProto.from_dict(dict(prompts.repeat(request.num_samples).batch) | fields), 0.0, (0, [])
 
     def _save_rows(self, step: int) -> dict[str, Any]:
         rows = [(number, length, list(versions)) for number, length, versions in self.rows]

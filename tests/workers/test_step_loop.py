@@ -10,10 +10,11 @@ import pytest
 import torch
 from roles import start_actor
 
+from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
-from verl.workers.schedule import FILE, Schedule, ScheduledEvent, read_schedule
+from verl.workers.schedule import FILE, Schedule, ScheduledEvent, ScheduleOptions, read_schedule, write_lines
 from verl.workers.step_loop import StepLoop
 
 TOKENS = 20  # of every response
@@ -150,3 +151,23 @@ def test_responses_that_no_event_would_bring_are_not_awaited(model64, prompts):
     with pytest.raises(RolloutError, match="event 3 is weights 1 .* and begin 2"):
         engine.loop.finish(2)
     engine.loop.close()
+
+
+def test_lines_of_a_schedule_without_a_directory_are_written_by_the_driver(tmp_path):
+    head = {"setting": 1}
+    here, away = Schedule(head, tmp_path / FILE), Schedule(head)
+    assert here.take_unwritten() == (1, [])
+    (tmp_path / "driver").mkdir()
+    for part in (EVENTS[:2], EVENTS[2:3], EVENTS[3:]):
+        for event in part:
+            here.note(event)
+            away.note(event)
+        write_lines(tmp_path / "driver", *away.take_unwritten())
+    assert (tmp_path / "driver" / FILE).read_bytes() == (tmp_path / FILE).read_bytes()
+    away.load(away.state())  # of a checkpoint: all of it is written again
+    write_lines(tmp_path / "driver", *away.take_unwritten())
+    assert (tmp_path / "driver" / FILE).read_bytes() == (tmp_path / FILE).read_bytes()
+    elsewhere = ScheduleOptions('{"setting": 1}').build(BuildContext(run_dir=tmp_path / "of another machine"))
+    elsewhere.note(EVENTS[0])
+    assert elsewhere.take_unwritten()[0] == 0
+    assert not (tmp_path / "of another machine").exists()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -191,10 +191,12 @@ class EnvironmentDescription(Description):
     Attributes:
         has_rewards: its steps return rewards, which reward=environment uses.
         has_tools: it gives the model tools, and a turn without a call is the answer.
+        plays_in_flight: weights may change within its episodes.
     """
 
     has_rewards: ClassVar[bool] = False
     has_tools: ClassVar[bool] = False
+    plays_in_flight: ClassVar[bool] = True
 
     max_turns: PositiveInt = 8
     max_tokens: PositiveInt = 1024
@@ -235,3 +237,40 @@ class EnvironmentDescription(Description):
     def factory(self, context: BuildContext) -> EnvironmentFactory:
         """The factory of its environments in this process."""
         raise NotImplementedError
+
+
+def environment_faults(run: Any) -> Iterator[str]:
+    """Faults: options that do not work with an environment, or were not tested with one."""
+    environment = run.environment
+    if run.trainer.eval_without_tools and not getattr(environment, "has_tools", False):
+        kind = "null" if environment is None else f"a {type(environment).__name__}, which has no tools that could go"
+        yield f"trainer.eval_without_tools is true, and environment is {kind}. Set it to false."
+    if environment is None:
+        if getattr(run.reward, "needs_environment", False):
+            yield "reward is of the environment, and environment is null. Set environment=..., or another reward."
+        return
+    prefix = f"environment is {type(environment).__name__}"
+    for name, columns in run.data.columns().items():
+        where = "rows of data" if name == "data" else f"rows of data.{name}"
+        for column in environment.columns_read():
+            if column not in columns:
+                yield f"{prefix}: the {where} have no column {column!r}. Their columns: {', '.join(sorted(columns))}."
+    if "turns" not in run.rollout.supports:
+        yield f"{prefix}: {type(run.rollout).__name__} draws no turns of episodes. Set rollout=hf."
+    if getattr(run.rollout, "protocol", "openai") != "openai" or getattr(run.rollout, "log_probs", "") == "trainer":
+        yield f"{prefix}: turns of episodes need the ids and log-probs of the server. Set rollout.protocol=openai."
+    if run.replay is not None or run.algorithm.replay_fraction:
+        yield f"{prefix}: the replay buffer does not keep the masks of episodes. Set replay=off."
+    if run.algorithm.needs_greedy_baseline:
+        yield f"{prefix}: the greedy baseline of algorithm=remax was not tried with episodes. Choose another algorithm."
+    if run.algorithm.selection is not None:
+        yield f"{prefix}: algorithm.selection was not tried with episodes. Set algorithm.selection=null."
+    if run.critic is not None and run.algorithm.needs_values and run.rollout.max_new_tokens > environment.max_tokens:
+        yield f"{prefix}: rollout.max_new_tokens exceeds environment.max_tokens. Lower it."
+    if run.rollout.min_new_tokens:
+        yield f"{prefix}: rollout.min_new_tokens is {run.rollout.min_new_tokens}: a turn has no minimum. Set it to 0."
+    if environment.history == "rerender" and type(run.algorithm.policy_loss).__name__ == "GSPO":
+        yield (
+            f"{prefix} with history=rerender: the ratio of algorithm=gspo is of a row, and an episode has several. Set "
+            "environment.history=append, or another algorithm."
+        )

@@ -142,10 +142,15 @@ _logged: set[str] = set()
 
 
 class CallRunner:
-    """Runs the environments of one process."""
+    """Runs the environments of one process.
+
+    Attributes:
+        on_result: called in another thread when a result is there.
+    """
 
     def __init__(self, factory: EnvironmentFactory, options: EnvironmentDescription):
         self.factory, self.options = factory, options
+        self.on_result: Callable[[], object] = lambda: None
         self.results: queue.SimpleQueue[CallResult] = queue.SimpleQueue()
         self._loop = EventLoopThread("environments")
         self._slots: asyncio.Semaphore | None = None
@@ -256,6 +261,7 @@ class CallRunner:
                 raise
             result = call.failed(error)
         self.results.put(result)
+        self.on_result()
 
     def close(self) -> None:
         """End all environments."""
@@ -263,6 +269,12 @@ class CallRunner:
         with contextlib.suppress(Exception):
             self._loop.wait(self._loop.begin(self.factory.stop()), self.options.reset_timeout_s)
         self._loop.close()
+
+    def stuck_after_s(self, num_episodes: int) -> float:
+        """Seconds after which a result of one of so many episodes must have come."""
+        options = self.options
+        longest_s = max(options.step_timeout_s, options.reset_timeout_s)
+        return STUCK_S + 2 * longest_s * (1 + num_episodes / options.max_concurrent)
 
     def stuck_error(self) -> RolloutError:
         """The error for results that are still missing after every deadline."""

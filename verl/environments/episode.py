@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import chain
 from typing import Any, Literal
 
@@ -48,6 +48,7 @@ class Turn:
         before: everything that the model read, if each turn is a sample of its own.
         observation: what the environment answered; None after the last turn.
         observed: number of tokens of the observation.
+        versions: of the weights that drew each token, where they changed meanwhile; else empty.
     """
 
     start: int
@@ -61,6 +62,7 @@ class Turn:
     observed: int = 0
     calls: list[CallRecord] = field(default_factory=list)
     parse_errors: int = 0
+    versions: list[int] = field(default_factory=list)
 
 
 @dataclass
@@ -139,6 +141,7 @@ class Episode:
         """The episode as one sample."""
         length = self.length
         mask, log_probs, turns, rewards = [False] * length, [0.0] * length, [-1] * length, [0.0] * length
+        versions = [-1] * length
         turns[: self.opening] = [0] * self.opening
         for index, turn in enumerate(self.turns):
             end = turn.start + len(turn.tokens)
@@ -146,7 +149,8 @@ class Episode:
             log_probs[turn.start : end] = turn.log_probs
             turns[turn.start : end + turn.observed] = [index] * (len(turn.tokens) + turn.observed)
             rewards[end - 1] = turn.reward
-        return [EpisodeSample(self.prompt, self.response, mask, log_probs, turns, rewards)]
+            versions[turn.start : turn.start + len(turn.versions)] = turn.versions
+        return [EpisodeSample(self.prompt, self.response, mask, log_probs, turns, rewards, versions)]
 
     def by_turn(self) -> list[EpisodeSample]:
         """Each turn as a sample of its own, behind what the model read before it."""
@@ -154,7 +158,7 @@ class Episode:
         for index, turn in enumerate(self.turns):
             count = len(turn.tokens)
             rewards = [0.0] * (count - 1) + [turn.reward]
-            columns = [True] * count, turn.log_probs, [index] * count, rewards
+            columns = [True] * count, turn.log_probs, [index] * count, rewards, turn.versions
             samples.append(EpisodeSample(turn.before, turn.tokens, *columns))
         return samples
 
@@ -217,6 +221,7 @@ class EpisodeSample:
         response: from there on; the policy chose what is on the mask, with these log-probs.
         turns: the turn of each token of the response; -1 for none.
         rewards: of the environment, by token.
+        versions: of the weights that drew each token, -1 off the mask; see `Turn`.
     """
 
     prompt: Sequence[int]
@@ -225,6 +230,7 @@ class EpisodeSample:
     log_probs: Sequence[float]
     turns: Sequence[int]
     rewards: Sequence[float]
+    versions: Sequence[int] = ()
 
 
 def episode_batch(
@@ -236,6 +242,7 @@ def episode_batch(
     dtype: torch.dtype,
     *,
     has_rows: bool,
+    has_versions: bool = False,
 ) -> DataProto:
     """Episodes in the form of `rollout.rows.assemble`, a line each: the tokens of all its samples, side by side.
 
@@ -244,10 +251,11 @@ def episode_batch(
         records: of each episode.
         dtype: of the log-probs.
         has_rows: an episode may have several rows.
+        has_versions: weights changed within episodes.
     Returns:
         Also `turn_ids`, `turn_rewards` [E T], `episode_ids` [E], and `episode` in `non_tensor_batch`; with `has_rows`
-        what `training_rows` reads: `row_ids` [E T], and `contexts` [E N P], at least the prompt. A dropped episode has
-        an empty mask.
+        what `training_rows` reads: `row_ids` [E T], and `contexts` [E N P], at least the prompt; with `has_versions`
+        `token_versions` [E T] and `policy_version` [E], the oldest. A dropped episode has an empty mask.
     """
     n, contexts = request.num_samples, None
     if has_rows:
@@ -265,6 +273,10 @@ def episode_batch(
         "turn_rewards": column("rewards", 0.0, torch.float32),
         "episode_ids": batch["prompt_ids"] * n + batch["sample_ids"],
     }
+    if has_versions:
+        versions = fields["token_versions"] = column("versions", -1, torch.int64)
+        oldest = [min(line[is_drawn].tolist(), default=-1) for line, is_drawn in zip(versions, mask, strict=True)]
+        fields["policy_version"] = torch.tensor(oldest)
     if contexts is not None:
         fields |= {"row_ids": row_ids, "contexts": contexts}
     return batch.union(DataProto.from_dict(fields, non_tensors={"episode": list(records)}))
@@ -389,6 +401,27 @@ def episode_record(episode: Episode) -> dict[str, Any]:
         ],
         "calls": [dict(vars(call)) for call in episode.calls],
     }
+
+
+STATE = (  # of an episode in a checkpoint, beside its turns and calls
+    *("sample_key", "attempt", "tries", "refills", "crashes", "is_alone", "is_unwanted", "context", "opening", "end"),
+    *("infra", "answers", "reads_journal", "needs_replay_of_actions", "reused", "replayed", "restarted", "seconds"),
+)
+
+
+def episode_state(episode: Episode) -> dict[str, Any]:
+    """An episode in JSON values, for `load_episode`."""
+    lists = {"turns": list(map(asdict, episode.turns)), "calls": list(map(asdict, episode.calls))}
+    return {name: getattr(episode, name) for name in STATE} | lists
+
+
+def load_episode(episode: Episode, state: Mapping[str, Any]) -> None:
+    """Make an episode of the same prompt and sample what another was; it has no environment."""
+    for name in STATE:
+        setattr(episode, name, state[name])
+    episode.turns = [Turn(**turn | {"calls": [CallRecord(**x) for x in turn["calls"]]}) for turn in state["turns"]]
+    episode.calls = [CallRecord(**record) for record in state["calls"]]
+    episode.begun_s = time.monotonic()
 
 
 def response_texts(episodes: DataProto, tokenizer: Any) -> list[str]:

@@ -20,7 +20,7 @@ from typing import Any
 from verl.component import BuildContext
 from verl.data.chat_template import ChatTemplate
 from verl.environments.base import Action, EnvironmentDescription, Fault, Observation, StepResult
-from verl.environments.calls import STUCK_S, CallResult, CallRunner
+from verl.environments.calls import CallResult, CallRunner
 from verl.environments.episode import End, Episode, EpisodeSample, Turn, dropped_with, episode_batch, episode_record
 from verl.environments.journal import EpisodeJournal, JournalEntry, refuse_other_answer
 from verl.environments.observation_tokens import ConversationRenderer, ObservationEncoder
@@ -79,9 +79,7 @@ class EpisodeSampler(ResponseSampler):
             self.renderer = ConversationRenderer(self.chat, self.encoder, context.tools)
         self._context = context
         self._calls: CallRunner | None = None
-        self.journal: EpisodeJournal | None = None
-        if options.journal and context.journal_dir is not None:
-            self.journal = EpisodeJournal(context.journal_dir, options.identity(), context.rank)
+        self.journal = self.new_journal()
 
     @property
     def calls(self) -> CallRunner:
@@ -89,6 +87,12 @@ class EpisodeSampler(ResponseSampler):
         if self._calls is None:
             self._calls = CallRunner(self.options.factory(self._context), self.options)
         return self._calls
+
+    def new_journal(self) -> EpisodeJournal | None:
+        """A journal, of one step at a time; None if episodes are not recorded."""
+        if not self.options.journal or self._context.journal_dir is None:
+            return None
+        return EpisodeJournal(self._context.journal_dir, self.options.identity(), self._context.rank)
 
     def limits(self, parts: Sequence[DataProto], request: GenerationRequest) -> TurnLimits:
         if not request.uses_environment:
@@ -103,7 +107,7 @@ class EpisodeSampler(ResponseSampler):
 
     def _played(self, turns: TurnEngine, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
         numbers, groups = itertools.count(), itertools.count()  # over all parts
-        of_parts = [self._episodes(part, request, numbers, groups) for part in parts]
+        of_parts = [self.episodes(part, request, numbers, groups) for part in parts]
         try:
             self.play(turns, list(chain.from_iterable(of_parts)), request)
         except RolloutError:
@@ -115,8 +119,12 @@ class EpisodeSampler(ResponseSampler):
 
     def play(self, turns: TurnEngine, episodes: list[Episode], request: GenerationRequest) -> None:
         """Play episodes to their ends."""
-        if episodes:
-            _EpisodeLoop(self, turns, request, episodes).run()
+        if not episodes:
+            return
+        self.calls.begin_play()
+        if self.journal is not None:
+            self.journal.open(request.step)
+        EpisodeLoop(self, turns, request, episodes, self.journal).run()
 
     @property
     def has_rows(self) -> bool:
@@ -128,12 +136,18 @@ class EpisodeSampler(ResponseSampler):
         return episode.by_turn() if self.has_rows else episode.whole()
 
     def batch_of(
-        self, prompts: DataProto, request: GenerationRequest, episodes: Sequence[Episode], turns: TurnEngine
+        self,
+        prompts: DataProto,
+        request: GenerationRequest,
+        episodes: Sequence[Episode],
+        turns: TurnEngine,
+        has_versions: bool = False,
     ) -> DataProto:
         """The episodes that were played; see `episode_batch`."""
         samples = [[] if episode.end == "dropped" else self.samples_of(episode) for episode in episodes]
         records = [episode_record(episode) for episode in episodes]
-        return episode_batch(prompts, request, samples, records, self.pad_id, turns.dtype, has_rows=self.has_rows)
+        has = {"has_rows": self.has_rows, "has_versions": has_versions}
+        return episode_batch(prompts, request, samples, records, self.pad_id, turns.dtype, **has)
 
     def close(self) -> None:
         self._close_calls()
@@ -146,9 +160,10 @@ class EpisodeSampler(ResponseSampler):
             self._calls.close()
             self._calls = None
 
-    def _episodes(
+    def episodes(
         self, prompts: DataProto, request: GenerationRequest, numbers: Iterator[int], groups: Iterator[int]
     ) -> list[Episode]:
+        """An episode for each sample of the prompts, with numbers of its own and of its group."""
         columns = prompts.non_tensor_batch
         episodes = []
         for row_number, tokens in enumerate(prompt_tokens(prompts)):
@@ -165,31 +180,42 @@ class EpisodeSampler(ResponseSampler):
         return episodes
 
 
-class _EpisodeLoop:
-    """The episodes of one call of the engine, from the first reset to the last turn."""
+class EpisodeLoop:
+    """The episodes of one call of the engine, from the first reset to the last turn.
 
-    def __init__(self, engine: EpisodeSampler, turns: TurnEngine, request: GenerationRequest, episodes: list[Episode]):
-        self.engine, self.turns, self.request, self.episodes = engine, turns, request, episodes
+    Args:
+        turns: to which turns are added.
+        journal: open at the step of the request; None if episodes are not recorded.
+    Attributes:
+        num_open: episodes that have not ended.
+        known: answers from the journal.
+    """
+
+    def __init__(
+        self,
+        engine: EpisodeSampler,
+        turns: TurnEngine,
+        request: GenerationRequest,
+        episodes: Sequence[Episode],
+        journal: EpisodeJournal | None,
+    ):
+        self.engine, self.turns, self.request, self.journal = engine, turns, request, journal
+        self.episodes = {episode.number: episode for episode in episodes}
         self.options, self.calls = engine.options, engine.calls
         self.tools = self.calls.factory.tool_parameters
-        self.num_open = len(episodes)
-        self.journal = engine.journal
-        self.known: deque[CallResult] = deque()  # answers from the journal
+        self.num_open = sum(not episode.end for episode in episodes)
+        self.known: deque[CallResult] = deque()
         self.differing = 0
-        self.calls.begin_play()
-        if self.journal is not None:
-            self.journal.open(request.step)
 
     def run(self) -> None:
-        for episode in self.episodes:
-            self._start(episode)
-        limit_s = STUCK_S + 2 * max(self.options.step_timeout_s, self.options.reset_timeout_s) * (
-            1 + len(self.episodes) / self.options.max_concurrent
-        )
+        """Play the episodes to their ends."""
+        for episode in self.episodes.values():
+            self.start(episode)
+        limit_s = self.calls.stuck_after_s(len(self.episodes))
         idle_s = 0.0
         while self.num_open:
             while self.known:
-                self._answered(self.known.popleft())
+                self.answer(self.known.popleft())
             is_idle = not self.turns.num_pending and bool(self.num_open)
             if self.journal is not None:
                 self.journal.flush()  # turns and ends, before calls are handed over
@@ -197,12 +223,12 @@ class _EpisodeLoop:
             results = self.calls.take(IDLE_WAIT_S if is_idle else 0.0)
             if self.journal is not None:
                 for result in results:
-                    self._write_answer(self.journal, result)
+                    self.write_answer(self.journal, result)
                 self.journal.flush()
             for result in results:
-                self._answered(result)
+                self.answer(result)
             for drawn in self.turns.advance():
-                self._drew(self.episodes[drawn.episode], drawn)
+                self.draw(drawn)
             if results or not is_idle:
                 idle_s = 0.0
                 report(f"episodes left: {self.num_open}")
@@ -215,20 +241,32 @@ class _EpisodeLoop:
         if self.journal is not None:
             self.journal.flush()
 
-    def _start(self, episode: Episode) -> None:
+    def start(self, episode: Episode) -> None:
+        """Begin an episode, or begin it again."""
         episode.begin(self.calls.factory)
-        call_id = self._call_id(episode, "reset")
+        self.ask_reset(episode)
+
+    def ask_reset(self, episode: Episode) -> None:
+        """Have its environment begin, or take what the journal knows of that."""
+        call_id = self.call_id(episode, "reset")
         if self._is_known(episode, "reset"):
             return
         self.calls.reset(episode.number, episode.attempt, call_id, episode.environment, episode.row, episode.seed)
 
-    def _call_id(self, episode: Episode, what: str) -> str:
+    def call_id(self, episode: Episode, what: str) -> str:
+        """The id of a call of the present attempt; see `Action`."""
         request = self.request
         return f"{request.stream}.{request.step}.{episode.prompt_id}.{episode.sample_key}.{episode.attempt}.{what}"
 
-    def _answered(self, result: CallResult) -> None:
+    def awaits(self, result: CallResult) -> bool:
+        """Whether the answer is to the present attempt of an episode that has not ended."""
         episode = self.episodes[result.episode]
-        if result.attempt != episode.attempt or episode.end:
+        return result.attempt == episode.attempt and not episode.end
+
+    def answer(self, result: CallResult) -> None:
+        """Go on with an episode whose environment has answered."""
+        episode = self.episodes[result.episode]
+        if not self.awaits(result):
             return
         record = result.record
         episode.calls.append(record)
@@ -248,7 +286,7 @@ class _EpisodeLoop:
             before = episode.length
             episode.context = self._continued(episode, observation)
             episode.opening = episode.length - before
-        self._next_turn(episode)
+        self.next_turn(episode)
 
     def _stepped(self, episode: Episode, step: StepResult) -> None:
         turn = episode.turns[-1]
@@ -269,7 +307,7 @@ class _EpisodeLoop:
                 return
             turn.observed = max(0, len(context) - len(episode.context))
             episode.context = context
-            self._next_turn(episode)
+            self.next_turn(episode)
 
     def _continued(self, episode: Episode, observation: Observation) -> list[int]:
         """Tokens that the next turn follows on, after an observation."""
@@ -283,7 +321,8 @@ class _EpisodeLoop:
         episode.answers.append((written, observation))
         return self.engine.renderer.tokens(episode.row, episode.answers)
 
-    def _next_turn(self, episode: Episode) -> None:
+    def next_turn(self, episode: Episode) -> None:
+        """Add the next turn, or end the episode where there is no room for one."""
         room = self.options.max_tokens - episode.length
         if room < 1:
             self._finish(episode, "tokens")
@@ -302,12 +341,13 @@ class _EpisodeLoop:
             )
         )
 
-    def _drew(self, episode: Episode, drawn: DrawnTurn) -> None:
-        tokens = drawn.tokens
+    def draw(self, drawn: DrawnTurn) -> None:
+        """Go on with an episode whose turn was generated."""
+        episode, tokens = self.episodes[drawn.episode], drawn.tokens
         content = tokens[:-1] if drawn.is_complete else tokens
         text = self.engine.tokenizer.decode(content, skip_special_tokens=False)
         before = [] if self.engine.renderer is None else episode.context
-        turn = Turn(episode.length, tokens, drawn.log_probs, before, text, drawn.is_complete)
+        turn = Turn(episode.length, tokens, drawn.log_probs, before, text, drawn.is_complete, versions=drawn.versions)
         self._write_turn(episode, tokens)
         episode.turns.append(turn)
         episode.context = episode.context + tokens
@@ -315,13 +355,21 @@ class _EpisodeLoop:
             is_full = episode.length >= self.options.max_tokens
             self._finish(episode, "tokens" if is_full else "turn_tokens")
             return
-        calls = tuple(parse_calls(text, self.engine.style, self.tools))
-        turn.parse_errors = sum(not hasattr(call, "name") for call in calls)
-        call_id = self._call_id(episode, str(len(episode.turns) - 1))
+        self.ask_step(episode)
+
+    def ask_step(self, episode: Episode) -> None:
+        """Have its environment answer its last turn, or take what the journal knows of that."""
+        action = self.action(episode, len(episode.turns) - 1)
+        episode.turns[-1].parse_errors = sum(not hasattr(call, "name") for call in action.calls)
         if self._is_known(episode, "step"):
             return
-        action = Action(text, calls, call_id)
-        self.calls.step(episode.number, episode.attempt, call_id, episode.environment, action)
+        self.calls.step(episode.number, episode.attempt, action.call_id, episode.environment, action)
+
+    def action(self, episode: Episode, index: int) -> Action:
+        """A turn as the environment gets it."""
+        text = episode.turns[index].text
+        calls = tuple(parse_calls(text, self.engine.style, self.tools))
+        return Action(text, calls, self.call_id(episode, str(index)))
 
     def _failed(self, episode: Episode, why: str, fault: Fault = "own") -> None:
         """Start an episode again after a failure that the model did not cause, or drop it, perhaps with its group."""
@@ -329,11 +377,11 @@ class _EpisodeLoop:
         self.calls.end(episode.environment)
         if episode.is_restarted(why, fault, self.options, self.request):
             log.info("Episode of prompt %d is restarted: %s", episode.prompt_id, why)
-            self._start(episode)
+            self.start(episode)
             return
         log.warning("An episode of prompt %d is left out: %s", episode.prompt_id, why)
         self._close(episode, "dropped")
-        for other in dropped_with(episode, self.episodes, self.options, self.request):
+        for other in dropped_with(episode, list(self.episodes.values()), self.options, self.request):
             other.is_unwanted = True  # its turns are drawn to the end, which frees their memory
             if other.end:
                 other.end = "dropped"
@@ -393,7 +441,7 @@ class _EpisodeLoop:
             return False
         key = episode.key if recovery == "restart" else self._key(journal, episode, what, episode.attempt)
         if what == "reset" and recovery == "restart":
-            group = [other for other in self.episodes if other.group == episode.group]
+            group = [other for other in self.episodes.values() if other.group == episode.group]
             episode.reads_journal &= all(journal.has_ended(self._end_key(journal, other)) for other in group)
             episode.restarted |= not episode.reads_journal and journal.answer(key) is not None
         if not episode.reads_journal:
@@ -422,13 +470,13 @@ class _EpisodeLoop:
         episode.restarted, episode.reads_journal = True, False
         episode.begin(self.calls.factory)
         episode.key = self._key(journal, episode, "reset", episode.attempt)
-        call_id = self._call_id(episode, "reset")
+        call_id = self.call_id(episode, "reset")
         self.calls.reset(episode.number, episode.attempt, call_id, episode.environment, episode.row, episode.seed)
 
-    def _write_answer(self, journal: EpisodeJournal, result: CallResult) -> None:
+    def write_answer(self, journal: EpisodeJournal, result: CallResult) -> None:
         """Record an environment's answer, and compare it with the recorded one of an earlier run."""
         episode = self.episodes[result.episode]
-        if result.attempt != episode.attempt or episode.end:
+        if not self.awaits(result):
             return
         entry = JournalEntry(result.record, result.value)
         if episode.known is not None and result.record.outcome == "ok" and not entry.is_failure:
@@ -440,40 +488,3 @@ class _EpisodeLoop:
             what = "reset" if result.record.name == "reset" else "step"
             key = self._key(journal, episode, what, episode.attempt)
         journal.write_answer(key, entry)
-
-
-def environment_faults(run: Any) -> Iterator[str]:
-    """Faults: options that do not work with an environment, or were not tested with one."""
-    environment = run.environment
-    if run.trainer.eval_without_tools and not getattr(environment, "has_tools", False):
-        kind = "null" if environment is None else f"a {type(environment).__name__}, which has no tools that could go"
-        yield f"trainer.eval_without_tools is true, and environment is {kind}. Set it to false."
-    if environment is None:
-        if getattr(run.reward, "needs_environment", False):
-            yield "reward is of the environment, and environment is null. Set environment=..., or another reward."
-        return
-    prefix = f"environment is {type(environment).__name__}"
-    for name, columns in run.data.columns().items():
-        where = "rows of data" if name == "data" else f"rows of data.{name}"
-        for column in environment.columns_read():
-            if column not in columns:
-                yield f"{prefix}: the {where} have no column {column!r}. Their columns: {', '.join(sorted(columns))}."
-    if "turns" not in run.rollout.supports:
-        yield f"{prefix}: {type(run.rollout).__name__} draws no turns of episodes. Set rollout=hf."
-    if getattr(run.rollout, "protocol", "openai") != "openai" or getattr(run.rollout, "log_probs", "") == "trainer":
-        yield f"{prefix}: turns of episodes need the ids and log-probs of the server. Set rollout.protocol=openai."
-    if run.replay is not None or run.algorithm.replay_fraction:
-        yield f"{prefix}: the replay buffer does not keep the masks of episodes. Set replay=off."
-    if run.algorithm.needs_greedy_baseline:
-        yield f"{prefix}: the greedy baseline of algorithm=remax was not tried with episodes. Choose another algorithm."
-    if run.algorithm.selection is not None:
-        yield f"{prefix}: algorithm.selection was not tried with episodes. Set algorithm.selection=null."
-    if run.critic is not None and run.algorithm.needs_values and run.rollout.max_new_tokens > environment.max_tokens:
-        yield f"{prefix}: rollout.max_new_tokens exceeds environment.max_tokens. Lower it."
-    if run.rollout.min_new_tokens:
-        yield f"{prefix}: rollout.min_new_tokens is {run.rollout.min_new_tokens}: a turn has no minimum. Set it to 0."
-    if environment.history == "rerender" and type(run.algorithm.policy_loss).__name__ == "GSPO":
-        yield (
-            f"{prefix} with history=rerender: the ratio of algorithm=gspo is of a row, and an episode has several. Set "
-            "environment.history=append, or another algorithm."
-        )

@@ -201,6 +201,7 @@ class DrawnTurn:
         log_probs: of each token, by the engine that drew it.
         is_complete: it ended with a stop token; False where a limit cut it.
         routed_experts: [T layers k] int16, experts of the tokens that predict the turn; None if not recorded.
+        versions: of the weights that drew each token, where they changed meanwhile; else empty.
     """
 
     episode: int
@@ -208,6 +209,7 @@ class DrawnTurn:
     log_probs: list[float]
     is_complete: bool
     routed_experts: Tensor | None = None
+    versions: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -360,6 +362,10 @@ class RolloutEngine:
 
     def close(self) -> None:
         """Stop all processes and connections of the engine. Idempotent."""
+
+
+class EngineLost(RolloutError):
+    """The process of an engine has ended, with the turns that it was generating; a sync starts another."""
 
 
 def open_turns_error(count: int) -> RolloutError:

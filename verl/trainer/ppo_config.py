@@ -9,7 +9,7 @@ import torch
 
 from verl.component import BuildContext, component
 from verl.engines.parallel_degrees import ParallelDegrees
-from verl.environments.episode_loop import environment_faults
+from verl.environments.base import environment_faults
 from verl.errors import ConfigError
 from verl.models.own_module import ModuleModel
 from verl.monitoring.ppo_metrics import evaluation_keys
@@ -17,7 +17,6 @@ from verl.rewards.base import missing_columns
 from verl.trainer.config import unused_settings
 from verl.trainer.plan.workload import role_processes
 from verl.trainer.ppo_description import PPODescription
-from verl.trainer.rollout_pipeline import async_faults
 from verl.trainer.setup import (
     metric_faults,
     placement_faults,
@@ -64,7 +63,7 @@ def faults_between(run: Any) -> Iterator[str]:
             f"{settings.group_size}); {near} would."
         )
     yield from _sharding_faults(run)
-    yield from async_faults(run)
+    yield from _async_faults(run)
     yield from _rollout_faults(run)
     yield from environment_faults(run)
     yield from _replay_faults(run)
@@ -87,6 +86,70 @@ def _sharding_faults(run: Any) -> Iterator[str]:
                 "actor with its adapter off. Set reference.sharding=null, or give reference.model."
             )
     yield from sharding_faults(run)
+
+
+def _async_faults(run: Any) -> Iterator[str]:
+    """Faults of a `verl.trainer.ppo_config.PPORun` that generates and trains at the same time, by full config path."""
+    settings, rollout, algorithm = run.trainer, run.rollout, run.algorithm
+    if settings.staleness is None:
+        if settings.replay_schedule is not None:
+            yield "trainer.replay_schedule: trainer.mode is sync, which has no schedule. Set it to null."
+        return
+    setting, remedy = (f"trainer.{text}" for text in settings.async_setting)
+    kind = type(rollout).__name__
+    if rollout.router_replay:
+        yield f"{setting}: rollout.router_replay was not tried with it. Set {remedy}."
+    if not rollout.runs_ahead and "sampler" not in rollout.supports:
+        yield f"{setting}: {kind} cannot generate while the weights are trained. Set rollout=hf, or {remedy}."
+    if run.is_in_flight and run.environment is not None and not run.environment.plays_in_flight:
+        yield (
+            f"rollout.weight_update is in_flight: environment is {type(run.environment).__name__}, and weights do not "
+            "change within its episodes. Set rollout.weight_update=drain."
+        )
+    is_in_flight = rollout.weight_update == "in_flight"
+    if rollout.runs_ahead and not is_in_flight and settings.staleness > 1:
+        yield (
+            f"trainer.max_staleness is {settings.staleness}: a sync of {kind} waits for what it has begun, so that "
+            "more than 1 makes responses older and nothing faster. Set trainer.max_staleness=1, or "
+            "rollout.weight_update=in_flight."
+        )
+    if rollout.runs_ahead and is_in_flight:
+        yield from _in_flight_faults(run, kind)
+    if settings.replay_schedule is not None and not (is_in_flight and settings.staleness):
+        yield (
+            "trainer.replay_schedule: only a run with rollout.weight_update=in_flight and trainer.max_staleness above "
+            "0 has a schedule; others are repeated by their settings. Set trainer.replay_schedule=null."
+        )
+    if not settings.staleness:
+        return
+    if algorithm.correction is None and algorithm.proximal == "trainer":
+        yield (
+            f"{setting}: responses come from older weights, which requires importance weights. "
+            "Set algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}, "
+            f"algorithm.proximal=behaviour, or {remedy}."
+        )
+    if algorithm.selection is not None:
+        yield f"{setting}: algorithm.selection draws further batches within a step. Set {remedy}."
+    if algorithm.needs_greedy_baseline:
+        yield f"{setting}: the greedy baseline would be that of other weights. Set {remedy}."
+
+
+def _in_flight_faults(run: Any, kind: str) -> Iterator[str]:
+    """Faults of weight updates in the middle of responses of an engine in a process or server of its own."""
+    prefix, drain = "rollout.weight_update is in_flight", "rollout.weight_update=drain"
+    if run.rollout.location != "process":
+        yield f"{prefix}: {kind} has no steps between which weights can be taken. Set {drain}."
+        return
+    if run.rollout.kv_cache == "keep":
+        yield (
+            f"{prefix} and rollout.kv_cache is keep: {kind} computes open responses anew under new weights. Set "
+            "rollout.kv_cache=recompute."
+        )
+    if run.environment is not None:
+        yield f"{prefix}: {kind} was not tried with it and an environment. Set {drain}, or rollout=hf."
+    settings = run.trainer
+    if settings.placement is not None or settings.n_gpus_per_node * settings.nnodes > 1:
+        yield f"{prefix}: {kind} was tried with it in one process of the trainer only. Set {drain}."
 
 
 def _rollout_faults(run: Any) -> Iterator[str]:

@@ -193,7 +193,9 @@ class PPOLifecycle(LoopTrainer):
             with sampler_errors():
                 self.sampler_group = LocalWorkerGroup(sampler, context, 1, torch.get_num_threads(), name=SAMPLER)
         depth = run.trainer.staleness or 0
-        self.pipeline = RolloutPipeline(self.actor, depth, self.sampler_group, in_flight=run.is_in_flight)
+        self.pipeline = RolloutPipeline(
+            self.actor, depth, self.sampler_group, in_flight=run.is_in_flight, run_dir=self.run_dir
+        )
         if run.reward_as_role is not None:
             self.reward = run.reward_as_role.scaled(RemoteRewardModel(roles["rm"]))
 

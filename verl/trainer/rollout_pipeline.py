@@ -23,25 +23,28 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.cluster.rpc import RoleHandle, WorkerGroup
-from verl.errors import RolloutError, WorkerError
+from verl.errors import RolloutError, VerlError, WorkerError
 from verl.protocol import DataProto
 from verl.protocol.serialization import json_text
 from verl.rollout.base import GenerationRequest, SyncResult
 from verl.workers.sampler import SamplerWorker, weight_digests
+from verl.workers.schedule import write_lines
 
 log = logging.getLogger(__name__)
 
 SYNC_VERSIONS = "sync_versions"  # in a checkpoint: of the latest syncs, beside the rows
 JSON = "_json"  # suffix, in a checkpoint: the bytes of a column of JSON values
+POLL_S = 0.05  # between questions for a batch that may be finished
 STEP = "step"  # in a checkpoint, in flight: whose batch was taken last
 
 
@@ -64,6 +67,11 @@ def _answer(call: Future[Any]) -> Any:
         return call.result()
 
 
+def _give(early: Future[DataProto], rows: DataProto) -> None:
+    with suppress(InvalidStateError):  # given by another thread, or not wanted any more
+        early.set_result(rows)
+
+
 class _BegunBatch:
     """A batch in the queue.
 
@@ -71,10 +79,18 @@ class _BegunBatch:
         begun_s: when it was begun, or loaded.
         is_loaded: its rows come from a checkpoint.
         ahead: what was computed of the rows since they were there.
+        early: its rows, where a thread asks for them in flight.
     """
 
-    def __init__(self, finish: Callable[[], DataProto], *, is_loaded: bool = False, ahead: Future[Any] | None = None):
-        self._finish, self._rows, self.ahead = finish, None, ahead
+    def __init__(
+        self,
+        finish: Callable[[], DataProto],
+        *,
+        is_loaded: bool = False,
+        ahead: Future[Any] | None = None,
+        early: Future[DataProto] | None = None,
+    ):
+        self._finish, self._rows, self.ahead, self.early = finish, None, ahead, early
         self.begun_s, self.is_loaded = time.monotonic(), is_loaded
 
     @property
@@ -101,9 +117,19 @@ class RolloutPipeline:
         depth: batches that are begun ahead; more than 1 with a sampler only.
         sampler: the process of the role `sampler`; None for an engine of the actor's.
         in_flight: it has a `verl.workers.step_loop.StepLoop`.
+        run_dir: for the schedule of an engine that is on a machine without it.
     """
 
-    def __init__(self, actor: Any, depth: int, sampler: WorkerGroup | None = None, *, in_flight: bool = False):
+    def __init__(
+        self,
+        actor: Any,
+        depth: int,
+        sampler: WorkerGroup | None = None,
+        *,
+        in_flight: bool = False,
+        run_dir: Path | None = None,
+    ):
+        self._run_dir, self._writes_schedule = run_dir, False
         self._actor, self.depth, self._group, self.in_flight = actor, depth, sampler, in_flight
         self._sampler: Any = None if sampler is None else RoleHandle(sampler, "sampler", SamplerWorker)
         self._loop: Any = self._sampler or actor  # the role with the loop, in flight
@@ -132,16 +158,19 @@ class RolloutPipeline:
         """Start generating for the next batch; returns immediately.
 
         Args:
-            ahead: of a sampler's responses, called in a thread as soon as they are there, in the order of the batches;
-                not in flight.
+            ahead: of a sampler's responses, called in a thread as soon as they are there, in the order of the batches.
         """
         version = self._actor.current_version().result()
         if self._group is not None:
             self._group.step = request.step
         if self.in_flight:
             self._update_engine(version)
-            begun = self._loop.begin_batch(prompts, request)
-            self._queue.append(_BegunBatch(lambda: self._finish(request.step, begun)))
+            begun, early, later = self._loop.begin_batch(prompts, request), None, None
+            if ahead is not None and self._sampler is not None:
+                early = Future[DataProto]()
+                later = self._thread.submit(lambda: ahead(self._early_rows(request.step, early)))
+            finish = partial(self._finish, request.step, begun, early)
+            self._queue.append(_BegunBatch(finish, ahead=later, early=early))
             return
         if self._sampler is None:
             self.collect()
@@ -197,6 +226,10 @@ class RolloutPipeline:
 
     def close(self) -> None:
         """Begin nothing more in the thread."""
+        self._cancel_early()
+        if self._writes_schedule:
+            with suppress(VerlError):  # the run may end because of that process
+                self._write_schedule(*self._loop.take_schedule().result())
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def sync(self) -> SyncResult:
@@ -257,6 +290,7 @@ class RolloutPipeline:
 
     def _restore(self, state: Mapping[str, Tensor]) -> None:
         """Have the engine go on from a checkpoint, in flight."""
+        self._cancel_early()
         rows = {name: x for name, x in state.items() if name not in (SYNC_VERSIONS, STEP)}
         self._sent = self._actor.current_version().result()
         if self._sampler is None:
@@ -282,12 +316,41 @@ class RolloutPipeline:
             self._sent = version
             self._note_version(version)
 
-    def _finish(self, step: int, begun: Future[None] | None = None) -> DataProto:
+    def _early_rows(self, step: int, early: Future[DataProto]) -> DataProto:
+        """Ask for the rows of a batch until they are there, in the thread; or get them from `_finish`."""
+        while not early.done():
+            try:
+                rows = _answer(self._loop.ready_batch(step))
+            except VerlError:  # `_finish` raises it
+                early.cancel()
+            else:
+                if rows is None:
+                    wait([early], POLL_S)
+                else:
+                    _give(early, rows)
+        return early.result()
+
+    def _cancel_early(self) -> None:
+        for batch in self._queue:
+            if batch.early is not None:
+                batch.early.cancel()
+
+    def _finish(
+        self, step: int, begun: Future[None] | None = None, early: Future[DataProto] | None = None
+    ) -> DataProto:
         if begun is not None:
             _answer(begun)
-        rows, idle_s = _answer(self._loop.finish_batch(step))
+        rows, idle_s, unwritten = _answer(self._loop.finish_batch(step))
+        if early is not None:
+            _give(early, rows)
+        self._write_schedule(*unwritten)
         self._add("async/sampler_idle_s", idle_s)
         return rows
+
+    def _write_schedule(self, first: int, lines: list[str]) -> None:
+        if lines and self._run_dir is not None:
+            self._writes_schedule = True
+            write_lines(self._run_dir, first, lines)
 
     def _send_weights(self) -> SyncResult:
         """Queue a copy of the present weights for the sampler, behind the batches that were begun."""
@@ -357,73 +420,6 @@ class RolloutPipeline:
 def _json_tensor(name: str, column: Iterable[Any]) -> Tensor:
     """The bytes of a column of JSON values."""
     return torch.frombuffer(bytearray(json_text(name, list(column)).encode()), dtype=torch.uint8)
-
-
-def async_faults(run: Any) -> Iterator[str]:
-    """Faults of a `verl.trainer.ppo_config.PPORun` that generates and trains at the same time, by full config path."""
-    settings, rollout, algorithm = run.trainer, run.rollout, run.algorithm
-    if settings.staleness is None:
-        if settings.replay_schedule is not None:
-            yield "trainer.replay_schedule: trainer.mode is sync, which has no schedule. Set it to null."
-        return
-    setting, remedy = (f"trainer.{text}" for text in settings.async_setting)
-    kind = type(rollout).__name__
-    if rollout.router_replay:
-        yield f"{setting}: rollout.router_replay was not tried with it. Set {remedy}."
-    if not rollout.runs_ahead and "sampler" not in rollout.supports:
-        yield f"{setting}: {kind} cannot generate while the weights are trained. Set rollout=hf, or {remedy}."
-    if run.is_in_flight and run.environment is not None:
-        yield (
-            f"rollout.weight_update is in_flight: environment is {type(run.environment).__name__}, and weights do not "
-            "change within an episode. Set rollout.weight_update=drain."
-        )
-    if run.is_in_flight and settings.placement is not None and not rollout.runs_ahead:
-        yield (
-            "rollout.weight_update is in_flight: it was not tried with a sampler in trainer.placement. Set "
-            "rollout.weight_update=drain, or trainer.placement=null."
-        )
-    is_in_flight = rollout.weight_update == "in_flight"
-    if rollout.runs_ahead and not is_in_flight and settings.staleness > 1:
-        yield (
-            f"trainer.max_staleness is {settings.staleness}: a sync of {kind} waits for what it has begun, so that "
-            "more than 1 makes responses older and nothing faster. Set trainer.max_staleness=1, or "
-            "rollout.weight_update=in_flight."
-        )
-    if rollout.runs_ahead and is_in_flight:
-        yield from _in_flight_faults(run, kind)
-    if settings.replay_schedule is not None and not (is_in_flight and settings.staleness):
-        yield (
-            "trainer.replay_schedule: only a run with rollout.weight_update=in_flight and trainer.max_staleness above "
-            "0 has a schedule; others are repeated by their settings. Set trainer.replay_schedule=null."
-        )
-    if not settings.staleness:
-        return
-    if algorithm.correction is None and algorithm.proximal == "trainer":
-        yield (
-            f"{setting}: responses come from older weights, which requires importance weights. "
-            "Set algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}, "
-            f"algorithm.proximal=behaviour, or {remedy}."
-        )
-    if algorithm.selection is not None:
-        yield f"{setting}: algorithm.selection draws further batches within a step. Set {remedy}."
-    if algorithm.needs_greedy_baseline:
-        yield f"{setting}: the greedy baseline would be that of other weights. Set {remedy}."
-
-
-def _in_flight_faults(run: Any, kind: str) -> Iterator[str]:
-    """Faults of weight updates in the middle of responses of an engine in a process or server of its own."""
-    prefix, drain = "rollout.weight_update is in_flight", "rollout.weight_update=drain"
-    if run.rollout.location != "process":
-        yield f"{prefix}: {kind} has no steps between which weights can be taken. Set {drain}."
-        return
-    if run.rollout.kv_cache == "keep":
-        yield (
-            f"{prefix} and rollout.kv_cache is keep: {kind} computes open responses anew under new weights. Set "
-            "rollout.kv_cache=recompute."
-        )
-    settings = run.trainer
-    if settings.placement is not None or settings.n_gpus_per_node * settings.nnodes > 1:
-        yield f"{prefix}: {kind} was tried with it in one process of the trainer only. Set {drain}."
 
 
 MOST = 1 << 16  # prompts that are remembered, those seen last

@@ -20,7 +20,7 @@ from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError
 
 FILE = "schedule.jsonl"
-EventKind = Literal["begin", "weights", "save", "generate"]
+EventKind = Literal["begin", "weights", "save", "generate", "answer", "lost"]
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,11 @@ class ScheduledEvent:
 
     Attributes:
         engine_step: steps that the engine has made before.
-        event: `begin` of a batch, new `weights`, a `save`, or `generate`: other responses, such as an evaluation's.
-        number: of the version, or of the training step of the batch, the save or the other responses.
-        open_rows: responses that are begun and not finished, before the event.
+        event: `begin` of a batch, new `weights`, a `save`, `generate`: other responses, such as an evaluation's, the
+            `answer` of an environment that does not answer at once, or `lost`: the engine died, open rows begin anew.
+        number: of the version, or of the training step of the batch, the save or the other responses; of an answer that
+            step, times a million, plus the number of the episode in its batch.
+        open_rows: responses, or turns of episodes, that are begun and not finished, before the event.
     """
 
     engine_step: int
@@ -52,8 +54,9 @@ class ScheduleOptions:
     replayed: tuple[ScheduledEvent, ...] = ()
 
     def build(self, context: BuildContext) -> Schedule:
-        """The schedule, in the directory of the run."""
-        file = None if context.run_dir is None else context.run_dir / FILE
+        """The schedule, in the directory of the run; on a machine that lacks it the driver writes the file."""
+        run_dir = context.run_dir
+        file = run_dir / FILE if run_dir is not None and run_dir.is_dir() else None
         return Schedule(json.loads(self.head), file, self.replayed)
 
 
@@ -69,7 +72,7 @@ class Schedule:
     def __init__(self, head: Mapping[str, Any], file: Path | None = None, replayed: Sequence[ScheduledEvent] = ()):
         self._head, self._file, self._replayed = {"head": dict(head)}, file, tuple(replayed)
         self._lines: list[str] = []
-        self._num_events = 0
+        self._num_events = self._num_taken = 0
         self.load(b"")
 
     @property
@@ -95,6 +98,12 @@ class Schedule:
         """The lines so far."""
         return "".join(f"{line}\n" for line in self._lines).encode()
 
+    def take_unwritten(self) -> tuple[int, list[str]]:
+        """Lines since the last call that are in no file, and the number of those before; see `write_lines`."""
+        first, count = self._num_taken, len(self._lines)
+        self._num_taken = count
+        return (first, self._lines[first:]) if self._file is None else (count, [])
+
     def load(self, state: bytes) -> None:
         """Go on from what `state` gave; empty for a new schedule.
 
@@ -103,7 +112,7 @@ class Schedule:
         """
         self._lines = state.decode().splitlines()
         heads, events = read_lines(self._lines)
-        self._num_events = len(events)
+        self._num_events, self._num_taken = len(events), 0
         if self._replayed and tuple(events) != self._replayed[: len(events)]:
             raise RolloutError("trainer.replay_schedule: the checkpoint is of another schedule. Start without resume.")
         if self._file is not None:
@@ -116,6 +125,13 @@ class Schedule:
         if self._file is not None:
             with self._file.open("a") as file:
                 file.write(f"{line}\n")
+
+
+def write_lines(run_dir: Path, first: int, lines: Sequence[str]) -> None:
+    """Put lines into the schedule of a run, behind its first ones."""
+    file = run_dir / FILE
+    before = file.read_text().splitlines()[:first] if first else []
+    file.write_text("".join(f"{line}\n" for line in [*before, *lines]))
 
 
 def read_lines(lines: list[str]) -> tuple[list[dict[str, Any]], list[ScheduledEvent]]:

@@ -1,10 +1,10 @@
 """Generation in steps of an engine, with events between them (`rollout.weight_update=in_flight`).
 
 begin(batch), weights(version), save(step)       in the order in which the trainer asks for them
-        │
+        │            answer(episode)             of an environment that takes its time
    [ event ] step step step [ event ] step ...   a thread; each event is a line of the schedule (`schedule.py`)
         │                                        with the number of its step
-        └──> rows of a batch, as soon as the last of them is finished, while later ones are open
+        └──> rows of a batch, as soon as the last of them is finished, while later ones are open (`open_batches.py`)
 
 Open rows are computed anew by closing the turns of the engine and adding them again behind the tokens that were drawn
 (`TurnRequest.position`). A save does that too. So an engine that goes on from a checkpoint has the state of the one
@@ -13,86 +13,33 @@ that saved, bit by bit.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from verl.environments.episode_loop import IDLE_WAIT_S, EpisodeSampler
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.protocol.dispatch import on_all
-from verl.rollout.base import DrawnTurn, GenerationRequest, TurnEngine, TurnLimits, TurnRequest
+from verl.rollout.base import EngineLost, GenerationRequest, TurnEngine, TurnLimits
 from verl.rollout.responses import ResponseSampler
-from verl.rollout.rows import assemble_turns, longest_prompt, refuse_wrong_responses, right_padded
+from verl.rollout.rows import refuse_wrong_responses
 from verl.utils.memory import on_current_device
 from verl.utils.progress import report
+from verl.workers.open_batches import PROMPT_FIELDS, Environments, EpisodeBatch, OpenRow, ResponseBatch
 from verl.workers.schedule import EventKind, Schedule, ScheduledEvent
 
-PROMPT_FIELDS = ("prompts", "prompt_mask", "prompt_ids", "group_ids")
-ROW_FIELDS = ("tokens", "log_probs", "versions", "lengths", "is_finished")
+log = logging.getLogger(__name__)
 
-
-@dataclass(eq=False)
-class OpenRow:
-    """A response that is being generated.
-
-    Attributes:
-        request: with which it was begun.
-        tokens, log_probs, versions: drawn before the present turns of the engine were opened.
-        updates: changes of the weights since then, under which it was not computed anew: the number of tokens since
-            then that the former weights determine, and their version.
-    """
-
-    request: TurnRequest
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    updates: list[tuple[int, int]] = field(default_factory=list)
-    is_finished: bool = False
-
-    def add(self, drawn: DrawnTurn, version: int) -> None:
-        """Append what the present turns of the engine have drawn, the last of it by the weights of this version."""
-        versions: list[int] = []
-        for count, former in [*self.updates, (len(drawn.tokens), version)]:
-            versions += [former] * (min(count, len(drawn.tokens)) - len(versions))
-        self.tokens += drawn.tokens
-        self.log_probs += drawn.log_probs
-        self.versions += versions
-        self.updates = []
-
-    @property
-    def further(self) -> TurnRequest:
-        """The request for the rest of it."""
-        request = self.request
-        return replace(request, tokens=[*request.tokens, *self.tokens], position=len(self.tokens))
-
-
-@dataclass(eq=False)
-class OpenBatch:
-    """The rows of a batch, a prompt's samples side by side.
-
-    Attributes:
-        is_begun: its event has been carried out.
-    """
-
-    prompts: DataProto
-    request: GenerationRequest
-    rows: list[OpenRow]
-    is_begun: bool = False
-
-    @property
-    def num_finished(self) -> int:
-        return sum(row.is_finished for row in self.rows)
-
-    @property
-    def is_finished(self) -> bool:
-        return self.num_finished == len(self.rows)
+MOST_LOSSES = 2  # of engines, one after another, before a row is finished
 
 
 @dataclass(eq=False)
@@ -121,24 +68,25 @@ class StepLoop:
         self.engine_step, self.version = 0, -1
         self._row_tokens = row_tokens or 0
         self._turns: TurnEngine | None = None
-        self._rows: dict[int, OpenRow] = {}  # those that are not finished, by number, in the order of the data
-        self._batches: dict[int, OpenBatch] = {}  # that were not taken, by training step
-        self._next_number = 0
+        self._kv_cache_gib = 0.0
+        self._reload: Callable[[], Any] | None = None  # loads the weights that the engine had last
+        self._is_lost, self._num_losses = False, 0  # the engine; times since a row was finished
+        self._rows: dict[int, OpenRow] = {}  # those that are not finished, by number
+        self._batches: dict[int, ResponseBatch] = {}  # that were not taken, by training step
+        self._environments: Environments | None = None
         self._snapshots: dict[int, dict[str, Tensor]] = {}  # of the latest save, by training step; asked for or not
         self._idle_s = 0.0
         self._events: deque[_Event] = deque()
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
-        self._awaited: OpenBatch | None = None  # by the one that asks for events
+        self._awaited: ResponseBatch | None = None  # by the one that asks for events
         self._is_closed = False
         self._dtype = torch.float32
         self._start()
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         """Ask for the responses of a batch; returns immediately."""
-        prompts = DataProto.from_dict({name: prompts[name].clone() for name in PROMPT_FIELDS})
-        rows = [OpenRow(turn) for turn in self.sampler.requests([prompts], request)]
-        batch = self._batches[request.step] = OpenBatch(prompts, request, rows)
+        batch = self._batches[request.step] = self._new_batch(prompts, request)
         self._ask("begin", request.step, lambda: self._begin(batch))
 
     def take_weights(self, version: int, load: Callable[[], Any]) -> Any:
@@ -146,7 +94,7 @@ class StepLoop:
         return self._ask("weights", version, lambda: self._load(version, load)).result()
 
     def finish(self, step: int) -> DataProto:
-        """Wait for the responses of a batch, with `token_versions` [B T] and `policy_version` [B], the oldest of a row.
+        """Wait for the responses of a batch; see `ResponseBatch.assembled`.
 
         Raises:
             RolloutError: the engine failed.
@@ -160,15 +108,15 @@ class StepLoop:
             self._awaited = None
         self._raise_failure()
         del self._batches[step]
-        drawn = [DrawnTurn(0, row.tokens, row.log_probs, True) for row in batch.rows]
-        engine = TurnEngine()
-        engine.dtype = self._dtype
-        rows = assemble_turns(batch.prompts, drawn, engine, self.sampler.pad_id, batch.request.num_samples)
-        versions = {
-            "token_versions": right_padded([row.versions for row in batch.rows], 0, torch.int64),
-            "policy_version": torch.tensor([min(row.versions) for row in batch.rows]),
-        }
-        return rows.union(DataProto.from_dict(versions))
+        rows = batch.assembled(self._dtype)
+        batch.close()
+        return rows
+
+    def ready(self, step: int) -> DataProto | None:
+        """The responses of a batch if they are there, which stay part of `save` until `finish`; else None."""
+        self._raise_failure()
+        batch = self._batches.get(step)
+        return None if batch is None or not batch.is_finished else batch.assembled(self._dtype)
 
     def save(self, step: int) -> dict[str, Tensor]:
         """The state after a training step, for `restore`; open rows are computed anew.
@@ -184,23 +132,27 @@ class StepLoop:
         self.close()
         self.schedule.load(state["schedule"].numpy().tobytes() if state else b"")
         self.engine_step, self._row_tokens = (int(x) for x in state["engine_step"]) if state else (0, self._row_tokens)
-        self.version, self._failure, self._is_closed = version, None, False
-        self._rows, self._batches, self._next_number, self._snapshots = {}, {}, 0, {}
+        self.version, self._failure, self._is_closed, self._is_lost = version, None, False, False
+        self._rows, self._batches, self._snapshots, self._environments = {}, {}, {}, None
         self._events.clear()
         for step in state["steps"].tolist() if state else []:
-            self._restore_batch({name: state[f"{step}.{name}"] for name in (*PROMPT_FIELDS, *ROW_FIELDS)}, step)
-        loaded = load()
+            prefix = f"{step}."
+            saved = {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
+            prompts = DataProto.from_dict({name: saved[name] for name in PROMPT_FIELDS})
+            self._dtype = saved["log_probs"].dtype
+            batch = self._new_batch(prompts, GenerationRequest(step, len(saved["lengths"]) // len(prompts)))
+            self._batches[step] = batch
+            batch.load(saved)
+        for batch in self._batches.values():
+            batch.go_on()
+        self._reload, loaded = load, load()
         self._start()
         return loaded
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Other responses by the weights that the engine has, with open rows set aside; see `ResponseSampler`."""
 
-        def alone() -> DataProto:
-            self._close_turns()
-            return self.sampler.generate(prompts, request)
-
-        return self._ask("generate", request.step, alone).result()
+        return self._ask("generate", request.step, lambda: self.sampler.generate(prompts, request)).result()
 
     def take_idle_s(self) -> float:
         """Seconds since the last call in which there was nothing to generate."""
@@ -210,10 +162,33 @@ class StepLoop:
 
     def close(self) -> None:
         """End the thread and free the cache. Idempotent."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
+        self._is_closed = True
+        self._wake()
         self._thread.join()
+        for batch in self._batches.values():
+            batch.close()
+
+    def open(self, row: OpenRow) -> None:
+        """Begin to generate a row, in the thread."""
+        self._rows[row.request.episode] = row
+        if self._turns is not None:
+            self._turns.add(row.further)
+
+    def forget(self, number: int) -> None:
+        """Free the cache of a row or an episode, in the thread."""
+        if self._turns is not None:
+            self._turns.forget(number)
+
+    def _new_batch(self, prompts: DataProto, request: GenerationRequest) -> ResponseBatch:
+        if not isinstance(self.sampler, EpisodeSampler):
+            return ResponseBatch(prompts, request, self.sampler, self)
+        if self._environments is None:
+            self._environments = Environments(self.sampler, self._batches, self._wake)
+        return EpisodeBatch(prompts, request, self.sampler, self)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def _ask(self, kind: EventKind, number: int, action: Callable[[], Any]) -> Future[Any]:
         with self._changed:
@@ -239,7 +214,10 @@ class StepLoop:
                 if event is not None:
                     self._carry_out(event)
                 elif self._rows:
-                    self._advance()
+                    try:
+                        self._advance()
+                    except EngineLost as error:
+                        self._lose(error)
         except BaseException as error:  # noqa: BLE001 - raised where somebody waits
             with self._changed:
                 self._failure = error
@@ -257,6 +235,8 @@ class StepLoop:
         there is nothing to generate, or another run is replayed that had one here."""
         with self._changed:
             while not self._is_closed:
+                self._settle()
+                steps = bool(self._rows) and (not self._is_lost or self._may_reload)
                 if self._asks_for_save and (saved := self._snapshots.get(self._events[0].number)) is not None:
                     self._events.popleft().future.set_result(saved)
                     continue
@@ -264,19 +244,60 @@ class StepLoop:
                 is_due = scheduled is None or scheduled.engine_step <= self.engine_step
                 if scheduled is not None and is_due and scheduled.event == "save" and not self._asks_for_save:
                     return _Event("save", step := scheduled.number, lambda: self._save(step))
-                if self._events and (is_due or not self._rows):
-                    return self._events.popleft()
-                if self._rows and (scheduled is None or not is_due):
+                if scheduled is not None and is_due and scheduled.event == "lost":
+                    return _Event("lost", self.version, self._drop_rows)
+                if is_due or not self._rows:
+                    if (answer := self._next_answer(scheduled)) is not None:
+                        return answer
+                    may_come = scheduled is not None and scheduled.event == "answer" and self._num_called > 0
+                    if self._events and not may_come:
+                        return self._events.popleft()
+                if steps and (scheduled is None or not is_due):
                     return None
-                if self._awaited is not None and not self._awaited.is_finished:
-                    raise RolloutError(
-                        f"the engine has nothing to generate at step {self.engine_step}, and responses are awaited"
-                        + ("." if scheduled is None else f": trainer.replay_schedule has {scheduled} next.")
-                    )
-                began = time.monotonic()
-                self._changed.wait()
-                self._idle_s += time.monotonic() - began
+                self._wait(scheduled)
         return None
+
+    @property
+    def _may_reload(self) -> bool:
+        """Nothing is trained meanwhile, so that the weights are those that were loaded last."""
+        return self._awaited is not None and not self._awaited.is_finished
+
+    @property
+    def _num_called(self) -> int:
+        """Calls of environments that have not come back."""
+        return 0 if self._environments is None else self._environments.num_pending
+
+    def _next_answer(self, scheduled: ScheduledEvent | None) -> _Event | None:
+        """The answer of an environment that is to be carried out now, as an event."""
+        if (environments := self._environments) is None or not environments.waiting:
+            return None
+        number = next(iter(environments.waiting)) if scheduled is None else scheduled.number
+        if number not in environments.waiting or (scheduled is not None and scheduled.event != "answer"):
+            return None
+        return _Event("answer", number, lambda: environments.carry_out(number))
+
+    def _wait(self, scheduled: ScheduledEvent | None) -> None:
+        """Wait for an event, or for the answer of an environment."""
+        has_calls = self._num_called > 0
+        if self._awaited is not None and not self._awaited.is_finished and not has_calls:
+            raise RolloutError(
+                f"the engine has nothing to generate at step {self.engine_step}, and responses are awaited"
+                + ("." if scheduled is None else f": trainer.replay_schedule has {scheduled} next.")
+            )
+        began = time.monotonic()
+        self._changed.wait(IDLE_WAIT_S if has_calls else None)
+        seconds = time.monotonic() - began
+        self._idle_s += seconds
+        if self._environments is not None and has_calls:
+            report("waiting for the environment")
+            self._environments.note_idle(seconds)
+
+    def _settle(self) -> None:
+        """Go on with episodes whose environments have answered at once, and tell of batches that are finished."""
+        if self._environments is not None:
+            self._environments.settle()
+        if self._awaited is not None and self._awaited.is_finished:
+            self._wake()
 
     @property
     def _asks_for_save(self) -> bool:
@@ -284,98 +305,98 @@ class StepLoop:
 
     def _carry_out(self, event: _Event) -> None:
         try:
+            if event.kind in ("save", "generate") or (event.kind == "weights" and not self.keeps_cache):
+                try:
+                    self._close_turns()
+                except EngineLost as error:
+                    self._lose(error)
             self.schedule.note(ScheduledEvent(self.engine_step, event.kind, event.number, len(self._rows)))
-            event.future.set_result(event.action())
+            result = event.action()
+            self._settle()
+            event.future.set_result(result)
         except BaseException as error:
             event.future.set_exception(error)
             raise
 
     def _advance(self) -> None:
         """One step of the engine."""
+        if self._is_lost:
+            assert self._reload is not None
+            self._reload()
+            self._is_lost = False
         turns = self._turns or self._open_turns()
         for drawn in turns.advance():
             row = self._rows.pop(drawn.episode)
             row.add(drawn, self.version)
-            turns.forget(drawn.episode)
-            with self._changed:
-                row.is_finished = True
-                self._changed.notify_all()
+            self._num_losses = 0
+            row.batch.drew(row, is_complete=drawn.is_complete)
+        self._settle()
         self.engine_step += 1
-        first = next((b for b in self._batches.values() if not b.is_finished), None)
+        first = next((batch for batch in list(self._batches.values()) if not batch.is_finished), None)
         if first is not None:
-            report(f"generating: {first.num_finished} of {len(first.rows)} responses of step {first.request.step}")
+            report(f"generating: {first.num_finished} of {first.num_rows} responses of step {first.request.step}")
 
-    def _begin(self, batch: OpenBatch) -> None:
-        longest = longest_prompt([batch.prompts]) + self.sampler.rollout.max_new_tokens
-        if longest > self._row_tokens:
-            self._row_tokens = longest
-            self._close_turns()
-        batch.is_begun = True
-        for row in batch.rows:
-            row.request = replace(row.request, episode=self._next_number)
-            self._rows[self._next_number] = row
-            self._next_number += 1
-            if self._turns is not None:
-                self._turns.add(row.request)
+    def _lose(self, error: EngineLost) -> None:
+        """Go on without the engine, until weights are loaded into another.
+
+        Raises:
+            EngineLost: it was lost again and again before any row was finished.
+        """
+        self._num_losses += 1
+        if self._num_losses > MOST_LOSSES:
+            raise error
+        log.warning("%s\nAnother one will be started; %d open responses begin anew.", error, len(self._rows))
+        self.schedule.note(ScheduledEvent(self.engine_step, "lost", self.version, len(self._rows)))
+        self._drop_rows()
+
+    def _drop_rows(self) -> None:
+        if self._turns is not None:
+            self._turns.close()
+            self._turns = None
+        for row in self._rows.values():
+            row.begin_anew()
+        self._is_lost = True
+
+    def _begin(self, batch: ResponseBatch) -> None:
+        limits = self.sampler.limits([batch.prompts], batch.request)
+        self._kv_cache_gib = limits.kv_cache_gib
+        if limits.row_tokens > self._row_tokens:
+            self._row_tokens = limits.row_tokens
+            try:
+                self._close_turns()
+            except EngineLost as error:
+                self._lose(error)
+        batch.begin()
 
     def _load(self, version: int, load: Callable[[], Any]) -> Any:
-        if self.keeps_cache and self._turns is not None:
+        if self._turns is None:
+            loaded = load()
+        else:
             for drawn in self._turns.open_turns():
                 count = len(drawn.tokens) + self._turns.lookahead
                 self._rows[drawn.episode].updates.append((count, self.version))
             with self._turns.paused():
                 loaded = load()
-        else:
-            self._close_turns()
-            loaded = load()
-        self.version = version
+        self.version, self._reload, self._is_lost = version, load, False
         return loaded
 
     def _save(self, step: int) -> dict[str, Tensor]:
-        self._close_turns()
         batches = {number: batch for number, batch in sorted(self._batches.items()) if batch.is_begun}
         state = {"schedule": torch.frombuffer(bytearray(self.schedule.state()), dtype=torch.uint8)}
         state["engine_step"] = torch.tensor([self.engine_step, self._row_tokens])
         state["steps"] = torch.tensor(list(batches), dtype=torch.int64)
         for number, batch in batches.items():
-            state |= {f"{number}.{name}": batch.prompts[name] for name in PROMPT_FIELDS}
-            state |= {f"{number}.{name}": x for name, x in self._row_fields(batch).items()}
+            fields = {name: batch.prompts[name] for name in PROMPT_FIELDS} | batch.state(self._dtype)
+            state |= {f"{number}.{name}": x for name, x in fields.items()}
         self._snapshots = {step: state}
         return state
 
-    def _row_fields(self, batch: OpenBatch) -> dict[str, Tensor]:
-        rows = batch.rows
-        return {
-            "tokens": right_padded([row.tokens for row in rows], 0, torch.int64),
-            "log_probs": right_padded([row.log_probs for row in rows], 0.0, self._dtype),
-            "versions": right_padded([row.versions for row in rows], 0, torch.int64),
-            "lengths": torch.tensor([len(row.tokens) for row in rows]),
-            "is_finished": torch.tensor([row.is_finished for row in rows]),
-        }
-
-    def _restore_batch(self, saved: Mapping[str, Tensor], step: int) -> None:
-        prompts = DataProto.from_dict({name: saved[name].clone() for name in PROMPT_FIELDS})
-        request = GenerationRequest(step, len(saved["lengths"]) // len(prompts))
-        rows = [OpenRow(turn) for turn in self.sampler.requests([prompts], request)]
-        self._dtype = saved["log_probs"].dtype
-        for index, (row, length) in enumerate(zip(rows, saved["lengths"].tolist(), strict=True)):
-            row.tokens = saved["tokens"][index, :length].tolist()
-            row.log_probs = saved["log_probs"][index, :length].tolist()
-            row.versions = saved["versions"][index, :length].tolist()
-            row.is_finished = bool(saved["is_finished"][index])
-            row.request = replace(row.request, episode=self._next_number)
-            if not row.is_finished:
-                self._rows[self._next_number] = row
-            self._next_number += 1
-        self._batches[step] = OpenBatch(prompts, request, rows, is_begun=True)
-
     def _open_turns(self) -> TurnEngine:
         """Turns of the engine for all open rows, which are computed anew."""
-        self._turns = turns = self.sampler.engine.turns(
-            TurnLimits(self._row_tokens, while_training=True, is_stepwise=True)
-        )
+        limits = TurnLimits(self._row_tokens, self._kv_cache_gib, while_training=True, is_stepwise=True)
+        self._turns = turns = self.sampler.engine.turns(limits)
         self._dtype = turns.dtype
-        for row in self._rows.values():
+        for _, row in sorted(self._rows.items()):
             turns.add(row.further)
         return turns
 
@@ -384,9 +405,11 @@ class StepLoop:
         turns, self._turns = self._turns, None
         if turns is None:
             return
-        for drawn in turns.open_turns():
-            self._rows[drawn.episode].add(drawn, self.version)
-        turns.close()
+        try:
+            for drawn in turns.open_turns():
+                self._rows[drawn.episode].add(drawn, self.version)
+        finally:
+            turns.close()
 
 
 class StepWorker:
@@ -402,12 +425,25 @@ class StepWorker:
         self.loop.begin(prompts, request)
 
     @on_all
-    def finish_batch(self, step: int) -> tuple[DataProto, float]:
-        """The responses of the batch of a training step, and the idle seconds since the last call."""
+    def finish_batch(self, step: int) -> tuple[DataProto, float, tuple[int, list[str]]]:
+        """The responses of the batch of a training step; idle seconds and `Schedule.take_unwritten` since the last
+        call."""
         assert self.loop is not None
         rows = self.loop.finish(step)
         refuse_wrong_responses(rows, self.model.config.get_text_config().vocab_size)
-        return rows, self.loop.take_idle_s()
+        return rows, self.loop.take_idle_s(), self.loop.schedule.take_unwritten()
+
+    @on_all
+    def ready_batch(self, step: int) -> DataProto | None:
+        """See `StepLoop.ready`."""
+        assert self.loop is not None
+        return self.loop.ready(step)
+
+    @on_all
+    def take_schedule(self) -> tuple[int, list[str]]:
+        """See `Schedule.take_unwritten`."""
+        assert self.loop is not None
+        return self.loop.schedule.take_unwritten()
 
     @on_all
     def save_rows(self, step: int) -> dict[str, Tensor]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from trainer.runs import GRPO_ALGORITHM, fit
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.errors import WeightSyncError
 from verl.rollout.base import GenerationRequest
+from verl.rollout.vllm.client.turns import VLLMTurns
 from verl.rollout.vllm.config import VLLMRollout
 from verl.rollout.vllm.shm_stream import StreamWriter
 from verl.workers.schedule import FILE, Schedule, ScheduledEvent
@@ -93,6 +96,27 @@ def test_a_replayed_run_and_one_that_is_resumed_in_the_middle_of_responses_have_
     fit(in_flight(model, tmp_path / "cut", resume=resume, **replay), tmp_path / "cut/run")
     assert (tmp_path / "cut/run" / FILE).read_bytes() == schedule
     same_training(saved(tmp_path / "cut"), saved(tmp_path / "first"), after=2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("call", [9, 30])
+def test_responses_of_a_killed_engine_begin_anew_by_the_schedule(call, tmp_path, monkeypatch):
+    model, advance, calls = save_family(tmp_path / "model", "qwen2"), VLLMTurns.advance, []
+
+    def advance_or_die(self):
+        calls.append(1)
+        if len(calls) == call:
+            os.kill(self.process.process_id, signal.SIGKILL)
+        return advance(self)
+
+    monkeypatch.setattr(VLLMTurns, "advance", advance_or_die)
+    fit(in_flight(model, tmp_path / "first"), tmp_path / "first/run")
+    schedule = (tmp_path / "first/run" / FILE).read_bytes()
+    assert schedule.count(b'"lost"') == 1
+    replay = {"replay_schedule": str(tmp_path / "first/run")}
+    fit(in_flight(model, tmp_path / "again", **replay), tmp_path / "again/run")
+    assert (tmp_path / "again/run" / FILE).read_bytes() == schedule
+    same_training(saved(tmp_path / "again"), saved(tmp_path / "first"))
 
 
 @pytest.mark.exhaustive

@@ -142,6 +142,8 @@ class VLLMEngine(RolloutEngine):
         assert self.weights is not None
         limit = f"the engine holds {self.info.max_model_len} (rollout.max_model_len, or the model's own limit)"
         limits.refuse_above(self.info.max_model_len, self.options.max_new_tokens, limit)
+        if limits.is_stepwise and self.weights.needs_sync:  # the weights may be half updated now
+            raise EngineDied("The vLLM engine is not running.")
         if self.is_alone:  # several processes have done so together, in `group`
             self._sync_if_needed()
         self._turns = VLLMTurns(

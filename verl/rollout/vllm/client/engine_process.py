@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.errors import RolloutError
+from verl.rollout.base import EngineLost
 from verl.rollout.vllm.messages import EngineCall, EngineReply
 from verl.utils.child_process.channel import ChannelClosed
 from verl.utils.child_process.exit_report import LogExcerpt
@@ -113,7 +114,7 @@ ASKED = {  # a call, as messages say it
 }
 
 
-class EngineDied(RolloutError):
+class EngineDied(EngineLost):
     """The engine's process ended, or made no progress and was ended.
 
     Args:

@@ -101,8 +101,10 @@ class VLLMTurns(TurnEngine):
         return drawn
 
     def open_turns(self) -> list[DrawnTurn]:
-        if self._begun_in is None or self._begun_in != self.process.process_id:
+        if self._begun_in is None:
             return []
+        if self._begun_in != self.process.process_id:
+            raise EngineDied("The vLLM engine that generated the open turns is not running.")
         output: TurnOutput = self._call("open_turns")
         lines = zip(output.numbers, output.tokens, output.log_probs, strict=True)
         return [DrawnTurn(self._open[number].episode, tokens, log_probs, False) for number, tokens, log_probs in lines]

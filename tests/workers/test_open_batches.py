@@ -1,0 +1,238 @@
+"""Episodes across changes of the weights: versions of each turn, answers as events, environments made again."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from environments.digit_game import DigitGame, DigitGames
+from environments.episodes import engine_of, prompts_of
+
+from verl.component import BuildContext, component
+from verl.environments.base import EnvironmentFactory, InfraError
+from verl.errors import RolloutError
+from verl.models.tiny import TinyModel
+from verl.rollout.base import GenerationRequest
+from verl.workers.schedule import FILE, Schedule, ScheduledEvent, read_schedule
+from verl.workers.step_loop import StepLoop
+
+STEPS = (1, 2)
+STOPS = tuple(range(20, 40))
+
+
+class LateGame:
+    """A `DigitGame` that answers after seconds that nobody knows; `num_calls` counts those of this process."""
+
+    def __init__(self, games: LateGames):
+        self.games, self.game = games, DigitGame(games)
+        self.recovery = games.recovery
+
+    async def reset(self, row: Any, seed: int) -> Any:
+        await asyncio.sleep(random.uniform(0.0, self.games.most_s))
+        return self.game.reset(row, seed)
+
+    async def step(self, action: Any) -> Any:
+        await asyncio.sleep(random.uniform(0.0, self.games.most_s))
+        if self.games.fails:
+            raise InfraError("planted")
+        found = self.game.step(action)
+        return found if not self.games.lies else type(found)("9999", terminated=found.terminated)
+
+
+@component
+class LateGames(DigitGames):
+    """Games of `LateGame`; `lies`: whose answers are others; `fails`: whose turns fail."""
+
+    most_s: float = 0.05
+    lies: bool = False
+    fails: bool = False
+
+    def factory(self, context: BuildContext) -> EnvironmentFactory:
+        return _LateFactory(self)
+
+
+class _LateFactory(EnvironmentFactory):
+    def __init__(self, games: LateGames):
+        self.games = games
+
+    def make(self) -> LateGame:
+        return LateGame(self.games)
+
+
+class AtSteps(Schedule):
+    """Carries events out at given steps, however many rows are open."""
+
+    def note(self, event: ScheduledEvent) -> None:
+        super().note(event if self.next is None or self.next.open_rows >= 0 else replace(event, open_rows=-1))
+
+
+GAMES = {"max_tokens": 60, "max_turns": 4, "recovery": "deterministic"}
+
+
+class Engine:
+    """A loop over a small model, whose weights of each version are known."""
+
+    def __init__(self, games: Any, kv_cache: str, events: Any = (), file: Any = None, journal_dir: Any = None):
+        options: dict[str, Any] = {"weight_update": "in_flight", "kv_cache": kv_cache, "max_rows": 6}
+        source = TinyModel(context_length=128, dtype="float64", hidden_size=32, intermediate_size=64)
+        model = source.load_causal_lm("cpu"), source.load_tokenizer()
+        self.sampler = engine_of(games, 10, model=model, stop_token_ids=STOPS, **options)
+        self.model, self.tokenizer = model
+        self.sampler._context = replace(self.sampler._context, journal_dir=journal_dir)
+        self.first = {name: x.clone() for name, x in self.model.state_dict().items()}
+        self.loop = StepLoop(self.sampler, 100, AtSteps({"setting": 1}, file, events))
+
+    def load(self, version: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for name, x in self.model.state_dict().items():
+                noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
+                x.copy_(self.first[name] + 0.05 * version * noise)
+
+    def weights(self, version: int) -> None:
+        self.loop.take_weights(version, lambda: self.load(version))
+
+    def prompts(self) -> Any:
+        return prompts_of(self.tokenizer, ["1+2=", "34+5="])
+
+    def play(self, pause_s: float = 0.02) -> Any:
+        """Two batches, two updates and a save between them; the rows of both, and what was saved."""
+        self.weights(0)
+        for step in STEPS:
+            self.loop.begin(self.prompts(), GenerationRequest(step, 3))
+        time.sleep(pause_s)
+        self.weights(1)
+        time.sleep(pause_s)
+        state = self.loop.save(1)
+        time.sleep(pause_s)
+        self.weights(2)
+        return self.finish(), state
+
+    def resume(self, state: Any) -> Any:
+        self.loop.restore(state, 1, lambda: self.load(1))
+        self.weights(2)
+        return self.finish()
+
+    def finish(self) -> Any:
+        rows = [self.loop.finish(step) for step in STEPS]
+        self.close()
+        return rows
+
+    def close(self) -> None:
+        self.loop.close()
+        self.sampler.close()
+
+    def gap(self, rows: Any, version: int) -> float:
+        """Largest distance of log-probs of a version's tokens from those of a plain forward pass with its weights."""
+        self.load(version)
+        worst = 0.0
+        for row in range(len(rows)):
+            mask, width = rows["attention_mask"][row].bool(), int(rows["prompt_mask"][row].sum())
+            ids = rows["input_ids"][row][mask]
+            with torch.no_grad():
+                logits = self.model(input_ids=ids[None], use_cache=False).logits[0, width - 1 : -1].double()
+            plain = logits.log_softmax(-1).gather(-1, ids[width:, None])[:, 0]
+            is_of_version = (rows["token_versions"][row] == version)[: len(plain)]
+            gaps = (plain - rows["rollout_log_probs"][row][: len(plain)]).abs()
+            worst = max(worst, float((gaps * is_of_version).max()))
+        return worst
+
+
+def same_rows(one: Any, other: Any) -> None:
+    for left, right in zip(one, other, strict=True):
+        assert left.batch.keys() == right.batch.keys()
+        assert [name for name, x in left.batch.items() if not x.equal(right[name])] == []
+        turns = [[[turn["text"] for turn in record["turns"]] for record in x["episode"]] for x in (left, right)]
+        assert turns[0] == turns[1]
+
+
+KINDS: list[tuple[int, Any, int]] = [
+    (0, "weights", 0),
+    (0, "begin", 1),
+    (0, "begin", 2),
+    (7, "weights", 1),
+    (12, "save", 1),
+    (15, "weights", 2),
+]
+AT_ONCE = [ScheduledEvent(step, kind, number, -1) for step, kind, number in KINDS]
+
+
+@pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
+def test_turns_of_an_episode_have_versions_of_their_own_and_equal_events_give_equal_bits(kv_cache, tmp_path):
+    games = DigitGames(answers_at_once=True, **GAMES)
+    engine = Engine(games, kv_cache, AT_ONCE)
+    rows, state = engine.play()
+    lines = [line for x in rows for line in zip(x["token_versions"], x["response_mask"], strict=True)]
+    versions = [sorted(set(line[mask].tolist())) for line, mask in lines]
+    assert [0, 1, 2] in versions
+    assert max(len(record["turns"]) for x in rows for record in x["episode"]) > 1
+    for x in rows:
+        assert bool((x["token_versions"][~x["response_mask"]] == -1).all())
+        if kv_cache == "recompute":
+            assert max(engine.gap(x, version) for version in (0, 1, 2)) < 1e-9
+    slow = Engine(games, kv_cache, AT_ONCE, tmp_path / FILE)
+    same_rows(rows, slow.play(0.3)[0])
+    same_rows(rows, Engine(games, kv_cache, AT_ONCE).resume(state))
+
+
+@pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
+def test_answers_that_come_later_are_events_by_which_a_run_is_repeated_and_resumed(kv_cache, tmp_path):
+    games = LateGames(**GAMES)
+    rows, state = Engine(games, kv_cache, file=tmp_path / FILE).play()
+    events = read_schedule(tmp_path, {"setting": 1})
+    answers = [event.number for event in events if event.event == "answer"]
+    assert len(answers) == sum(len(record["calls"]) for x in rows for record in x["episode"])
+    assert {number // 1_000_000 for number in answers} == {1, 2}
+    slower = LateGames(most_s=0.2, **GAMES)
+    again = Engine(slower, kv_cache, events, tmp_path / "again.jsonl")
+    same_rows(rows, again.play()[0])
+    same_rows(rows, Engine(slower, kv_cache, events, tmp_path / "cut.jsonl").resume(state))
+    for name in ("again.jsonl", "cut.jsonl"):
+        assert (tmp_path / name).read_bytes() == (tmp_path / FILE).read_bytes()
+
+
+def test_environments_are_made_again_as_their_recovery_says():
+    rows, state = Engine(DigitGames(answers_at_once=True, **GAMES), "recompute", AT_ONCE).play()
+    began_anew = {}
+    for recovery in ("stateless", "restart"):
+        games = DigitGames(answers_at_once=True, **{**GAMES, "recovery": recovery})
+        engine = Engine(games, "recompute", AT_ONCE[:5])
+        found = engine.resume(state)
+        began_anew[recovery] = [record["journal"]["restarted"] for x in found for record in x["episode"]]
+    assert sum(began_anew["stateless"]) == 0
+    assert 0 < sum(began_anew["restart"]) <= 12
+    liar = Engine(LateGames(lies=True, **GAMES), "recompute", AT_ONCE)
+    with pytest.raises(RolloutError, match="before the run was interrupted it answered"):
+        liar.resume(state)
+    liar.close()
+    assert len(rows) == 2
+
+
+def test_failures_that_end_the_run_are_not_in_the_journal_of_a_resumed_one(tmp_path):
+    games = {**GAMES, "retries": 0, "on_infra": "stop", "most_s": 0.0}
+    for fails in (True, False):
+        engine = Engine(LateGames(fails=fails, **games), "recompute", journal_dir=tmp_path)
+        engine.weights(0)
+        engine.loop.begin(engine.prompts(), GenerationRequest(1, 3))
+        if fails:
+            with pytest.raises(RolloutError, match="planted. environment.on_infra is stop"):
+                engine.loop.finish(1)
+        else:
+            rows = engine.loop.finish(1)
+            assert {record["end"] for record in rows["episode"]} <= {"terminated", "tokens", "turn_tokens"}
+        engine.close()
+
+
+def test_an_answer_of_the_schedule_that_cannot_come_is_not_awaited():
+    events = [*AT_ONCE[:2], ScheduledEvent(3, "answer", 1_000_000, -1), *AT_ONCE[3:]]
+    engine = Engine(DigitGames(answers_at_once=True, **GAMES), "recompute", events)
+    engine.weights(0)
+    engine.loop.begin(engine.prompts(), GenerationRequest(1, 3))
+    with pytest.raises(RolloutError, match="answer 1000000 before engine step 3 .* and weights 1 before engine step 3"):
+        engine.weights(1)
+    engine.close()

@@ -1,0 +1,405 @@
+"""Batches that are being generated while weights change: their rows, and the episodes that these are turns of.
+
+    ResponseBatch  begin ──> a row for each response ────────────────────────────> drew: it is finished
+    EpisodeBatch   begin ──> reset ──> a row for a turn ──> drew ──> step ──> answer ──> a row for the next turn ...
+
+Answers of an environment that `answers_at_once` are carried out where they were asked for, so that they are no events.
+Others come between steps of the engine that only time decides: each is an event of the schedule (`Environments`).
+
+A checkpoint holds the turns and the answers of episodes. Environments of those that are open are made again from that:
+`stateless` ones begin anew, `deterministic` ones carry out their actions again, and each answer must be the one of
+then. With `restart` the episode begins anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from verl.environments.base import StepResult
+from verl.environments.calls import CallResult
+from verl.environments.episode import Episode, episode_state, load_episode
+from verl.environments.episode_loop import IDLE_WAIT_S, EpisodeLoop, EpisodeSampler
+from verl.environments.journal import JournalEntry, refuse_other_answer
+from verl.errors import RolloutError
+from verl.protocol import DataProto
+from verl.protocol.serialization import json_text
+from verl.rollout.base import DrawnTurn, GenerationRequest, TurnEngine, TurnRequest
+from verl.rollout.responses import ResponseSampler
+from verl.rollout.rows import assemble_turns, right_padded
+
+PROMPT_FIELDS = ("prompts", "prompt_mask", "prompt_ids", "group_ids")
+NUMBERS = 1_000_000  # of the rows or episodes of a batch: those of step 3 are 3,000,000 and so on
+MADE_AGAIN = ("stateless", "deterministic")
+
+
+@dataclass(eq=False)
+class OpenRow:
+    """A response, or a turn of an episode, that is being generated.
+
+    Attributes:
+        request: with which it was begun.
+        batch: that it belongs to.
+        tokens, log_probs, versions: drawn before the present turns of the engine were opened.
+        updates: changes of the weights since then, under which it was not computed anew: the number of tokens since
+            then that the former weights determine, and their version.
+    """
+
+    request: TurnRequest
+    batch: ResponseBatch
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    updates: list[tuple[int, int]] = field(default_factory=list)
+    is_finished: bool = False
+
+    def add(self, drawn: DrawnTurn, version: int) -> None:
+        """Append what the present turns of the engine have drawn, the last of it by the weights of this version."""
+        versions: list[int] = []
+        for count, former in [*self.updates, (len(drawn.tokens), version)]:
+            versions += [former] * (min(count, len(drawn.tokens)) - len(versions))
+        self.tokens += drawn.tokens
+        self.log_probs += drawn.log_probs
+        self.versions += versions
+        self.updates = []
+
+    def begin_anew(self) -> None:
+        """Forget what was drawn."""
+        self.tokens, self.log_probs, self.versions, self.updates = [], [], [], []
+
+    @property
+    def further(self) -> TurnRequest:
+        """The request for the rest of it."""
+        request = self.request
+        return replace(request, tokens=[*request.tokens, *self.tokens], position=len(self.tokens))
+
+
+class RowTurns(Protocol):
+    """The generator of rows, a `StepLoop`."""
+
+    def open(self, row: OpenRow) -> None: ...
+
+    def forget(self, number: int) -> None: ...
+
+
+class ResponseBatch:
+    """The responses of a batch, a prompt's samples side by side.
+
+    Attributes:
+        is_begun: its event has been carried out.
+        is_finished: all of it is generated.
+    """
+
+    def __init__(self, prompts: DataProto, request: GenerationRequest, sampler: ResponseSampler, turns: RowTurns):
+        fields = {name: prompts[name].clone() for name in PROMPT_FIELDS}
+        self.prompts = DataProto.from_dict(fields, non_tensors=prompts.non_tensor_batch)
+        self.request, self.sampler, self.turns = request, sampler, turns
+        self.first = request.step * NUMBERS
+        self.num_rows, self.num_finished = len(prompts) * request.num_samples, 0
+        self.is_begun = self.is_finished = False
+        self.rows: list[OpenRow] = []
+        assert self.num_rows <= NUMBERS
+
+    def begin(self) -> None:
+        """Open rows."""
+        self.is_begun = True
+        for turn in self.sampler.requests([self.prompts], self.request):
+            self.rows.append(OpenRow(replace(turn, episode=self.first + turn.episode), self))
+            self.turns.open(self.rows[-1])
+
+    def drew(self, row: OpenRow, *, is_complete: bool) -> None:
+        """Go on where the last token of a row was drawn."""
+        row.is_finished = True
+        self.turns.forget(row.request.episode)
+        self.num_finished += 1
+        self.is_finished = self.num_finished == self.num_rows
+
+    def assembled(self, dtype: torch.dtype) -> DataProto:
+        """All of it, with `token_versions` [B T] and `policy_version` [B], the oldest of a row; log-probs of this
+        type."""
+        drawn = [DrawnTurn(0, row.tokens, row.log_probs, True) for row in self.rows]
+        rows = assemble_turns(self.prompts, drawn, _with_type(dtype), self.sampler.pad_id, self.request.num_samples)
+        versions = {
+            "token_versions": right_padded([row.versions for row in self.rows], 0, torch.int64),
+            "policy_version": torch.tensor([min(row.versions) for row in self.rows]),
+        }
+        return rows.union(DataProto.from_dict(versions))
+
+    def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """The tensors for `load`, beside the prompts; no tokens of its rows are in the engine alone."""
+        rows = self.rows
+        return {
+            "tokens": right_padded([row.tokens for row in rows], 0, torch.int64),
+            "log_probs": right_padded([row.log_probs for row in rows], 0.0, dtype),
+            "versions": right_padded([row.versions for row in rows], 0, torch.int64),
+            "lengths": torch.tensor([len(row.tokens) for row in rows]),
+            "is_finished": torch.tensor([row.is_finished for row in rows]),
+        }
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        """Become a batch whose `state` this is, which has not gone on."""
+        self.is_begun = True
+        for index, turn in enumerate(self.sampler.requests([self.prompts], self.request)):
+            row, length = OpenRow(replace(turn, episode=self.first + turn.episode), self), int(saved["lengths"][index])
+            row.tokens = saved["tokens"][index, :length].tolist()
+            row.log_probs = saved["log_probs"][index, :length].tolist()
+            row.versions = saved["versions"][index, :length].tolist()
+            row.is_finished = bool(saved["is_finished"][index])
+            self.rows.append(row)
+        self.num_finished = sum(row.is_finished for row in self.rows)
+        self.is_finished = self.num_finished == self.num_rows
+
+    def go_on(self) -> None:
+        """Go on after `load` of all batches."""
+        for row in self.rows:
+            if not row.is_finished:
+                self.turns.open(row)
+
+    def close(self) -> None:
+        """Free what it holds beside tokens. Idempotent."""
+
+
+class EpisodeBatch(ResponseBatch, TurnEngine):
+    """The episodes of a batch; turns that its `EpisodeLoop` adds become rows."""
+
+    sampler: EpisodeSampler
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.loop: EpisodeLoop | None = None
+        self._open: dict[int, OpenRow] = {}  # the turn that is drawn, by episode
+        self._loaded: dict[int, Any] = {}  # by open episode, the parts of that turn, or None
+        self._made_again: set[int] = set()  # open episodes whose environments are as they were
+
+    def begin(self) -> None:
+        self.is_begun = True
+        self._play(self._episodes())
+        assert self.loop is not None
+        for episode in self.loop.episodes.values():
+            self.loop.start(episode)
+
+    def add(self, turn: TurnRequest) -> None:
+        row = self._open[turn.episode] = OpenRow(turn, self)
+        self.turns.open(row)
+
+    def forget(self, episode: int) -> None:
+        self.turns.forget(episode)
+
+    def drew(self, row: OpenRow, *, is_complete: bool) -> None:
+        assert self.loop is not None
+        number = row.request.episode
+        del self._open[number]
+        self.loop.draw(DrawnTurn(number, row.tokens, row.log_probs, is_complete, versions=row.versions))
+        self._count()
+
+    def answer(self, result: CallResult) -> None:
+        """Go on with an episode whose environment has answered."""
+        assert self.loop is not None
+        if (journal := self.loop.journal) is not None:
+            self.loop.write_answer(journal, result)
+            journal.flush()
+        try:
+            self.loop.answer(result)
+        except RolloutError:
+            if journal is not None:
+                journal.forget_failures()
+            raise
+        self._count()
+
+    def assembled(self, dtype: torch.dtype) -> DataProto:
+        assert self.loop is not None
+        episodes = list(self.loop.episodes.values())
+        return self.sampler.batch_of(self.prompts, self.request, episodes, _with_type(dtype), has_versions=True)
+
+    def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        assert self.loop is not None
+        episodes = [episode_state(episode) for episode in self.loop.episodes.values()]
+        for state, number in zip(episodes, self.loop.episodes, strict=True):
+            row = self._open.get(number)
+            state["open"] = None if row is None else [row.tokens, row.log_probs, row.versions]
+        columns = {name: values.tolist() for name, values in self.prompts.non_tensor_batch.items()}
+        texts = {"episodes": json_text("episodes", episodes), "columns": json_text("columns", columns)}
+        tensors = {name: torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8) for name, text in texts.items()}
+        return tensors | {
+            "lengths": torch.zeros(len(episodes), dtype=torch.int64),
+            "log_probs": torch.zeros(0, dtype=dtype),
+        }
+
+    def load(self, saved: Mapping[str, Tensor]) -> None:
+        self.is_begun = True
+        columns, states = (json.loads(saved[name].numpy().tobytes()) for name in ("columns", "episodes"))
+        self.prompts = self.prompts.union(DataProto.from_dict(non_tensors=columns))
+        episodes = self._episodes()
+        for episode, state in zip(episodes, states, strict=True):
+            load_episode(episode, state)
+        self._play(episodes)
+        assert self.loop is not None
+        self._loaded = {x.number: state["open"] for x, state in zip(episodes, states, strict=True) if not x.end}
+        self._make_again([episode for episode in episodes if not episode.end])
+
+    def go_on(self) -> None:
+        assert self.loop is not None
+        for number, drawn in self._loaded.items():
+            episode = self.loop.episodes[number]
+            if number not in self._made_again:
+                episode.restarted, episode.reads_journal = True, False
+                self.loop.start(episode)
+            elif drawn is not None:
+                self.loop.next_turn(episode)
+                row = self._open[number]
+                row.tokens, row.log_probs, row.versions = drawn
+            elif episode.calls:
+                self.loop.ask_step(episode)
+            else:
+                self.loop.ask_reset(episode)
+        self._count()
+
+    def close(self) -> None:
+        if self.loop is None:
+            return
+        for episode in self.loop.episodes.values():
+            if not episode.end and episode.environment is not None:
+                self.loop.calls.end(episode.environment)
+        if self.loop.journal is not None:
+            self.loop.journal.close()
+        self.loop = None
+
+    def _count(self) -> None:
+        assert self.loop is not None
+        self.num_finished = self.num_rows - self.loop.num_open
+        if not self.loop.num_open:
+            if self.loop.journal is not None:
+                self.loop.journal.flush()  # another thread closes it
+            self.is_finished = True
+
+    def _episodes(self) -> list[Episode]:
+        return self.sampler.episodes(self.prompts, self.request, itertools.count(self.first), itertools.count())
+
+    def _play(self, episodes: Sequence[Episode]) -> None:
+        if (journal := self.sampler.new_journal()) is not None:
+            journal.open(self.request.step)
+        self.loop = EpisodeLoop(self.sampler, self, self.request, episodes, journal)
+
+    def _make_again(self, episodes: Sequence[Episode]) -> None:
+        """Make the environments of open episodes as they were, where that is possible."""
+        assert self.loop is not None
+        loop, calls, known, given = self.loop, self.loop.calls, {}, self._made_again
+        for episode in episodes:
+            episode.environment = calls.factory.make_alone() if episode.is_alone else calls.factory.make()
+            recovery = getattr(episode.environment, "recovery", "restart")
+            if recovery not in MADE_AGAIN:
+                continue
+            given.add(episode.number)
+            if episode.calls:  # it had begun
+                answered = len(episode.turns) - (self._loaded[episode.number] is None)
+                known[episode.number] = answered if recovery == "deterministic" else 0
+                call_id = loop.call_id(episode, "reset")
+                calls.reset(episode.number, episode.attempt, call_id, episode.environment, episode.row, episode.seed)
+        places, waited_s = dict.fromkeys(known, 0), 0.0
+        while places:
+            began = time.monotonic()
+            results = calls.take(IDLE_WAIT_S)
+            for result in results:
+                place, episode = places.pop(result.episode), loop.episodes[result.episode]
+                if result.record.outcome != "ok":
+                    given.discard(episode.number)
+                    calls.end(episode.environment)
+                    continue
+                if place:
+                    _compare(episode, place - 1, result)
+                if place < known[episode.number]:
+                    places[episode.number] = place + 1
+                    action = loop.action(episode, place)
+                    calls.step(episode.number, episode.attempt, action.call_id, episode.environment, action)
+            waited_s = 0.0 if results else waited_s + time.monotonic() - began
+            if waited_s > calls.stuck_after_s(len(episodes)):
+                raise calls.stuck_error()
+
+
+class Environments:
+    """Answers of environments to the episodes of all open batches.
+
+    Args:
+        batches: open ones, by training step.
+        on_result: called in another thread when there may be something to settle.
+    Attributes:
+        waiting: answers that are not carried out yet, by episode.
+    """
+
+    def __init__(self, sampler: EpisodeSampler, batches: Mapping[int, ResponseBatch], on_result: Callable[[], object]):
+        self._sampler, self._batches = sampler, batches
+        self.waiting: dict[int, CallResult] = {}
+        self._idle_s = 0.0
+        sampler.calls.on_result = on_result
+        sampler.calls.begin_play()
+
+    @property
+    def num_pending(self) -> int:
+        """Calls whose answers are not there yet."""
+        return self._sampler.calls.num_pending
+
+    def settle(self) -> None:
+        """Carry out the answers that came at once, and take the others."""
+        while results := [*self._known(), *self._sampler.calls.take(0.0)]:
+            self._idle_s = 0.0
+            for result in results:
+                loop = self._loop_of(result)
+                if loop is None or not loop.awaits(result):
+                    continue
+                self.waiting[result.episode] = result
+                if getattr(loop.episodes[result.episode].environment, "answers_at_once", False):
+                    self.carry_out(result.episode)
+
+    def carry_out(self, episode: int) -> None:
+        """Go on with an episode behind the answer of its environment."""
+        result = self.waiting.pop(episode)
+        batch = self._batches[result.episode // NUMBERS]
+        assert isinstance(batch, EpisodeBatch)
+        batch.answer(result)
+
+    def note_idle(self, seconds: float) -> None:
+        """Count seconds in which there was nothing to do but to wait for answers.
+
+        Raises:
+            RolloutError: one has not come within its deadline.
+        """
+        self._idle_s += min(seconds, 2 * IDLE_WAIT_S)  # more: this process was suspended
+        if self._idle_s > self._sampler.calls.stuck_after_s(sum(b.num_rows for b in list(self._batches.values()))):
+            raise self._sampler.calls.stuck_error()
+
+    def _loop_of(self, result: CallResult) -> EpisodeLoop | None:
+        batch = self._batches.get(result.episode // NUMBERS)
+        return batch.loop if isinstance(batch, EpisodeBatch) else None
+
+    def _known(self) -> list[CallResult]:
+        """Answers from journals, which are written before calls are handed over."""
+        known = []
+        for batch in list(self._batches.values()):
+            if isinstance(batch, EpisodeBatch) and (loop := batch.loop) is not None:
+                if loop.journal is not None:
+                    loop.journal.flush()
+                known += loop.known
+                loop.known.clear()
+        return known
+
+
+def _compare(episode: Episode, index: int, result: CallResult) -> None:
+    """Compare an answer that was made again with that to a turn."""
+    turn = episode.turns[index]
+    before = JournalEntry(result.record, StepResult(turn.observation, turn.reward, calls=tuple(turn.calls)))
+    where = f"call {result.record.call_id} ({result.record.name})"
+    refuse_other_answer(before, JournalEntry(result.record, result.value), where)
+
+
+def _with_type(dtype: torch.dtype) -> TurnEngine:
+    """Stands for an engine whose log-probs have this type."""
+    engine = TurnEngine()
+    engine.dtype = dtype
+    return engine
