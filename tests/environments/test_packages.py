@@ -204,6 +204,7 @@ def test_the_tools_of_a_verifiers_task_are_offered_called_and_answered(tasks):
         try:
             assert {name: list(x["properties"]) for name, x in pool.tool_parameters.items()} == {"add": ["a", "b"]}
             environment = pool.make()
+            await environment.acquire_process()
             row = {"index": 2, "prompt_id": 2, "prompt_messages": prompts[2]}
             assert await environment.reset(row, 0) is None  # the prompt said it
             answer = await environment.step(Action("add(2, 3)", (ToolCall("add", {"a": 2, "b": 3}),)))
@@ -223,5 +224,5 @@ def test_the_tools_of_a_verifiers_task_are_offered_called_and_answered(tasks):
 @pytest.mark.exhaustive
 def test_a_taskset_that_is_not_there_is_refused_before_anything_is_drawn():
     options = VerifiersEnvironment(taskset="no_such_tasks", python=interpreter_with("verifiers"), reset_timeout_s=240.0)
-    with refusal("taskset"):
+    with refusal("environment.taskset"):
         options.tool_schemas()
