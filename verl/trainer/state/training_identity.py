@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +60,8 @@ REWARD_TRANSPORT_KEYS = {"timeout_s", "num_workers", "on_error", "error_score", 
 REWARD_TRANSPORT_KEYS |= {"micro_batch_tokens", "endpoint", "sharding"}
 SAME_RESULTS = {"actor.model.compile", "critic.model.compile", "reference.model.compile"}  # but for rounding
 FUNCTION = re.compile(r"[^\s:]+:[A-Za-z_]\w*")  # file.py:function or module:function
+OF_MODELS = ("config.json", "adapter_config.json")  # one of them is in a directory with a model
+DIRECTORIES = ("data.dataset",)  # settings whose directories hold data
 DIGEST = "blake3"  # only key of the digest of a file or directory
 
 
@@ -75,7 +77,8 @@ def identity_of(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     flat = dict(_flat(config))
     parts = {path: value for path, value in flat.items() if _below(path, IDENTITY) and path not in SAME_RESULTS}
     tokenizer_identity = {} if tokenizer is None else {"tokenizer": tokenizer_digest(tokenizer)}
-    return {path: content_of(value) for path, value in parts.items()} | tokenizer_identity
+    directories = {path: content_of(parts[path], (".",)) for path in DIRECTORIES if path in parts}
+    return {path: content_of(value) for path, value in parts.items()} | directories | tokenizer_identity
 
 
 def paths_of_texts(config: Mapping[str, Any], start: str) -> set[str]:
@@ -150,10 +153,14 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return _digest(json.dumps([vocabulary, special, template], sort_keys=True).encode())
 
 
-def content_of(value: Any) -> Any:
-    """Replace a path by the digest of its content; other values are unchanged."""
+def content_of(value: Any, named: Sequence[str] = OF_MODELS) -> Any:
+    """Replace a path by the digest of its content; other values are unchanged.
+
+    Args:
+        named: entries one of which a directory must have for that; `.` is any directory.
+    """
     if isinstance(value, (list, tuple)):
-        return [content_of(item) for item in value]
+        return [content_of(item, named) for item in value]
     if not isinstance(value, str) or "\0" in value or len(value) > 4096:
         return value
     try:
@@ -162,7 +169,7 @@ def content_of(value: Any) -> Any:
             return {DIGEST: _file_digest(path)}
     except (OSError, RuntimeError):  # a text that no path can be, such as a chat template
         return value
-    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
+    if any((path / name).exists() for name in named):
         names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
         return {DIGEST: _digest("".join(f"{name} {_file_digest(path / name)}\n" for name in names).encode())}
     return value
