@@ -138,8 +138,9 @@ def made_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), directory / "train.parquet")
     save_random_model(directory / "outputs/quickstart/sft/actor", "qwen2", torch.float32)
     rule = "def score(**columns):\n    return [0.0 for _ in columns['responses']]\n\n\nreward = score\n"
+    (own,) = [text for page, text in blocks("python") if page == "algorithms.md" and text.startswith("# my.py")]
     for name in ("my.py", "rule.py"):
-        (directory / name).write_text(rule)
+        (directory / name).write_text(rule + own)
     return directory
 
 

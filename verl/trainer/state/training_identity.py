@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from verl.errors import ConfigError
-from verl.rewards.import_path import source_file
+from verl.protocol.import_path import source_file
 
 if TYPE_CHECKING:
     from verl.checkpoint.resume_point import ResumePoint
@@ -61,6 +61,7 @@ REWARD_TRANSPORT_KEYS |= {"micro_batch_tokens", "endpoint", "sharding"}
 SAME_RESULTS = {"actor.model.compile", "critic.model.compile", "reference.model.compile"}  # but for rounding
 FUNCTION = re.compile(r"[^\s:]+:[A-Za-z_]\w*")  # file.py:function or module:function
 OF_MODELS = ("config.json", "adapter_config.json")  # one of them is in a directory with a model
+FUNCTIONS = ("algorithm",)  # settings whose `file.py:function` stands for the content of the file
 DIRECTORIES = ("data.dataset",)  # settings whose directories hold data
 DIGEST = "blake3"  # only key of the digest of a file or directory
 
@@ -78,7 +79,8 @@ def identity_of(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     parts = {path: value for path, value in flat.items() if _below(path, IDENTITY) and path not in SAME_RESULTS}
     tokenizer_identity = {} if tokenizer is None else {"tokenizer": tokenizer_digest(tokenizer)}
     directories = {path: content_of(parts[path], (".",)) for path in DIRECTORIES if path in parts}
-    return {path: content_of(value) for path, value in parts.items()} | directories | tokenizer_identity
+    functions = {path: _with_source(x) for path, x in parts.items() if _below(path, FUNCTIONS)}
+    return {path: content_of(value) for path, value in parts.items()} | directories | functions | tokenizer_identity
 
 
 def paths_of_texts(config: Mapping[str, Any], start: str) -> set[str]:
@@ -99,6 +101,15 @@ def _function_content(value: Any) -> Any:
     """`content_of` a value; of `file.py:function` the content of the file, and the function."""
     file, _, function = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     return [content_of(file), function] if file and Path(file).is_file() else content_of(value)
+
+
+def _with_source(value: Any) -> Any:
+    """`content_of` a value; of a function in a file or module the content of the file, and the function."""
+    if not isinstance(value, str) or not FUNCTION.fullmatch(value):
+        return content_of(value)
+    module, _, function = value.rpartition(":")
+    file, _ = source_file(module)
+    return value if file is None else [{DIGEST: _file_digest(file)}, function]
 
 
 def sources_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -283,4 +294,6 @@ def training_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> d
 def _shown(value: Any) -> str:
     if isinstance(value, Mapping) and set(value) == {DIGEST}:
         return f"content {value[DIGEST][:12]}"
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        return ", ".join(map(_shown, value))
     return json.dumps(value) if not isinstance(value, str) else value
