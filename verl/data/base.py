@@ -13,6 +13,7 @@ from torch import Tensor
 
 from verl.component import Description, component
 from verl.data.chat_template import FinalAssistant
+from verl.data.curriculum import Curriculum
 from verl.data.readers import OnBadRow
 from verl.data.sampler import Mixture
 from verl.errors import ConfigError
@@ -37,6 +38,8 @@ class Dataset(Protocol):
 class PromptSource(Description):
     """Base class of `data=` components for reinforcement learning: builds `DataSplits` of prompts.
 
+    Args:
+        curriculum: draws prompts by their pass rates; None to draw every row once an epoch.
     Attributes:
         prompts_are_texts: whether no prompt is a list of chat messages, so that no chat template is applied to any.
         settled_fields: settings whose value is known when the data are read, such as the commit of a branch.
@@ -44,6 +47,8 @@ class PromptSource(Description):
 
     prompts_are_texts: ClassVar[bool] = False
     settled_fields: ClassVar[tuple[str, ...]] = ()
+
+    curriculum: Curriculum | None = None
 
     def columns(self) -> dict[str, frozenset[str]]:
         """Columns without the prompt, by the setting that names the rows (`train_files`); only for rows whose columns

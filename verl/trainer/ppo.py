@@ -206,6 +206,8 @@ class PPOTrainer(PPOLifecycle):
         with self.stages.stage("reward") as note, self.guard.rating(rollout):
             rollout = self._rated(rollout, self.pipeline.computed_ahead())
             self.guard.inspect(rollout, "reward")  # before a selection reads them
+            passed = torch.tensor(rollout["score"].astype(float)) >= self.settings.success_score
+            self.sampler.record(rollout["prompt_ids"], passed)
             note.say(f"mean {float(np.mean(rollout['score'].astype(float))):.4f}")
         return rollout
 

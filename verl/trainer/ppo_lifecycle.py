@@ -236,7 +236,7 @@ class PPOLifecycle(LoopTrainer):
         rows = self.reuse.new(experience)
         if self.settings.sample_rows and (step == 1 or self.evaluates_after(step)):
             self.tracker.token_rows(token_rows(rows, self.settings.sample_rows, self.tokenizer), step)
-        return experience_metrics(rows)
+        return experience_metrics(rows) | self.sampler.metrics
 
     @property
     def parts(self) -> dict[str, Stateful]:

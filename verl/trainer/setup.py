@@ -31,6 +31,7 @@ from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, as_plain, hint, nearest
 from verl.compose.run_start import lock_run_directory
 from verl.data.base import Dataset, DataSplits, named_source, report_counts
+from verl.data.curriculum import sampler_of
 from verl.data.sampler import EpochSampler
 from verl.engines.sharding import Sharding
 from verl.errors import CheckpointNotFound, ConfigError, WorkerDied, faults_below
@@ -397,7 +398,9 @@ class LoopTrainer(ABC):
         self.train_data, self.eval_data = splits.train, splits.eval
         self.data_counts, self.settled_data = report_counts(splits), splits.settled
         seed, source = derive_seed(self.settings.seed, "data order"), named_source(self.description.data)
-        self.sampler = EpochSampler(len(splits.train), batch_size, seed, setting, splits.mixture, source)
+        options = {"seed": seed, "batch_size_name": setting, "mixture": splits.mixture, "source": source}
+        curriculum = getattr(self.description.data, "curriculum", None)
+        self.sampler = sampler_of(curriculum, splits.train, batch_size, **options)
         self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
 
     def evaluates_after(self, step: int) -> bool:

@@ -38,6 +38,7 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "algorithm.replay_fraction": 0.0,
     "algorithm.replay_max_staleness": 16,
     "data.final_assistant": "error",
+    "data.curriculum": None,
     "environment": None,
     "environment.history": "append",
     "algorithm.advantage.discount": "token",
