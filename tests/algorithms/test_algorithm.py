@@ -219,3 +219,64 @@ def test_what_draws_at_random_or_caches_what_never_changes_is_taken():
     before = torch.random.get_rng_state()
     Algorithm(advantage=Stateless(), policy_loss=PPOClip())
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+class Baseline:
+    """Counts its calls; `kept` is what its state has of that."""
+
+    def __init__(self, kept):
+        self.calls, self.kept = 0, kept
+
+    def __call__(self, batch):
+        self.calls += 1
+        return less(batch, float(self.calls))
+
+    def state_dict(self):
+        return self.kept(self.calls)
+
+    def load_state_dict(self, state):
+        self.calls = state.get("calls", self.calls)
+
+
+@component
+class Kept(AdvantageEstimator):
+    how: str = "whole"
+
+    def build(self, context):
+        ways = {
+            "whole": lambda n: {"calls": n},
+            "forgets": lambda n: {},
+            "tensor": lambda n: {"calls": torch.tensor(n)},
+        }
+        return Baseline(ways[self.how])
+
+
+@component
+class KeptByItself(AdvantageEstimator):
+    def __call__(self, batch):
+        object.__setattr__(self, "n", getattr(self, "n", 0) + 1)
+        return less(batch, float(self.n))
+
+    def state_dict(self):
+        return {"n": getattr(self, "n", 0)}
+
+    def load_state_dict(self, state):
+        object.__setattr__(self, "n", state["n"])
+
+
+def test_an_estimator_whose_state_dict_holds_its_state_is_taken():
+    for estimator in (Kept(), KeptByItself()):
+        Algorithm(advantage=estimator, policy_loss=PPOClip())
+        assert vars(estimator).get("n") is None  # the trial used a copy
+
+
+@pytest.mark.parametrize(
+    ("how", "fault"),
+    [
+        ("forgets", "after load_state_dict of an earlier state one batch gives other advantages"),
+        ("tensor", "its state_dict must be a dict of numbers, texts, lists and dicts"),
+    ],
+)
+def test_a_state_dict_that_does_not_bring_everything_back_is_refused(how, fault):
+    with pytest.raises(ConfigError, match=fault):
+        Algorithm(advantage=Kept(how=how), policy_loss=PPOClip())

@@ -27,8 +27,8 @@ SFT_ONLY = {
     "experiment=arithmetic_sft", "experiment=arithmetic_teacher_sft",
     "experiment=calculator_sft", "experiment=guess_number_sft",
 }  # fmt: skip
-PPO_ONLY = {"data=arithmetic", "data=files", "trainer=local", "trainer=ray", "trainer=mesh"}
-PPO_ONLY |= {"experiment=arithmetic_ppo", "experiment=arithmetic_grpo", "experiment=gsm8k_qwen2_0_5b"}
+PPO_ONLY = {"data=arithmetic", "data=files", "data=hub", "trainer=local", "trainer=ray", "trainer=mesh"}
+PPO_ONLY |= {"experiment=arithmetic_ppo", "experiment=arithmetic_grpo", "experiment=gsm8k_qwen2_5_0_5b"}
 PPO_ONLY |= {f"data={name}" for name in ("calculator", "guess_number", "episodes")}
 PPO_ONLY |= {"experiment=calculator_grpo", "experiment=guess_number_ppo", "experiment=distill_tiny"}
 OPTIONS = [f"{group}={option}" for group, options in group_options().items() for option in options]
@@ -75,7 +75,7 @@ NEEDED = {  # what an option leaves to the user
     "environment=mcp": ["environment.command=[server]"],
     "rollout=server": ["rollout.endpoint.base_url=http://localhost:8000"],
     "data=files": ["data.train_files=[rows.jsonl]", "data.max_prompt_length=16"],
-    "experiment=gsm8k_qwen2_0_5b": ["data.train_files=[rows.jsonl]", "data.eval_files=[rows.jsonl]"],
+    "data=hub": ["data.dataset=me/sums", "data.max_prompt_length=16"],
     "data=sft_files": ["data.train_files=[rows.jsonl]", "data.max_length=16"],
 }
 COMBINATIONS = [  # that go together: `make test` composes these, and `make exhaustive` each option alone
@@ -97,7 +97,7 @@ COMBINATIONS = [  # that go together: `make test` composes these, and `make exha
     "actor=tiny_scratch",
     "reward=normalized algorithm=reinforce_pp environment=python_sandbox critic=tiny tracker=trackio sharding=tp_fsdp",
     "reward=overlong algorithm=reinforce_pp_baseline environment=python_tools critic=tiny_scratch tracker=wandb",
-    "reward=remote_chat algorithm=remax",
+    "reward=remote_chat algorithm=remax data=hub",
     "reward=remote_http algorithm=rloo environment=reasoning_gym",
     "reward=weighted_sum environment=textarena",
     "environment=guess_number data=guess_number",

@@ -110,13 +110,17 @@ def test_a_number_without_the_mark_can_be_refused():
 
 
 @pytest.mark.exhaustive
-def test_the_recipe_trains_a_local_model_on_a_local_file(questions, dir32, tmp_path):
+def test_a_model_trains_on_the_files_that_were_written(questions, dir32, tmp_path):
     assert prepare.main([str(tmp_path / "data"), "--from", str(questions), "--instruction", ""]) == 0
     file = tmp_path / "data" / "train.parquet"
     arguments, assigned = command_line(
         "ppo",
         [
-            "experiment=gsm8k_qwen2_0_5b",
+            "algorithm=grpo",
+            "actor=pretrained",
+            "critic=none",
+            "data=files",
+            "reward=math",
             f"actor.model.path={dir32}",
             f"data.train_files=[{file}]",
             f"data.eval_files=[{file}]",

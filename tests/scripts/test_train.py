@@ -117,8 +117,8 @@ def test_flags_of_checkpoints_become_settings_of_checkpoints(capsys):
 
 
 def test_a_model_beside_an_experiment_keeps_the_rates_that_the_experiment_chose(capsys):
-    overrides = told(capsys, "--experiment", "gsm8k_qwen2_0_5b", "--model", "./m")
-    assert sorted(overrides) == ["actor.model.path=./m", "experiment=gsm8k_qwen2_0_5b"]
+    overrides = told(capsys, "--experiment", "gsm8k_qwen2_5_0_5b", "--model", "./m")
+    assert sorted(overrides) == ["actor.model.path=./m", "experiment=gsm8k_qwen2_5_0_5b"]
 
 
 def test_what_this_version_does_not_have_is_refused_by_name_with_what_it_needs(capsys):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from verl.algorithms.advantages import GAE, GRPO
+from verl.algorithms.advantages import GAE, GRPO, AdvantageEstimator, per_response
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KLInLoss, KLInReward
 from verl.algorithms.losses import PPOClip
@@ -19,6 +19,7 @@ from verl.data.rlhf_dataset import RLHFDataset
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import NoSharding
 from verl.models.pretrained import ModelSource
+from verl.ops.masking import masked_sum
 from verl.rewards.base import Reward, RewardDescription
 from verl.rollout.hf import HFRollout
 from verl.tracking.base import Trackers
@@ -53,6 +54,58 @@ class ShakenClip(PPOClip):
     def __call__(self, log_probs: torch.Tensor, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         loss, stats = super().__call__(log_probs, batch)
         return loss * (0.5 + torch.rand(loss.shape)), stats
+
+
+class RunningMean:
+    """An estimator that has read every batch so far: rewards less the mean of all earlier ones."""
+
+    def __init__(self) -> None:
+        self.total, self.count = 0.0, 0
+
+    def __call__(self, batch: Any) -> Any:
+        mask = batch["response_mask"]
+        scores = masked_sum(batch["token_level_rewards"], mask, dim=-1)
+        credit = per_response(scores - self.total / max(1, self.count), scores, mask)
+        self.total, self.count = self.total + float(scores.double().sum()), self.count + len(scores)
+        return credit
+
+    def state_dict(self) -> dict[str, float]:
+        return {"total": self.total, "count": self.count}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.total, self.count = state["total"], state["count"]
+
+
+@component
+class RunningBaseline(AdvantageEstimator):
+    """An estimator with state of its own."""
+
+    def build(self, context: BuildContext) -> RunningMean:
+        return RunningMean()
+
+
+class _Heating:
+    def __init__(self, loss: PPOClip):
+        self.loss, self.tokens = loss, 0
+
+    def __call__(self, log_probs: torch.Tensor, batch: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        self.tokens += int(batch["response_mask"].sum())
+        loss, stats = self.loss(log_probs, batch)
+        return loss / (1 + self.tokens / 50), stats
+
+    def state_dict(self) -> dict[str, int]:
+        return {"tokens": self.tokens}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.tokens = state["tokens"]
+
+
+@component
+class HeatingLoss(PPOClip):
+    """The clipped loss, the smaller the more tokens a process has seen."""
+
+    def build(self, context: BuildContext) -> _Heating:
+        return _Heating(PPOClip())
 
 
 @component

@@ -23,11 +23,13 @@ class AdvantageEstimator(Description):
     """Base class of advantage estimators; a subclass declares its inputs and computes `advantages` and `returns`.
 
     Attributes:
+        function_form: the component that calls a function, for a node with `path` in place of an estimator.
         needs_values: uses `values`, so that the run needs a critic.
         needs_groups: compares the responses to one prompt by `group_ids`, so that a prompt needs several.
         needs_greedy_baseline: uses `greedy_scores` [B], the score of the greedy response to the same prompt.
     """
 
+    function_form: ClassVar[str] = "verl.algorithms.functions.AdvantageFunction"
     needs_values: ClassVar[bool] = False
     needs_groups: ClassVar[bool] = False
     needs_greedy_baseline: ClassVar[bool] = False

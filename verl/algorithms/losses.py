@@ -7,7 +7,7 @@ token; `verl.ops.loss_aggregation` reduces them to a scalar.   B responses, T re
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
 from pydantic import Field, NonNegativeFloat, PositiveFloat
@@ -22,7 +22,13 @@ _MAX_LOG_RATIO = 20.0
 
 @component
 class PolicyLoss(Description):
-    """Base class of policy losses."""
+    """Base class of policy losses.
+
+    Attributes:
+        function_form: the component that calls a function, for a node with `path` in place of a loss.
+    """
+
+    function_form: ClassVar[str] = "verl.algorithms.functions.LossFunction"
 
     def __call__(self, log_probs: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss of each token, to be minimised.

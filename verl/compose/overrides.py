@@ -19,6 +19,7 @@ from verl.compose.schema import CHOOSERS, LISTS, VALUES, group_options, option_f
 
 _PLAIN_OPTION = re.compile(r"^[\w,]*$")
 OWN_SHARDING = ".sharding"  # of a role: a key that takes an option of the group `sharding`
+CURRICULUM = "data.curriculum"  # takes an option of the group `curriculum`
 
 
 def assign(root: str, pairs: Sequence[tuple[str, Any]], *, sweeps: bool = False) -> Overrides:
@@ -36,10 +37,10 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, sweeps: bool = False)
             _add(out, translated, pairs, root, f"{key}={value}")
         elif key in VALUES:
             out.values.append((key, value))
-        elif key.endswith(OWN_SHARDING) and key.removesuffix(OWN_SHARDING) in keys and _is_option(value):
-            fault = _option_fault("sharding", value, sweeps)
+        elif (group := _group_of(key, keys)) is not None and _is_option(value):
+            fault = _option_fault(group, value, sweeps)
             out.faults += [f"{key}: {fault}"] if fault else []
-            out.options += [] if fault else [f"+sharding@{key}={value}"]
+            out.options += [] if fault else [f"+{group}@{key}={value}"]
         elif (top := key.partition(".")[0]) not in keys:
             out.faults.append(f"{key} is not a known key: {root}.yaml has no {top}.{hint(nearest(top, keys))}")
         elif "." in key or isinstance(value, Mapping) or str(value).startswith("{"):
@@ -145,6 +146,13 @@ def _add(out: Overrides, alias: Overrides, pairs: Sequence[tuple[str, Any]], roo
             out.faults.append(f"{source} means {option}, but {contrary[0]} is given too. Leave one of them out.")
         elif option not in out.options:
             out.options.append(option)
+
+
+def _group_of(key: str, root_keys: Iterable[str]) -> str | None:
+    """The group whose options a key below a root key takes."""
+    if key == CURRICULUM:
+        return "curriculum"
+    return "sharding" if key.endswith(OWN_SHARDING) and key.removesuffix(OWN_SHARDING) in root_keys else None
 
 
 def _is_option(value: Any) -> bool:

@@ -36,6 +36,7 @@ _ALLOWED = {  # below `verl.`
     "data.calculator.CalculatorSFT": (
         "max_digits pair_digits pair_share pair_calls train_size held_out seed max_length"
     ),
+    "data.curriculum.PassRate": "target bands falloff memory warmup_epochs",
     "data.episodes.EpisodePrompts": "prompt system_prompt chat_template train_size held_out max_prompt_length",
     "data.files.PromptFiles": f"{_ROWS} prompt_key final_assistant train_files eval_files weights",
     "data.files.SFTFiles": f"{_TEXTS} prompt_key train_files eval_files weights",

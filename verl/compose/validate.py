@@ -183,6 +183,7 @@ class _Validation:
                 self.value(item, join(path, key))
             return INVALID
         known, before = field_types(kind), len(self.faults)
+        items = {key: _of_function(known[key], item) if key in known else item for key, item in items.items()}
         values = {key: self.value(item, join(path, key)) for key, item in items.items() if key in known}
         self._unknown_keys(kind, [key for key in items if key not in known], path)
         component = object.__new__(kind)
@@ -244,6 +245,19 @@ def import_component(target: str) -> type[Description] | str:
     if not (isinstance(kind, type) and issubclass(kind, Description)):
         return "it is not a component; give a class that inherits verl.component.Description, decorated by `component`"
     return kind
+
+
+def _of_function(annotation: Any, node: Any) -> Any:
+    """A node with `path` in place of a component that can be a function: that component, without the fields of the one
+    that it was merged into.
+    """
+    form = getattr(annotation, "function_form", None)
+    if form is None or not isinstance(node, dict) or "path" not in node:
+        return node
+    before = field_types(kind) if isinstance(kind := import_component(str(node.get(TARGET))), type) else {}
+    known = field_types(import_component(form))  # type: ignore[arg-type]
+    merged = {TARGET} | (before.keys() - known.keys())
+    return node if "path" in before else {TARGET: form, **{k: x for k, x in node.items() if k not in merged}}
 
 
 def _is_component(node: Any) -> bool:

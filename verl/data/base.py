@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, ClassVar, Literal, Protocol, TypeVar
 
 from pydantic import Field, PositiveInt
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from verl.component import Description, component
 from verl.data.chat_template import FinalAssistant
+from verl.data.curriculum import Curriculum
 from verl.data.readers import OnBadRow
 from verl.data.sampler import Mixture
 from verl.errors import ConfigError
@@ -37,11 +38,17 @@ class Dataset(Protocol):
 class PromptSource(Description):
     """Base class of `data=` components for reinforcement learning: builds `DataSplits` of prompts.
 
+    Args:
+        curriculum: draws prompts by their pass rates; None to draw every row once an epoch.
     Attributes:
         prompts_are_texts: whether no prompt is a list of chat messages, so that no chat template is applied to any.
+        settled_fields: settings whose value is known when the data are read, such as the commit of a branch.
     """
 
     prompts_are_texts: ClassVar[bool] = False
+    settled_fields: ClassVar[tuple[str, ...]] = ()
+
+    curriculum: Curriculum | None = None
 
     def columns(self) -> dict[str, frozenset[str]]:
         """Columns without the prompt, by the setting that names the rows (`train_files`); only for rows whose columns
@@ -112,12 +119,14 @@ class DataSplits:
         eval: rows to evaluate on; None without evaluation.
         mixture: the parts of `train` and their shares of an epoch; None to visit every row once.
         may_repeat: rows were drawn from a distribution, so that repeated ones are no mistake and cause no warning.
+        settled: values of `PromptSource.settled_fields`; a checkpoint records them in the identity of the run.
     """
 
     train: Dataset
     eval: Dataset | None = None
     mixture: Mixture | None = None
     may_repeat: bool = False
+    settled: Mapping[str, str] = field(default_factory=dict)
 
 
 Truncation = Literal["error", "left", "right", "drop"]
@@ -125,11 +134,10 @@ Options = TypeVar("Options", bound=Description)
 
 
 @component
-class PromptOptions(PromptSource):
-    """Options that turn rows into prompts.
+class PromptRendering(PromptSource):
+    """Options of how prompts become tokens, whatever their column is called.
 
     Args:
-        prompt_key: column of the prompt, a text or a list of chat messages.
         max_prompt_length: the most tokens of a prompt.
         truncation: treatment of longer prompts. `error` refuses the data set and reports their number; `left` and
             `right` cut that end; `drop` leaves the row out. `error` is the default, because a truncated prompt no
@@ -144,13 +152,23 @@ class PromptOptions(PromptSource):
             column `answer`.
     """
 
-    prompt_key: str = "prompt"
     max_prompt_length: PositiveInt = 512
     truncation: Truncation = "error"
     chat_template: str | None = None
     system_prompt: str | None = None
     on_bad_row: OnBadRow = "error"
     final_assistant: FinalAssistant = "error"
+
+
+@component
+class PromptOptions(PromptRendering):
+    """Options that turn rows into prompts.
+
+    Args:
+        prompt_key: column of the prompt, a text or a list of chat messages.
+    """
+
+    prompt_key: str = "prompt"
 
 
 @component

@@ -36,6 +36,8 @@ class PromptFiles(PromptOptions):
 
     def faults(self) -> Iterator[str]:
         yield from _split_faults(self)
+        if self.weights is not None and self.curriculum is not None:
+            yield f"weights is {list(self.weights)}: a curriculum draws from all files alike. Set it to null."
         yield from super().faults()
 
     def columns(self) -> dict[str, frozenset[str]]:

@@ -124,6 +124,14 @@ class EpochSampler:
             return later.peek(ahead - 1)
         return self._order_of(self.epoch)[self.position : self.position + self.batch_size].clone()
 
+    def record(self, prompt_ids: Tensor, passed: Tensor) -> None:
+        """Take note of scored responses: the prompt of each and whether it passed, [B]. Here they change nothing."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of what was recorded."""
+        return {}
+
     def __iter__(self) -> Iterator[Tensor]:
         while True:
             yield self.next_batch()

@@ -5,7 +5,6 @@ code_tests      Rewards by running code: the program in a response is tested in 
 deadline        Deadlines for calls of user code in this process
 episode_reward  `reward=environment`: rewards from the environment, each on the last token of its turn
 function        Rewards by a user-defined Python function, given by its path or as an object
-import_path     Imports a function by `module:function` or `file.py:function`
 math_rules      Rules for mathematical answers, as functions of text; imports little
 normalization   Reward normalisation: scores less the running mean
 pool_worker     The main program of a pool process: `python -m verl.rewards.pool_worker`

@@ -7,7 +7,9 @@ other threads   the call runs in a thread of its own, which is abandoned
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
+import inspect
 import logging
 import os
 import signal
@@ -83,6 +85,27 @@ def in_thread(call: Callable[[], Value], timeout_s: float | None = None, file: s
         frame = sys._current_frames().get(thread.ident or 0)
         raise CallFailed(_words(timeout_s or 0.0, traceback.extract_stack(frame) if frame else [], file), None)
     return results[0]
+
+
+def awaited(result: Any) -> Any:
+    """Await a coroutine, or a list of coroutines concurrently; anything else is returned unchanged."""
+    is_single = inspect.isawaitable(result)
+    items: list = [result] if is_single else list(result) if isinstance(result, (list, tuple)) else []
+    if not any(map(inspect.isawaitable, items)):
+        return result
+
+    async def value(item: Any) -> Any:
+        return await item if inspect.isawaitable(item) else item
+
+    async def every() -> Any:
+        values = await asyncio.gather(*map(value, items))
+        return values[0] if is_single else values
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(every())
+    return in_thread(lambda: asyncio.run(every()))  # in a notebook, whose loop already runs in this thread
 
 
 @contextmanager

@@ -12,17 +12,10 @@ from pydantic import Field, PositiveInt
 from verl.component import BuildContext, component
 from verl.errors import RewardError
 from verl.protocol import DataProto
+from verl.protocol.import_path import Signature, own_line, path_faults, signature_of, source_signature
 from verl.protocol.provenance import Source, source_of
 from verl.rewards.base import Reward, RewardDescription, RewardResult, texts_of
-from verl.rewards.deadline import BATCH_TIMEOUT_S, CallFailed, call_within
-from verl.rewards.import_path import (
-    Signature,
-    awaited,
-    own_line,
-    path_faults,
-    signature_of,
-    source_signature,
-)
+from verl.rewards.deadline import BATCH_TIMEOUT_S, CallFailed, awaited, call_within
 from verl.rewards.process_pool import ProcessPool, SampleReward
 from verl.rewards.validation import (
     TOKEN_REWARDS,

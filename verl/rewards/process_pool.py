@@ -27,9 +27,9 @@ import numpy as np
 
 from verl.errors import NonFiniteRewardError, RewardError
 from verl.protocol import DataProto
+from verl.protocol.import_path import Signature
 from verl.protocol.provenance import Source
 from verl.rewards.base import Reward, RewardResult, texts_of
-from verl.rewards.import_path import Signature
 from verl.rewards.pool_worker import PoolSettings
 from verl.rewards.validation import LARGEST, check_columns, refuse_missing_arguments, reward_error
 from verl.utils.child_process.channel import ChannelClosed
@@ -63,7 +63,7 @@ class ProcessPool:
     """Worker processes that call one function.
 
     Args:
-        path: of the function, see `verl.rewards.import_path.load_function`.
+        path: of the function, see `verl.protocol.import_path.load_function`.
         kwargs: further keyword arguments of every call.
         timeout_s: deadline of one sample, from when a worker takes it, without the time that the worker waited for a
             processor.

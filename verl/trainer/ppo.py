@@ -27,6 +27,7 @@ from verl.algorithms.dynamic_sampling import (
     selection_metrics,
 )
 from verl.algorithms.importance_sampling import weight_advantages
+from verl.algorithms.part_state import copied_state
 from verl.environments.episode import per_episode, response_texts, training_rows, without_dropped
 from verl.errors import NonFiniteError
 from verl.monitoring.nonfinite import StepSkipped
@@ -136,11 +137,11 @@ class PPOTrainer(PPOLifecycle):
 
     def assign_credit(self, scored: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Compute advantages: subtract the KL penalty from the scores and assign credit to tokens."""
-        kl = copy.copy(self.kl)  # a step that is skipped leaves its coefficient as it was
+        kept = copy.copy(self.kl), copied_state(self.advantage)  # a step that is skipped leaves their state as it was
         with self.stages.stage("adv") as note:
             rewards, metrics = self.kl.shape_rewards(scored)
             scored = scored.union(DataProto.from_dict({"token_level_rewards": rewards}))
-            credit, of_credit = self.algorithm.credit(scored)
+            credit, of_credit = self.algorithm.credit(scored, self.advantage)
             assert self.reuse is not None
             weights, of_weights = self.reuse.weights(scored)
             experience = scored.union(credit if weights is None else weight_advantages(credit, weights))
@@ -148,7 +149,7 @@ class PPOTrainer(PPOLifecycle):
         try:
             self.guard.inspect(experience, "credit")
         except (NonFiniteError, StepSkipped):
-            self.kl = kl
+            self.kl, self.advantage = kept
             raise
         return experience, metrics | of_credit | of_weights
 
@@ -205,6 +206,8 @@ class PPOTrainer(PPOLifecycle):
         with self.stages.stage("reward") as note, self.guard.rating(rollout):
             rollout = self._rated(rollout, self.pipeline.computed_ahead())
             self.guard.inspect(rollout, "reward")  # before a selection reads them
+            passed = torch.tensor(rollout["score"].astype(float)) >= self.settings.success_score
+            self.sampler.record(rollout["prompt_ids"], passed)
             note.say(f"mean {float(np.mean(rollout['score'].astype(float))):.4f}")
         return rollout
 

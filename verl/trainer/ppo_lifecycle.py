@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from verl.algorithms.part_state import PartState, built_part, keeps_state
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.placement import SAMPLER, RoleGroups
 from verl.cluster.rpc import WorkerGroup, role_handles
@@ -35,7 +36,7 @@ from verl.trainer.setup import (
     restore_of,
     start_cluster,
 )
-from verl.trainer.state.driver_state import GeneratorStates, RewardStats, Stateful
+from verl.trainer.state.driver_state import GeneratorStates, LossStates, RewardStats, Stateful
 from verl.trainer.state.lineage import environment_record
 from verl.trainer.state.run_date import go_on_from, run_date, with_day
 from verl.trainer.state.training_identity import replay_identity
@@ -100,7 +101,9 @@ class PPOLifecycle(LoopTrainer):
         self.tracker = run.tracker.build(context)
         self.stages = StageTimers(self.tracker)
         uses = ("ref_log_probs",) if run.algorithm.needs_reference else ()
-        self.saving = prepare_saving(run, context, "actor/loss", uses, is_restart=bool(self.restarts))
+        self.saving = prepare_saving(
+            run, context, "actor/loss", uses, is_restart=bool(self.restarts), data=self.settled_data
+        )
         if go_on_from(self.date, self.saving.resumed, self.tokenizer):
             context = replace(context, day=self.date.day)
             self.context = replace(self.context, day=self.date.day)
@@ -108,13 +111,19 @@ class PPOLifecycle(LoopTrainer):
         if self.reward is not None:
             self.saving.messages += self._check_rows(self.reward)
         self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, self.tokenizer)
-        self.kl = run.algorithm.kl.build(context)
+        self.kl, self.advantage = run.algorithm.kl.build(context), built_part(run.algorithm.advantage, context)
         self.reuse = ReplayMixing(run, context, self.saving.directory)
         plan = self._plan(context)
         beside = None if plan is None else plan.memory.beside_engine
         self.start_roles(run, replace(context, bytes_beside_engine=beside))
         assert self.reward is not None
         self.reward_stats = RewardStats(run.reward, self.reward)
+        losses = {"policy_loss": self.actor, "value_loss": self.critic}
+        self._loss_states = {
+            name: LossStates(role, f"algorithm.{name}")
+            for name, role in losses.items()
+            if role is not None and role.loss_keeps_state().result()
+        }
         self.guard.numerics = self.actor.numerics().result()
         seed_everything(derive_seed(self.settings.seed, "driver"))  # roles that are built here have drawn from it
 
@@ -229,7 +238,7 @@ class PPOLifecycle(LoopTrainer):
         rows = self.reuse.new(experience)
         if self.settings.sample_rows and (step == 1 or self.evaluates_after(step)):
             self.tracker.token_rows(token_rows(rows, self.settings.sample_rows, self.tokenizer), step)
-        return experience_metrics(rows)
+        return experience_metrics(rows) | self.sampler.metrics
 
     @property
     def parts(self) -> dict[str, Stateful]:
@@ -237,6 +246,7 @@ class PPOLifecycle(LoopTrainer):
         assert self.cluster is not None
         assert self.reuse is not None
         ahead = {"drawn_ahead": self.pipeline} if self.pipeline.depth else {}
+        kept = {"advantage": PartState(self.advantage, "algorithm.advantage")} if keeps_state(self.advantage) else {}
         return {
             "sampler": self.sampler,
             "kl": self.kl,
@@ -244,6 +254,8 @@ class PPOLifecycle(LoopTrainer):
             "lengths": self.lengths,
             "safety": self.guard,
             **ahead,
+            **kept,
+            **self._loss_states,
             **self.date.parts,
             "replay_buffer": self.reuse,
             "rng": GeneratorStates(self.cluster, self.actor, self.settings.seed),

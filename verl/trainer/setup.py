@@ -31,6 +31,7 @@ from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, as_plain, hint, nearest
 from verl.compose.run_start import lock_run_directory
 from verl.data.base import Dataset, DataSplits, named_source, report_counts
+from verl.data.curriculum import sampler_of
 from verl.data.sampler import EpochSampler
 from verl.engines.sharding import Sharding
 from verl.errors import CheckpointNotFound, ConfigError, WorkerDied, faults_below
@@ -147,12 +148,18 @@ def resume_faults(resume: str | None) -> Iterator[str]:
 
 
 def prepare_saving(
-    run: Any, context: BuildContext, loss_key: str, uses: Collection[str] = (), is_restart: bool = False
+    run: Any,
+    context: BuildContext,
+    loss_key: str,
+    uses: Collection[str] = (),
+    is_restart: bool = False,
+    data: Mapping[str, str] | None = None,
 ) -> CheckpointSaver:
     """Choose and claim the save directory of a run, and find the checkpoint that it resumes from, if any.
 
     Args:
         is_restart: this trainer has trained in its run directory before.
+        data: settings of the data that are known now that they are read, see `DataSplits.settled`.
     Raises:
         ConfigError: there is no such checkpoint, or it is of another training, or another run saves in the directory,
             or another run writes in the run directory, or one that this one does not resume has trained there.
@@ -162,6 +169,7 @@ def prepare_saving(
     chosen = run.checkpoint
     config = as_plain(run)
     identity = identity_of(config, context.tokenizer) if chosen is not None or run.resume is not None else {}
+    identity |= {f"data.{name}": value for name, value in (data or {}).items()} if identity else {}
     run_id = new_run_id()
     job = job_name(context.job, context.swept)
     save_directory = SaveDirectoryChoice(chosen, run.trainer, job, run.storage, identity, run_id).choose(run.resume)
@@ -214,6 +222,7 @@ def saving_faults(run: Any, context: BuildContext, uses_storage: bool = False) -
     config = as_plain(run)
     job = job_name(context.job, context.swept)
     unknown = {"tokenizer", *paths_of_texts(config, WARM_START)}
+    unknown |= {f"data.{name}" for name in getattr(run.data, "settled_fields", ())}
     identity = functools.partial(identity_of, config, None)
     choice = SaveDirectoryChoice(run.checkpoint, run.trainer, job, run.storage, identity, "", unknown)
     try:
@@ -387,9 +396,11 @@ class LoopTrainer(ABC):
     def _use_data(self, splits: DataSplits, batch_size: int, setting: str) -> None:
         """Take over data sets; `setting` is the path of the batch size, for messages."""
         self.train_data, self.eval_data = splits.train, splits.eval
-        self.data_counts = report_counts(splits)
+        self.data_counts, self.settled_data = report_counts(splits), splits.settled
         seed, source = derive_seed(self.settings.seed, "data order"), named_source(self.description.data)
-        self.sampler = EpochSampler(len(splits.train), batch_size, seed, setting, splits.mixture, source)
+        options = {"seed": seed, "batch_size_name": setting, "mixture": splits.mixture, "source": source}
+        curriculum = getattr(self.description.data, "curriculum", None)
+        self.sampler = sampler_of(curriculum, splits.train, batch_size, **options)
         self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
 
     def evaluates_after(self, step: int) -> bool:

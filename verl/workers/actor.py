@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from verl import config
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.part_state import built_part
 from verl.component import BuildContext, component
 from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import TrainingEngine
@@ -86,7 +87,8 @@ class Actor(TrainedRole):
         if schedule is not None and hasattr(rollout, "sleep"):
             rollout = replace(rollout, sleep=False)  # it generates at all times
         sampler = self.sampler(model, rollout, environment, context)
-        worker = ActorWorker(engine, algorithm, sampler, rollout.temperature, context.tokenizer)
+        loss = built_part(algorithm.policy_loss, context)
+        worker = ActorWorker(engine, algorithm, loss, sampler, rollout.temperature, context.tokenizer)
         engine.balance_routers(self.router_aux_loss_coef, worker.head)
         if schedule is not None:
             worker.loop = StepLoop(sampler, context.row_tokens, schedule.build(context))
@@ -117,11 +119,12 @@ class ActorWorker(TrainedWorker, StepWorker):
         self,
         engine: TrainingEngine,
         algorithm: Algorithm,
+        loss: Any,
         sampler: ResponseSampler,
         temperature: float,
         tokenizer: Any,
     ):
-        super().__init__(engine, tokenizer)
+        super().__init__(engine, tokenizer, loss)
         self.algorithm, self.sampler, self.temperature = algorithm, sampler, temperature
         self.head = LMHead(engine.model)
         self.first_batch = FirstBatchCheck("actor.model", engine, self._score_in_parts, self._score_plainly)
@@ -295,7 +298,7 @@ class ActorWorker(TrainedWorker, StepWorker):
         )
         now = scores.log_probs.detach()
         x.setdefault("old_log_probs", now)  # missing in the only update of a step
-        per_token, stats = algorithm.policy_loss(scores.log_probs, x)
+        per_token, stats = self.loss(scores.log_probs, x)
         if scores.candidate_log_probs is not None:
             assert algorithm.distill is not None
             per_token, divergence = algorithm.distill.mixed_loss(per_token, scores.candidate_log_probs, x)

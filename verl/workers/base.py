@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
+from verl.algorithms.part_state import PartState, keeps_state
 from verl.component import Description, component
 from verl.engines.engine import Packs, TrainingEngine
 from verl.engines.layer_compile import compile_layers
@@ -177,11 +178,12 @@ class TrainedWorker:
     Attributes:
         engine: that trains the model.
         tokenizer: saved beside the weights.
+        loss: the loss as it was built here, which may have state of its own.
         parts: writes what this process saves of its roles; set by the host.
     """
 
-    def __init__(self, engine: TrainingEngine, tokenizer: Any):
-        self.engine, self.tokenizer = engine, tokenizer
+    def __init__(self, engine: TrainingEngine, tokenizer: Any, loss: Any = None):
+        self.engine, self.tokenizer, self.loss = engine, tokenizer, loss
         self.parts: RankCheckpointWriter | None = None
         self._tokenizer_files: dict[str, bytes] | None = None
 
@@ -276,6 +278,22 @@ class TrainedWorker:
             set_rng_state(*states[rank])
         else:
             seed_everything(derive_seed(seed, "rank", rank))
+
+    @on_all
+    def loss_keeps_state(self) -> bool:
+        """Whether a checkpoint holds state of the loss."""
+        return keeps_state(self.loss)
+
+    @on_each
+    def loss_states(self) -> dict[str, Any]:
+        """The state of the loss in this process."""
+        return PartState(self.loss, "algorithm").state_dict()
+
+    @on_all
+    def set_loss_states(self, states: Sequence[Mapping[str, Any]]) -> None:
+        """Restore the state of the loss of each rank; there may be none."""
+        if states:
+            PartState(self.loss, "algorithm").load_state_dict(states[self.engine.parallel.rank])
 
     def _whole_weights(self) -> dict[str, Tensor]:
         """On rank 0; all processes take part."""

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.part_state import built_part
 from verl.component import BuildContext, component
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
@@ -58,15 +59,14 @@ class Critic(TrainedRole):
         engine = self.engine(model, parallel, total_updates)
         if restore is not None:
             restore.optimizer(engine, "critic")
-        return CriticWorker(engine, algorithm, context.tokenizer)
+        return CriticWorker(engine, built_part(algorithm.value_loss, context), context.tokenizer)
 
 
 class CriticWorker(TrainedWorker):
     """The running critic."""
 
-    def __init__(self, engine: TrainingEngine, algorithm: Algorithm, tokenizer: Any):
-        super().__init__(engine, tokenizer)
-        self.algorithm = algorithm
+    def __init__(self, engine: TrainingEngine, loss: Any, tokenizer: Any):
+        super().__init__(engine, tokenizer, loss)
         self.first_batch = FirstBatchCheck("critic.model", engine, self._probe, self._probe)
 
     @by_rows
@@ -92,7 +92,7 @@ class CriticWorker(TrainedWorker):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The value loss, a scalar that sums over micro-batches to that of the mini-batch, and sums for metrics."""
         mask = micro.tensors["response_mask"]
-        per_token, stats = self.algorithm.value_loss(_values(model, micro), micro.tensors)
+        per_token, stats = self.loss(_values(model, micro), micro.tensors)
         loss = aggregate(per_token, mask, "token-mean", totals)
         return loss, {name: aggregate(stat, mask, "token-mean", totals) for name, stat in stats.items()}
 

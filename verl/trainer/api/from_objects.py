@@ -27,10 +27,10 @@ from verl.data.rlhf_dataset import RLHFDataset
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import as_reward_model, check_interface
 from verl.models.pretrained import ModelSource, Pretrained, without_dropout
+from verl.protocol.import_path import signature_of
 from verl.rewards.base import Reward, RewardDescription, in_time
 from verl.rewards.deadline import BATCH_TIMEOUT_S
 from verl.rewards.function import CallableReward, RewardFunction
-from verl.rewards.import_path import signature_of
 from verl.rewards.reward_model import ModelReward, RewardModel, RewardTokenizer
 from verl.rewards.weighted_sum import TAKEN, WeightedSum
 
@@ -347,7 +347,7 @@ def data_from_object(train: Any, held_out: Any = None, options: PromptOptions | 
     """
     if isinstance(train, PromptSource):
         return train
-    settings = dataclasses.asdict(options or PromptOptions())
+    settings = _fields_of(options or PromptOptions())
     eval_files = _files(held_out)
     if (files := _files(train)) is not None:
         if held_out is not None and eval_files is None:
@@ -355,7 +355,7 @@ def data_from_object(train: Any, held_out: Any = None, options: PromptOptions | 
         with faults_below("train_dataset"):
             return PromptFiles(train_files=files, eval_files=eval_files or (), **settings)
     if isinstance(train, RLHFDataset):
-        settings |= dataclasses.asdict(train.options)
+        settings |= _fields_of(train.options)
     if not hasattr(train, "__len__") or isinstance(train, Mapping):
         raise ConfigError(f"train_dataset is a {type(train).__name__}: expected rows, an RLHFDataset, or a file.")
     rows = None if eval_files is not None else held_out
@@ -363,6 +363,10 @@ def data_from_object(train: Any, held_out: Any = None, options: PromptOptions | 
         num_rows=len(train), num_eval_rows=0 if rows is None else len(rows), eval_files=eval_files or (), **settings
     )
     return carrying(prompts, (train, rows))
+
+
+def _fields_of(options: PromptOptions) -> dict[str, Any]:
+    return {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
 
 
 def _files(data: Any) -> tuple[str, ...] | None:

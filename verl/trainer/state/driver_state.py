@@ -4,6 +4,9 @@ part                  where a checkpoint has it                  loaded with the
 sampler               dataloader/state.json                      dataloader
 drawn_ahead           drawn_ahead/rows.safetensors               dataloader
 kl, lengths, safety   scheduler/state.json, under that name      scheduler
+advantage             the same, if the estimator keeps state     scheduler
+policy_loss           the same, with the state of each process   scheduler
+value_loss            the same                                   scheduler
 reward                scheduler/state.json                       scheduler
 replay_buffer         replay_buffer/, files that are linked      replay_buffer
 rng                   rng/                                       rng
@@ -30,6 +33,7 @@ from verl.checkpoint.save.buffer_layout import SavedComponent
 from verl.checkpoint.save.save_request import ExistingFile
 from verl.cluster.rpc import WorkerGroup
 from verl.component import as_plain
+from verl.errors import ConfigError
 from verl.replay.config import COMPONENT as REPLAY_BUFFER
 from verl.rewards.base import Reward, RewardDescription
 from verl.trainer.state.training_identity import differences, reward_identity
@@ -274,6 +278,34 @@ class RewardStats:
         if self._known is None:
             self._known = reward_identity(as_plain(self._description))
         return self._known
+
+
+class LossStates:
+    """State of the loss of a role, in each process that holds the role: every one has seen rows of its own.
+
+    Args:
+        name: configuration path of the loss.
+    """
+
+    def __init__(self, role: Any, name: str):
+        self._role, self._name = role, name
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ranks": self._role.loss_states().result()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Nothing is loaded where the checkpoint has nothing.
+
+        Raises:
+            ConfigError: the checkpoint is of another number of processes.
+        """
+        here = len(self._role.loss_states().result())
+        if state and len(state["ranks"]) != here:
+            raise ConfigError(
+                f"{self._name} keeps state in each process: the checkpoint has that of {len(state['ranks'])}, and this "
+                f"run has {here}. Resume with as many, or keep the state in an advantage estimator."
+            )
+        self._role.set_loss_states(state.get("ranks", [])).result()
 
 
 class GeneratorStates:

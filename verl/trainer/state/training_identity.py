@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from verl.errors import ConfigError
-from verl.rewards.import_path import source_file
+from verl.protocol.import_path import source_file
 
 if TYPE_CHECKING:
     from verl.checkpoint.resume_point import ResumePoint
@@ -38,6 +38,7 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "algorithm.replay_fraction": 0.0,
     "algorithm.replay_max_staleness": 16,
     "data.final_assistant": "error",
+    "data.curriculum": None,
     "environment": None,
     "environment.history": "append",
     "algorithm.advantage.discount": "token",
@@ -60,6 +61,9 @@ REWARD_TRANSPORT_KEYS = {"timeout_s", "num_workers", "on_error", "error_score", 
 REWARD_TRANSPORT_KEYS |= {"micro_batch_tokens", "endpoint", "sharding"}
 SAME_RESULTS = {"actor.model.compile", "critic.model.compile", "reference.model.compile"}  # but for rounding
 FUNCTION = re.compile(r"[^\s:]+:[A-Za-z_]\w*")  # file.py:function or module:function
+OF_MODELS = ("config.json", "adapter_config.json")  # one of them is in a directory with a model
+FUNCTIONS = ("algorithm",)  # settings whose `file.py:function` stands for the content of the file
+DIRECTORIES = ("data.dataset",)  # settings whose directories hold data
 DIGEST = "blake3"  # only key of the digest of a file or directory
 
 
@@ -75,7 +79,9 @@ def identity_of(config: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
     flat = dict(_flat(config))
     parts = {path: value for path, value in flat.items() if _below(path, IDENTITY) and path not in SAME_RESULTS}
     tokenizer_identity = {} if tokenizer is None else {"tokenizer": tokenizer_digest(tokenizer)}
-    return {path: content_of(value) for path, value in parts.items()} | tokenizer_identity
+    directories = {path: content_of(parts[path], (".",)) for path in DIRECTORIES if path in parts}
+    functions = {path: _with_source(x) for path, x in parts.items() if _below(path, FUNCTIONS)}
+    return {path: content_of(value) for path, value in parts.items()} | directories | functions | tokenizer_identity
 
 
 def paths_of_texts(config: Mapping[str, Any], start: str) -> set[str]:
@@ -96,6 +102,15 @@ def _function_content(value: Any) -> Any:
     """`content_of` a value; of `file.py:function` the content of the file, and the function."""
     file, _, function = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     return [content_of(file), function] if file and Path(file).is_file() else content_of(value)
+
+
+def _with_source(value: Any) -> Any:
+    """`content_of` a value; of a function in a file or module the content of the file, and the function."""
+    if not isinstance(value, str) or not FUNCTION.fullmatch(value):
+        return content_of(value)
+    module, _, function = value.rpartition(":")
+    file, _ = source_file(module)
+    return value if file is None else [{DIGEST: _file_digest(file)}, function]
 
 
 def sources_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -150,10 +165,14 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return _digest(json.dumps([vocabulary, special, template], sort_keys=True).encode())
 
 
-def content_of(value: Any) -> Any:
-    """Replace a path by the digest of its content; other values are unchanged."""
+def content_of(value: Any, named: Sequence[str] = OF_MODELS) -> Any:
+    """Replace a path by the digest of its content; other values are unchanged.
+
+    Args:
+        named: entries one of which a directory must have for that; `.` is any directory.
+    """
     if isinstance(value, (list, tuple)):
-        return [content_of(item) for item in value]
+        return [content_of(item, named) for item in value]
     if not isinstance(value, str) or "\0" in value or len(value) > 4096:
         return value
     try:
@@ -162,7 +181,7 @@ def content_of(value: Any) -> Any:
             return {DIGEST: _file_digest(path)}
     except (OSError, RuntimeError):  # a text that no path can be, such as a chat template
         return value
-    if (path / "config.json").is_file() or (path / "adapter_config.json").is_file():
+    if any((path / name).exists() for name in named):
         names = sorted(file.relative_to(path).as_posix() for file in path.rglob("*") if file.is_file())
         return {DIGEST: _digest("".join(f"{name} {_file_digest(path / name)}\n" for name in names).encode())}
     return value
@@ -276,4 +295,6 @@ def training_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> d
 def _shown(value: Any) -> str:
     if isinstance(value, Mapping) and set(value) == {DIGEST}:
         return f"content {value[DIGEST][:12]}"
+    if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        return ", ".join(map(_shown, value))
     return json.dumps(value) if not isinstance(value, str) else value

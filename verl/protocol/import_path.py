@@ -1,11 +1,10 @@
-"""Imports a function by `module:function` or `file.py:function`. Its source is checked before the import, its signature
-afterwards. Imports little itself, since worker processes import it.
+"""Imports a user's function by `module:function` or `file.py:function`. Its source is checked before the import, its
+signature afterwards. Imports little itself, since worker processes import it.
 """
 
 from __future__ import annotations
 
 import ast
-import asyncio
 import difflib
 import hashlib
 import importlib
@@ -19,22 +18,24 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.errors import RewardError
+from verl.errors import RewardError, VerlError
 from verl.protocol.provenance import source_of
-from verl.rewards.deadline import in_thread
 from verl.utils.component_exits import raised_by_code
 
 FORMS = "expected `package.module:function` or `file.py:function`"
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
-def path_faults(path: str, kwargs: dict, texts: Sequence[str] = ("prompts", "responses")) -> Iterator[str]:
+def path_faults(
+    path: str, kwargs: dict, texts: Sequence[str] = ("prompts", "responses"), others: str = " and columns of the data"
+) -> Iterator[str]:
     """Yield faults of a path and its keyword arguments, from the source alone; nothing is imported.
 
     Args:
         path: `module:function` or `file.py:function`.
         kwargs: further keyword arguments.
         texts: arguments that the function is always called with.
+        others: what it is called with beside them; empty if there is nothing, so that `kwargs` has to give the rest.
     """
     seen = f"path is {path!r}"
     file, names, fault = _parsed(path)
@@ -50,10 +51,14 @@ def path_faults(path: str, kwargs: dict, texts: Sequence[str] = ("prompts", "res
         yield f"{seen}: {file.name} defines no {name}. {hint}"
     elif (signature := source_signature(path)) is not None:
         where = f"{name}() at line {names[name].lineno} in {file.name}"
-        yield from _argument_faults(seen, where, signature_of(signature, kwargs), kwargs, texts)
+        yield from _argument_faults(seen, where, signature_of(signature, kwargs), kwargs, texts, others)
 
 
-def _argument_faults(seen: str, where: str, signature: Signature, kwargs: dict, texts: Sequence[str]) -> Iterator[str]:
+def _argument_faults(
+    seen: str, where: str, signature: Signature, kwargs: dict, texts: Sequence[str], others: str
+) -> Iterator[str]:
+    missing = [] if others else [name for name in signature.required if name not in (*texts, *kwargs)]
+    yield from (f"{seen}: {where} needs the argument {name}. Set kwargs.{name}." for name in missing)
     if signature.accepted is None:
         return
     if texts[0] == "prompts" and signature.takes_batch:
@@ -61,7 +66,7 @@ def _argument_faults(seen: str, where: str, signature: Signature, kwargs: dict, 
     called_with = ", ".join(f"{name}=" for name in texts)
     for name in texts:
         if name not in signature.accepted:
-            yield f"{seen}: {where} has no argument `{name}`. It is called with {called_with} and columns of the data."
+            yield f"{seen}: {where} has no argument `{name}`. It is called with {called_with}{others}."
     for name in kwargs:
         if name not in signature.accepted:
             nearest = difflib.get_close_matches(name, signature.accepted, n=1)
@@ -100,11 +105,11 @@ def _parsed(path: str) -> tuple[Path | None, dict[str, ast.stmt], str | None]:
         return file, {}, f"{file.name} is not valid Python{line} ({getattr(error, 'msg', error)})"
 
 
-def load_function(path: str) -> Callable:
+def load_function(path: str, error_kind: type[VerlError] = RewardError) -> Callable:
     """Import a function by its path.
 
     Raises:
-        RewardError: the import raises, the name does not exist, or is not callable.
+        RewardError: the import raises, the name does not exist, or is not callable; or another `error_kind`.
     """
     module_name, _, name = path.rpartition(":")
     try:
@@ -114,17 +119,17 @@ def load_function(path: str) -> Callable:
     except BaseException as error:  # the user's module runs here and may raise anything
         if not raised_by_code(error):
             raise
-        raise RewardError(f"path is {path!r}: importing it raised {type(error).__name__}: {error}") from error
+        raise error_kind(f"path is {path!r}: importing it raised {type(error).__name__}: {error}") from error
     function = getattr(module, name, None)
     if not callable(function):
         fault = "defines no such name" if function is None else f"{name} is {function!r}, which is not callable"
-        raise RewardError(f"path is {path!r}: {module_name} {fault}.")
+        raise error_kind(f"path is {path!r}: {module_name} {fault}.")
     return function
 
 
 @dataclass(frozen=True)
 class Signature:
-    """Arguments of a reward function.
+    """Arguments of a user's function.
 
     Attributes:
         accepted: keyword arguments, each with whether it is required; None if it takes `**kwargs`.
@@ -161,27 +166,6 @@ def _takes_batch(parameters: Sequence[inspect.Parameter]) -> bool:
     annotation = getattr(positional[0].annotation, "__name__", positional[0].annotation)
     is_annotated = str(annotation).strip("'\"").rpartition(".")[2] == "DataProto"
     return is_annotated or [p.name for p in parameters if p.default is p.empty] == [positional[0].name]
-
-
-def awaited(result: Any) -> Any:
-    """Await a coroutine, or a list of coroutines concurrently; anything else is returned unchanged."""
-    is_single = inspect.isawaitable(result)
-    items: list = [result] if is_single else list(result) if isinstance(result, (list, tuple)) else []
-    if not any(map(inspect.isawaitable, items)):
-        return result
-
-    async def value(item: Any) -> Any:
-        return await item if inspect.isawaitable(item) else item
-
-    async def every() -> Any:
-        values = await asyncio.gather(*map(value, items))
-        return values[0] if is_single else values
-
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(every())
-    return in_thread(lambda: asyncio.run(every()))  # in a notebook, whose loop already runs in this thread
 
 
 def own_line(error: BaseException, function: Callable) -> str:
@@ -238,7 +222,7 @@ def _top_level_names(body: list[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
 
 def _import_file(file: Path):
     file = file.resolve()
-    name = f"verl_reward_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
+    name = f"verl_function_{file.stem}_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None  # the suffix is .py
     assert spec.loader is not None
