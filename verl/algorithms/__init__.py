@@ -8,4 +8,5 @@ dynamic_sampling        Dynamic sampling (DAPO): selects the groups of responses
 importance_sampling     Truncated importance weights
 kl                      KL control: none, through the reward, or through the loss
 losses                  Policy and value losses, per token
+preference_losses       Losses of preferences and of reward models: DPO, IPO, KTO, ORPO, SimPO, Bradley-Terry
 """

@@ -9,7 +9,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PositiveInt
 
 from verl.component import BuildContext, Description, component
-from verl.data.base import DataSplits, PromptSource, TextSource
+from verl.data.base import DataSplits, PreferenceOptions, PreferenceSource, PromptSource, TextSource
+from verl.data.preference_dataset import PreferenceDataset
+from verl.data.readers import RowErrors
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.errors import ConfigError
@@ -133,18 +135,61 @@ class ArithmeticSFT(Arithmetic, TextSource):
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()
-        longest = 3 * self.digits + 4
-        if self.max_length < longest:
-            yield (
-                f"max_length is {self.max_length}: a problem of {self.digits} digits, its answer and EOS have "
-                f"{longest} tokens. Set it to {longest} or more."
-            )
+        yield from length_faults(self.digits, self.max_length)
 
     def build(self, context: BuildContext) -> DataSplits:
         config = {"max_length": self.max_length, "completion_key": "answer"}
         return DataSplits(
             train=SFTDataset.from_rows(self.rows("train"), tokenizer=context.tokenizer, config=config),
             eval=SFTDataset.from_rows(self.rows("eval"), tokenizer=context.tokenizer, config=config),
+        )
+
+
+@component
+class ArithmeticPreferences(Arithmetic, PreferenceSource):
+    """Problems with the right sum and a wrong one that differs from it in one digit.
+
+    Args:
+        max_length: most tokens of problem, answer and EOS together.
+    """
+
+    max_length: int = 32
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        yield from length_faults(self.digits, self.max_length)
+
+    def pairs(self, split: Split) -> list[dict[str, str]]:
+        """The problems of a split: `{"prompt": "37+58=", "chosen": "95", "rejected": "85"}`."""
+        draw = random.Random(f"wrong sums {self.seed} {split}")
+        return [
+            {"prompt": row["prompt"], "chosen": row["answer"], "rejected": _wrong(row["answer"], draw)}
+            for row in self.rows(split)
+        ]
+
+    def build(self, context: BuildContext) -> DataSplits:
+        options = PreferenceOptions(max_length=self.max_length)
+        train, held_out = (
+            PreferenceDataset.from_rows(self.pairs(split), context.tokenizer, options, RowErrors())
+            for split in ("train", "eval")
+        )
+        return DataSplits(train=train, eval=held_out)
+
+
+def _wrong(answer: str, draw: random.Random) -> str:
+    """The number with another digit at one of its places, and no leading zero."""
+    place = int(draw.random() * len(answer))
+    others = [digit for digit in "0123456789" if digit != answer[place] and (place or digit != "0")]
+    return answer[:place] + others[int(draw.random() * len(others))] + answer[place + 1 :]
+
+
+def length_faults(digits: int, max_length: int) -> Iterator[str]:
+    """The fault of a `max_length` that a problem with its answer and EOS exceeds."""
+    longest = 3 * digits + 4
+    if max_length < longest:
+        yield (
+            f"max_length is {max_length}: a problem of {digits} digits, its answer and EOS have {longest} tokens. Set "
+            f"it to {longest} or more."
         )
 
 

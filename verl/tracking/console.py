@@ -37,6 +37,8 @@ _LABELS = {  # shorter than the keys, so that the line of a step fits 80 columns
     "rollout/entropy_nats": "entropy",
     "rollout/response_length_tokens": "length",
     "sft/loss": "loss",
+    "preference/loss": "loss",
+    "rewards/accuracies": "accuracy",
     "eval/response_length_tokens": "length",
 }
 _STEP_S = "timing/step_s"
@@ -71,6 +73,8 @@ class Console(TrackerDescription):
         "rollout/entropy_nats",
         "rollout/response_length_tokens",
         "sft/loss",
+        "preference/loss",
+        "rewards/accuracies",
         _STEP_S,
     )
     sample_rows: NonNegativeInt = 3
