@@ -121,7 +121,7 @@ class KTO(PreferenceLoss):
             w_u (1 - sigmoid(beta (z - s + r)))                undesirable;   mean over examples
 
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8. A mismatched row is the prompt of an example with the
-    response of the next one in the batch, so that z estimates a KL divergence.
+    response of the one before it in the batch (of the first: the last), so that z estimates a KL divergence.
 
     Args:
         beta: strength of the tie to the reference.
@@ -228,8 +228,8 @@ def evaluated(loss: PreferenceLoss, rows: PreferenceRows) -> tuple[Tensor, dict[
     """Coefficients [R] float64 of the rows, and metrics with TRL's names, `loss` among them.
 
     For pairs: `rewards/chosen`, `rewards/rejected`, `rewards/margins`, and `rewards/accuracies`, the share of pairs
-    whose chosen response has the larger reward. For labelled responses the first three over the examples, if there are both
-    kinds. For policies also `logps/chosen` and `logps/rejected`, in nats.
+    whose chosen response has the larger reward. For labelled responses the first three over the examples, if there are
+    both kinds. For policies also `logps/chosen` and `logps/rejected`, in nats.
     """
     scores = rows.scores.double().requires_grad_()
     value, rewards = loss(replace(rows, scores=scores))

@@ -95,13 +95,13 @@ class LabelledDataset:
         return {"prompts": self._prompts[number], "responses": self._responses[number], "label": label}
 
     def collate(self, indices: Sequence[int] | Tensor) -> DataProto:
-        """The B rows at `indices`, then B mismatched ones: each prompt with the response of the next row.
+        """The B rows at `indices`, then B mismatched ones: each prompt with the response of the row before it.
 
         Returns:
             See `preference_rows`, and `is_chosen` [2B]: whether the response is desirable.
         """
         chosen = torch.as_tensor(indices, dtype=torch.int64)
-        responses = self._responses.padded(torch.cat([chosen, chosen.roll(-1)]), self._pad_id, left=False)
+        responses = self._responses.padded(torch.cat([chosen, chosen.roll(1)]), self._pad_id, left=False)
         prompts = self._prompts.padded(chosen.repeat(2), self._pad_id, left=True)
         return preference_rows(prompts, responses, is_chosen=self._labels[chosen].repeat(2))
 
