@@ -1,9 +1,11 @@
-"""Preference data: the forms of TRL, batches of pairs and of labelled responses, and what is refused by file and line."""
+"""Preference data: the forms of TRL, batches of pairs and of labelled responses, and rows refused by file and line."""
 
 from __future__ import annotations
 
 import json
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from verl.component import BuildContext
@@ -55,9 +57,6 @@ def test_the_prompt_of_texts_is_what_both_begin_with(tmp_path):
 
 
 def test_parquet_gives_what_jsonl_gives(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist([CHAT]), tmp_path / "train.parquet")
     source = PreferenceFiles(train_files=[str(tmp_path / "train.parquet")])
     found = source.build(BuildContext(tokenizer=character_tokenizer())).train

@@ -268,7 +268,7 @@ class ScoreHeadModel(ValueHeadModel):
 
     def in_weight_file(self, backbone: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Any]:
         named = {f"{self._prefix}.{name}": x for name, x in backbone.items()}
-        return named | {SCORE: head[f"{_OWN}weight"]}
+        return named | dict(zip((SCORE,), head.values(), strict=False))  # none in a process that saves other tensors
 
     def files(self, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
         return {"config.json": self._config.to_json_string().encode()}
