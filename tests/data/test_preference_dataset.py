@@ -120,11 +120,10 @@ def test_a_row_longer_than_a_limit_is_named_by_its_file_and_line_and_may_be_drop
     assert len(dataset(tmp_path, rows, truncation="drop", **{limit: tokens - 1})) == 1
 
 
-def test_wrong_sums_differ_from_the_right_one_in_a_digit():
+def test_wrong_sums_are_near_the_right_one():
     pairs = ArithmeticPreferences(train_size=300).pairs("train")
     assert pairs == ArithmeticPreferences(train_size=300).pairs("train")
     for pair in pairs:
         left, right = pair["prompt"].rstrip("=").split("+")
         assert int(pair["chosen"]) == int(left) + int(right)
-        assert sum(a != b for a, b in zip(pair["chosen"], pair["rejected"], strict=True)) == 1
-        assert not pair["rejected"].startswith("0")
+        assert abs(int(pair["chosen"]) - int(pair["rejected"])) in (1, 2, 3, 10, 20)

@@ -19,6 +19,7 @@ from verl.errors import ConfigError
 Split = Literal["train", "eval"]
 
 MAX_ROWS_WITHOUT_SIZE = 100_000
+WRONG_BY = (1, 2, 3, 10, 20)  # of wrong sums
 
 
 @component
@@ -147,7 +148,7 @@ class ArithmeticSFT(Arithmetic, TextSource):
 
 @component
 class ArithmeticPreferences(Arithmetic, PreferenceSource):
-    """Problems with the right sum and a wrong one that differs from it in one digit.
+    """Problems with the right sum and one that is wrong by a little, as answers of a policy are.
 
     Args:
         max_length: most tokens of problem, answer and EOS together.
@@ -160,10 +161,10 @@ class ArithmeticPreferences(Arithmetic, PreferenceSource):
         yield from length_faults(self.digits, self.max_length)
 
     def pairs(self, split: Split) -> list[dict[str, str]]:
-        """The problems of a split: `{"prompt": "37+58=", "chosen": "95", "rejected": "85"}`."""
+        """The problems of a split: `{"prompt": "37+58=", "chosen": "95", "rejected": "94"}`."""
         draw = random.Random(f"wrong sums {self.seed} {split}")
         return [
-            {"prompt": row["prompt"], "chosen": row["answer"], "rejected": _wrong(row["answer"], draw)}
+            {"prompt": row["prompt"], "chosen": row["answer"], "rejected": _wrong(int(row["answer"]), draw)}
             for row in self.rows(split)
         ]
 
@@ -176,11 +177,10 @@ class ArithmeticPreferences(Arithmetic, PreferenceSource):
         return DataSplits(train=train, eval=held_out)
 
 
-def _wrong(answer: str, draw: random.Random) -> str:
-    """The number with another digit at one of its places, and no leading zero."""
-    place = int(draw.random() * len(answer))
-    others = [digit for digit in "0123456789" if digit != answer[place] and (place or digit != "0")]
-    return answer[:place] + others[int(draw.random() * len(others))] + answer[place + 1 :]
+def _wrong(answer: int, draw: random.Random) -> str:
+    """A number near the answer, not below 0."""
+    nearby = [number for step in WRONG_BY for number in (answer - step, answer + step) if number >= 0]
+    return str(nearby[int(draw.random() * len(nearby))])
 
 
 def length_faults(digits: int, max_length: int) -> Iterator[str]:

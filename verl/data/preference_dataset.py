@@ -116,7 +116,7 @@ class PreferenceDataset:
     is_paired = True
 
     def __init__(self, rows: Sequence[Preference], pad_id: int, sources: list[int] | None = None):
-        self.sources, self._pad_id, self._rows = sources, pad_id, rows
+        self.sources, self._pad_id = sources, pad_id
         self._prompts = RaggedTokens([row.prompt for row in rows])
         self._responses = [
             RaggedTokens([row.chosen for row in rows]),
@@ -169,8 +169,9 @@ class PreferenceDataset:
     def unpaired(self) -> LabelledDataset:
         """Each pair as two labelled responses, side by side."""
         rows: list[Preference] = []
-        for row in self._rows:
-            rows += [Preference(row.prompt, row.chosen), Preference(row.prompt, row.rejected or [], label=False)]
+        for index in range(len(self)):
+            prompt, chosen, rejected = (x.tolist() for x in self[index].values())
+            rows += [Preference(prompt, chosen), Preference(prompt, rejected, label=False)]
         sources = None if self.sources is None else [source for source in self.sources for _ in range(2)]
         return LabelledDataset(rows, self._pad_id, sources)
 

@@ -279,7 +279,8 @@ class SFTTrainer(LoopTrainer):
 class PreferenceTrainer(SFTTrainer):
     """The running trainer of a policy or a reward model on preferences."""
 
-    def _build(self, run: PreferenceRun, context: BuildContext) -> None:
+    def _build(self, run: SFTRun, context: BuildContext) -> None:
+        assert isinstance(run, PreferenceRun)
         self.loss, reference = run.loss, run.used_reference
         self.uses = () if reference is None else ("ref_log_probs",)
         super()._build(run, context)
@@ -293,7 +294,10 @@ class PreferenceTrainer(SFTTrainer):
         named = {"train": splits.train, "eval": splits.eval}
         if not self.loss.is_paired:
             taken = {name: x.unpaired() if getattr(x, "is_paired", False) else x for name, x in named.items()}
-            return replace(splits, **taken, mixture=None if taken["train"] is not splits.train else splits.mixture)
+            each, mixture = len(taken["train"]) // len(splits.train), splits.mixture
+            if mixture is not None:
+                mixture = replace(mixture, sizes=tuple(each * size for size in mixture.sizes))
+            return replace(splits, **taken, mixture=mixture)
         if any(x is not None and not x.is_paired for x in named.values()):
             raise ConfigError(
                 f"data has single responses: {type(self.loss).__name__} compares pairs. Give columns of chosen and "
