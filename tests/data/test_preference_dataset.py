@@ -71,7 +71,7 @@ def test_a_batch_has_the_chosen_rows_and_then_the_rejected_ones(tmp_path):
     assert rows == ["40+2=42<eos>", "1+2=3<eos>", "40+2=41, I think<eos>", "1+2=14<eos>"]
     assert batch["is_chosen"].tolist() == [True, True, False, False]
     assert batch["response_mask"].sum(dim=1).tolist() == [3, 2, 12, 3]
-    assert "margins" not in batch  # not every row has one
+    assert "row_margins" not in batch  # not every row has one
     assert batch["position_ids"][1].tolist()[:6] == [0, 0, 1, 2, 3, 4]
 
 

@@ -179,7 +179,7 @@ class PreferenceDataset:
         """The B pairs at `indices`: B rows of chosen responses, then B rows of rejected ones.
 
         Returns:
-            See `preference_rows`, with `is_chosen` [2B] and, if the data has them, `margins` [2B].
+            See `preference_rows`, with `is_chosen` [2B] and, if the data has them, `row_margins` [2B].
         """
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         halves = [part.padded(chosen, self._pad_id, left=False) for part in self._responses]
@@ -190,7 +190,7 @@ class PreferenceDataset:
             self._prompts.padded(chosen.repeat(2), self._pad_id, left=True),
             (torch.cat(padded), torch.cat(masks)),
             is_chosen=torch.arange(2 * len(chosen)) < len(chosen),
-            margins=None if self._margins is None else self._margins[chosen].repeat(2),
+            row_margins=None if self._margins is None else self._margins[chosen].repeat(2),
         )
 
 

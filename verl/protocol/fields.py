@@ -262,7 +262,7 @@ _add("contexts", "BNP", "int64", "token id", "tokens before each row of an episo
 _add("episode_tokens", "B", "int64", "tokens", "on the masks of all rows of the episode that a row is of", "trainer")
 _add("turn_rewards", "BT", "float", "reward", "of the environment, on the last token of each turn", "environment")
 _add("is_chosen", "B", "bool", "", "the response is the better one of its pair, or a desirable one", "preference data")
-_add("margins", "B", "float", "reward", "by how much the chosen response is better", "preference data")
+_add("row_margins", "B", "float", "reward", "by how much the chosen response is better", "preference data")
 _add("row_scores", "B", "float", "", "log-probability of the response in nats, or score of a reward model", "learner")
 _add("row_coefs", "B", "float", "", "gradient of the loss with respect to `row_scores`", "trainer")
 _add("labels", "BS", "int64", "token id", "the token to learn at each place; -100 is ignored", "SFT data", -100)

@@ -342,7 +342,7 @@ class PreferenceTrainer(SFTTrainer):
             x["response_mask"].sum(dim=1).double(),
             x["is_chosen"],
             None if pending is None else pending.result()["ref_log_probs"].double().sum(dim=1),
-            x["margins"].double() if "margins" in x else None,
+            x["row_margins"].double() if "row_margins" in x else None,
         )
         return evaluated(self.loss, rows)
 
