@@ -3,5 +3,7 @@
 from verl.cli.train import training_command
 from verl.utils.child_process.interpreter import run_main
 
+main = training_command("reward_model")
+
 if __name__ == "__main__":
-    run_main(training_command("reward_model"))
+    run_main(main)
