@@ -2,7 +2,8 @@
 
     python scripts/rlhf.py --out outputs/rlhf
 
-SFT on sums; a reward model from right against wrong sums; PPO against its scores; DPO from the same pairs beside it.
+SFT on 1,000 sums; a reward model, from a model that was fine-tuned on all sums that are not held out, on right against
+nearly right sums; PPO against its scores; DPO from the same pairs beside it.
 Each policy is then evaluated by exact answers to held-out sums, which no stage has seen. Minutes on two cores, offline.
 """
 
@@ -16,8 +17,10 @@ import sys
 import time
 from pathlib import Path
 
+RUNS = ("sft", "rater_sft", "reward_model", "ppo", "dpo", "summary.json")
 VERL = [sys.executable, "-m", "verl.cli"]
-PPO = ["trainer.total_steps=100", "actor.optimizer.lr=4e-4", "rollout.max_new_tokens=6"]
+ALL = ["data.train_size=null", "trainer.total_epochs=5"]
+PPO = ["trainer.total_steps=80", "actor.optimizer.lr=4e-4", "algorithm.kl.coef=0.05", "rollout.max_new_tokens=6"]
 
 
 def verl(*words: str) -> float:
@@ -47,22 +50,22 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="two steps of each run, to check that they start")
     given = parser.parse_args()
     out: Path = given.out
-    if out.exists() and any(
-        path.name not in ("sft", "reward_model", "ppo", "dpo", "summary.json") for path in out.iterdir()
-    ):
+    if out.exists() and any(path.name not in RUNS for path in out.iterdir()):
         parser.error(f"--out is {out}: it has files that are not from this script. Give another directory.")
     shutil.rmtree(out, ignore_errors=True)
     more = ["checkpoint=off", *(["debug=smoke"] if given.smoke else [])]
-    actor, reward = ["actor=tiny", f"actor.model.path={out}/sft/actor"], f"{out}/reward_model/reward_model"
+    actor, rater = f"actor.model.path={out}/sft/actor", f"actor.model.path={out}/rater_sft/actor"
+    reward = f"reward.model.path={out}/reward_model/reward_model"
 
     def run(root: str, name: str, *words: str) -> float:
         return verl(root, *words, f"hydra.run.dir={out / name}", f"trainer.experiment_name=rlhf_{name}", *more)
 
     seconds = {
         "sft": run("sft", "sft", "experiment=arithmetic_sft"),
-        "reward_model": run("reward-model", "reward_model", "experiment=arithmetic_reward_model", *actor[1:]),
-        "ppo": run("ppo", "ppo", *actor, "reward=model", f"reward.model.path={reward}", *PPO),
-        "dpo": run("dpo", "dpo", "experiment=arithmetic_dpo", *actor[1:]),
+        "rater_sft": run("sft", "rater_sft", "experiment=arithmetic_sft", *ALL),
+        "reward_model": run("reward-model", "reward_model", "experiment=arithmetic_reward_model", rater),
+        "ppo": run("ppo", "ppo", "actor=tiny", actor, "reward=model", reward, *PPO),
+        "dpo": run("dpo", "dpo", "experiment=arithmetic_dpo", actor),
     }
     of_pairs = {name: pairs(out / name) for name in ("reward_model", "dpo")}
     rows = {
