@@ -167,7 +167,7 @@ def test_settings_that_do_not_go_together_are_refused(root, overrides, message):
 def test_losses_of_pairs_refuse_labelled_responses_and_kto_takes_pairs_apart(model32, tmp_path):
     file = tmp_path / "labels.jsonl"
     file.write_text('{"prompt": "1+2=", "completion": "3", "label": true}\n' * 3)
-    labelled = PreferenceFiles(train_files=[str(file)])
+    labelled = PreferenceFiles(train_files=[str(file)], max_length=64)
     run = preference_run(model32, DPO(), data=labelled, batch_size=2)
     with pytest.raises(ConfigError, match="data has single responses: DPO compares pairs"):
         run.build(BuildContext(run_dir=tmp_path / "run"))

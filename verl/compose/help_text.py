@@ -44,7 +44,7 @@ def help_text(root: str) -> str:
     )
     return f"""{ROOTS[root].purpose}
 
-  usage: verl {ROOTS[root].command} [GROUP=OPTION ...] [PATH.TO.KEY=VALUE ...] [-m] [--cfg job]
+  usage: verl {ROOTS[root].command} [GROUP=OPTION ...] [PATH.TO.KEY=VALUE ...] [-m]
 
   examples{ROOTS[root].examples}
 

@@ -151,7 +151,7 @@ ROOTS = {
             purpose="Trains a language model on preferences (DPO, IPO, KTO, ORPO, SimPO).",
             examples=r"""
     verl dpo                                      the built-in example, offline
-    verl dpo loss=simpo                           another loss, without reference
+    verl dpo loss=simpo                           a loss without reference
     verl dpo actor=pretrained actor.model.path=DIR \
         data=preference_files \
         'data.train_files=[train.jsonl]'          your model and data

@@ -151,9 +151,11 @@ class ArithmeticPreferences(Arithmetic, PreferenceSource):
     """Problems with the right sum and one that is wrong by a little, as answers of a policy are.
 
     Args:
+        pairs_per_problem: training pairs of each problem, with different wrong sums.
         max_length: most tokens of problem, answer and EOS together.
     """
 
+    pairs_per_problem: Annotated[int, Field(ge=1, le=len(WRONG_BY))] = 1
     max_length: int = 32
 
     def faults(self) -> Iterator[str]:
@@ -163,9 +165,11 @@ class ArithmeticPreferences(Arithmetic, PreferenceSource):
     def pairs(self, split: Split) -> list[dict[str, str]]:
         """The problems of a split: `{"prompt": "37+58=", "chosen": "95", "rejected": "94"}`."""
         draw = random.Random(f"wrong sums {self.seed} {split}")
+        count = self.pairs_per_problem if split == "train" else 1
         return [
-            {"prompt": row["prompt"], "chosen": row["answer"], "rejected": _wrong(int(row["answer"]), draw)}
+            {"prompt": row["prompt"], "chosen": row["answer"], "rejected": wrong}
             for row in self.rows(split)
+            for wrong in _wrong(int(row["answer"]), count, draw)
         ]
 
     def build(self, context: BuildContext) -> DataSplits:
@@ -177,10 +181,10 @@ class ArithmeticPreferences(Arithmetic, PreferenceSource):
         return DataSplits(train=train, eval=held_out)
 
 
-def _wrong(answer: int, draw: random.Random) -> str:
-    """A number near the answer, not below 0."""
+def _wrong(answer: int, count: int, draw: random.Random) -> list[str]:
+    """Different numbers near the answer, not below 0."""
     nearby = [number for step in WRONG_BY for number in (answer - step, answer + step) if number >= 0]
-    return str(nearby[int(draw.random() * len(nearby))])
+    return [str(nearby.pop(int(draw.random() * len(nearby)))) for _ in range(count)]
 
 
 def length_faults(digits: int, max_length: int) -> Iterator[str]:
