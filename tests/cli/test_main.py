@@ -43,8 +43,8 @@ def test_config_schema_prints_or_writes_the_schema_of_a_root(tmp_path):
     result = runner.invoke(app, ["config-schema", "sft", "--output", str(tmp_path / "sft.json")])
     assert (result.exit_code, result.output) == (0, "")
     assert "batch_size" in json.loads((tmp_path / "sft.json").read_text())["$defs"]["SFTSettings"]["properties"]
-    refused = runner.invoke(app, ["config-schema", "dpo"])
-    assert (refused.exit_code, "expected ppo or sft" in refused.output) == (2, True)
+    refused = runner.invoke(app, ["config-schema", "bc"])
+    assert (refused.exit_code, "ppo, sft, dpo" in refused.output) == (2, True)
 
 
 def test_an_unknown_backend_is_a_usage_error_with_the_known_ones():
@@ -64,13 +64,15 @@ import sys
 import typer
 from typer.testing import CliRunner
 from verl.cli.main import app
+from verl.compose.schema import ROOTS
 
 def commands(command, words):
     yield words
     for name, below in getattr(command, "commands", {}).items():
         yield from commands(below, [*words, name])
 
-found = [words for words in commands(typer.main.get_command(app), []) if words not in (["ppo"], ["sft"])]
+trains = [[root.command] for root in ROOTS.values()]
+found = [words for words in commands(typer.main.get_command(app), []) if words not in trains]
 failed = [words for words in found if CliRunner().invoke(app, [*words, "--help"]).exit_code]
 print(len(found), str(failed).replace(" ", ""), "torch" in sys.modules)
 """
@@ -96,6 +98,12 @@ def test_the_commands_that_train_take_hydras_words_and_end_with_its_status(monke
     shown = runner.invoke(app, ["sft", "--cfg", "job", "--package", "trainer"])
     assert (shown.exit_code, "SFTSettings" in shown.stdout) == (0, True)
     assert runner.invoke(app, ["sft", "--root"]).exit_code == 2
+    for command in ("dpo", "reward-model"):
+        shown = runner.invoke(app, [command, "--cfg", "job", "--package", "loss"])
+        assert (shown.exit_code, "verl.algorithms.preference_losses" in shown.stdout) == (0, True)
+    refused = runner.invoke(app, ["dpo", "trainer=ray"])  # an option of another root
+    assert refused.exit_code == 2
+    assert "${algorithm}, which `verl ppo` has and `verl dpo` does not: it is for `verl ppo`" in refused.stderr
 
 
 @pytest.mark.parametrize(

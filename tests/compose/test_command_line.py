@@ -120,7 +120,7 @@ def test_every_field_that_holds_a_path_is_known_as_one():
         ("algorithm=gr-po", "Did you mean grpo?"),
         ("~traner", "Did you mean trainer?"),
         ("traner@x=local", "Did you mean trainer?"),
-        ("~trainer", "~trainer: a run needs one. Write trainer=OPTION; there are local, "),
+        ("~trainer", "~trainer: a run needs one. Write trainer=OPTION; there are dpo, dpo_ray, local, "),
         ("~algorithm=ppo", "a run needs one"),
         ("trainer.seed=${trainer.total_steps", "the reference cannot be parsed. Write ${other.key} with"),
         ("trainer.experiment_name=a${x", "trainer.experiment_name is 'a${x': the reference cannot be parsed"),

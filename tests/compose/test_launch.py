@@ -18,7 +18,7 @@ import verl
 from verl.checkpoint.commit.fencing import RunLock
 from verl.compose.help_text import help_text
 from verl.compose.launch import end_message
-from verl.compose.schema import conf_dir, root_keys
+from verl.compose.schema import ROOTS, conf_dir, root_keys
 from verl.errors import ConfigError, RewardError
 
 ROOT = conf_dir().parent
@@ -66,7 +66,7 @@ def test_help_lists_the_groups_and_neither_help_nor_check_imports_anything_heavy
     of_sft = dict(line.strip().split(": ") for line in groups if not line.startswith("   "))
     assert of_sft.keys() == {*root_keys("sft")}, "groups that it does not have are not offered"
     assert all(of_sft.values()), "each group has a sentence"
-    assert max(len(line) for root in ("ppo", "sft") for line in help_text(root).splitlines()) <= 80
+    assert max(len(line) for root in ROOTS for line in help_text(root).splitlines()) <= 80
 
 
 @pytest.mark.parametrize("flags", [["--help"], *exhaustive(["--cfg", "job"])])

@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from verl.component import BuildContext
 from verl.compose.command_line import command_line
 from verl.compose.compose import compose_root
-from verl.compose.schema import conf_dir, group_options, json_schema, root_keys
+from verl.compose.schema import ROOTS, conf_dir, group_options, json_schema, root_keys
 from verl.compose.validate import refuse_here, validate
 from verl.errors import ConfigError
 
@@ -31,6 +31,17 @@ PPO_ONLY = {"data=arithmetic", "data=files", "data=hub", "trainer=local", "train
 PPO_ONLY |= {"experiment=arithmetic_ppo", "experiment=arithmetic_grpo", "experiment=gsm8k_qwen2_5_0_5b"}
 PPO_ONLY |= {f"data={name}" for name in ("calculator", "guess_number", "episodes")}
 PPO_ONLY |= {"experiment=calculator_grpo", "experiment=guess_number_ppo", "experiment=distill_tiny"}
+DPO_ONLY = {"trainer=dpo", "trainer=dpo_ray", "experiment=arithmetic_dpo"}
+DPO_ONLY |= {f"loss={name}" for name in ("sigmoid", "ipo", "kto", "orpo", "simpo")}
+REWARD_MODEL_ONLY = {"trainer=reward_model", "trainer=reward_model_ray", "loss=bradley_terry"}
+REWARD_MODEL_ONLY |= {"experiment=arithmetic_reward_model"}
+OWNERS = [  # options, and the roots that they are for; others are for every root that has their group
+    (SFT_ONLY, ["sft"]),
+    (PPO_ONLY, ["ppo"]),
+    (DPO_ONLY, ["dpo"]),
+    (REWARD_MODEL_ONLY, ["reward_model"]),
+    ({"data=arithmetic_preferences", "data=preference_files"}, ["dpo", "reward_model"]),
+]
 OPTIONS = [f"{group}={option}" for group, options in group_options().items() for option in options]
 CLIENTS = {"storage=oss": "ossfs", "storage=gcs": "gcsfs"}  # packages that an option cannot do without
 OPTIONAL = {  # an option that asks for a package, and the extra of setup.py that brings it
@@ -77,6 +88,7 @@ NEEDED = {  # what an option leaves to the user
     "data=files": ["data.train_files=[rows.jsonl]", "data.max_prompt_length=16"],
     "data=hub": ["data.dataset=me/sums", "data.max_prompt_length=16"],
     "data=sft_files": ["data.train_files=[rows.jsonl]", "data.max_length=16"],
+    "data=preference_files": ["data.train_files=[rows.jsonl]", "data.max_length=16"],
 }
 COMBINATIONS = [  # that go together: `make test` composes these, and `make exhaustive` each option alone
     "reward=code_tests algorithm=cispo environment=agent_program critic=llama1b tracker=console sharding=cp "
@@ -109,10 +121,15 @@ IDENTITIES = json.loads((Path(__file__).parents[1] / "golden/identities.json").r
 """Of every shipped configuration, by root and options; scripts/record_identities.py records them."""
 
 
+def roots_of(option: str) -> list[str]:
+    """The roots that an option is for, the first of them the one that it is tried in."""
+    return next((roots for options, roots in OWNERS if option in options), list(ROOTS))
+
+
 def applies(root: str, option: str) -> bool:
-    other = PPO_ONLY if root == "sft" else SFT_ONLY
-    other = other | (set(CLIENTS) if root == "sft" else set())  # what they lack is told once
-    return option not in other and option.split("=")[0] in root_keys(root)
+    if root != "ppo" and option in {*CLIENTS, "reference=none"}:  # what they lack is told once
+        return False
+    return root in roots_of(option) and option.split("=")[0] in root_keys(root)
 
 
 @functools.cache
@@ -171,21 +188,32 @@ def is_first_or_of_sft_alone(option: str) -> bool:
     return option in SFT_ONLY or option == next(o for o in OPTIONS if o.startswith(f"{group}=") and applies("sft", o))
 
 
-@pytest.mark.parametrize("option", short_where(filter(partial(applies, "sft"), OPTIONS), is_first_or_of_sft_alone))
-def test_option_composes_and_checks_in_sft(option, users_files):
-    arguments, assigned = command_line("sft", words_of(option))
+OTHERS = [
+    *short_where([("sft", o) for o in OPTIONS if applies("sft", o)], lambda case: is_first_or_of_sft_alone(case[1])),
+    *short_where(
+        [(root, o) for root in ("dpo", "reward_model") for o in OPTIONS if applies(root, o)],
+        lambda case: len(roots_of(case[1])) < len(ROOTS),
+    ),
+]
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_option_composes_and_checks_in_the_other_roots(case, users_files):
+    root, option = case
+    arguments, assigned = command_line(root, words_of(option))
     assert assigned.faults == []
-    config = compose_root("sft", arguments)
+    config = compose_root(root, arguments)
     run = validate(config)
-    assert schema_faults("sft", OmegaConf.to_container(config, resolve=True)) == []
-    assert (type(run).__name__, run.identity()) == ("SFTRun", IDENTITIES[f"sft {option}"])
+    assert schema_faults(root, OmegaConf.to_container(config, resolve=True)) == []
+    kind = ROOTS[root].run.rpartition(".")[2]
+    assert (type(run).__name__, run.identity()) == (kind, IDENTITIES[f"{root} {option}"])
 
 
 @pytest.mark.parametrize(
     ("debug", "experiment"), each_value_once(*(group_options()[group] for group in ("debug", "experiment")))
 )
 def test_debug_goes_with_every_experiment(experiment, debug, users_files):
-    root, option = "sft" if f"experiment={experiment}" in SFT_ONLY else "ppo", f"experiment={experiment}"
+    root, option = roots_of(f"experiment={experiment}")[0], f"experiment={experiment}"
     config = compose_root(root, [option, f"debug={debug}", *NEEDED.get(option, [])])
     run = validate(config)
     assert schema_faults(root, OmegaConf.to_container(config, resolve=True)) == []
@@ -194,7 +222,7 @@ def test_debug_goes_with_every_experiment(experiment, debug, users_files):
 
 @pytest.mark.parametrize("file", sorted((conf_dir() / "experiment").glob("*.yaml")), ids=lambda file: file.stem)
 def test_an_experiment_file_as_an_editor_sees_it_fits_the_schema(file):
-    root = "sft" if f"experiment={file.stem}" in SFT_ONLY else "ppo"
+    root = roots_of(f"experiment={file.stem}")[0]
     assert schema_faults(root, yaml.safe_load(file.read_text())) == []
 
 
@@ -280,7 +308,10 @@ def test_options_state_every_field_of_their_components():
 
     algorithms = [("ppo", [f"algorithm={name}"]) for name in group_options()["algorithm"]]
     trainers = [("ppo", [f"trainer={name}"]) for name in ("ray", "mesh")]
-    for root, overrides in (("ppo", []), *trainers, *algorithms, ("sft", [])):
+    losses = [("dpo", [f"loss={name}"]) for name in ("sigmoid", "ipo", "kto", "orpo", "simpo")]
+    others = [(root, []) for root in ("sft", "reward_model")]
+    files = [("dpo", words_of("data=preference_files"))]
+    for root, overrides in (("ppo", []), *trainers, *algorithms, *losses, *others, *files):
         visit(OmegaConf.to_container(compose_root(root, overrides), resolve=True), "")
 
 

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from verl.compose.compose import apply_values, choices_of, compose_root
 from verl.compose.run_start import print_start, save_config
+from verl.compose.schema import ROOTS
 from verl.compose.validate import validate
 
 SECRET = "sk-abcdefgh12345678ijkl"
@@ -65,7 +66,7 @@ def test_a_run_opens_with_what_differs_from_the_defaults_and_where_it_writes():
 
 
 def test_a_run_with_nothing_but_defaults_opens_with_one_line():
-    for root in ("ppo", "sft"):
+    for root in ROOTS:
         assert len(opening(compose_root(root), root=root).splitlines()) == 1
 
 

@@ -15,7 +15,7 @@ from roles import experience, start_actor
 from typer.testing import CliRunner
 
 from verl.cli.main import app
-from verl.cli.train import train_sft
+from verl.cli.train import training_command
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
@@ -434,7 +434,7 @@ def test_a_main_script_plans_in_place_of_training(tmp_path, monkeypatch, capsys)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["main_sft.py", "plan=only", "trainer.batch_size=12", "plan.device=cpu"])
     with pytest.raises(SystemExit) as end:
-        train_sft()
+        training_command("sft")()
     assert end.value.code == 0
     assert "12 sequences in one optimizer step" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())

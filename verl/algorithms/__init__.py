@@ -10,4 +10,5 @@ importance_sampling     Truncated importance weights
 kl                      KL control: none, through the reward, or through the loss
 losses                  Policy and value losses, per token
 part_state              State of estimators and losses: what a checkpoint holds, and a trial that finds the rest
+preference_losses       Losses of preferences and of reward models: DPO, IPO, KTO, ORPO, SimPO, Bradley-Terry
 """

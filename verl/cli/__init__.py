@@ -13,5 +13,5 @@ resume_check       `verl resume-check`: does a resumed run give the same numbers
 runs               `verl runs`: the runs below a directory, and their removal; `verl diff`: what differs between two
 samples            `verl samples`: browse the rollouts of a run, as a table, one prompt across steps, as JSON
 serve_policy       `verl serve-policy`: a saved policy behind an OpenAI-compatible endpoint
-train              The commands that train: `verl ppo`, `verl sft` and `verl quickstart`
+train              The commands that train: one for each root (`verl ppo`, `verl sft`, ...), and `verl quickstart`
 """

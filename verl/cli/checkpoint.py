@@ -91,7 +91,7 @@ def remote_summaries(address: str, level: Level = "quick") -> list[CheckpointSum
 ADAPTER_CONFIG = "adapter_config.json"
 app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Inspect, verify, pin, clean and export checkpoints.")
 PATH = "A checkpoint, a directory of checkpoints, its `latest`, or the directory of a run."
-TELLING = ("eval/accuracy", "eval/loss", "reward/mean", "sft/loss")
+TELLING = ("eval/accuracy", "eval/loss", "reward/mean", "sft/loss", "preference/loss")
 MOST_METRICS = 3
 Path_ = Annotated[str, typer.Argument(metavar="PATH", help=PATH)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]

@@ -21,7 +21,15 @@ from verl.cli.console import FOUND, command, counted, echo, fail, print_json, pr
 
 FIRST_TENSORS = 4  # shown per component without --tensors
 OUTLINE_DEPTH, LARGEST_DICT = 2, 12  # of trainer_state.json without --state
-FIRST_METRICS = ("eval/accuracy", "eval/score", "eval/loss", "reward/mean", "sft/loss", "kl/reference_nats")
+FIRST_METRICS = (
+    "eval/accuracy",
+    "eval/score",
+    "eval/loss",
+    "reward/mean",
+    "sft/loss",
+    "preference/loss",
+    "kl/reference_nats",
+)
 LONGEST_LIST = 4
 LONGEST_TEXT = 80
 SHOWN_ABOVE = (

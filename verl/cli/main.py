@@ -22,6 +22,7 @@ from verl.cli.resume_check import resume_check
 from verl.cli.runs import diff, runs
 from verl.cli.samples import samples
 from verl.cli.serve_policy import serve_policy
+from verl.compose.schema import ROOTS
 from verl.errors import ConfigError
 from verl.tracking.console import reader_may_leave
 from verl.utils.child_process.interpreter import run_main
@@ -33,11 +34,11 @@ from verl.utils.redact import redact_output
 class _Commands(TyperGroup):
     """A command group in which a component's `exit()` does not determine the exit status.
 
-    `ppo`, `sft` and `quickstart` handle exits, signals and threads themselves (`entry_point` in compose/launch.py).
+    The commands that train handle exits, signals and threads themselves (`entry_point` in compose/launch.py).
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta["trains"] = args[:1] in (["ppo"], ["sft"], ["quickstart"])
+        ctx.meta["trains"] = args[:1] == ["quickstart"] or args[:1] in [[root.command] for root in ROOTS.values()]
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -51,8 +52,8 @@ app = typer.Typer(
     name="verl", cls=_Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
 app.command()(train.quickstart)
-app.command(cls=train.HydraCommand)(train.ppo)
-app.command(cls=train.HydraCommand)(train.sft)
+for root in ROOTS.values():
+    app.command(root.command, cls=train.HydraCommand, help=train.help_of(root))(train.command_of(root))
 app.add_typer(checkpoint.app)
 app.command("resume-check")(resume_check)
 app.command()(lineage)
@@ -84,14 +85,14 @@ def main(
 
 @app.command("config-schema")
 def config_schema(
-    root: Annotated[str, typer.Argument(help="ppo, for main_ppo.py, or sft, for main_sft.py.")] = "ppo",
+    root: Annotated[str, typer.Argument(help=f"One of {', '.join(ROOTS)}: of main_ROOT.py.")] = "ppo",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it to this file.")] = None,
 ) -> None:
     """Print the JSON schema of a run, for completion and checks of YAML files in an editor (docs/configuration.md)."""
-    from verl.compose.schema import ROOTS, json_schema
+    from verl.compose.schema import json_schema
 
     if root not in ROOTS:
-        raise typer.BadParameter(f"{root!r} is not a root: expected {' or '.join(ROOTS)}.", param_hint="ROOT")
+        raise typer.BadParameter(f"{root!r} is not a root: expected {', '.join(ROOTS)}.", param_hint="ROOT")
     text = json.dumps(json_schema(root), indent=1) + "\n"
     if output is None:
         echo(text, nl=False)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from verl.cli.console import CONFIG_DIR, FAILED, FOUND, echo
+from verl.compose.schema import ROOTS
 from verl.errors import ConfigError, VerlError
 from verl.utils.redact import redact
 
@@ -45,7 +46,8 @@ def plan(
         float | None, typer.Option(min=0.001, help="MiB per second to the object storage, for the time of an upload.")
     ] = None,
     config_dir: Annotated[Path | None, CONFIG_DIR] = None,
-    sft: Annotated[bool, typer.Option("--sft", help="Plan a run of `verl sft`.")] = False,
+    sft: Annotated[bool, typer.Option("--sft", help="Plan a run of `verl sft`; the same as --root sft.")] = False,
+    root: Annotated[str, typer.Option(help=f"Plan a run of this root: {', '.join(ROOTS)}.")] = "ppo",
     asynchronous: Annotated[
         bool, typer.Option("--async", help="Also simulate trainer.mode=async: speed, idle shares, staleness.")
     ] = False,
@@ -64,11 +66,13 @@ def plan(
 
     Of models only config.json is read. The exit status is 1 if the run does not fit its devices.
     """
+    if root not in ROOTS:
+        raise typer.BadParameter(f"{root!r}: expected one of {', '.join(ROOTS)}.", param_hint="--root")
     words = list(overrides or [])
     named = [word.removeprefix(DEVICE) for word in words if word.startswith(DEVICE)]
     words = [word for word in words if not word.startswith(DEVICE)]
     try:
-        run = _validated("sft" if sft else "ppo", words, config_dir)
+        run = _validated("sft" if sft else root, words, config_dir)
         rates = _rates(run, device or (named[-1] if named else None), measure)
         run_plan = _planned(run, rates, exact, response_tokens, upload_mib_s)
         if asynchronous:
@@ -89,7 +93,7 @@ def plan_only(root: str, arguments: list[str]) -> NoReturn:
     """`verl ppo ... plan=only`: print the plan of the run, and exit with its status."""
     command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     command.command()(plan)
-    command([*arguments, *(["--sft"] if root == "sft" else [])], prog_name="verl plan")
+    command([*arguments, f"--root={root}"], prog_name="verl plan")
     raise SystemExit
 
 
@@ -104,7 +108,9 @@ def _validated(root: str, arguments: list[str], config_dir: Path | None) -> Any:
     words, assigned = command_line(root, [*flags, *arguments])
     words = words[len(flags) :]
     if further := [word for word in words if word.startswith("-")]:
-        raise ConfigError(f"{further[0]} is a flag of `verl {root}`: verl plan takes group=option and key=value.")
+        raise ConfigError(
+            f"{further[0]} is a flag of `verl {ROOTS[root].command}`: verl plan takes group=option and key=value."
+        )
     sys.path.append(str(Path.cwd()))  # user modules are in the working directory
     try:
         config = compose_root(root, words)

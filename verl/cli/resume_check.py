@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from verl.cli.console import CONFIG_DIR, echo
+from verl.compose.schema import ROOTS
 from verl.errors import ConfigError
 from verl.utils.child_process.process import reap
 from verl.utils.external_input import read_text
@@ -58,7 +59,7 @@ class RunLauncher:
     """Starts the runs of a check, in processes of their own.
 
     Args:
-        root: `ppo` or `sft`.
+        root: a name of `ROOTS`.
         steps: number of steps of the whole run.
         directory: parent of the run directories.
         overrides: overrides of all runs.
@@ -100,7 +101,7 @@ class RunLauncher:
         settings = laid_over(laid_over([*mode, *self.overrides], settings), overrides)
         with tempfile.TemporaryFile() as output, contextlib.closing(Progress(num_slots=1)) as progress:
             process = subprocess.Popen(
-                [*COMMAND, self.root, *settings], stdout=output, stderr=subprocess.STDOUT,
+                [*COMMAND, ROOTS[self.root].command, *settings], stdout=output, stderr=subprocess.STDOUT,
                 env={**os.environ, STARTER_VARIABLE: str(progress.fd)}, pass_fds=[progress.fd],
             )  # fmt: skip
             if (fault := self._fault(process, progress, kill_when)) is not None:
@@ -251,7 +252,7 @@ def resume_check(
         list[str] | None, typer.Argument(help="Overrides of all runs: experiment=..., KEY=VALUE.")
     ] = None,
     config_dir: Annotated[Path | None, CONFIG_DIR] = None,
-    root: Annotated[str, typer.Option(help="ppo or sft.")] = "ppo",
+    root: Annotated[str, typer.Option(help=f"One of {', '.join(ROOTS)}.")] = "ppo",
     steps: Annotated[int, typer.Option(help="Steps of the whole run.")] = 4,
     at: Annotated[
         int | None, typer.Option(help="Stop and resume after this step; half of the steps by default.")
@@ -276,8 +277,8 @@ def resume_check(
     overrides = [*([] if config_dir is None else [f"--config-dir={config_dir}"]), *(overrides or ())]
     layout = [] if to_sharding is None else [f"sharding={to_sharding}"]
     layout += [] if processes is None else [f"trainer.n_gpus_per_node={processes}"]
-    if root not in ("ppo", "sft"):
-        raise typer.BadParameter(f"{root!r}: expected ppo or sft.", param_hint="--root")
+    if root not in ROOTS:
+        raise typer.BadParameter(f"{root!r}: expected one of {', '.join(ROOTS)}.", param_hint="--root")
     try:
         with _directory(keep) as directory:
             launcher = RunLauncher(root=root, steps=steps, directory=directory, overrides=overrides, timeout_s=timeout)

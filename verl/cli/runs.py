@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 ROOTS = (Path("outputs"), Path("multirun"))
 CHECKPOINTS = Path("checkpoints")  # default directory of checkpoints, with the lineage of runs
-HEADLINE = ("reward/mean", "sft/loss", "eval/accuracy", "eval/loss")  # metrics of the table
+HEADLINE = ("reward/mean", "sft/loss", "preference/loss", "eval/accuracy", "eval/loss")  # metrics of the table
 TAIL_BYTES = 2**18  # of metrics.jsonl, in which the last value of each metric is looked for
 SHOWN_CHARACTERS = 60  # of a value that differs
 

@@ -1,7 +1,7 @@
-"""The commands that train: `verl ppo`, `verl sft` and `verl quickstart`.
+"""The commands that train: one for each root of the configuration, and `verl quickstart`.
 
-`main_ppo.py` and `main_sft.py` of a checkout are `verl ppo` and `verl sft`: the commands take
-Hydra overrides of the packaged configuration, without the checkout. `verl quickstart` runs both on the built-in model.
+`main_ppo.py` of a checkout is `verl ppo`, and so on: the commands take Hydra overrides of the packaged configuration,
+without the checkout. `verl quickstart` runs SFT and then PPO on the built-in model.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from verl.cli.console import CONFIG_DIR, echo, fail
 from verl.cli.plan import PLAN_ONLY, plan_only
 from verl.compose.launch import entry_point
 from verl.compose.run_start import RunStart
+from verl.compose.schema import Root
 from verl.compose.validate import validate
 from verl.utils.child_process.interpreter import rare_garbage_collection
 from verl.utils.external_input import read_text
@@ -36,7 +37,8 @@ def train(job: RunStart) -> None:
         trainer.close()
 
 
-def _command(root: str) -> Callable[[], None]:
+def training_command(root: str) -> Callable[[], None]:
+    """The command that trains with a root, a name of `ROOTS`; it reads `sys.argv`."""
     launched = entry_point(root)(train)
 
     def command() -> None:
@@ -48,10 +50,6 @@ def _command(root: str) -> Callable[[], None]:
     return command
 
 
-train_ppo = _command("ppo")
-train_sft = _command("sft")
-
-
 class HydraCommand(typer.core.TyperCommand):
     """A command that passes all arguments to Hydra unchanged, including `--help` and single-dash flags."""
 
@@ -60,16 +58,19 @@ class HydraCommand(typer.core.TyperCommand):
         return ctx.args
 
 
-def ppo(context: typer.Context) -> None:
-    """Train by reinforcement learning; `verl ppo --help` lists groups and options."""
-    sys.argv = ["verl ppo", *context.args]
-    train_ppo()
+def command_of(root: Root) -> Callable[[typer.Context], None]:
+    """The command of `verl` that trains with a root."""
+
+    def command(context: typer.Context) -> None:
+        sys.argv = [f"verl {root.command}", *context.args]
+        training_command(root.name)()
+
+    return command
 
 
-def sft(context: typer.Context) -> None:
-    """Supervised fine-tuning; `verl sft --help` lists groups and options."""
-    sys.argv = ["verl sft", *context.args]
-    train_sft()
+def help_of(root: Root) -> str:
+    """The help of a command, in the list of commands."""
+    return f"{root.purpose} `verl {root.command} --help` lists groups and options."
 
 
 QUICKSTART = ["trainer.total_steps=200", "actor.optimizer.lr=8e-4"]  # as accurate as the default 300 steps at 5e-4
@@ -138,5 +139,5 @@ def _run(root: str, directory: Path, overrides: Sequence[str]) -> dict[str, Any]
     echo(f"\n$ verl {' '.join(words)}")
     sys.stdout.flush()
     sys.argv = [f"verl {root}", *words[1:]]
-    (train_sft if root == "sft" else train_ppo)()
+    training_command(root)()
     return json.loads(read_text(directory / "summary.json"))

@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from verl.compose.schema import ROOTS
+
 _OPTIONS = ("none", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp", "cp", "pp", "parallel")  # of the group `sharding`
 _SHARDINGS = f"needs a sharding that this version does not have; it has {', '.join(_OPTIONS)}."
 _FSDP2 = "is sharding=fsdp here."
@@ -111,7 +113,6 @@ ALIASES: dict[str, Alias] = {
     "ray.num_cpus": Alias(path="trainer.placement.num_cpus", option="trainer=ray"),
 }
 
-FILES = {"ppo": "files", "sft": "sft_files"}
 SHORT = {
     **{f"tracker={name}": f"[default,{name}]" for name in ("wandb", "trackio", "mlflow")},
     "tracker=[]": "none",
@@ -142,7 +143,7 @@ def translate(root: str, key: str, value: Any, chosen: set[str]) -> Overrides | 
     """Translate `key=value`; None if the key is not an alias.
 
     Args:
-        root: `ppo` or `sft`.
+        root: a name of `ROOTS`.
         key, value: the assignment.
         chosen: groups that were chosen explicitly, which an alias does not choose again.
     """
@@ -164,7 +165,7 @@ def translate(root: str, key: str, value: Any, chosen: set[str]) -> Overrides | 
 def _renamed(alias: Alias, root: str, key: str, value: Any, chosen: set[str]) -> Overrides:
     assert alias.path is not None
     option = alias.option if alias.option and alias.option.split("=")[0] not in chosen else None
-    option = option.format(files=FILES[root]) if option else None
+    option = option.format(files=ROOTS[root].files) if option else None
     assignment = f"{key}={_text(value)}"
     if _text(value) in alias.nulls:
         value = "null" if isinstance(value, str) else None

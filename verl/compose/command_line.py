@@ -1,4 +1,4 @@
-"""Reads the arguments of `verl ppo` and `verl sft`: flags, assignments, and values in Hydra's grammar.
+"""Reads the arguments of a command that trains: flags, assignments, and values in Hydra's grammar.
 
     argument -> flag of Hydra | assignment -> value in the grammar -> aliases and options -> arguments for Hydra
 
@@ -29,7 +29,7 @@ from verl.compose.overrides import (
     split_at_commas,
     with_copies,
 )
-from verl.compose.schema import CHOOSERS, group_options, root_keys, set_own_conf_dirs
+from verl.compose.schema import CHOOSERS, ROOTS, group_options, root_keys, set_own_conf_dirs
 from verl.errors import ConfigError, root_cause
 
 _ASSIGNMENT = re.compile(r"^(?P<prefix>\+{0,2})(?P<key>[^\W\d]\w*(\.\w+)*)=(?P<value>.*)$", re.DOTALL)
@@ -326,12 +326,15 @@ def composition_faults(root: str, error: Exception) -> Iterator[str]:
 def _of_other_root(root: str, text: str) -> str | None:
     """The fault if an option belongs to the other command: it refers to a node that this root lacks."""
     missing = re.search(r"Interpolation key '(\w+)[^']*' not found", text)
-    (other,) = {"ppo", "sft"} - {root}
-    if missing is None or missing[1] in root_keys(root) or missing[1] not in root_keys(other):
+    if missing is None or missing[1] in root_keys(root):
         return None
+    others = [f"`verl {other.command}`" for other in ROOTS.values() if missing[1] in root_keys(other.name)]
+    if not others:
+        return None
+    here, there = ROOTS[root].command, " and ".join(others)
     return (
-        f"an option that was chosen refers to ${{{missing[1]}}}, which `verl {other}` has and `verl {root}` does not: "
-        f"it is for `verl {other}`. `verl {root} --help` lists what can be chosen."
+        f"an option that was chosen refers to ${{{missing[1]}}}, which {there} {'have' if others[1:] else 'has'} and "
+        f"`verl {here}` does not: it is for {there}. `verl {here} --help` lists what can be chosen."
     )
 
 
@@ -344,7 +347,7 @@ def _in_brief(root: str, error: BaseException) -> str:
     words = (
         f"{what}: it cannot be set" if what != first.rstrip(".") else f"the configuration cannot be composed: {what}"
     )
-    return f"{words}{reason}. `verl {root} --help` lists what can be chosen."
+    return f"{words}{reason}. `verl {ROOTS[root].command} --help` lists what can be chosen."
 
 
 def _first_line(error: BaseException) -> str:

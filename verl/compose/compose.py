@@ -35,7 +35,7 @@ def compose_root(root: str, overrides: Sequence[str] = ()) -> DictConfig:
     It may be called inside a Hydra job, whose global state is restored.
 
     Args:
-        root: `ppo` or `sft`.
+        root: a name of `ROOTS`.
         overrides: in Hydra's syntax, such as `algorithm=grpo` or `++trainer.seed=1`.
     """
     return _composition(root, overrides)[0]

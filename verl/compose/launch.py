@@ -1,4 +1,4 @@
-"""Entry point of `verl ppo` and `verl sft`: command line, torchrun, run directory, logging, and the clean end of a run.
+"""Entry point of the commands that train: command line, torchrun, run directory, logging, and the clean end of a run.
 
 arguments -> aliases and checks of the command line -> Hydra -> RunStart -> main(run)
 
@@ -39,7 +39,7 @@ from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, com
 from verl.compose.help_text import help_text
 from verl.compose.overrides import Overrides
 from verl.compose.run_start import RunStart
-from verl.compose.schema import conf_dir
+from verl.compose.schema import ROOTS, conf_dir
 from verl.errors import CheckpointError, ConfigError, StorageError, VerlError, WorkerError, root_cause
 from verl.tracking.console import reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG
@@ -52,21 +52,20 @@ from verl.utils.redact import redact, redact_output
 from verl.utils.signals import Terminated, ignore_interrupts, orderly_termination
 
 COUNT = "trainer.n_gpus_per_node"
-RAY_OPTIONS = {"ppo": "trainer=ray", "sft": "trainer=sft_ray"}
 
 
 def refuse_several_machines(root: str) -> None:
     """Refuse a run of which torchrun has started processes on several machines.
 
     Args:
-        root: `ppo` or `sft`.
+        root: a name of `ROOTS`.
     Raises:
         ConfigError: it has; with the command that starts the run in Ray.
     """
     if (machines := torchrun.num_machines()) == 1:
         return
     on_each = torchrun.counts()[1]
-    ray = [RAY_OPTIONS[root], "trainer.placement.address=auto", f"trainer.nnodes={machines}", f"{COUNT}={on_each}"]
+    ray = [ROOTS[root].ray, "trainer.placement.address=auto", f"trainer.nnodes={machines}", f"{COUNT}={on_each}"]
     replaced = ("trainer=", "trainer.nnodes=", f"{COUNT}=")
     others = [word for word in sys.argv[1:] if not word.lstrip("+").startswith(replaced)]
     raise ConfigError(
@@ -101,7 +100,7 @@ THREADS_TIMEOUT_S = 10.0  # wait for threads at the end of the run
 
 
 def entry_point(root: str) -> Callable[[Callable[[RunStart], Any]], Callable[[], None]]:
-    """Decorator that makes `main(job)` a command; `root` is `ppo` or `sft`.
+    """Decorator that makes `main(job)` a command; `root` is a name of `ROOTS`.
 
     Exit statuses: 2 after a list of configuration faults, 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP, 1 with a
     message for any other error, including `exit()` in a component. One traceback is printed if the message does not
@@ -234,7 +233,7 @@ def start_message(script: str, count: int = 1) -> list[str]:
     """The command without its arguments, as words.
 
     Args:
-        script: path of a script, or `verl ppo` or `verl sft`.
+        script: path of a script, or words such as `verl ppo`.
         count: number of processes that torchrun has started.
     """
     starter = ["torchrun", f"--nproc_per_node={count}"] if count > 1 else ["python"]

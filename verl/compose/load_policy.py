@@ -21,6 +21,7 @@ from verl.compose.command_line import parse_overrides
 from verl.compose.compose import apply_values, compose_root
 from verl.compose.overrides import assign
 from verl.compose.saved_config import OF_TRAINING, AllowedConfig, allowed_config
+from verl.compose.schema import root_of_run
 from verl.compose.validate import validate
 from verl.data.arithmetic import ArithmeticPrompts
 from verl.data.base import PromptSource
@@ -124,8 +125,9 @@ def locate_policy(path: str) -> SavedPolicy:
 
 
 def root_of(saved: SavedPolicy) -> str:
-    """The root that trained a policy, `ppo` or `sft`; `ppo` for plain weights."""
-    return "sft" if str(saved.saved("_target_")).endswith("SFTRun") else "ppo"
+    """The root that evaluates a policy: `sft` if it was trained by that, else `ppo`."""
+    root = root_of_run(saved.saved("_target_"))
+    return root if root in UNTRAINED_OF else "ppo"
 
 
 def trained_on_texts(saved: SavedPolicy) -> bool:
@@ -156,7 +158,7 @@ def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), fil
     options = [(group, text) for group, _, text in (option.partition("=") for option in assigned.options)]
     named = {**dict(options), **dict(assigned.values)}
     used = AllowedConfig()
-    if saved.point is not None and root_of(saved) == root:
+    if saved.point is not None and root_of_run(saved.saved("_target_")) == root:
         replaced = () if file is None else ("data",)
         used = allowed_config(saved.saved(), root, named, saved.description, replaced)
         _warn_of_own_code(saved, named)

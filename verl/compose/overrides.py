@@ -26,7 +26,7 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, sweeps: bool = False)
     """Sort `key=value` pairs into options and values, translating aliases and collecting what is refused.
 
     Args:
-        root: `ppo` or `sft`.
+        root: a name of `ROOTS`.
         pairs: keys with their values.
         sweeps: several values are the jobs of a sweep; otherwise they are a fault.
     """

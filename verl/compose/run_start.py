@@ -40,7 +40,7 @@ class RunStart:
 
     Attributes:
         config: the composed root.
-        root: `ppo` or `sft`.
+        root: a name of `ROOTS`.
         choices: the option of every group, to print the differences from the defaults; None prints nothing.
         run_dir: directory of the run.
         console: standard output.
@@ -128,7 +128,7 @@ def print_start(
 
     Args:
         config: a composed and validated root.
-        root, choices: `ppo` or `sft`, and the option of every group.
+        root, choices: a name of `ROOTS`, and the option of every group.
         run_dir: of the run.
         console: a rich console.
     """

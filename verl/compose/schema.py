@@ -13,6 +13,7 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,32 +73,125 @@ LISTS = ("tracker",)  # groups with several options per run: tracker=[console,js
 CHOOSERS = ("experiment", "sweep", "debug")  # groups that set other nodes and have no node of their own
 
 
-# The keys of a root; one with a question mark starts as null, since a run may do without.
-_KEYS = {
-    "ppo": (
-        "actor critic? reference? sandbox? reward rollout environment? sharding algorithm data trainer tracker "
-        "checkpoint? replay? storage? resume?"
-    ),
-    "sft": "actor sharding data trainer tracker checkpoint? storage? resume?",
+@dataclass(frozen=True)
+class Root:
+    """A root configuration `conf/NAME.yaml`, the command that trains with it, and its script `main_NAME.py`.
+
+    Attributes:
+        name: of the file.
+        run: dotted path of the description of the run, its `_target_`.
+        keys: its components and values; one with a question mark starts as null, since a run may do without.
+        purpose: one sentence for `--help`.
+        examples: commands with a phrase each, for `--help`.
+        files: the option of `data` that reads files.
+        ray: the option of `trainer` that places the roles in Ray.
+    """
+
+    name: str
+    run: str
+    keys: str
+    purpose: str
+    examples: str
+    files: str
+    ray: str
+
+    @property
+    def command(self) -> str:
+        """The command of `verl` that trains with it."""
+        return self.name.replace("_", "-")
+
+    def schema(self) -> type:
+        """A dataclass of its keys, by which Hydra rejects others."""
+        fields = [(key.rstrip("?"), Any, None if key.endswith("?") else MISSING) for key in self.keys.split()]
+        return dataclasses.make_dataclass(f"{self.name.upper()}Root", [("_target_", str, MISSING), *fields])
+
+
+ROOTS = {
+    root.name: root
+    for root in (
+        Root(
+            name="ppo",
+            run="verl.trainer.ppo_config.PPORun",
+            keys=(
+                "actor critic? reference? sandbox? reward rollout environment? sharding algorithm data trainer tracker "
+                "checkpoint? replay? storage? resume?"
+            ),
+            purpose="Trains a language model by reinforcement learning (PPO, GRPO).",
+            examples=r"""
+    verl ppo                                      the built-in example, offline
+    verl ppo algorithm=grpo trainer.group_size=8  another algorithm
+    verl ppo sharding=ddp trainer.n_gpus_per_node=2    two processes
+    verl ppo sharding=fsdp trainer.n_gpus_per_node=2   each holds a part
+    verl ppo actor=pretrained actor.model.path=DIR \
+        reward=function reward.path=my.py:score \
+        data=files 'data.train_files=[train.parquet]' model, reward and data
+    verl ppo -m trainer.seed=0,1,2                a sweep, one run after another
+    verl ppo experiment=arithmetic_grpo --cfg job show the configuration""",
+            files="files",
+            ray="trainer=ray",
+        ),
+        Root(
+            name="sft",
+            run="verl.trainer.sft.SFTRun",
+            keys="actor sharding data trainer tracker checkpoint? storage? resume?",
+            purpose="Trains a language model on written answers (supervised fine-tuning).",
+            examples=r"""
+    verl sft                                      the built-in example, offline
+    verl sft actor=pretrained actor.model.path=DIR \
+        data=sft_files 'data.train_files=[train.jsonl]'   your model and data
+    verl sft -m actor.optimizer.lr=1e-3,3e-3      a sweep, one run after another
+    verl sft experiment=arithmetic_sft --cfg job  show the configuration""",
+            files="sft_files",
+            ray="trainer=sft_ray",
+        ),
+        Root(
+            name="dpo",
+            run="verl.trainer.sft.PreferenceRun",
+            keys="actor reference? sharding loss data trainer tracker checkpoint? storage? resume?",
+            purpose="Trains a language model on preferences (DPO, IPO, KTO, ORPO, SimPO).",
+            examples=r"""
+    verl dpo                                      the built-in example, offline
+    verl dpo loss=simpo                           a loss without reference
+    verl dpo actor=pretrained actor.model.path=DIR \
+        data=preference_files \
+        'data.train_files=[train.jsonl]'          your model and data
+    verl dpo -m loss=sigmoid,ipo                  a sweep, one run after another
+    verl dpo experiment=arithmetic_dpo --cfg job  show the configuration""",
+            files="preference_files",
+            ray="trainer=dpo_ray",
+        ),
+        Root(
+            name="reward_model",
+            run="verl.trainer.sft.RewardModelRun",
+            keys="actor sharding loss data trainer tracker checkpoint? storage? resume?",
+            purpose="Trains a reward model on preferences, for `reward=model`.",
+            examples=r"""
+    verl reward-model                             the built-in example, offline
+    verl reward-model actor=pretrained actor.model.path=DIR \
+        data=preference_files \
+        'data.train_files=[train.jsonl]'          your model and data
+    verl reward-model loss.centre_coef=0.01       scores around zero""",
+            files="preference_files",
+            ray="trainer=reward_model_ray",
+        ),
+    )
 }
 
 
-def _root_schema(root: str) -> type:
-    fields = [(key.rstrip("?"), Any, None if key.endswith("?") else MISSING) for key in _KEYS[root].split()]
-    return dataclasses.make_dataclass(f"{root.upper()}Root", [("_target_", str, MISSING), *fields])
-
-
-ROOTS: dict[str, type] = {root: _root_schema(root) for root in _KEYS}
+def root_of_run(target: object) -> str:
+    """The root whose run has this `_target_`, by the name of its class; `ppo` if no root has it."""
+    kind = str(target).rpartition(".")[2]
+    return next((root.name for root in ROOTS.values() if root.run.endswith(f".{kind}")), "ppo")
 
 
 def root_keys(root: str) -> list[str]:
     """The keys of a root on the command line: components, values and choosers."""
-    keys = (f.name for f in dataclasses.fields(ROOTS[root]))
-    return [*(name for name in keys if name not in ("_target_", *VALUES)), *CHOOSERS]
+    keys = (key.rstrip("?") for key in ROOTS[root].keys.split())
+    return [*(name for name in keys if name not in VALUES), *CHOOSERS]
 
 
 def register() -> None:
-    """Register the schemas `schema_ppo` and `schema_sft` and the resolvers with Hydra.
+    """Register the schema of each root, such as `schema_ppo`, and the resolvers with Hydra.
 
     `${divide:384,8}` is 48; `${processes:${sharding._target_},2}` is 1 with sharding=none, else 2;
     `${experiment_of:${algorithm},${actor.model}}` is a name such as `grpo_qwen2-0.5b-instruct`.
@@ -108,8 +202,8 @@ def register() -> None:
     )
     OmegaConf.register_new_resolver("experiment_of", default_experiment, replace=True)
     store = ConfigStore.instance()
-    for root, schema in ROOTS.items():
-        store.store(name=f"schema_{root}", node=schema, provider="verl")
+    for root in ROOTS.values():
+        store.store(name=f"schema_{root.name}", node=root.schema(), provider="verl")
 
 
 # Names by the class that characterises the algorithm; other algorithms have the name of their class.
@@ -163,8 +257,6 @@ def _class(node: Any, key: str = "") -> str:
 
 # The JSON schema
 
-RUNS = {"ppo": "verl.trainer.ppo_config.PPORun", "sft": "verl.trainer.sft.SFTRun"}
-
 
 def json_schema(root: str) -> dict[str, Any]:
     """The JSON schema for whole configurations, experiment files and short YAML files.
@@ -173,9 +265,9 @@ def json_schema(root: str) -> dict[str, Any]:
     by its `_target_`, or a user-defined component by its dotted path.
 
     Args:
-        root: `ppo` or `sft`.
+        root: a name of `ROOTS`.
     """
-    kinds, run = known_components(), _import(RUNS[root])
+    kinds, run = known_components(), _import(ROOTS[root].run)
     schema = _component_schema(run)
     for group, options in group_options().items():
         property_schema = schema["properties"].setdefault(group, {"anyOf": []})

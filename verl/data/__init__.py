@@ -6,9 +6,10 @@ calculator     Sums and products that the built-in model cannot compute, for the
 chat_template  Chat templates: the prompt column as text and tokens, conversations as tokens
 curriculum     Curricula: prompts are drawn by what the run has seen of them, exact to resume
 episodes       `data=episodes`: prompts for environments that provide the task themselves
-files          Data sets in files: prompts for reinforcement learning, sequences for SFT
+files          Data sets in files: prompts for reinforcement learning, sequences for SFT, preferences
 guess_number   Prompts and example games of guessing a number
 hub            `data=hub`: prompts from the Hugging Face hub, or a local directory of the same form
+preference_dataset  Pairs of responses, or responses with a label, tokenised
 readers        Readers of parquet and JSONL files; each row has its file and line number
 rlhf_dataset   Prompts for reinforcement learning, tokenised once and padded on the left when a batch is made
 sampler        The data sampler: a seeded order per epoch, whose state is three numbers

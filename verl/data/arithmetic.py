@@ -9,7 +9,9 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, PositiveInt
 
 from verl.component import BuildContext, Description, component
-from verl.data.base import DataSplits, PromptSource, TextSource
+from verl.data.base import DataSplits, PreferenceOptions, PreferenceSource, PromptSource, TextSource
+from verl.data.preference_dataset import PreferenceDataset
+from verl.data.readers import RowErrors
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.errors import ConfigError
@@ -17,6 +19,7 @@ from verl.errors import ConfigError
 Split = Literal["train", "eval"]
 
 MAX_ROWS_WITHOUT_SIZE = 100_000
+WRONG_BY = (1, 2, 3, 10, 20)  # of wrong sums
 
 
 @component
@@ -133,18 +136,64 @@ class ArithmeticSFT(Arithmetic, TextSource):
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()
-        longest = 3 * self.digits + 4
-        if self.max_length < longest:
-            yield (
-                f"max_length is {self.max_length}: a problem of {self.digits} digits, its answer and EOS have "
-                f"{longest} tokens. Set it to {longest} or more."
-            )
+        yield from length_faults(self.digits, self.max_length)
 
     def build(self, context: BuildContext) -> DataSplits:
         config = {"max_length": self.max_length, "completion_key": "answer"}
         return DataSplits(
             train=SFTDataset.from_rows(self.rows("train"), tokenizer=context.tokenizer, config=config),
             eval=SFTDataset.from_rows(self.rows("eval"), tokenizer=context.tokenizer, config=config),
+        )
+
+
+@component
+class ArithmeticPreferences(Arithmetic, PreferenceSource):
+    """Problems with the right sum and one that is wrong by a little, as answers of a policy are.
+
+    Args:
+        pairs_per_problem: training pairs of each problem, with different wrong sums.
+        max_length: most tokens of problem, answer and EOS together.
+    """
+
+    pairs_per_problem: Annotated[int, Field(ge=1, le=len(WRONG_BY))] = 1
+    max_length: int = 32
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        yield from length_faults(self.digits, self.max_length)
+
+    def pairs(self, split: Split) -> list[dict[str, str]]:
+        """The problems of a split: `{"prompt": "37+58=", "chosen": "95", "rejected": "94"}`."""
+        draw = random.Random(f"wrong sums {self.seed} {split}")
+        count = self.pairs_per_problem if split == "train" else 1
+        return [
+            {"prompt": row["prompt"], "chosen": row["answer"], "rejected": wrong}
+            for row in self.rows(split)
+            for wrong in _wrong(int(row["answer"]), count, draw)
+        ]
+
+    def build(self, context: BuildContext) -> DataSplits:
+        options = PreferenceOptions(max_length=self.max_length)
+        train, held_out = (
+            PreferenceDataset.from_rows(self.pairs(split), context.tokenizer, options, RowErrors())
+            for split in ("train", "eval")
+        )
+        return DataSplits(train=train, eval=held_out)
+
+
+def _wrong(answer: int, count: int, draw: random.Random) -> list[str]:
+    """Different numbers near the answer, not below 0."""
+    nearby = [number for step in WRONG_BY for number in (answer - step, answer + step) if number >= 0]
+    return [str(nearby.pop(int(draw.random() * len(nearby)))) for _ in range(count)]
+
+
+def length_faults(digits: int, max_length: int) -> Iterator[str]:
+    """The fault of a `max_length` that a problem with its answer and EOS exceeds."""
+    longest = 3 * digits + 4
+    if max_length < longest:
+        yield (
+            f"max_length is {max_length}: a problem of {digits} digits, its answer and EOS have {longest} tokens. Set "
+            f"it to {longest} or more."
         )
 
 

@@ -1,4 +1,4 @@
-"""Base classes of data components, the `DataSplits` that they build, and the options of prompts and SFT."""
+"""Base classes of data components, the `DataSplits` that they build, and their options."""
 
 from __future__ import annotations
 
@@ -60,6 +60,11 @@ class PromptSource(Description):
 @component
 class TextSource(Description):
     """Base class of `data=` components for supervised fine-tuning: builds `DataSplits` of sequences."""
+
+
+@component
+class PreferenceSource(Description):
+    """Base class of `data=` components for preferences: builds `DataSplits` of pairs, or of labelled responses."""
 
 
 def data_counts(splits: DataSplits) -> dict[str, int]:
@@ -195,6 +200,38 @@ class SFTOptions(TextSource):
     messages_key: str | None = None
     max_length: Annotated[int, Field(ge=2)] = 512
     truncation: Truncation = "error"
+    chat_template: str | None = None
+    system_prompt: str | None = None
+    on_bad_row: OnBadRow = "error"
+
+
+@component
+class PreferenceOptions(PreferenceSource):
+    """Options that turn rows into preferences, with the column names of TRL.
+
+    Args:
+        prompt_key: column of the prompt; a row of a pair without it has the prompt at the start of both responses.
+        chosen_key, rejected_key: columns of the better and the worse response.
+        completion_key, label_key: columns of a response and of whether it is desirable, for data without pairs.
+        margin_key: column of a number, by how much the chosen response is better; used by the loss of reward models.
+        max_prompt_length: the most tokens of a prompt.
+        max_length: the most tokens of prompt, response and EOS together.
+        truncation: treatment of longer rows. `error` refuses the data set, `drop` leaves the row out.
+        chat_template: a Jinja template instead of that of the tokenizer; applied to chat messages only.
+        system_prompt: system message for chats without one. With it, a text prompt becomes a user message.
+        on_bad_row: `error` refuses a data set with unusable rows; `skip` leaves them out and logs their number and
+            places.
+    """
+
+    prompt_key: str = "prompt"
+    chosen_key: str = "chosen"
+    rejected_key: str = "rejected"
+    completion_key: str = "completion"
+    label_key: str = "label"
+    margin_key: str = "margin"
+    max_prompt_length: PositiveInt = 512
+    max_length: Annotated[int, Field(ge=2)] = 1024
+    truncation: Literal["error", "drop"] = "error"
     chat_template: str | None = None
     system_prompt: str | None = None
     on_bad_row: OnBadRow = "error"

@@ -1,4 +1,4 @@
-"""Data sets in files: prompts for reinforcement learning, sequences for supervised fine-tuning."""
+"""Data sets in files: prompts for reinforcement learning, sequences for fine-tuning, preferences."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from functools import partial
 from typing import Any, ClassVar
 
 from verl.component import BuildContext, component
-from verl.data.base import DataSplits, PromptOptions, SFTOptions
+from verl.data.base import DataSplits, PreferenceOptions, PromptOptions, SFTOptions
+from verl.data.preference_dataset import PreferenceDataset
 from verl.data.readers import RowErrors, columns_of, file_faults, read_rows
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sampler import Mixture
@@ -73,6 +74,30 @@ class SFTFiles(SFTOptions):
 
 
 @component
+class PreferenceFiles(PreferenceOptions):
+    """Pairs of responses, or responses with a label each, from parquet and JSONL files.
+
+    Args:
+        train_files: paths of the training data, in order.
+        eval_files: paths of the evaluation data; empty for no evaluation.
+        weights: relative share of an epoch of each training file; None to visit every row once.
+    """
+
+    example_values: ClassVar[Mapping[str, str]] = {"train_files": "[train.jsonl]"}
+
+    train_files: tuple[str, ...]
+    eval_files: tuple[str, ...] = ()
+    weights: tuple[float, ...] | None = None
+
+    def faults(self) -> Iterator[str]:
+        yield from _split_faults(self)
+        yield from super().faults()
+
+    def build(self, context: BuildContext) -> DataSplits:
+        return _build(self, context, PreferenceDataset.from_rows, PreferenceOptions)
+
+
+@component
 class EvaluatedPrompts(PromptFiles):
     """Prompts that are only evaluated or answered. Nothing is trained, so rows in both lists are no overlap."""
 
@@ -88,7 +113,7 @@ class EvaluatedSequences(SFTFiles):
         return replace(super().build(context), may_repeat=True)
 
 
-def _split_faults(files: PromptFiles | SFTFiles) -> Iterator[str]:
+def _split_faults(files: PromptFiles | SFTFiles | PreferenceFiles) -> Iterator[str]:
     if not files.train_files:
         yield "train_files is empty: name at least one file."
     yield from file_faults("train_files", files.train_files)
@@ -101,7 +126,7 @@ def _split_faults(files: PromptFiles | SFTFiles) -> Iterator[str]:
 
 
 def _build(
-    files: PromptFiles | SFTFiles, context: BuildContext, from_rows: Callable[..., Any], options: type
+    files: PromptFiles | SFTFiles | PreferenceFiles, context: BuildContext, from_rows: Callable[..., Any], options: type
 ) -> DataSplits:
     config = options(**{field.name: getattr(files, field.name) for field in fields(options)})
 
@@ -117,7 +142,7 @@ def _build(
     )
 
 
-def _mixture(files: PromptFiles | SFTFiles, sources: list[int]) -> Mixture:
+def _mixture(files: PromptFiles | SFTFiles | PreferenceFiles, sources: list[int]) -> Mixture:
     """The mixture of the files; the rows of a file are contiguous in the data set."""
     assert files.weights is not None
     counted = Counter(sources)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
@@ -73,6 +74,10 @@ class ModelHead(nn.Module):
         """Rename a mapping by tensor names of the backbone to names of this model."""
         return {_BELOW + name: x for name, x in backbone.items()}
 
+    def in_weight_file(self, backbone: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Any]:
+        """Content of the weight file, from a mapping by names in the backbone's file, and one of the head."""
+        return dict(backbone)
+
     def files(self, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
         """Content of the files that `save` writes, from unsharded tensors of the head."""
         whole = {name: p.detach().cpu().contiguous() for name, p in tensors.items()}
@@ -129,6 +134,9 @@ class NoHead:
     def joined(self, backbone: Mapping[str, Any]) -> dict[str, Any]:
         return dict(backbone)
 
+    def in_weight_file(self, backbone: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(backbone)
+
     def files(self, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
         return {}
 
@@ -168,6 +176,7 @@ def state_size(backbone: Any) -> int:
         return hidden
 
 
+SCORE = "score.weight"  # of the head of a decoder's sequence-classification model
 _BELOW, _OWN = "backbone.", "head."  # prefixes in the state dict; the file of a head omits the second
 
 
@@ -178,15 +187,17 @@ class ValueHeadModel(ModelHead):
     weights are at least float32, whatever the dtype of the backbone.
     """
 
+    has_bias: ClassVar[bool] = True
+
     def __init__(self, backbone: Any):
         super().__init__(backbone)
         dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
         device = (
             "cpu" if backbone.device.type == "meta" else backbone.device
         )  # the backbone may still be on the meta device
-        self.head = nn.Linear(state_size(backbone), 1, device=device, dtype=dtype)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        self.head = nn.Linear(state_size(backbone), 1, bias=self.has_bias, device=device, dtype=dtype)
+        for parameter in self.head.parameters():
+            nn.init.zeros_(parameter)
 
     @property
     def computes_in_own_type(self) -> tuple[nn.Module, ...]:
@@ -222,6 +233,65 @@ def _probed(hidden: Tensor) -> Tensor:
     size = hidden.shape[-1]
     direction = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=hidden.dtype).to(hidden.device)
     return hidden / hidden.square().mean(dim=-1, keepdim=True).sqrt().clamp_min(1e-12) @ direction / size**0.5
+
+
+class ScoreHeadModel(ValueHeadModel):
+    """A backbone with a linear score head, saved as the sequence-classification model of its family with one label.
+
+    So its directory is read by `AutoModelForSequenceClassification`, and by `reward=model`.
+
+    Raises:
+        ConfigError: transformers has no such model of the family, or one with another head than a linear `score`.
+    """
+
+    has_bias: ClassVar[bool] = False
+
+    def __init__(self, backbone: Any):
+        super().__init__(backbone)
+        from transformers import AutoModelForSequenceClassification
+
+        config = copy.deepcopy(unwrapped(backbone).config)
+        config.num_labels, config.dtype = 1, backbone.dtype
+        try:
+            with quiet_transformers(), torch.device("meta"), torch.random.fork_rng(devices=[]):
+                classifier: Any = AutoModelForSequenceClassification.from_config(config)
+            score = classifier.score
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"actor.model is a {type(unwrapped(backbone)).__name__}: transformers has no classification model of "
+                "its family with a linear head `score`. Choose another model."
+            ) from error
+        if not isinstance(score, nn.Linear) or score.bias is not None or score.in_features != self.head.in_features:
+            raise ConfigError(f"actor.model: the head of a {type(classifier).__name__} is not one linear layer.")
+        config.architectures, self._prefix = [type(classifier).__name__], classifier.base_model_prefix
+        self._config = config
+
+    def in_weight_file(self, backbone: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Any]:
+        named = {f"{self._prefix}.{name}": x for name, x in backbone.items()}
+        return named | dict(zip((SCORE,), head.values(), strict=False))  # none in a process that saves other tensors
+
+    def files(self, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
+        return {"config.json": self._config.to_json_string().encode()}
+
+    def head_in(self, directory: Path | str) -> Path | None:
+        """The file of a saved model that has the weights of the head; None if there is none."""
+        for file in sorted(Path(directory).glob("*.safetensors")):
+            with safe_open(file, framework="pt") as saved:
+                if SCORE in saved.keys():  # noqa: SIM118 - no mapping
+                    return file
+        return None
+
+    def load(self, directory: Path | str) -> None:
+        if (file := self.head_in(directory)) is None:
+            raise ConfigError(f"{directory} has no reward model: there is no tensor {SCORE} in its weights.")
+        with safe_open(file, framework="pt") as saved, torch.no_grad():
+            self.head.weight.copy_(saved.get_tensor(SCORE))
+
+    def save_pretrained(self, directory: Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
+        backbone, head = self.split(self.state_dict() if state_dict is None else state_dict)
+        with quiet_transformers():
+            self.backbone.save_pretrained(directory, state_dict=self.in_weight_file(backbone, head))
+        self.save(directory, head)
 
 
 @dataclass(frozen=True)

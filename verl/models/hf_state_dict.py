@@ -49,7 +49,8 @@ def live_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def hf_state_dict(model: Any, tensors: Mapping[str, Tensor] | None = None) -> HFStateDict:
-    """State dict of a Hugging Face model, of a model with a peft adapter (the adapter only), or of a `ModelHead`.
+    """State dict of a Hugging Face model, of a model with a peft adapter (the adapter only), or of a `ModelHead`, whose
+    head is in a file of its own or part of the weight file.
 
     Args:
         model: the model.
@@ -68,13 +69,14 @@ def saved_file(model: Any) -> str | None:
 def saved_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Rename tensors of `live_tensors` to their names in the files; those of a custom head are left out."""
     head = head_of(model)
-    core, of_core = head.backbone, head.split(tensors)[0]
+    core = head.backbone
+    of_core, of_head = head.split(tensors)
     if hasattr(core, "peft_config"):
         from peft import get_peft_model_state_dict
 
         adapter = get_peft_model_state_dict(core, state_dict=of_core)
         return {name: x.detach() for name, x in adapter.items()}
-    return _weights(core, of_core)
+    return head.in_weight_file(_weights(core, of_core), {name: x.detach() for name, x in of_head.items()})
 
 
 def names_in_files(model: Any) -> dict[str, str] | None:

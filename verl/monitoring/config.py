@@ -20,6 +20,8 @@ WATCHED = (
     "critic/grad_norm",
     "sft/loss",
     "sft/grad_norm",
+    "preference/loss",
+    "preference/grad_norm",
 )
 
 

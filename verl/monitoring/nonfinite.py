@@ -228,7 +228,7 @@ class NonFiniteGuard:
         if self._in_a_row[kind] > self.settings.max_skips:
             _log.error("Skipped %d times in a row (trainer.safety.max_skips): stopping.", self.settings.max_skips)
             return False
-        is_update = kind in ("actor", "critic", "sft")
+        is_update = kind in ("actor", "critic", "sft", "preference")
         self._counts["skipped_updates" if is_update else "skipped_steps"] += 1
         _log.warning("Step %d skips %s: %s.%s", self.step, "an update" if is_update else "itself", story, _at(dump))
         return True

@@ -37,6 +37,8 @@ _LABELS = {  # shorter than the keys, so that the line of a step fits 80 columns
     "rollout/entropy_nats": "entropy",
     "rollout/response_length_tokens": "length",
     "sft/loss": "loss",
+    "preference/loss": "loss",
+    "rewards/accuracies": "accuracy",
     "eval/response_length_tokens": "length",
 }
 _STEP_S = "timing/step_s"
@@ -71,6 +73,8 @@ class Console(TrackerDescription):
         "rollout/entropy_nats",
         "rollout/response_length_tokens",
         "sft/loss",
+        "preference/loss",
+        "rewards/accuracies",
         _STEP_S,
     )
     sample_rows: NonNegativeInt = 3
@@ -337,6 +341,7 @@ def _next_commands(result: Mapping[str, Any], directory: str, run_dir: Path, com
     where = shlex.quote(directory)
     is_over = result["status"] == "finished"
     has_weights = bool(result.get("saved")) or bool(result.get("checkpoints"))
+    rates = [path for path in result.get("saved") or () if os.path.basename(str(path)) == "reward_model"]
     can_go_on = not is_over and bool(command) and (bool(result.get("checkpoints")) or result["steps"] == 0)
     resumed = [] if not result.get("checkpoints") else [f"resume={directory}"]
     of_this_run = ("resume=", "trainer.stop_after=", "hydra.run.dir=")
@@ -346,8 +351,9 @@ def _next_commands(result: Mapping[str, Any], directory: str, run_dir: Path, com
         (result["status"] == "failed", f"less {shlex.quote(os.path.join(directory, 'run.log'))}"),
         ((run_dir / PAGE).is_file(), f"verl report {where}"),
         ((run_dir / "samples").is_dir(), f"verl samples {where}"),
-        (has_weights, f"verl eval {where}"),
-        (has_weights, f'verl generate {where} --prompt "..."'),
+        (bool(rates), f"verl ppo reward=model reward.model.path={shlex.quote(str(*rates[:1]))}"),
+        (has_weights and not rates, f"verl eval {where}"),
+        (has_weights and not rates, f'verl generate {where} --prompt "..."'),
         (True, "verl lineage"),
     ]
     return [line for is_of_use, line in commands if is_of_use][:3]

@@ -11,7 +11,7 @@ ppo_lifecycle    Building, restoring, saving and closing a policy-gradient run
 ray_trainer      PPO from a script or a notebook with the roles in Ray actors, one by one or all of them
 rollout_pipeline The queue between generation and training: one-step-off-policy rollout at depth 1
 setup            LoopTrainer: set-up and tear-down that all trainers share, and restarts after lost workers
-sft              Supervised fine-tuning: maximum likelihood of given completions, in the same loop as PPO
+sft              Trainers on rows of a data set: supervised fine-tuning, preferences (DPO), reward models
 state/           What a run saves and how it resumes: train state, saving, resume, identity, lineage
 timers           Timers of a step's stages, and torch's profiler for a few steps
 train_loop       The training loop around every trainer: data order, evaluation, progress, saving

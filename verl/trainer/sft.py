@@ -1,19 +1,27 @@
-"""Supervised fine-tuning: maximum likelihood of given completions, in the same loop as PPO."""
+"""Trainers on rows of a data set, in the same loop as PPO: supervised fine-tuning, preferences, reward models.
+
+SFTTrainer          maximum likelihood of given completions
+PreferenceTrainer   DPO and its relatives, and reward models: row scores ── loss of R numbers ── update by coefficients
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from verl.algorithms.preference_losses import PreferenceLoss, PreferenceRows, evaluated
 from verl.checkpoint.config import Checkpointing
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext, Description, as_plain, component
-from verl.data.base import TextSource
+from verl.data.base import DataSplits, PreferenceSource, TextSource
 from verl.engines.sharding import Sharding
-from verl.errors import faults_below
+from verl.errors import ConfigError, faults_below
+from verl.models.interfaces import tokenizer_fault
+from verl.models.own_module import ModuleModel
 from verl.monitoring.batch_dump import Attribution
 from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.protocol import DataProto
@@ -40,16 +48,28 @@ from verl.trainer.state.driver_state import (
 from verl.trainer.timers import StageTimers
 from verl.trainer.train_loop import TrainResult, fit
 from verl.workers.actor import Actor
-from verl.workers.colocated import SFTHost, with_tokenizer
+from verl.workers.colocated import PreferenceHost, RewardModelHost, SFTHost, reference_sharding, with_tokenizer
+from verl.workers.load_state import RestoreSource
+from verl.workers.reference import Reference
 
 
 @component
 class SFTRun(Description):
-    """Everything that one run of supervised fine-tuning is made of: the root of `conf/sft.yaml`."""
+    """Everything that one run of supervised fine-tuning is made of: the root of `conf/sft.yaml`.
+
+    Attributes:
+        loss_key: metric of the training loss.
+        evaluated: metrics of evaluations.
+        rows_per_sample: rows of a sample of the data.
+    """
+
+    loss_key: ClassVar[str] = "sft/loss"
+    evaluated: ClassVar[tuple[str, ...]] = ("eval/loss", "eval/token_accuracy")
+    rows_per_sample: ClassVar[int] = 1
 
     actor: Actor
     sharding: Sharding
-    data: TextSource
+    data: TextSource | PreferenceSource
     trainer: SFTSettings
     tracker: Trackers
     checkpoint: Checkpointing | None = None
@@ -60,7 +80,7 @@ class SFTRun(Description):
         """Faults between components, each with its full config path."""
         yield from sharding_faults(self)
         yield from placement_faults(self.trainer, self.shardings())
-        yield from metric_faults(self, ("eval/loss", "eval/token_accuracy"))
+        yield from metric_faults(self, self.evaluated)
         if (fault := self.actor.model.policy_fault()) is not None:
             yield f"actor.model.{fault}"
         length, limit = getattr(self.data, "max_length", None), self.actor.model.max_positions()
@@ -81,16 +101,108 @@ class SFTRun(Description):
     def preflight(self, context: BuildContext) -> Iterator[str]:
         placement, settings = self.trainer.placement, self.trainer
         if placement is not None:
-            yield from placement.lacks(("actor",), settings.nnodes, settings.n_gpus_per_node, settings.device)
+            yield from placement.lacks(
+                tuple(self.shardings()), settings.nnodes, settings.n_gpus_per_node, settings.device
+            )
         yield from saving_faults(self, context)
+
+    def host(self, total_updates: int, restore: RestoreSource | None) -> SFTHost:
+        """The roles of this run."""
+        return SFTHost(learner=self.actor, sharding=self.sharding, total_updates=total_updates, restore=restore)
 
     def build(self, context: BuildContext) -> SFTTrainer:
         """Load data and weights, and start the processes of the sharding."""
         return SFTTrainer(self, context)
 
 
+@component
+class PreferenceRun(SFTRun):
+    """Everything that one run of preference optimisation is made of: the root of `conf/dpo.yaml`."""
+
+    loss_key: ClassVar[str] = "preference/loss"
+    evaluated: ClassVar[tuple[str, ...]] = (
+        "eval/loss",
+        *(f"eval/rewards/{name}" for name in ("accuracies", "margins", "chosen", "rejected")),
+        "eval/logps/chosen",
+        "eval/logps/rejected",
+    )
+    rows_per_sample: ClassVar[int] = 2
+    rates_scores: ClassVar[bool] = False
+
+    data: PreferenceSource
+    loss: PreferenceLoss
+    reference: Reference | None = None
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        if self.loss.rates_scores != self.rates_scores:
+            fitting = "bradley_terry" if self.rates_scores else "sigmoid, ipo, kto, orpo or simpo"
+            yield f"loss is {type(self.loss).__name__}: not a loss of this command. Set loss={fitting}."
+        elif self.loss.needs_reference and self.reference is None:
+            yield (
+                f"reference is null: {type(self.loss).__name__} compares with one. Set reference=same_as_actor, or "
+                "loss=simpo."
+            )
+        if not self.loss.is_paired and self.trainer.batch_size < 2:
+            yield "trainer.batch_size is 1: the loss reads responses to other prompts of the batch. Set 2 or more."
+        model = None if self.used_reference is None else self.used_reference.model
+        if model is not None and (fault := model.policy_fault()) is not None:
+            yield f"reference.model.{fault}"
+
+    @property
+    def used_reference(self) -> Reference | None:
+        """The reference, if the loss reads its log-probs."""
+        return self.reference if self.loss.needs_reference else None
+
+    def shardings(self) -> dict[str, Sharding]:
+        """Sharding of actor and reference: their own, or that of the run."""
+        reference = self.used_reference
+        own = {} if reference is None else {"reference": reference_sharding(reference, self.actor) or self.sharding}
+        return super().shardings() | own
+
+    def host(self, total_updates: int, restore: RestoreSource | None) -> SFTHost:
+        return PreferenceHost(
+            learner=self.actor,
+            sharding=self.sharding,
+            total_updates=total_updates,
+            restore=restore,
+            reference=self.used_reference,
+        )
+
+    def build(self, context: BuildContext) -> PreferenceTrainer:
+        return PreferenceTrainer(self, context)
+
+
+@component
+class RewardModelRun(PreferenceRun):
+    """Everything that the training of one reward model is made of: the root of `conf/reward_model.yaml`."""
+
+    rates_scores: ClassVar[bool] = True
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        actor, length = self.actor, getattr(self.data, "max_length", 0)
+        if actor.lora is not None:
+            yield "actor.lora is set: reward=model reads whole models. Set actor.lora=null."
+        if actor.router_aux_loss_coef:
+            yield "actor.router_aux_loss_coef is set: reward models are trained without it. Set it to 0."
+        if isinstance(actor.model, ModuleModel):
+            yield f"actor.model is a {type(actor.model).__name__}: a reward model needs one of transformers."
+        if length == actor.model.max_positions():
+            yield f"data.max_length is {length}: a reward model needs one more token than its rows. Lower it by 1."
+
+    def host(self, total_updates: int, restore: RestoreSource | None) -> SFTHost:
+        return RewardModelHost(learner=self.actor, sharding=self.sharding, total_updates=total_updates, restore=restore)
+
+
 class SFTTrainer(LoopTrainer):
     """The running trainer. Call `close` when done, or use it as a context manager."""
+
+    uses: tuple[str, ...] = ()
+
+    def prepared(self, splits: DataSplits) -> DataSplits:
+        """The data as this trainer reads it."""
+        return splits
 
     def _build(self, run: SFTRun, context: BuildContext) -> None:
         with faults_below("actor.model"):
@@ -98,18 +210,19 @@ class SFTTrainer(LoopTrainer):
         assert context.run_dir is not None
         self.run_dir = context.run_dir
         with faults_below("data"):
-            splits = run.data.build(context)
+            splits = self.prepared(run.data.build(context))
         self._use_data(splits, run.trainer.batch_size, "trainer.batch_size")
         self.tracker = run.tracker.build(context)
         self.stages = StageTimers(self.tracker)
-        self.saving = prepare_saving(run, context, "sft/loss", is_restart=bool(self.restarts))
+        self.saving = prepare_saving(run, context, run.loss_key, self.uses, is_restart=bool(self.restarts))
         self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, context.tokenizer, self._blame)
         self._plan(context)
         restore = restore_of(self.saving)
-        host = SFTHost(learner=run.actor, sharding=run.sharding, total_updates=self.num_steps, restore=restore)
+        host = run.host(self.num_steps, restore)
         context = replace(context, row_tokens=getattr(run.data, "max_length", None))
         self.cluster = start_cluster(host, run.trainer, context)
-        self.learner = role_handles(self.cluster, host)["learner"]
+        roles = role_handles(self.cluster, host)
+        self.learner, self.reference, self._saved_as = roles["learner"], roles.get("reference"), host.saved_as
         self.saving.rank_writers = rank_writers_of(self.cluster, self.trained, run.checkpoint)
 
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
@@ -144,7 +257,7 @@ class SFTTrainer(LoopTrainer):
     @property
     def trained(self) -> dict[str, Any]:
         """The role whose weights are updated, by its name in checkpoints."""
-        return {"actor": self.learner}
+        return {self._saved_as: self.learner}
 
     @property
     def parts(self) -> dict[str, Stateful]:
@@ -161,3 +274,78 @@ class SFTTrainer(LoopTrainer):
 
     def _fit_once(self, may_restart: bool) -> TrainResult:
         return fit(self, as_plain(self.description), may_restart=may_restart)
+
+
+class PreferenceTrainer(SFTTrainer):
+    """The running trainer of a policy or a reward model on preferences."""
+
+    def _build(self, run: SFTRun, context: BuildContext) -> None:
+        assert isinstance(run, PreferenceRun)
+        self.loss, reference = run.loss, run.used_reference
+        self.uses = () if reference is None else ("ref_log_probs",)
+        super()._build(run, context)
+
+    def prepared(self, splits: DataSplits) -> DataSplits:
+        """Pairs taken apart for a loss of labelled responses; the tokenizer of the reference is checked too."""
+        run = self.description
+        model = None if run.used_reference is None else run.used_reference.model
+        if model is not None and (fault := tokenizer_fault("reference.model", model, self.context.tokenizer)):
+            raise ConfigError(fault)
+        named = {"train": splits.train, "eval": splits.eval}
+        if not self.loss.is_paired:
+            taken = {name: x.unpaired() if getattr(x, "is_paired", False) else x for name, x in named.items()}
+            each, mixture = len(taken["train"]) // len(splits.train), splits.mixture
+            if mixture is not None:
+                mixture = replace(mixture, sizes=tuple(each * size for size in mixture.sizes))
+            return replace(splits, **taken, mixture=mixture)
+        if any(x is not None and not x.is_paired for x in named.values()):
+            raise ConfigError(
+                f"data has single responses: {type(self.loss).__name__} compares pairs. Give columns of chosen and "
+                "rejected responses, or set loss=kto."
+            )
+        return splits
+
+    def step(self, batch: DataProto, step: int) -> dict[str, float]:
+        """One optimizer step on the loss of a batch of pairs, or of labelled responses."""
+        assert self.cluster is not None
+        self.cluster.step = self.guard.step = step
+        self.saving.wait_copied()
+        with self.stages.stage("score"):
+            coefs, metrics = self._evaluated(batch)
+        rows = batch.union(DataProto.from_dict({"row_coefs": coefs}))
+        rows = rows if self.loss.is_paired else rows[: len(rows) // 2]  # mismatched rows have no gradient
+        with self.stages.stage("update") as note:
+            update = self.learner.update(self.guard.planted(rows)).result()
+            loss = metrics.pop("loss")
+            update["loss"] = loss if math.isfinite(update["loss"]) else update["loss"]
+            self.guard.judge("preference", update, lambda: batch)
+            note.say(f"{len(rows)} responses, loss {loss:.4f}")
+        metrics |= {f"preference/{name}": x for name, x in update.items()}
+        self.guard.watch(metrics, batch)
+        tokens = float(rows["response_mask"].sum())
+        return {**metrics, "perf/samples": float(len(rows)), "perf/tokens": tokens}
+
+    def evaluate(self, step: int) -> dict[str, float]:
+        """The metrics of a step over the held-out rows."""
+        if self.eval_data is None:
+            return {}
+        metrics = self._evaluated(self.eval_data.collate(range(len(self.eval_data))))[1]
+        return {f"eval/{name}": x for name, x in metrics.items()}
+
+    def _evaluated(self, batch: DataProto) -> tuple[torch.Tensor, dict[str, float]]:
+        """See `verl.algorithms.preference_losses.evaluated`."""
+        pending = None if self.reference is None else self.reference.compute_log_probs(batch)
+        scores = self.learner.row_scores(batch).result()["row_scores"]
+        x = batch.batch
+        rows = PreferenceRows(
+            scores,
+            x["response_mask"].sum(dim=1).double(),
+            x["is_chosen"],
+            None if pending is None else pending.result()["ref_log_probs"].double().sum(dim=1),
+            x["row_margins"].double() if "row_margins" in x else None,
+        )
+        return evaluated(self.loss, rows)
+
+    def _blame(self, metric: str, batch: DataProto) -> Attribution:
+        scores = self.learner.row_scores(batch).result()["row_scores"]
+        return Attribution("log-prob or score", scores.abs().nan_to_num(nan=math.inf))

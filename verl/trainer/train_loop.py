@@ -343,7 +343,7 @@ def _to_save(
 ) -> tuple[dict[str, SavedRoleState], PartStates, dict[str, Any]]:
     """State of the roles, of the driver's parts, and metadata for a checkpoint."""
     roles, state = trainer.state()
-    rate = metrics.get("actor/lr", metrics.get("sft/lr"))
+    rate = next((metrics[key] for key in ("actor/lr", "sft/lr", "preference/lr") if key in metrics), None)
     progress = {
         "samples": result.samples,
         "train_s": result.train_s,
@@ -445,7 +445,7 @@ def _whole_or_nothing(run_dir: Path) -> Iterator[None]:
                 raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
     except BaseException:
         for path in run_dir.iterdir() if run_dir.is_dir() else ():
-            if path.name in ("actor", "critic") and path.name not in there:
+            if path.name in ("actor", "critic", "reward_model") and path.name not in there:
                 shutil.rmtree(path, ignore_errors=True)
         raise
 

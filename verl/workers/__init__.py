@@ -7,6 +7,7 @@ critic             The critic: values of every state along a response, and their
 first_batch_check  A check of a role's first batch: some of its rows, as the role computes them
 load_state         A role's state for a checkpoint, and loading it: when the role is built
 open_batches       Batches that are generated while weights change: rows, and the episodes that these are turns of
+preference         Learners of preferences: a policy, and a reward model, trained on one coefficient per row
 rank_checkpoint    One rank's part of a checkpoint: its slices of the optimizer
 reference          The reference: the frozen policy that KL is measured against
 reward             A reward model as a role: scores are computed where it lives and normalised in the driver

@@ -105,13 +105,17 @@ class TrainedRole(Description):
         restore: RestoreSource | None,
         component: str,
         parallel: Parallelism,
+        path: str | None = None,
     ) -> Any:
         """The model, from where the role starts or from a checkpoint, with its adapter if it trains one.
 
         It is not sharded yet: the caller does that with `parallel.shard_model`.
+
+        Args:
+            path: of the role in the configuration, for messages; None for `component`.
         """
         source = self.model if restore is None or self.lora is not None else restore.model(self.model, component)
-        with faults_below(f"{component}.model"):
+        with faults_below(f"{path or component}.model"):
             model = load_unsharded(source, kind, device, parallel, sliced=self.lora is None)
         if self.lora is None:
             return model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.algorithms.algorithm import Algorithm
 from verl.component import BuildContext, Description, component
@@ -21,6 +21,7 @@ from verl.workers.actor import Actor, ActorWorker
 from verl.workers.base import TrainedRole, TrainedWorker, roles_on_device
 from verl.workers.critic import Critic, CriticWorker
 from verl.workers.load_state import RestoreSource
+from verl.workers.preference import PreferenceWorker, RewardModelWorker
 from verl.workers.rank_checkpoint import RankCheckpointWriter
 from verl.workers.reference import Reference, ReferenceWorker
 from verl.workers.reward import RewardWorker
@@ -183,36 +184,66 @@ class RLHost(Description):
 
 @component
 class SFTHost(Description):
-    """The learner of supervised fine-tuning, alone in each process."""
+    """The learner of rows of a data set, alone in each process, or beside the reference of a loss of preferences.
+
+    Attributes:
+        worker: class of the running learner.
+        saved_as: name of the learner in checkpoints.
+    """
+
+    worker: ClassVar[type[SFTWorker | RewardModelWorker]] = SFTWorker
+    saved_as: ClassVar[str] = "actor"
 
     learner: Actor
     sharding: Sharding
     total_updates: int
     restore: RestoreSource | None = None
+    reference: Reference | None = None
 
     def worker_types(self) -> dict[str, type]:
-        return {"learner": SFTWorker}
+        return {"learner": self.worker} | ({} if self.reference is None else {"reference": ReferenceWorker})
 
     def shardings(self) -> dict[str, Sharding]:
         """Role -> how it is divided."""
-        return {"learner": self.learner.sharding or self.sharding}
+        shardings = {"learner": self.learner.sharding or self.sharding}
+        if self.reference is not None:
+            shardings["reference"] = reference_sharding(self.reference, self.learner) or self.sharding
+        return shardings
 
     def only(self, roles: Collection[str], size: int) -> SFTHost:
-        """This host, whose only role is the learner."""
+        """This host, whose roles share their processes."""
         return self
 
     def build(self, context: BuildContext) -> RoleProcess:
-        """Load the model."""
+        """Load the models."""
         make_current(context.device)
         use_library(context.cpu_matmul)
         host, learner = RoleProcess(), self.learner.on_device(computes_bfloat16(context.device))
-        parallel = host.parallel(self.shardings()["learner"], context)
+        parallels = {role: host.parallel(sharding, context) for role, sharding in self.shardings().items()}
         seed_everything(derive_seed(context.seed, "learner"))
         context = with_tokenizer(context, self.learner)
         restore = None if self.restore is None else self.restore.here()
-        host.workers["learner"] = SFTWorker.start(learner, context, parallel, self.total_updates, restore)
-        host.saves({"actor": host.workers["learner"]})
+        running = self.worker.start(learner, context, parallels["learner"], self.total_updates, restore)
+        host.workers["learner"] = running
+        if self.reference is not None:
+            host.workers["reference"] = self.reference.start(context, parallels["reference"], learner, running, 1.0)
+        host.saves({self.saved_as: running})
         return host
+
+
+@component
+class PreferenceHost(SFTHost):
+    """A policy under preference optimisation, and its reference."""
+
+    worker = PreferenceWorker
+
+
+@component
+class RewardModelHost(SFTHost):
+    """A reward model in training."""
+
+    worker = RewardModelWorker
+    saved_as = "reward_model"
 
 
 def reference_sharding(reference: Reference, actor: Actor) -> Sharding | None:

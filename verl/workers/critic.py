@@ -82,22 +82,24 @@ class CriticWorker(TrainedWorker):
         return self.engine.update(batch, self.micro_batch_loss)
 
     def _value(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        return {"values": _values(model, micro)}
+        return {"values": state_values(model, micro)}
 
     def _probe(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        return {"values": _values(model, micro, probe=True)}
+        return {"values": state_values(model, micro, probe=True)}
 
     def micro_batch_loss(
         self, model: nn.Module, micro: MicroBatch, totals: LossTotals
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The value loss, a scalar that sums over micro-batches to that of the mini-batch, and sums for metrics."""
         mask = micro.tensors["response_mask"]
-        per_token, stats = self.loss(_values(model, micro), micro.tensors)
+        per_token, stats = self.loss(state_values(model, micro), micro.tensors)
         loss = aggregate(per_token, mask, "token-mean", totals)
         return loss, {name: aggregate(stat, mask, "token-mean", totals) for name, stat in stats.items()}
 
 
-def _values(model: Any, micro: MicroBatch, **options: bool) -> Tensor:
+def state_values(model: Any, micro: MicroBatch, **options: bool) -> Tensor:
+    """Values [b t] of a model with a value head, in the states that predict the tokens on the mask; 0 elsewhere."""
+
     def values_of(logits_to_keep: int = 0, **inputs: Any) -> Tensor:
         return model(**inputs, **options).values
 

@@ -24,8 +24,8 @@ from verl.models.lora import adapter_off
 from verl.models.pretrained import ModelSource
 from verl.protocol import DataProto
 from verl.protocol.dispatch import by_rows
-from verl.workers.actor import Actor, ActorWorker
-from verl.workers.base import load_unsharded
+from verl.workers.actor import Actor
+from verl.workers.base import TrainedWorker, load_unsharded
 from verl.workers.first_batch_check import FirstBatchCheck
 
 
@@ -49,7 +49,7 @@ class Reference(Description):
         context: BuildContext,
         parallel: Parallelism,
         actor: Actor,
-        running: ActorWorker | None,
+        running: TrainedWorker | None,
         temperature: float,
         num_candidates: int = 0,
     ) -> ReferenceWorker:
@@ -59,8 +59,8 @@ class Reference(Description):
             num_candidates: see `ReferenceWorker`.
         """
         if self.model is None and actor.lora is not None and running is not None:
-            engine = self._engine(running.model, parallel, actor)
-            return ReferenceWorker(engine, temperature, lambda: adapter_off(running.model))
+            model = running.engine.model
+            return ReferenceWorker(self._engine(model, parallel, actor), temperature, lambda: adapter_off(model))
         with faults_below("actor.model" if self.model is None else "reference.model"):
             model = load_unsharded(self.model or actor.model, "causal_lm", context.device, parallel)
         model.requires_grad_(False)

@@ -46,7 +46,14 @@ FURTHER_PANELS = {
     "staleness (versions)": ["*staleness*"],
     "samples per second": ["perf/samples_per_s"],
 }
-MAIN = ("eval/accuracy", "eval/score", "eval/loss", "reward/mean", "sft/loss")  # the first one is the outcome
+MAIN = (
+    "eval/accuracy",
+    "eval/score",
+    "eval/loss",
+    "reward/mean",
+    "sft/loss",
+    "preference/loss",
+)  # the first one is the outcome
 SEED = "trainer.seed"
 # Settings that name a run or where it writes, in which runs of one group may differ
 NAMES = (SEED, "trainer.experiment_name", "trainer.project_name", "checkpoint.save_dir", "resume")

@@ -22,6 +22,7 @@ import yaml
 
 from verl.checkpoint.commit.fencing import RunLock
 from verl.checkpoint.read.discovery import read_pointer
+from verl.compose.schema import ROOTS, root_of_run
 from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError
 from verl.trainer.state.lineage import ENVIRONMENT, FILE, events_of, read_events
 from verl.utils.external_input import ExternalInputError, open_regular, parse_json, parse_mapping, read_text
@@ -321,8 +322,8 @@ def _command(path: Path, config: Mapping[str, Any]) -> str:
         overrides = yaml.safe_load(read_text(path / "overrides.yaml", errors="replace"))
     except (OSError, yaml.YAMLError, ValueError):
         return ""
-    root = "sft" if "SFT" in str(config.get("_target_")) else "ppo"
-    return shlex.join(["verl", root, *map(str, overrides)]) if isinstance(overrides, list) else ""
+    command = ROOTS[root_of_run(config.get("_target_"))].command
+    return shlex.join(["verl", command, *map(str, overrides)]) if isinstance(overrides, list) else ""
 
 
 def _anomalies(path: Path) -> Iterator[tuple[str, str]]:

@@ -141,7 +141,7 @@ def workload(run: Any) -> Workload:
     settings = run.trainer
     if not isinstance(settings, PPOSettings):
         length = getattr(run.data, "max_length", None) or run.actor.micro_batch_tokens
-        return Workload(False, settings.batch_size, 1, 0, length)
+        return Workload(False, settings.batch_size * run.rows_per_sample, 1, 0, length)
     rows, prompt = settings.prompts_per_step * settings.group_size, getattr(run.data, "max_prompt_length", 0)
     algorithm = run.algorithm
     return Workload(

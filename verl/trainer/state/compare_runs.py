@@ -38,7 +38,7 @@ TIMES = (
     "async/oldest_group_s",
     "async/sampler_idle_s",
     "perf/peak_memory_mib",
-    *(f"{role}/peak_gpu_memory_mib" for role in ("actor", "critic", "sft")),
+    *(f"{role}/peak_gpu_memory_mib" for role in ("actor", "critic", "sft", "preference")),
     "timing/",
     "episode/call_s",
     "episode/call_max_s",

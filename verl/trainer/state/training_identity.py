@@ -30,6 +30,7 @@ IDENTITY = (
     "data",
     "algorithm",
     "environment",
+    "loss",
 )
 ABSENT = "(not set)"
 KIND = "._target_"

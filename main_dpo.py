@@ -1,0 +1,9 @@
+"""Train a language model on preferences: `verl dpo` of a checkout; `--help` lists groups and options."""
+
+from verl.cli.train import training_command
+from verl.utils.child_process.interpreter import run_main
+
+main = training_command("dpo")
+
+if __name__ == "__main__":
+    run_main(main)

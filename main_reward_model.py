@@ -1,0 +1,9 @@
+"""Train a reward model on preferences: `verl reward-model` of a checkout; `--help` lists groups and options."""
+
+from verl.cli.train import training_command
+from verl.utils.child_process.interpreter import run_main
+
+main = training_command("reward_model")
+
+if __name__ == "__main__":
+    run_main(main)

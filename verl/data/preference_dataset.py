@@ -1,0 +1,317 @@
+"""Preference data: pairs of a chosen and a rejected response to a prompt, or responses with a label each.
+
+Columns are those of TRL: `prompt`, `chosen`, `rejected`; `chosen` and `rejected` that begin with the prompt; or
+`prompt`, `completion`, `label`. Each is a text or a list of chat messages.
+
+    files ──> PreferenceDataset ── collate ──> rows: chosen of all pairs, then rejected      losses of pairs
+                    │ unpaired
+                    └──> LabelledDataset ── collate ──> rows: examples, then mismatched      KTO
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.data.base import PreferenceOptions
+from verl.data.chat_template import ChatTemplate, messages_fault, shortened, text_fault, text_tokens
+from verl.data.readers import DataRows, RowErrors
+from verl.data.tokenization import RaggedTokens, fit_lengths, pad_id_of
+from verl.errors import ConfigError
+from verl.protocol import DataProto
+
+
+def preference_rows(
+    prompts: tuple[Tensor, Tensor], responses: tuple[Tensor, Tensor], **columns: Tensor | None
+) -> DataProto:
+    """Rows of prompts with their responses.
+
+    Args:
+        prompts: tokens and mask [R P], padded on the left.
+        responses: tokens and mask [R T], padded on the right.
+        columns: further tensors [R]; None is left out.
+    Returns:
+        `input_ids`, `attention_mask`, `position_ids` [R S], `responses` and `response_mask` [R T], and the columns.
+    """
+    attention = torch.cat([prompts[1], responses[1]], dim=1).long()
+    return DataProto.from_dict(
+        {
+            "input_ids": torch.cat([prompts[0], responses[0]], dim=1),
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(dim=1) - 1).clamp_min(0) * attention,
+            "responses": responses[0],
+            "response_mask": responses[1],
+            **{name: x for name, x in columns.items() if x is not None},
+        }
+    )
+
+
+@dataclass(frozen=True)
+class Preference:
+    """A tokenised row of the data; `rejected` is None for a response with a label.
+
+    Attributes:
+        label: whether `chosen` is a desirable response.
+        margin: by how much `chosen` is better, for the loss of a reward model.
+    """
+
+    prompt: list[int]
+    chosen: list[int]
+    rejected: list[int] | None = None
+    label: bool = True
+    margin: float | None = None
+
+
+class LabelledDataset:
+    """Prompts with one response each, which is desirable or not.
+
+    Attributes:
+        sources: index of each row's file; None for rows from memory.
+    """
+
+    is_paired = False
+
+    def __init__(self, rows: Sequence[Preference], pad_id: int, sources: list[int] | None = None):
+        self.sources, self._pad_id = sources, pad_id
+        self._prompts = RaggedTokens([row.prompt for row in rows])
+        self._responses = RaggedTokens([row.chosen for row in rows])
+        self._labels = torch.tensor([row.label for row in rows], dtype=torch.bool)
+
+    @property
+    def digests(self) -> list[bytes]:
+        """A hash of each row's tokens, to find duplicates."""
+        return [a + b for a, b in zip(self._prompts.digests(), self._responses.digests(), strict=True)]
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number = range(len(self))[index]
+        label = bool(self._labels[number])
+        return {"prompts": self._prompts[number], "responses": self._responses[number], "label": label}
+
+    def collate(self, indices: Sequence[int] | Tensor) -> DataProto:
+        """The B rows at `indices`, then B mismatched ones: each prompt with the response of the row before it.
+
+        Returns:
+            See `preference_rows`, and `is_chosen` [2B]: whether the response is desirable.
+        """
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        responses = self._responses.padded(torch.cat([chosen, chosen.roll(1)]), self._pad_id, left=False)
+        prompts = self._prompts.padded(chosen.repeat(2), self._pad_id, left=True)
+        return preference_rows(prompts, responses, is_chosen=self._labels[chosen].repeat(2))
+
+
+class PreferenceDataset:
+    """Pairs of a chosen and a rejected response to a prompt.
+
+    Attributes:
+        sources: index of each row's file; None for rows from memory.
+    """
+
+    is_paired = True
+
+    def __init__(self, rows: Sequence[Preference], pad_id: int, sources: list[int] | None = None):
+        self.sources, self._pad_id = sources, pad_id
+        self._prompts = RaggedTokens([row.prompt for row in rows])
+        self._responses = [
+            RaggedTokens([row.chosen for row in rows]),
+            RaggedTokens([row.rejected or [] for row in rows]),
+        ]
+        margins = [row.margin for row in rows]
+        self._margins = None if None in margins else torch.tensor(margins, dtype=torch.float32)
+
+    @classmethod
+    def from_rows(
+        cls, rows: Sequence[Mapping[str, Any]] | DataRows, tokenizer: Any, options: PreferenceOptions, bad: RowErrors
+    ) -> PreferenceDataset | LabelledDataset:
+        """Tokenise rows; a data set with labels if they have no rejected responses.
+
+        Raises:
+            ConfigError: a column is missing, or a row cannot be used, with its file and line.
+        """
+        rows = rows if isinstance(rows, DataRows) else DataRows(list(rows))
+        num_rows = len(rows) + len(bad)
+        parsed = dict(
+            _parsed(rows, ChatTemplate(tokenizer, options.chat_template, options.system_prompt), options, bad)
+        )
+        bad.settle(num_rows)
+        tokens = _tokenized(parsed, tokenizer)
+        kept = list(tokens)
+        for limit in ("max_prompt_length", "max_length"):
+            lengths = [len(tokens[i].prompt) + (limit == "max_length") * _longest(tokens[i]) for i in kept]
+            fitting = fit_lengths(
+                lengths, getattr(options, limit), limit, options.truncation, lambda at, kept=kept: rows.place(kept[at])
+            )
+            kept = [kept[position] for position in fitting]
+        is_paired = tokens[kept[0]].rejected is not None
+        kind = cls if is_paired else LabelledDataset
+        return kind([tokens[i] for i in kept], pad_id_of(tokenizer), rows.only(kept).sources)
+
+    @property
+    def digests(self) -> list[bytes]:
+        """A hash of each pair's tokens, to find duplicates."""
+        parts = (self._prompts, *self._responses)
+        return [b"".join(row) for row in zip(*(part.digests() for part in parts), strict=True)]
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        number = range(len(self))[index]
+        chosen, rejected = (part[number] for part in self._responses)
+        return {"prompts": self._prompts[number], "chosen": chosen, "rejected": rejected}
+
+    def unpaired(self) -> LabelledDataset:
+        """Each pair as two labelled responses, side by side."""
+        rows: list[Preference] = []
+        for index in range(len(self)):
+            prompt, chosen, rejected = (x.tolist() for x in self[index].values())
+            rows += [Preference(prompt, chosen), Preference(prompt, rejected, label=False)]
+        sources = None if self.sources is None else [source for source in self.sources for _ in range(2)]
+        return LabelledDataset(rows, self._pad_id, sources)
+
+    def collate(self, indices: Sequence[int] | Tensor) -> DataProto:
+        """The B pairs at `indices`: B rows of chosen responses, then B rows of rejected ones.
+
+        Returns:
+            See `preference_rows`, with `is_chosen` [2B] and, if the data has them, `row_margins` [2B].
+        """
+        chosen = torch.as_tensor(indices, dtype=torch.int64)
+        halves = [part.padded(chosen, self._pad_id, left=False) for part in self._responses]
+        width = max(tokens.shape[1] for tokens, _ in halves)
+        padded = [_widened(tokens, width, self._pad_id) for tokens, _ in halves]
+        masks = [_widened(mask, width, False) for _, mask in halves]
+        return preference_rows(
+            self._prompts.padded(chosen.repeat(2), self._pad_id, left=True),
+            (torch.cat(padded), torch.cat(masks)),
+            is_chosen=torch.arange(2 * len(chosen)) < len(chosen),
+            row_margins=None if self._margins is None else self._margins[chosen].repeat(2),
+        )
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """A row as texts; a prompt that is no chat gets the special tokens that the tokenizer puts before a text."""
+
+    prompt: str
+    responses: list[str]
+    is_chat: bool
+    label: bool = True
+    margin: float | None = None
+
+
+def _parsed(
+    rows: DataRows, chat: ChatTemplate, options: PreferenceOptions, bad: RowErrors
+) -> Iterator[tuple[int, _Texts]]:
+    """The usable rows as texts, by index; the others go to `bad`."""
+    names = {name for row in rows.values for name in row}
+    is_paired = options.completion_key not in names or options.chosen_key in names
+    keys = (options.chosen_key, options.rejected_key) if is_paired else (options.completion_key,)
+    needed = {key: f"{name}_key" for name, key in zip(("chosen", "rejected") if is_paired else ("completion",), keys)}
+    needed |= {} if is_paired else {options.prompt_key: "prompt_key", options.label_key: "label_key"}
+    for index, row in enumerate(rows.values):
+        faults = [rows.column_fault(key, setting, index) for key, setting in needed.items()]
+        if fault := next((x for x in faults if x is not None), None):
+            bad.add(fault)
+            continue
+        try:
+            texts = _texts(row, keys, chat, options, rows.place(index))
+        except ConfigError as error:
+            bad.add(str(error))
+            continue
+        yield index, texts
+
+
+def _texts(
+    row: Mapping[str, Any], keys: Sequence[str], chat: ChatTemplate, options: PreferenceOptions, place: str
+) -> _Texts:
+    """The texts of a row.
+
+    Raises:
+        ConfigError: a value cannot be used; names it with its place.
+    """
+
+    def refuse(key: str, value: Any, expected: str) -> ConfigError:
+        return ConfigError(f"{key} is {shortened(value)} at {place}: expected {expected}.")
+
+    for key in keys:
+        is_text = isinstance(row[key], str)
+        expected = (None if row[key] else "a text that is not empty") if is_text else messages_fault(row[key])
+        if expected := expected or (text_fault(row[key]) if is_text else None):
+            raise refuse(key, row[key], expected if is_text else f"a text, or {expected}")
+    responses = [row[key] for key in keys]
+    if len(responses) == 2 and responses[0] == responses[1]:
+        raise refuse(keys[1], responses[1], f"another response than {keys[0]}, since equal ones prefer nothing")
+    prompt = row.get(options.prompt_key)
+    if prompt is None and len(responses) == 2:
+        prompt, *responses = common_start(*responses)
+    expected = messages_fault(prompt) if not isinstance(prompt, str) else None
+    if not prompt or expected:
+        raise refuse(options.prompt_key, prompt, f"a prompt that is not empty, or {keys[0]} that begins with it")
+    label, margin = row.get(options.label_key, True), row.get(options.margin_key)
+    if not isinstance(label, (bool, int)) or label not in (0, 1):
+        raise refuse(options.label_key, label, "true or false")
+    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, (int, float))):
+        raise refuse(options.margin_key, margin, "a number")
+    messages = chat.messages_of(prompt)
+    if messages is None:
+        if any(not isinstance(x, str) for x in responses):
+            raise refuse(keys[0], responses[0], "a text, as the prompt is")
+        return _Texts(prompt, responses, False, bool(label), margin)
+    before = chat.render(messages, place, reply_follows=True, tools=row.get("tools"))
+    ends = tuple(token for token in chat.tokenizer.all_special_tokens if token.strip())
+    texts = []
+    for key, response in zip(keys, responses, strict=True):
+        turns = [{"role": "assistant", "content": response}] if isinstance(response, str) else list(response)
+        whole = chat.render([*messages, *turns], place, reply_follows=False, tools=row.get("tools"))
+        if not whole.startswith(before) or not turns:
+            raise refuse(key, response, "messages that follow the prompt, which the chat template renders after it")
+        text = whole[len(before) :]
+        texts.append(text.rstrip() if text.rstrip().endswith(ends) else text)
+    return _Texts(before, texts, True, bool(label), margin)
+
+
+def common_start(chosen: Any, rejected: Any) -> tuple[Any, Any, Any]:
+    """The prompt that two texts or two lists of messages begin with, and what follows it in each.
+
+    The space between the words of a text belongs to what follows.
+    """
+    pairs = zip(chosen, rejected, strict=False)
+    count = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(chosen), len(rejected)))
+    if isinstance(chosen, str) and count and chosen[count - 1] == " ":
+        count -= 1
+    return chosen[:count], chosen[count:], rejected[count:]
+
+
+def _tokenized(parsed: Mapping[int, _Texts], tokenizer: Any) -> dict[int, Preference]:
+    """Tokens of each row; a response that is no chat ends with the EOS of the tokenizer."""
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("tokenizer has no EOS token: responses could not be terminated. Set eos_token.")
+
+    def plain(texts: list[str]) -> list[list[int]]:
+        return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
+
+    rows = list(parsed.values())
+    of_texts = iter(text_tokens([x.prompt for x in rows if not x.is_chat] or ["a"], tokenizer))
+    of_chats = iter(plain([x.prompt for x in rows if x.is_chat]))
+    responses = iter(plain([text for x in rows for text in x.responses]))
+    made = {}
+    for index, row in parsed.items():
+        end = [] if row.is_chat else [tokenizer.eos_token_id]
+        prompt = next(of_chats if row.is_chat else of_texts)
+        tokens = [[*next(responses), *end] for _ in row.responses]
+        made[index] = Preference(prompt, tokens[0], tokens[1] if tokens[1:] else None, row.label, row.margin)
+    return made
+
+
+def _longest(row: Preference) -> int:
+    return max(len(row.chosen), len(row.rejected or []))
+
+
+def _widened(x: Tensor, width: int, value: int | bool) -> Tensor:
+    return torch.nn.functional.pad(x, (0, width - x.shape[1]), value=value)
