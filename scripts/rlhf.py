@@ -20,7 +20,7 @@ from pathlib import Path
 RUNS = ("sft", "rater_sft", "reward_model", "ppo", "dpo", "summary.json")
 VERL = [sys.executable, "-m", "verl.cli"]
 ALL = ["data.train_size=null", "trainer.total_epochs=5"]
-PPO = ["trainer.total_steps=100", "actor.optimizer.lr=4e-4", "algorithm.kl.coef=0.05", "rollout.max_new_tokens=6"]
+PPO = ["trainer.total_steps=80", "actor.optimizer.lr=4e-4", "algorithm.kl.coef=0.05", "rollout.max_new_tokens=6"]
 
 
 def verl(*words: str) -> float:
