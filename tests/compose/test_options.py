@@ -279,14 +279,14 @@ def test_experiment_opens_with_purpose_command_and_expected_result(experiment):
     assert f"experiment={experiment}" in lines[2]
 
 
-def test_default_ppo_run_has_at_most_163_leaves():
+def test_default_ppo_run_has_at_most_164_leaves():
     def leaves(node):
         if isinstance(node, dict):
             return sum(leaves(value) for key, value in node.items() if key != "_target_")
         return 1
 
     count = leaves(OmegaConf.to_container(compose_root("ppo"), resolve=True))
-    assert 50 < count <= 163
+    assert 50 < count <= 164
 
 
 def test_options_state_every_field_of_their_components():

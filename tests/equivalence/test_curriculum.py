@@ -11,13 +11,14 @@ from same_training import ROUNDING, course, newest, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, PROMPTS, Echo, Prompts, fit
 
 from verl.algorithms.dynamic_sampling import DynamicSampling
+from verl.algorithms.importance_sampling import TruncatedIS
 from verl.data.curriculum import PassRate
 from verl.engines.sharding import DDP
 
 DATA = Prompts(train=PROMPTS[:6], curriculum=PassRate(warmup_epochs=0, falloff=0.2, memory=0.5))
 RUNS = {
     "plain": (GRPO_ALGORITHM, {}),
-    "ahead": (GRPO_ALGORITHM, {"rollout_ahead": 1}),
+    "ahead": (replace(GRPO_ALGORITHM, correction=TruncatedIS()), {"rollout_ahead": 1}),
     "selection": (replace(GRPO_ALGORITHM, selection=DynamicSampling(max_rounds=2, on_none="skip")), {}),
 }
 OPTIONS = {"data": DATA, "reward": Echo(), "success_score": 0.1, "prompts_per_step": 2, "group_size": 3, "lr": 0.03}

@@ -143,4 +143,5 @@ class LossFunction(FunctionPart, PolicyLoss):
         for value in (loss, *(stats.values() if isinstance(stats, dict) else [stats])):
             if not isinstance(value, Tensor) or value.shape != mask.shape:
                 self._refuse(value, f"a loss, and statistics in a dict, of shape {list(mask.shape)}")
+        assert isinstance(loss, Tensor)  # which the loop has checked
         return torch.where(mask, loss, 0.0), {name: torch.where(mask, x.detach(), 0.0) for name, x in stats.items()}

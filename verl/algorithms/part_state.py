@@ -95,14 +95,14 @@ class PartState:
         Raises:
             ConfigError: JSON would not give the same values back.
         """
-        state = self._part.state_dict()
+        state, plain = self._part.state_dict(), None
         try:
             plain = json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
-            plain, why = None, str(error)
+            why = str(error)
         else:
             why = "keys must be texts, and sequences lists"
-        if not isinstance(state, dict) or plain != state:
+        if not isinstance(state, dict) or not isinstance(plain, dict) or plain != state:
             raise ConfigError(
                 f"{self._name} is {type(self._part).__name__}: its state_dict must be a dict of numbers, texts, lists "
                 f"and dicts ({why}). Give x.tolist() for a tensor x."
