@@ -61,6 +61,7 @@ NOT_RUN = {  # the beginning of a command, and why it is not run here
     "verl resume-check": "a minute and more; tests/cli/test_resume_check.py runs it on a small model",
     "verl checkpoint export outputs/verl/EXPERIMENT/TIME/actor": "needs a LoRA run; tests/cli/test_checkpoint.py",
     "verl checkpoint ls s3://": "needs a store; tests/cli/test_checkpoint_store.py",
+    "verl plan experiment=gsm8k_qwen2_5_0_5b": "of its own model; tests/models/test_known_shapes.py plans it",
     "verl ppo --config-dir": "needs files of one's own; tests/test_wheel.py runs it",
     "verl ppo trainer=mesh trainer.placement.devices=[cuda:0,cuda:1]": "needs two GPUs; tests/trainer runs it on cpu:N",
     "python -m pytest": "runs tests",

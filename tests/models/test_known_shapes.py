@@ -64,6 +64,13 @@ def test_a_plan_without_a_network_takes_shipped_shapes():
 
 
 @pytest.mark.usefixtures("no_hub")
+def test_the_recipe_of_gsm8k_is_planned_without_network():
+    result = CliRunner().invoke(app, ["plan", "experiment=gsm8k_qwen2_5_0_5b", "--device", "h100"])
+    assert "Shapes of Qwen/Qwen2.5-0.5B" in result.output, result.output
+    assert "GiB in each process of actor" in result.output
+
+
+@pytest.mark.usefixtures("no_hub")
 @pytest.mark.parametrize("revision", [None, "main"])
 def test_a_model_that_is_neither_here_nor_shipped_is_refused_within_seconds(revision):
     path = "nobody/no-such-model" if revision is None else "Qwen/Qwen3-1.7B"
