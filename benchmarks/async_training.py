@@ -1,11 +1,12 @@
 """Asynchronous training against the best synchronous setting, and against what `verl plan --async` predicts.
 
     python benchmarks/async_training.py              GRPO on the built-in model, ten minutes; --small for a look
+    python benchmarks/async_training.py --tools      the same with episodes whose tool takes half a second, five minutes
 
 Runs with `rollout=hf`, one after another in each round: synchronous with all threads, and `max_staleness` 0, 1 and 2
 with half of the threads for each side. The prediction is made from the metrics of `max_staleness=0`. Prints one JSON
 line: responses per second and mean staleness of each setting, medians with quartiles over the rounds, without the steps
-in which the queue fills.
+in which the queue fills. With --tools: synchronous, and `max_staleness=2` with `weight_update=drain` and `in_flight`.
 """
 
 from __future__ import annotations
@@ -66,6 +67,45 @@ def one_round(options: argparse.Namespace, overrides: list[str], progress: Progr
     return results
 
 
+SLOW_TOOLS = [
+    "experiment=calculator_grpo",
+    "environment={_target_: _slow_calculator.SlowCalculator, max_tokens: 64, max_concurrent: 512}",
+    "trainer.eval_without_tools=false",
+    "trainer.prompts_per_step=16",
+    "trainer.group_size=4",
+]
+TOOL_SETTINGS = {
+    "sync": [],
+    "S=2, drain": ["trainer.mode=async", "trainer.max_staleness=2"],
+    "S=2, in flight": ["trainer.mode=async", "trainer.max_staleness=2", "rollout.weight_update=in_flight"],
+}
+
+
+def round_with_tools(options: argparse.Namespace, sizes: list[str], progress: Progress) -> dict[str, Any]:
+    """Each setting once, with episodes whose tool takes half a second."""
+    results: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for name, words in TOOL_SETTINGS.items():
+            progress.say(name)
+            behaviour = ["algorithm.proximal=behaviour"] if words else [f"trainer.num_threads={options.threads}"]
+            steps = run(Path(directory) / name.replace(", ", "_"), [*SLOW_TOOLS, *sizes, *behaviour, *words])
+            results[name] = dict(zip(("samples_per_s", "staleness"), summary(steps[4:]), strict=True))
+    return results
+
+
+def rows_with_tools(results: dict[str, Any]) -> list[list[str]]:
+    best = results["sync"]["samples_per_s"][0]
+    return [
+        [
+            f"GRPO of episodes whose tool takes 0.5 s, 16 x 4 episodes a step, {name}, `rollout=hf`, embedded model",
+            f"{result['samples_per_s'][0]} {result['samples_per_s'][1]} episodes/s",
+            f"{result['samples_per_s'][0] / best:.2f}x the synchronous run; target: 2x",
+        ]
+        for name, result in results.items()
+        if name != "sync"
+    ]
+
+
 def table_rows(results: dict[str, Any]) -> list[list[str]]:
     best = results["sync"]["samples_per_s"][0]
     rows = []
@@ -94,12 +134,23 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 2, help="of a run (default: all cores)")
     parser.add_argument("--tokens", type=int, default=16, help="longest response (default 16)")
     parser.add_argument("--budget-s", type=float, default=1500, help="after which rounds are left out (default 1500)")
+    parser.add_argument("--tools", action="store_true", help="episodes whose tool takes half a second")
     options = parser.parse_args()
     sizes = [f"trainer.total_steps={options.steps}", f"rollout.max_new_tokens={options.tokens}"]
     if options.small:
         options.steps, options.rounds = 8, 1
         sizes = ["actor=tiny_scratch", "trainer.total_steps=8", "trainer.prompts_per_step=4"]
         sizes += ["rollout.max_new_tokens=8"]
+    if options.tools:
+        progress = Progress("async_tools", dict(vars(options)), options.budget_s)
+        sizes = [f"trainer.total_steps={options.steps}"]
+        rounds = [round_with_tools(options, sizes, progress) for _ in progress.rounds("rounds", options.rounds)]
+        results = {
+            name: {key: work.spread([each[name][key] for each in rounds], 3) for key in rounds[0][name]}
+            for name in rounds[0]
+        }
+        progress.publish(results, rows_with_tools(results), is_complete=True)
+        return
     overrides = [*GRPO, "rollout=hf", "algorithm.proximal=behaviour", *sizes]
     progress = Progress("async_training", dict(vars(options)), options.budget_s)
     rounds = [one_round(options, overrides, progress) for _ in progress.rounds("rounds", options.rounds)]

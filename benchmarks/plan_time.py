@@ -35,7 +35,7 @@ SHORT = ["trainer.eval_before=false", "trainer.eval_interval=0", "trainer.save_f
 
 def verl(*words: str) -> str:
     """What a command prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])}
     command = [sys.executable, "-m", "verl.cli", *words]
     return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
 

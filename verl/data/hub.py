@@ -138,7 +138,7 @@ class HubPrompts(PromptRendering):
         saved = datasets.load_from_disk(self.dataset)
         splits = saved if isinstance(saved, dict) else {"train": saved}
         if split not in splits:
-            raise ValueError(f"it has the splits {', '.join(splits)}")
+            raise ValueError(f"it has the splits {', '.join(map(str, splits))}")
         return splits[split]
 
     def _rows(
