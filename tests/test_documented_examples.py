@@ -111,7 +111,7 @@ def commands() -> Iterator[Command]:
 
 
 COMMANDS = list(commands())
-TRAINING = re.compile(r"(torchrun (?:--\S+ )+-m verl\.cli|verl) (ppo|sft)\b")
+TRAINING = re.compile(r"(torchrun (?:--\S+ )+-m verl\.cli|verl) (ppo|sft|dpo|reward-model)\b")
 
 
 def kind(command: Command) -> str:
@@ -136,6 +136,8 @@ def made_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     for name in ("train.jsonl", "answers.jsonl", "easy.jsonl", "hard.jsonl", "a.jsonl"):
         (directory / name).write_text(lines)
+    pair = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    (directory / "pairs.jsonl").write_text((json.dumps(pair) + "\n") * 64)
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), directory / "train.parquet")
     save_random_model(directory / "outputs/quickstart/sft/actor", "qwen2", torch.float32)
     rule = "def score(**columns):\n    return [0.0 for _ in columns['responses']]\n\n\nreward = score\n"
@@ -169,6 +171,7 @@ def single_jobs(words: list[str]) -> Iterator[list[str]]:
 
 def refused(root: str, words: list[str]) -> None:
     """Raises what the check of a run raises."""
+    root = root.replace("-", "_")
     needed = [need for word in words for need in NEEDS.get(word, []) if need.split("=")[0] not in " ".join(words)]
     arguments, assigned = command_line(root, [*words, *needed])
     assert assigned.faults == [], assigned.faults

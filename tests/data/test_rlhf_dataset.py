@@ -168,7 +168,7 @@ FIELDS = ("responses", "prompts", "prompt_text", "score", "advantages")
     ("rows", "config", "fault"),
     [
         (ROWS, {"max_promt_length": 4}, "config.max_promt_length is not a known key. Did you mean max_prompt_length?"),
-        (ROWS, {"zzz": 4}, "config.zzz is not a known key. Known keys: max_prompt_length, truncation"),
+        (ROWS, {"zzz": 4}, "config.zzz is not a known key. Known keys: curriculum, max_prompt_length, truncation"),
         (ROWS, {"max_prompt_length": 0}, "max_prompt_length is 0: must be at least 1."),
         (ROWS, {"max_prompt_length": "512"}, "max_prompt_length is '512': expected a whole number."),
         (ROWS, {"max_prompt_length": 1, "truncation": "drop"}, "max_prompt_length is 1: "),

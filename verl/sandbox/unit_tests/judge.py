@@ -174,7 +174,10 @@ def _try(test, writer):
     main, solution = prepared(test)
     for name in test["names"]:
         main[name] = solution[name] = call
-    quiet = os.open(os.devnull, os.O_WRONLY)
+    try:
+        quiet = os.open(os.devnull, os.O_WRONLY)
+    except PermissionError:  # some machines give the user of a jail no /dev/null to write to
+        quiet = os.open("quiet", os.O_WRONLY | os.O_CREAT)
     os.dup2(quiet, 1)
     os.dup2(quiet, 2)
     try:
