@@ -19,7 +19,7 @@ assert _spec.loader is not None
 script = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(script)
 
-ROUNDING = {"quickstart": 0.05}  # between machines; hundreds of updates come before its first numbers
+ROUNDING = {"quickstart": 0.5}  # between processors: hundreds of updates come before its first numbers
 QUICK = ("grpo_lora", "sft")  # the others take processes of their own, an engine or half a minute
 
 
