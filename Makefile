@@ -1,7 +1,7 @@
 # make quickstart   install into .venv, train a tiny model by SFT and then PPO, show that it learned
 # make rlhf         SFT, a reward model from preferences, PPO against it, and DPO from the same pairs; one table of accuracies
 # make test         install, then check layers, style and types, and run for each promise the cheapest test that this
-#                   machine can run: about 20 minutes on 2 idle cores
+#                   machine can run: 13 to 20 minutes on 2 idle cores
 # make test-fast    tests of data, arithmetic, algorithms, configuration and checkpoint files, for the inner loop: under 2 min
 # make faults       every kill, power cut and refusal that checkpoints must survive, 200 kills of a trainer, and kills and
 #                   stops of trainer and vLLM engine; tens of minutes

@@ -351,7 +351,7 @@ def decoding(device: str, small: bool) -> dict[str, float]:
     from verl.utils.seeding import seed_everything
 
     seed_everything(0)
-    length = 4 if small else 128
+    length = 4 if small else 64
     rollout = HFRollout(max_new_tokens=length, min_new_tokens=length)
     actor = start_actor(sized_model(small), rollout, device=device, autocast="bfloat16")
     weight_bytes = 2 * sum(p.numel() for p in actor.model.parameters())
