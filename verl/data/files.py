@@ -9,7 +9,7 @@ from dataclasses import fields, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from verl.component import BuildContext, component
+from verl.component import BuildContext, Description, component
 from verl.data.base import DataSplits, PreferenceOptions, PromptOptions, SFTOptions
 from verl.data.preference_dataset import PreferenceDataset
 from verl.data.readers import RowErrors, columns_of, file_faults, read_rows
@@ -20,8 +20,8 @@ from verl.errors import ConfigError
 
 
 @component
-class PromptFiles(PromptOptions):
-    """Prompts from parquet and JSONL files.
+class FileSplits(Description):
+    """Base class of data in parquet and JSONL files.
 
     Args:
         train_files: paths of the training data, in order.
@@ -36,7 +36,23 @@ class PromptFiles(PromptOptions):
     weights: tuple[float, ...] | None = None
 
     def faults(self) -> Iterator[str]:
-        yield from _split_faults(self)
+        if not self.train_files:
+            yield "train_files is empty: name at least one file."
+        yield from file_faults("train_files", self.train_files)
+        yield from file_faults("eval_files", self.eval_files)
+        weights = self.weights
+        if weights is not None and len(weights) != len(self.train_files):
+            yield f"weights is {list(weights)}: expected one number for each of {len(self.train_files)} training files."
+        elif weights is not None and not all(math.isfinite(weight) and weight > 0 for weight in weights):
+            yield f"weights is {list(weights)}: each must be a positive number. Leave a file out to give it no share."
+        yield from super().faults()
+
+
+@component
+class PromptFiles(FileSplits, PromptOptions):
+    """Prompts from parquet and JSONL files."""
+
+    def faults(self) -> Iterator[str]:
         if self.weights is not None and self.curriculum is not None:
             yield f"weights is {list(self.weights)}: a curriculum draws from all files alike. Set it to null."
         yield from super().faults()
@@ -50,48 +66,16 @@ class PromptFiles(PromptOptions):
 
 
 @component
-class SFTFiles(SFTOptions):
-    """Prompts with their completions from parquet and JSONL files.
-
-    Args:
-        train_files: paths of the training data, in order.
-        eval_files: paths of the evaluation data; empty for no evaluation.
-        weights: relative share of an epoch of each training file; None to visit every row once.
-    """
-
-    example_values: ClassVar[Mapping[str, str]] = {"train_files": "[train.jsonl]"}
-
-    train_files: tuple[str, ...]
-    eval_files: tuple[str, ...] = ()
-    weights: tuple[float, ...] | None = None
-
-    def faults(self) -> Iterator[str]:
-        yield from _split_faults(self)
-        yield from super().faults()
+class SFTFiles(FileSplits, SFTOptions):
+    """Prompts with their completions from parquet and JSONL files."""
 
     def build(self, context: BuildContext) -> DataSplits:
         return _build(self, context, SFTDataset.from_rows, SFTOptions)
 
 
 @component
-class PreferenceFiles(PreferenceOptions):
-    """Pairs of responses, or responses with a label each, from parquet and JSONL files.
-
-    Args:
-        train_files: paths of the training data, in order.
-        eval_files: paths of the evaluation data; empty for no evaluation.
-        weights: relative share of an epoch of each training file; None to visit every row once.
-    """
-
-    example_values: ClassVar[Mapping[str, str]] = {"train_files": "[train.jsonl]"}
-
-    train_files: tuple[str, ...]
-    eval_files: tuple[str, ...] = ()
-    weights: tuple[float, ...] | None = None
-
-    def faults(self) -> Iterator[str]:
-        yield from _split_faults(self)
-        yield from super().faults()
+class PreferenceFiles(FileSplits, PreferenceOptions):
+    """Pairs of responses, or responses with a label each, from parquet and JSONL files."""
 
     def build(self, context: BuildContext) -> DataSplits:
         return _build(self, context, PreferenceDataset.from_rows, PreferenceOptions)
@@ -111,18 +95,6 @@ class EvaluatedSequences(SFTFiles):
 
     def build(self, context: BuildContext) -> DataSplits:
         return replace(super().build(context), may_repeat=True)
-
-
-def _split_faults(files: PromptFiles | SFTFiles | PreferenceFiles) -> Iterator[str]:
-    if not files.train_files:
-        yield "train_files is empty: name at least one file."
-    yield from file_faults("train_files", files.train_files)
-    yield from file_faults("eval_files", files.eval_files)
-    weights = files.weights
-    if weights is not None and len(weights) != len(files.train_files):
-        yield f"weights is {list(weights)}: expected one number for each of {len(files.train_files)} training files."
-    elif weights is not None and not all(math.isfinite(weight) and weight > 0 for weight in weights):
-        yield f"weights is {list(weights)}: each must be a positive number. Leave a file out to give it no share."
 
 
 def _build(
