@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 from typing import Any
 
 from verl.component import BuildContext, component
@@ -31,12 +31,12 @@ class SlowCalculator(Calculator):
     tool_s: float = 0.5
 
     def tool(self) -> Tool:
-        def calc(expression: str) -> str:
+        async def calc(expression: str) -> str:
             """Compute a sum, difference or product of whole numbers.
 
             expression: such as 12*34
             """
-            time.sleep(self.tool_s)
+            await asyncio.sleep(self.tool_s)
             return calculate(expression, self.max_digits)
 
         return Tool.of(calc)
