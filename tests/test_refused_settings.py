@@ -229,14 +229,9 @@ REFUSED_RUNS = [  # overrides, and a part of the message
     ),
     ([*CORRECTED, "rollout=vllm", *IN_FLIGHT], "rollout.kv_cache is keep: VLLMRollout computes open responses anew"),
     (
-        [*CORRECTED, "rollout=vllm", *IN_FLIGHT, "trainer.n_gpus_per_node=2", "sharding=fsdp"],
-        "was tried with it in one",
-    ),
-    (
         [*CORRECTED, *TOOLS, "environment=agent_program", "environment.path=agent.py:run", *IN_FLIGHT],
         "environment is AgentProgram, and weights do not change within its episodes",
     ),
-    ([*CORRECTED, *TOOLS, "rollout=vllm", *IN_FLIGHT], "VLLMRollout was not tried with it and an environment"),
     ([*CORRECTED, "trainer.replay_schedule=run"], "only a run with rollout.weight_update=in_flight"),
     (["trainer.replay_schedule=run"], "trainer.mode is sync, which has no schedule"),
     ([*CORRECTED, "algorithm=dapo"], "selection draws further batches"),

@@ -39,6 +39,8 @@ VerlError
 from __future__ import annotations
 
 import contextlib
+import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +118,22 @@ def faults_below(path: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise ConfigError([f"{path}.{fault}" for fault in error.faults]) from error
+
+
+class Traceback(str):
+    """The traceback of the exception that is being handled, for another process.
+
+    Attributes:
+        faults: those of a ConfigError; None for any other exception.
+    """
+
+    faults: list[str] | None
+
+    @classmethod
+    def here(cls) -> Traceback:
+        error, text = sys.exc_info()[1], cls(traceback.format_exc())
+        text.faults = error.faults if isinstance(error, ConfigError) else None
+        return text
 
 
 class DataProtoValidationError(VerlError, ValueError):

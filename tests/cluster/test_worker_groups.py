@@ -22,7 +22,7 @@ from verl.cluster import rpc
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import RemoteWorkerGroup, role_handles
 from verl.component import BuildContext
-from verl.errors import VerlError, WorkerDied, WorkerError, WorkerHung
+from verl.errors import ConfigError, VerlError, WorkerDied, WorkerError, WorkerHung
 
 
 @dataclass
@@ -201,3 +201,9 @@ def test_roles_that_cannot_be_built_are_an_error_with_the_workers_traceback(grou
         groups.start(2, fails_on=1)
     assert "rank 1 failed in start" in str(caught.value)
     assert "FileNotFoundError: weights are not where they should be" in str(caught.value)
+
+
+def test_faults_of_the_configuration_that_a_worker_finds_are_raised_as_they_are(groups):
+    with pytest.raises(ConfigError) as caught:
+        groups.start(2, fails_on=1, faulty=True)
+    assert caught.value.faults == ["toy.size is 3: set it to 4.", "toy.kind is 'x': set it to 'y'."]

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from verl.component import BuildContext, Description, component
 from verl.engines.sharding import DDP, Sharding
+from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.protocol.dispatch import by_rows, by_rows_to_one, on_all
 from verl.utils.progress import report
@@ -135,10 +136,12 @@ class ToyHost(Description):
     Args:
         fails_on: this rank cannot build it.
         hangs_on: this rank never has it built.
+        faulty: the rank that fails finds a fault of the configuration.
     """
 
     fails_on: int | None = None
     hangs_on: int | None = None
+    faulty: bool = False
 
     def worker_types(self) -> dict[str, type]:
         return {"toy": Toy}
@@ -147,6 +150,8 @@ class ToyHost(Description):
         return {"toy": DDP()}
 
     def build(self, context: BuildContext) -> ToyPlace:
+        if context.rank == self.fails_on and self.faulty:
+            raise ConfigError(["toy.size is 3: set it to 4.", "toy.kind is 'x': set it to 'y'."])
         if context.rank == self.fails_on:
             raise FileNotFoundError("weights are not where they should be")
         if context.rank == self.hangs_on:

@@ -27,11 +27,12 @@ from verl.cluster.batch_partition import BatchPartition
 from verl.cluster.shm_channel import ShmBlockPool
 from verl.component import BuildContext
 from verl.engines.sharding import Sharding
-from verl.errors import VerlError, WorkerDied, WorkerError, WorkerHung
+from verl.errors import ConfigError, Traceback, VerlError, WorkerDied, WorkerError, WorkerHung
 from verl.protocol.dispatch import Dispatch, dispatch_of
 from verl.utils.child_process.stopped_watch import StoppedTime
 from verl.utils.progress import Progress, ProgressWatch, report
 
+START = "start"  # the call that builds the roles, in errors
 BUILD_TIMEOUT_S = 600.0  # without progress, until all roles are built, unless calls are given longer
 END_TIMEOUT_S = 5.0
 STACK_TIMEOUT_S = 5.0
@@ -345,7 +346,7 @@ class RemoteWorkerGroup:
             limit_s: without progress; None for that of building roles.
         """
         dispatch = Dispatch(splits_rows=False, concatenates=False, gathers_list=True)
-        pending = PendingCall("start", None, dispatch, (), RowAssignment((0,) * self.world_size))
+        pending = PendingCall(START, None, dispatch, (), RowAssignment((0,) * self.world_size))
         pending.limit_s = max(self._call_timeout_s, BUILD_TIMEOUT_S) if limit_s is None else limit_s
         return self._begin(pending, send)
 
@@ -421,8 +422,11 @@ class RemoteWorkerGroup:
         if self._failure is None:
             self._fail(self._failure_of(pending, rank, error))
 
-    def _failure_of(self, pending: PendingCall, rank: int, error: str) -> WorkerError:
-        """The error of a worker; if it waited in vain for a sibling that is stopped or hangs, that of the sibling."""
+    def _failure_of(self, pending: PendingCall, rank: int, error: str) -> VerlError:
+        """The error of a worker; if it waited in vain for a sibling that is stopped or hangs, that of the sibling.
+        Faults of the configuration that the start has found are raised as they are here."""
+        if isinstance(error, Traceback) and error.faults and pending.name == START:
+            return ConfigError(error.faults)
         with self._lock:
             others = [other for other in pending.unanswered if other not in pending.raised]
         if unresponsive := self._transport.unresponsive(others):

@@ -9,12 +9,11 @@ from __future__ import annotations
 import os
 import pickle
 import platform
-import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, Traceback
 from verl.utils.child_process.channel import Channel
 from verl.utils.child_process.interpreter import rare_garbage_collection
 from verl.utils.child_process.process import run_child
@@ -75,7 +74,7 @@ def serve(channel: Channel, start: WorkerStart, _: Progress) -> None:
             with rare_garbage_collection():
                 host, local_versions = _build(start), versions()
         except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
-            messages.send(post.pack(WorkerReply(start.number, error=traceback.format_exc())))
+            messages.send(post.pack(WorkerReply(start.number, error=Traceback.here())))
             return
         messages.send(post.pack(WorkerReply(start.number, local_versions)))
         report("idle")
@@ -94,7 +93,7 @@ def _packed(post: Any, answer: WorkerReply) -> Any:
     try:
         return post.pack(answer)
     except Exception:  # noqa: BLE001 - the driver's to handle
-        return post.pack(WorkerReply(answer.number, error=traceback.format_exc()))
+        return post.pack(WorkerReply(answer.number, error=Traceback.here()))
 
 
 def _build(start: WorkerStart) -> Any:
@@ -115,7 +114,7 @@ def _carry_out(host: Any, call: WorkerCall) -> WorkerReply:
             return WorkerReply(call.number)
         return WorkerReply(call.number, result)
     except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
-        return WorkerReply(call.number, error=traceback.format_exc())
+        return WorkerReply(call.number, error=Traceback.here())
 
 
 def versions() -> dict[str, str]:

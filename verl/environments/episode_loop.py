@@ -9,6 +9,7 @@ sample, turn, position) and on its environment's answers, not on other episodes.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import time
@@ -149,10 +150,18 @@ class EpisodeSampler(ResponseSampler):
         has = {"has_rows": self.has_rows, "has_versions": has_versions}
         return episode_batch(prompts, request, samples, records, self.pad_id, turns.dtype, **has)
 
-    def close(self) -> None:
+    def beside(self) -> EpisodeSampler:
+        other = copy.copy(self)
+        other._calls, other.journal = None, other.new_journal()
+        return other
+
+    def stop(self) -> None:
         self._close_calls()
         if self.journal is not None:
             self.journal.close()
+
+    def close(self) -> None:
+        self.stop()
         super().close()
 
     def _close_calls(self) -> None:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -91,6 +92,13 @@ class ResponseSampler:
         begun, self._begun = self._begun, None
         self.has_redrawn = False
         return self._finish(begun.parts, begun.request, begun)
+
+    def beside(self) -> ResponseSampler:
+        """Another sampler with the same engine, which generates while turns of this one are set aside."""
+        return copy.copy(self)
+
+    def stop(self) -> None:
+        """End what it has started beside the engine. Idempotent."""
 
     def sync(self) -> SyncResult:
         """See `RolloutEngine.sync`."""

@@ -145,11 +145,6 @@ def _in_flight_faults(run: Any, kind: str) -> Iterator[str]:
             f"{prefix} and rollout.kv_cache is keep: {kind} computes open responses anew under new weights. Set "
             "rollout.kv_cache=recompute."
         )
-    if run.environment is not None:
-        yield f"{prefix}: {kind} was not tried with it and an environment. Set {drain}, or rollout=hf."
-    settings = run.trainer
-    if settings.placement is not None or settings.n_gpus_per_node * settings.nnodes > 1:
-        yield f"{prefix}: {kind} was tried with it in one process of the trainer only. Set {drain}."
 
 
 def _rollout_faults(run: Any) -> Iterator[str]:
@@ -161,7 +156,8 @@ def _rollout_faults(run: Any) -> Iterator[str]:
             "algorithm.proximal is behaviour, and rollout.log_probs is trainer: the engine records no log-probs of its "
             "own. Set rollout.log_probs=server, or algorithm.proximal=trainer."
         )
-    yield from run.rollout.faults_with_actor(None if adapter is None else adapter.rank, is_divided)
+    is_copied = not run.actor_generates  # whole, for the sampler
+    yield from run.rollout.faults_with_actor(None if adapter is None else adapter.rank, is_divided and not is_copied)
     if isinstance(run.actor.model, ModuleModel) and "modules" not in run.rollout.supports:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it takes models of transformers alone, and actor.model is a "

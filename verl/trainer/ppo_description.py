@@ -71,7 +71,12 @@ class PPODescription(Description):
     @property
     def has_sampler(self) -> bool:
         """Whether the engine generates in a process of its own, the role `sampler`, with a copy of the model."""
-        return self.trainer.staleness is not None and not self.rollout.runs_ahead
+        return self.trainer.staleness is not None and (not self.rollout.runs_ahead or self.is_in_flight)
+
+    @property
+    def actor_generates(self) -> bool:
+        """Whether the actor has a rollout engine: one in its own process generates for evaluations at least."""
+        return not (self.has_sampler and self.rollout.runs_ahead)
 
     @property
     def placed_roles(self) -> dict[str, Sharding]:

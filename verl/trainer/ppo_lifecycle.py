@@ -14,12 +14,13 @@ import torch
 from verl.algorithms.part_state import PartState, built_part, keeps_state
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.placement import SAMPLER, RoleGroups
-from verl.cluster.rpc import WorkerGroup, role_handles
+from verl.cluster.rpc import RoleHandle, WorkerGroup, role_handles
 from verl.component import BuildContext, as_plain
 from verl.data.chat_template import ChatTemplate
 from verl.environments.observation_tokens import check_template
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import tokenizer_fault
+from verl.models.parallel_info import Numerics
 from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.monitoring.ppo_metrics import experience_metrics
 from verl.monitoring.row_records import token_rows
@@ -47,7 +48,7 @@ from verl.utils.redact import redact_tree
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.colocated import RLHost, with_tokenizer
 from verl.workers.reward import RemoteRewardModel
-from verl.workers.sampler import SamplerHost
+from verl.workers.sampler import SamplerHost, SamplerWorker
 from verl.workers.schedule import ScheduleOptions, read_schedule
 
 log = logging.getLogger(__name__)
@@ -124,7 +125,7 @@ class PPOLifecycle(LoopTrainer):
             for name, role in losses.items()
             if role is not None and role.loss_keeps_state().result()
         }
-        self.guard.numerics = self.actor.numerics().result()
+        self.guard.numerics = self._numerics(run)
         seed_everything(derive_seed(self.settings.seed, "driver"))  # roles that are built here have drawn from it
 
     def _load_data(self, run: PPODescription, context: BuildContext) -> None:
@@ -185,7 +186,7 @@ class PPOLifecycle(LoopTrainer):
             restore=restore_of(self.saving),
             reward=run.reward_as_role,
             sampler=None if run.trainer.placement is None else sampler,
-            schedule=None if run.has_sampler else self._schedule,
+            actor_generates=run.actor_generates,
         )
         # without checkpoints nobody claims the directory, and no run comes back to its episodes
         journal_dir = None if run.checkpoint is None else Path(self.saving.directory) / "episode_journal"
@@ -203,17 +204,29 @@ class PPOLifecycle(LoopTrainer):
                 self.sampler_group = LocalWorkerGroup(sampler, context, 1, torch.get_num_threads(), name=SAMPLER)
         depth = run.trainer.staleness or 0
         self.pipeline = RolloutPipeline(
-            self.actor, depth, self.sampler_group, in_flight=run.is_in_flight, run_dir=self.run_dir
+            self.actor,
+            depth,
+            self.sampler_group,
+            in_flight=run.is_in_flight,
+            actor_generates=run.actor_generates,
+            run_dir=self.run_dir,
         )
         if run.reward_as_role is not None:
             self.reward = run.reward_as_role.scaled(RemoteRewardModel(roles["rm"]))
 
     def _divide_threads(self, run: PPODescription) -> None:
-        """Leave half of the threads to the sampler, or to an engine in flight, on the same cores, until `close`."""
+        """Leave half of the threads to the sampler, on the same cores, until `close`."""
         threads = torch.get_num_threads()
-        if (run.has_sampler or run.is_in_flight) and run.trainer.staleness and 2 * threads > num_cores():
+        if run.has_sampler and run.trainer.staleness and 2 * threads > num_cores():
             torch.set_num_threads(max(1, threads // 2))
             self._divided_threads = threads
+
+    def _numerics(self, run: PPODescription) -> Numerics:
+        numerics: Numerics = self.actor.numerics().result()
+        if run.actor_generates or self.sampler_group is None:
+            return numerics
+        kind, compute_type = RoleHandle(self.sampler_group, SAMPLER, SamplerWorker).engine_kind().result()
+        return replace(numerics, engine_kind=kind, engine=compute_type or numerics.engine)
 
     @property
     def actor_worker(self) -> Any:

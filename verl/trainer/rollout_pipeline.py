@@ -107,7 +107,7 @@ class RolloutPipeline:
     An engine of the actor's (`rollout=vllm`, `rollout=server`) generates one batch beside the training; before its
     weights change, that batch is waited for. The role `sampler` has a copy of the model and a queue of its own, in
     which weights follow the batches that were begun before, so that a sync waits for nothing. In flight it has a loop
-    over steps of the engine, which takes them at once.
+    over steps of the engine, which takes them at once, whatever the engine.
 
     Responses that were begun are part of a checkpoint, because the weights that generated them no longer exist. In
     flight those that are open are part of it as far as they were drawn; else they are waited for.
@@ -117,6 +117,7 @@ class RolloutPipeline:
         depth: batches that are begun ahead; more than 1 with a sampler only.
         sampler: the process of the role `sampler`; None for an engine of the actor's.
         in_flight: it has a `verl.workers.step_loop.StepLoop`.
+        actor_generates: the actor has an engine too, for evaluations.
         run_dir: for the schedule of an engine that is on a machine without it.
     """
 
@@ -127,12 +128,13 @@ class RolloutPipeline:
         sampler: WorkerGroup | None = None,
         *,
         in_flight: bool = False,
+        actor_generates: bool = True,
         run_dir: Path | None = None,
     ):
         self._run_dir, self._writes_schedule = run_dir, False
         self._actor, self.depth, self._group, self.in_flight = actor, depth, sampler, in_flight
         self._sampler: Any = None if sampler is None else RoleHandle(sampler, "sampler", SamplerWorker)
-        self._loop: Any = self._sampler or actor  # the role with the loop, in flight
+        self._actor_generates = actor_generates
         self._queue: deque[_BegunBatch] = deque()
         self._versions: list[int] = []  # of the latest syncs, the present one last
         self._sent: int | None = None  # version that the sampler was sent last
@@ -150,7 +152,7 @@ class RolloutPipeline:
     @property
     def holds_weights(self) -> bool:
         """Weights must not change before `collect`."""
-        return bool(self.depth) and self._sampler is None and not self.in_flight
+        return bool(self.depth) and self._sampler is None
 
     def begin(
         self, prompts: DataProto, request: GenerationRequest, ahead: Callable[[DataProto], Any] | None = None
@@ -165,8 +167,8 @@ class RolloutPipeline:
             self._group.step = request.step
         if self.in_flight:
             self._update_engine(version)
-            begun, early, later = self._loop.begin_batch(prompts, request), None, None
-            if ahead is not None and self._sampler is not None:
+            begun, early, later = self._sampler.begin_batch(prompts, request), None, None
+            if ahead is not None:
                 early = Future[DataProto]()
                 later = self._thread.submit(lambda: ahead(self._early_rows(request.step, early)))
             finish = partial(self._finish, request.step, begun, early)
@@ -190,6 +192,9 @@ class RolloutPipeline:
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """New responses by the present weights, beside the pipeline."""
+        if not self._actor_generates:
+            self._update_engine(self._actor.current_version().result())
+            return _answer(self._sampler.generate(prompts, request))
         if self.holds_weights:
             self.collect()
         return self._actor.generate(prompts, request).result()
@@ -204,7 +209,7 @@ class RolloutPipeline:
             )
             self.load_state_dict({})
         self._step = request.step
-        if not self._queue and self._sampler is None and not self.in_flight:
+        if not self._queue and self._sampler is None:
             rows = self.generate(prompts, request)
             return self._measured(rows, time.monotonic()) if self.depth else rows
         if not self._queue:
@@ -229,7 +234,7 @@ class RolloutPipeline:
         self._cancel_early()
         if self._writes_schedule:
             with suppress(VerlError):  # the run may end because of that process
-                self._write_schedule(*self._loop.take_schedule().result())
+                self._write_schedule(*self._sampler.take_schedule().result())
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def sync(self) -> SyncResult:
@@ -239,9 +244,6 @@ class RolloutPipeline:
         synced: SyncResult = self._actor.sync().result()
         if self._sampler is not None:
             synced = self._send_weights()
-        elif self.in_flight:
-            self._sent = version = self._actor.current_version().result()
-            self._note_version(version)
         elif self.depth:
             self._note_version(self._actor.current_version().result())
         metrics, self._metrics = synced.metrics | self._metrics, {}
@@ -252,7 +254,7 @@ class RolloutPipeline:
         flight: what `StepLoop.save` gives."""
         if self.in_flight:
             self._update_engine(self._actor.current_version().result())
-            state = _answer(self._loop.save_rows(self._step))
+            state = _answer(self._sampler.save_rows(self._step))
             return state | {SYNC_VERSIONS: torch.tensor(self._versions), STEP: torch.tensor([self._step])}
         state = {}
         for index, batch in enumerate(self._queue):
@@ -293,13 +295,10 @@ class RolloutPipeline:
         self._cancel_early()
         rows = {name: x for name, x in state.items() if name not in (SYNC_VERSIONS, STEP)}
         self._sent = self._actor.current_version().result()
-        if self._sampler is None:
-            self._actor.restore_rows(rows).result()
-        else:
-            version, weights = self._actor.rollout_weights().result()
-            loaded = self._sampler.restore_rows(rows, version, weights)
-            _answer(loaded)
-            self._loads.append((version, weight_digests(weights), loaded))
+        version, weights = self._actor.rollout_weights().result()
+        loaded = self._sampler.restore_rows(rows, version, weights)
+        _answer(loaded)
+        self._loads.append((version, weight_digests(weights), loaded))
         steps = state["steps"].tolist() if state else []
         self._queue = deque(_BegunBatch(lambda step=step: self._finish(step), is_loaded=True) for step in steps)
         self._versions = state[SYNC_VERSIONS].tolist() if state else []
@@ -307,20 +306,14 @@ class RolloutPipeline:
 
     def _update_engine(self, version: int) -> None:
         """Send the weights if this version was not sent: at the start, and after a step that was cut short."""
-        if self._sent == version:
-            return
-        if self._sampler is not None:
+        if self._sent != version:
             self._send_weights()
-        else:
-            self._actor.sync().result()
-            self._sent = version
-            self._note_version(version)
 
     def _early_rows(self, step: int, early: Future[DataProto]) -> DataProto:
         """Ask for the rows of a batch until they are there, in the thread; or get them from `_finish`."""
         while not early.done():
             try:
-                rows = _answer(self._loop.ready_batch(step))
+                rows = _answer(self._sampler.ready_batch(step))
             except VerlError:  # `_finish` raises it
                 early.cancel()
             else:
@@ -340,7 +333,7 @@ class RolloutPipeline:
     ) -> DataProto:
         if begun is not None:
             _answer(begun)
-        rows, idle_s, unwritten = _answer(self._loop.finish_batch(step))
+        rows, idle_s, unwritten = _answer(self._sampler.finish_batch(step))
         if early is not None:
             _give(early, rows)
         self._write_schedule(*unwritten)
@@ -405,7 +398,7 @@ class RolloutPipeline:
         assert not is_bounded or not any(counts[self.depth + 1 :]), f"lags {counts} exceed {self.depth}"
         self._metrics |= {f"async/lag_{lag}_share": n / max(1, len(lags)) for lag, n in enumerate(counts)}
         self._metrics["async/oldest_group_s"] = time.monotonic() - begun_s
-        if self._sampler is not None or self.in_flight:
+        if self._sampler is not None:
             self._add("async/sampler_idle_s", 0.0)
         return rows
 

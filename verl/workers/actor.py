@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,15 +27,13 @@ from verl.ops.logprobs import LogProbGap
 from verl.ops.loss_aggregation import LossTotals, aggregate
 from verl.protocol import DataProto
 from verl.protocol.dispatch import by_rows, by_rows_to_one, on_all
-from verl.rollout.base import GenerationRequest, Rollout, SyncResult, stop_tokens
+from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, SyncResult, stop_tokens
 from verl.rollout.responses import ResponseSampler
 from verl.rollout.rows import refuse_wrong_responses
 from verl.utils.memory import release_cached
 from verl.workers.base import TrainedRole, TrainedWorker
 from verl.workers.first_batch_check import FirstBatchCheck
 from verl.workers.load_state import RestoreSource
-from verl.workers.schedule import ScheduleOptions
-from verl.workers.step_loop import StepLoop, StepWorker
 
 UNREPLAYED_ROWS = 8  # of each process, of which the log-probs without router replay are computed too
 REPLAYED, UNREPLAYED = "rollout/log_prob_gap_nats", "rollout/log_prob_gap_without_replay_nats"
@@ -64,7 +61,7 @@ class Actor(TrainedRole):
         total_updates: int,
         restore: RestoreSource | None = None,
         environment: EnvironmentDescription | None = None,
-        schedule: ScheduleOptions | None = None,
+        generates: bool = True,
     ) -> ActorWorker:
         """Load the weights, those of a checkpoint if one is given, and attach the engines that train and sample.
 
@@ -84,14 +81,13 @@ class Actor(TrainedRole):
             engine.replay_routing("actor.model")
         if restore is not None:
             restore.optimizer(engine, "actor")
-        if schedule is not None and hasattr(rollout, "sleep"):
-            rollout = replace(rollout, sleep=False)  # it generates at all times
-        sampler = self.sampler(model, rollout, environment, context)
+        if generates:
+            sampler = self.sampler(model, rollout, environment, context)
+        else:
+            sampler = ResponseSampler(RolloutEngine(), rollout, context.tokenizer.pad_token_id)
         loss = built_part(algorithm.policy_loss, context)
         worker = ActorWorker(engine, algorithm, loss, sampler, rollout.temperature, context.tokenizer)
         engine.balance_routers(self.router_aux_loss_coef, worker.head)
-        if schedule is not None:
-            worker.loop = StepLoop(sampler, context.row_tokens, schedule.build(context))
         return worker
 
     def sampler(
@@ -107,7 +103,7 @@ class Actor(TrainedRole):
         return environment.sampler(*arguments) or EpisodeSampler(environment, *arguments)
 
 
-class ActorWorker(TrainedWorker, StepWorker):
+class ActorWorker(TrainedWorker):
     """The running actor.
 
     Attributes:
@@ -146,7 +142,7 @@ class ActorWorker(TrainedWorker, StepWorker):
         """Draw responses; see `rollout.base.RolloutEngine.generate`."""
         if self._version_sampled != self.version:  # a step that was cut short ended without a sync
             self.sync()
-        rows = (self.sampler if self.loop is None else self.loop).generate(prompts, request)
+        rows = self.sampler.generate(prompts, request)
         refuse_wrong_responses(rows, self._num_tokens)
         self.engine.parallel.assert_siblings_agree(rows["responses"])
         if config.auto_cache_clear:
@@ -225,18 +221,9 @@ class ActorWorker(TrainedWorker, StepWorker):
     def sync(self) -> SyncResult:
         """Send the current weights to the rollout engine."""
         self.engine.release()
-        sync, loop = self.sampler.sync, self.loop
-        synced = sync() if loop is None else loop.take_weights(self.version, sync)
+        synced = self.sampler.sync()
         self._version_sampled, self._engine_follows = self.version, synced.is_current
         return synced
-
-    @on_all
-    def restore_rows(self, state: Mapping[str, Tensor]) -> None:
-        """Go on from what `save_rows` gave, with the present weights."""
-        assert self.loop is not None
-        self.engine.release()
-        synced = self.loop.restore(state, self.version, self.sampler.sync)
-        self._version_sampled, self._engine_follows = self.version, synced.is_current
 
     @on_all
     def current_version(self) -> int:
@@ -264,8 +251,6 @@ class ActorWorker(TrainedWorker, StepWorker):
 
     def close(self) -> None:
         """End what the rollout engine has started."""
-        if self.loop is not None:
-            self.loop.close()
         self.sampler.close()
 
     def micro_batch_scores(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:

@@ -25,7 +25,6 @@ from verl.workers.preference import PreferenceWorker, RewardModelWorker
 from verl.workers.rank_checkpoint import RankCheckpointWriter
 from verl.workers.reference import Reference, ReferenceWorker
 from verl.workers.reward import RewardWorker
-from verl.workers.schedule import ScheduleOptions
 from verl.workers.sft import SFTWorker
 
 
@@ -89,7 +88,7 @@ class RLHost(Description):
         reward: a reward that is a model, to live here as the role `rm`; None where the driver has it.
         sampler: the host of the role `sampler`, which `only` gives to a placement; None where there is none, or it is
             started by itself.
-        schedule: of an engine of the actor whose weights change between two tokens; None for others.
+        actor_generates: the actor has a rollout engine; otherwise only the sampler has one.
         chosen: the roles that live here; None for all.
         is_alone: there is one process, so that nothing is divided.
     """
@@ -105,7 +104,7 @@ class RLHost(Description):
     environment: EnvironmentDescription | None = None
     reward: RewardModel | None = None
     sampler: Any = None
-    schedule: ScheduleOptions | None = None
+    actor_generates: bool = True
     chosen: tuple[str, ...] | None = None
     is_alone: bool = False
 
@@ -162,7 +161,7 @@ class RLHost(Description):
                 self.total_updates,
                 self.restore,
                 self.environment,
-                self.schedule,
+                self.actor_generates,
             )
         if self.critic is not None and "critic" in types:
             seed_everything(derive_seed(context.seed, "critic"))

@@ -9,11 +9,15 @@ batches, never within one. With `in_flight` a `StepLoop` generates, and they cha
                      begin_batch(prompts), finish_batch(step)
                      save_rows(step)        ──> open rows and finished ones, for a checkpoint
                      restore_rows(state)
+
+An engine with weights of its own (`rollout=vllm`) gets those of the copy, and verifies them, as at any sync. It is the
+only engine of the run, and generates for evaluations too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,10 +41,10 @@ from verl.utils.seeding import derive_seed, seed_everything
 from verl.workers.actor import Actor
 from verl.workers.colocated import RoleProcess, with_tokenizer
 from verl.workers.schedule import ScheduleOptions
-from verl.workers.step_loop import StepLoop, StepWorker
+from verl.workers.step_loop import StepLoop
 
 
-class SamplerWorker(StepWorker):
+class SamplerWorker:
     """The running role.
 
     Args:
@@ -54,26 +58,65 @@ class SamplerWorker(StepWorker):
     def load(self, version: int, weights: Mapping[str, Tensor]) -> dict[str, str]:
         """Take the weights of `ActorWorker.rollout_weights`; returns the digest of each tensor of the model then."""
         if self.loop is None:
-            self._copy(weights)
-            self.sampler.sync()
+            self._take(weights)
         else:
-            self.loop.take_weights(version, lambda: self._copy(weights))
+            self.loop.take_weights(version, lambda: self._take(weights))
         self.version = version
         return self._digests(weights)
 
     @by_rows
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Draw responses or episodes, as `ActorWorker.generate` does."""
-        rows = self.sampler.generate(prompts, request)
-        refuse_wrong_responses(rows, self.model.config.get_text_config().vocab_size)
+        rows = (self.sampler if self.loop is None else self.loop).generate(prompts, request)
+        self._refuse_wrong(rows)
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self.version)}))
+
+    @on_all
+    def begin_batch(self, prompts: DataProto, request: GenerationRequest) -> None:
+        """Begin to draw the responses of a batch, beside those of earlier batches."""
+        assert self.loop is not None
+        self.loop.begin(prompts, request)
+
+    @on_all
+    def finish_batch(self, step: int) -> tuple[DataProto, float, tuple[int, list[str]]]:
+        """The responses of the batch of a training step; idle seconds and `Schedule.take_unwritten` since the last
+        call."""
+        assert self.loop is not None
+        rows = self.loop.finish(step)
+        self._refuse_wrong(rows)
+        return rows, self.loop.take_idle_s(), self.loop.schedule.take_unwritten()
+
+    @on_all
+    def ready_batch(self, step: int) -> DataProto | None:
+        """See `StepLoop.ready`."""
+        assert self.loop is not None
+        return self.loop.ready(step)
+
+    @on_all
+    def take_schedule(self) -> tuple[int, list[str]]:
+        """See `Schedule.take_unwritten`."""
+        assert self.loop is not None
+        return self.loop.schedule.take_unwritten()
+
+    @on_all
+    def save_rows(self, step: int) -> dict[str, Tensor]:
+        """Open rows and finished ones after a training step; see `StepLoop.save`."""
+        assert self.loop is not None
+        return self.loop.save(step)
 
     @on_all
     def restore_rows(self, state: Mapping[str, Tensor], version: int, weights: Mapping[str, Tensor]) -> dict[str, str]:
         """Go on from what `save_rows` gave, with the weights of then; returns the digest of each tensor."""
         assert self.loop is not None
-        self.loop.restore(state, version, lambda: self._copy(weights))
+        self.loop.restore(state, version, lambda: self._take(weights))
+        self.version = version
         return self._digests(weights)
+
+    @on_all
+    def engine_kind(self) -> tuple[str, str | None]:
+        """Class name and compute type of the engine; None if that is the model's."""
+        engine = self.sampler.engine
+        return type(engine).__name__, engine.compute_type
 
     def close(self) -> None:
         """Free the engine."""
@@ -82,10 +125,15 @@ class SamplerWorker(StepWorker):
         self.sampler.close()
 
     @torch.no_grad()
-    def _copy(self, weights: Mapping[str, Tensor]) -> None:
+    def _take(self, weights: Mapping[str, Tensor]) -> None:
         live = live_tensors(self.model)
         for name, x in weights.items():
             live[name].copy_(x)
+        if self.loop is None or self.sampler.rollout.runs_ahead:
+            self.sampler.sync()
+
+    def _refuse_wrong(self, rows: DataProto) -> None:
+        refuse_wrong_responses(rows, self.model.config.get_text_config().vocab_size)
 
     def _digests(self, names: Iterable[str]) -> dict[str, str]:
         live = live_tensors(self.model)
@@ -126,7 +174,10 @@ class SamplerHost(Description):
         model = actor.load("causal_lm", context.device, None, "actor", parallel)
         paths_for(model, context.row_tokens or self.rollout.max_new_tokens, "actor.model", shares_tokens=False)
         parallel.shard_model(model, actor.decided_autocast)
-        sampler, loop = actor.sampler(model, self.rollout, self.environment, context), None
+        rollout, loop = self.rollout, None
+        if hasattr(rollout, "sleep"):
+            rollout = replace(rollout, sleep=False)  # it generates at all times
+        sampler = actor.sampler(model, rollout, self.environment, context)
         if self.schedule is not None:
             loop = StepLoop(sampler, context.row_tokens, self.schedule.build(context))
         host.workers["sampler"] = SamplerWorker(model, sampler, loop)

@@ -28,10 +28,8 @@ from torch import Tensor
 from verl.environments.episode_loop import IDLE_WAIT_S, EpisodeSampler
 from verl.errors import RolloutError
 from verl.protocol import DataProto
-from verl.protocol.dispatch import on_all
 from verl.rollout.base import EngineLost, GenerationRequest, TurnEngine, TurnLimits
 from verl.rollout.responses import ResponseSampler
-from verl.rollout.rows import refuse_wrong_responses
 from verl.utils.memory import on_current_device
 from verl.utils.progress import report
 from verl.workers.open_batches import PROMPT_FIELDS, Environments, EpisodeBatch, OpenRow, ResponseBatch
@@ -63,7 +61,7 @@ class StepLoop:
     """
 
     def __init__(self, sampler: ResponseSampler, row_tokens: int | None, schedule: Schedule):
-        self.sampler, self.schedule = sampler, schedule
+        self.sampler, self._beside, self.schedule = sampler, sampler.beside(), schedule
         self.keeps_cache = sampler.rollout.kv_cache == "keep"
         self.engine_step, self.version = 0, -1
         self._row_tokens = row_tokens or 0
@@ -151,8 +149,7 @@ class StepLoop:
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Other responses by the weights that the engine has, with open rows set aside; see `ResponseSampler`."""
-
-        return self._ask("generate", request.step, lambda: self.sampler.generate(prompts, request)).result()
+        return self._ask("generate", request.step, lambda: self._beside.generate(prompts, request)).result()
 
     def take_idle_s(self) -> float:
         """Seconds since the last call in which there was nothing to generate."""
@@ -167,6 +164,7 @@ class StepLoop:
         self._thread.join()
         for batch in self._batches.values():
             batch.close()
+        self._beside.stop()
 
     def open(self, row: OpenRow) -> None:
         """Begin to generate a row, in the thread."""
@@ -236,7 +234,6 @@ class StepLoop:
         with self._changed:
             while not self._is_closed:
                 self._settle()
-                steps = bool(self._rows) and (not self._is_lost or self._may_reload)
                 if self._asks_for_save and (saved := self._snapshots.get(self._events[0].number)) is not None:
                     self._events.popleft().future.set_result(saved)
                     continue
@@ -252,15 +249,10 @@ class StepLoop:
                     may_come = scheduled is not None and scheduled.event == "answer" and self._num_called > 0
                     if self._events and not may_come:
                         return self._events.popleft()
-                if steps and (scheduled is None or not is_due):
+                if self._rows and (scheduled is None or not is_due):
                     return None
                 self._wait(scheduled)
         return None
-
-    @property
-    def _may_reload(self) -> bool:
-        """Nothing is trained meanwhile, so that the weights are those that were loaded last."""
-        return self._awaited is not None and not self._awaited.is_finished
 
     @property
     def _num_called(self) -> int:
@@ -337,7 +329,7 @@ class StepLoop:
             report(f"generating: {first.num_finished} of {first.num_rows} responses of step {first.request.step}")
 
     def _lose(self, error: EngineLost) -> None:
-        """Go on without the engine, until weights are loaded into another.
+        """Go on without the engine: another one gets the weights that it had.
 
         Raises:
             EngineLost: it was lost again and again before any row was finished.
@@ -410,43 +402,3 @@ class StepLoop:
                 self._rows[drawn.episode].add(drawn, self.version)
         finally:
             turns.close()
-
-
-class StepWorker:
-    """The methods of a role with a `StepLoop` that the driver calls; `loop` is None unless weights change in flight."""
-
-    loop: StepLoop | None = None
-    model: Any
-
-    @on_all
-    def begin_batch(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Begin to draw the responses of a batch, beside those of earlier batches."""
-        assert self.loop is not None
-        self.loop.begin(prompts, request)
-
-    @on_all
-    def finish_batch(self, step: int) -> tuple[DataProto, float, tuple[int, list[str]]]:
-        """The responses of the batch of a training step; idle seconds and `Schedule.take_unwritten` since the last
-        call."""
-        assert self.loop is not None
-        rows = self.loop.finish(step)
-        refuse_wrong_responses(rows, self.model.config.get_text_config().vocab_size)
-        return rows, self.loop.take_idle_s(), self.loop.schedule.take_unwritten()
-
-    @on_all
-    def ready_batch(self, step: int) -> DataProto | None:
-        """See `StepLoop.ready`."""
-        assert self.loop is not None
-        return self.loop.ready(step)
-
-    @on_all
-    def take_schedule(self) -> tuple[int, list[str]]:
-        """See `Schedule.take_unwritten`."""
-        assert self.loop is not None
-        return self.loop.schedule.take_unwritten()
-
-    @on_all
-    def save_rows(self, step: int) -> dict[str, Tensor]:
-        """Open rows and finished ones after a training step; see `StepLoop.save`."""
-        assert self.loop is not None
-        return self.loop.save(step)

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
+import functools
 from typing import Any
 
 import pytest
 import torch
+from environments.digit_game import DigitGames
 from roles import start_actor
 from rollout.engines import random_prompts, save_family
+from rollout.faulty_vllm import WRONG, DyingVLLM, WrongVLLM
 from same_training import course, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, fit
 
 from verl.algorithms.importance_sampling import TruncatedIS
-from verl.errors import WeightSyncError
+from verl.cluster.placement import DeviceMesh
+from verl.engines.sharding import FSDP
+from verl.errors import WorkerError
+from verl.rewards.episode_reward import EpisodeReward
 from verl.rollout.base import GenerationRequest
-from verl.rollout.vllm.client.turns import VLLMTurns
 from verl.rollout.vllm.config import VLLMRollout
-from verl.rollout.vllm.shm_stream import StreamWriter
 from verl.workers.schedule import FILE, Schedule, ScheduledEvent
 from verl.workers.step_loop import StepLoop
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
 CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_batches=1)
+GAMES = DigitGames(recovery="deterministic", answers_at_once=True, max_tokens=40, max_turns=4)
+STOPS = tuple(range(20, 28))
 OPTIONS: dict[str, Any] = {"kv_cache_gib": 0.05, "max_num_seqs": 16, "num_threads": 1, "weight_update": "in_flight"}
 EVENTS = [
     ScheduledEvent(0, "weights", 0, 0),
@@ -77,58 +81,74 @@ def test_equal_prompts_across_three_updates_read_no_key_of_former_weights(tmp_pa
         actor.close()
 
 
-def in_flight(model, directory, **options):
-    rollout = VLLMRollout(max_new_tokens=24, kv_cache="recompute", **OPTIONS)
+def in_flight(model, directory, kind=VLLMRollout, **options):
+    options.setdefault("rollout", kind(max_new_tokens=24, kv_cache="recompute", **OPTIONS))
     options = {"mode": "async", "max_staleness": 2, "prompts_per_step": 2, "total_steps": 5, **options}
-    return course(model, directory, CORRECTED, rollout=rollout, **options)
+    return course(model, directory, CORRECTED, **options)
+
+
+def repeated(make, directory, resume=None):
+    """The schedule of a run; asserts that a replay, and one that is resumed after step `resume`, have its bits."""
+    fit(make("first"), directory / "first/run")
+    first, schedule = saved(directory / "first"), (directory / "first/run" / FILE).read_bytes()
+    replay = {"replay_schedule": str(directory / "first/run")}
+    fit(make("again", **replay), directory / "again/run")
+    assert (directory / "again/run" / FILE).read_bytes() == schedule
+    same_training(saved(directory / "again"), first)
+    if resume is not None:
+        checkpoint = directory / f"first/checkpoints/global_step_{resume}"
+        fit(make("cut", resume=checkpoint, **replay), directory / "cut/run")
+        assert (directory / "cut/run" / FILE).read_bytes() == schedule
+        same_training(saved(directory / "cut"), first, after=resume)
+    return schedule
 
 
 @pytest.mark.exhaustive
 def test_a_replayed_run_and_one_that_is_resumed_in_the_middle_of_responses_have_the_bits_of_the_first(tmp_path):
     model = save_family(tmp_path / "model", "qwen2")
-    fit(in_flight(model, tmp_path / "first"), tmp_path / "first/run")
-    schedule = (tmp_path / "first/run" / FILE).read_bytes()
-    replay = {"replay_schedule": str(tmp_path / "first/run")}
-    fit(in_flight(model, tmp_path / "again", **replay), tmp_path / "again/run")
-    assert (tmp_path / "again/run" / FILE).read_bytes() == schedule
-    same_training(saved(tmp_path / "again"), saved(tmp_path / "first"))
-    resume = tmp_path / "first/checkpoints/global_step_2"
-    fit(in_flight(model, tmp_path / "cut", resume=resume, **replay), tmp_path / "cut/run")
-    assert (tmp_path / "cut/run" / FILE).read_bytes() == schedule
-    same_training(saved(tmp_path / "cut"), saved(tmp_path / "first"), after=2)
+    repeated(lambda name, **options: in_flight(model, tmp_path / name, **options), tmp_path, resume=2)
+
+
+@pytest.mark.exhaustive
+def test_episodes_go_on_across_updates_and_evaluations_and_are_repeated_by_their_schedule(tmp_path):
+    model = save_family(tmp_path / "model", "qwen2")
+
+    def make(name, **options):
+        rollout = VLLMRollout(max_new_tokens=10, stop_token_ids=STOPS, kv_cache="recompute", **OPTIONS)
+        run = in_flight(model, tmp_path / name, rollout=rollout, group_size=3, eval_interval=2, **options)
+        return dataclasses.replace(run, environment=GAMES, reward=EpisodeReward())
+
+    schedule = repeated(make, tmp_path, resume=2)
+    assert schedule.count(b'"generate"') >= 3
+    first = saved(tmp_path / "first")
+    assert max(line["episode/turns"] for line in first.metrics.values()) > 1
+    assert any(0 < line["async/lag_1_share"] < 1 for line in first.metrics.values())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("where", ["fsdp", "mesh"])
+def test_the_sampler_has_the_engine_of_a_sharded_or_placed_actor(where, tmp_path):
+    sharded = {"sharding": FSDP(), "n_gpus_per_node": 2}
+    placed = {"placement": DeviceMesh(devices=("cpu:0", "cpu:1"), sub_meshes={"sampler": ("cpu:1",)})}
+    model = save_family(tmp_path / "model", "qwen2")
+
+    def make(name, **options):
+        return in_flight(model, tmp_path / name, **(sharded if where == "fsdp" else placed), **options)
+
+    repeated(make, tmp_path, resume=2)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("call", [9, 30])
-def test_responses_of_a_killed_engine_begin_anew_by_the_schedule(call, tmp_path, monkeypatch):
-    model, advance, calls = save_family(tmp_path / "model", "qwen2"), VLLMTurns.advance, []
-
-    def advance_or_die(self):
-        calls.append(1)
-        if len(calls) == call:
-            os.kill(self.process.process_id, signal.SIGKILL)
-        return advance(self)
-
-    monkeypatch.setattr(VLLMTurns, "advance", advance_or_die)
-    fit(in_flight(model, tmp_path / "first"), tmp_path / "first/run")
-    schedule = (tmp_path / "first/run" / FILE).read_bytes()
+def test_responses_of_a_killed_engine_begin_anew_by_the_schedule(call, tmp_path):
+    model = save_family(tmp_path / "model", "qwen2")
+    dying = functools.partial(DyingVLLM, call=call, killed=str(tmp_path / "killed"))
+    schedule = repeated(lambda name, **options: in_flight(model, tmp_path / name, dying, **options), tmp_path)
     assert schedule.count(b'"lost"') == 1
-    replay = {"replay_schedule": str(tmp_path / "first/run")}
-    fit(in_flight(model, tmp_path / "again", **replay), tmp_path / "again/run")
-    assert (tmp_path / "again/run" / FILE).read_bytes() == schedule
-    same_training(saved(tmp_path / "again"), saved(tmp_path / "first"))
 
 
 @pytest.mark.exhaustive
-def test_a_wrong_weight_in_flight_stops_the_run_by_name(tmp_path, monkeypatch):
-    fill, wrong, loads = StreamWriter.fill, "model.layers.0.mlp.down_proj.weight", []
-
-    def planted(self, chunks, tensors, *args):
-        loads.append(1)
-        changed = ((name, x + 1 if name == wrong else x) for name, x in tensors)
-        return fill(self, chunks, changed if len(loads) == 3 else tensors, *args)
-
-    monkeypatch.setattr(StreamWriter, "fill", planted)
-    run = in_flight(save_family(tmp_path / "model", "qwen2"), tmp_path)
-    with pytest.raises(WeightSyncError, match=wrong):
+def test_a_wrong_weight_in_flight_stops_the_run_by_name(tmp_path):
+    run = in_flight(save_family(tmp_path / "model", "qwen2"), tmp_path, WrongVLLM)
+    with pytest.raises(WorkerError, match=WRONG):
         fit(run, tmp_path / "run")

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from verl.cluster.serialization import Serialized, deserialize, serialize
 from verl.cluster.worker import versions
+from verl.errors import Traceback
 from verl.utils.child_process.interpreter import rare_garbage_collection
 from verl.utils.progress import Progress, report, report_to
 
@@ -109,7 +110,7 @@ class RoleWorker:
                 host, context = pickle.loads(payload)
                 self._host = host.build(context)
         except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
-            return RayReply(None, traceback.format_exc())
+            return RayReply(None, Traceback.here())
         return RayReply(serialize(None))
 
     def call(self, role: str, method: str, args: Serialized, rows: Any = None, is_heard: bool = True) -> RayReply:
@@ -127,7 +128,7 @@ class RoleWorker:
             result = self._host.call(role, method, arguments)
             return RayReply(serialize(result if is_heard else None))
         except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
-            return RayReply(None, traceback.format_exc())
+            return RayReply(None, Traceback.here())
 
     def progress(self) -> tuple[int, str]:
         """Pieces of work so far, and what is done now."""

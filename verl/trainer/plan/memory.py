@@ -361,7 +361,7 @@ def memory_plan(
     for group in sorted({role.memory.group for role in roles}):
         members = [role for role in roles if role.memory.group == group]
         engine: dict[str, int] = {}
-        if step.generates and any(role.name == "actor" for role in members):
+        if step.generates and any(role.name == "actor" for role in members) and getattr(run, "actor_generates", True):
             beside = _beside_engine(list(_phases(run, members, estimate, device, {})), members, estimate)
             engine = _engine_parts(run, members, estimate, device, beside, limit)
         phases += _phases(run, members, estimate, device, engine)
@@ -369,6 +369,9 @@ def memory_plan(
         unbalanced += _phases(run, worst, estimate, device, engine)
     if getattr(run, "has_sampler", False):
         phases.append(_sampler_phase(run, roles[0], estimate, device, limit))
+        if not run.actor_generates:  # without a placement it shares the device of the actor
+            beside = phases[-1].parts["weights"] + device.context
+            beside += max(x.total for x in phases[:-1]) if run.trainer.placement is None else 0
     if all(role.unbalanced is None for role in roles):
         unbalanced = []
     reductions = tuple(_reductions(run, roles, phases, limit))
@@ -465,7 +468,7 @@ def _sampler_phase(run: Any, actor: RolePlan, estimate: MemoryEstimate, device: 
     """The process of the role `sampler`, with a whole copy of the actor's model."""
     memory = _role_memory(run, "actor", RoleLayout(NoSharding(), 1))
     estimate = replace(estimate, cache=_cache_bytes(run, memory, workload(run)))
-    engine = _engine_parts(run, [replace(actor, memory=memory)], estimate, device, 0, limit)
+    engine = _engine_parts(run, [replace(actor, memory=memory)], estimate, device, memory.weights, limit)
     return PhaseMemory("generate", ("sampler",), {"context": device.context, "weights": memory.weights, **engine})
 
 
