@@ -319,11 +319,11 @@ def recorded_times(run: Any, columns: Columns, source: str) -> AsyncTimes:
     by_step, by_token = np.linalg.lstsq(np.stack([longest, x["perf/tokens"]], 1), generate_s, rcond=None)[0]
     if by_step < 0 or by_token < 0:  # lengths that hardly vary do not tell one from the other
         by_step, by_token = generate_s.sum() / longest.sum(), 0.0
-    sync_s, count = float(np.median(x["timing/sync_s"])), role_processes(run)["actor"]
+    sync_s, count = float(x["timing/sync_s"].mean()), role_processes(run)["actor"]  # a rate is one over a mean
     return AsyncTimes(
         token_s=lambda rows: by_step + by_token * count * rows,
         slots=workload(run).rows,
-        train_s=float(np.median(x["timing/step_s"] - generate_s)) - sync_s,
+        train_s=float((x["timing/step_s"] - generate_s).mean()) - sync_s,
         sync_s=sync_s,
         devices=count,
         source=source,
