@@ -165,7 +165,7 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
     roles = [replace(_role_memory(run, *role), group=group_of[role[0]]) for role in _layouts_of_models(run, layouts)]
     actor, cache, stays_awake = roles[0], 0, False
     if step.generates and not run.rollout.runs_ahead:
-        cache = _cache_bytes(run, actor, step)
+        cache = _cache_bytes(run, actor)
     else:
         roles[0] = replace(actor, generating=0)
     if step.generates and run.rollout.runs_ahead:  # an engine or a server with weights of its own has the cache
@@ -187,7 +187,8 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
     )
 
 
-def _cache_bytes(run: Any, actor: RoleMemory, step: Workload) -> int:
+def _cache_bytes(run: Any, actor: RoleMemory) -> int:
+    step = workload(run)
     rows = -(-step.rows // actor.layout.generation_shares)
     drawn = min(rows, getattr(run.rollout, "max_rows", rows))
     return actor.sizes.cache_elements // actor.layout.siblings * drawn * step.width * actor.dtype.itemsize
@@ -368,16 +369,14 @@ def memory_plan(
         worst = [role if role.unbalanced is None else replace(role, activations=role.unbalanced) for role in members]
         unbalanced += _phases(run, worst, estimate, device, engine)
     if getattr(run, "has_sampler", False):
-        phases.append(_sampler_phase(run, roles[0], estimate, device, limit))
-        if not run.actor_generates:  # without a placement it shares the device of the actor
-            beside = phases[-1].parts["weights"] + device.context
-            beside += max(x.total for x in phases[:-1]) if run.trainer.placement is None else 0
-    if all(role.unbalanced is None for role in roles):
-        unbalanced = []
+        shares = device.is_gpu and run.trainer.placement is None
+        other = {"the actor's process": max(phase.total for phase in phases)} if shares else {}
+        phases.append(_sampler_phase(run, roles[0], estimate, device, limit, other))
+        if not run.actor_generates:
+            beside = sum(phases[-1].parts[name] for name in ("context", "weights", *other))
+    worse = () if all(role.unbalanced is None for role in roles) else tuple(unbalanced)
     reductions = tuple(_reductions(run, roles, phases, limit))
-    return MemoryPlan(
-        estimate, tuple(roles), tuple(phases), estimate.host, limit, beside, reductions, tuple(unbalanced)
-    )
+    return MemoryPlan(estimate, tuple(roles), tuple(phases), estimate.host, limit, beside, reductions, worse)
 
 
 def _reductions(run: Any, roles: Sequence[RolePlan], phases: Sequence[PhaseMemory], limit: int) -> Iterator[str]:
@@ -464,12 +463,17 @@ def _phases(
         yield PhaseMemory("save", names, {**resting, **beside})
 
 
-def _sampler_phase(run: Any, actor: RolePlan, estimate: MemoryEstimate, device: DeviceRates, limit: int) -> PhaseMemory:
-    """The process of the role `sampler`, with a whole copy of the actor's model."""
+def _sampler_phase(
+    run: Any, actor: RolePlan, estimate: MemoryEstimate, device: DeviceRates, limit: int, other: dict[str, int]
+) -> PhaseMemory:
+    """The process of the role `sampler`, with a whole copy of the actor's model, beside `other` on its device."""
     memory = _role_memory(run, "actor", RoleLayout(NoSharding(), 1))
-    estimate = replace(estimate, cache=_cache_bytes(run, memory, workload(run)))
-    engine = _engine_parts(run, [replace(actor, memory=memory)], estimate, device, memory.weights, limit)
-    return PhaseMemory("generate", ("sampler",), {"context": device.context, "weights": memory.weights, **engine})
+    if not run.actor_generates:  # it computes nothing with the copy: there is none in the type of autocast
+        memory = replace(memory, weights=memory.sizes.parameters * getattr(torch, run.actor.model.dtype).itemsize)
+    estimate = replace(estimate, cache=_cache_bytes(run, memory))
+    parts = {"context": device.context, "weights": memory.weights, **other}
+    engine = _engine_parts(run, [replace(actor, memory=memory)], estimate, device, sum(parts.values()), limit)
+    return PhaseMemory("generate", ("sampler",), {**parts, **engine})
 
 
 def _engine_parts(
