@@ -10,7 +10,6 @@ responses         Responses to prompts, sampled as single turns of a rollout eng
 rows              Rows of prompts with their responses, made of turns and checked
 scripted          Scripted responses: for tests, and for replaying text that another system wrote
 server/           Rollout by an external server: vLLM, another OpenAI-compatible one, or TGI
-step_graph        CUDA graphs of decode steps
 token_sampler     From logits to the next token of each row: the sampling rule of every rollout engine
 vllm/             vLLM as a rollout engine, in a separate process; the trainer's weights are streamed to it
 weight_verification/

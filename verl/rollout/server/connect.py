@@ -15,8 +15,7 @@ from verl.http_client.client import HTTPClient
 from verl.http_client.request import NotRetryable, Request
 from verl.models.parallel_info import Autocast
 from verl.rollout.base import stop_tokens
-from verl.rollout.server.client import ServerConnection, ServerSampler
-from verl.rollout.server.logprob_check import LogProbCheck, probe_rows_for
+from verl.rollout.server.client import LogProbCheck, ServerConnection, ServerSampler, probe_rows_for
 from verl.rollout.server.options import ServerOptions
 from verl.rollout.server.protocols import (
     GenerateRequest,
