@@ -26,7 +26,7 @@ from verl.models.experts import routers
 from verl.models.heads import LMHead
 from verl.models.model_stats import ModelStats
 from verl.models.parallel_info import Autocast
-from verl.ops.loss_aggregation import aggregate
+from verl.ops.masking import aggregate
 from verl.protocol import DataProto
 
 WITHOUT_SENDING = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"}

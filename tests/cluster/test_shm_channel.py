@@ -144,7 +144,7 @@ def test_calls_of_processes_keep_to_the_memory_of_the_first_and_what_a_role_keep
 
 def cluster_rows(batch: DataProto) -> torch.Tensor:
     """Those of the first of two processes."""
-    from verl.cluster.batch_partition import BatchPartition
+    from verl.ops.batching import BatchPartition
 
     return BatchPartition(batch, 2).rows[0]
 

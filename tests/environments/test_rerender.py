@@ -17,7 +17,7 @@ from verl.compose.validate import validate
 from verl.environments.base import EnvironmentDescription, InfraError, StepResult
 from verl.environments.episode import per_episode, training_rows, without_dropped
 from verl.ops.logprobs import log_probs_of, response_positions
-from verl.ops.loss_aggregation import LossTotals, aggregate
+from verl.ops.masking import LossTotals, aggregate
 from verl.protocol import DataProto
 from verl.rewards.episode_reward import EpisodeReward
 from verl.trainer.ppo import PPOTrainer

@@ -38,7 +38,7 @@ from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout
 from verl.utils.memory import forget_peak, peak_memory
 import os
-from verl.ops.counter_rng import TRAINING
+from verl.ops.sampling import TRAINING
 from verl.protocol import DataProto
 
 def resident():

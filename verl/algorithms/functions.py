@@ -22,7 +22,7 @@ from verl.errors import ConfigError, VerlError
 from verl.ops.masking import masked_sum
 from verl.protocol import DataProto
 from verl.protocol.import_path import load_function, own_line, path_faults
-from verl.utils.component_exits import raised_by_code
+from verl.utils.signals import raised_by_code
 
 
 class FunctionFailed(VerlError, RuntimeError):

@@ -46,7 +46,7 @@ from verl.cli.console import (
 )
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, CheckpointUnsupported, ConfigError
 from verl.storage.config import is_address, storage_at
-from verl.utils.temporary_directory import TemporaryDirectory
+from verl.utils.directories import TemporaryDirectory
 
 ADDRESS = "Checkpoints in object storage, such as s3://BUCKET/PREFIX, or one of them. Credentials: the environment."
 

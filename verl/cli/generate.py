@@ -16,7 +16,7 @@ from verl.cli.console import CONFIG_DIR, echo, print_table
 from verl.errors import ConfigError, VerlError
 from verl.storage.config import is_address
 from verl.tracking.base import short
-from verl.utils.temporary_directory import TemporaryDirectory
+from verl.utils.directories import TemporaryDirectory
 
 if TYPE_CHECKING:
     from verl.compose.load_policy import SavedPolicy
@@ -116,7 +116,7 @@ def _tell_overlap(saved: SavedPolicy, overrides: Sequence[str], trainer: Any) ->
 
 
 def _responses(trainer: Any, samples: int, greedy: bool) -> list[dict[str, Any]]:
-    from verl.ops.counter_rng import EVALUATION
+    from verl.ops.sampling import EVALUATION
     from verl.rollout.base import GenerationRequest
 
     if trainer.eval_data is None:

@@ -26,9 +26,9 @@ from verl.compose.schema import ROOTS
 from verl.errors import ConfigError
 from verl.tracking.console import reader_may_leave
 from verl.utils.child_process.interpreter import run_main
-from verl.utils.component_exits import component_exits
 from verl.utils.env_check import BACKENDS, check_env
 from verl.utils.redact import redact_output
+from verl.utils.signals import component_exits
 
 
 class _Commands(TyperGroup):

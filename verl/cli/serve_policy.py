@@ -17,8 +17,8 @@ import typer
 from verl.cli.console import CONFIG_DIR, echo
 from verl.cli.generate import OVERRIDES, PATH, faults_reported, located, running
 from verl.errors import ConfigError
+from verl.utils.directories import TemporaryDirectory
 from verl.utils.signals import termination_signals
-from verl.utils.temporary_directory import TemporaryDirectory
 
 if TYPE_CHECKING:
     from verl.compose.load_policy import SavedPolicy

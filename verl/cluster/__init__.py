@@ -1,6 +1,5 @@
 """Placement of roles in this process, in sibling processes or in Ray actors, and division of batches among them.
 
-batch_partition     A batch partitioned among processes, balanced by tokens
 local_worker_group  Roles in the driver's own process, or in sibling processes on this machine
 placement           Where roles live: the configuration of it, role groups behind one interface
 ray/                Roles in Ray actors. Only this package imports Ray

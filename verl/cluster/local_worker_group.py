@@ -39,8 +39,7 @@ from verl.component import BuildContext
 from verl.protocol.dispatch import dispatch_of
 from verl.utils.child_process.channel import ChannelClosed
 from verl.utils.child_process.process import ChildLog, ChildProcess
-from verl.utils.child_process.stopped_watch import StoppedTime
-from verl.utils.progress import Progress
+from verl.utils.progress import Progress, StoppedTime
 
 
 class InlineWorkerGroup:

@@ -23,14 +23,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from verl.cluster.batch_partition import BatchPartition
 from verl.cluster.shm_channel import ShmBlockPool
 from verl.component import BuildContext
 from verl.engines.sharding import Sharding
 from verl.errors import VerlError, WorkerDied, WorkerError, WorkerHung
+from verl.ops.batching import BatchPartition
 from verl.protocol.dispatch import Dispatch, dispatch_of
-from verl.utils.child_process.stopped_watch import StoppedTime
-from verl.utils.progress import Progress, ProgressWatch, report
+from verl.utils.progress import Progress, ProgressWatch, StoppedTime, report
 
 BUILD_TIMEOUT_S = 600.0  # without progress, until all roles are built, unless calls are given longer
 END_TIMEOUT_S = 5.0

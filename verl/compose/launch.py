@@ -44,12 +44,11 @@ from verl.errors import CheckpointError, ConfigError, StorageError, VerlError, W
 from verl.tracking.console import reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.utils import torchrun
-from verl.utils.component_exits import component_exits
-from verl.utils.kernel_cache import set_kernel_cache
+from verl.utils.directories import set_kernel_cache
 from verl.utils.memory import out_of_memory_message, refuse_small_address_space
 from verl.utils.progress import report_to_starter
 from verl.utils.redact import redact, redact_output
-from verl.utils.signals import Terminated, ignore_interrupts, orderly_termination
+from verl.utils.signals import Terminated, component_exits, ignore_interrupts, orderly_termination
 
 COUNT = "trainer.n_gpus_per_node"
 

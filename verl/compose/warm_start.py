@@ -24,8 +24,8 @@ from verl.compose.schema import group_options
 from verl.compose.validate import validate
 from verl.errors import ConfigError
 from verl.models.model_files import WARM_START
+from verl.utils.directories import TemporaryDirectory
 from verl.utils.memory import gpu_name_from_outside
-from verl.utils.temporary_directory import TemporaryDirectory
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -25,7 +25,7 @@ from verl.model_paths.micro_batch import MicroBatch, cut_into_micro_batches, emp
 from verl.models.call import call_model, unwrapped
 from verl.models.heads import LMHead
 from verl.models.parallel_info import Autocast, compute_device, computing_in
-from verl.ops.loss_aggregation import LossTotals
+from verl.ops.masking import LossTotals
 from verl.ops.resharding.dtensor import ReadableTensor, at_stage_of, is_on_other_stage, read_slice_like
 from verl.protocol import DataProto
 from verl.utils.memory import release_cached

@@ -20,7 +20,7 @@ from typing import Any
 
 from verl.errors import RewardError, VerlError
 from verl.protocol.provenance import source_of
-from verl.utils.component_exits import raised_by_code
+from verl.utils.signals import raised_by_code
 
 FORMS = "expected `package.module:function` or `file.py:function`"
 _Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import torch
 
-from verl.ops.counter_rng import REPLAY, uniform
+from verl.ops.sampling import REPLAY, uniform
 
 if TYPE_CHECKING:
     from verl.replay.shard import RowIndex

@@ -25,7 +25,7 @@ from verl.rewards.validation import (
     refuse_missing_arguments,
     reward_error,
 )
-from verl.utils.component_exits import raised_by_code
+from verl.utils.signals import raised_by_code
 
 
 @component

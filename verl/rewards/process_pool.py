@@ -34,8 +34,7 @@ from verl.rewards.pool_worker import PoolSettings
 from verl.rewards.validation import LARGEST, check_columns, refuse_missing_arguments, reward_error
 from verl.utils.child_process.channel import ChannelClosed
 from verl.utils.child_process.process import ChildProcess
-from verl.utils.child_process.stopped_watch import StoppedTime
-from verl.utils.progress import Progress, ProgressWatch, is_stopped, processor_wait_s, report
+from verl.utils.progress import Progress, ProgressWatch, StoppedTime, is_stopped, processor_wait_s, report
 
 _log = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from verl.ops.counter_rng import TRAINING
+from verl.ops.sampling import TRAINING
 from verl.protocol import DataProto
 from verl.rollout.base import (
     DrawnTurn,

@@ -16,8 +16,8 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from verl.component import PREFLIGHT_TIMEOUT_S, BuildContext, Description, component
 from verl.errors import ConfigError, StorageError, StorageRefused, install_command
+from verl.utils.directories import unwritable
 from verl.utils.redact import redact
-from verl.utils.temporary_directory import unwritable
 
 if TYPE_CHECKING:
     from verl.storage.backend import Backend

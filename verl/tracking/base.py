@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 from verl.component import BuildContext, Description, component, package_fault
 from verl.errors import ConfigError
-from verl.utils.component_exits import as_component_exit, raised_by_code
 from verl.utils.redact import MASK, redact, redact_tree
 from verl.utils.seeding import kept_generators
+from verl.utils.signals import as_component_exit, raised_by_code
 
 
 @component

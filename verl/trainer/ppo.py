@@ -33,8 +33,8 @@ from verl.errors import NonFiniteError
 from verl.monitoring.nonfinite import StepSkipped
 from verl.monitoring.ppo_metrics import evaluation_metrics, mean_of, sample_rows
 from verl.monitoring.row_records import evaluated_rows
-from verl.ops.counter_rng import EVALUATION, TRAINING
 from verl.ops.masking import masked_mean
+from verl.ops.sampling import EVALUATION, TRAINING
 from verl.protocol import DataProto
 from verl.rewards.base import RewardResult
 from verl.rollout.base import GenerationRequest

@@ -25,7 +25,7 @@ from verl.models.heads import LMHead
 from verl.models.hf_state_dict import live_tensors
 from verl.models.parallel_info import Numerics, compute_type
 from verl.ops.logprobs import LogProbGap
-from verl.ops.loss_aggregation import LossTotals, aggregate
+from verl.ops.masking import LossTotals, aggregate
 from verl.protocol import DataProto
 from verl.protocol.dispatch import by_rows, by_rows_to_one, on_all
 from verl.rollout.base import GenerationRequest, Rollout, SyncResult, stop_tokens

@@ -29,9 +29,9 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from verl.errors import ConfigError, VerlError
-from verl.utils.child_process.stopped_watch import StoppedWatch, children
+from verl.utils.directories import TemporaryDirectory
 from verl.utils.orphan_cleanup import CLEANUP
-from verl.utils.temporary_directory import TemporaryDirectory
+from verl.utils.progress import StoppedWatch, children
 
 LONGEST_SOCKET_PATH = 103  # bytes; Linux allows 107
 RAYS_OWN = 62  # bytes that Ray adds to its directory

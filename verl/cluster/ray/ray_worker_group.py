@@ -52,8 +52,7 @@ from verl.component import BuildContext
 from verl.errors import VerlError, WorkerDied
 from verl.utils.child_process.exit_report import excerpt
 from verl.utils.child_process.process import PACKAGE_ROOT
-from verl.utils.child_process.stopped_watch import StoppedTime
-from verl.utils.progress import Progress, state_of
+from verl.utils.progress import Progress, StoppedTime, state_of
 
 START_TIMEOUT_S = 300.0  # of an actor, until it says that it is there
 LOOK_EVERY_S = 5.0

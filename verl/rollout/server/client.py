@@ -32,8 +32,8 @@ from verl.models.parallel_info import (
     weights_gathered,
 )
 from verl.ops.batching import micro_batches
-from verl.ops.counter_rng import NO_TURN, uniform
 from verl.ops.logprobs import log_probs_of, response_positions
+from verl.ops.sampling import NO_TURN, uniform
 from verl.protocol import DataProto
 from verl.rollout.base import DrawnTurn, RolloutEngine, SyncResult, TurnEngine, TurnLimits, TurnRequest
 from verl.rollout.generation_group import OneGenerates

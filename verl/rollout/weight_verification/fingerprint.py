@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 
 from verl.models.parallel_info import Autocast, compute_device, computing_in, release_gathered, through_stages
-from verl.ops.counter_rng import uniform
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.ops.resharding.layout import Box
+from verl.ops.sampling import uniform
 
 COLUMNS = 4  # one in each quarter of the width
 _SEED = 0x5EED

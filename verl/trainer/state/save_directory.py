@@ -40,8 +40,8 @@ from verl.storage.config import Storage, is_address, storage_at
 from verl.tracking.console import shown_path
 from verl.trainer.config import LoopSettings
 from verl.trainer.state.training_identity import differences, refuse_other_identity
+from verl.utils.directories import unwritable
 from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping
-from verl.utils.temporary_directory import unwritable
 
 _log = logging.getLogger(__name__)
 
