@@ -22,10 +22,10 @@ from verl.engines.parallel_dims import Parallelism
 from verl.engines.pipeline import num_tokens
 from verl.engines.sharding import Sharding
 from verl.model_paths.check import paths_for
-from verl.models.experts import routers
 from verl.models.heads import LMHead
 from verl.models.model_stats import ModelStats
 from verl.models.parallel_info import Autocast
+from verl.models.structure import routers
 from verl.ops.masking import aggregate
 from verl.protocol import DataProto
 

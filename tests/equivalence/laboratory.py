@@ -38,8 +38,8 @@ from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import DataParallelism
 from verl.engines.sharding import DDP, Sharding
 from verl.model_paths.check import paths_for
-from verl.models.experts import routers
 from verl.models.heads import LMHead
+from verl.models.structure import routers
 from verl.ops.batching import BatchPartition
 from verl.ops.masking import aggregate
 from verl.ops.resharding.dtensor import is_on_other_stage, local

@@ -19,8 +19,8 @@ from trainer.runs import fit
 from verl.compose.compose import compose_root
 from verl.compose.schema import conf_dir
 from verl.compose.validate import validate
+from verl.engines.parallel_degrees import ShardingCost
 from verl.engines.sharding import DDP, FSDP, Sharding
-from verl.engines.sharding_cost import ShardingCost
 from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
 from verl.trainer.plan import changes as changes_module

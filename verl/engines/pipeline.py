@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from verl.errors import ConfigError
 from verl.model_paths.check import record_of
 from verl.model_paths.micro_batch import MicroBatch
-from verl.models.call import unwrapped
 from verl.models.heads import head_of
+from verl.models.structure import unwrapped
 from verl.ops.resharding.dtensor import is_divided, is_on_other_stage, local
 from verl.ops.resharding.execute import reshard
 from verl.ops.resharding.layout import Layout, Mesh, TensorLayout

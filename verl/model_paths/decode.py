@@ -25,7 +25,7 @@ from torch import Tensor
 
 from verl.model_paths.expert_routing import ExpertRouting
 from verl.model_paths.families import ModelPaths
-from verl.models.call import call_model, unwrapped
+from verl.models.structure import call_model, unwrapped
 
 CACHES = ("past_key_values", "cache_params", "state")  # what an output names the cache, and what the next call takes
 TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # nats between two ways of decoding; 0.3 in narrower types

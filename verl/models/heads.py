@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from verl.errors import ConfigError
-from verl.models.call import call_model, unwrapped
 from verl.models.parallel_info import compute_device, layers_gathered, release_gathered
 from verl.models.pretrained import VALUE_HEAD_FILE, quiet_transformers
+from verl.models.structure import call_model, unwrapped
 from verl.ops.masking import last_true
 
 

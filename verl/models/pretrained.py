@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from verl.component import Description, component
 from verl.errors import ConfigError
-from verl.models.experts import expert_count
 from verl.models.model_files import (
     SafetensorsReader,
     damage_explained,
@@ -22,6 +21,7 @@ from verl.models.model_files import (
     refuse_endless_patterns,
     unloadable_error,
 )
+from verl.models.structure import expert_count
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -25,10 +25,10 @@ from verl.data.chat_template import pinned_date
 from verl.errors import ConfigError, faults_below
 from verl.model_paths.check import bound_of
 from verl.model_paths.families import row_limit
-from verl.models.call import unwrapped
 from verl.models.heads import RewardHeadModel, label_fault
 from verl.models.interfaces import reads_alike
 from verl.models.pretrained import Pretrained
+from verl.models.structure import unwrapped
 from verl.ops.batching import micro_batches
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription, RewardResult, texts_of

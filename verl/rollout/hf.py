@@ -31,8 +31,8 @@ from verl.model_paths.check import (
 from verl.model_paths.decode import BatchReader, NextToken, allowed, key_multiple
 from verl.model_paths.expert_routing import routing_of
 from verl.model_paths.families import ModelPaths
-from verl.models.call import call_model, unwrapped
 from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
+from verl.models.structure import call_model, unwrapped
 from verl.ops.cpu_matmul import packed_weights
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto

@@ -27,8 +27,8 @@ from verl.model_paths import packed_attention
 from verl.model_paths.decode import BatchReader, NextToken, StepGraphs, graph_maker
 from verl.model_paths.expert_routing import ExpertRouting
 from verl.model_paths.families import ModelPaths
-from verl.models.call import call_model
 from verl.models.parallel_info import compute_device
+from verl.models.structure import call_model
 from verl.ops.attention import PromptGroups
 from verl.rollout.base import TurnRequest
 from verl.rollout.rows import left_padded
