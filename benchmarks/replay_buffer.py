@@ -36,8 +36,8 @@ import torch
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.buffer_layout import SavedComponent
 from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
+from verl.checkpoint.save.snapshot import SavedComponent
 from verl.protocol import DataProto
 from verl.replay.arrow_rows import rows_to_arrow
 from verl.replay.buffer import TieredBuffer

@@ -15,8 +15,7 @@ from refusals import refusal
 import verl
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import role_handles
-from verl.cluster.serialization import RowSubset
-from verl.cluster.shm_channel import FREE_BLOCKS_KEPT, MessagePacker, ShmBlockPool, ShmChannel
+from verl.cluster.shm_channel import FREE_BLOCKS_KEPT, MessagePacker, RowSubset, ShmBlockPool, ShmChannel
 from verl.component import BuildContext
 from verl.errors import ConfigError, WorkerHung
 from verl.protocol import DataProto

@@ -15,9 +15,8 @@ from roles import experience, start_actor
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from verl.checkpoint.save import host_buffer
-from verl.checkpoint.save.buffer_layout import CopyRegion
 from verl.checkpoint.save.host_buffer import HostBuffer, HostBufferPool
-from verl.checkpoint.save.snapshot import Snapshot, pin_memory
+from verl.checkpoint.save.snapshot import CopyRegion, Snapshot, pin_memory
 from verl.component import BuildContext
 from verl.engines import engine as engine_module
 from verl.engines.parallel_dims import DataParallelism

@@ -25,7 +25,7 @@ from verl.checkpoint.read.discovery import (
     directories_below,
     resolve_path,
 )
-from verl.checkpoint.read.verify import Level
+from verl.checkpoint.read.reader import Level
 from verl.checkpoint.remote.remote_store import RemoteStore
 from verl.checkpoint.remote.resolve import find_at
 from verl.checkpoint.remote.transfer import CheckpointUpload

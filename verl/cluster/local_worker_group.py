@@ -32,8 +32,7 @@ from verl.cluster.rpc import (
     PendingCall,
     RemoteWorkerGroup,
 )
-from verl.cluster.serialization import RowSubset
-from verl.cluster.shm_channel import Message, MessagePacker, ShmChannel, nameless_file, send_if_open
+from verl.cluster.shm_channel import Message, MessagePacker, RowSubset, ShmChannel, nameless_file, send_if_open
 from verl.cluster.worker import WorkerCall, WorkerReply, WorkerStart, refuse_mixed_versions
 from verl.component import BuildContext
 from verl.protocol.dispatch import dispatch_of

@@ -29,9 +29,16 @@ from verl.errors import NonFiniteRewardError, RewardError
 from verl.protocol import DataProto
 from verl.protocol.import_path import Signature
 from verl.protocol.provenance import Source
-from verl.rewards.base import Reward, RewardResult, texts_of
+from verl.rewards.base import (
+    LARGEST,
+    Reward,
+    RewardResult,
+    check_columns,
+    refuse_missing_arguments,
+    reward_error,
+    texts_of,
+)
 from verl.rewards.pool_worker import PoolSettings
-from verl.rewards.validation import LARGEST, check_columns, refuse_missing_arguments, reward_error
 from verl.utils.child_process.channel import ChannelClosed
 from verl.utils.child_process.process import ChildProcess
 from verl.utils.progress import Progress, ProgressWatch, StoppedTime, is_stopped, processor_wait_s, report

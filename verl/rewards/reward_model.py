@@ -31,9 +31,8 @@ from verl.models.pretrained import Pretrained
 from verl.models.structure import unwrapped
 from verl.ops.batching import micro_batches
 from verl.protocol import DataProto
-from verl.rewards.base import Reward, RewardDescription, RewardResult, texts_of
+from verl.rewards.base import Reward, RewardDescription, RewardResult, checked_scores, reward_error, texts_of
 from verl.rewards.normalization import ScaledReward
-from verl.rewards.validation import checked_scores, reward_error
 from verl.utils.memory import make_current, release_cached
 from verl.utils.progress import report
 

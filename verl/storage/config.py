@@ -20,8 +20,7 @@ from verl.utils.directories import unwritable
 from verl.utils.redact import redact
 
 if TYPE_CHECKING:
-    from verl.storage.backend import Backend
-    from verl.storage.store import ObjectStore
+    from verl.storage.store import Backend, ObjectStore
 
 
 PROBE = "preflight/probe"
@@ -137,7 +136,7 @@ class LocalStorage(Storage):
             raise StorageRefused(fault)
 
     def backend(self) -> Backend:
-        from verl.storage.backend import LocalBackend
+        from verl.storage.store import LocalBackend
 
         return LocalBackend(Path(self.path, self.prefix).absolute())
 

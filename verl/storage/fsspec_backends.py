@@ -21,7 +21,7 @@ from typing import Any
 from fsspec.asyn import sync
 
 from verl.errors import ObjectDamaged, ObjectNotFound, StorageRefused, VerlError
-from verl.storage.backend import MIB, AlreadyExists, Backend, Data, StoredObject, TransientError
+from verl.storage.store import MIB, AlreadyExists, Backend, Data, StoredObject, TransientError
 from verl.utils.redact import redact
 
 # Transient client errors; every status from 500 and a missing answer are transient too.

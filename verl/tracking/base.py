@@ -74,10 +74,10 @@ class Tracker:
         """A table of sampled responses; `name` of the table, such as `eval`."""
 
     def evaluated_rows(self, rows: list[dict[str, Any]], step: int) -> None:
-        """Every response of the evaluation after `step` steps; see `verl.monitoring.row_records`."""
+        """Every response of the evaluation after `step` steps; see `verl.monitoring.ppo_metrics`."""
 
     def token_rows(self, rows: list[dict[str, Any]], step: int) -> None:
-        """Some responses of a training step, token by token; see `verl.monitoring.row_records`."""
+        """Some responses of a training step, token by token; see `verl.monitoring.ppo_metrics`."""
 
     def message(self, text: str) -> None:
         """A message for the user."""

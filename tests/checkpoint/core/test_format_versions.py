@@ -13,7 +13,7 @@ from verl.checkpoint.core.format_versions import FormatOf, findings, format_of, 
 from verl.checkpoint.core.manifest import FORMAT_VERSION
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.discovery import CheckpointDirectory
-from verl.checkpoint.read.verify import verify
+from verl.checkpoint.read.reader import verify
 from verl.errors import CheckpointTooNew, CheckpointTooOld, ConfigError
 
 # As it might be in some years.

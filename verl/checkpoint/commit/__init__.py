@@ -2,7 +2,6 @@
 
 fencing       Fencing: one trainer at a time writes a directory; a later claim fences the earlier writer out
 rank_writer   RankWriter: one writer of a save (a thread, this process or another rank)
-store         CheckpointStore: begins and commits saves, and cleans up after them
-transaction   A save in progress: writers write below `staging/`
+store         CheckpointStore, and a save in progress: writers write below `staging/`, one commit verifies it
 upload_state  Upload state of a checkpoint directory: where its object storage is
 """

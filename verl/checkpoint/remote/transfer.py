@@ -28,8 +28,7 @@ from verl.checkpoint.core.filesystem import (
 from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import COMMIT, MANIFEST, FileEntry, commit_line
 from verl.checkpoint.read.discovery import CheckpointDirectory
-from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.read.verify import open_verified
+from verl.checkpoint.read.reader import CheckpointReader, open_verified
 from verl.checkpoint.remote.commit_log import CommitLog, LogRecord
 from verl.checkpoint.remote.remote_store import MANIFESTS, RemoteCheckpoint, RemoteStore, object_key, regrouped
 from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, ObjectDamaged, ObjectNotFound

@@ -46,7 +46,7 @@ from verl.cluster.rpc import (
     PendingCall,
     RemoteWorkerGroup,
 )
-from verl.cluster.serialization import Serialized, deserialize, serialize
+from verl.cluster.shm_channel import Serialized, deserialize, serialize
 from verl.cluster.worker import refuse_mixed_versions
 from verl.component import BuildContext
 from verl.errors import VerlError, WorkerDied

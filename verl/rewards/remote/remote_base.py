@@ -30,9 +30,8 @@ from verl.http_client.request import (
     key_of,
 )
 from verl.protocol import DataProto
-from verl.rewards.base import Reward, RewardDescription, RewardResult, texts_of
+from verl.rewards.base import Reward, RewardDescription, RewardResult, reward_error, texts_of
 from verl.rewards.remote.score_parser import NotFinite
-from verl.rewards.validation import reward_error
 
 if TYPE_CHECKING:
     from verl.http_client.client import HTTPClient

@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.errors import RewardError
 from verl.http_client.request import RetryableAnswer
-from verl.rewards.validation import LARGEST
+from verl.rewards.base import LARGEST
 
 # Only {name} is replaced, so that templates may contain JSON; {{name}} is the literal text {name}.
 _PLACE = re.compile(r"\{\{(?P<literal>\w+)\}\}|\{(?P<name>[A-Za-z_]\w*)\}")

@@ -2,7 +2,6 @@
 
 activations      Bytes that a training step keeps of a micro-batch, by running one and two layers on fake tensors
 async_plan       Asynchronous training, simulated: speed, idle shares and staleness, for `verl plan --async`
-changes          Settings that make a run fit its devices, each planned again
 devices          Rates of devices: memory, matrix products, bandwidth and links, from data sheets or measured
 memory           Memory by role and phase, and what of it lies in main memory
 run_plan         The plan of a run: memory, batch arithmetic, time, disk, and what makes it fit
