@@ -54,7 +54,7 @@ class CheckpointManager:
     @cached_property
     def _tier(self) -> tuple[RemoteStore, LogRecord | None]:
         """The tier in object storage, and the checkpoint's name if the address has one."""
-        from verl.checkpoint.remote.resolve import find_at
+        from verl.checkpoint.remote.transfer import find_at
 
         assert self.address is not None
         return find_at(self.address)

@@ -23,8 +23,7 @@ from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader, Level, open_verified
 from verl.checkpoint.remote.commit_log import LogRecord
 from verl.checkpoint.remote.remote_store import RemoteStore
-from verl.checkpoint.remote.resolve import CheckpointTier, bring
-from verl.checkpoint.remote.transfer import pull
+from verl.checkpoint.remote.transfer import CheckpointTier, bring, pull
 from verl.errors import (
     BadCheckpoint,
     CheckpointCorrupt,

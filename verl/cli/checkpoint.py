@@ -27,8 +27,7 @@ from verl.checkpoint.read.discovery import (
 )
 from verl.checkpoint.read.reader import Level
 from verl.checkpoint.remote.remote_store import RemoteStore
-from verl.checkpoint.remote.resolve import find_at
-from verl.checkpoint.remote.transfer import CheckpointUpload
+from verl.checkpoint.remote.transfer import CheckpointUpload, find_at
 from verl.checkpoint.remote.transfer import pull as pull_one
 from verl.checkpoint.retention import Retention, clean, plan
 from verl.cli.checkpoint_report import as_json, print_comparison, print_inspection

@@ -136,7 +136,7 @@ def located(path: str) -> Iterator[SavedPolicy]:
     if not is_address(path):
         yield locate_policy(path)
         return
-    from verl.checkpoint.remote.resolve import bring
+    from verl.checkpoint.remote.transfer import bring
 
     with TemporaryDirectory("verl-fetched-") as directory:
         yield locate_policy(str(bring(path, Path(directory))[0].directory))

@@ -13,8 +13,8 @@ from faults.disks import KILLED, KillingDisk
 from faults.scenarios import page_aligned_view
 from refusals import refusal
 
+from verl.checkpoint.commit.rank_writer import FileImage
 from verl.checkpoint.commit.store import CheckpointStore
-from verl.checkpoint.core.direct_io import FileImage
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import LogicalTensor, SavedSlice
 from verl.checkpoint.core.safetensors_format import model_files

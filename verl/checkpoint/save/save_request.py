@@ -14,9 +14,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.commit.rank_writer import RankReport
+from verl.checkpoint.commit.rank_writer import FileImage, RankReport
 from verl.checkpoint.commit.store import REPORTS
-from verl.checkpoint.core.direct_io import FileImage
 from verl.checkpoint.core.filesystem import (
     FileSystem,
     files_below,

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.core.direct_io import FileImage, page_aligned
+from verl.checkpoint.commit.rank_writer import FileImage, page_aligned
 from verl.checkpoint.core.manifest import LogicalTensor, SavedSlice
 from verl.checkpoint.core.safetensors_format import (
     DEFAULT_SHARD_BYTES,
