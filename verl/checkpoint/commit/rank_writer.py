@@ -1,8 +1,9 @@
 """RankWriter: one writer of a save (a thread, this process or another rank).
 
-Large files are written by direct I/O, from page-aligned memory without the page cache. Such a file is not copied by the kernel and takes no memory of the page cache. Measured for 1.2 GB: 0.5 s and 0.03 s of
-processor time, compared with 0.8 to 4 s and up to 3 s for write and fsync. Small files, and file systems without direct
-I/O (`NO_DIRECT`), use `filesystem.write_file`.
+Large files are written by direct I/O, from page-aligned memory without the page cache. Such a file is not copied by the
+kernel and takes no memory of the page cache. Measured for 1.2 GB: 0.5 s and 0.03 s of processor time, compared with 0.8
+to 4 s and up to 3 s for write and fsync. Small files, and file systems without direct I/O (`NO_DIRECT`), use
+`filesystem.write_file`.
 """
 
 from __future__ import annotations
