@@ -3,7 +3,8 @@
 Upload: objects, then the manifest, then its record in the commit log. Download: into a directory, where the checkpoint
 is committed as if it had been saved there.
 
-`CheckpointTier` is the remote tier of a run; checkpoints that an address or a digest names are brought to the local disk.
+`CheckpointTier` is the remote tier of a run. Checkpoints that an address or a digest names are brought to the local
+disk.
 """
 
 from __future__ import annotations
