@@ -14,7 +14,7 @@ import numpy as np
 from checkpoint.rank_tensors import RankTensor, TensorBytes, write_model, write_tensors
 
 import verl
-from verl.checkpoint.commit import store
+from verl.checkpoint.commit import store as commit_store
 from verl.checkpoint.commit.rank_writer import RankWriter
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
@@ -137,9 +137,9 @@ def trainer_state(step: int) -> dict:
 @contextlib.contextmanager
 def time_stands_still(at: str) -> Iterator[None]:
     """Saves made inside carry this time stamp."""
-    clock = store._now
-    store._now = lambda: at
+    clock = commit_store._now
+    commit_store._now = lambda: at
     try:
         yield
     finally:
-        store._now = clock
+        commit_store._now = clock
