@@ -41,8 +41,7 @@ from verl.checkpoint.save.snapshot import SavedComponent
 from verl.protocol import DataProto
 from verl.replay.arrow_rows import rows_to_arrow
 from verl.replay.buffer import TieredBuffer
-from verl.replay.config import COMPONENT, MIB, TieredReplay
-from verl.replay.sampling import ReplayRequest
+from verl.replay.config import COMPONENT, MIB, ReplayRequest, TieredReplay
 
 TOKENS, ROWS = 512, 512
 

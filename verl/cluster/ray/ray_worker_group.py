@@ -50,8 +50,7 @@ from verl.cluster.shm_channel import Serialized, deserialize, serialize
 from verl.cluster.worker import refuse_mixed_versions
 from verl.component import BuildContext
 from verl.errors import VerlError, WorkerDied
-from verl.utils.child_process.exit_report import excerpt
-from verl.utils.child_process.process import PACKAGE_ROOT
+from verl.utils.child_process.process import PACKAGE_ROOT, excerpt
 from verl.utils.progress import Progress, StoppedTime, state_of
 
 START_TIMEOUT_S = 300.0  # of an actor, until it says that it is there

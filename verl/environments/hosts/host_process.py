@@ -19,7 +19,7 @@ from typing import Any
 
 from verl.environments.base import DeadlinePassed, Fault, InfraError, ToolError
 from verl.utils.child_process import supervisor
-from verl.utils.child_process.exit_report import describe_exit, memory_kills
+from verl.utils.child_process.process import describe_exit, memory_kills
 from verl.utils.progress import state_of
 
 log = logging.getLogger(__name__)

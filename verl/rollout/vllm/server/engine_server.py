@@ -29,7 +29,7 @@ from verl.rollout.vllm.messages import (
 )
 from verl.rollout.vllm.server.turns import EngineTurns, PrefixCacheCheck
 from verl.rollout.weight_verification.verifier import VerifyRequest, answer_request
-from verl.utils.child_process.exit_report import describe_exit, memory_kills
+from verl.utils.child_process.process import describe_exit, memory_kills
 from verl.utils.progress import report
 
 
