@@ -24,14 +24,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
-from verl.cluster.rpc import (
-    END_TIMEOUT_S,
-    STACK_TIMEOUT_S,
-    ColocatedRoles,
-    Deadline,
-    PendingCall,
-    RemoteWorkerGroup,
-)
+from verl.cluster.rpc import END_TIMEOUT_S, STACK_TIMEOUT_S, ColocatedRoles, Deadline, PendingCall, RemoteWorkerGroup
 from verl.cluster.shm_channel import Message, MessagePacker, RowSubset, ShmChannel, nameless_file, send_if_open
 from verl.cluster.worker import WorkerCall, WorkerReply, WorkerStart, refuse_mixed_versions
 from verl.component import BuildContext

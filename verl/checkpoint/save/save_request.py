@@ -16,13 +16,7 @@ from typing import Any
 
 from verl.checkpoint.commit.rank_writer import FileImage, RankReport
 from verl.checkpoint.commit.store import REPORTS
-from verl.checkpoint.core.filesystem import (
-    FileSystem,
-    files_below,
-    make_directories,
-    write_by_rename,
-    write_errors,
-)
+from verl.checkpoint.core.filesystem import FileSystem, files_below, make_directories, write_by_rename, write_errors
 from verl.checkpoint.core.hashing import Leaf
 from verl.checkpoint.core.manifest import LogicalTensor
 from verl.errors import CheckpointIncomplete, FileFault

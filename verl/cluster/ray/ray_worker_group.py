@@ -38,14 +38,7 @@ from verl.cluster.ray.ray_worker import (
     interface_of,
     own_gpu,
 )
-from verl.cluster.rpc import (
-    END_TIMEOUT_S,
-    STACK_TIMEOUT_S,
-    ColocatedRoles,
-    Deadline,
-    PendingCall,
-    RemoteWorkerGroup,
-)
+from verl.cluster.rpc import END_TIMEOUT_S, STACK_TIMEOUT_S, ColocatedRoles, Deadline, PendingCall, RemoteWorkerGroup
 from verl.cluster.shm_channel import Serialized, deserialize, serialize
 from verl.cluster.worker import refuse_mixed_versions
 from verl.component import BuildContext

@@ -17,13 +17,7 @@ from verl.models.parallel_info import Autocast
 from verl.rollout.base import stop_tokens
 from verl.rollout.server.client import LogProbCheck, ServerConnection, ServerSampler, probe_rows_for
 from verl.rollout.server.options import ServerOptions
-from verl.rollout.server.protocols import (
-    GenerateRequest,
-    OpenAIProtocol,
-    SamplingRequest,
-    ServerProtocol,
-    TGIProtocol,
-)
+from verl.rollout.server.protocols import GenerateRequest, OpenAIProtocol, SamplingRequest, ServerProtocol, TGIProtocol
 from verl.rollout.server.weight_update import ServerWeightUpdate
 
 ANOTHER_MODEL_NATS = 1.0  # mean distance of log-probs, beyond which a server is taken for one of another model
