@@ -14,7 +14,7 @@ import torch
 from pydantic import Field, PositiveInt
 from torch import Tensor
 
-from verl.component import Description, component
+from verl.component import BuildContext, Description, component
 from verl.data.chat_template import FinalAssistant
 from verl.data.curriculum import Curriculum
 from verl.data.readers import OnBadRow
@@ -23,7 +23,6 @@ from verl.errors import ConfigError
 from verl.protocol import DataProto
 
 _log = logging.getLogger(__name__)
-logger = logging.getLogger(__name__)
 
 
 class Dataset(Protocol):
@@ -119,6 +118,10 @@ def named_source(data: Any) -> str:
     )
 
 
+Split = Literal["train", "eval"]
+SPLITS: tuple[Split, ...] = ("train", "eval")
+
+
 @dataclass(frozen=True)
 class DataSplits:
     """Training and evaluation rows of a run.
@@ -136,6 +139,25 @@ class DataSplits:
     mixture: Mixture | None = None
     may_repeat: bool = False
     settled: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def generated(
+        cls,
+        kind: Any,
+        rows: Callable[[Split], Sequence[Mapping[str, Any]]],
+        context: BuildContext,
+        may_repeat: bool = False,
+        **config: Any,
+    ) -> DataSplits:
+        """Data sets of generated rows.
+
+        Args:
+            kind: class of both data sets, with `from_rows`.
+            rows: makes the rows of a split.
+            config: options of `kind`.
+        """
+        train, held_out = (kind.from_rows(rows(split), context.tokenizer, config) for split in SPLITS)
+        return cls(train, held_out, may_repeat=may_repeat)
 
 
 Truncation = Literal["error", "left", "right", "drop"]
@@ -320,7 +342,7 @@ def fit_lengths(
     )
     if truncation == "error":
         raise ConfigError(f"{seen} Raise {limit_name}, or set truncation to left, right or drop.")
-    logger.warning("%s truncation=%s", seen, truncation)
+    _log.warning("%s truncation=%s", seen, truncation)
     if truncation != "drop":
         return list(range(len(lengths)))
     if len(over) == len(lengths):

@@ -341,8 +341,6 @@ def _packed(
         yield index, message
 
 
-logger = logging.getLogger(__name__)
-
 EXPECTED = "one finite number"
 
 
@@ -432,7 +430,7 @@ class SampleReward(Reward):
         error = reward_error(EXPECTED, failures[first], self.function, prompts, responses, first)
         if self.error_score is None:
             raise NonFiniteRewardError(str(error), numbers) if first in numbers else error
-        logger.warning(
+        _log.warning(
             "%d of %d samples failed and get error_score %g. The first of them:\n%s",
             len(failures), len(responses), self.error_score, error,
         )  # fmt: skip
