@@ -28,7 +28,7 @@ from verl.rollout.vllm.config import VLLMRollout
 from verl.rollout.vllm.engine import grouped
 from verl.rollout.vllm.messages import EngineInfo
 from verl.rollout.vllm.sync.engine_weights import EngineWeights
-from verl.trainer.plan.devices import free_memory
+from verl.trainer.plan.workload import free_memory
 from verl.trainer.setup import prepare_context
 from verl.utils import memory, seeding
 from verl.workers import actor as actor_module

@@ -25,9 +25,9 @@ from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
 from verl.trainer.plan import run_plan
 from verl.trainer.plan import run_plan as changes_module
-from verl.trainer.plan.devices import device_named, free_disk, free_memory
 from verl.trainer.plan.memory import GIB, RoleMemory, estimate_memory, memory_plan
 from verl.trainer.plan.run_plan import RunPlan, plan_run
+from verl.trainer.plan.workload import device_named, free_disk, free_memory
 
 ROOT = conf_dir().parent
 MEASURE = """

@@ -11,10 +11,10 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from verl.algorithms.advantages import AdvantageEstimator
 from verl.algorithms.distillation import Distillation
 from verl.algorithms.dynamic_sampling import DynamicSampling
+from verl.algorithms.functions import state_fault
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.algorithms.kl import KLControl, NoKL
 from verl.algorithms.losses import ClippedValueLoss, PolicyLoss, ValueLoss
-from verl.algorithms.part_state import state_fault
 from verl.component import Description, component
 from verl.ops.masking import Aggregation
 from verl.protocol import DataProto

@@ -15,13 +15,12 @@ from typer.core import TyperGroup
 import verl
 from verl.cli import checkpoint, train
 from verl.cli.console import echo, one_line_errors, print_table
-from verl.cli.generate import evaluate, generate
+from verl.cli.generate import evaluate, generate, serve_policy
 from verl.cli.plan import plan
 from verl.cli.report.watch import report, watch
 from verl.cli.resume_check import resume_check
 from verl.cli.runs import diff, lineage, runs
 from verl.cli.samples import samples
-from verl.cli.serve_policy import serve_policy
 from verl.compose.schema import ROOTS
 from verl.errors import ConfigError
 from verl.model_paths.families import family_table, summaries

@@ -27,8 +27,7 @@ import numpy as np
 
 from verl.errors import NonFiniteRewardError, RewardError
 from verl.protocol import DataProto
-from verl.protocol.import_path import Signature
-from verl.protocol.provenance import Source
+from verl.protocol.provenance import Signature, Source
 from verl.rewards.base import (
     LARGEST,
     Reward,
@@ -69,7 +68,7 @@ class ProcessPool:
     """Worker processes that call one function.
 
     Args:
-        path: of the function, see `verl.protocol.import_path.load_function`.
+        path: of the function, see `verl.protocol.provenance.load_function`.
         kwargs: further keyword arguments of every call.
         timeout_s: deadline of one sample, from when a worker takes it, without the time that the worker waited for a
             processor.

@@ -26,8 +26,8 @@ from verl.algorithms.dynamic_sampling import (
     no_group_error,
     selection_metrics,
 )
+from verl.algorithms.functions import copied_state
 from verl.algorithms.importance_sampling import weight_advantages
-from verl.algorithms.part_state import copied_state
 from verl.environments.episode import per_episode, response_texts, training_rows, without_dropped
 from verl.errors import NonFiniteError
 from verl.monitoring.nonfinite import StepSkipped

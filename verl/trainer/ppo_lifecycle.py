@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from verl.algorithms.part_state import PartState, built_part, keeps_state
+from verl.algorithms.functions import PartState, built_part, keeps_state
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.placement import SAMPLER, RoleGroups
 from verl.cluster.rpc import WorkerGroup, role_handles

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from verl import config
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.part_state import built_part
+from verl.algorithms.functions import built_part
 from verl.component import BuildContext, component
 from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import TrainingEngine

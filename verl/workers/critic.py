@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.part_state import built_part
+from verl.algorithms.functions import built_part
 from verl.component import BuildContext, component
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism

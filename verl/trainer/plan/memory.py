@@ -20,8 +20,7 @@ from verl.models.model_stats import ModelStats, model_stats, sizes_config
 from verl.ops.cpu_matmul import chosen_library
 from verl.rollout.vllm.client.gpu_memory import cache_bytes, engine_shape
 from verl.trainer.plan.activations import Activations, num_experts, trace_activations
-from verl.trainer.plan.devices import DeviceRates
-from verl.trainer.plan.workload import RoleLayout, Workload, role_layouts, workload
+from verl.trainer.plan.workload import DeviceRates, RoleLayout, Workload, role_layouts, workload
 from verl.utils.memory import DeviceMemory
 from verl.workers.base import TrainedRole, roles_on_device
 

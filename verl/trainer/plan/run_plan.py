@@ -27,10 +27,17 @@ from verl.models.lora import LoRA
 from verl.models.model_stats import has_shipped_shapes
 from verl.trainer.plan.activations import num_experts
 from verl.trainer.plan.async_plan import AsyncPlan
-from verl.trainer.plan.devices import DeviceRates, device_named, free_disk, free_main_memory, free_memory, gpu_here
 from verl.trainer.plan.memory import GIB, MemoryEstimate, MemoryPlan, estimate_memory, memory_plan
 from verl.trainer.plan.step_time import RANGES, StageTime, share_lines, stage_times
-from verl.trainer.plan.workload import workload
+from verl.trainer.plan.workload import (
+    DeviceRates,
+    device_named,
+    free_disk,
+    free_main_memory,
+    free_memory,
+    gpu_here,
+    workload,
+)
 from verl.utils.external_input import write_text
 
 MOST_CHANGES = 3  # that are named
