@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -34,8 +33,6 @@ SHORTENS = (
 @component
 class LongTurns(EnvironmentDescription):
     """`long_turns`, in a class whose settings are plain values."""
-
-    has_rewards: ClassVar[bool] = True
 
     def factory(self, context):
         return ScriptedFactory(long_turns, {})

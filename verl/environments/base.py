@@ -196,12 +196,10 @@ class EnvironmentDescription(Description):
         kv_cache_gib: size of the key-value cache of unfinished episodes, under rollout=hf. Episodes that wait for their
             environment are evicted first and computed again later.
     Attributes:
-        has_rewards: its steps return rewards, which reward=environment uses.
         has_tools: it gives the model tools, and a turn without a call is the answer.
         plays_in_flight: weights may change within its episodes.
     """
 
-    has_rewards: ClassVar[bool] = False
     has_tools: ClassVar[bool] = False
     plays_in_flight: ClassVar[bool] = True
 

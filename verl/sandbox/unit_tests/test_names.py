@@ -98,7 +98,6 @@ class _Use:
     """
 
     def __init__(self, tree: ast.Module, free: set[str]):
-        self._parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
         self._aliases, imported, renamed = self._imports(tree)
         read = set(filter(None, map(_attribute_of_name, ast.walk(tree))))
         self.modules = tuple(
