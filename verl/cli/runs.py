@@ -31,7 +31,7 @@ from verl.cli.console import (
     print_table,
     size,
 )
-from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError
+from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError, end_cut
 from verl.tracking.base import short
 from verl.utils.external_input import ExternalInputError, open_regular, parse_as, parse_mapping, printable, read_text
 
@@ -336,7 +336,7 @@ def _print_comparison(comparison: RunComparison) -> None:
 
 def _value(value: Any) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= SHOWN_CHARACTERS else f"{text[: SHOWN_CHARACTERS - 3]}..."
+    return end_cut(text, SHOWN_CHARACTERS)
 
 
 def lineage(
@@ -424,8 +424,7 @@ def _shown(value: Any) -> str:
         return ", ".join(map(_shown, value))
     if isinstance(value, dict) and len(value) == 1:  # a digest
         return str(next(iter(value.values())))[:12]
-    text = value if isinstance(value, str) else json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return end_cut(value if isinstance(value, str) else json.dumps(value), 60)
 
 
 def _text(text: str, style: str = "") -> Any:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from verl.errors import DataProtoValidationError
+from verl.errors import DataProtoValidationError, end_cut
 from verl.protocol.fields import FIELDS, Bound, Field
 from verl.protocol.provenance import Source, contract_error
 from verl.protocol.serialization import raw_bytes
@@ -49,8 +49,7 @@ class ValueDifference(NamedTuple):
 def _shortened(value: Any, limit: int = 120) -> str:
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return f"{list(value.shape)} {_type_name(value)}"
-    text = repr(value)
-    return text if len(text) <= limit else f"{text[: limit - 3]}..."
+    return end_cut(repr(value), limit)
 
 
 def _type_name(value: Any) -> str:

@@ -52,7 +52,7 @@ def checked_scores(
     for index, item in enumerate(items):
         number = _number(item)
         if number is None or not abs(number) <= LARGEST:
-            description = f"{_shortened(item)}{f' of type {type(item).__name__}' if number is None else ''}"
+            description = f"{shown(item)}{f' of type {type(item).__name__}' if number is None else ''}"
             error = reward_error(expected, description, function, prompts, responses, index)
             raise error if number is None else NonFiniteRewardError(str(error), _not_finite(items))
         scores[index] = number
@@ -82,7 +82,7 @@ def checked_token_scores(
     """
     tensors = {"token_level_rewards": result} if isinstance(result, torch.Tensor) else getattr(result, "batch", None)
     if tensors is None:
-        raise reward_error(TOKEN_REWARDS, f"{_shortened(result)} of type {type(result).__name__}", function)
+        raise reward_error(TOKEN_REWARDS, f"{shown(result)} of type {type(result).__name__}", function)
     tensor = tensors["token_level_rewards"] if "token_level_rewards" in tensors.keys() else None  # noqa: SIM118
     if not isinstance(tensor, torch.Tensor):
         present = ", ".join(sorted(tensors.keys())) or "none"
@@ -117,9 +117,7 @@ def reward_error(
     source = source_of(function)
     lines = [f"The reward function {source.function}() failed.", f"  Expected: {expected}", f"  Found: {found}"]
     if sample is not None:
-        lines.append(
-            f"  Sample: {sample}, prompt {_shortened(prompts[sample])}, response {_shortened(responses[sample])}"
-        )
+        lines.append(f"  Sample: {sample}, prompt {shown(prompts[sample])}, response {shown(responses[sample])}")
     lines.append(f"  Source: {source}")
     return RewardError("\n".join(lines))
 
@@ -139,13 +137,13 @@ def _items(result: Any) -> list | str:
     if result is None:
         return "None"
     if isinstance(result, (str, bytes, dict, set)):
-        return f"a {type(result).__name__}, {_shortened(result)}"
+        return f"a {type(result).__name__}, {shown(result)}"
     if hasattr(result, "__array__"):
         array = np.asarray(result)
         return array.tolist() if array.ndim == 1 else f"an array of shape {list(array.shape)}"
     if isinstance(result, Sequence):
         return list(result)
-    return f"{_shortened(result)} of type {type(result).__name__}"
+    return f"{shown(result)} of type {type(result).__name__}"
 
 
 def _number(item: Any) -> float | None:
@@ -160,7 +158,8 @@ def _number(item: Any) -> float | None:
     return None
 
 
-def _shortened(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A value for a message: its beginning, and its end if it is long."""
     text = repr(value)
     return text if len(text) <= 120 else f"{text[:80]} ... {text[-30:]}"
 

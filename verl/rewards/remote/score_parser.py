@@ -10,7 +10,7 @@ from typing import Any
 
 from verl.errors import RewardError
 from verl.http_client.request import RetryableAnswer
-from verl.rewards.base import LARGEST
+from verl.rewards.base import LARGEST, shown
 
 # Only {name} is replaced, so that templates may contain JSON; {{name}} is the literal text {name}.
 _PLACE = re.compile(r"\{\{(?P<literal>\w+)\}\}|\{(?P<name>[A-Za-z_]\w*)\}")
@@ -57,9 +57,6 @@ def as_text(value: Any) -> str:
     if isinstance(value, (dict, list, tuple)):
         return json.dumps(value, ensure_ascii=False, default=str)
     return str(value)
-
-
-SHOWN = 120
 
 
 class NotFinite(RetryableAnswer):
@@ -126,12 +123,6 @@ def number(value: Any) -> float:
     if math.isnan(number) or abs(number) > LARGEST:
         raise NotFinite(f"the score {number!r}")
     return number
-
-
-def shown(value: Any) -> str:
-    """A value for a message, shortened."""
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:80]} ... {text[-30:]}"
 
 
 def _json_values(text: str) -> Iterator[Any]:
