@@ -137,9 +137,9 @@ def trainer_state(step: int) -> dict:
 @contextlib.contextmanager
 def time_stands_still(at: str) -> Iterator[None]:
     """Saves made inside carry this time stamp."""
-    clock = commit_store._now
-    commit_store._now = lambda: at
+    clock = commit_store.utc_now
+    commit_store.utc_now = lambda: at
     try:
         yield
     finally:
-        commit_store._now = clock
+        commit_store.utc_now = clock

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import sqlite3
 import threading
 from collections.abc import Iterable
@@ -95,11 +94,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} cannot be encoded as JSON")
-
-
-def default_cache_directory() -> Path:
-    """`$VERL_CACHE/remote`, by default `~/.cache/verl/remote`."""
-    return Path(os.environ.get("VERL_CACHE") or Path.home() / ".cache" / "verl").expanduser() / "remote"
 
 
 def key_of(url: str, body: object) -> str:

@@ -74,9 +74,14 @@ def kernel_cache_directory() -> Path | None:
     return cache_directory("torchinductor")
 
 
+def cache_root() -> Path:
+    """`$VERL_CACHE`, by default `~/.cache/verl`."""
+    return Path(os.environ.get("VERL_CACHE") or Path.home() / ".cache" / "verl").expanduser()
+
+
 def cache_directory(name: str) -> Path | None:
-    """A directory in VERL_CACHE or ~/.cache/verl; None if it is not writable."""
-    directory = Path(os.environ.get("VERL_CACHE") or Path.home() / ".cache" / "verl").expanduser() / name
+    """A directory in `cache_root`; None if it is not writable."""
+    directory = cache_root() / name
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError:

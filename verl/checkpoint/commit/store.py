@@ -20,7 +20,6 @@ import json
 import logging
 import math
 import secrets
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -51,6 +50,7 @@ from verl.checkpoint.core.manifest import (
     commit_line,
     content_digest,
     join_tensors,
+    utc_now,
 )
 from verl.checkpoint.read.discovery import FORMAT, RESERVED, STAGING, TAG, TRASH
 from verl.checkpoint.read.reader import open_verified
@@ -181,7 +181,7 @@ class SaveTransaction:
         if faults:
             raise CheckpointIncomplete(self.directory, faults)
         return Manifest(
-            sequence=0, step=self.step, tag=self.tag, run_id=self._store.run_id, saved_at=_now(),
+            sequence=0, step=self.step, tag=self.tag, run_id=self._store.run_id, saved_at=utc_now(),
             verl_version=verl.__version__, metrics={k: float(v) for k, v in metrics.items() if math.isfinite(v)},
             files=tuple(entries[path] for path in sorted(entries)), tensors=tuple(tensors),
         )  # fmt: skip
@@ -270,10 +270,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return value
-
-
-def _now() -> str:
-    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 class CheckpointStore(ClaimedDirectory):

@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import re
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -380,6 +381,11 @@ def _supported(form: _Format) -> str:
             f"it is of format {form.version}; this version of verl reads up to {FORMAT_VERSION}. Use a newer verl"
         )
     return form.version
+
+
+def utc_now() -> str:
+    """The time for `saved_at`."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def _file_json(entry: FileEntry) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from verl.checkpoint.commit.fencing import LockHolder, is_alive
-from verl.checkpoint.core.manifest import DIGEST, MANIFEST_LIMIT_BYTES
+from verl.checkpoint.core.manifest import DIGEST, MANIFEST_LIMIT_BYTES, utc_now
 from verl.checkpoint.read.discovery import RESERVED
 from verl.errors import CheckpointFenced, ConfigError, ObjectDamaged, ObjectNotFound, StorageError
 from verl.storage.config import Storage
@@ -157,7 +157,7 @@ class CommitLog:
                 self._refuse_if_fenced()
             number = self._last + 1
             by = f"process {os.getpid()} on {socket.gethostname()}"
-            at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+            at = utc_now()
             record = LogRecord(number=number, claim=self.claim, by=by, at=at, **facts)
             if self.store.create(_key(number), _line(record)):
                 self._records[number], self._last = record, number

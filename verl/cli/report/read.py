@@ -24,6 +24,7 @@ from typing import Any
 import yaml
 
 from verl.checkpoint.commit.fencing import RunLock
+from verl.checkpoint.read.compare import flat
 from verl.checkpoint.read.discovery import read_pointer
 from verl.compose.schema import ROOTS, root_of_run
 from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError
@@ -309,15 +310,7 @@ def _config(path: Path) -> dict[str, Any]:
         tree = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (OSError, yaml.YAMLError, ValueError, RecursionError):
         return {}
-    return dict(_flat(tree)) if isinstance(tree, dict) else {}
-
-
-def _flat(tree: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value
+    return dict(flat(tree)) if tree and isinstance(tree, dict) else {}
 
 
 def _command(path: Path, config: Mapping[str, Any]) -> str:

@@ -26,12 +26,12 @@ from verl.http_client.request import (
     Request,
     RequestReport,
     RetryableAnswer,
-    default_cache_directory,
     key_of,
 )
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription, RewardResult, reward_error, texts_of
 from verl.rewards.remote.score_parser import NotFinite
+from verl.utils.directories import cache_root
 
 if TYPE_CHECKING:
     from verl.http_client.client import HTTPClient
@@ -174,7 +174,7 @@ class RemoteReward(Reward):
     def __init__(self, described: RemoteDescription, client: HTTPClient):
         self.client, self.url = client, described.endpoint.url(self.path)
         self.error_score = described.error_score if described.on_error == "score" else None
-        directory = Path(described.cache_dir).expanduser() if described.cache_dir else default_cache_directory()
+        directory = Path(described.cache_dir).expanduser() if described.cache_dir else cache_root() / "remote"
         self._cache = AnswerCache(directory, described.cache_gib) if described.cache_gib > 0 else None
         self._tally: RequestStats | None = None
         self._counts = True
