@@ -25,7 +25,7 @@ from verl.storage.config import LocalStorage, S3Storage, Storage
 LIVING = """
 import importlib, json, sys
 from verl.checkpoint.commit.fencing import RunLock
-from verl.checkpoint.remote import lease
+from verl.checkpoint.remote import commit_log
 target, fields, directory = json.loads(sys.argv[1])
 kind = getattr(importlib.import_module(target.rpartition(".")[0]), target.rpartition(".")[2])
 commit_log.RENEW_EVERY_S = 0.05
