@@ -103,7 +103,6 @@ class Algorithm(Description):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the run needs a reference."""
         return self.kl.needs_reference or self.distill is not None
 
     @property

@@ -52,7 +52,6 @@ class CheckpointSummary:
 
     @property
     def name(self) -> str:
-        """Name of the directory."""
         return self.directory.name
 
     def to_json(self) -> dict[str, Any]:

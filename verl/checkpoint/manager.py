@@ -87,12 +87,10 @@ class CheckpointManager:
 
     @property
     def directory(self) -> Path:
-        """Directory of the checkpoint."""
         return self.checkpoint.directory
 
     @property
     def name(self) -> str:
-        """Name of its directory."""
         return self.checkpoint.name
 
     @property

@@ -190,7 +190,6 @@ def _turn_rows(sample: DumpedSample) -> Iterator[list[str]]:
 
 
 def observation_text(observation: Any) -> str:
-    """An observation as one text."""
     if isinstance(observation, str):
         return observation
     return "\n".join(str(message.get("content", "")) for message in observation)

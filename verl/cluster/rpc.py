@@ -90,7 +90,6 @@ class RoleHandle:
 
 
 def role_handles(cluster: WorkerGroup, host: ColocatedRoles) -> dict[str, RoleHandle]:
-    """A handle for each role of a host."""
     return {role: RoleHandle(cluster, role, kind) for role, kind in host.worker_types().items()}
 
 

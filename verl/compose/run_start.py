@@ -66,7 +66,6 @@ class RunStart:
 
     @property
     def context(self) -> BuildContext:
-        """The build context of the trainer."""
         return BuildContext(run_dir=self.run_dir, job=self.name, swept=self.swept)
 
     def build(self, run: Any, tokenizer: Any = None) -> Any:

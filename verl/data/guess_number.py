@@ -63,7 +63,6 @@ class GuessNumberSFT(TextSource):
     max_length: PositiveInt = 64
 
     def rows(self, split: Split) -> list[dict[str, str]]:
-        """Texts of a split."""
         chosen = random.Random(f"guess number warm start/{split}/{self.seed}")
         rows = []
         for _ in range(self.train_size if split == "train" else self.held_out):

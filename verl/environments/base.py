@@ -240,7 +240,6 @@ class EnvironmentDescription(Description):
         return ()
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
-        """The factory of its environments in this process."""
         raise NotImplementedError
 
 

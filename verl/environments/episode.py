@@ -138,7 +138,6 @@ class Episode:
         return sum(turn.reward for turn in self.turns)
 
     def whole(self) -> list[EpisodeSample]:
-        """The episode as one sample."""
         length = self.length
         mask, log_probs, turns, rewards = [False] * length, [0.0] * length, [-1] * length, [0.0] * length
         versions = [-1] * length

@@ -379,7 +379,6 @@ class ObjectStore:
         return self.retry(f"look at {self.url(key)}", lambda: self.backend.size(key))
 
     def find(self, key: str) -> StoredObject | None:
-        """The object, or None."""
         try:
             return StoredObject(key, self.size(key))
         except ObjectNotFound:

@@ -63,7 +63,6 @@ class Checkpoint:
 
     @property
     def name(self) -> str:
-        """Name of the directory."""
         return self.directory.name
 
     @property
@@ -83,7 +82,6 @@ class Checkpoint:
 
     @cached_property
     def slices_by_file(self) -> dict[str, list[tuple[LogicalTensor, SavedSlice]]]:
-        """The slices in each file."""
         slices: dict[str, list[tuple[LogicalTensor, SavedSlice]]] = {}
         for tensor in self.manifest.tensors:
             for part in tensor.slices:

@@ -279,7 +279,6 @@ class Manifest:
         return {entry.path: entry for entry in sorted(self.files, key=lambda entry: entry.path)}
 
     def file(self, path: str) -> FileEntry | None:
-        """The entry of a file, or None."""
         return self.contents.get(path)
 
     def to_bytes(self) -> bytes:

@@ -70,7 +70,6 @@ class CheckpointReader:
         ]
 
     def tensors(self, component: str) -> list[LogicalTensor]:
-        """The tensors of a component."""
         return [tensor for (name, _), tensor in self._tensors.items() if name == component]
 
     def read(self, path: str, begin: int = 0, end: int | None = None) -> memoryview:

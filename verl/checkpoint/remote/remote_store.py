@@ -154,7 +154,6 @@ class RemoteStore:
         return regrouped(pieces, (leaf.size for leaf in entry.leaves))
 
     def reader(self, checkpoint: RemoteCheckpoint, writable: bool = False) -> RemoteReader:
-        """Reader of its bytes."""
         return RemoteReader(self.store, checkpoint, writable)
 
     def state(self, checkpoint: RemoteCheckpoint) -> dict[str, Any]:

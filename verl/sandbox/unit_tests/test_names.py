@@ -206,7 +206,6 @@ class _Use:
 
 
 def _attribute_of_name(node: ast.AST) -> tuple[str, str] | None:
-    """The name and the attribute of `name.attribute`."""
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
         return node.value.id, node.attr
     return None

@@ -204,12 +204,10 @@ def run_with_objects(composed: ComposedConfig, replacements: Mapping[str, Descri
 
 
 def _placeholders(value: Any) -> list[PromptsObject | RewardObject | ModelObject]:
-    """All placeholders in a value."""
     return [item for _, item in components_in(value) if isinstance(item, (PromptsObject, RewardObject, ModelObject))]
 
 
 def key_of(described: PromptsObject | RewardObject | ModelObject) -> str:
-    """The key of the object of a description."""
     if isinstance(described, ModelObject):
         return described.argument
     return f"reward {described.name}" if isinstance(described, RewardObject) else "data"

@@ -74,7 +74,6 @@ def role_processes(run: Any) -> dict[str, int]:
 
 
 def role_layouts(run: Any) -> dict[str, RoleLayout]:
-    """Layout of each role."""
     shardings, counts, alone = run.shardings(), role_processes(run), NoSharding()
     return {role: RoleLayout(x if counts[role] > 1 else alone, counts[role]) for role, x in shardings.items()}
 
