@@ -269,7 +269,7 @@ def fsdp_cost(role: ShardedRole, *, frees_blocks: bool, reduces_once: bool, is_o
 
 
 def sharded_stage_cost(role: ShardedRole, ep: int) -> ShardingCost:
-    """Weights of a stage are gathered once for all micro-batches, gradients reduced once; see `stage_shards`."""
+    """Weights of a stage are gathered once for all micro-batches, gradients reduced once; see `StageShards`."""
     cost, held, weight_bytes = replicated_cost(role), role.held, role.weight_bytes
     cast = 0 if role.compute_bytes == weight_bytes else held * role.compute_bytes
     experts = role.sizes.expert_elements // role.stages if ep > 1 else 0  # of a stage, of which a process has 1 / ep
