@@ -444,9 +444,8 @@ class ShardedParallelism(DataParallelism):
         """See `Parallelism.clip`: squares of local parts, divided by the number of processes that hold the part,
         summed over all processes.
         """
-        alike: dict[
-            tuple[torch.device, torch.dtype, int], list[Tensor]
-        ] = {}  # some launches for each kind, not for each
+        # some launches for each kind, not for each
+        alike: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
         for p in parameters:
             if p.grad is not None and (grad := local(p.grad)).numel():
                 alike.setdefault((grad.device, grad.dtype, self._holders(p)), []).append(grad)

@@ -262,9 +262,8 @@ class PipelineParallelism(ShardedParallelism):
         self._row_group = self._group(shares.__getitem__)
         self._ends_group = self._group(lambda rank: (rank % stage_size, rank // stage_size in (0, degrees.pp - 1)))
         self._models: dict[int, tuple[PipelineRunner, torch.dtype, list[StageShards]]] = {}
-        self.needs_equal_micro_batches = (
-            degrees.ep > 1
-        )  # processes of other pipelines have experts for this one's tokens
+        # processes of other pipelines have experts for this one's tokens
+        self.needs_equal_micro_batches = degrees.ep > 1
         self._stages: dict[int, tuple[int, ...]] = {}  # of parameters, by id
         self._kept: list[Any] = []  # keeps the parameters alive, so that no `id` is reused
 

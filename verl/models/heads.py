@@ -192,9 +192,8 @@ class ValueHeadModel(ModelHead):
     def __init__(self, backbone: Any):
         super().__init__(backbone)
         dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
-        device = (
-            "cpu" if backbone.device.type == "meta" else backbone.device
-        )  # the backbone may still be on the meta device
+        # the backbone may still be on the meta device
+        device = "cpu" if backbone.device.type == "meta" else backbone.device
         self.head = nn.Linear(state_size(backbone), 1, bias=self.has_bias, device=device, dtype=dtype)
         for parameter in self.head.parameters():
             nn.init.zeros_(parameter)

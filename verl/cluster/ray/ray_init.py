@@ -148,9 +148,8 @@ class RaySession:
         options: dict[str, Any] = {}
         if settings.object_store_mib is not None:
             options["object_store_memory"] = settings.object_store_mib * 2**20
-        if (
-            quoted := shlex.quote(sys.executable)
-        ) != sys.executable:  # Ray starts workers by a shell, and quotes nothing
+        # Ray starts workers by a shell, and quotes nothing
+        if (quoted := shlex.quote(sys.executable)) != sys.executable:
             options["runtime_env"] = {"py_executable": quoted}
         RaySession._held = _short_directory()
         RaySession._mark = CLEANUP.register(environment=[f"{SESSION_VARIABLE}={RaySession._held.name}"])

@@ -253,7 +253,6 @@ class ServerSampler(RolloutEngine):
         parts: ServerConnection,
         sampling_params: SamplingRequest,
         model: Any,
-        tokenizer: Any,
         seed: int,
         autocast: Autocast,
     ):
@@ -264,9 +263,8 @@ class ServerSampler(RolloutEngine):
         self.compute_type, self.row_tokens = self._compute_type(), parts.protocol.limit
         parallel_info: ParallelInfo | None = getattr(model, "parallel_info", None)
         self._transfer = None if parallel_info is None else TransferToFirst(model, dtype_of(model, autocast))
-        if (
-            parallel_info is not None and len(parallel_info.siblings) > 1
-        ):  # of processes with the same rows, one sends the requests
+        # of processes with the same rows, one sends the requests
+        if parallel_info is not None and len(parallel_info.siblings) > 1:
             self.group = OneGenerates(parallel_info, len(parallel_info.siblings))
 
     def turns(self, limits: TurnLimits) -> TurnEngine:

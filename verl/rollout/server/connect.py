@@ -66,7 +66,7 @@ def connect(
                 transfer = ServerWeightUpdate(client, options.transfer_dir)
                 transfer.check()
             parts = ServerConnection(client, protocol, probe, transfer, source, gap)
-            return ServerSampler(options, parts, sampling_params, model, tokenizer, seed, autocast)
+            return ServerSampler(options, parts, sampling_params, model, seed, autocast)
         except BaseException as error:
             client.close()
             if transfer is not None:

@@ -294,9 +294,8 @@ def whole_shard(mark: WeightFingerprint) -> FingerprintShard:
     return FingerprintShard(mark, mark.values.shape[1])
 
 
-FingerprintShards = dict[
-    str, list[FingerprintShard]
-]  # a layer that is fused in the Hugging Face model too gives several of one tensor
+# a layer that is fused in the Hugging Face model too gives several of one tensor
+FingerprintShards = dict[str, list[FingerprintShard]]
 
 
 def join_shards(ranks: Sequence[FingerprintShards]) -> Fingerprints:

@@ -439,9 +439,8 @@ def _phases(
         if not role.memory.gradients:
             continue
         activations = role.activations
-        on_top = max(
-            0, activations.after_forward + activations.logits - activations.training
-        )  # gone when layers are recomputed
+        # gone when layers are recomputed
+        on_top = max(0, activations.after_forward + activations.logits - activations.training)
         working = {
             "activations": activations.training,
             "logits": on_top if role.name == "actor" else 0,
