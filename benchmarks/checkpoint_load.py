@@ -28,8 +28,8 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.buffer_layout import SavedComponent
 from verl.checkpoint.save.save_request import SaveRequest
+from verl.checkpoint.save.snapshot import SavedComponent
 
 COMPONENTS = ("actor", "exp_avg", "exp_avg_sq")
 PAGE = 4096

@@ -131,7 +131,7 @@ class Ours:
     name = "verl"
 
     def __init__(self, state: State):
-        from verl.checkpoint.save.buffer_layout import SavedComponent
+        from verl.checkpoint.save.snapshot import SavedComponent
 
         self._components = {
             "actor": SavedComponent(tensors=state.model),

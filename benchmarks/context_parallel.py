@@ -41,7 +41,7 @@ from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.models.heads import LMHead
 from verl.models.model_stats import model_stats
 from verl.models.tiny import TinyModel
-from verl.ops.loss_aggregation import LossTotals, aggregate
+from verl.ops.masking import LossTotals, aggregate
 from verl.protocol import DataProto
 from verl.trainer.plan.activations import LiveBytes
 

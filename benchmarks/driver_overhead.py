@@ -26,11 +26,11 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 import torch
 
-from verl.cluster.batch_partition import BatchPartition
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import PendingCall, role_handles
 from verl.component import BuildContext, Description, component
 from verl.engines.sharding import DDP, Sharding
+from verl.ops.batching import BatchPartition
 from verl.protocol import DataProto
 from verl.protocol.dispatch import by_rows
 

@@ -36,13 +36,12 @@ import torch
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.buffer_layout import SavedComponent
 from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
+from verl.checkpoint.save.snapshot import SavedComponent
 from verl.protocol import DataProto
 from verl.replay.arrow_rows import rows_to_arrow
 from verl.replay.buffer import TieredBuffer
-from verl.replay.config import COMPONENT, MIB, TieredReplay
-from verl.replay.sampling import ReplayRequest
+from verl.replay.config import COMPONENT, MIB, ReplayRequest, TieredReplay
 
 TOKENS, ROWS = 512, 512
 

@@ -29,7 +29,7 @@ from verl.component import BuildContext
 from verl.engines.parallel_dims import Parallelism
 from verl.models.pretrained import Pretrained
 from verl.trainer import ppo_lifecycle
-from verl.trainer.state.distributed_save import RankWriters
+from verl.trainer.state.train_state import RankWriters
 from verl.workers.load_state import CheckpointSelection, RestoreSource, load_optimizer, load_weights
 
 SIDES = ("driver", "part")

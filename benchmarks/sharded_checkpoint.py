@@ -32,8 +32,8 @@ import torch
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.buffer_layout import SavedComponent
 from verl.checkpoint.save.save_request import SaveRequest
+from verl.checkpoint.save.snapshot import SavedComponent
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext
@@ -42,7 +42,7 @@ from verl.engines.sharding import FSDP, TPFSDP, Sharding
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import character_tokenizer
 from verl.protocol import DataProto
-from verl.trainer.state.distributed_save import RankWriters
+from verl.trainer.state.train_state import RankWriters
 from verl.workers.actor import Actor
 from verl.workers.colocated import SFTHost
 from verl.workers.load_state import CheckpointSelection

@@ -24,8 +24,8 @@ from pathlib import Path
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.remote.transfer import checked_pieces
-from verl.storage.backend import MIB
 from verl.storage.config import S3Storage
+from verl.storage.store import MIB
 
 BUCKET = "benchmark"
 CREDENTIALS = {

@@ -29,9 +29,8 @@ from _progress import Progress
 
 from verl.models.hf_state_dict import hf_state_dict
 from verl.models.pretrained import Pretrained
-from verl.rollout.weight_verification.logprob_probe import trainer_log_probs
-from verl.rollout.weight_verification.verifier import SyncVerifier
-from verl.rollout.weight_verification.vllm_probe import answer_request
+from verl.rollout.weight_verification.fingerprint import trainer_log_probs
+from verl.rollout.weight_verification.verifier import SyncVerifier, answer_request
 
 SHAPES = {"embedded": (128, 2), "small": (256, 4), "large": (768, 11)}  # hidden, layers
 CONTEXT = 256

@@ -22,8 +22,8 @@ from make_scaling_table import between  # noqa: E402
 
 from verl.compose.compose import compose_root  # noqa: E402
 from verl.compose.validate import validate  # noqa: E402
-from verl.trainer.plan.devices import device_named  # noqa: E402
 from verl.trainer.plan.run_plan import RunPlan, plan_run  # noqa: E402
+from verl.trainer.plan.workload import device_named  # noqa: E402
 
 GIB = 2**30
 LLAMA = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 131072}

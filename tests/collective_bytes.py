@@ -22,11 +22,11 @@ from verl.engines.parallel_dims import Parallelism
 from verl.engines.pipeline import num_tokens
 from verl.engines.sharding import Sharding
 from verl.model_paths.check import paths_for
-from verl.models.experts import routers
 from verl.models.heads import LMHead
 from verl.models.model_stats import ModelStats
 from verl.models.parallel_info import Autocast
-from verl.ops.loss_aggregation import aggregate
+from verl.models.structure import routers
+from verl.ops.masking import aggregate
 from verl.protocol import DataProto
 
 WITHOUT_SENDING = {"recv_", "recv_any_source_", "barrier", "monitored_barrier_", "wait_tensor", "_wrap_tensor_autograd"}

@@ -14,7 +14,7 @@ import numpy as np
 from checkpoint.rank_tensors import RankTensor, TensorBytes, write_model, write_tensors
 
 import verl
-from verl.checkpoint.commit import transaction
+from verl.checkpoint.commit import store as commit_store
 from verl.checkpoint.commit.rank_writer import RankWriter
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
@@ -137,9 +137,9 @@ def trainer_state(step: int) -> dict:
 @contextlib.contextmanager
 def time_stands_still(at: str) -> Iterator[None]:
     """Saves made inside carry this time stamp."""
-    clock = transaction._now
-    transaction._now = lambda: at
+    clock = commit_store.utc_now
+    commit_store.utc_now = lambda: at
     try:
         yield
     finally:
-        transaction._now = clock
+        commit_store.utc_now = clock

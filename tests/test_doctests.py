@@ -15,7 +15,7 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.save.buffer_layout import SavedComponent
+from verl.checkpoint.save.snapshot import SavedComponent
 from verl.engines.optimizer import AdamW
 
 PACKAGE = Path(verl.__file__).parent

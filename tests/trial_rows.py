@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.models.call import call_model
+from verl.models.structure import call_model
 from verl.protocol import DataProto
 
 

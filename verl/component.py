@@ -28,7 +28,7 @@ import pydantic.dataclasses
 from pydantic import AllowInfNan, ConfigDict, Field, ValidationError
 from pydantic_core import ArgsKwargs, core_schema
 
-from verl.errors import ConfigError, install_command
+from verl.errors import ConfigError, end_cut, install_command
 
 PREFLIGHT_TIMEOUT_S = 5.0
 
@@ -385,7 +385,7 @@ def faults_of(kind: type[Description], values: Mapping[str, Any], details: Seque
 def shown(value: Any) -> str:
     """A value for a message."""
     text = type(value).__name__ if isinstance(value, Description) else repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+    return end_cut(text, 80)
 
 
 def _located(loc: Sequence[int | str], value: Any, annotation: Any) -> tuple[str, Any, Any]:

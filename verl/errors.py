@@ -85,6 +85,11 @@ def root_cause(error: BaseException) -> BaseException:
         seen.append(below)
 
 
+def end_cut(text: str, width: int) -> str:
+    """A text of at most `width` characters, for messages; what is cut at its end is marked by three dots."""
+    return text if len(text) <= width else f"{text[: max(0, width - 3)]}..."
+
+
 class VerlError(Exception):
     """Base class of all errors that verl raises."""
 

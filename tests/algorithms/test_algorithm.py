@@ -17,7 +17,7 @@ from verl.algorithms.kl import KLInLoss, KLInReward, NoKL
 from verl.algorithms.losses import ClippedValueLoss, PolicyLoss, PPOClip
 from verl.component import component
 from verl.errors import ConfigError
-from verl.ops.loss_aggregation import AGGREGATIONS
+from verl.ops.masking import AGGREGATIONS
 from verl.protocol import DataProto
 
 

@@ -8,8 +8,8 @@ import torch
 
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.save.buffer_layout import DTYPES, SavedComponent
 from verl.checkpoint.save.save_request import SaveRequest
+from verl.checkpoint.save.snapshot import DTYPES, SavedComponent
 
 
 def request(step: int, tensors: Mapping[str, torch.Tensor], **more) -> SaveRequest:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl.cluster.serialization import RowSubset, deserialize, serialize
+from verl.cluster.shm_channel import RowSubset, deserialize, serialize
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
 

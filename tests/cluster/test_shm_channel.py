@@ -15,8 +15,7 @@ from refusals import refusal
 import verl
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import role_handles
-from verl.cluster.serialization import RowSubset
-from verl.cluster.shm_channel import FREE_BLOCKS_KEPT, MessagePacker, ShmBlockPool, ShmChannel
+from verl.cluster.shm_channel import FREE_BLOCKS_KEPT, MessagePacker, RowSubset, ShmBlockPool, ShmChannel
 from verl.component import BuildContext
 from verl.errors import ConfigError, WorkerHung
 from verl.protocol import DataProto
@@ -144,13 +143,13 @@ def test_calls_of_processes_keep_to_the_memory_of_the_first_and_what_a_role_keep
 
 def cluster_rows(batch: DataProto) -> torch.Tensor:
     """Those of the first of two processes."""
-    from verl.cluster.batch_partition import BatchPartition
+    from verl.ops.batching import BatchPartition
 
     return BatchPartition(batch, 2).rows[0]
 
 
 def _a_stopped_worker_is_named(cluster, toy):
-    cluster.step, cluster.call_timeout_s = 5, 2.0
+    cluster.step, cluster._call_timeout_s = 5, 2.0
     pids = list(cluster.pids)
     threading.Timer(0.5, os.kill, (pids[1], signal.SIGSTOP)).start()
     toy.where().result(timeout=60)

@@ -16,8 +16,7 @@ from faults.fork_server import ForkServer
 
 import verl
 from verl.checkpoint.commit.fencing import RunLock
-from verl.compose.help_text import help_text
-from verl.compose.launch import end_message
+from verl.compose.launch import end_message, help_text
 from verl.compose.schema import ROOTS, conf_dir, root_keys
 from verl.errors import ConfigError, RewardError
 

@@ -8,10 +8,9 @@ import pytest
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
-from verl.compose.aliases import ALIASES
 from verl.compose.command_line import command_line
 from verl.compose.compose import _compose, _composition, apply_values, compose_root
-from verl.compose.overrides import Overrides, assign, flatten
+from verl.compose.overrides import ALIASES, Overrides, assign, flatten
 from verl.compose.schema import group_options
 from verl.compose.validate import validate
 from verl.errors import ConfigError

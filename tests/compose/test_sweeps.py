@@ -18,7 +18,7 @@ from verl.compose import schema
 from verl.compose.command_line import swept_overrides
 from verl.compose.schema import conf_dir, group_options
 from verl.compose.validate import validate
-from verl.tracking.sweep_table import outcomes, table, write
+from verl.tracking.plots import outcomes, table, write
 
 ROOT = conf_dir().parent
 

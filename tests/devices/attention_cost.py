@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from verl.model_paths.packed_attention import make_block_mask
+from verl.ops.attention import varlen_layout
 from verl.ops.packing import PackedRows, pack
-from verl.ops.varlen_attention import varlen_layout
 
 HEADS, KINDS, WIDTH, BYTES = 32, 8, 128, 2
 PROMPT, SAMPLES = 512, 8

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from verl.ops import varlen_attention
+from verl.ops import attention
 
 
 @dataclass
@@ -115,7 +115,7 @@ def flash_on_cpu(monkeypatch, is_used: bool = True) -> Iterator[KernelCalls]:
     library.impl("_flash_attention_backward", backward, "CPU")
     with monkeypatch.context() as patch:
         if is_used:
-            patch.setattr(varlen_attention, "mask_reason", lambda query, value: None)
+            patch.setattr(attention, "mask_reason", lambda query, value: None)
         try:
             yield calls
         finally:

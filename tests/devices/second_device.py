@@ -44,9 +44,8 @@ from verl.models.parallel_info import compute_device
 from verl.ops.resharding.dtensor import local
 from verl.rollout.vllm import state_dict
 from verl.rollout.vllm.sync.weight_transfer import TransferInProgress, WeightTransfer
-from verl.rollout.weight_verification import fingerprint, logprob_probe
-from verl.rollout.weight_verification.fingerprint import ProbeVectors
-from verl.rollout.weight_verification.logprob_probe import probe_rows, trainer_log_probs
+from verl.rollout.weight_verification import fingerprint
+from verl.rollout.weight_verification.fingerprint import ProbeVectors, probe_rows, trainer_log_probs
 
 NAME = "fakegpu"
 CONFIG = LlamaConfig(
@@ -287,8 +286,7 @@ def checked(offload: bool) -> dict[str, str]:
 
 
 def main() -> None:
-    for module in (fingerprint, logprob_probe):
-        module.as_array = lambda x: x.detach().float().to("cpu")
+    fingerprint.as_array = lambda x: x.detach().float().to("cpu")
     found = planted() if "planted" in sys.argv else {"on the device": checked(False), "offloaded": checked(True)}
     with open(sys.argv[1], "w") as file:
         json.dump(found, file)
@@ -297,11 +295,11 @@ def main() -> None:
 def planted() -> dict[str, dict[str, str]]:
     """What the checks say of two faults."""
     found = {}
-    before = logprob_probe.release_gathered
-    logprob_probe.release_gathered = lambda model: None
+    before = fingerprint.release_gathered
+    fingerprint.release_gathered = lambda model: None
     found["planted: the probe keeps what it gathers"] = checked(True)
-    logprob_probe.release_gathered = before
-    for module in (engine, heads, logprob_probe):
+    fingerprint.release_gathered = before
+    for module in (engine, heads, fingerprint):
         module.compute_device = lambda model: next(model.parameters()).device
     found["planted: it computes where weights rest"] = checked(True)
     return found

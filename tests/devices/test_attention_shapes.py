@@ -10,6 +10,7 @@ from roles import experience, start_actor, weights
 
 from verl.engines import engine as engine_module
 from verl.engines.engine import BLOCK_MULTIPLE
+from verl.model_paths.decode import KEY_MULTIPLE, key_multiple
 from verl.model_paths.kv_cache import SlotLayer
 from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.models.tiny import TinyModel
@@ -19,7 +20,6 @@ from verl.rollout import hf
 from verl.rollout.base import GenerationRequest, TurnLimits
 from verl.rollout.hf import HFRollout
 from verl.rollout.hf_rows import SlotRows
-from verl.rollout.step_graph import KEY_MULTIPLE, key_multiple
 from verl.utils.memory import CUDNN_VARIABLE, make_current
 
 LONGEST = 1024

@@ -15,12 +15,12 @@ from verl.compose.validate import validate
 from verl.errors import ConfigError, WeightSyncError
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.client.gpu_memory import CONTEXT_BYTES, NCCL_BYTES
-from verl.rollout.weight_verification.logprob_probe import ALLOWED_NATS
+from verl.rollout.weight_verification.fingerprint import ALLOWED_NATS
 from verl.rollout.weight_verification.verifier import TrainerSide, VerifyReply, verify_sync
 from verl.trainer.plan import run_plan
-from verl.trainer.plan.devices import device_named
 from verl.trainer.plan.memory import memory_plan
 from verl.trainer.plan.run_plan import log_plan
+from verl.trainer.plan.workload import device_named
 
 CORRECTION = "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS,level:token,cap:2.0}"
 AHEAD = ("trainer.rollout_ahead=1", CORRECTION)

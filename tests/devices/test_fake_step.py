@@ -27,8 +27,8 @@ from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.model_paths.packed_attention import MaskShape
 from verl.models.heads import LMHead
 from verl.protocol import DataProto
-from verl.trainer.plan.devices import device_named
 from verl.trainer.plan.run_plan import plan_run
+from verl.trainer.plan.workload import device_named
 
 RANKS = 8
 

@@ -15,9 +15,8 @@ from roles import experience, start_actor
 from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from verl.checkpoint.save import host_buffer
-from verl.checkpoint.save.buffer_layout import CopyRegion
 from verl.checkpoint.save.host_buffer import HostBuffer, HostBufferPool
-from verl.checkpoint.save.snapshot import Snapshot, pin_memory
+from verl.checkpoint.save.snapshot import CopyRegion, Snapshot, pin_memory
 from verl.component import BuildContext
 from verl.engines import engine as engine_module
 from verl.engines.parallel_dims import DataParallelism
@@ -29,7 +28,7 @@ from verl.rollout.vllm.config import VLLMRollout
 from verl.rollout.vllm.engine import grouped
 from verl.rollout.vllm.messages import EngineInfo
 from verl.rollout.vllm.sync.engine_weights import EngineWeights
-from verl.trainer.plan.devices import free_memory
+from verl.trainer.plan.workload import free_memory
 from verl.trainer.setup import prepare_context
 from verl.utils import memory, seeding
 from verl.workers import actor as actor_module

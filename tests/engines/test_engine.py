@@ -13,7 +13,7 @@ from verl.algorithms.kl import KLInLoss
 from verl.engines.engine import TrainingEngine
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
-from verl.ops.loss_aggregation import aggregate
+from verl.ops.masking import aggregate
 from verl.protocol import DataProto
 from verl.rollout.hf import HFRollout
 

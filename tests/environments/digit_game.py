@@ -50,7 +50,6 @@ class DigitGames(EnvironmentDescription):
     recovery: Recovery = "deterministic"
     answers_at_once: bool = False
     fatal: str = ""
-    has_rewards = True
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
         return _Factory(self)

@@ -12,7 +12,7 @@ from verl.component import BuildContext, component
 from verl.environments.base import EnvironmentDescription, EnvironmentFactory, StepResult
 from verl.environments.episode_loop import EpisodeSampler
 from verl.models.tiny import TinyModel
-from verl.ops.counter_rng import uniform
+from verl.ops.sampling import uniform
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, stop_tokens
 from verl.rollout.hf import HFRollout

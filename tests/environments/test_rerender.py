@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import ClassVar
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from verl.compose.validate import validate
 from verl.environments.base import EnvironmentDescription, InfraError, StepResult
 from verl.environments.episode import per_episode, training_rows, without_dropped
 from verl.ops.logprobs import log_probs_of, response_positions
-from verl.ops.loss_aggregation import LossTotals, aggregate
+from verl.ops.masking import LossTotals, aggregate
 from verl.protocol import DataProto
 from verl.rewards.episode_reward import EpisodeReward
 from verl.trainer.ppo import PPOTrainer
@@ -34,8 +33,6 @@ SHORTENS = (
 @component
 class LongTurns(EnvironmentDescription):
     """`long_turns`, in a class whose settings are plain values."""
-
-    has_rewards: ClassVar[bool] = True
 
     def factory(self, context):
         return ScriptedFactory(long_turns, {})

@@ -29,7 +29,6 @@ from torch.distributed import ProcessGroupGloo
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import verl.trainer.ppo_lifecycle as ppo_lifecycle
-from verl.cluster.batch_partition import BatchPartition
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import role_handles, row_assignment
 from verl.component import BuildContext, Description, component
@@ -39,9 +38,10 @@ from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import DataParallelism
 from verl.engines.sharding import DDP, Sharding
 from verl.model_paths.check import paths_for
-from verl.models.experts import routers
 from verl.models.heads import LMHead
-from verl.ops.loss_aggregation import aggregate
+from verl.models.structure import routers
+from verl.ops.batching import BatchPartition
+from verl.ops.masking import aggregate
 from verl.ops.resharding.dtensor import is_on_other_stage, local
 from verl.protocol import DataProto
 from verl.protocol.dispatch import dispatch_of, on_all, on_each

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from verl.cluster.batch_partition import BatchPartition
 from verl.component import BuildContext
 from verl.engines.chunked_logprobs import token_log_probs
 from verl.engines.engine import TrainingEngine
@@ -20,7 +19,8 @@ from verl.model_paths.check import paths_for
 from verl.models.heads import LMHead
 from verl.models.parallel_info import full_tensor
 from verl.models.pretrained import ModelSource
-from verl.ops.loss_aggregation import aggregate
+from verl.ops.batching import BatchPartition
+from verl.ops.masking import aggregate
 from verl.protocol import DataProto
 from verl.workers.base import load_unsharded
 

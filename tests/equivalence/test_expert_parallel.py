@@ -17,8 +17,8 @@ from verl.checkpoint.core.checkpoint import open_checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.engines.expert_parallel import PROVEN
 from verl.engines.sharding import Parallel
+from verl.engines.tensor_parallel import PROVEN
 from verl.models.lora import LoRA
 from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained

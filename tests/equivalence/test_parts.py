@@ -13,8 +13,7 @@ from trainer.runs import PPO_ALGORITHM, ppo_run
 from verl.checkpoint.core.checkpoint import open_checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
-from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.read.verify import open_verified
+from verl.checkpoint.read.reader import CheckpointReader, open_verified
 from verl.component import BuildContext, as_plain
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, TPFSDP
 from verl.models.lora import LoRA

@@ -14,7 +14,7 @@ from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ShakenClip, fit
 
 from verl.algorithms.kl import AdaptiveKLInReward
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.read.verify import verify
+from verl.checkpoint.read.reader import verify
 from verl.engines.sharding import DDP
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained

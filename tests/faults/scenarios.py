@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 from checkpoint.rank_tensors import RankTensor, TensorBytes, write_model, write_tensors
 
-from verl.checkpoint.commit.rank_writer import RankWriter
+from verl.checkpoint.commit.rank_writer import PAGE_BYTES, FileImage, ImageSource, RankWriter
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint, read_state
-from verl.checkpoint.core.direct_io import PAGE_BYTES, FileImage, ImageSource
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import LogicalTensor, SavedSlice
 from verl.checkpoint.core.safetensors_format import TensorPlace, lay_out

@@ -28,7 +28,7 @@ COPY, DRAIN = (
 )
 WRITE, PUBLISH = (
     "verl.checkpoint.commit.rank_writer:RankWriter.keep_file",
-    "verl.checkpoint.commit.transaction:SaveTransaction.publish",
+    "verl.checkpoint.commit.store:SaveTransaction.publish",
 )
 
 OF_THE_END = {

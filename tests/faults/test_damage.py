@@ -15,8 +15,7 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import digest_of
-from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.read.verify import verify
+from verl.checkpoint.read.reader import CheckpointReader, verify
 from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, CheckpointTooNew
 
 SHARD, SLICES = "actor/model-00001-of-00002.safetensors", "optimizer/optim_state_rank_1.safetensors"

@@ -22,8 +22,7 @@ from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import MANIFEST, STATE, commit_line
 from verl.checkpoint.remote.commit_log import CommitLog
-from verl.checkpoint.remote.resolve import CheckpointTier
-from verl.checkpoint.remote.transfer import CheckpointUpload
+from verl.checkpoint.remote.transfer import CheckpointTier, CheckpointUpload
 from verl.checkpoint.resume_point import find
 from verl.cli.main import app
 from verl.errors import VerlError

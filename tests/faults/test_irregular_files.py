@@ -27,7 +27,7 @@ from verl.compose.load_policy import locate_policy
 from verl.compose.run_start import save_config
 from verl.errors import ConfigError, VerlError
 from verl.models.pretrained import Pretrained
-from verl.tracking import sweep_table
+from verl.tracking import plots
 from verl.tracking.jsonl import JsonLinesTracker
 from verl.tracking.logging_setup import setup_logging
 from verl.tracking.plots import MetricSeries, draw
@@ -244,7 +244,7 @@ def test_a_file_of_the_run_directory_is_written_only_where_it_is_regular(name, k
         ),
         "plan.txt": lambda: write_text(tmp_path / name, "plan"),
         "curves.png": lambda: draw({"reward": {"mean": MetricSeries([1, 2], [0.0, 1.0])}}, tmp_path / name, "run"),
-        "sweep.csv": lambda: sweep_table.write(tmp_path, []),
+        "sweep.csv": lambda: plots.write(tmp_path, []),
     }  # fmt: skip
     with in_time(), pytest.raises(OSError, match="not a regular file"):
         writes[name]()

@@ -13,10 +13,10 @@ from cluster.processes_of import workers_of
 from same_training import course as saved_course
 from trainer.runs import GRPO_ALGORITHM
 
-import verl.trainer.state.distributed_save as joint
+import verl.trainer.state.train_state as joint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
-from verl.checkpoint.read.verify import open_verified
+from verl.checkpoint.read.reader import open_verified
 from verl.component import BuildContext, as_plain
 from verl.engines.sharding import FSDP
 from verl.errors import WorkerDied

@@ -11,9 +11,9 @@ from trial_rows import TrialRow, as_batch
 
 from verl.model_paths.packed_attention import attend_line
 from verl.models.tiny import TinyModel
-from verl.ops import varlen_attention
+from verl.ops import attention
+from verl.ops.attention import mask_reason
 from verl.ops.packing import pack
-from verl.ops.varlen_attention import mask_reason
 
 pytestmark = gpus()
 
@@ -51,7 +51,7 @@ def test_the_kernel_is_as_near_to_float64_as_attention_under_masks(share, kinds,
     assert mask_reason(heads[0], heads[2]) is None
     exact = computed(heads, above, packing, window, torch.float64)
     kernel = computed(heads, above, packing, window)
-    monkeypatch.setattr(varlen_attention, "mask_reason", lambda query, value: "as a comparison")
+    monkeypatch.setattr(attention, "mask_reason", lambda query, value: "as a comparison")
     masks = computed(heads, above, packing, window)
     for x, y, z in zip(kernel, masks, exact, strict=True):
         assert x.isfinite().all()
@@ -61,9 +61,9 @@ def test_the_kernel_is_as_near_to_float64_as_attention_under_masks(share, kinds,
 def test_sums_of_the_kernel_have_heads_first():
     packing = group(share=False)
     heads, _ = heads_of(packing, HEADS, 64)
-    layout = varlen_attention.varlen_layout(packing.segments, [(0, len(packing.tokens))], None).to("cuda")
+    layout = attention.varlen_layout(packing.segments, [(0, len(packing.tokens))], None).to("cuda")
     with torch.no_grad():
-        _, sums = varlen_attention.forward_parts(*heads, layout, None)
+        _, sums = attention.forward_parts(*heads, layout, None)
     assert sums.shape == (HEADS, len(packing.tokens))
     first = (heads[0][0].float() * heads[1][0].float()).sum(dim=-1) * 64**-0.5  # a query that sees its own key alone
     torch.testing.assert_close(sums[:, 0], first, rtol=0, atol=0.05)
@@ -75,7 +75,7 @@ def test_time_and_memory_of_a_group_with_and_without_masks(record_property, monk
     found = {}
     for name in ("kernel", "masks"):
         if name == "masks":
-            monkeypatch.setattr(varlen_attention, "mask_reason", lambda query, value: "as a comparison")
+            monkeypatch.setattr(attention, "mask_reason", lambda query, value: "as a comparison")
         computed(heads, above, packing, None)
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

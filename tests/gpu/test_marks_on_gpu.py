@@ -6,7 +6,6 @@ import pytest
 import torch
 from gpu.needs import gpus
 
-from verl.rollout.weight_verification.compare import differing
 from verl.rollout.weight_verification.fingerprint import (
     ProbeVectors,
     WeightFingerprint,
@@ -14,6 +13,7 @@ from verl.rollout.weight_verification.fingerprint import (
     fingerprint,
     full_precision,
 )
+from verl.rollout.weight_verification.verifier import differing
 
 pytestmark = gpus()
 

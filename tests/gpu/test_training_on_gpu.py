@@ -15,7 +15,7 @@ from verl.models.tiny import TinyModel
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.shm_stream import reads_peers
-from verl.trainer.plan.devices import gpu_here
+from verl.trainer.plan.workload import gpu_here
 from verl.utils.memory import computes_bfloat16
 from verl.utils.seeding import seed_everything
 

@@ -18,7 +18,7 @@ from verl.compose.compose import compose_root
 from verl.compose.schema import group_options
 from verl.compose.validate import validate
 from verl.compose.warm_start import resolve_warm_starts
-from verl.ops.counter_rng import EVALUATION
+from verl.ops.sampling import EVALUATION
 from verl.rollout.base import GenerationRequest
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.ppo_config import PPORun

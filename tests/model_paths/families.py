@@ -15,8 +15,8 @@ import torch
 from roles import start_actor
 
 from verl.errors import ConfigError
-from verl.models.call import call_model
 from verl.models.pretrained import Pretrained, quiet_transformers
+from verl.models.structure import call_model
 from verl.models.tiny import character_tokenizer
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest

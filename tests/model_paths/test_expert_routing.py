@@ -15,15 +15,15 @@ from trainer.runs import GRPO_ALGORITHM, ppo_run
 from verl.component import BuildContext
 from verl.engines.chunked_logprobs import token_log_probs
 from verl.engines.engine import TrainingEngine
-from verl.engines.expert_parallel import PROVEN
 from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import TP, Parallel
+from verl.engines.tensor_parallel import PROVEN
 from verl.http_client.endpoint import Endpoint
 from verl.model_paths.check import paths_for
 from verl.model_paths.expert_routing import routing_of, weights_of_router
-from verl.models.experts import routers
 from verl.models.heads import LMHead
 from verl.models.pretrained import Pretrained
+from verl.models.structure import routers
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout

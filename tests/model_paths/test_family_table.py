@@ -15,9 +15,9 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
 from verl.model_paths import check
 from verl.model_paths.check import finding_for, paths_for
 from verl.model_paths.families import FAST, PLAIN, UNTRIED, family_table
-from verl.models.call import call_model
 from verl.models.model_stats import known_shapes
 from verl.models.pretrained import Pretrained
+from verl.models.structure import call_model
 from verl.models.tiny import TinyModel
 
 SMALL = {

@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from verl.monitoring.row_records import evaluated_rows, token_rows, token_texts
+from verl.monitoring.ppo_metrics import evaluated_rows, token_rows, token_texts
 from verl.protocol import DataProto
 
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from verl.monitoring.spike_detector import SpikeDetector
+from verl.monitoring.nonfinite import SpikeDetector
 
 
 def band(factor: float = 10.0, history: int = 20, window: int = 100) -> SpikeDetector:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl.ops.counter_rng import EVALUATION, TRAINING, uniform
+from verl.ops.sampling import EVALUATION, TRAINING, uniform
 
 
 def ids(*numbers):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl.ops.loss_aggregation import AGGREGATIONS, LossTotals, aggregate
+from verl.ops.masking import AGGREGATIONS, LossTotals, aggregate
 
 LOSSES = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]], dtype=torch.float64)
 MASK = torch.tensor([[True, False, True], [False, False, False], [False, True, False]])

@@ -22,7 +22,7 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from verl.model_paths import context_attention
 from verl.model_paths.context_attention import ContextGroup
 from verl.model_paths.packed_attention import attend_line
-from verl.ops import varlen_attention
+from verl.ops import attention
 from verl.ops.packing import pack
 
 PROMPTS, RESPONSES = torch.tensor([5, 4, 5, 5, 2, 1, 9]), torch.tensor([14, 1, 3, 1, 7, 2, 30])
@@ -204,10 +204,10 @@ def gpu(monkeypatch):
 def test_what_the_kernel_does_not_compute_keeps_its_masks_and_is_named_once(why, gpu, caplog):
     device, dtype, of_query, of_value, *machine = KEPT[why]
     gpu(*machine)
-    varlen_attention._warn_once.cache_clear()
+    attention._warn_once.cache_clear()
     for _ in range(3):
-        assert not varlen_attention.takes_varlen(Heads(device, dtype, of_query), Heads(device, dtype, of_value))
-    assert why in varlen_attention.mask_reason(Heads(device, dtype, of_query), Heads(device, dtype, of_value))
+        assert not attention.takes_varlen(Heads(device, dtype, of_query), Heads(device, dtype, of_value))
+    assert why in attention.mask_reason(Heads(device, dtype, of_query), Heads(device, dtype, of_value))
     assert len(caplog.records) == (device != "cpu")
     assert all(why in record.getMessage() for record in caplog.records)
 
@@ -215,4 +215,4 @@ def test_what_the_kernel_does_not_compute_keeps_its_masks_and_is_named_once(why,
 @pytest.mark.parametrize(("width", "dtype", "capability"), TAKEN)
 def test_heads_that_the_kernel_computes_need_no_masks(width, dtype, capability, gpu):
     gpu(capability)
-    assert varlen_attention.takes_varlen(Heads("cuda:1", dtype, width), Heads("cuda:1", dtype, width))
+    assert attention.takes_varlen(Heads("cuda:1", dtype, width), Heads("cuda:1", dtype, width))

@@ -21,7 +21,7 @@ from replay.rows_here import scored_rows
 from safetensors.torch import load_file
 
 from verl.cluster import shm_channel
-from verl.cluster.serialization import RowSubset, deserialize, serialize
+from verl.cluster.shm_channel import RowSubset, deserialize, serialize
 from verl.errors import DataProtoValidationError
 from verl.protocol import DataProto
 from verl.replay.arrow_rows import DeviceRows, SelectedRows, rows_from_arrow, rows_to_arrow

@@ -15,8 +15,7 @@ from verl.checkpoint.save.save_request import ExistingFile
 from verl.errors import ReplayCorrupt
 from verl.protocol import DataProto
 from verl.replay.buffer import TieredBuffer
-from verl.replay.config import TieredReplay
-from verl.replay.sampling import ReplayRequest, draw
+from verl.replay.config import ReplayRequest, TieredReplay, draw
 
 SMALL = TieredReplay(max_rows=400, memory_mib=8, shard_mib=1)
 

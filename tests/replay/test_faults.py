@@ -17,8 +17,8 @@ from replay.test_remote_tier import uploaded
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import hash_buffers
 from verl.replay.buffer import TieredBuffer
+from verl.replay.config import ReplayRequest
 from verl.replay.remote_tier import RemoteTier
-from verl.replay.sampling import ReplayRequest
 from verl.replay.shard import ShardFile
 from verl.storage.config import LocalStorage
 

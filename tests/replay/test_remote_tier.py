@@ -15,8 +15,8 @@ from replay.test_buffer import SMALL, saved, texts
 
 from verl.errors import StorageUnreachable
 from verl.replay.buffer import TieredBuffer
+from verl.replay.config import ReplayRequest
 from verl.replay.remote_tier import RemoteTier
-from verl.replay.sampling import ReplayRequest
 from verl.storage.config import LocalStorage
 
 TIERED = dataclasses.replace(SMALL, max_rows=290, fetch_timeout_s=60.0)

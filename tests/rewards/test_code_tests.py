@@ -16,8 +16,7 @@ from verl.protocol import DataProto
 from verl.rewards.code_tests import CodeTests, program_of, read_tests
 from verl.sandbox.jail import Jail
 from verl.sandbox.remote import RemoteSandbox
-from verl.sandbox.unit_tests.execution import run_unit_test, try_tests
-from verl.sandbox.unit_tests.test_names import names_of
+from verl.sandbox.unit_tests.test_names import names_of, run_unit_test, try_tests
 from verl.sandbox.unprotected import Unprotected
 
 SANDBOX = Jail(timeout_s=5.0) if not list(Jail().machine_faults()) else Unprotected(timeout_s=5.0)

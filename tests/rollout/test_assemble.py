@@ -14,7 +14,7 @@ from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, Rollout
 from verl.rollout.rows import assemble
-from verl.rollout.whole_batch import WholeBatchEngine
+from verl.rollout.scripted import WholeBatchEngine
 
 LENGTHS = torch.tensor([3, 1, 2, 3, 2, 1, 3, 3])  # of two samples of four prompts
 

@@ -7,8 +7,8 @@ import torch
 from cases import each_value_once
 from roles import start_actor
 
-from verl.ops.counter_rng import EVALUATION, uniform
 from verl.ops.logprobs import log_probs_of
+from verl.ops.sampling import EVALUATION, uniform
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout

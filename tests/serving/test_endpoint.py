@@ -16,8 +16,7 @@ import torch
 from trainer.runs import GRPO_ALGORITHM, fit, ppo_run
 
 from verl.checkpoint.config import Checkpointing
-from verl.cli.generate import located, running
-from verl.cli.serve_policy import one_prompt, served, server_of
+from verl.cli.generate import located, one_prompt, running, served, server_of
 from verl.compose.load_policy import trained_on_texts
 from verl.data.calculator import CalculatorPrompts
 from verl.environments.calculator import Calculator

@@ -183,7 +183,7 @@ from pathlib import Path
 from verl.component import BuildContext
 from verl.tracking.base import Trackers
 from verl.tracking.wandb import SERVICE, WandB
-from verl.utils.child_process.stopped_watch import children
+from verl.utils.progress import children
 
 logging.basicConfig()
 running = Trackers(wandb=WandB(timeout_s=1.0)).build(BuildContext())

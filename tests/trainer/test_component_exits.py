@@ -24,7 +24,7 @@ from verl.rewards.base import Reward, RewardDescription
 from verl.rewards.function import RewardFunction
 from verl.tracking.base import Tracker, TrackerDescription, Trackers
 from verl.tracking.jsonl import JsonLines
-from verl.utils.component_exits import component_exits
+from verl.utils.signals import component_exits
 
 ROOT = Path(verl.__file__).parents[1]
 HERE = r"at line \d+ of .+test_component_exits.py"

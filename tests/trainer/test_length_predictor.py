@@ -10,8 +10,8 @@ from same_training import course, digest, newest
 from trainer.runs import fit
 
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.cluster.batch_partition import BatchPartition
 from verl.engines.sharding import DDP
+from verl.ops.batching import BatchPartition
 from verl.protocol import DataProto
 from verl.trainer import rollout_pipeline
 from verl.trainer.rollout_pipeline import LengthPredictor

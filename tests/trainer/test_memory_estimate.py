@@ -19,15 +19,15 @@ from trainer.runs import fit
 from verl.compose.compose import compose_root
 from verl.compose.schema import conf_dir
 from verl.compose.validate import validate
+from verl.engines.parallel_degrees import ShardingCost
 from verl.engines.sharding import DDP, FSDP, Sharding
-from verl.engines.sharding_cost import ShardingCost
 from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
-from verl.trainer.plan import changes as changes_module
 from verl.trainer.plan import run_plan
-from verl.trainer.plan.devices import device_named, free_disk, free_memory
+from verl.trainer.plan import run_plan as changes_module
 from verl.trainer.plan.memory import GIB, RoleMemory, estimate_memory, memory_plan
 from verl.trainer.plan.run_plan import RunPlan, plan_run
+from verl.trainer.plan.workload import device_named, free_disk, free_memory
 
 ROOT = conf_dir().parent
 MEASURE = """
@@ -38,7 +38,7 @@ from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout
 from verl.utils.memory import forget_peak, peak_memory
 import os
-from verl.ops.counter_rng import TRAINING
+from verl.ops.sampling import TRAINING
 from verl.protocol import DataProto
 
 def resident():

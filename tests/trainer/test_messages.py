@@ -10,7 +10,7 @@ from trainer.runs import ppo_run
 from trainer.test_sft import sft_run
 
 from verl.component import BuildContext
-from verl.compose.aliases import ALIASES
+from verl.compose.overrides import ALIASES
 from verl.compose.schema import group_options
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism

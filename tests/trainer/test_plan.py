@@ -27,10 +27,10 @@ from verl.protocol import DataProto
 from verl.rollout.hf import HFRollout
 from verl.trainer.plan import run_plan
 from verl.trainer.plan.activations import LiveBytes, trace_activations
-from verl.trainer.plan.devices import DEVICES, device_named
 from verl.trainer.plan.memory import GIB
 from verl.trainer.plan.run_plan import plan_run
 from verl.trainer.plan.step_time import active_parameters
+from verl.trainer.plan.workload import DEVICES, device_named
 from verl.trainer.setup import prepare_context
 from verl.utils.memory import computes_bfloat16
 

@@ -11,8 +11,8 @@ from trainer.runs import fit
 
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
-from verl.trainer.plan.devices import device_named
 from verl.trainer.plan.run_plan import plan_run
+from verl.trainer.plan.workload import device_named
 
 SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "max_position_embeddings": 256}
 GRPO = ["critic=none", "algorithm=grpo", "reference=none", "algorithm.kl.coef=0"]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from verl.utils.child_process import exit_report
-from verl.utils.child_process.exit_report import describe_exit, excerpt, log_size, memory_kills
+from verl.utils.child_process import process
+from verl.utils.child_process.process import describe_exit, excerpt, log_size, memory_kills
 
 WELL = """\
 (MainProcess pid=6683) INFO 11-22 15:42:25 [core.py:402] init engine (profile, create kv cache) took 0.05 s
@@ -56,7 +56,7 @@ def in_file(path, text: str):
 
 
 def test_a_process_that_was_well_until_it_was_killed_has_nothing_to_tell(tmp_path):
-    assert excerpt(in_file(tmp_path / "log", WELL)) == exit_report.LogExcerpt()
+    assert excerpt(in_file(tmp_path / "log", WELL)) == process.LogExcerpt()
 
 
 def test_the_traceback_that_ended_it_is_shown_with_those_it_came_from_and_named(tmp_path):
@@ -101,7 +101,7 @@ def test_a_log_that_is_not_there_is_told_and_a_long_cause_loses_its_middle(tmp_p
     assert "cannot be read" in excerpt(tmp_path / "none").lines[0]
     deep = "".join(f'  File "a.py", line {i}, in f\n' for i in range(500))
     found = excerpt(in_file(tmp_path / "log", f"Traceback (most recent call last):\n{deep}RecursionError: deep\n"))
-    assert len(found.lines) == exit_report.TRACEBACK_LINES + 1
+    assert len(found.lines) == process.TRACEBACK_LINES + 1
     assert found.lines[-1] == found.cause == "RecursionError: deep"
 
 
@@ -109,7 +109,7 @@ def test_ends_are_named_and_lack_of_memory_is_told_from_a_signal_that_was_sent(m
     assert describe_exit(3) == "exit status 3"
     assert describe_exit(-11) == "signal SIGSEGV"
     assert describe_exit(-9) == "signal SIGKILL (out of memory, unless somebody sent it)"
-    monkeypatch.setattr(exit_report, "memory_kills", lambda: 5)
+    monkeypatch.setattr(process, "memory_kills", lambda: 5)
     assert "sent by another process" in describe_exit(-9, 5)
     assert describe_exit(-9, 4).startswith("signal SIGKILL: out of memory")
     monkeypatch.undo()

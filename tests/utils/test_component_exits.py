@@ -13,8 +13,7 @@ import pytest
 
 import verl
 from verl.errors import ComponentExit
-from verl.utils.component_exits import component_exits, raised_by_code
-from verl.utils.signals import StopRequest
+from verl.utils.signals import StopRequest, component_exits, raised_by_code
 
 ROOT = Path(verl.__file__).parents[1]
 EXITS = {
@@ -93,7 +92,7 @@ def test_threads_end_in_words_and_children_and_the_script_itself_as_they_want(bo
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys, threading, time\nfrom multiprocessing import get_context\n"
-        "from verl.utils.component_exits import component_exits\n"
+        "from verl.utils.signals import component_exits\n"
         f"def main():\n    with component_exits(directly=False):\n        {body}\nmain()\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

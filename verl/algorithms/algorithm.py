@@ -11,12 +11,12 @@ from pydantic import Field, NonNegativeFloat, PositiveInt
 from verl.algorithms.advantages import AdvantageEstimator
 from verl.algorithms.distillation import Distillation
 from verl.algorithms.dynamic_sampling import DynamicSampling
+from verl.algorithms.functions import state_fault
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.algorithms.kl import KLControl, NoKL
 from verl.algorithms.losses import ClippedValueLoss, PolicyLoss, ValueLoss
-from verl.algorithms.part_state import state_fault
 from verl.component import Description, component
-from verl.ops.loss_aggregation import Aggregation
+from verl.ops.masking import Aggregation
 from verl.protocol import DataProto
 
 NORMED = "seq-mean-token-sum-norm"
@@ -33,7 +33,7 @@ class Algorithm(Description):
         kl: KL control.
         entropy_coef: coefficient of the entropy bonus, at least 0, in loss per nat.
         final_entropy_coef: its value at the last update, reached linearly; null keeps it constant.
-        aggregation: how losses per token become a scalar, see verl.ops.loss_aggregation.
+        aggregation: how losses per token become a scalar, see verl.ops.masking.
         norm_length: divisor in tokens of seq-mean-token-sum-norm; null with any other aggregation.
         proximal: whose log-probs are `old_log_probs`, which the ratio of the policy loss starts from. `trainer`: those
             of the weights before the update, by a forward pass unless the only update computes them. `behaviour`: those
@@ -103,7 +103,6 @@ class Algorithm(Description):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the run needs a reference."""
         return self.kl.needs_reference or self.distill is not None
 
     @property

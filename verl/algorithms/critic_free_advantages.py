@@ -96,8 +96,7 @@ class ReinforcePlusPlusBaseline(AdvantageEstimator):
         A_it = (a_i - mean of the batch) / std of the batch, both over tokens
 
     Source: Hu et al. 2025, arXiv:2501.03262, REINFORCE++-baseline (KLInLoss with k2 goes with it). Unlike the std of
-        the group, the
-    std of the batch does not amplify a group with nearly equal rewards.
+    the group, the std of the batch does not amplify a group with nearly equal rewards.
     Degenerate: if every group has equal rewards all advantages are exact zeros. A group of equal rewards among mixed
     ones is not exactly zero, since lengths move the mean of the batch. A row with an empty mask gives zeros and does
     not count.

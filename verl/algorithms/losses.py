@@ -1,7 +1,7 @@
 """Policy and value losses, per token: from current log-probabilities or values and the batch.
 
 `PPOClip`, `GSPO` and `CISPO` are policy losses; `ClippedValueLoss` is the critic's. A loss returns one value per
-token; `verl.ops.loss_aggregation` reduces them to a scalar.   B responses, T response length.
+token; `verl.ops.masking` reduces them to a scalar.   B responses, T response length.
 """
 
 from __future__ import annotations

@@ -141,7 +141,6 @@ class Checkpointing(Description):
 
     @property
     def retention(self) -> Retention:
-        """The retention rules."""
         best = self.keep_best or self.save_best
         return Retention(
             keep_last_n=self.keep_last_n, keep_best=best, best_mode=self.best_mode, keep_every=self.keep_every

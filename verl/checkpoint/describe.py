@@ -14,7 +14,7 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint, open_checkpoint, read_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import MANIFEST
-from verl.checkpoint.read.verify import Level, open_verified
+from verl.checkpoint.read.reader import Level, open_verified
 from verl.checkpoint.retention import pins
 from verl.errors import (
     BadCheckpoint,
@@ -52,7 +52,6 @@ class CheckpointSummary:
 
     @property
     def name(self) -> str:
-        """Name of the directory."""
         return self.directory.name
 
     def to_json(self) -> dict[str, Any]:

@@ -11,8 +11,7 @@ from verl.checkpoint.core.checkpoint import Checkpoint, loss_points, parse_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import STATE, FileEntry
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory, ResolvedPath, resolve_path
-from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.read.verify import Level
+from verl.checkpoint.read.reader import CheckpointReader, Level
 from verl.checkpoint.remote.commit_log import LogRecord
 from verl.checkpoint.remote.remote_store import RemoteCheckpoint, RemoteStore
 from verl.errors import BadCheckpoint, CheckpointNotFound
@@ -55,7 +54,7 @@ class CheckpointManager:
     @cached_property
     def _tier(self) -> tuple[RemoteStore, LogRecord | None]:
         """The tier in object storage, and the checkpoint's name if the address has one."""
-        from verl.checkpoint.remote.resolve import find_at
+        from verl.checkpoint.remote.transfer import find_at
 
         assert self.address is not None
         return find_at(self.address)
@@ -88,12 +87,10 @@ class CheckpointManager:
 
     @property
     def directory(self) -> Path:
-        """Directory of the checkpoint."""
         return self.checkpoint.directory
 
     @property
     def name(self) -> str:
-        """Name of its directory."""
         return self.checkpoint.name
 
     @property

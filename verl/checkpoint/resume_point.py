@@ -20,12 +20,10 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import MANIFEST
 from verl.checkpoint.read.discovery import LATEST, POINTER, CheckpointDirectory, read_pointer
 from verl.checkpoint.read.lazy_tensors import as_tensor
-from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.read.verify import Level, open_verified
+from verl.checkpoint.read.reader import CheckpointReader, Level, open_verified
 from verl.checkpoint.remote.commit_log import LogRecord
 from verl.checkpoint.remote.remote_store import RemoteStore
-from verl.checkpoint.remote.resolve import CheckpointTier, bring
-from verl.checkpoint.remote.transfer import pull
+from verl.checkpoint.remote.transfer import CheckpointTier, bring, pull
 from verl.errors import (
     BadCheckpoint,
     CheckpointCorrupt,

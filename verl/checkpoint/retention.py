@@ -9,7 +9,6 @@ import contextlib
 import json
 import secrets
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,6 +28,7 @@ from verl.checkpoint.core.filesystem import (
     write_by_rename,
     write_errors,
 )
+from verl.checkpoint.core.manifest import utc_now
 from verl.checkpoint.read.discovery import FORMAT, PINS, TRASH
 from verl.component import Description, component
 from verl.errors import BadCheckpoint, CheckpointNotFound
@@ -183,7 +183,7 @@ def pin(store: CheckpointStore, name: str, reason: str = "") -> None:
     with write_errors(f"pinning {name}"):
         directory = store.directory / PINS
         make_directories(store.disk, directory, store.directory)
-        record = {"reason": reason, "since": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        record = {"reason": reason, "since": utc_now()}
         write_by_rename(store.disk, directory / checkpoint.name, json.dumps(record).encode() + b"\n")
         store.disk.sync_directory(directory)
         store.disk.sync_directory(store.directory)

@@ -3,15 +3,12 @@
 checkpoint         `verl checkpoint`: list, inspect, verify, compare, pin, clean, export
 checkpoint_report  The output of `verl checkpoint inspect` and `diff`
 console            Console output of commands: tables, JSON, sizes, one line for an error, and the exit status
-generate           `verl eval` and `verl generate`: evaluates a saved policy or samples from it
-lineage            `verl lineage`: which run came from which checkpoint of which run, as a tree or as JSON
-main               The console command `verl`
-models             `verl env --models`: execution paths used for a model, and why others are not
+generate           `verl eval`, `verl generate` and `verl serve-policy`: evaluates, samples or serves a saved policy
+main               The console command `verl`, and `verl env`
 plan               `verl plan`: memory, time and disk of a run, before anything is loaded
 report             `verl report`, and the tracker that writes its page: a run, or several to compare them
 resume_check       `verl resume-check`: does a resumed run give the same numbers as a run without a stop?
-runs               `verl runs`: the runs below a directory, and their removal; `verl diff`: what differs between two
+runs               `verl runs`, `verl diff` and `verl lineage`: runs of a directory, differences, origins
 samples            `verl samples`: browse the rollouts of a run, as a table, one prompt across steps, as JSON
-serve_policy       `verl serve-policy`: a saved policy behind an OpenAI-compatible endpoint
 train              The commands that train: one for each root (`verl ppo`, `verl sft`, ...), and `verl quickstart`
 """

@@ -25,10 +25,9 @@ from verl.checkpoint.read.discovery import (
     directories_below,
     resolve_path,
 )
-from verl.checkpoint.read.verify import Level
+from verl.checkpoint.read.reader import Level
 from verl.checkpoint.remote.remote_store import RemoteStore
-from verl.checkpoint.remote.resolve import find_at
-from verl.checkpoint.remote.transfer import CheckpointUpload
+from verl.checkpoint.remote.transfer import CheckpointUpload, find_at
 from verl.checkpoint.remote.transfer import pull as pull_one
 from verl.checkpoint.retention import Retention, clean, plan
 from verl.cli.checkpoint_report import as_json, print_comparison, print_inspection
@@ -46,7 +45,7 @@ from verl.cli.console import (
 )
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, CheckpointUnsupported, ConfigError
 from verl.storage.config import is_address, storage_at
-from verl.utils.temporary_directory import TemporaryDirectory
+from verl.utils.directories import TemporaryDirectory
 
 ADDRESS = "Checkpoints in object storage, such as s3://BUCKET/PREFIX, or one of them. Credentials: the environment."
 

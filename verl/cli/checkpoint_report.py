@@ -11,8 +11,16 @@ import typer
 from packaging.version import Version
 
 import verl
-from verl.checkpoint.core.checkpoint import Checkpoint, loss_points
-from verl.checkpoint.core.format_versions import FORMATS, FormatFinding, findings, format_of, is_ahead, parse_version
+from verl.checkpoint.core.checkpoint import (
+    FORMATS,
+    Checkpoint,
+    FormatFinding,
+    findings,
+    format_of,
+    is_ahead,
+    loss_points,
+    parse_version,
+)
 from verl.checkpoint.core.manifest import LogicalTensor
 from verl.checkpoint.describe import CheckpointSummary, components
 from verl.checkpoint.read.compare import CheckpointDifference

@@ -22,8 +22,8 @@ from typing import Any, NoReturn, TypeVar
 import typer
 
 from verl.compose.schema import set_own_conf_dirs
-from verl.errors import BadCheckpoint, ConfigError, VerlError
-from verl.tracking.console import end_cut, equal_share, fitting_columns, reader_may_leave
+from verl.errors import BadCheckpoint, ConfigError, VerlError, end_cut
+from verl.tracking.console import equal_share, fitting_columns, reader_may_leave
 from verl.tracking.jsonl import plain
 from verl.utils.external_input import printable
 from verl.utils.memory import out_of_memory_message, refuse_small_address_space

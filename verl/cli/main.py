@@ -1,8 +1,11 @@
-"""The console command `verl`."""
+"""The console command `verl`, and `verl env` with the execution paths of model families."""
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -11,24 +14,49 @@ from typer.core import TyperGroup
 
 import verl
 from verl.cli import checkpoint, train
-from verl.cli.console import echo, one_line_errors
-from verl.cli.generate import evaluate, generate
-from verl.cli.lineage import lineage
-from verl.cli.models import print_families, print_summary
+from verl.cli.console import echo, one_line_errors, print_table
+from verl.cli.generate import evaluate, generate, serve_policy
 from verl.cli.plan import plan
-from verl.cli.report.command import report
-from verl.cli.report.watch import watch
+from verl.cli.report.watch import report, watch
 from verl.cli.resume_check import resume_check
-from verl.cli.runs import diff, runs
+from verl.cli.runs import diff, lineage, runs
 from verl.cli.samples import samples
-from verl.cli.serve_policy import serve_policy
 from verl.compose.schema import ROOTS
 from verl.errors import ConfigError
+from verl.model_paths.families import family_table, summaries
 from verl.tracking.console import reader_may_leave
 from verl.utils.child_process.interpreter import run_main
-from verl.utils.component_exits import component_exits
 from verl.utils.env_check import BACKENDS, check_env
 from verl.utils.redact import redact_output
+from verl.utils.signals import component_exits
+
+FAMILIES_WIDTH = 80
+
+
+def print_summary() -> None:
+    """Print how many families of models run on fast paths, on plain ones, and are refused."""
+    counts = Counter(summary.status.partition(" up to")[0] for summary in summaries())
+    words = ", ".join(f"{counts[status]} {status}" for status in ("fast", "plain", "refused", "not built"))
+    echo(f"    model families: {words}; see verl env --models")
+
+
+def print_families(names: Sequence[str] = ()) -> None:
+    """Print the execution paths of some families, or of all.
+
+    Raises:
+        ConfigError: a family is not in the table.
+    """
+    known = family_table().families
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=3)
+            raise ConfigError(
+                f"family is {name!r}: no model of this model_type was tried, so it takes plain paths."
+                + (f" Did you mean {' or '.join(near)}?" if near else "")
+            )
+    chosen = [summary for summary in summaries() if not names or summary.family in names]
+    rows = [(summary.name, summary.status, summary.scoring or summary.note, summary.decoding) for summary in chosen]
+    print_table(("model", "", "scoring", "decoding"), rows, width=FAMILIES_WIDTH)
 
 
 class _Commands(TyperGroup):

@@ -17,8 +17,8 @@ from verl.utils.redact import redact
 
 if TYPE_CHECKING:
     from verl.trainer.plan.async_plan import AsyncPlan
-    from verl.trainer.plan.devices import DeviceRates
     from verl.trainer.plan.run_plan import RunPlan
+    from verl.trainer.plan.workload import DeviceRates
 
 DEVICE = "plan.device="
 PLAN_ONLY = "plan=only"  # an argument of the main scripts
@@ -123,7 +123,7 @@ def _rates(run: Any, name: str | None, measure: bool) -> DeviceRates:
     import torch
 
     from verl.models.model_stats import model_stats, sizes_config
-    from verl.trainer.plan.devices import device_named, gpu_here, measured_here
+    from verl.trainer.plan.workload import device_named, gpu_here, measured_here
 
     if measure:
         if name not in (None, "cpu"):
@@ -137,8 +137,8 @@ def _rates(run: Any, name: str | None, measure: bool) -> DeviceRates:
 
 
 def _planned(run: Any, rates: DeviceRates, exact: bool, response: int | None, upload_mib_s: float | None) -> Any:
-    from verl.trainer.plan.devices import free_disk
     from verl.trainer.plan.run_plan import plan_run
+    from verl.trainer.plan.workload import free_disk
 
     saves = run.checkpoint
     directory = Path(saves.save_dir or ".").expanduser() if saves is not None else Path()

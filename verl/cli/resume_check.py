@@ -33,9 +33,9 @@ from verl.cli.console import CONFIG_DIR, echo
 from verl.compose.schema import ROOTS
 from verl.errors import ConfigError
 from verl.utils.child_process.process import reap
+from verl.utils.directories import TemporaryDirectory
 from verl.utils.external_input import read_text
 from verl.utils.progress import STARTER_VARIABLE, Progress, ProgressWatch
-from verl.utils.temporary_directory import TemporaryDirectory
 
 if TYPE_CHECKING:
     from verl.checkpoint.core.checkpoint import Checkpoint
@@ -226,7 +226,7 @@ def _kill_in_episode(launcher: RunLauncher, stop_after: int) -> None:
 def _num_answers(launcher: RunLauncher, saved_in: str, step: int) -> int:
     """Answers of environments that the journal has of a step of training."""
     from verl.environments.journal import journal_records
-    from verl.ops.counter_rng import TRAINING
+    from verl.ops.sampling import TRAINING
 
     records = journal_records(launcher.directory / f"{saved_in}_checkpoints/episode_journal", step)
     return sum("answer" in x and x["record"][0].startswith(f"{TRAINING}.{step}.") for x in records)

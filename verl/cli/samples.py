@@ -16,8 +16,8 @@ import typer
 
 from verl.cli.console import echo, one_line_errors, output_width, print_json, print_table
 from verl.cli.report.samples import EPISODE, OF_BUFFER, DumpedSample, read_samples
-from verl.errors import ConfigError
-from verl.tracking.console import end_cut, visible
+from verl.errors import ConfigError, end_cut
+from verl.tracking.console import visible
 from verl.utils.external_input import write_text
 
 WIDTH = 60  # width of a text if the output has none
@@ -190,7 +190,6 @@ def _turn_rows(sample: DumpedSample) -> Iterator[list[str]]:
 
 
 def observation_text(observation: Any) -> str:
-    """An observation as one text."""
     if isinstance(observation, str):
         return observation
     return "\n".join(str(message.get("content", "")) for message in observation)

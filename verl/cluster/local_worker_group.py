@@ -24,23 +24,14 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, BinaryIO
 
-from verl.cluster.rpc import (
-    END_TIMEOUT_S,
-    STACK_TIMEOUT_S,
-    ColocatedRoles,
-    Deadline,
-    PendingCall,
-    RemoteWorkerGroup,
-)
-from verl.cluster.serialization import RowSubset
-from verl.cluster.shm_channel import Message, MessagePacker, ShmChannel, nameless_file, send_if_open
+from verl.cluster.rpc import END_TIMEOUT_S, STACK_TIMEOUT_S, ColocatedRoles, Deadline, PendingCall, RemoteWorkerGroup
+from verl.cluster.shm_channel import Message, MessagePacker, RowSubset, ShmChannel, nameless_file, send_if_open
 from verl.cluster.worker import WorkerCall, WorkerReply, WorkerStart, refuse_mixed_versions
 from verl.component import BuildContext
 from verl.protocol.dispatch import dispatch_of
 from verl.utils.child_process.channel import ChannelClosed
 from verl.utils.child_process.process import ChildLog, ChildProcess
-from verl.utils.child_process.stopped_watch import StoppedTime
-from verl.utils.progress import Progress
+from verl.utils.progress import Progress, StoppedTime
 
 
 class InlineWorkerGroup:

@@ -23,14 +23,13 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from verl.cluster.batch_partition import BatchPartition
 from verl.cluster.shm_channel import ShmBlockPool
 from verl.component import BuildContext
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, Traceback, VerlError, WorkerDied, WorkerError, WorkerHung
+from verl.ops.batching import BatchPartition
 from verl.protocol.dispatch import Dispatch, dispatch_of
-from verl.utils.child_process.stopped_watch import StoppedTime
-from verl.utils.progress import Progress, ProgressWatch, report
+from verl.utils.progress import Progress, ProgressWatch, StoppedTime, report
 
 START = "start"  # the call that builds the roles, in errors
 BUILD_TIMEOUT_S = 600.0  # without progress, until all roles are built, unless calls are given longer
@@ -92,7 +91,6 @@ class RoleHandle:
 
 
 def role_handles(cluster: WorkerGroup, host: ColocatedRoles) -> dict[str, RoleHandle]:
-    """A handle for each role of a host."""
     return {role: RoleHandle(cluster, role, kind) for role, kind in host.worker_types().items()}
 
 

@@ -21,14 +21,7 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
 from verl.component import hint, nearest
 from verl.compose.compose import compose_root, parsed_override, readable
-from verl.compose.overrides import (
-    WITHOUT_PACKAGE,
-    Overrides,
-    assign,
-    no_option,
-    split_at_commas,
-    with_copies,
-)
+from verl.compose.overrides import WITHOUT_PACKAGE, Overrides, assign, no_option, split_at_commas, with_copies
 from verl.compose.schema import CHOOSERS, ROOTS, group_options, root_keys, set_own_conf_dirs
 from verl.errors import ConfigError, root_cause
 

@@ -6,6 +6,8 @@ arguments -> aliases and checks of the command line -> Hydra -> RunStart -> main
 
 The driver starts its workers itself: under torchrun the first process is the driver, and the others exit. Every process
 refuses `torchrun --nnodes=2`: Ray is the engine for several machines.
+
+`--help` prints usage, examples, and the options of every group.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import os
 import re
 import shlex
 import sys
+import textwrap
 import threading
 import time
 import traceback
@@ -36,22 +39,67 @@ from omegaconf.errors import OmegaConfBaseException
 from verl import errors
 from verl.compose import schema
 from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults, swept_overrides
-from verl.compose.help_text import help_text
 from verl.compose.overrides import Overrides
 from verl.compose.run_start import RunStart
-from verl.compose.schema import ROOTS, conf_dir
+from verl.compose.schema import ROOTS, conf_dir, group_options, root_keys
 from verl.errors import CheckpointError, ConfigError, StorageError, VerlError, WorkerError, root_cause
 from verl.tracking.console import reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.utils import torchrun
-from verl.utils.component_exits import component_exits
-from verl.utils.kernel_cache import set_kernel_cache
+from verl.utils.directories import set_kernel_cache
 from verl.utils.memory import out_of_memory_message, refuse_small_address_space
 from verl.utils.progress import report_to_starter
 from verl.utils.redact import redact, redact_output
-from verl.utils.signals import Terminated, ignore_interrupts, orderly_termination
+from verl.utils.signals import Terminated, component_exits, ignore_interrupts, orderly_termination
 
+_GROUPS = {
+    "actor": "The model that is trained, with its optimizer and LoRA.",
+    "algorithm": "Advantages, loss, KL penalty, number of updates.",
+    "checkpoint": "When the whole training state is saved, and how.",
+    "critic": "The model that estimates values, for algorithms that need it.",
+    "data": "Prompts or texts to train on, and held-out ones.",
+    "debug": "Small variations that work with every experiment.",
+    "environment": "Episodes of several turns, with tools or a world.",
+    "experiment": "A whole run as one file.",
+    "loss": "The loss of preferences.",
+    "reference": "The frozen model of the KL penalty, or a teacher.",
+    "replay": "Whether scored rows are kept and used again.",
+    "reward": "How a response is scored.",
+    "rollout": "The engine that samples responses.",
+    "sandbox": "Where programs run that the model wrote.",
+    "sharding": "How the model and its work are divided over processes.",
+    "storage": "A second place for checkpoints, in object storage.",
+    "sweep": "Several runs from one command, compared in a table.",
+    "tracker": "Where metrics, samples and tables go.",
+    "trainer": "Length of the run, batch sizes, evaluation, devices.",
+}
 COUNT = "trainer.n_gpus_per_node"
+
+
+def help_text(root: str) -> str:
+    """The help of a root, with the options of the user's directories. Hydra would take seconds to list them.
+
+    Args:
+        root: a name of `ROOTS`.
+    """
+    options, indent = group_options(), " " * 6
+    wrap: Any = {"width": 80, "initial_indent": indent, "subsequent_indent": indent, "break_on_hyphens": False}
+    groups = "\n".join(
+        f"  {group}: {_GROUPS.get(group, '')}\n{textwrap.fill(', '.join(options[group]), **wrap)}"
+        for group in sorted(root_keys(root))
+    )
+    return f"""{ROOTS[root].purpose}
+
+  usage: verl {ROOTS[root].command} [GROUP=OPTION ...] [PATH.TO.KEY=VALUE ...] [-m]
+
+  examples{ROOTS[root].examples}
+
+  groups
+{groups}
+
+  Every key is explained in conf/<group>/<option>.yaml.
+  Results go to outputs/<project>/<experiment>/<time>.
+"""
 
 
 def refuse_several_machines(root: str) -> None:

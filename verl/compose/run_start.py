@@ -23,8 +23,8 @@ from verl.compose.overrides import options_in
 from verl.compose.schema import CHOOSERS, LISTS, group_options
 from verl.compose.validate import TARGET, refuse_here
 from verl.compose.warm_start import resolve_warm_starts
-from verl.errors import ConfigError
-from verl.tracking.console import end_cut, print_line, shown_path, visible
+from verl.errors import ConfigError, end_cut
+from verl.tracking.console import print_line, shown_path, visible
 from verl.tracking.jsonl import plain
 from verl.tracking.logging_setup import setup_logging
 from verl.utils.external_input import write_text
@@ -66,7 +66,6 @@ class RunStart:
 
     @property
     def context(self) -> BuildContext:
-        """The build context of the trainer."""
         return BuildContext(run_dir=self.run_dir, job=self.name, swept=self.swept)
 
     def build(self, run: Any, tokenizer: Any = None) -> Any:

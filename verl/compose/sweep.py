@@ -13,7 +13,7 @@ class SweepTable(Callback):
     """Hydra callback that prints and saves the table of a sweep after its last job, with any launcher."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        from verl.tracking.sweep_table import outcomes, show, write
+        from verl.tracking.plots import outcomes, show, write
 
         directory = Path(config.hydra.sweep.dir)
         if not directory.is_dir() or not (jobs := outcomes(directory)):

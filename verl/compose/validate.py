@@ -29,7 +29,7 @@ from verl.component import (
 )
 from verl.compose.schema import LISTS, group_options
 from verl.errors import ConfigError
-from verl.utils.component_exits import as_component_exit, raised_by_code
+from verl.utils.signals import as_component_exit, raised_by_code
 
 _DEPTH = 40  # deeper than any real configuration; detects a node that refers to its own parent
 

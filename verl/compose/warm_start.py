@@ -24,8 +24,8 @@ from verl.compose.schema import group_options
 from verl.compose.validate import validate
 from verl.errors import ConfigError
 from verl.models.model_files import WARM_START
+from verl.utils.directories import TemporaryDirectory, cache_root
 from verl.utils.memory import gpu_name_from_outside
-from verl.utils.temporary_directory import TemporaryDirectory
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,8 +56,7 @@ def resolve_warm_starts(run: Any, console: Console, overrides: Sequence[str] = (
 
 def warm_start_dir(name: str, run: Any) -> Path:
     """Cache directory of a warm start, which may not exist yet; its key includes all that the weights depend on."""
-    cache = Path(os.environ.get("VERL_CACHE") or Path.home() / ".cache" / "verl").expanduser()
-    return cache / "warm_starts" / f"{name}-{cache_key(run)}"
+    return cache_root() / "warm_starts" / f"{name}-{cache_key(run)}"
 
 
 def with_architectures(run: Any) -> Any:

@@ -1,7 +1,7 @@
 """Data sets: rows of files as prompts or as sequences for supervised fine-tuning.
 
 arithmetic     Generated addition problems such as `37+58=`, with a held-out set for evaluation
-base           Base classes and settings of data sets: `DataSplits`, and the options of prompts and SFT
+base           Base classes and settings of data sets: `DataSplits`, options of prompts and SFT, tokenised rows
 calculator     Sums and products that the built-in model cannot compute, for the tool `calc`
 chat_template  Chat templates: the prompt column as text and tokens, conversations as tokens
 curriculum     Curricula: prompts are drawn by what the run has seen of them, exact to resume
@@ -14,5 +14,4 @@ readers        Readers of parquet and JSONL files; each row has its file and lin
 rlhf_dataset   Prompts for reinforcement learning, tokenised once and padded on the left when a batch is made
 sampler        The data sampler: a seeded order per epoch, whose state is three numbers
 sft_dataset    Supervised fine-tuning data
-tokenization   Tokenised rows: cutting long ones, and keeping ragged ones in one flat tensor
 """

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field, PositiveInt
 
 from verl.component import BuildContext, Description, component
-from verl.data.base import DataSplits, PreferenceOptions, PreferenceSource, PromptSource, TextSource
+from verl.data.base import SPLITS, DataSplits, PreferenceOptions, PreferenceSource, PromptSource, Split, TextSource
 from verl.data.preference_dataset import PreferenceDataset
 from verl.data.readers import RowErrors
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 from verl.errors import ConfigError
-
-Split = Literal["train", "eval"]
 
 MAX_ROWS_WITHOUT_SIZE = 100_000
 WRONG_BY = (1, 2, 3, 10, 20)  # of wrong sums
@@ -117,11 +115,7 @@ class ArithmeticPrompts(Arithmetic, PromptSource):
         return {"data": frozenset({"answer"})}
 
     def build(self, context: BuildContext) -> DataSplits:
-        config = {"max_prompt_length": self.max_prompt_length}
-        return DataSplits(
-            train=RLHFDataset.from_rows(self.rows("train"), tokenizer=context.tokenizer, config=config),
-            eval=RLHFDataset.from_rows(self.rows("eval"), tokenizer=context.tokenizer, config=config),
-        )
+        return DataSplits.generated(RLHFDataset, self.rows, context, max_prompt_length=self.max_prompt_length)
 
 
 @component
@@ -139,11 +133,7 @@ class ArithmeticSFT(Arithmetic, TextSource):
         yield from length_faults(self.digits, self.max_length)
 
     def build(self, context: BuildContext) -> DataSplits:
-        config = {"max_length": self.max_length, "completion_key": "answer"}
-        return DataSplits(
-            train=SFTDataset.from_rows(self.rows("train"), tokenizer=context.tokenizer, config=config),
-            eval=SFTDataset.from_rows(self.rows("eval"), tokenizer=context.tokenizer, config=config),
-        )
+        return DataSplits.generated(SFTDataset, self.rows, context, max_length=self.max_length, completion_key="answer")
 
 
 @component
@@ -175,8 +165,7 @@ class ArithmeticPreferences(Arithmetic, PreferenceSource):
     def build(self, context: BuildContext) -> DataSplits:
         options = PreferenceOptions(max_length=self.max_length)
         train, held_out = (
-            PreferenceDataset.from_rows(self.pairs(split), context.tokenizer, options, RowErrors())
-            for split in ("train", "eval")
+            PreferenceDataset.from_rows(self.pairs(split), context.tokenizer, options, RowErrors()) for split in SPLITS
         )
         return DataSplits(train=train, eval=held_out)
 

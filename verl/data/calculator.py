@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar
 
 from pydantic import Field, PositiveInt
 
 from verl.component import BuildContext, Description, UnitInterval, component
-from verl.data.base import DataSplits, PromptSource, TextSource
+from verl.data.base import DataSplits, PromptSource, Split, TextSource
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 
-Split = Literal["train", "eval"]
 EOS = "<eos>"
 
 
@@ -64,11 +63,7 @@ class CalculatorPrompts(PromptSource):
         return rows[: self.held_out] if split == "eval" else rows[self.held_out :]
 
     def build(self, context: BuildContext) -> DataSplits:
-        config = {"max_prompt_length": self.max_prompt_length}
-        return DataSplits(
-            train=RLHFDataset.from_rows(self.rows("train"), tokenizer=context.tokenizer, config=config),
-            eval=RLHFDataset.from_rows(self.rows("eval"), tokenizer=context.tokenizer, config=config),
-        )
+        return DataSplits.generated(RLHFDataset, self.rows, context, max_prompt_length=self.max_prompt_length)
 
 
 @component
@@ -126,12 +121,7 @@ class CalculatorSFT(TextSource, Description):
         return f"{numbers[0]}{signs[0]}{numbers[1]}{signs[1]}{numbers[2]}", True
 
     def build(self, context: BuildContext) -> DataSplits:
-        config = {"max_length": self.max_length, "completion_key": "completion"}
-        return DataSplits(
-            train=SFTDataset.from_rows(self.rows("train"), tokenizer=context.tokenizer, config=config),
-            eval=SFTDataset.from_rows(self.rows("eval"), tokenizer=context.tokenizer, config=config),
-            may_repeat=True,
-        )
+        return DataSplits.generated(SFTDataset, self.rows, context, may_repeat=True, max_length=self.max_length)
 
 
 def calculated(problem: str) -> str:

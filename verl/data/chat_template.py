@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeGuard
 
 from verl.data.readers import DataRows, RowErrors
-from verl.errors import ConfigError
+from verl.errors import ConfigError, end_cut
 from verl.utils.child_process.trial import template_fault
 
 FinalAssistant = Literal["error", "drop", "answer"]
@@ -223,8 +223,7 @@ def text_fault(text: str) -> str | None:
 
 def shortened(value: Any) -> str:
     """A value for a message, in at most 80 characters."""
-    text = repr(value[:80]) if isinstance(value, str) else repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
+    return end_cut(repr(value[:80]) if isinstance(value, str) else repr(value), 80)
 
 
 def _prompt_fault(rows: DataRows, key: str, index: int) -> str | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import random
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import PositiveInt
 
 from verl.component import BuildContext, component
-from verl.data.base import DataSplits, PromptSource, TextSource
+from verl.data.base import DataSplits, PromptSource, Split, TextSource
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
 
@@ -62,8 +62,7 @@ class GuessNumberSFT(TextSource):
     seed: int = 0
     max_length: PositiveInt = 64
 
-    def rows(self, split: Literal["train", "eval"]) -> list[dict[str, str]]:
-        """Texts of a split."""
+    def rows(self, split: Split) -> list[dict[str, str]]:
         chosen = random.Random(f"guess number warm start/{split}/{self.seed}")
         rows = []
         for _ in range(self.train_size if split == "train" else self.held_out):
@@ -75,9 +74,4 @@ class GuessNumberSFT(TextSource):
         return rows
 
     def build(self, context: BuildContext) -> DataSplits:
-        config = {"max_length": self.max_length, "completion_key": "completion"}
-        return DataSplits(
-            train=SFTDataset.from_rows(self.rows("train"), tokenizer=context.tokenizer, config=config),
-            eval=SFTDataset.from_rows(self.rows("eval"), tokenizer=context.tokenizer, config=config),
-            may_repeat=True,
-        )
+        return DataSplits.generated(SFTDataset, self.rows, context, may_repeat=True, max_length=self.max_length)

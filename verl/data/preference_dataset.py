@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.data.base import PreferenceOptions
+from verl.data.base import PreferenceOptions, RaggedTokens, fit_lengths, pad_id_of
 from verl.data.chat_template import ChatTemplate, messages_fault, shortened, text_fault, text_tokens
 from verl.data.readers import DataRows, RowErrors
-from verl.data.tokenization import RaggedTokens, fit_lengths, pad_id_of
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 

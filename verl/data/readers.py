@@ -35,7 +35,6 @@ class RowErrors:
         return len(self.faults)
 
     def add(self, fault: str) -> None:
-        """Add the fault of a row."""
         self.faults.append(fault.rstrip("."))
 
     def settle(self, num_rows: int) -> None:

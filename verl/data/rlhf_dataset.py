@@ -13,10 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.data.base import PromptOptions, read_options
+from verl.data.base import PromptOptions, RaggedTokens, cut, fit_lengths, object_array, pad_id_of, read_options
 from verl.data.chat_template import ChatTemplate, render_prompts, without_final_assistant
 from verl.data.readers import DataRows, RowErrors, read_rows
-from verl.data.tokenization import RaggedTokens, cut, fit_lengths, object_array, pad_id_of
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.protocol.fields import FIELDS

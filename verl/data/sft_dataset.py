@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.data.base import SFTOptions, read_options
+from verl.data.base import RaggedTokens, SFTOptions, cut, fit_lengths, pad_id_of, read_options
 from verl.data.chat_template import (
     ChatTemplate,
     conversation_tokens,
@@ -20,7 +20,6 @@ from verl.data.chat_template import (
     text_fault,
 )
 from verl.data.readers import DataRows, RowErrors, read_rows
-from verl.data.tokenization import RaggedTokens, cut, fit_lengths, pad_id_of
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 
@@ -48,7 +47,7 @@ class LossMaskedTokens:
         return any(self.learned[1:]) and not all(self.learned)
 
     def cut(self, limit: int, truncation: str) -> LossMaskedTokens:
-        """At most `limit` tokens; see `verl.data.tokenization.cut`."""
+        """At most `limit` tokens; see `verl.data.base.cut`."""
         return LossMaskedTokens(cut(self.tokens, limit, truncation), cut(self.learned, limit, truncation))
 
 

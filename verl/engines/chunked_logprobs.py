@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from verl.model_paths.micro_batch import MicroBatch
-from verl.models.call import call_model
 from verl.models.heads import LMHead
+from verl.models.structure import call_model
 from verl.ops.logprobs import entropy_of, log_probs_of
 
 Entropy = Literal["grad", "value"] | None

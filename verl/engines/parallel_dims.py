@@ -26,10 +26,16 @@ import torch
 from torch import Tensor, nn
 
 from verl.component import BuildContext
-from verl.engines.expert_parallel import EXPERT, EXPERT_SHARD, divide_experts, experts_gathered
 from verl.engines.fsdp import free_gathered_parameters, gathered, load_own_slices, set_reduces_gradients, shard_fully
 from verl.engines.parallel_degrees import ParallelDegrees
-from verl.engines.tensor_parallel import OwnModuleParts, shard_over
+from verl.engines.tensor_parallel import (
+    EXPERT,
+    EXPERT_SHARD,
+    OwnModuleParts,
+    divide_experts,
+    experts_gathered,
+    shard_over,
+)
 from verl.errors import ConfigError
 from verl.model_paths.context_attention import ContextGroup, ContextStyle
 from verl.model_paths.micro_batch import MicroBatch
@@ -438,9 +444,8 @@ class ShardedParallelism(DataParallelism):
         """See `Parallelism.clip`: squares of local parts, divided by the number of processes that hold the part,
         summed over all processes.
         """
-        alike: dict[
-            tuple[torch.device, torch.dtype, int], list[Tensor]
-        ] = {}  # some launches for each kind, not for each
+        # some launches for each kind, not for each
+        alike: dict[tuple[torch.device, torch.dtype, int], list[Tensor]] = {}
         for p in parameters:
             if p.grad is not None and (grad := local(p.grad)).numel():
                 alike.setdefault((grad.device, grad.dtype, self._holders(p)), []).append(grad)

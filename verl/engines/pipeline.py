@@ -21,11 +21,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from verl.engines.fsdp import parameter_places
 from verl.errors import ConfigError
 from verl.model_paths.check import record_of
 from verl.model_paths.micro_batch import MicroBatch
-from verl.models.call import unwrapped
 from verl.models.heads import head_of
+from verl.models.structure import unwrapped
 from verl.ops.resharding.dtensor import is_divided, is_on_other_stage, local
 from verl.ops.resharding.execute import reshard
 from verl.ops.resharding.layout import Layout, Mesh, TensorLayout
@@ -387,7 +388,7 @@ class WholeWeights:
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """Inside this context the process has the whole model. All stages enter and leave together."""
-        places = _places(self.model)
+        places = parameter_places(self.model)
         named = dict(self.model.named_parameters())
         plan = self._plan = self._plan or self._make_plan(named)
         missing = {name: x for name, x in named.items() if is_on_other_stage(x)}
@@ -420,16 +421,6 @@ class WholeWeights:
             needed[name] = TensorLayout(shape, itemsize=x.element_size())
         mesh = Mesh((("pp", self.cut.num_stages),))
         return reshard_plan(Layout(mesh, held), Layout(mesh, needed))
-
-
-def _places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """(module, attribute) pairs of each parameter, by `id`."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
-    return places
 
 
 def _like(parameter: Tensor, part: Tensor) -> nn.Parameter:

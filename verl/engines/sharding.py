@@ -14,17 +14,19 @@ from typing import ClassVar, Literal
 from pydantic import PositiveFloat, PositiveInt
 
 from verl.component import BuildContext, Description, component
-from verl.engines.parallel_degrees import ParallelDegrees, nearest_ep, nearest_layout
-from verl.engines.parallel_dims import DataParallelism, Parallelism, ShardedParallelism
-from verl.engines.sharding_cost import (
+from verl.engines.parallel_degrees import (
+    ParallelDegrees,
     ShardedRole,
     ShardingCost,
     fsdp_cost,
+    nearest_ep,
+    nearest_layout,
     part_of,
     replicated_cost,
     sharded_stage_cost,
     with_experts_apart,
 )
+from verl.engines.parallel_dims import DataParallelism, Parallelism, ShardedParallelism
 from verl.engines.tensor_parallel import heads_fault
 from verl.models.model_stats import ModelStats
 
@@ -384,7 +386,7 @@ class Parallel(FSDP):
     def experts_fault(self, model_type: str, experts: int | None, world_size: int) -> str | None:
         if self.ep == 1:
             return None
-        from verl.engines.expert_parallel import experts_fault
+        from verl.engines.tensor_parallel import experts_fault
 
         if (fault := experts_fault(model_type, experts, self.ep)) is None:
             return None

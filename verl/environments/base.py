@@ -1,8 +1,13 @@
-"""Base classes of environments: the interface of a user's class, and the settings that all environments share."""
+"""Base classes of environments: the interface of a user's class, and the settings that all environments share.
+
+Deadlines of calls count only time in which the event loop ran: what the trainer does late is not late.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import asyncio
+import time
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -17,6 +22,8 @@ Recovery = Literal["stateless", "deterministic", "restart"]
 History = Literal["append", "rerender"]
 OnInfra = Literal["refill", "drop_member", "drop_group", "stop"]
 Fault = Literal["own", "crash", "suspect", "neighbour", "late"]
+LOOK_S = 0.25  # between two looks at a call that has a deadline
+MAX_ERROR = 600  # characters of the error in the record of a call
 
 
 class InfraError(Exception):
@@ -189,12 +196,10 @@ class EnvironmentDescription(Description):
         kv_cache_gib: size of the key-value cache of unfinished episodes, under rollout=hf. Episodes that wait for their
             environment are evicted first and computed again later.
     Attributes:
-        has_rewards: its steps return rewards, which reward=environment uses.
         has_tools: it gives the model tools, and a turn without a call is the answer.
         plays_in_flight: weights may change within its episodes.
     """
 
-    has_rewards: ClassVar[bool] = False
     has_tools: ClassVar[bool] = False
     plays_in_flight: ClassVar[bool] = True
 
@@ -235,7 +240,6 @@ class EnvironmentDescription(Description):
         return ()
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
-        """The factory of its environments in this process."""
         raise NotImplementedError
 
 
@@ -274,3 +278,36 @@ def environment_faults(run: Any) -> Iterator[str]:
             f"{prefix} with history=rerender: the ratio of algorithm=gspo is of a row, and an episode has several. Set "
             "environment.history=append, or another algorithm."
         )
+
+
+class DeadlinePassed(TimeoutError):
+    """A call took longer than it may."""
+
+    def __init__(self, timeout_s: float):
+        super().__init__(f"no answer within {timeout_s:g} s")
+
+
+async def within(timeout_s: float, awaitable: Awaitable[Any]) -> Any:
+    """Await a result for at most `timeout_s`, and cancel the rest.
+
+    A wait that ends much later than it should is not counted: the process was suspended meanwhile, or another thread
+    or callback of it kept the event loop from running.
+
+    Raises:
+        DeadlinePassed: there is no result.
+    """
+    task, left_s = asyncio.ensure_future(awaitable), timeout_s
+    try:
+        while left_s > 0:
+            begin, pause_s = time.monotonic(), min(left_s, LOOK_S)
+            await asyncio.wait((task,), timeout=pause_s)
+            if task.done():
+                return task.result()
+            took_s = time.monotonic() - begin
+            if took_s < pause_s + LOOK_S:
+                left_s -= took_s
+        raise DeadlinePassed(timeout_s)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,), timeout=LOOK_S)

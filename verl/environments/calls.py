@@ -21,7 +21,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verl.environments.base import (
+    MAX_ERROR,
     CallRecord,
+    DeadlinePassed,
     Environment,
     EnvironmentDescription,
     EnvironmentFactory,
@@ -29,11 +31,11 @@ from verl.environments.base import (
     InfraError,
     Outcome,
     StepResult,
+    within,
 )
 from verl.environments.hosts.host_main import BadAnswer, as_observation, as_step, failure
 from verl.errors import RolloutError
 from verl.http_client.client import EventLoopThread
-from verl.utils.deadline import MAX_ERROR, DeadlinePassed, within
 
 log = logging.getLogger(__name__)
 

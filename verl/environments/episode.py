@@ -27,7 +27,7 @@ from torch.nn.functional import pad
 from verl.environments.base import CallRecord, EnvironmentDescription, EnvironmentFactory, Fault, Observation
 from verl.environments.journal import JournalEntry, PrefixHash
 from verl.errors import RolloutError
-from verl.ops.counter_rng import EVALUATION
+from verl.ops.sampling import EVALUATION
 from verl.protocol import DataProto
 from verl.protocol.fields import FIELDS
 from verl.rollout.base import GenerationRequest
@@ -138,7 +138,6 @@ class Episode:
         return sum(turn.reward for turn in self.turns)
 
     def whole(self) -> list[EpisodeSample]:
-        """The episode as one sample."""
         length = self.length
         mask, log_probs, turns, rewards = [False] * length, [0.0] * length, [-1] * length, [0.0] * length
         versions = [-1] * length

@@ -29,15 +29,7 @@ from verl.environments.tool_calls.parse import ToolFormat, parse_calls
 from verl.environments.tool_calls.round_trip import format_of
 from verl.errors import ConfigError, RolloutError
 from verl.protocol import DataProto
-from verl.rollout.base import (
-    DrawnTurn,
-    GenerationRequest,
-    Rollout,
-    RolloutEngine,
-    TurnEngine,
-    TurnLimits,
-    TurnRequest,
-)
+from verl.rollout.base import DrawnTurn, GenerationRequest, Rollout, RolloutEngine, TurnEngine, TurnLimits, TurnRequest
 from verl.rollout.lockstep import in_lockstep
 from verl.rollout.responses import ResponseSampler
 from verl.rollout.rows import longest_prompt, prompt_tokens

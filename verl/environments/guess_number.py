@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from pydantic import PositiveInt
 
@@ -47,8 +47,6 @@ class GuessNumber(EnvironmentDescription):
     Args:
         max_guesses: number of guesses after which the game ends.
     """
-
-    has_rewards: ClassVar[bool] = True
 
     max_guesses: PositiveInt = 4
 

@@ -263,7 +263,6 @@ class PythonTools(HostedDescription):
     """
 
     example_values: ClassVar[Mapping[str, str]] = {"path": "tools.py"}
-    has_rewards: ClassVar[bool] = False
     has_tools: ClassVar[bool] = True
 
     path: str

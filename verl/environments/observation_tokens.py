@@ -187,8 +187,6 @@ class ObservationEncoder:
         stop_ids: tokens that end a turn.
         max_tokens: limit for the content of one message.
         style: format of the model's tool calls, which the results of tools follow.
-    Attributes:
-        num_cut: number of contents that were too long, since the last `take`.
     """
 
     def __init__(
@@ -203,7 +201,6 @@ class ObservationEncoder:
         self.style: ToolFormat = style
         self.stop_ids = frozenset(stop_ids)
         self.plain = PlainTextEncoder(tokenizer)
-        self.num_cut = 0
         self._pieces: dict[tuple[tuple[str, str], ...], _TokensBetween] = {}
         self._reported = False
 
@@ -241,7 +238,6 @@ class ObservationEncoder:
             if len(first) <= self.max_tokens:
                 return first
             note = self.plain(CUT.format(len(first) - self.max_tokens, "tokens"))
-        self.num_cut += 1
         room = max(0, self.max_tokens - len(note))
         head = (room + 1) // 2
         return first[:head] + note + (last[-(room - head) :] if room > head else [])

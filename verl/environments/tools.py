@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.environments.base import (
+    MAX_ERROR,
     Action,
     CallRecord,
     Environment,
@@ -19,10 +20,10 @@ from verl.environments.base import (
     Recovery,
     StepResult,
     ToolError,
+    within,
 )
 from verl.environments.hosts.python_tools import PythonTool, as_text
 from verl.environments.tool_calls import ParseFault, ToolCall
-from verl.utils.deadline import MAX_ERROR, within
 
 
 @dataclass(frozen=True)

@@ -27,11 +27,18 @@ from typing import Any, TypeVar
 import httpx
 
 from verl.errors import ComponentHung
-from verl.http_client.request import Kind, NotRetryable, Request, RequestReport, RetryableAnswer, encoded
-from verl.http_client.settings import EndpointSettings
-from verl.utils.component_exits import as_component_exit
+from verl.http_client.request import (
+    EndpointSettings,
+    Kind,
+    NotRetryable,
+    Request,
+    RequestReport,
+    RetryableAnswer,
+    encoded,
+)
 from verl.utils.progress import Progress, ProgressWatch, report
 from verl.utils.redact import MASK, redact
+from verl.utils.signals import as_component_exit
 
 T = TypeVar("T")
 

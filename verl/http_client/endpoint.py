@@ -1,4 +1,4 @@
-"""Configuration of a server: its settings, their checks, and the key."""
+"""Configuration of a server: checks of its settings, and the key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from verl.component import PREFLIGHT_TIMEOUT_S, BuildContext, component
 from verl.errors import ConfigError
-from verl.http_client.settings import EndpointSettings
+from verl.http_client.request import EndpointSettings
 from verl.utils.redact import looks_secret, redact
 
 if TYPE_CHECKING:

@@ -2,7 +2,6 @@
 
 actor              HybridActor: one set of weights that trains by your own loop and generates through verl's
 benchmark          The cost of switching from training to generating and back
-engine_faults      Why an engine cannot reproduce a model, and the form of a model that engines are built for
-generation_config  The arguments of `generate` (transformers' GenerationConfig) for the rollout engines
+engine_faults      Arguments of `generate` for the rollout engines, and models that an engine cannot reproduce
 parallel           A HybridActor over several processes, started by torchrun or the user
 """

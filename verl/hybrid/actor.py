@@ -23,6 +23,7 @@ from verl.component import BuildContext
 from verl.compose.from_yaml import described, load_rollout
 from verl.errors import ConfigError, RolloutError, WeightSyncError, faults_below
 from verl.hybrid.engine_faults import (
+    CallTokenizer,
     form_difference,
     form_of,
     make_contiguous,
@@ -30,16 +31,13 @@ from verl.hybrid.engine_faults import (
     naming_quantization,
     own_weights_fault,
     prompt_learning_fault,
-    unwrapped,
-)
-from verl.hybrid.generation_config import (
-    CallTokenizer,
     prompt_rows,
     read_options,
     sampling_options,
     seed_of_call,
     stop_tokens_of_call,
     unsupported_settings,
+    unwrapped,
 )
 from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_parallelism, own_device
 from verl.model_paths.check import forget

@@ -13,8 +13,8 @@ from verl.component import hint, nearest
 from verl.errors import ConfigError
 from verl.hybrid.actor import HybridActor
 from verl.models.pretrained import Pretrained
+from verl.utils.directories import TemporaryDirectory
 from verl.utils.memory import settle, used_bytes
-from verl.utils.temporary_directory import TemporaryDirectory
 
 Mode = Literal["train_to_generate", "generate_to_train", "round_trip", "reload"]
 STATES: dict[str, Mode] = {"eval": "train_to_generate", "train": "generate_to_train"}  # by the state after the switch

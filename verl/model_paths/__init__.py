@@ -2,7 +2,7 @@
 
 check             Execution paths that a model takes: tried for its family, or plain; comparisons with plain passes
 context_attention Attention over packed rows whose tokens are divided over processes
-decode            Reading of rows that begin together, token by token, over the model's own cache
+decode            Reading of rows that begin together, token by token, over the model's own cache; CUDA graphs of steps
 expert_routing    Choices of expert routers: recorded, counted and replayed
 families          Execution paths of a model, and those that were tried for families of language models in transformers
 kv_cache          A key-value cache of slots: rows of individual lengths, and prompts that several of them share

@@ -33,10 +33,10 @@ from verl.model_paths.families import (
     record_for,
     row_limit,
 )
-from verl.models.call import call_model, has_lm_head, layers_around, unwrapped
 from verl.models.model_stats import settings_text
 from verl.models.parallel_info import compute_device
 from verl.models.pretrained import quiet_transformers
+from verl.models.structure import call_model, has_lm_head, layers_around, unwrapped
 from verl.protocol import DataProto
 from verl.utils.env_check import installed
 

@@ -20,17 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl.ops.attention import attend_heads
-from verl.ops.context_shards import ContextShard, PieceBlock, shard_line
-from verl.ops.packing import GatherIndex, PackedRows, gather_rows, sum_rows
-from verl.ops.varlen_attention import (
+from verl.ops.attention import (
     VarlenLayout,
+    attend_heads,
     backward_parts,
     forward_parts,
     gathered_keys,
     layout_of,
     takes_varlen,
 )
+from verl.ops.context_shards import ContextShard, PieceBlock, shard_line
+from verl.ops.packing import GatherIndex, PackedRows, gather_rows, sum_rows
 
 ContextStyle = Literal["allgather", "ulysses"]
 AttendLine = Callable[[Tensor, Tensor, Tensor, PackedRows, int | None, float | None], Tensor]

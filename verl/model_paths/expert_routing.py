@@ -25,8 +25,7 @@ from torch import Tensor, nn
 
 from verl.errors import ConfigError
 from verl.model_paths.micro_batch import MicroBatch
-from verl.models.call import unwrapped
-from verl.models.experts import routers
+from verl.models.structure import routers, unwrapped
 
 UNKNOWN = -1  # in place of an expert: the router chooses
 TRIED_TOKENS, TOLERANCE = 64, 1e-6

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
 from verl.ops.attention import PromptGroups
-from verl.ops.determinism import plain_kernels
+from verl.ops.sampling import plain_kernels
 
 FIRST_LENGTH = 64  # tokens of a slot; it grows by half
 

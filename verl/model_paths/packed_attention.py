@@ -1,6 +1,6 @@
 """Attention over packed rows, for any Hugging Face model that takes its attention function by name.
 
-    line [1 H N D] ── variable-length flash attention (`verl.ops.varlen_attention`), where the device has it ──> line
+    line [1 H N D] ── variable-length flash attention (`verl.ops.attention`), where the device has it ──> line
     line [1 H N D] ── take ──> blocks of padded segments [count H queries D] ── attention ──> take ──> line
 
 The model runs on one row that holds all tokens (see `verl.ops.packing`); this function alone knows which of them
@@ -25,9 +25,8 @@ from torch import Tensor, nn
 
 from verl.model_paths.context_attention import ContextLine
 from verl.models.pretrained import quiet_transformers
-from verl.ops.attention import attend_behind_prompts, attend_heads
+from verl.ops.attention import attend_behind_prompts, attend_heads, attend_varlen, layout_of, takes_varlen
 from verl.ops.packing import AttentionBlock, BlockSlots, PackedRows, gather_rows
-from verl.ops.varlen_attention import attend_varlen, layout_of, takes_varlen
 
 NAME = "verl_line"
 LAYER_TYPES = {"full_attention", "sliding_attention"}

@@ -1,7 +1,5 @@
 """Language models: where they come from, their heads, adapters and checks.
 
-call           Calls a model with those inputs that its forward accepts
-experts        Experts and routers in mixture-of-experts models of transformers
 heads          Heads on a backbone: the critic's value head, a reward model's score
 hf_state_dict  A model's Hugging Face state dict in memory: tensors and their names
 interfaces     The interface that each role expects of a model, and checks of it
@@ -11,5 +9,6 @@ model_stats    Size of a model from its configuration alone, which is shipped fo
 own_module     Any torch module as a policy, user-defined or from a library
 parallel_info  Mesh, layouts and device of a sharded model, for its callers
 pretrained     Any Hugging Face model, from a directory or from the hub; the base of all model components
+structure      The structure of a model: which inputs it accepts, the layers around it, its experts and routers
 tiny           The built-in model: a two-layer Qwen2 with a character tokenizer
 """

@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from verl.errors import ConfigError
-from verl.models.call import call_model, unwrapped
 from verl.models.parallel_info import compute_device, layers_gathered, release_gathered
 from verl.models.pretrained import VALUE_HEAD_FILE, quiet_transformers
+from verl.models.structure import call_model, unwrapped
 from verl.ops.masking import last_true
 
 
@@ -192,9 +192,8 @@ class ValueHeadModel(ModelHead):
     def __init__(self, backbone: Any):
         super().__init__(backbone)
         dtype = torch.float64 if backbone.dtype == torch.float64 else torch.float32
-        device = (
-            "cpu" if backbone.device.type == "meta" else backbone.device
-        )  # the backbone may still be on the meta device
+        # the backbone may still be on the meta device
+        device = "cpu" if backbone.device.type == "meta" else backbone.device
         self.head = nn.Linear(state_size(backbone), 1, bias=self.has_bias, device=device, dtype=dtype)
         for parameter in self.head.parameters():
             nn.init.zeros_(parameter)

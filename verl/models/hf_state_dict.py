@@ -15,8 +15,8 @@ from torch import Tensor
 from verl.models.heads import head_of
 from verl.models.own_module import OwnModule
 from verl.models.pretrained import quiet_transformers
+from verl.utils.directories import TemporaryDirectory
 from verl.utils.external_input import read_bytes
-from verl.utils.temporary_directory import TemporaryDirectory
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_BIN = "adapter_model.bin"  # for tools that read only this format

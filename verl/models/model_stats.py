@@ -14,10 +14,10 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
-from verl.models.experts import expert_layers, routers
 from verl.models.lora import LoRA
 from verl.models.model_files import is_local
 from verl.models.pretrained import ModelSource, Pretrained, quiet_transformers
+from verl.models.structure import expert_layers, routers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

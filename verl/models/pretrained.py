@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from verl.component import Description, component
 from verl.errors import ConfigError
-from verl.models.experts import expert_count
 from verl.models.model_files import (
     SafetensorsReader,
     damage_explained,
@@ -22,6 +21,7 @@ from verl.models.model_files import (
     refuse_endless_patterns,
     unloadable_error,
 )
+from verl.models.structure import expert_count
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -41,8 +41,7 @@ class ModelSource(Description):
     """Base class of components that provide a language model.
 
     Dropout and router noise are turned off in every model: the ratio pi_new / pi_old of policy-gradient methods
-        compares
-    two forward passes of one text, which must be equal for equal weights.
+    compares two forward passes of one text, which must be equal for equal weights.
 
     Args:
         dtype: dtype of the parameters.
@@ -283,17 +282,10 @@ class Pretrained(ModelSource):
         from transformers import AutoTokenizer
 
         path = self.tokenizer_path or self.path
-        try:
-            with damage_explained(path):
-                tokenizer = AutoTokenizer.from_pretrained(
-                    path, revision=self.revision, trust_remote_code=self.trust_remote_code, padding_side="left"
-                )
-        except ConfigError:
-            raise
-        except ValueError as error:
-            raise self._own_code_fault(path, error) from error
-        except Exception as error:
-            raise unloadable_error(path, "its tokenizer", error) from error
+        with self._failure_explained(path, "its tokenizer"):
+            tokenizer = AutoTokenizer.from_pretrained(
+                path, revision=self.revision, trust_remote_code=self.trust_remote_code, padding_side="left"
+            )
         if len(tokenizer) == len(tokenizer.get_added_vocab()):  # transformers makes an empty one without any file
             name = "path" if self.tokenizer_path is None else "tokenizer_path"
             raise ConfigError(
@@ -308,17 +300,21 @@ class Pretrained(ModelSource):
         from transformers import AutoConfig
 
         path = self.base_path()
+        with self._failure_explained(path, "its configuration"):
+            return AutoConfig.from_pretrained(path, revision=self.revision, trust_remote_code=self.trust_remote_code)
+
+    @contextlib.contextmanager
+    def _failure_explained(self, path: str, part: str) -> Iterator[None]:
+        """Around loading a part with transformers: any error becomes one about `path`."""
         try:
             with damage_explained(path):
-                return AutoConfig.from_pretrained(
-                    path, revision=self.revision, trust_remote_code=self.trust_remote_code
-                )
+                yield
         except ConfigError:
             raise
         except ValueError as error:
             raise self._own_code_fault(path, error) from error
         except Exception as error:
-            raise unloadable_error(path, "its configuration", error) from error
+            raise unloadable_error(path, part, error) from error
 
     def _own_code_fault(self, path: str, error: ValueError) -> ConfigError:
         """A clearer error: for a model with Python code while trust_remote_code is false, or for any other fault."""

@@ -4,7 +4,5 @@ batch_dump       Attribution and batch dump: the rows behind a non-finite number
 config           The group `trainer.safety`: what a run does when a number is not finite
 log_prob_gap     The watch on `rollout/log_prob_gap_nats`
 nonfinite        NonFiniteGuard: stops or skips steps with non-finite numbers, reports spikes
-ppo_metrics      Metrics of a policy-gradient step, of its episodes, and of an evaluation
-row_records      Records of single responses: all of an evaluation, some token by token
-spike_detector   Spike detector: a running band around a metric, and values beyond it
+ppo_metrics      Metrics of a policy-gradient step, of its episodes and of an evaluation; records of responses
 """

@@ -31,9 +31,8 @@ PACKED_WEIGHT = 1 << 18
 
 _linear = torch.ops.mkldnn._linear_pointwise.default
 _override: Any = None  # the registered kernels, while oneDNN computes
-_packed: dict[
-    tuple[int, tuple[int, ...], tuple[int, ...]], Tensor
-] = {}  # (address, shape, strides) of weight^T -> packed
+# (address, shape, strides) of weight^T -> packed
+_packed: dict[tuple[int, tuple[int, ...], tuple[int, ...]], Tensor] = {}
 
 
 def chosen_library(wanted: CpuMatmul) -> Literal["mkl", "onednn"]:

@@ -3,7 +3,7 @@
     rows     p p p a a        tokens   p p p | b b b b | a a | ...       p: a prompt, a and b: two responses to it
              p p p b b b b             prompts   responses by prompt, longest first
 
-Attention is computed by a kernel for segments of any length (`verl.ops.varlen_attention`), or on blocks of segments of
+Attention is computed by a kernel for segments of any length (`verl.ops.attention`), or on blocks of segments of
 similar length; everything else runs on the line. The last token of a response predicts no needed token and is left out.
 """
 
@@ -108,7 +108,7 @@ class PackedRows:
         segments: those with tokens, in the order of the line: prompts of several rows, those without a response at the
             end, then their responses, prompt by prompt.
         multiple: of which the lengths of blocks are.
-        layouts: cached calls of variable-length attention by window and device (`verl.ops.varlen_attention`).
+        layouts: cached calls of variable-length attention by window and device (`verl.ops.attention`).
     """
 
     tokens: Tensor

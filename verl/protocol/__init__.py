@@ -1,12 +1,10 @@
 """DataProto: the batch that roles exchange, and the contract of its fields.
 
-concat         Concatenation of batches: equality, re-padding, and facts that must agree
+concat         Concatenation of batches: re-padding, facts that must agree, and the equality of fields and facts
 data_proto     DataProto: the batch that roles exchange
 dispatch       Decorators that declare how a call of a role's method is distributed over the processes of the role
-equality       Equality of fields and facts of a batch, and the first difference between two
 fields         The table of batch fields: name, dims, dtype, unit, meaning, producer and padding
-import_path    Imports a user's function by `module:function` or `file.py:function`
-provenance     Provenance: the function that produced a field of a batch, and the error that names it
+provenance     Imports a user's function by its path, and names the function that produced a field of a batch
 serialization  Serialization of batches: raw buffers for other processes, JSON values, files
 validation     Validation of batch fields: column types and row indices always; finite values, masks
 """

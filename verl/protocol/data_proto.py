@@ -22,8 +22,16 @@ import torch
 
 from verl import config
 from verl.errors import DataProtoValidationError
-from verl.protocol.concat import in_threads, join_arrays, join_tensors, lengths_of, merged_meta
-from verl.protocol.equality import ValueDifference, column_difference, tensor_difference
+from verl.protocol.concat import (
+    ValueDifference,
+    column_difference,
+    in_threads,
+    join_arrays,
+    join_tensors,
+    lengths_of,
+    merged_meta,
+    tensor_difference,
+)
 from verl.protocol.fields import Bound, check_rows, check_tensor
 from verl.protocol.provenance import Source, contract_error, source_of, source_of_caller
 from verl.protocol.serialization import copied, from_buffers, read_file, taken, to_buffers, write_file

@@ -128,9 +128,8 @@ def _as_tensor(key: Any) -> torch.Tensor:
         return key.detach().cpu()
     try:
         if isinstance(key, np.ndarray) and key.dtype != object:
-            return torch.from_numpy(
-                key.astype(key.dtype.newbyteorder("="), order="C")
-            )  # a copy, since it may be read-only
+            # a copy, since it may be read-only
+            return torch.from_numpy(key.astype(key.dtype.newbyteorder("="), order="C"))
         entries = list(key)
         return torch.as_tensor(entries) if entries else torch.zeros(0, dtype=torch.int64)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -29,9 +29,8 @@ from verl.checkpoint.core.hashing import hash_buffers
 from verl.checkpoint.save.save_request import ExistingFile
 from verl.protocol import DataProto
 from verl.replay.arrow_rows import INDEX, DeviceRows, SelectedRows, rows_from_arrow, rows_to_arrow
-from verl.replay.config import COMPONENT, MIB, TieredReplay
+from verl.replay.config import COMPONENT, MIB, ReplayRequest, TieredReplay, choose
 from verl.replay.remote_tier import RemoteTier
-from verl.replay.sampling import ReplayRequest, choose
 from verl.replay.shard import (
     FILE,
     VERSION,

@@ -20,8 +20,7 @@ from verl.algorithms.importance_sampling import reuse_weights
 from verl.checkpoint.save.save_request import ExistingFile
 from verl.component import BuildContext
 from verl.protocol import DataProto
-from verl.replay.config import COMPONENT, TieredReplay
-from verl.replay.sampling import ReplayRequest
+from verl.replay.config import COMPONENT, ReplayRequest, TieredReplay
 from verl.storage.config import Storage
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """Rewards: scores of texts by rules, user-defined functions, reward models and remote judges.
 
-base            From texts to scores: the base class of rewards, and how a score is placed on tokens
+base            From texts to scores: the base class of rewards, scores on tokens, checks of a reward function
 code_tests      Rewards by running code: the program in a response is tested in a sandbox
 deadline        Deadlines for calls of user code in this process
 episode_reward  `reward=environment`: rewards from the environment, each on the last token of its turn
@@ -12,6 +12,5 @@ process_pool    A pool of worker processes that score one sample at a time
 remote/         Rewards from a server: an LLM judge or a scoring service
 reward_model    Rewards by a model: any sequence-classification model of Hugging Face, whatever its tokenizer
 rules           Rewards by rules: exact match, regular expression, response length
-validation      Validation of a reward function: the keyword arguments it takes, and what it returned
 weighted_sum    A weighted sum of several rewards, each logged by its name
 """

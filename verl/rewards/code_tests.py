@@ -20,8 +20,7 @@ from verl.errors import ConfigError, RewardError, faults_below
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription, RewardResult, texts_of
 from verl.sandbox.base import CodeRunner, Program, Sandbox
-from verl.sandbox.unit_tests.execution import Verdict, run_unit_test, try_tests
-from verl.sandbox.unit_tests.test_names import names_of
+from verl.sandbox.unit_tests.test_names import Verdict, names_of, run_unit_test, try_tests
 
 # Only blocks are parsed: inline marks take quadratic time on some texts, and nothing here reads them.
 _MARKDOWN = MarkdownIt("commonmark", {"html": False}).disable("inline")

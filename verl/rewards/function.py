@@ -12,20 +12,22 @@ from pydantic import Field, PositiveInt
 from verl.component import BuildContext, component
 from verl.errors import RewardError
 from verl.protocol import DataProto
-from verl.protocol.import_path import Signature, own_line, path_faults, signature_of, source_signature
-from verl.protocol.provenance import Source, source_of
-from verl.rewards.base import Reward, RewardDescription, RewardResult, texts_of
-from verl.rewards.deadline import BATCH_TIMEOUT_S, CallFailed, awaited, call_within
-from verl.rewards.process_pool import ProcessPool, SampleReward
-from verl.rewards.validation import (
+from verl.protocol.provenance import Signature, Source, own_line, path_faults, signature_of, source_of, source_signature
+from verl.rewards.base import (
     TOKEN_REWARDS,
+    Reward,
+    RewardDescription,
+    RewardResult,
     check_columns,
     checked_scores,
     checked_token_scores,
     refuse_missing_arguments,
     reward_error,
+    texts_of,
 )
-from verl.utils.component_exits import raised_by_code
+from verl.rewards.deadline import BATCH_TIMEOUT_S, CallFailed, awaited, call_within
+from verl.rewards.process_pool import ProcessPool, SampleReward
+from verl.utils.signals import raised_by_code
 
 
 @component

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.errors import RewardError
-from verl.protocol.import_path import load_function, own_line, signature_of
-from verl.protocol.provenance import source_of
+from verl.protocol.provenance import load_function, own_line, signature_of, source_of
 from verl.rewards.deadline import awaited
 from verl.utils.child_process.channel import Channel, ChannelClosed
 from verl.utils.child_process.process import run_child

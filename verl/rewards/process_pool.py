@@ -27,15 +27,20 @@ import numpy as np
 
 from verl.errors import NonFiniteRewardError, RewardError
 from verl.protocol import DataProto
-from verl.protocol.import_path import Signature
-from verl.protocol.provenance import Source
-from verl.rewards.base import Reward, RewardResult, texts_of
+from verl.protocol.provenance import Signature, Source
+from verl.rewards.base import (
+    LARGEST,
+    Reward,
+    RewardResult,
+    check_columns,
+    refuse_missing_arguments,
+    reward_error,
+    texts_of,
+)
 from verl.rewards.pool_worker import PoolSettings
-from verl.rewards.validation import LARGEST, check_columns, refuse_missing_arguments, reward_error
 from verl.utils.child_process.channel import ChannelClosed
 from verl.utils.child_process.process import ChildProcess
-from verl.utils.child_process.stopped_watch import StoppedTime
-from verl.utils.progress import Progress, ProgressWatch, is_stopped, processor_wait_s, report
+from verl.utils.progress import Progress, ProgressWatch, StoppedTime, is_stopped, processor_wait_s, report
 
 _log = logging.getLogger(__name__)
 
@@ -63,7 +68,7 @@ class ProcessPool:
     """Worker processes that call one function.
 
     Args:
-        path: of the function, see `verl.protocol.import_path.load_function`.
+        path: of the function, see `verl.protocol.provenance.load_function`.
         kwargs: further keyword arguments of every call.
         timeout_s: deadline of one sample, from when a worker takes it, without the time that the worker waited for a
             processor.
@@ -335,8 +340,6 @@ def _packed(
         yield index, message
 
 
-logger = logging.getLogger(__name__)
-
 EXPECTED = "one finite number"
 
 
@@ -426,7 +429,7 @@ class SampleReward(Reward):
         error = reward_error(EXPECTED, failures[first], self.function, prompts, responses, first)
         if self.error_score is None:
             raise NonFiniteRewardError(str(error), numbers) if first in numbers else error
-        logger.warning(
+        _log.warning(
             "%d of %d samples failed and get error_score %g. The first of them:\n%s",
             len(failures), len(responses), self.error_score, error,
         )  # fmt: skip

@@ -25,15 +25,14 @@ from verl.data.chat_template import pinned_date
 from verl.errors import ConfigError, faults_below
 from verl.model_paths.check import bound_of
 from verl.model_paths.families import row_limit
-from verl.models.call import unwrapped
 from verl.models.heads import RewardHeadModel, label_fault
 from verl.models.interfaces import reads_alike
 from verl.models.pretrained import Pretrained
+from verl.models.structure import unwrapped
 from verl.ops.batching import micro_batches
 from verl.protocol import DataProto
-from verl.rewards.base import Reward, RewardDescription, RewardResult, texts_of
+from verl.rewards.base import Reward, RewardDescription, RewardResult, checked_scores, reward_error, texts_of
 from verl.rewards.normalization import ScaledReward
-from verl.rewards.validation import checked_scores, reward_error
 from verl.utils.memory import make_current, release_cached
 from verl.utils.progress import report
 

@@ -8,12 +8,10 @@ hf_rows           Rows that `rollout=hf` decodes beside each other, in slots of 
 lockstep          Episodes of processes that compute every forward pass together: one plays, all generate
 responses         Responses to prompts, sampled as single turns of a rollout engine
 rows              Rows of prompts with their responses, made of turns and checked
-scripted          Scripted responses: for tests, and for replaying text that another system wrote
+scripted          Scripted responses, and the base of engines that answer whole batches
 server/           Rollout by an external server: vLLM, another OpenAI-compatible one, or TGI
-step_graph        CUDA graphs of decode steps
 token_sampler     From logits to the next token of each row: the sampling rule of every rollout engine
 vllm/             vLLM as a rollout engine, in a separate process; the trainer's weights are streamed to it
 weight_verification/
                   Verifies after every weight sync that the rollout engine holds the trainer's weights
-whole_batch       An engine of the user's that answers whole batches, as a `RolloutEngine`
 """

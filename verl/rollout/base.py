@@ -14,7 +14,7 @@ from torch import Tensor
 from verl.component import BuildContext, Description, component
 from verl.errors import ConfigError, RolloutError
 from verl.models.parallel_info import Autocast
-from verl.ops.counter_rng import TRAINING
+from verl.ops.sampling import TRAINING
 from verl.protocol import DataProto
 from verl.rollout.generation_group import GenerationGroup
 

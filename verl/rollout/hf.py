@@ -28,11 +28,11 @@ from verl.model_paths.check import (
     plainer_decoding,
     row_gaps,
 )
-from verl.model_paths.decode import BatchReader, NextToken, allowed
+from verl.model_paths.decode import BatchReader, NextToken, allowed, key_multiple
 from verl.model_paths.expert_routing import routing_of
 from verl.model_paths.families import ModelPaths
-from verl.models.call import call_model, unwrapped
 from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
+from verl.models.structure import call_model, unwrapped
 from verl.ops.cpu_matmul import packed_weights
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.protocol import DataProto
@@ -60,7 +60,6 @@ from verl.rollout.hf_rows import (
     slots_fault,
 )
 from verl.rollout.rows import assemble_turns, left_padded
-from verl.rollout.step_graph import key_multiple
 from verl.rollout.token_sampler import NOISE_TOKENS, TokenSampler, greedy_rows, noise_keys
 from verl.utils.progress import report
 

@@ -24,15 +24,14 @@ import torch
 from torch import Tensor
 
 from verl.model_paths import packed_attention
-from verl.model_paths.decode import BatchReader, NextToken
+from verl.model_paths.decode import BatchReader, NextToken, StepGraphs, graph_maker
 from verl.model_paths.expert_routing import ExpertRouting
 from verl.model_paths.families import ModelPaths
-from verl.models.call import call_model
 from verl.models.parallel_info import compute_device
+from verl.models.structure import call_model
 from verl.ops.attention import PromptGroups
 from verl.rollout.base import TurnRequest
 from verl.rollout.rows import left_padded
-from verl.rollout.step_graph import StepGraphs, graph_maker
 
 PREFILL_TOKENS = 8192  # of one forward pass, padding included
 WORTH_SHARING = 64  # tokens of a prompt, from which on reading it once per group saves more than it costs

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from verl.errors import RolloutError
-from verl.ops.counter_rng import NO_TURN
+from verl.ops.sampling import NO_TURN
 from verl.protocol import DataProto
 from verl.rollout.base import (
     DrawnTurn,

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl.ops.counter_rng import uniform
 from verl.ops.logprobs import log_probs_of
-from verl.ops.sampling import filter_logits, inverse_cdf
+from verl.ops.sampling import filter_logits, inverse_cdf, uniform
 from verl.rollout.base import Rollout, TurnRequest
 
 NOISE_TOKENS = 64  # positions per call of the noise generator, whose hash consists of many small operations

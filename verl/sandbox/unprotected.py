@@ -7,14 +7,7 @@ import threading
 import time
 
 from verl.component import BuildContext, component
-from verl.sandbox.base import (
-    CodeRunner,
-    ExecutionResult,
-    Program,
-    Sandbox,
-    closed_error,
-    run_linked,
-)
+from verl.sandbox.base import CodeRunner, ExecutionResult, Program, Sandbox, closed_error, run_linked
 from verl.sandbox.limited_run import run_limited
 
 logger = logging.getLogger(__name__)

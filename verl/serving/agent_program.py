@@ -55,7 +55,6 @@ class AgentProgram(HostedDescription):
     """
 
     example_values: ClassVar[Mapping[str, str]] = {"path": "agent.py:run"}
-    has_rewards: ClassVar[bool] = True
     plays_in_flight: ClassVar[bool] = False
 
     path: str | None = None

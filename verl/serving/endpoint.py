@@ -30,7 +30,7 @@ from verl.environments.observation_tokens import ObservationEncoder
 from verl.environments.tool_calls.parse import ToolCall, ToolFormat, parse_calls
 from verl.environments.tool_calls.round_trip import format_of
 from verl.errors import ConfigError, RolloutError
-from verl.ops.counter_rng import EVALUATION
+from verl.ops.sampling import EVALUATION
 from verl.rollout.base import DrawnTurn, GenerationRequest, TurnEngine, TurnRequest
 from verl.serving.conversations import KnownConversation, KnownConversations, Message, RecordedTurn, Session, text_of
 from verl.utils.memory import on_current_device

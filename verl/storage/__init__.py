@@ -1,7 +1,6 @@
 """Object storage: local directories, S3, OSS and GCS behind one small interface.
 
-backend          One request to a store, its retry policy, and the simplest store, a local directory
 config           The group `storage`: which object storage, and its time-outs and retries
 fsspec_backends  Backends over fsspec: S3 (s3fs), OSS (ossfs), GCS (gcsfs)
-store            ObjectStore: objects by key, with retries, multipart uploads and concurrent requests
+store            ObjectStore: objects by key, with retries, multipart uploads and concurrent requests; `Backend`
 """

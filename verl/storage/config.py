@@ -16,12 +16,11 @@ from pydantic import AfterValidator, Field, NonNegativeInt, PositiveInt
 
 from verl.component import PREFLIGHT_TIMEOUT_S, BuildContext, Description, component
 from verl.errors import ConfigError, StorageError, StorageRefused, install_command
+from verl.utils.directories import unwritable
 from verl.utils.redact import redact
-from verl.utils.temporary_directory import unwritable
 
 if TYPE_CHECKING:
-    from verl.storage.backend import Backend
-    from verl.storage.store import ObjectStore
+    from verl.storage.store import Backend, ObjectStore
 
 
 PROBE = "preflight/probe"
@@ -137,7 +136,7 @@ class LocalStorage(Storage):
             raise StorageRefused(fault)
 
     def backend(self) -> Backend:
-        from verl.storage.backend import LocalBackend
+        from verl.storage.store import LocalBackend
 
         return LocalBackend(Path(self.path, self.prefix).absolute())
 

@@ -21,16 +21,15 @@ from typing import Any
 from fsspec.asyn import sync
 
 from verl.errors import ObjectDamaged, ObjectNotFound, StorageRefused, VerlError
-from verl.storage.backend import MIB, AlreadyExists, Backend, Data, StoredObject, TransientError
+from verl.storage.store import MIB, AlreadyExists, Backend, Data, StoredObject, TransientError
 from verl.utils.redact import redact
 
 # Transient client errors; every status from 500 and a missing answer are transient too.
 PASSING_STATUS = {408, 409, 425, 429}
 PASSING_CODES = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "BadDigest", "IncompleteBody"}
 PART_BYTES = 16 * 2**20  # a large object in one request gets `timeout_s` per this many bytes
-ANSWER_BYTES = (
-    16 * MIB
-)  # limit of an answer that is no object: a page of a listing has 1,000 keys of 1 KiB, or an error
+# limit of an answer that is no object: a page of a listing has 1,000 keys of 1 KiB, or an error
+ANSWER_BYTES = 16 * MIB
 LISTING_BYTES = 512 * MIB  # limit of a whole listing: the keys, and ENTRY_BYTES for each object and each page
 ENTRY_BYTES = 150
 # One page: keys, relative to the prefix of the storage, and sizes, as the store gives them; and the token of the next.

@@ -14,9 +14,9 @@ from typing import Any, ClassVar
 
 from verl.component import BuildContext, Description, component, package_fault
 from verl.errors import ConfigError
-from verl.utils.component_exits import as_component_exit, raised_by_code
 from verl.utils.redact import MASK, redact, redact_tree
 from verl.utils.seeding import kept_generators
+from verl.utils.signals import as_component_exit, raised_by_code
 
 
 @component
@@ -74,10 +74,10 @@ class Tracker:
         """A table of sampled responses; `name` of the table, such as `eval`."""
 
     def evaluated_rows(self, rows: list[dict[str, Any]], step: int) -> None:
-        """Every response of the evaluation after `step` steps; see `verl.monitoring.row_records`."""
+        """Every response of the evaluation after `step` steps; see `verl.monitoring.ppo_metrics`."""
 
     def token_rows(self, rows: list[dict[str, Any]], step: int) -> None:
-        """Some responses of a training step, token by token; see `verl.monitoring.row_records`."""
+        """Some responses of a training step, token by token; see `verl.monitoring.ppo_metrics`."""
 
     def message(self, text: str) -> None:
         """A message for the user."""

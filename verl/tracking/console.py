@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TextIO
 from pydantic import NonNegativeFloat, NonNegativeInt
 
 from verl.component import BuildContext, component
+from verl.errors import end_cut
 from verl.tracking.base import Tracker, TrackerDescription, short
 from verl.utils.external_input import printable
 
@@ -402,11 +403,6 @@ def middle_cut(text: str, width: int) -> str:
         return text
     room = max(0, width - len(_CUT))
     return text[: room // 2] + _CUT + text[len(text) - (room - room // 2) :]
-
-
-def end_cut(text: str, width: int) -> str:
-    """Truncate to `width` characters at the end."""
-    return text if len(text) <= width else text[: max(0, width - len(_CUT))] + _CUT
 
 
 def equal_share(widths: Sequence[int], room: int, least: int) -> int:

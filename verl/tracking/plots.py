@@ -1,22 +1,31 @@
-"""`curves.png`, written at the end of a run: reward, accuracy, KL, response length and losses over steps."""
+"""`curves.png` of a run, written at its end, and the jobs of a sweep compared: on the terminal, as CSV, as curves."""
 
 from __future__ import annotations
 
+import csv
 import fnmatch
+import importlib.util
 import io
+import json
+import logging
 import math
-from collections.abc import Mapping, Sequence
+import os
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
+import yaml
 from pydantic import Field
 
 from verl.component import BuildContext, component
 from verl.errors import install_command
 from verl.tracking.base import Tracker, TrackerDescription
-from verl.utils.external_input import regular_opener
+from verl.tracking.console import fitting_columns, print_line
+from verl.tracking.wandb import RUN_FILE
+from verl.utils.external_input import read_text, regular_opener
 
 if TYPE_CHECKING:
     import numpy as np
@@ -191,3 +200,209 @@ def moving_average(values: Sequence[float]) -> list[float]:
     with np.errstate(invalid="ignore", divide="ignore"):
         fitted = np.where(spread > 1e-9, (second * mean - first * slope) / spread, mean / count)
     return np.where(is_there, fitted, np.nan).tolist()
+
+
+_log = logging.getLogger(__name__)
+MIB = 2**20
+Measure = Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], float | None]
+"""Computes a column from `summary.json` and the lines of `metrics.jsonl`; None if it was not measured."""
+
+
+@dataclass
+class JobOutcome:
+    """The result of a job of a sweep, read from its directory.
+
+    Attributes:
+        name: name of its directory.
+        overrides: overrides of this job, by key.
+        status: as in `summary.json`; `not run` without that file.
+        measured: values by column; columns that were not measured are missing.
+        series: values over steps, by metric of `CURVES`.
+        wandb: URL of its W&B run, or the directory of an offline run relative to that of the sweep; empty for none.
+    """
+
+    name: str
+    overrides: dict[str, str]
+    status: str = "not run"
+    measured: dict[str, float] = field(default_factory=dict)
+    series: dict[str, MetricSeries] = field(default_factory=dict)
+    wandb: str = ""
+
+
+def outcomes(directory: Path) -> list[JobOutcome]:
+    """The jobs below a sweep's directory, by job number."""
+    jobs = [path for path in directory.iterdir() if path.is_dir() and path.name.isdigit()]
+    return [outcome(job) for job in sorted(jobs, key=lambda path: int(path.name))]
+
+
+def outcome(run_dir: Path) -> JobOutcome:
+    """Read the result of a job."""
+    job = JobOutcome(run_dir.name, _overrides(run_dir), wandb=_wandb(run_dir))
+    summary = _json(run_dir / "summary.json")
+    if summary is None:
+        return job
+    job.status = summary["status"]
+    file = run_dir / "metrics.jsonl"
+    every = [json.loads(line) for line in read_text(file).splitlines()] if file.exists() else []
+    lines = [line for line in every if "timing/step_s" in line]
+    for key in CURVES.values():
+        if points := [(line["step"], _finite(line[key])) for line in every if key in line]:
+            steps, values = map(list, zip(*points, strict=True))
+            job.series[key] = MetricSeries(steps, values, evaluated=key.startswith("eval/"))
+    for column, measure in COLUMNS.items():
+        if (value := measure(summary, lines)) is not None:
+            job.measured[column] = value
+    return job
+
+
+def _finite(value: Any) -> float:
+    return float(value) if math.isfinite(float(value)) else math.nan
+
+
+def table(jobs: Sequence[JobOutcome]) -> tuple[list[str], list[list[str]]]:
+    """Column names and cells: overrides that differ between jobs, status, and measurements."""
+    keys = [key for key in dict.fromkeys(k for job in jobs for k in job.overrides) if _differs(jobs, key)]
+    columns = [column for column in COLUMNS if any(column in job.measured for job in jobs)]
+    rows = [
+        [job.name, *(job.overrides.get(key, "") for key in keys), job.status, *(_cell(job, c) for c in columns)]
+        for job in jobs
+    ]
+    return ["job", *keys, "status", *columns], rows
+
+
+def write(directory: Path, jobs: Sequence[JobOutcome]) -> list[Path]:
+    """Write `sweep.csv` and `sweep.png` to the sweep's directory; returns the paths. Without matplotlib the plot is
+    left out with a warning.
+    """
+    head, rows = table(jobs)
+    if any(job.wandb for job in jobs):
+        head, rows = [*head, "W&B run"], [[*row, job.wandb] for row, job in zip(rows, jobs, strict=True)]
+    with open(directory / "sweep.csv", "w", newline="", opener=regular_opener) as file:
+        csv.writer(file).writerows([head, *rows])
+    written, varied = [directory / "sweep.csv"], head[1 : head.index("status")]
+    labels = [" ".join([job.name, *(f"{key}={job.overrides.get(key, '')}" for key in varied)]) for job in jobs]
+    panels: dict[str, dict[str, MetricSeries]] = {}
+    for panel, key in CURVES.items():
+        if series := {label: job.series[key] for label, job in zip(labels, jobs, strict=True) if key in job.series}:
+            panels[panel] = series
+    if panels and importlib.util.find_spec("matplotlib") is None:
+        _log.warning("sweep.png is left out: matplotlib is not installed (%s)", install_command("matplotlib"))
+    elif panels:
+        draw(panels, directory / "sweep.png", f"Sweep of {len(jobs)} jobs")
+        written.append(directory / "sweep.png")
+    return written
+
+
+def show(jobs: Sequence[JobOutcome], title: str) -> None:
+    """Print the table. On a terminal job numbers link to W&B runs; columns that do not fit are listed below."""
+    import rich
+    from rich.table import Table
+    from rich.text import Text
+
+    head, rows = table(jobs)
+    console, first = rich.get_console(), head.index("status") + 1
+    names = [column if index < first else _in_words(column) for index, column in enumerate(head)]
+    cells = [max(map(len, (*name.split("\n"), *(row[i] for row in rows)))) for i, name in enumerate(names)]
+    order = [head.index(column) for column in DROPPED_FIRST if column in head]
+    fitting = fitting_columns([cell + len(" | ") for cell in cells], console.width - 1, order)
+    shown = Table(title=title)
+    for index in fitting:
+        shown.add_column(names[index], justify="right" if index >= first else "left", no_wrap=True)
+    for job, row in zip(jobs, rows, strict=True):
+        link = f"link {job.wandb}" if "://" in job.wandb else ""
+        shown.add_row(*(Text(row[index], style="" if index else link) for index in fitting))
+    console.print(shown, crop=False, no_wrap=True, overflow="ignore")
+    if len(fitting) < len(head):
+        left_out = ", ".join(column for index, column in enumerate(head) if index not in fitting)
+        print_line(console, f"only in sweep.csv: {left_out}")
+
+
+def _in_words(column: str) -> str:
+    """Column header with one word per line, units excepted."""
+    return column.replace(" ", "\n").replace("\n(", " (").replace("of\na\n", "of a\n")
+
+
+def _mean(key: str) -> Measure:
+    def measure(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> float | None:
+        values = [float(line[key]) for line in lines if key in line]
+        return statistics.median(values) if values else None
+
+    return measure
+
+
+def _rate(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> float | None:
+    seconds = sum(float(line["timing/step_s"]) for line in lines)
+    return sum(float(line.get("perf/tokens", 0)) for line in lines) / seconds if seconds else None
+
+
+def _peak(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> float | None:
+    return max((float(line["perf/peak_memory_mib"]) for line in lines if "perf/peak_memory_mib" in line), default=None)
+
+
+def _of_saves(name: str, scale: float = 1.0) -> Measure:
+    def measure(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> float | None:
+        saves = summary.get("saves", [])
+        return statistics.median(save[name] for save in saves) * scale if saves else None
+
+    return measure
+
+
+def _last_reward(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> float | None:
+    values = [float(line["reward/mean"]) for line in lines if "reward/mean" in line]
+    return values[-1] if values else None
+
+
+def _last_accuracy(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> float | None:
+    values = [metrics["eval/accuracy"] for metrics in summary["evaluations"].values() if "eval/accuracy" in metrics]
+    return values[-1] if values else None
+
+
+COLUMNS: dict[str, Measure] = {
+    "step (s)": _mean("timing/step_s"),
+    "tokens/s": _rate,
+    "peak memory of a process (MiB)": _peak,
+    "save stall (s)": _of_saves("stall_s"),
+    "checkpoint (MiB)": _of_saves("bytes", 1 / MIB),
+    "last reward": _last_reward,
+    "accuracy": _last_accuracy,
+}
+
+
+DROPPED_FIRST = (  # if the terminal is too narrow
+    "checkpoint (MiB)", "save stall (s)", "peak memory of a process (MiB)", "tokens/s", "step (s)", "last reward",
+)  # fmt: skip
+
+
+def _cell(job: JobOutcome, column: str) -> str:
+    value = job.measured.get(column)
+    return "" if value is None else f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def _differs(jobs: Sequence[JobOutcome], key: str) -> bool:
+    return len({job.overrides.get(key) for job in jobs}) > 1 or len(jobs) == 1
+
+
+def _overrides(run_dir: Path) -> dict[str, str]:
+    file = run_dir / "overrides.yaml"
+    overrides = yaml.safe_load(read_text(file)) if file.exists() else None
+    pairs = (text.lstrip("+~").partition("=") for text in overrides or [])
+    return {key: value for key, _, value in pairs}
+
+
+def _wandb(run_dir: Path) -> str:
+    run = _json(run_dir / RUN_FILE)
+    if run is None:
+        return ""
+    return run["url"] or os.path.relpath(run["directory"], run_dir.parent)
+
+
+def _json(file: Path) -> dict[str, Any] | None:
+    return json.loads(read_text(file)) if file.exists() else None
+
+
+CURVES = {  # panel -> metric, of those that any job has
+    "reward": "reward/mean",
+    "accuracy": "eval/accuracy",
+    "loss (nats per token)": "sft/loss",
+    "held-out loss (nats per token)": "eval/loss",
+}

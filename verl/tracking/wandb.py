@@ -19,9 +19,9 @@ from pydantic import Field
 from verl.component import BuildContext, component
 from verl.errors import install_command
 from verl.tracking.base import Tracker, TrackerDescription
-from verl.utils.child_process.stopped_watch import StoppedWatch, children
+from verl.utils.directories import TemporaryDirectory
 from verl.utils.external_input import write_text
-from verl.utils.temporary_directory import TemporaryDirectory
+from verl.utils.progress import StoppedWatch, children
 
 RUN_FILE = "wandb.json"  # in the run directory: URL or directory of its W&B run
 SERVICE = b"wandb-core"

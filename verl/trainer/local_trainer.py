@@ -22,7 +22,7 @@ from verl.data.rlhf_dataset import RLHFDataset
 from verl.errors import ConfigError
 from verl.trainer.api.from_objects import PromptsObject, data_from_object, reward_from_object, run_with_objects
 from verl.trainer.api.trainer import Trainer
-from verl.utils.component_exits import component_exits
+from verl.utils.signals import component_exits
 
 PREFERENCES = {"tracker.console.stage_lines": True}  # progress of a script, for its author
 

@@ -26,15 +26,14 @@ from verl.algorithms.dynamic_sampling import (
     no_group_error,
     selection_metrics,
 )
+from verl.algorithms.functions import copied_state
 from verl.algorithms.importance_sampling import weight_advantages
-from verl.algorithms.part_state import copied_state
 from verl.environments.episode import per_episode, response_texts, training_rows, without_dropped
 from verl.errors import NonFiniteError
 from verl.monitoring.nonfinite import StepSkipped
-from verl.monitoring.ppo_metrics import evaluation_metrics, mean_of, sample_rows
-from verl.monitoring.row_records import evaluated_rows
-from verl.ops.counter_rng import EVALUATION, TRAINING
+from verl.monitoring.ppo_metrics import evaluated_rows, evaluation_metrics, mean_of, sample_rows
 from verl.ops.masking import masked_mean
+from verl.ops.sampling import EVALUATION, TRAINING
 from verl.protocol import DataProto
 from verl.rewards.base import RewardResult
 from verl.rollout.base import GenerationRequest

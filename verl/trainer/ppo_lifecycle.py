@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from verl.algorithms.part_state import PartState, built_part, keeps_state
+from verl.algorithms.functions import PartState, built_part, keeps_state
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.placement import SAMPLER, RoleGroups
 from verl.cluster.rpc import RoleHandle, WorkerGroup, role_handles
@@ -22,8 +22,7 @@ from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import tokenizer_fault
 from verl.models.parallel_info import Numerics
 from verl.monitoring.nonfinite import NonFiniteGuard
-from verl.monitoring.ppo_metrics import experience_metrics
-from verl.monitoring.row_records import token_rows
+from verl.monitoring.ppo_metrics import experience_metrics, token_rows
 from verl.protocol import DataProto
 from verl.replay.mixing import ReplayMixing
 from verl.rewards.base import Reward, RewardDescription, in_time, missing_columns
@@ -37,9 +36,16 @@ from verl.trainer.setup import (
     restore_of,
     start_cluster,
 )
-from verl.trainer.state.driver_state import GeneratorStates, LossStates, RewardStats, Stateful
+from verl.trainer.state.driver_state import (
+    GeneratorStates,
+    LossStates,
+    RewardStats,
+    Stateful,
+    go_on_from,
+    run_date,
+    with_day,
+)
 from verl.trainer.state.lineage import environment_record
-from verl.trainer.state.run_date import go_on_from, run_date, with_day
 from verl.trainer.state.training_identity import replay_identity
 from verl.trainer.timers import StageTimers
 from verl.trainer.train_loop import TrainResult, fit

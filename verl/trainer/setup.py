@@ -46,9 +46,9 @@ from verl.trainer.config import LoopSettings
 from verl.trainer.plan.run_plan import RunPlan, log_plan
 from verl.trainer.plan.workload import role_processes
 from verl.trainer.state.checkpointing import CheckpointSaver, new_run_id
-from verl.trainer.state.distributed_save import RankWriters
 from verl.trainer.state.driver_state import WHEN_BUILT, PartStates, Stateful, load_parts, states_of
 from verl.trainer.state.save_directory import SaveDirectoryChoice, job_name, run_dir_faults
+from verl.trainer.state.train_state import RankWriters
 from verl.trainer.state.training_identity import difference_messages, identity_of, paths_of_texts
 from verl.trainer.timers import StageTimers
 from verl.utils import torchrun

@@ -41,10 +41,7 @@ from verl.trainer.setup import (
     sharding_faults,
     start_cluster,
 )
-from verl.trainer.state.driver_state import (
-    GeneratorStates,
-    Stateful,
-)
+from verl.trainer.state.driver_state import GeneratorStates, Stateful
 from verl.trainer.timers import StageTimers
 from verl.trainer.train_loop import TrainResult, fit
 from verl.workers.actor import Actor

@@ -33,11 +33,10 @@ from verl.trainer.setup import LoopTrainer
 from verl.trainer.state.driver_state import PartStates, load_parts
 from verl.trainer.state.lineage import record_environment
 from verl.trainer.timers import Profiler
-from verl.utils.component_exits import component_exits
 from verl.utils.external_input import write_whole
 from verl.utils.memory import forget_peak, peak_memory
 from verl.utils.redact import redact
-from verl.utils.signals import StopRequest, interruption
+from verl.utils.signals import StopRequest, component_exits, interruption
 from verl.workers.load_state import SavedRoleState
 
 _log = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from verl import config
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.part_state import built_part
+from verl.algorithms.functions import built_part
 from verl.component import BuildContext, component
 from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import TrainingEngine
@@ -24,7 +24,7 @@ from verl.models.heads import LMHead
 from verl.models.hf_state_dict import live_tensors
 from verl.models.parallel_info import Numerics, compute_type
 from verl.ops.logprobs import LogProbGap
-from verl.ops.loss_aggregation import LossTotals, aggregate
+from verl.ops.masking import LossTotals, aggregate
 from verl.protocol import DataProto
 from verl.protocol.dispatch import by_rows, by_rows_to_one, on_all
 from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, SyncResult, stop_tokens

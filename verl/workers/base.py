@@ -11,10 +11,9 @@ from typing import Any, ClassVar, Literal, Self
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
-from verl.algorithms.part_state import PartState, keeps_state
+from verl.algorithms.functions import PartState, keeps_state
 from verl.component import Description, component
-from verl.engines.engine import Packs, TrainingEngine
-from verl.engines.layer_compile import compile_layers
+from verl.engines.engine import Packs, TrainingEngine, compile_layers
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import Sharding

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from verl.algorithms.algorithm import Algorithm
-from verl.algorithms.part_state import built_part
+from verl.algorithms.functions import built_part
 from verl.component import BuildContext, component
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
 from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import ModelHead, ValueHeadModel
-from verl.ops.loss_aggregation import LossTotals, aggregate
+from verl.ops.masking import LossTotals, aggregate
 from verl.protocol import DataProto
 from verl.protocol.dispatch import by_rows, by_rows_to_one
 from verl.workers.base import TrainedRole, TrainedWorker

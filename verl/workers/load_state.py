@@ -19,7 +19,7 @@ from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.discovery import FETCHED
 from verl.checkpoint.read.lazy_tensors import DeviceMap, LazyTensor, lazy_tensors
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.remote.resolve import fetch_by_manifest
+from verl.checkpoint.remote.transfer import fetch_by_manifest
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
 from verl.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, FileFault

@@ -26,13 +26,13 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.safetensors_format import INDEX_NAME, MODEL_METADATA, model_files
 from verl.checkpoint.save.async_writer import WRITER_TIMEOUT_S, CheckpointWriter
-from verl.checkpoint.save.buffer_layout import PartialTensor, SavedComponent
 from verl.checkpoint.save.save_request import (
     MultiWriterSave,
     SaveRequest,
     sees_nonce,
     submit_failure,
 )
+from verl.checkpoint.save.snapshot import PartialTensor, SavedComponent
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import STAGE, TENSOR, Parallelism
 from verl.models.hf_state_dict import (

@@ -18,8 +18,8 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.buffer_layout import SavedComponent
 from verl.checkpoint.save.save_request import SaveRequest
+from verl.checkpoint.save.snapshot import SavedComponent
 from verl.errors import CheckpointNotFound
 
 

@@ -25,8 +25,7 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.hashing import hash_buffers
 from verl.checkpoint.core.manifest import FileEntry, LogicalTensor, SavedSlice
-from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.read.verify import verify
+from verl.checkpoint.read.reader import CheckpointReader, verify
 from verl.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, CheckpointWriteFailed
 
 

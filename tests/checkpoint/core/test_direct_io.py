@@ -9,8 +9,8 @@ import pytest
 from faults.disks import RefusingDisk
 from faults.scenarios import page_aligned_view, save_images, version_of
 
+from verl.checkpoint.commit.rank_writer import PAGE_BYTES, FileImage, ImageSource, page_aligned, write_direct
 from verl.checkpoint.commit.store import CheckpointStore
-from verl.checkpoint.core.direct_io import PAGE_BYTES, FileImage, ImageSource, page_aligned, write_direct
 from verl.checkpoint.core.filesystem import FileSystem
 
 CONTENT = os.urandom(3 * PAGE_BYTES + 5)

@@ -7,13 +7,13 @@ from golden_run import as_of_format, golden_run
 from packaging.version import Version
 
 import verl
-from verl.checkpoint.core import format_versions
+from verl.checkpoint.core import checkpoint
+from verl.checkpoint.core.checkpoint import FormatOf, findings, format_of, parse_version
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.core.format_versions import FormatOf, findings, format_of, parse_version
 from verl.checkpoint.core.manifest import FORMAT_VERSION
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.discovery import CheckpointDirectory
-from verl.checkpoint.read.verify import verify
+from verl.checkpoint.read.reader import verify
 from verl.errors import CheckpointTooNew, CheckpointTooOld, ConfigError
 
 # As it might be in some years.
@@ -29,9 +29,7 @@ def test_the_table_says_what_this_version_writes():
     row = format_of(Version(verl.__version__))
     assert row is not None
     assert row.writes == FORMAT_VERSION
-    assert [Version(row.verl) for row in format_versions.FORMATS] == sorted(
-        Version(row.verl) for row in format_versions.FORMATS
-    )
+    assert [Version(row.verl) for row in checkpoint.FORMATS] == sorted(Version(row.verl) for row in checkpoint.FORMATS)
 
 
 CHANGES = {
@@ -47,7 +45,7 @@ CHANGES = {
 @pytest.mark.parametrize("kind", CHANGES)
 def test_a_change_of_version_breaks(kind, tmp_path, monkeypatch):
     written, to, reason = CHANGES[kind]
-    monkeypatch.setattr(format_versions, "FORMATS", TABLE)
+    monkeypatch.setattr(checkpoint, "FORMATS", TABLE)
     monkeypatch.setattr(verl, "__version__", "0.5.0")
     directory = golden_run(tmp_path / "checkpoints") / "global_step_200"
     as_of_format(directory, written)

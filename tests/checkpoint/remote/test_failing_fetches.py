@@ -14,8 +14,7 @@ from storage.s3_server import BUCKET, Fault, Proxy, after
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.remote.commit_log import CommitLog
-from verl.checkpoint.remote.resolve import CheckpointTier
-from verl.checkpoint.remote.transfer import CheckpointUpload
+from verl.checkpoint.remote.transfer import CheckpointTier, CheckpointUpload
 from verl.checkpoint.resume_point import newest_point
 from verl.storage.config import S3Storage
 

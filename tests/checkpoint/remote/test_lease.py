@@ -16,8 +16,8 @@ from cases import exhaustive
 from storage.s3_server import BUCKET
 
 from verl.checkpoint.commit.fencing import LockHolder, RunLock
-from verl.checkpoint.remote import lease
-from verl.checkpoint.remote.lease import StoreLease, living_holder, newest_lease
+from verl.checkpoint.remote import commit_log
+from verl.checkpoint.remote.commit_log import StoreLease, living_holder, newest_lease
 from verl.component import as_plain
 from verl.errors import StorageUnreachable
 from verl.storage.config import LocalStorage, S3Storage, Storage
@@ -25,12 +25,12 @@ from verl.storage.config import LocalStorage, S3Storage, Storage
 LIVING = """
 import importlib, json, sys
 from verl.checkpoint.commit.fencing import RunLock
-from verl.checkpoint.remote import lease
+from verl.checkpoint.remote import commit_log
 target, fields, directory = json.loads(sys.argv[1])
 kind = getattr(importlib.import_module(target.rpartition(".")[0]), target.rpartition(".")[2])
-lease.RENEW_EVERY_S = 0.05
+commit_log.RENEW_EVERY_S = 0.05
 own = RunLock(__import__("pathlib").Path(directory), "first", {})
-held = lease.StoreLease(kind(**fields), own.holder)
+held = commit_log.StoreLease(kind(**fields), own.holder)
 print(held.acquire(), flush=True)
 held.keep()
 if sys.stdin.readline():
@@ -68,8 +68,8 @@ def own(tmp_path: Path, name: str = "second") -> LockHolder:
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on this process looks from a machine that sees no process of the other."""
-    monkeypatch.setattr(lease, "machine_id", lambda: "another machine")
-    monkeypatch.setattr(lease, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(commit_log, "machine_id", lambda: "another machine")
+    monkeypatch.setattr(commit_log, "LOOK_EVERY_S", 0.05)
 
 
 def test_a_place_that_a_living_run_of_another_machine_holds_is_not_taken_and_one_that_it_gave_up_is(
@@ -98,7 +98,9 @@ def test_a_dead_runs_place_is_taken_at_once_on_its_machine_and_after_a_while_els
         elsewhere(patched)
         assert living_holder(storage, 0.2) is None
         waits: list[float] = []
-        patched.setattr(lease.time, "sleep", lambda seconds, of=lease.time.sleep: (waits.append(seconds), of(seconds)))
+        patched.setattr(
+            commit_log.time, "sleep", lambda seconds, of=commit_log.time.sleep: (waits.append(seconds), of(seconds))
+        )
         far = StoreLease(storage, own(tmp_path, "far"))
         assert far.acquire(wait_s=0.3) is None
         assert waits, "it was looked whether the run lives"
@@ -114,7 +116,9 @@ def test_a_dead_runs_place_is_taken_at_once_on_its_machine_and_after_a_while_els
 def test_of_several_that_find_a_dead_runs_place_one_gets_it(storage, tmp_path, monkeypatch):
     with living_run(storage, tmp_path / "first"):
         pass
-    monkeypatch.setattr(lease, "is_alive", lambda holder: holder.run_id != "first")  # the takers are of one process
+    monkeypatch.setattr(
+        commit_log, "is_alive", lambda holder: holder.run_id != "first"
+    )  # the takers are of one process
     takers = [StoreLease(storage, own(tmp_path, f"taker {number}")) for number in range(6)]
     got: list[int] = []
     threads = [threading.Thread(target=_take, args=(taker, got.append)) for taker in takers]

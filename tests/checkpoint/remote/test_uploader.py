@@ -26,7 +26,7 @@ from verl.checkpoint.commit.upload_state import (
 )
 from verl.checkpoint.core.filesystem import FileSystem, FreeSpace
 from verl.checkpoint.read.discovery import CheckpointDirectory
-from verl.checkpoint.remote.resolve import CheckpointTier
+from verl.checkpoint.remote.transfer import CheckpointTier
 from verl.checkpoint.remote.upload_process import Uploader, UploadEvent, UploadSettings
 from verl.checkpoint.resume_point import newest_point
 from verl.checkpoint.retention import Retention, prune

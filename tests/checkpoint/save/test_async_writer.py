@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.read.verify import verify
+from verl.checkpoint.read.reader import verify
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.save import host_buffer
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.buffer_layout import DTYPES, PartialTensor, SavedComponent, lay_out_request
 from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
+from verl.checkpoint.save.snapshot import DTYPES, PartialTensor, SavedComponent, lay_out_request
 from verl.errors import CheckpointFenced, CheckpointIncomplete, CheckpointNotFound, CheckpointWriteFailed
 
 

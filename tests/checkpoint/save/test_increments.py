@@ -16,7 +16,7 @@ from golden_run import flip_bit
 from verl.checkpoint.commit.store import OWN_BYTES, CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem, FreeSpace
-from verl.checkpoint.read.verify import verify
+from verl.checkpoint.read.reader import verify
 from verl.checkpoint.resume_point import find
 from verl.checkpoint.retention import Retention, prune
 from verl.checkpoint.save.async_writer import CheckpointWriter

@@ -13,15 +13,13 @@ from faults.disks import KILLED, KillingDisk
 from faults.scenarios import page_aligned_view
 from refusals import refusal
 
+from verl.checkpoint.commit.rank_writer import FileImage
 from verl.checkpoint.commit.store import CheckpointStore
-from verl.checkpoint.core.direct_io import FileImage
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import LogicalTensor, SavedSlice
 from verl.checkpoint.core.safetensors_format import model_files
-from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.read.verify import verify
+from verl.checkpoint.read.reader import CheckpointReader, verify
 from verl.checkpoint.save.async_writer import CheckpointWriter
-from verl.checkpoint.save.buffer_layout import PartialTensor, SavedComponent
 from verl.checkpoint.save.save_executor import execute_save
 from verl.checkpoint.save.save_request import (
     MultiWriterSave,
@@ -31,6 +29,7 @@ from verl.checkpoint.save.save_request import (
     open_report_directory,
     sees_nonce,
 )
+from verl.checkpoint.save.snapshot import PartialTensor, SavedComponent
 from verl.errors import CheckpointIncomplete
 from verl.ops.resharding.layout import Layout, Mesh, TensorLayout, volume
 from verl.workers.rank_checkpoint import assign_slices, owners

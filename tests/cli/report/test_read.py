@@ -12,9 +12,8 @@ import sys
 import pytest
 from cli.report.run_files import add_lineage, evals, metrics, run_directory, write_lines
 
-from verl.cli.report.diagnosis import diagnosis
 from verl.cli.report.page import outcome
-from verl.cli.report.read import read_run, step_files
+from verl.cli.report.read import diagnosis, read_run, step_files
 from verl.errors import ConfigError
 
 

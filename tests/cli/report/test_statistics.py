@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from verl.cli.report.statistics import interval_over_seeds, paired_bootstrap, student_t
+from verl.cli.report.page import interval_over_seeds, paired_bootstrap, student_t
 
 
 def test_the_paired_bootstrap_agrees_with_the_normal_interval_of_the_differences():

@@ -13,7 +13,7 @@ from verl.component import BuildContext
 from verl.errors import NonFiniteRewardError, RewardError
 from verl.http_client.request import RetryableAnswer
 from verl.rewards.remote.llm_judge import LLMJudge
-from verl.rewards.remote.score_parser import by_path
+from verl.rewards.remote.remote_base import by_path
 
 TEMPLATE = 'Q: {prompt} A: {response} Say {{score}} as {"score": 1}.'
 SETTINGS = {"model": "judge-1", "template": TEMPLATE, "score_pattern": r"Score: (\S+)"}

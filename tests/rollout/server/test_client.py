@@ -17,7 +17,7 @@ from verl.component import BuildContext
 from verl.environments.base import StepResult
 from verl.environments.episode_loop import EpisodeSampler
 from verl.errors import ConfigError, RolloutError
-from verl.ops.counter_rng import EVALUATION
+from verl.ops.sampling import EVALUATION
 from verl.rollout.base import GenerationRequest, TurnLimits
 from verl.rollout.hf import HFRollout
 from verl.rollout.server.config import ServerRollout

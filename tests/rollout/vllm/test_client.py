@@ -20,8 +20,8 @@ from verl.component import BuildContext
 from verl.engines.optimizer import AdamW
 from verl.environments.episode_loop import EpisodeSampler
 from verl.errors import ConfigError, RolloutError, WeightSyncError
-from verl.ops.counter_rng import EVALUATION
 from verl.ops.logprobs import log_probs_of, response_positions
+from verl.ops.sampling import EVALUATION
 from verl.rollout.base import GenerationRequest, TurnLimits, TurnRequest
 from verl.rollout.hf import HFRollout
 from verl.rollout.responses import ResponseSampler

@@ -299,7 +299,10 @@ def test_a_worker_of_an_engine_of_two_that_is_stopped_or_killed_is_outlived(
         with caplog.at_level(logging.WARNING):
             same, _ = agreement(*(generate(one, random_prompts(), GenerationRequest(1, 4)) for one in (vllm, ours)))
         assert same >= 0.95
-        assert ("is stopped (SIGSTOP or SIGTSTP)" if number == signal.SIGSTOP else "signal SIGKILL") in caplog.text
+        if number == signal.SIGSTOP:
+            assert "is stopped (SIGSTOP or SIGTSTP)" in caplog.text
+        else:  # the engine ends with its worker, or logs its death and waits
+            assert "signal SIGKILL" in caplog.text or "died unexpectedly" in caplog.text
         assert wait_until_gone(group) == []
     finally:
         vllm.close()

@@ -24,9 +24,8 @@ from verl.rollout.vllm.shm_stream import StreamReader, StreamWriter
 from verl.rollout.vllm.state_dict import weights_of
 from verl.rollout.vllm.sync.weight_sync import RankConnection, RankSync
 from verl.rollout.vllm.sync.weight_transfer import WeightTransfer, assigned, may_be_sliced
-from verl.rollout.weight_verification.compare import differing
 from verl.rollout.weight_verification.fingerprint import ProbeVectors, fingerprint, join_shards
-from verl.rollout.weight_verification.verifier import VerifyRequest
+from verl.rollout.weight_verification.verifier import VerifyRequest, differing
 
 BY_COLUMNS, WHOLE = ("o_proj.weight", "down_proj.weight"), ("norm.weight",)
 VECTORS = ProbeVectors(3)

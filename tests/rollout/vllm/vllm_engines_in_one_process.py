@@ -24,7 +24,7 @@ import torch
 from rollout.engines import agreement, generate, random_prompts, save_family, shake
 
 from verl.models.lora import LoRA
-from verl.ops.counter_rng import NO_TURN
+from verl.ops.sampling import NO_TURN
 from verl.protocol import DataProto
 from verl.rollout.base import DrawnTurn, GenerationRequest, TurnEngine, TurnRequest
 from verl.rollout.hf import HFRollout

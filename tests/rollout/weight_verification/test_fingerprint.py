@@ -9,8 +9,8 @@ import torch
 from rollout.weight_verification.planted import marks_of, some_weights
 
 from verl.models.pretrained import Pretrained
-from verl.rollout.weight_verification.compare import differing, tolerance
 from verl.rollout.weight_verification.fingerprint import COLUMNS, FingerprintLog, ProbeVectors, fingerprint, tied_names
+from verl.rollout.weight_verification.verifier import differing, tolerance
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from verl.rollout.weight_verification.compare import compare
 from verl.rollout.weight_verification.fingerprint import Fingerprints, ProbeVectors, fingerprint, join_shards
+from verl.rollout.weight_verification.verifier import compare
 from verl.rollout.weight_verification.vllm_params import LayerFingerprints, reader_of
 
 EXPERTS, WIDTH, INNER = 4, 24, 16

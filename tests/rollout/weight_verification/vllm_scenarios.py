@@ -30,9 +30,8 @@ from verl.models.hf_state_dict import hf_state_dict
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.rollout.weight_verification.fingerprint import plain_name
-from verl.rollout.weight_verification.verifier import SyncVerifier
+from verl.rollout.weight_verification.verifier import SyncVerifier, answer_request
 from verl.rollout.weight_verification.vllm_params import packed, unpacked
-from verl.rollout.weight_verification.vllm_probe import answer_request
 
 Stream = Iterable[tuple[str, Tensor]]
 CONTEXT, RANK = 64, 8

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from verl import DataPipeline, DeviceMesh, HybridActor, RLTrainer, measure_switch_overhead
 from verl.checkpoint.config import Checkpointing
-from verl.checkpoint.remote.resolve import tier_of
+from verl.checkpoint.remote.transfer import tier_of
 from verl.compose.compose import compose_root
 from verl.compose.schema import conf_dir
 from verl.compose.validate import validate

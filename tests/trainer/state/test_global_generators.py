@@ -16,8 +16,8 @@ from trainer.runs import fit
 from verl.component import BuildContext, component
 from verl.errors import StorageUnreachable
 from verl.http_client.client import Backoff
-from verl.storage.backend import RetryPolicy, TransientError
 from verl.storage.config import S3Storage
+from verl.storage.store import RetryPolicy, TransientError
 from verl.tracking.base import Tracker, TrackerDescription, Trackers
 from verl.tracking.console import Console
 from verl.tracking.jsonl import JsonLines

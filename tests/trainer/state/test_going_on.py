@@ -17,7 +17,7 @@ from trainer.test_sft import sft_run
 
 from verl.checkpoint.config import Checkpointing
 from verl.models.lora import LoRA
-from verl.monitoring.spike_detector import SpikeDetector
+from verl.monitoring.nonfinite import SpikeDetector
 from verl.trainer.state.checkpointing import CheckpointSaver
 from verl.trainer.state.lineage import ParentCheckpoint
 from verl.trainer.state.save_directory import SaveDirectory

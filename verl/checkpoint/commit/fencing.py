@@ -36,7 +36,7 @@ from verl.checkpoint.core.filesystem import (
     write_errors,
     write_file,
 )
-from verl.checkpoint.core.manifest import FORMAT_NAME, FORMAT_VERSION
+from verl.checkpoint.core.manifest import FORMAT_NAME, FORMAT_VERSION, utc_now
 from verl.checkpoint.read.discovery import (
     FORMAT,
     LATEST,
@@ -75,7 +75,7 @@ class LockHolder:
     @classmethod
     def here(cls, run_id: str, identity: Mapping[str, Any] | None = None) -> LockHolder:
         """A run of this process."""
-        since, pid = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), os.getpid()
+        since, pid = utc_now(), os.getpid()
         started, host = _process_start(pid), socket.gethostname()
         return cls(run_id=run_id, host=host, pid=pid, since=since, started=started, identity=dict(identity or {}))
 

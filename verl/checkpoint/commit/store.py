@@ -1,28 +1,275 @@
-"""CheckpointStore: begins and commits saves in one directory, and removes leftovers of interrupted saves."""
+"""A save in progress: writers write below `staging/`, and one commit verifies it all and makes it visible by one
+rename.
+
+1  space checked, staging directory made         CheckpointStore.begin
+2  files written, hashed and synced              RankWriter, in any number of threads and processes
+3  reports joined, sizes and tiling checked      SaveTransaction.commit, from here on
+4  lock; claim still ours?                       a fenced trainer ends here
+5  trainer_state.json, manifest.json, COMMIT     each written aside, synced, renamed; after a kill from here on the
+                                                 next attempt goes on here. Reports removed; directories synced
+6  rename to global_step_N; both parents synced  only now is it saved
+7  `latest`                                      a convenience: what fails here is logged
+
+`CheckpointStore` begins and commits saves in one directory, and removes leftovers of interrupted saves.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import math
 import secrets
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import verl
 from verl.checkpoint.commit.fencing import ClaimedDirectory
-from verl.checkpoint.commit.transaction import SaveTransaction
+from verl.checkpoint.commit.rank_writer import RankReport, RankWriter
+from verl.checkpoint.core.checkpoint import Checkpoint, open_checkpoint
 from verl.checkpoint.core.filesystem import (
+    FileHandle,
     FileSystem,
+    files_below,
     is_directory,
     remove_tree,
+    write_by_rename,
     write_errors,
 )
+from verl.checkpoint.core.hashing import Leaf, digest_of
+from verl.checkpoint.core.manifest import (
+    COMMIT,
+    FORMAT_VERSION,
+    MANIFEST,
+    STATE,
+    FileEntry,
+    Manifest,
+    commit_line,
+    content_digest,
+    join_tensors,
+    utc_now,
+)
 from verl.checkpoint.read.discovery import FORMAT, RESERVED, STAGING, TAG, TRASH
-from verl.errors import ConfigError, NoSpaceForCheckpoint
+from verl.checkpoint.read.reader import open_verified
+from verl.errors import BadCheckpoint, CheckpointIncomplete, ConfigError, FileFault, NoSpaceForCheckpoint
 
 log = logging.getLogger(__name__)
 
+MAIN = "main"
+REPORTS = "reports"  # below a staging directory: what the others wrote, until the save is published
 OWN_FILES, OWN_BYTES = 16, 2**20  # of the store itself: manifest, commit, state, directories
+
+
+class SaveTransaction:
+    """A save that is not published yet. Leaving its `with` block without `commit` removes it.
+
+    >>> with store.begin(step=100) as transaction:
+    ...     written = transaction.main.write("actor/config.json", [b"{}"])
+    ...     checkpoint = transaction.commit(state={"epoch": 1}, metrics={"reward/mean": 0.8})
+
+    Attributes:
+        directory: where participants write.
+        main: the participant of the process that commits.
+    """
+
+    def __init__(
+        self,
+        store: ClaimedDirectory,
+        directory: Path,
+        step: int,
+        tag: str | None,
+        rank_names: Sequence[str],
+        staging_lock: FileHandle | None,
+    ):
+        self.directory, self.step, self.tag = directory, step, tag
+        self.main = RankWriter(directory, MAIN, store.disk)
+        self._store, self._disk = store, store.disk
+        self._expected = {MAIN, *rank_names}
+        self._staging_lock = staging_lock
+        self._is_open = True
+
+    def commit(
+        self,
+        reports: Iterable[RankReport] = (),
+        state: dict[str, Any] | None = None,
+        metrics: dict[str, float] | None = None,
+    ) -> Checkpoint:
+        """Check everything and publish it. When this returns, the checkpoint survives a power cut.
+
+        If the newest checkpoint has the same step, tag and content, it is returned instead.
+
+        Args:
+            reports: of all participants but `main`.
+            state: written to `trainer_state.json`, with the store's own fields.
+            metrics: at this step, for `keep_best`.
+        Raises:
+            CheckpointIncomplete: a participant is missing, or slices do not tile a tensor.
+            CheckpointCorrupt: the recorded tensors do not match the files.
+            CheckpointFenced: another trainer has taken over.
+            CheckpointWriteFailed: the file system refused.
+        """
+        assert self._is_open, "a save is committed once"
+        try:
+            manifest = self._joined([self.main.report(), *reports], metrics or {})
+            with self._store.locked(), write_errors(f"publishing step {self.step}"):
+                self._store.check_claim()
+                return self.publish(manifest, state or {})
+        finally:
+            self.abort()  # after a publication there is nothing left to remove
+
+    def finish_commit(self) -> Checkpoint | None:
+        """Finish the commit of a process that was killed during it; returns None if there is no such commit.
+
+        If `COMMIT` exists, everything is complete and only the rename is missing.
+
+        Raises:
+            CheckpointIncomplete: the directory is gone and its content was not published.
+            CheckpointFenced, CheckpointWriteFailed: as in `commit`.
+        """
+        assert self._is_open, "a save is committed once"
+        with self._store.locked(), write_errors(f"publishing step {self.step}"):
+            self._store.check_claim()
+            try:
+                names = self._disk.names(self.directory)
+            except FileNotFoundError:
+                newest, _ = self._store.newest_and_next_sequence()
+                identity = (self.step, self.tag, self._store.run_id)
+                if newest is None or (newest.manifest.step, newest.manifest.tag, newest.manifest.run_id) != identity:
+                    raise CheckpointIncomplete(self.directory, [FileFault(MANIFEST, "the directory is gone")]) from None
+                self._store.point_latest(newest.name)
+                return newest
+            if COMMIT not in names:
+                return None
+            return self.rename(open_checkpoint(self._disk, self.directory).manifest)
+
+    def abort(self) -> None:
+        """Remove everything that was written. No effect after a commit or a second call."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        try:
+            remove_tree(self._disk, self.directory)
+        except OSError as error:
+            log.warning("%s could not be removed (%s); the next run will", self.directory, error)
+        if self._staging_lock is not None:
+            with contextlib.suppress(OSError):
+                self._disk.close(self._staging_lock)
+
+    def __enter__(self) -> SaveTransaction:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.abort()
+
+    def _joined(self, reports: list[RankReport], metrics: dict[str, float]) -> Manifest:
+        """The manifest from all reports, after checking them against the files; sequence number and time are set
+        later."""
+        entries = {entry.path: entry for report in reports for entry in report.files}
+        with write_errors("looking at what was written"):
+            written, _ = files_below(self._disk, self.directory)
+        sizes = {path: size for path, size in written.items() if not path.startswith(f"{REPORTS}/")}
+        tensors, contradictions = join_tensors(tensor for report in reports for tensor in report.tensors)
+        faults = [
+            *_faults_of_participants(self._expected, reports),
+            *_faults_of_files(sizes, entries),
+            *(FileFault(MANIFEST, contradiction) for contradiction in contradictions),
+            *(FileFault(MANIFEST, fault, (tensor.full_name,)) for tensor in tensors for fault in tensor.faults()),
+        ]
+        if faults:
+            raise CheckpointIncomplete(self.directory, faults)
+        return Manifest(
+            sequence=0, step=self.step, tag=self.tag, run_id=self._store.run_id, saved_at=utc_now(),
+            verl_version=verl.__version__, metrics={k: float(v) for k, v in metrics.items() if math.isfinite(v)},
+            files=tuple(entries[path] for path in sorted(entries)), tensors=tuple(tensors),
+        )  # fmt: skip
+
+    def publish(self, manifest: Manifest, state: dict[str, Any]) -> Checkpoint:
+        """Rename the finished directory into place; a save equal to the newest checkpoint is not published again."""
+        newest, sequence = self._store.newest_and_next_sequence()
+        checksum = content_digest(manifest)
+        if newest is not None and _is_same(newest.manifest, manifest, checksum):
+            with contextlib.suppress(BadCheckpoint):
+                newest = open_verified(self._disk, newest.directory, "full")  # a damaged one is no reason not to save
+                self._disk.sync_directory(newest.directory.parent)  # its own save may have failed at this very call
+                self._store.point_latest(newest.name)
+                return newest
+        manifest = self._with_state(manifest, sequence, checksum, state)
+        data = manifest.to_bytes()
+        write_by_rename(self._disk, self.directory / MANIFEST, data)
+        write_by_rename(self._disk, self.directory / COMMIT, commit_line(data))  # still below staging/: not visible yet
+        return self.rename(manifest)
+
+    def rename(self, manifest: Manifest, name: str | None = None) -> Checkpoint:
+        """Rename a complete staging directory, with `COMMIT`, to its final name. The lock of the store must be held."""
+        remove_tree(self._disk, self.directory / REPORTS)  # last: recovery after a kill needs them
+        open_verified(self._disk, self.directory)  # nothing is published that discovery would refuse
+        for directory in files_below(self._disk, self.directory)[1]:
+            self._disk.sync_directory(directory)
+        target = self._store.rename_into_place(self.directory, name or self.tag or f"global_step_{self.step}")
+        self._disk.sync_directory(self.directory.parent)
+        self._disk.sync_directory(target.parent)
+        self._store.point_latest(target.name)
+        return Checkpoint(target, manifest)
+
+    def _with_state(self, manifest: Manifest, sequence: int, checksum: str, state: dict[str, Any]) -> Manifest:
+        fields = {
+            "checkpoint_version": FORMAT_VERSION,
+            "verl_version": manifest.verl_version,
+            "step": self.step,
+            "tag": self.tag,
+            "sequence": sequence,
+            "run_id": manifest.run_id,
+            "saved_at": manifest.saved_at,
+            "metrics": manifest.metrics,
+            "manifest_checksum": checksum,
+        }
+        text = json.dumps({**fields, **_finite(state), **fields}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        data = text.encode("utf-8", "backslashreplace")  # half a surrogate pair becomes its JSON escape
+        write_by_rename(self._disk, self.directory / STATE, data)
+        entry = FileEntry.of(STATE, [Leaf(len(data), digest_of(data))])
+        files = tuple(sorted((*manifest.files, entry), key=lambda e: e.path))
+        return replace(manifest, sequence=sequence, files=files)
+
+
+def _is_same(newest: Manifest, manifest: Manifest, checksum: str) -> bool:
+    if (newest.step, newest.tag) != (manifest.step, manifest.tag):
+        return False
+    return content_digest(newest) == checksum
+
+
+def _faults_of_participants(expected: set[str], reports: list[RankReport]) -> Iterator[FileFault]:
+    arrived = Counter(report.name for report in reports)
+    yield from (FileFault(MANIFEST, f"participant {name} did not report") for name in sorted(expected - arrived.keys()))
+    yield from (
+        FileFault(MANIFEST, f"participant {name} was not expected") for name in sorted(arrived.keys() - expected)
+    )
+    yield from (FileFault(MANIFEST, f"participant {name} reported twice") for name, n in arrived.items() if n > 1)
+    paths = Counter(entry.path for report in reports for entry in report.files)
+    yield from (FileFault(path, "two participants report it") for path, n in paths.items() if n > 1)
+
+
+def _faults_of_files(sizes: dict[str, int], entries: dict[str, FileEntry]) -> Iterator[FileFault]:
+    for path in sorted(sizes.keys() | entries.keys()):
+        if path not in sizes:
+            yield FileFault(path, "it is missing")
+        elif path not in entries:
+            yield FileFault(path, "no participant reports it")
+        elif sizes[path] != entries[path].size:
+            yield FileFault(path, f"it has {sizes[path]} bytes instead of {entries[path].size}")
+
+
+def _finite(value: Any) -> Any:
+    """Numbers that JSON does not know become the texts "nan", "inf" and "-inf", as in the metrics' file."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
 
 
 class CheckpointStore(ClaimedDirectory):

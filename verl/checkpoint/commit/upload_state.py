@@ -112,7 +112,6 @@ def last_upload(disk: FileSystem, directory: Path) -> float | None:
 
 
 def withdraw_confirmation(disk: FileSystem, checkpoint: Checkpoint) -> None:
-    """Remove the confirmation of a checkpoint."""
     with (
         write_errors(f"recording that {checkpoint.name} is to be uploaded again"),
         contextlib.suppress(FileNotFoundError),

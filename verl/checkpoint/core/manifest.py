@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import re
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -278,7 +279,6 @@ class Manifest:
         return {entry.path: entry for entry in sorted(self.files, key=lambda entry: entry.path)}
 
     def file(self, path: str) -> FileEntry | None:
-        """The entry of a file, or None."""
         return self.contents.get(path)
 
     def to_bytes(self) -> bytes:
@@ -380,6 +380,11 @@ def _supported(form: _Format) -> str:
             f"it is of format {form.version}; this version of verl reads up to {FORMAT_VERSION}. Use a newer verl"
         )
     return form.version
+
+
+def utc_now() -> str:
+    """The time for `saved_at`."""
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 
 def _file_json(entry: FileEntry) -> dict[str, Any]:

@@ -177,17 +177,17 @@ def _parsed(path: str, data: bytes) -> Any:
 
 
 def _key_differences(file: str, first: Any, second: Any) -> Iterator[CheckpointDifference]:
-    firsts, seconds = dict(_flat(first)), dict(_flat(second))
+    firsts, seconds = dict(flat(first)), dict(flat(second))
     for key in sorted(firsts.keys() | seconds.keys()):
         a, b = firsts.get(key, ABSENT), seconds.get(key, ABSENT)
         if a != b:
             yield CheckpointDifference(kind="key", component=file, name=key, first=a, second=b)
 
 
-def _flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Flatten nested mappings to dotted paths; lists are leaves."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
-            yield from _flat(item, f"{path}.{key}" if path else str(key))
+            yield from flat(item, f"{path}.{key}" if path else str(key))
     else:
         yield path, value

@@ -12,7 +12,7 @@ from pathlib import Path
 from verl.checkpoint.core.checkpoint import Checkpoint, open_checkpoint
 from verl.checkpoint.core.filesystem import FileSystem, is_directory, read_errors
 from verl.checkpoint.core.manifest import COMMIT, MANIFEST, is_readable
-from verl.checkpoint.read.verify import Level, open_verified
+from verl.checkpoint.read.reader import Level, open_verified
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointUnsupported, ConfigError
 from verl.storage.config import is_address
 from verl.utils.external_input import NAME, ExternalInputError, parse_as

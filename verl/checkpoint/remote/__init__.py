@@ -1,9 +1,7 @@
 """Checkpoints in object storage, behind the local disk.
 
-commit_log      The commit log of a remote store: numbered records, each created by a conditional put
-lease           The lease of a run on its place in a remote store
+commit_log      Who may write to a remote store: the commit log of numbered records, and the lease of a run
 remote_store    Checkpoints of a remote store: which there are, which is the newest, are they complete
-resolve         The remote tier of a run, and checkpoints that an address or a digest names
-transfer        Upload of one checkpoint into a remote store, and download of one into a directory
+transfer        The remote tier of a run: upload of a checkpoint, and download of one into a directory
 upload_process  The upload process (`python -m verl.checkpoint.remote.upload_process`), and `Uploader`
 """

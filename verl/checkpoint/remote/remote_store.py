@@ -13,8 +13,7 @@ from verl.checkpoint.core.checkpoint import Checkpoint, parse_manifest, parse_st
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import MANIFEST, MANIFEST_LIMIT_BYTES, STATE, FileEntry
-from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.read.verify import Level, content_faults, tiling_faults
+from verl.checkpoint.read.reader import CheckpointReader, Level, content_faults, tiling_faults
 from verl.checkpoint.remote.commit_log import CommitLog, LogRecord
 from verl.errors import (
     BadCheckpoint,
@@ -155,7 +154,6 @@ class RemoteStore:
         return regrouped(pieces, (leaf.size for leaf in entry.leaves))
 
     def reader(self, checkpoint: RemoteCheckpoint, writable: bool = False) -> RemoteReader:
-        """Reader of its bytes."""
         return RemoteReader(self.store, checkpoint, writable)
 
     def state(self, checkpoint: RemoteCheckpoint) -> dict[str, Any]:

@@ -24,13 +24,11 @@ from queue import SimpleQueue
 from types import TracebackType
 from typing import Literal
 
-from verl.checkpoint.commit.store import CheckpointStore
-from verl.checkpoint.commit.transaction import SaveTransaction
+from verl.checkpoint.commit.store import CheckpointStore, SaveTransaction
 from verl.checkpoint.retention import Retention
-from verl.checkpoint.save.buffer_layout import lay_out_request
 from verl.checkpoint.save.host_buffer import FAILED, WAIT_EVERY_S, HostBuffer, HostBufferPool, note_progress
 from verl.checkpoint.save.save_request import SaveOutcome, SaveRequest, submit_failure
-from verl.checkpoint.save.snapshot import Snapshot
+from verl.checkpoint.save.snapshot import Snapshot, lay_out_request
 from verl.checkpoint.save.writer_process import END_TIMEOUT_S, START_TIMEOUT_S, WriterClient
 from verl.errors import CheckpointWriteFailed
 from verl.utils.progress import Progress, ProgressWatch

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 
-from verl.checkpoint.core.direct_io import PAGE_BYTES, ImageSource, page_aligned
+from verl.checkpoint.commit.rank_writer import PAGE_BYTES, ImageSource, page_aligned
 from verl.errors import CheckpointWriteFailed
 from verl.utils.progress import ProgressWatch, report
 

@@ -11,16 +11,13 @@ from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
-from verl.checkpoint.commit.rank_writer import RankReport, RankWriter
-from verl.checkpoint.commit.store import CheckpointStore
-from verl.checkpoint.commit.transaction import SaveTransaction
+from verl.checkpoint.commit.rank_writer import FEWEST_DIRECT_BYTES, FileImage, ImageSource, RankReport, RankWriter
+from verl.checkpoint.commit.store import CheckpointStore, SaveTransaction
 from verl.checkpoint.core.checkpoint import Checkpoint
-from verl.checkpoint.core.direct_io import FEWEST_DIRECT_BYTES, FileImage, ImageSource
 from verl.checkpoint.core.filesystem import TEMPORARY_SUFFIX, FileSystem, write_errors
 from verl.checkpoint.core.hashing import Leaf, hash_buffers
 from verl.checkpoint.core.manifest import COMMIT, MANIFEST, STATE, FileEntry
-from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.read.verify import open_verified
+from verl.checkpoint.read.reader import CheckpointReader, open_verified
 from verl.checkpoint.retention import Retention, prune
 from verl.checkpoint.save.save_request import (
     ExistingFile,

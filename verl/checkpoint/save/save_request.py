@@ -14,16 +14,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.commit.rank_writer import RankReport
-from verl.checkpoint.commit.transaction import REPORTS
-from verl.checkpoint.core.direct_io import FileImage
-from verl.checkpoint.core.filesystem import (
-    FileSystem,
-    files_below,
-    make_directories,
-    write_by_rename,
-    write_errors,
-)
+from verl.checkpoint.commit.rank_writer import FileImage, RankReport
+from verl.checkpoint.commit.store import REPORTS
+from verl.checkpoint.core.filesystem import FileSystem, files_below, make_directories, write_by_rename, write_errors
 from verl.checkpoint.core.hashing import Leaf
 from verl.checkpoint.core.manifest import LogicalTensor
 from verl.errors import CheckpointIncomplete, FileFault
@@ -186,7 +179,7 @@ class SaveRequest:
     Args:
         step: training steps done.
         tag: name of the checkpoint, instead of `global_step_N`.
-        components: `buffer_layout.SavedComponent` by directory, such as `actor` or `optimizer`; with live tensors, so
+        components: `snapshot.SavedComponent` by directory, such as `actor` or `optimizer`; with live tensors, so
             that the writer process gets a request without them.
         existing_files: files that exist already, in an earlier checkpoint or outside.
         state: for `trainer_state.json`; plain values.
@@ -194,7 +187,7 @@ class SaveRequest:
         increment: write only files that changed since the newest checkpoint; a path: since that one or the newest.
         multi_writer: this process's part in a save that several processes write.
         num_bytes, images, tensors: size of the memory for the components, the files in it, each from a boundary of
-            pages, and the tensors in these; set by `buffer_layout.lay_out_request`.
+            pages, and the tensors in these; set by `snapshot.lay_out_request`.
     """
 
     step: int

@@ -15,8 +15,8 @@ import pickle
 import traceback
 from dataclasses import dataclass
 
+from verl.checkpoint.commit.rank_writer import ImageSource
 from verl.checkpoint.commit.store import CheckpointStore
-from verl.checkpoint.core.direct_io import ImageSource
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.save.host_buffer import HostBuffer, HostBufferPool, filling, map_shared
 from verl.checkpoint.save.save_executor import execute_save

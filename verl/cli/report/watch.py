@@ -2,6 +2,8 @@
 
 metrics.jsonl ── new lines ──> the console of the run            terminal
               ── new bytes ──> the page, which draws them        --web, on this machine only
+
+`verl report`: one HTML page of a run, or of several to compare them.
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ from urllib.parse import parse_qs, urlsplit
 
 import typer
 
-from verl.cli.console import echo, one_line_errors
+from verl.cli.console import echo, one_line_errors, size
 from verl.cli.report.read import RUNNING, RunRecord, as_number, read_run, run_status
 from verl.errors import ConfigError
 from verl.tracking.console import PAGE, Console, ConsoleTracker
-from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping
+from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping, write_text
 
 INTERVAL_S = 1.0  # between two looks at the files
 FIRST_LINES = 10  # shown of what was there before
@@ -217,3 +219,19 @@ class _PageHandler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing: the address holds the token."""
+
+
+def report(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Directories of runs; several are compared.")],
+    html: Annotated[Path, typer.Option(help="File to write.")] = Path("report.html"),
+) -> None:
+    """Write one HTML page that shows a run, or compares several. It needs no network and no other file.
+
+    A run may be running, or have been killed. Runs that differ in their seed alone are drawn as one band.
+    """
+    from verl.cli.report.page import report as page_of
+
+    with one_line_errors():
+        text = page_of(runs)
+        write_text(html, text)
+        echo(f"{html}: {size(len(text.encode()))}")

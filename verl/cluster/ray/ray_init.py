@@ -29,9 +29,9 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from verl.errors import ConfigError, VerlError
-from verl.utils.child_process.stopped_watch import StoppedWatch, children
+from verl.utils.directories import TemporaryDirectory
 from verl.utils.orphan_cleanup import CLEANUP
-from verl.utils.temporary_directory import TemporaryDirectory
+from verl.utils.progress import StoppedWatch, children
 
 LONGEST_SOCKET_PATH = 103  # bytes; Linux allows 107
 RAYS_OWN = 62  # bytes that Ray adds to its directory
@@ -148,9 +148,8 @@ class RaySession:
         options: dict[str, Any] = {}
         if settings.object_store_mib is not None:
             options["object_store_memory"] = settings.object_store_mib * 2**20
-        if (
-            quoted := shlex.quote(sys.executable)
-        ) != sys.executable:  # Ray starts workers by a shell, and quotes nothing
+        # Ray starts workers by a shell, and quotes nothing
+        if (quoted := shlex.quote(sys.executable)) != sys.executable:
             options["runtime_env"] = {"py_executable": quoted}
         RaySession._held = _short_directory()
         RaySession._mark = CLEANUP.register(environment=[f"{SESSION_VARIABLE}={RaySession._held.name}"])

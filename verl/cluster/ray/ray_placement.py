@@ -220,9 +220,8 @@ class RayPlacement(Placement):
                 undo.callback(cluster.close)
                 built.append((members, cluster))
             if here := tuple(role for role in roles if role in self.in_driver):
-                worker_context = replace(
-                    context, shares_device=context.device.startswith("cuda")
-                )  # Ray does not know of it
+                # Ray does not know of it
+                worker_context = replace(context, shares_device=context.device.startswith("cuda"))
                 built.append((here, InlineWorkerGroup(host.only(here, 1), worker_context)))
             undo.pop_all()
         return RoleGroups(built)

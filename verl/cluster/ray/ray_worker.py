@@ -20,7 +20,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from verl.cluster.serialization import Serialized, deserialize, serialize
+from verl.cluster.shm_channel import Serialized, deserialize, serialize
 from verl.cluster.worker import versions
 from verl.errors import Traceback
 from verl.utils.child_process.interpreter import rare_garbage_collection

@@ -38,22 +38,13 @@ from verl.cluster.ray.ray_worker import (
     interface_of,
     own_gpu,
 )
-from verl.cluster.rpc import (
-    END_TIMEOUT_S,
-    STACK_TIMEOUT_S,
-    ColocatedRoles,
-    Deadline,
-    PendingCall,
-    RemoteWorkerGroup,
-)
-from verl.cluster.serialization import Serialized, deserialize, serialize
+from verl.cluster.rpc import END_TIMEOUT_S, STACK_TIMEOUT_S, ColocatedRoles, Deadline, PendingCall, RemoteWorkerGroup
+from verl.cluster.shm_channel import Serialized, deserialize, serialize
 from verl.cluster.worker import refuse_mixed_versions
 from verl.component import BuildContext
 from verl.errors import VerlError, WorkerDied
-from verl.utils.child_process.exit_report import excerpt
-from verl.utils.child_process.process import PACKAGE_ROOT
-from verl.utils.child_process.stopped_watch import StoppedTime
-from verl.utils.progress import Progress, state_of
+from verl.utils.child_process.process import PACKAGE_ROOT, excerpt
+from verl.utils.progress import Progress, StoppedTime, state_of
 
 START_TIMEOUT_S = 300.0  # of an actor, until it says that it is there
 LOOK_EVERY_S = 5.0

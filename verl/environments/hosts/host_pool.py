@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, get_args
 
 from pydantic import PositiveInt
 
@@ -179,8 +179,6 @@ class HostedDescription(EnvironmentDescription):
         recovery: of environments that do not say it of themselves, as an attribute of the class or of the file of
             tools; see `verl.environments.base.Environment`.
     """
-
-    has_rewards: ClassVar[bool] = True
 
     processes: PositiveInt | None = None
     python: str | None = None

@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl.environments.base import Fault, InfraError, ToolError
+from verl.environments.base import DeadlinePassed, Fault, InfraError, ToolError
 from verl.utils.child_process import supervisor
-from verl.utils.child_process.exit_report import describe_exit, memory_kills
-from verl.utils.deadline import DeadlinePassed
+from verl.utils.child_process.process import describe_exit, memory_kills
 from verl.utils.progress import state_of
 
 log = logging.getLogger(__name__)

@@ -11,8 +11,16 @@ from pydantic import PositiveInt
 
 from verl.component import BuildContext, component
 from verl.http_client.request import RetryableAnswer
-from verl.rewards.remote.remote_base import RemoteDescription, RemoteReward, RemoteSample, SampleRequest
-from verl.rewards.remote.score_parser import at, column, number, shown
+from verl.rewards.base import shown
+from verl.rewards.remote.remote_base import (
+    RemoteDescription,
+    RemoteReward,
+    RemoteSample,
+    SampleRequest,
+    at,
+    column,
+    number,
+)
 
 if TYPE_CHECKING:
     from verl.http_client.client import HTTPClient

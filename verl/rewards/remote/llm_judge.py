@@ -11,11 +11,20 @@ from pydantic import Field
 
 from verl.component import BuildContext, component
 from verl.http_client.request import RetryableAnswer
-from verl.protocol.import_path import load_function, path_faults, signature_of, source_signature
-from verl.rewards.remote.remote_base import RemoteDescription, RemoteReward, RemoteSample, SampleRequest
-from verl.rewards.remote.score_parser import by_path, by_pattern, filled, number, places, shown
-from verl.rewards.validation import check_columns
-from verl.utils.component_exits import raised_by_code
+from verl.protocol.provenance import load_function, path_faults, signature_of, source_signature
+from verl.rewards.base import check_columns, shown
+from verl.rewards.remote.remote_base import (
+    RemoteDescription,
+    RemoteReward,
+    RemoteSample,
+    SampleRequest,
+    by_path,
+    by_pattern,
+    filled,
+    number,
+    places,
+)
+from verl.utils.signals import raised_by_code
 
 OURS = ("model", "messages", "stream", "n")  # fields of the request that `options` may not set
 

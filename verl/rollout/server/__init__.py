@@ -1,11 +1,9 @@
 """Rollout by an external server: vLLM, another OpenAI-compatible one, or TGI.
 
-client         The engine of `rollout=server`: one request for each response
+client         The engine of `rollout=server`: one request for each turn; log-probs of fixed text
 config         `rollout=server`
 connect        Connects to a server before the first response: is it there, does it serve the actor's model
-logprob_check  Log-prob check: does a server compute what the trainer does? Fixed text is scored by both
 options        Options of `rollout=server`: where the server is, its protocol, and whether it takes new weights
 protocols      Protocols of inference servers
-turns          Turns by a server: one request per turn
 weight_update  Weight updates of a vLLM server: written where it can read them, and read by its own reload
 """

@@ -1,14 +1,19 @@
-"""The engine of `rollout=server`: one request for each response, and weights that are updated where the server can.
+"""The engine of `rollout=server`: one request for each turn, and weights that are updated where the server can.
 
 prompts ──> requests, each with its seed ──> client ──> server
 rows    <── tokens and log-probs         <──┘   retried: only failed requests
 sync    ──> weights ──> server, proven by log-probs of fixed text on both sides
+
+Prefix caching is up to the server.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -17,6 +22,7 @@ from torch import Tensor
 
 from verl.errors import ConfigError, RolloutError
 from verl.http_client.client import HTTPClient
+from verl.http_client.request import RequestReport
 from verl.models.parallel_info import (
     Autocast,
     ParallelInfo,
@@ -27,24 +33,196 @@ from verl.models.parallel_info import (
 )
 from verl.ops.batching import micro_batches
 from verl.ops.logprobs import log_probs_of, response_positions
+from verl.ops.sampling import NO_TURN, uniform
 from verl.protocol import DataProto
-from verl.rollout.base import RolloutEngine, SyncResult, TurnEngine, TurnLimits
+from verl.rollout.base import DrawnTurn, RolloutEngine, SyncResult, TurnEngine, TurnLimits, TurnRequest
 from verl.rollout.generation_group import OneGenerates
 from verl.rollout.rows import refuse_wrong_responses
-from verl.rollout.server.logprob_check import LogProbCheck
 from verl.rollout.server.options import ServerOptions
-from verl.rollout.server.protocols import SamplingRequest, ServerProtocol
-from verl.rollout.server.turns import ServerTurns
+from verl.rollout.server.protocols import GenerateRequest, SamplingRequest, ServerProtocol, ServerResponse
 from verl.rollout.server.weight_update import ServerWeightUpdate, named_tensors
+from verl.rollout.token_sampler import noise_keys
 from verl.rollout.vllm.client.engine_args import dtype_of
 from verl.rollout.vllm.sync.weight_transfer import TransferToFirst
-from verl.rollout.weight_verification.logprob_probe import ALLOWED_NATS
+from verl.rollout.weight_verification.fingerprint import ALLOWED_NATS, probe_rows, trainer_log_probs
+from verl.utils.progress import report
 
 logger = logging.getLogger(__name__)
 
+WAIT_S = 0.02  # for the next answer, before environments are looked at again
 MIB = 1 << 20
 MICRO_BATCH_TOKENS = 16384  # of a forward pass where the trainer tells the log-probs
 NOISE_NATS = 1e-5  # below it the weights of a server cannot be distinguished
+
+
+_Asked = tuple[TurnRequest, GenerateRequest]
+
+
+class ServerTurns(TurnEngine):
+    """Turns that a server is generating.
+
+    Args:
+        sampling_params: sampling options of all turns.
+        seed: of the run; None sends no seeds.
+    """
+
+    def __init__(
+        self,
+        client: HTTPClient,
+        protocol: ServerProtocol,
+        sampling_params: SamplingRequest,
+        seed: int | None,
+        limits: TurnLimits,
+    ):
+        self.client, self.protocol, self.sampling_params, self.seed = client, protocol, sampling_params, seed
+        self.is_single = limits.is_single
+        self._queue: list[_Asked] = []
+        self._open: dict[Future[list[RequestReport | None]], _Asked] = {}
+
+    @property
+    def num_pending(self) -> int:
+        return len(self._queue) + len(self._open)
+
+    def add(self, turn: TurnRequest) -> None:
+        sampling_params = replace(
+            self.sampling_params, greedy=turn.greedy, max_tokens=turn.max_new_tokens, seed=self._seed_of(turn)
+        )
+        asked = turn, GenerateRequest(self.protocol, turn.tokens, sampling_params)
+        if self.is_single:
+            self._queue.append(asked)
+        else:
+            self._open[self.client.begin([asked[1]], stop_at_failure=True)] = asked
+
+    def advance(self) -> list[DrawnTurn]:
+        """The turns whose responses have arrived; waits briefly for the first, and for all of single turns, which share
+        a limit on the time without any answer.
+
+        Raises:
+            RolloutError: the server gives no usable answer after all retries.
+        """
+        report()
+        if self.is_single:
+            asked, self._queue = self._queue, []
+            reports = self.client.wait(self.client.begin([ask for _, ask in asked], stop_at_failure=True))
+        else:
+            done, _ = concurrent.futures.wait(
+                self._open, timeout=WAIT_S, return_when=concurrent.futures.FIRST_COMPLETED
+            )
+            ended = [future for future in list(self._open) if future in done]
+            asked, reports = [self._open.pop(future) for future in ended], [future.result()[0] for future in ended]
+        for (turn, _), answer in zip(asked, reports, strict=True):
+            if answer is not None and answer.failure is not None:
+                what = "response" if turn.turn == NO_TURN else f"turn {turn.turn}"
+                raise RolloutError(
+                    f"The server at {self.client.endpoint.base_url} gives no {what} to prompt {turn.prompt_id}, sample "
+                    f"{turn.sample_id}, sent {answer.attempts} times: {answer.failure}"
+                )
+        if again := sum(answer is not None and answer.attempts > 1 for answer in reports):
+            logger.warning("%d of %d responses needed more than one request.", again, len(reports))
+        return [self._drawn(turn, ask) for turn, ask in asked]
+
+    def close(self) -> None:
+        for future in self._open:
+            future.cancel()
+        self._open.clear()
+        self._queue.clear()
+
+    def _drawn(self, turn: TurnRequest, ask: GenerateRequest) -> DrawnTurn:
+        assert ask.drawn is not None
+        ids, stop_ids = ask.drawn.ids, self.sampling_params.stop_ids
+        return DrawnTurn(turn.episode, ids, ask.drawn.log_probs, ids[-1] in stop_ids)
+
+    def _seed_of(self, turn: TurnRequest) -> int | None:
+        """Derived from the turn's noise key; below 2^53, which JSON numbers represent exactly."""
+        if self.seed is None:
+            return None
+        stream, step, prompt_id, sample_id, number = noise_keys([turn])
+        return int(uniform(self.seed, step, prompt_id, sample_id, 0, stream, number) * 2.0**53)
+
+
+TEXTS = ("12+34=46", "what is 6*7? it is 42", "0 1 2 3 4 5 6 7 8 9", "the sum of 3 and 4 is 7")
+DRAWN_TOKENS = 4  # of each row, to learn what log-probs of drawn tokens mean
+DEFAULT_CONTEXT = 4096  # tokens, of a server that does not tell its limit
+SAME_NATS = 0.05  # log-probs nearer than this mean the same
+
+Rows = tuple[tuple[int, ...], ...]
+
+
+class LogProbCheck:
+    """Fixed rows of tokens, and their log-probs on both sides.
+
+    Args:
+        sampling_params: sampling options of this run.
+    """
+
+    def __init__(self, client: HTTPClient, protocol: ServerProtocol, rows: Rows, sampling_params: SamplingRequest):
+        self.client, self.protocol, self.rows = client, protocol, rows
+        self.sampling_params = replace(
+            sampling_params, max_tokens=1, min_tokens=0, greedy=True, tells_prompt=True, seed=None
+        )
+        self._drawing = replace(sampling_params, max_tokens=DRAWN_TOKENS, min_tokens=0, seed=17)
+
+    def server_log_probs(self) -> np.ndarray | None:
+        """Log-probs of each token but the first, from the server, row by row; None if it does not return them.
+
+        Raises:
+            RolloutError: the server does not answer.
+        """
+        drawn = ask_server(self.client, self.protocol, self.rows, self.sampling_params)
+        scored = [response.prompt_log_probs for response in drawn]
+        return None if None in scored else np.array([x for row in scored for x in row or ()])
+
+    def trainer_log_probs(self, model: Any, autocast: Autocast) -> np.ndarray:
+        """The same log-probs, from the training model."""
+        rows = [trainer_log_probs(model, (row,), autocast).ravel() for row in self.rows]
+        return np.concatenate(rows)
+
+    def tells_raw(self) -> bool | None:
+        """Whether the server returns raw log-probs, before temperature, top_k and top_p.
+
+        None if this cannot be determined, because the server returns no log-probs of prompts.
+        """
+        drawn = ask_server(self.client, self.protocol, self.rows, self._drawing)
+        longer = tuple((*row, *response.ids) for row, response in zip(self.rows, drawn, strict=True))
+        scored = ask_server(self.client, self.protocol, longer, self.sampling_params)
+        gaps = []
+        for response, whole in zip(drawn, scored, strict=True):
+            if whole.prompt_log_probs is None:
+                return None
+            raw = np.array(whole.prompt_log_probs[-len(response.ids) :])
+            gaps.append(np.abs(raw - np.array(response.log_probs)))
+        return float(np.concatenate(gaps).mean()) < SAME_NATS
+
+
+def probe_rows_for(protocol: ServerProtocol, tokenizer: Any, vocab_size: int) -> Rows:
+    """Rows for the check: random tokens, or plain texts if the protocol sends texts.
+
+    Raises:
+        RolloutError: none of the texts survives tokenization unchanged.
+    """
+    context = protocol.limit or DEFAULT_CONTEXT
+    if protocol.takes_ids:
+        return probe_rows(vocab_size, context)
+    rows = [tuple(tokenizer(text)["input_ids"]) for text in TEXTS]
+    usable = tuple(row for row in rows if 2 <= len(row) < context and protocol.can_send(row))
+    if not usable:
+        raise RolloutError("The actor's tokenizer reads back none of the texts that a probe could be made of.")
+    return usable
+
+
+def ask_server(
+    client: HTTPClient, protocol: ServerProtocol, rows: Sequence[Sequence[int]], sampling_params: SamplingRequest
+) -> list[ServerResponse]:
+    """One response for each row.
+
+    Raises:
+        RolloutError: the server gives no usable response after all retries.
+    """
+    draws = [GenerateRequest(protocol, row, sampling_params) for row in rows]
+    for reply in client.ask(draws, stop_at_failure=True):
+        if reply is not None and reply.failure is not None:
+            raise RolloutError(f"the server does not answer a request for log-probs of fixed text: {reply.failure}")
+    return [draw.drawn for draw in draws if draw.drawn is not None]
 
 
 @dataclass(frozen=True)
@@ -75,7 +253,6 @@ class ServerSampler(RolloutEngine):
         parts: ServerConnection,
         sampling_params: SamplingRequest,
         model: Any,
-        tokenizer: Any,
         seed: int,
         autocast: Autocast,
     ):
@@ -86,9 +263,8 @@ class ServerSampler(RolloutEngine):
         self.compute_type, self.row_tokens = self._compute_type(), parts.protocol.limit
         parallel_info: ParallelInfo | None = getattr(model, "parallel_info", None)
         self._transfer = None if parallel_info is None else TransferToFirst(model, dtype_of(model, autocast))
-        if (
-            parallel_info is not None and len(parallel_info.siblings) > 1
-        ):  # of processes with the same rows, one sends the requests
+        # of processes with the same rows, one sends the requests
+        if parallel_info is not None and len(parallel_info.siblings) > 1:
             self.group = OneGenerates(parallel_info, len(parallel_info.siblings))
 
     def turns(self, limits: TurnLimits) -> TurnEngine:

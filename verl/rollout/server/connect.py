@@ -15,16 +15,9 @@ from verl.http_client.client import HTTPClient
 from verl.http_client.request import NotRetryable, Request
 from verl.models.parallel_info import Autocast
 from verl.rollout.base import stop_tokens
-from verl.rollout.server.client import ServerConnection, ServerSampler
-from verl.rollout.server.logprob_check import LogProbCheck, probe_rows_for
+from verl.rollout.server.client import LogProbCheck, ServerConnection, ServerSampler, probe_rows_for
 from verl.rollout.server.options import ServerOptions
-from verl.rollout.server.protocols import (
-    GenerateRequest,
-    OpenAIProtocol,
-    SamplingRequest,
-    ServerProtocol,
-    TGIProtocol,
-)
+from verl.rollout.server.protocols import GenerateRequest, OpenAIProtocol, SamplingRequest, ServerProtocol, TGIProtocol
 from verl.rollout.server.weight_update import ServerWeightUpdate
 
 ANOTHER_MODEL_NATS = 1.0  # mean distance of log-probs, beyond which a server is taken for one of another model
@@ -73,7 +66,7 @@ def connect(
                 transfer = ServerWeightUpdate(client, options.transfer_dir)
                 transfer.check()
             parts = ServerConnection(client, protocol, probe, transfer, source, gap)
-            return ServerSampler(options, parts, sampling_params, model, tokenizer, seed, autocast)
+            return ServerSampler(options, parts, sampling_params, model, seed, autocast)
         except BaseException as error:
             client.close()
             if transfer is not None:

@@ -22,7 +22,7 @@ from verl.http_client.client import HTTPClient
 from verl.http_client.request import NotRetryable, Request
 from verl.models.parallel_info import Autocast
 from verl.rollout.vllm.state_dict import weights_of
-from verl.utils.temporary_directory import TemporaryDirectory
+from verl.utils.directories import TemporaryDirectory
 
 RELOAD, RESET_CACHE = "/collective_rpc", "/reset_prefix_cache"
 FILE_BYTES = 2**30  # of one file, so that no more is held in memory beside the model

@@ -3,8 +3,7 @@
     process of the test ── name, arguments ──> process of the program
     (judge.py)          <── value or error ──  (program_server.py)
 
-execution       Run one unit test against a program; try the tests of a data set without a program
-test_names      Static analysis of a test: the program's names that it uses, and what it asks of them
+test_names      Static analysis of what a test asks of the program's names, and one test in a sandbox
 judge           Runs a test in a sandbox, with functions in place of the program's names
 program_server  Runs the program in a sandbox and answers calls of its functions
 values          Encoding of the values that the two exchange

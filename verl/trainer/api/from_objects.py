@@ -27,7 +27,7 @@ from verl.data.rlhf_dataset import RLHFDataset
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import as_reward_model, check_interface
 from verl.models.pretrained import ModelSource, Pretrained, without_dropout
-from verl.protocol.import_path import signature_of
+from verl.protocol.provenance import signature_of
 from verl.rewards.base import Reward, RewardDescription, in_time
 from verl.rewards.deadline import BATCH_TIMEOUT_S
 from verl.rewards.function import CallableReward, RewardFunction
@@ -204,12 +204,10 @@ def run_with_objects(composed: ComposedConfig, replacements: Mapping[str, Descri
 
 
 def _placeholders(value: Any) -> list[PromptsObject | RewardObject | ModelObject]:
-    """All placeholders in a value."""
     return [item for _, item in components_in(value) if isinstance(item, (PromptsObject, RewardObject, ModelObject))]
 
 
 def key_of(described: PromptsObject | RewardObject | ModelObject) -> str:
-    """The key of the object of a description."""
     if isinstance(described, ModelObject):
         return described.argument
     return f"reward {described.name}" if isinstance(described, RewardObject) else "data"

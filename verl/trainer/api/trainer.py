@@ -52,7 +52,7 @@ from verl.trainer.ppo_config import PPORun
 from verl.trainer.setup import fit_with_restarts
 from verl.trainer.state.training_identity import identity_of
 from verl.trainer.train_loop import TrainLoop, TrainResult, fit
-from verl.utils.component_exits import component_exits
+from verl.utils.signals import component_exits
 
 _log = logging.getLogger(__name__)
 

@@ -2,10 +2,8 @@
 
 activations      Bytes that a training step keeps of a micro-batch, by running one and two layers on fake tensors
 async_plan       Asynchronous training, simulated: speed, idle shares and staleness, for `verl plan --async`
-changes          Settings that make a run fit its devices, each planned again
-devices          Rates of devices: memory, matrix products, bandwidth and links, from data sheets or measured
 memory           Memory by role and phase, and what of it lies in main memory
 run_plan         The plan of a run: memory, batch arithmetic, time, disk, and what makes it fit
 step_time        Seconds of a step by stage
-workload         Rows and tokens of a step, of policy gradients and of fine-tuning alike
+workload         Inputs of a plan: rows and tokens of a step, and rates of devices
 """

@@ -21,10 +21,9 @@ from typing import Any
 
 import numpy as np
 
-from verl.trainer.plan.devices import DeviceRates
 from verl.trainer.plan.memory import MemoryPlan
 from verl.trainer.plan.step_time import StageTime, engine_of
-from verl.trainer.plan.workload import role_processes, workload
+from verl.trainer.plan.workload import DeviceRates, role_processes, workload
 
 STEPS = 40  # that are measured
 STALENESS = (0, 1, 2, 4)

@@ -20,8 +20,7 @@ from verl.models.model_stats import ModelStats, model_stats, sizes_config
 from verl.ops.cpu_matmul import chosen_library
 from verl.rollout.vllm.client.gpu_memory import cache_bytes, engine_shape
 from verl.trainer.plan.activations import Activations, num_experts, trace_activations
-from verl.trainer.plan.devices import DeviceRates
-from verl.trainer.plan.workload import RoleLayout, Workload, role_layouts, workload
+from verl.trainer.plan.workload import DeviceRates, RoleLayout, Workload, role_layouts, workload
 from verl.utils.memory import DeviceMemory
 from verl.workers.base import TrainedRole, roles_on_device
 
@@ -189,8 +188,7 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
 
 def _cache_bytes(run: Any, actor: RoleMemory) -> int:
     step = workload(run)
-    rows = -(-step.rows // actor.layout.generation_shares)
-    drawn = min(rows, getattr(run.rollout, "max_rows", rows))
+    drawn = min(-(-step.rows // actor.layout.generation_shares), getattr(run.rollout, "max_rows", step.rows))
     return actor.sizes.cache_elements // actor.layout.siblings * drawn * step.width * actor.dtype.itemsize
 
 
@@ -442,9 +440,8 @@ def _phases(
         if not role.memory.gradients:
             continue
         activations = role.activations
-        on_top = max(
-            0, activations.after_forward + activations.logits - activations.training
-        )  # gone when layers are recomputed
+        # gone when layers are recomputed
+        on_top = max(0, activations.after_forward + activations.logits - activations.training)
         working = {
             "activations": activations.training,
             "logits": on_top if role.name == "actor" else 0,

@@ -10,9 +10,8 @@ from typing import Any
 import torch
 
 from verl.models.model_stats import ModelStats
-from verl.trainer.plan.devices import DeviceRates
 from verl.trainer.plan.memory import MemoryPlan, RolePlan
-from verl.trainer.plan.workload import workload
+from verl.trainer.plan.workload import DeviceRates, workload
 
 LAST_ROWS = 4  # that are drawn to the greatest length, where most are shorter
 # A step over its plan, for published steps of dense models and of mixtures of experts: see docs/results.md

@@ -1,15 +1,29 @@
-"""Rows and tokens of a step, of which memory and time are computed: of policy gradients and of fine-tuning alike."""
+"""Inputs of a plan: rows and tokens of a step, and the rates of a device.
+
+Rates are memory, matrix products, bandwidth and links, from data sheets or measured on this machine.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from verl.checkpoint.save.host_buffer import free_main_memory
 from verl.engines.sharding import NoSharding, Sharding
+from verl.errors import ConfigError
 from verl.trainer.config import PPOSettings
+from verl.utils.memory import gpu_memory_from_outside, gpu_name_from_outside
 
 WORTH_PACKING = 0.85  # of the tokens of padded rows, from which down the rows are packed
+GB, GIB, TERA = 10**9, 2**30, 10**12
+_PROCESS_BYTES = 450 * 2**20  # a Python with torch and transformers, on the CPU
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,6 @@ def role_processes(run: Any) -> dict[str, int]:
 
 
 def role_layouts(run: Any) -> dict[str, RoleLayout]:
-    """Layout of each role."""
     shardings, counts, alone = run.shardings(), role_processes(run), NoSharding()
     return {role: RoleLayout(x if counts[role] > 1 else alone, counts[role]) for role, x in shardings.items()}
 
@@ -152,3 +165,195 @@ def workload(run: Any) -> Workload:
 def _remainder(count: int, parts: int, what: str, where: str) -> Iterator[str]:
     if parts > 1 and count % parts:
         yield f"{count} {what} over {parts} {where} leave a remainder of {count % parts}: some have one more."
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRates:
+    """Peak rates of a device; `products_share` and `bandwidth_share` are the fractions that are reached in practice.
+
+    Attributes:
+        memory: bytes.
+        products: dtype -> floating-point operations per second of matrix products, without sparsity.
+        bandwidth: of its memory, bytes per second.
+        link, network: bytes per second between processes on the same machine, and on different machines.
+        host_link: bytes per second between the device and main memory.
+        context: bytes of the device context of each process.
+        layer_s: minimum seconds of one layer's forward pass, for launching kernels.
+        decode_s: seconds that an engine takes for each token beside the model: scheduling, sampling, its replies.
+        is_measured: whether the rates were measured on this machine rather than taken from a data sheet.
+    """
+
+    name: str
+    memory: int
+    products: Mapping[str, float]
+    bandwidth: float
+    link: float
+    network: float = 50 * GB
+    host_link: float = 25 * GB
+    context: int = 0
+    layer_s: float = 2e-4
+    decode_s: float = 4e-3
+    products_share: float = 0.36  # published for training of dense models on H100s are 0.33 to 0.39
+    bandwidth_share: float = 0.7
+    is_measured: bool = False
+    is_gpu: bool = True
+
+    def flops(self, dtype: str) -> float:
+        """Achievable operations per second in this data type."""
+        return self.products.get(dtype, self.products["float32"]) * self.products_share
+
+    def reads(self) -> float:
+        """Achievable bytes per second when reading its memory."""
+        return self.bandwidth * self.bandwidth_share
+
+
+def _gpu(name: str, mib: int, half: float, single: float, bandwidth: float, link: float, host: float) -> DeviceRates:
+    """Memory in MiB, operations in 10^12 per second, the rest in 10^9 bytes per second."""
+    rates = {"bfloat16": half * TERA, "float16": half * TERA, "float32": single * TERA, "float64": single * TERA / 2}
+    return DeviceRates(
+        name=name,
+        memory=mib << 20,
+        products=rates,
+        bandwidth=bandwidth * GB,
+        link=link * GB,
+        host_link=host * GB,
+        context=GIB // 2,
+    )
+
+
+# Memory as nvidia-smi (rocm-smi) reports it, less than on the data sheet. Rates are those of the vendors' data sheets:
+# dense ones of the SXM form where there is one; links in one direction.
+DEVICES = {
+    device.name: device
+    for device in (
+        _gpu("a100-40", 40960, 312, 19.5, 1555, 300, 25),
+        _gpu("a100", 81920, 312, 19.5, 2039, 300, 25),
+        _gpu("l4", 23034, 121, 30.3, 300, 25, 25),
+        _gpu("l40s", 46068, 362, 91.6, 864, 25, 25),
+        _gpu("rtx4090", 24564, 165, 82.6, 1008, 25, 25),
+        _gpu("h100", 81559, 989, 67, 3350, 450, 50),
+        _gpu("h200", 143771, 989, 67, 4800, 450, 50),
+        _gpu("b200", 183359, 2250, 80, 8000, 900, 50),
+        _gpu("mi300x", 196592, 1307, 163.4, 5300, 448, 50),
+    )
+}
+
+
+def device_named(name: str) -> DeviceRates:
+    """The rates of a device of the table, or `cpu`: this machine's memory with rates of two common cores.
+
+    Raises:
+        ConfigError: there is no device of that name.
+    """
+    if name == "cpu":
+        return this_cpu()
+    rates = DEVICES.get(name.lower())
+    if rates is None:
+        raise ConfigError(f"plan.device is {name!r}: known are {', '.join(DEVICES)} and cpu.")
+    return rates
+
+
+def gpu_here() -> DeviceRates:
+    """The GPU of this machine, with its actual memory and the rates of the table; unknown GPUs get those of an
+    A100."""
+    asked = gpu_memory_from_outside(0)  # opens no CUDA context in this process
+    memory = torch.cuda.get_device_properties(0).total_memory if asked is None else asked.total
+    name = gpu_name_from_outside(0) or torch.cuda.get_device_name(0)
+    plain = name.lower().replace(" ", "").replace("geforce", "")
+    known = next((rates for key, rates in reversed(DEVICES.items()) if key.partition("-")[0] in plain), None)
+    if known is None:
+        return replace(DEVICES["a100"], name=f"{name} (not in the table: the rates of an a100)", memory=memory)
+    return replace(known, name=name, memory=memory)
+
+
+def this_cpu() -> DeviceRates:
+    """The CPU of this machine with its actual memory and conservative rates; see `measured_here` for measured ones."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    rate = 30e9 * cores
+    return DeviceRates(
+        name="cpu",
+        memory=memory,
+        products={"float32": rate, "float64": rate / 2, "bfloat16": rate / 4},
+        bandwidth=10 * GB,
+        link=5 * GB,
+        host_link=5 * GB,
+        layer_s=5e-4,
+        decode_s=0.0,
+        products_share=1.0,
+        bandwidth_share=1.0,
+        is_gpu=False,
+    )
+
+
+def measured_here(hidden: int, mlp: int, dtype: str = "float32", seconds: float = 4.0) -> DeviceRates:
+    """The rates of this machine's CPU, for products of these widths.
+
+    Args:
+        hidden, mlp: widths of the model, measured up to 4096 and 16384.
+        seconds: for each of the measurements.
+    """
+    hidden, mlp = min(hidden, 4096), min(mlp, 16384)
+    kind = getattr(torch, dtype)
+    rows = 1024
+    x, w, back = (torch.randn(*shape, dtype=kind) for shape in ((rows, hidden), (hidden, mlp), (mlp, hidden)))
+    product_s = _fastest(lambda: (x @ w) @ back, seconds)
+    large = torch.ones(2**25, dtype=torch.float32)
+    copy_s = _fastest(lambda: large.clone(), seconds)
+    rate = 4 * rows * hidden * mlp / product_s
+    layer_s = _layer_seconds(seconds)
+    unmeasured = this_cpu()
+    return DeviceRates(
+        name="cpu",
+        memory=unmeasured.memory,
+        products={dtype: rate, "float32": rate},
+        bandwidth=2 * large.nbytes / copy_s,
+        link=large.nbytes / copy_s,
+        host_link=large.nbytes / copy_s,
+        layer_s=layer_s,
+        decode_s=0.0,
+        products_share=1.0,
+        bandwidth_share=1.0,
+        is_measured=True,
+        is_gpu=False,
+    )
+
+
+def _fastest(work: Callable[[], object], seconds: float) -> float:
+    """Median seconds of a call, without the first calls."""
+    work()
+    taken, end = [], time.perf_counter() + seconds
+    while len(taken) < 5 or time.perf_counter() < end:
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return sorted(taken)[len(taken) // 2]
+
+
+def _layer_seconds(seconds: float) -> float:
+    """Seconds of a layer on one token, which is dominated by launch overhead."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2
+    )
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        model = LlamaForCausalLM(config).eval()
+        token = torch.zeros(1, 1, dtype=torch.long)
+        return _fastest(lambda: model(input_ids=token, use_cache=False), seconds / 2) / 4
+
+
+def free_memory(device: str, processes: int) -> int | None:
+    """Free bytes for each of this many processes on this machine; None if unknown."""
+    if device.startswith("cuda"):  # asked by the driver, which has no context on a GPU and shall not get one
+        gpu = gpu_memory_from_outside(torch.device(device).index or 0)
+        return None if gpu is None else gpu.free
+    free = free_main_memory()
+    return None if free is None else max(0, free // processes - _PROCESS_BYTES * (processes > 1))
+
+
+def free_disk(directory: Path) -> int:
+    """Free bytes on the file system of a directory, which may not exist yet."""
+    while not directory.exists():
+        directory = directory.parent
+    return shutil.disk_usage(directory).free

@@ -36,11 +36,10 @@ from verl.component import hint, nearest
 from verl.errors import CheckpointError, CheckpointFenced
 from verl.ops.cpu_matmul import active_library
 from verl.storage.config import Storage
-from verl.trainer.state.distributed_save import RankWriters
 from verl.trainer.state.driver_state import RNG, PartStates
 from verl.trainer.state.lineage import Lineage, ParentCheckpoint, code_version, parent_of
 from verl.trainer.state.save_directory import SaveDirectory, ancestors_of
-from verl.trainer.state.train_state import TrainState
+from verl.trainer.state.train_state import RankWriters, TrainState
 from verl.trainer.state.training_identity import sources_of
 from verl.utils.external_input import read_text, write_text
 from verl.utils.redact import redact_tree

@@ -23,7 +23,7 @@ from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.read.discovery import read_pointer
 from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.errors import CheckpointNotFound, ConfigError
+from verl.errors import CheckpointNotFound, ConfigError, end_cut
 from verl.trainer.state.lineage import ENVIRONMENT, events_of, is_content
 from verl.trainer.state.training_identity import differences
 from verl.utils.external_input import ExternalInputError, parse_mapping, read_text
@@ -280,5 +280,4 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def _described(value: Any) -> str:
-    text = "absent" if value is None else repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return "absent" if value is None else end_cut(repr(value), 60)

@@ -115,8 +115,6 @@ class RunEvent(LineageEvent):
 
 @dataclass
 class CheckpointEvent(LineageEvent):
-    """Record of a checkpoint."""
-
     checkpoint: str
     step: int
 

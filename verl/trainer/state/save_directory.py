@@ -32,16 +32,16 @@ from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory, read_pointer
-from verl.checkpoint.remote.lease import LEASE_S, RENEW_EVERY_S, LeaseRecord, StoreLease, living_holder
-from verl.checkpoint.remote.resolve import CheckpointTier, find_at, tier_of
+from verl.checkpoint.remote.commit_log import LEASE_S, RENEW_EVERY_S, LeaseRecord, StoreLease, living_holder
+from verl.checkpoint.remote.transfer import CheckpointTier, find_at, tier_of
 from verl.checkpoint.resume_point import ResumePoint, find
 from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError, StorageError, StorageRefused
 from verl.storage.config import Storage, is_address, storage_at
 from verl.tracking.console import shown_path
 from verl.trainer.config import LoopSettings
 from verl.trainer.state.training_identity import differences, refuse_other_identity
+from verl.utils.directories import unwritable
 from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping
-from verl.utils.temporary_directory import unwritable
 
 _log = logging.getLogger(__name__)
 

@@ -31,8 +31,8 @@ from verl.rollout.vllm.client.gpu_memory import (
     warn_of_small_cache,
 )
 from verl.rollout.vllm.options import HIGHEST_RANK, LORA_RANKS, VLLMOptions
+from verl.utils.directories import cache_directory
 from verl.utils.env_check import num_cores
-from verl.utils.kernel_cache import cache_directory
 from verl.utils.memory import device_memory
 
 NO_LIMIT_S = str(30 * 24 * 3600)

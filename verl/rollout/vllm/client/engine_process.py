@@ -32,10 +32,8 @@ from verl.errors import RolloutError
 from verl.rollout.base import EngineLost
 from verl.rollout.vllm.messages import EngineCall, EngineReply
 from verl.utils.child_process.channel import ChannelClosed
-from verl.utils.child_process.exit_report import LogExcerpt
-from verl.utils.child_process.process import ChildLog, ChildProcess
-from verl.utils.kernel_cache import VARIABLE as KERNEL_CACHE_VARIABLE
-from verl.utils.kernel_cache import kernel_cache_directory
+from verl.utils.child_process.process import ChildLog, ChildProcess, LogExcerpt
+from verl.utils.directories import KERNEL_CACHE_VARIABLE, kernel_cache_directory
 from verl.utils.orphan_cleanup import CLEANUP, SHARED_MEMORY, members, remove_shared_memory
 from verl.utils.progress import NUM_SLOTS, Progress, ProgressWatch, is_stopped, report, state_of
 

@@ -28,9 +28,8 @@ from verl.rollout.vllm.messages import (
     WantedSlices,
 )
 from verl.rollout.vllm.server.turns import EngineTurns, PrefixCacheCheck
-from verl.rollout.weight_verification.verifier import VerifyRequest
-from verl.rollout.weight_verification.vllm_probe import answer_request
-from verl.utils.child_process.exit_report import describe_exit, memory_kills
+from verl.rollout.weight_verification.verifier import VerifyRequest, answer_request
+from verl.utils.child_process.process import describe_exit, memory_kills
 from verl.utils.progress import report
 
 

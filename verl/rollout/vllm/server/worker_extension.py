@@ -23,7 +23,7 @@ from verl.rollout.vllm.server.expert_recorder import ExpertRecorder
 from verl.rollout.vllm.server.logits_processor import ActiveRequests, CounterNoiseProcessor
 from verl.rollout.vllm.server.weight_loader import InPlaceLoader, UnsupportedLayer, give_back_free_memory
 from verl.rollout.vllm.shm_stream import StreamReader, reads_peers, using_threads
-from verl.rollout.weight_verification.vllm_probe import run_on_worker
+from verl.rollout.weight_verification.verifier import run_on_worker
 from verl.utils.progress import report
 
 

@@ -33,8 +33,7 @@ from verl.rollout.vllm.sync.weight_transfer import (
     formed,
     may_be_sliced,
 )
-from verl.rollout.weight_verification.fingerprint import FingerprintShards, transposed_names
-from verl.rollout.weight_verification.logprob_probe import trainer_log_probs
+from verl.rollout.weight_verification.fingerprint import FingerprintShards, trainer_log_probs, transposed_names
 from verl.rollout.weight_verification.verifier import VerificationResult, VerifyRequest
 from verl.utils.memory import release_cached
 from verl.utils.orphan_cleanup import process_fields

@@ -16,9 +16,10 @@ from rollout.engines import by_row, generate, random_prompts
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from verl.model_paths import decode
 from verl.model_paths.decode import NextToken
 from verl.models.pretrained import Pretrained
-from verl.rollout import hf_rows, step_graph
+from verl.rollout import hf_rows
 from verl.rollout.base import GenerationRequest, TurnLimits, TurnRequest
 from verl.rollout.hf import HFRollout, HFSampler
 
@@ -165,7 +166,7 @@ def test_new_weights_in_other_memory_make_a_new_graph(engine, graphs, monkeypatc
 
 def test_there_are_none_on_a_cpu_for_shards_or_where_experts_are_recorded():
     model = torch.nn.Linear(2, 2)
-    assert step_graph.graph_maker(model, torch.device("cpu"), records_experts=False) is None
-    assert step_graph.graph_maker(model, torch.device("cuda"), records_experts=True) is None
+    assert decode.graph_maker(model, torch.device("cpu"), records_experts=False) is None
+    assert decode.graph_maker(model, torch.device("cuda"), records_experts=True) is None
     model.parallel_info = object()  # type: ignore[assignment]
-    assert step_graph.graph_maker(model, torch.device("cuda"), records_experts=False) is None
+    assert decode.graph_maker(model, torch.device("cuda"), records_experts=False) is None

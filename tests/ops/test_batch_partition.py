@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl.cluster.batch_partition import BatchPartition
+from verl.ops.batching import BatchPartition
 from verl.protocol import DataProto
 
 batches = st.lists(st.integers(1, 9), max_size=12).map(lambda lengths: rows_of(lengths))

@@ -1,4 +1,8 @@
-"""Temporary directories that are removed even if their process is killed."""
+"""Directories outside of a run's own: temporary ones, removed even if their process is killed, and the cache of verl.
+
+Kernels that torch compiles are kept in the cache: its own default is `torchinductor_USER` in TMPDIR, created by each
+process that imports it, while runs leave no files there.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,8 @@ from pathlib import Path
 from types import TracebackType
 
 from verl.utils.orphan_cleanup import CLEANUP
+
+KERNEL_CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 class TemporaryDirectory:
@@ -58,3 +64,32 @@ def unwritable(directory: Path) -> str | None:
 def _remove(directory: str, number: int) -> None:
     shutil.rmtree(directory, ignore_errors=True)
     CLEANUP.withdraw(number)
+
+
+def kernel_cache_directory() -> Path | None:
+    """The directory set by the user, else one in VERL_CACHE or ~/.cache/verl; None if it is not writable."""
+    directory = os.environ.get(KERNEL_CACHE_VARIABLE)
+    if directory and Path(directory).parent != Path(tempfile.gettempdir()).absolute():  # torch sets the variable too
+        return Path(directory)
+    return cache_directory("torchinductor")
+
+
+def cache_root() -> Path:
+    """`$VERL_CACHE`, by default `~/.cache/verl`."""
+    return Path(os.environ.get("VERL_CACHE") or Path.home() / ".cache" / "verl").expanduser()
+
+
+def cache_directory(name: str) -> Path | None:
+    """A directory in `cache_root`; None if it is not writable."""
+    directory = cache_root() / name
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return None
+    return directory if os.access(directory, os.W_OK) else None
+
+
+def set_kernel_cache() -> None:
+    """Set the directory for this process and its children."""
+    if (directory := kernel_cache_directory()) is not None:
+        os.environ[KERNEL_CACHE_VARIABLE] = str(directory)
