@@ -296,7 +296,7 @@ def test_a_pin_without_its_checkpoint_can_be_taken_off(directory):
 
 def test_export_writes_what_torch_reads_without_pickles(directory, tmp_path):
     status, told, _ = run("export", directory, tmp_path / "model", "--pytorch-bin")
-    assert (status, told) == (0, f"actor of global_step_200 is in {tmp_path / 'model'}: 2 files\n")
+    assert (status, told) == (0, f"actor of global_step_200 is in {tmp_path / 'model'}: 3 files\n")
     state = torch.load(tmp_path / "model/pytorch_model.bin", weights_only=True)
     assert all(torch.equal(state[name], tensor) for name, tensor in CheckpointManager(directory).load("actor").items())
 

@@ -1,5 +1,6 @@
 """The page of a run, and of several: curves, samples, tokens and statistics from the files of their directories.
 
+card        The model card of an exported model, and its upload to the Hugging Face hub
 command     `verl report`: one HTML page of a run, or of several to compare them
 diagnosis   Metrics that left their usual range, in words, with the threshold
 page        The HTML page and the JSON in it; its style and script are `page.css` and `page.js`
