@@ -107,16 +107,49 @@ SRUN = '#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n'
 SCONTROL = '#!/bin/bash\necho "$@" >> "$REQUESTS"\n'
 
 
+def program(path: Path, text: str) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+
+
+SAVES = "trap 'sleep 0.2; echo saved >> log; exit 143' TERM\necho waits >> log\nwhile true; do sleep 0.05; done\n"
+
+
+@pytest.mark.parametrize(
+    ("driver", "status", "requests"),
+    [("exit 0\n", 0, []), ("exit 3\n", 3, []), (SAVES, 143, ["requeue 7"])],
+    ids=["finished", "failed", "told to end"],
+)
+def test_the_script_for_several_nodes_waits_for_the_save_and_puts_back_only_what_was_told_to_end(
+    driver, status, requests, tmp_path
+):
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL), ("ray", "#!/bin/bash\n")):
+        program(tmp_path / "bin" / name, text)
+    program(tmp_path / "bin/verl", f"#!/bin/bash\n{driver}")
+    environment = {
+        **os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "job", "REQUESTS": str(tmp_path / "requests"), "START_S": "0",
+    }  # fmt: skip
+    job = subprocess.Popen(["bash", EXAMPLES / "slurm/several_nodes.sbatch"], env=environment, cwd=tmp_path)
+    if requests:
+        until(lambda: (tmp_path / "log").exists(), job)
+        time.sleep(0.1)  # the script sets its trap after it has started the driver
+        job.send_signal(signal.SIGTERM)
+    assert job.wait(20) == status
+    told = tmp_path / "requests"
+    assert (told.read_text().splitlines() if told.exists() else []) == requests
+    if requests:
+        assert (tmp_path / "log").read_text() == "waits\nsaved\n"
+
+
 @pytest.mark.exhaustive
 def test_a_job_at_its_time_limit_is_saved_put_back_and_goes_on(model32, tmp_path):
     """The script for one node with the real command; srun runs it here, and scontrol keeps what it was asked."""
     programs = tmp_path / "bin"
-    programs.mkdir()
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (programs / name).write_text(text)
-        (programs / name).chmod(0o755)
-    (programs / "verl").write_text(f'#!/bin/bash\nexec {sys.executable} -m verl.cli "$@"\n')
-    (programs / "verl").chmod(0o755)
+        program(programs / name, text)
+    program(programs / "verl", f'#!/bin/bash\nexec {sys.executable} -m verl.cli "$@"\n')
     saved, requests = tmp_path / "shared/checkpoints/job", tmp_path / "requests"
     hold = hold_once(saved / "global_step_2/COMMIT", tmp_path)
     words = [*small_run(model32, tmp_path), "trainer.total_steps=60", "checkpoint.save_interval=2"]
