@@ -95,7 +95,7 @@ def peaks(vocabulary: int, tokens: int) -> dict[str, dict[str, int]]:
         own = token_log_probs(policy, LMHead(policy), micro, candidates="ref_candidates")
         assert own.candidate_log_probs is not None
         distill = Distillation(top_k=TOP_K)
-        distill.mixed_loss(torch.zeros(ROWS, length), own.candidate_log_probs, fields)[0].sum().backward()
+        distill.mixed_loss(-own.log_probs, own.candidate_log_probs, fields)[0].sum().backward()
     found["update"] = counted
     with AllocatedBytes() as counted:
         with torch.no_grad():

@@ -129,7 +129,7 @@ def distilled(model, teacher_dir, **parts):
 @pytest.mark.usefixtures("ray_here")
 @pytest.mark.parametrize("placement", [{}, {"pools": {"teachers": ("reference",)}, "workers": {"teachers": 1}}])
 def test_under_ray_it_distils_what_it_distils_here(placement, model32, tmp_path):
-    teacher = save_random_model(tmp_path / "teacher", "qwen2", torch.float32, hidden_size=32)
+    teacher = save_random_model(tmp_path / "teacher", "qwen2", torch.float32, hidden_size=64)
     fit(distilled(model32, teacher), tmp_path / "here")
     fit(distilled(model32, teacher, placement=placed(**placement)), tmp_path / "ray")
     here, ray = (step_lines(tmp_path / name) for name in ("here", "ray"))
@@ -139,7 +139,7 @@ def test_under_ray_it_distils_what_it_distils_here(placement, model32, tmp_path)
 
 
 def test_responses_of_a_server_are_distilled(dir32, model32, tmp_path):
-    teacher = save_random_model(tmp_path / "teacher", "qwen2", torch.float32, hidden_size=32)
+    teacher = save_random_model(tmp_path / "teacher", "qwen2", torch.float32, hidden_size=64)
     speaker = Speaker(dir32)
     with serving(speaker.post, speaker.page) as server:
         rollout = ServerRollout(endpoint=server.endpoint(), max_new_tokens=7)
