@@ -119,7 +119,7 @@ def main() -> None:
         logits = 4 * tokens * options.vocabulary
         rows.append(
             [
-                f"peak of the update with top_k={TOP_K}, {tokens} tokens, vocabulary {options.vocabulary}",
+                f"distillation, top_k={TOP_K}, {tokens} tokens, vocabulary {options.vocabulary}: peak of the update",
                 f"{mib['update']:.0f} MiB, largest tensor {found['update']['largest'] / logits:.2f} of all logits",
                 f"{mib['update'] / mib['all logits']:.2f}x of all logits at once ({mib['all logits']:.0f} MiB); "
                 f"the teacher's pass {mib['teacher']:.0f} MiB",
