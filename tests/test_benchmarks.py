@@ -102,3 +102,14 @@ def test_a_step_of_grpo_asks_the_reward_once_and_calls_each_role_as_often_as_it_
     assert counted["rewarded"] == 1
     assert counted["unions"] <= 9  # 11 before those of one stage were made in one
     assert "sent_bytes" not in counted  # roles of this process are called, not sent to
+
+
+def test_the_update_of_distillation_holds_a_chunk_of_logits_however_many_tokens_there_are(monkeypatch):
+    vocabulary, few, many = 16_384, 256, 1024
+    monkeypatch.setattr("verl.engines.chunked_logprobs.LOGITS_AT_A_TIME", 64 * vocabulary)
+    less, more = (module("distill_memory").peaks(vocabulary, tokens) for tokens in (few, many))
+    for way in ("teacher", "update"):
+        assert more[way]["largest"] == less[way]["largest"] == 4 * 64 * vocabulary
+    added_logits = 4 * (many - few) * vocabulary
+    assert more["update"]["peak"] - less["update"]["peak"] < 0.25 * added_logits  # the rest of the model
+    assert more["all logits"]["peak"] - less["all logits"]["peak"] > 5 * added_logits  # it is seen where it is held

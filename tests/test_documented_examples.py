@@ -60,6 +60,7 @@ NOT_RUN = {  # the beginning of a command, and why it is not run here
     "verl quickstart": "minutes; tests/test_wheel.py runs its --smoke",
     "verl resume-check": "a minute and more; tests/cli/test_resume_check.py runs it on a small model",
     "verl checkpoint export outputs/verl/EXPERIMENT/TIME/actor": "needs a LoRA run; tests/cli/test_checkpoint.py",
+    "verl checkpoint export outputs/verl/EXPERIMENT/TIME model --push": "needs a hub; tests/cli/test_push_to_hub.py",
     "verl checkpoint ls s3://": "needs a store; tests/cli/test_checkpoint_store.py",
     "verl plan experiment=gsm8k_qwen2_5_0_5b": "of its own model; tests/models/test_known_shapes.py plans it",
     "verl ppo --config-dir": "needs files of one's own; tests/test_wheel.py runs it",

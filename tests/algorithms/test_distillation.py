@@ -6,14 +6,20 @@ import dataclasses
 
 import pytest
 import torch
+from cluster.ray_here import placed
+from http_client.servers import serving
+from random_models import save_random_model
+from rollout.speaking import Speaker
 from trainer.runs import JSONL, PPO_ALGORITHM, fit, ppo_run, step_lines
 
 from verl.algorithms.critic_free_advantages import RLOO
 from verl.algorithms.distillation import Distillation, divergence_of
 from verl.algorithms.kl import KLInLoss, NoKL
 from verl.errors import ConfigError
+from verl.models.pretrained import Pretrained
 from verl.models.tiny import TinyModel
 from verl.protocol import DataProto
+from verl.rollout.server.config import ServerRollout
 from verl.workers.reference import Reference
 
 KINDS = ("reverse_kl", "forward_kl", "jsd")
@@ -109,3 +115,36 @@ def test_the_policy_comes_near_its_teacher(options, tmp_path):
     gaps = [line["distill/divergence_nats"] for line in step_lines(tmp_path)]
     assert len(gaps) == 15
     assert sum(gaps[-4:]) < 0.7 * sum(gaps[:4]), gaps
+
+
+def distilled(model, teacher_dir, **parts):
+    """A run of 3 steps whose loss compares the teacher's 5 likeliest tokens."""
+    options = {"lr": 1e-3, "total_steps": 3, "tracker": JSONL, "save_final": False, "eval_samples": 0}
+    teacher = Reference(model=Pretrained(path=str(teacher_dir), dtype=model.dtype))
+    return ppo_run(model, algorithm(top_k=5), reference=teacher, **(options | parts))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.xdist_group("ray")
+@pytest.mark.usefixtures("ray_here")
+@pytest.mark.parametrize("placement", [{}, {"pools": {"teachers": ("reference",)}, "workers": {"teachers": 1}}])
+def test_under_ray_it_distils_what_it_distils_here(placement, model32, tmp_path):
+    teacher = save_random_model(tmp_path / "teacher", "qwen2", torch.float32, hidden_size=64)
+    fit(distilled(model32, teacher), tmp_path / "here")
+    fit(distilled(model32, teacher, placement=placed(**placement)), tmp_path / "ray")
+    here, ray = (step_lines(tmp_path / name) for name in ("here", "ray"))
+    for name in ("distill/divergence_nats", "actor/loss", "actor/grad_norm"):
+        assert [line[name] for line in ray] == [line[name] for line in here]
+    assert here[0]["distill/divergence_nats"] > 0.01
+
+
+def test_responses_of_a_server_are_distilled(dir32, model32, tmp_path):
+    teacher = save_random_model(tmp_path / "teacher", "qwen2", torch.float32, hidden_size=64)
+    speaker = Speaker(dir32)
+    with serving(speaker.post, speaker.page) as server:
+        rollout = ServerRollout(endpoint=server.endpoint(), max_new_tokens=7)
+        fit(distilled(model32, teacher, rollout=rollout), tmp_path / "run")
+    lines = step_lines(tmp_path / "run")
+    assert [line["sync/probe_gap_nats"] < 1e-4 for line in lines] == [True] * 3
+    assert all(line["distill/divergence_nats"] > 0.01 for line in lines)
+    assert len(speaker.reloads) == 4  # before the first response, and after each step

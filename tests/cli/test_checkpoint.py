@@ -99,6 +99,8 @@ def test_an_adapter_is_exported_with_the_full_path_of_its_base_or_merged_into_it
     status, told, said = run("export", "checkpoints", "whole", "--merge")
     assert status == 0, said
     assert "merged into its base model" in told
+    cards = [Path(name, "README.md").read_text() for name in ("adapter", "whole")]
+    assert ["library_name: peft" in card for card in cards] == [True, False]
     merged = AutoModelForCausalLM.from_pretrained("whole").state_dict()
     expected = Pretrained(path="adapter").load_causal_lm("cpu").state_dict()
     assert all(torch.equal(merged[name], expected[name]) for name in expected)
@@ -296,7 +298,7 @@ def test_a_pin_without_its_checkpoint_can_be_taken_off(directory):
 
 def test_export_writes_what_torch_reads_without_pickles(directory, tmp_path):
     status, told, _ = run("export", directory, tmp_path / "model", "--pytorch-bin")
-    assert (status, told) == (0, f"actor of global_step_200 is in {tmp_path / 'model'}: 2 files\n")
+    assert (status, told) == (0, f"actor of global_step_200 is in {tmp_path / 'model'}: 3 files\n")
     state = torch.load(tmp_path / "model/pytorch_model.bin", weights_only=True)
     assert all(torch.equal(state[name], tensor) for name, tensor in CheckpointManager(directory).load("actor").items())
 

@@ -69,7 +69,8 @@ def test_the_sampler_has_a_ray_worker_of_its_own(options, pools):
     ],
 )
 def test_a_mesh_that_this_machine_or_run_cannot_have_is_refused(given, sharding, size, fault):
-    found = " ".join(DeviceMesh(**given).faults_with(dict.fromkeys(ROLES, sharding), size))
+    mesh = DeviceMesh(**given)
+    found = " ".join([*mesh.faults_with(dict.fromkeys(ROLES, sharding), size), *mesh.machine_faults()])
     assert fault in found if fault else not found
 
 

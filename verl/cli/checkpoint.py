@@ -46,6 +46,7 @@ from verl.cli.console import (
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, CheckpointUnsupported, ConfigError
 from verl.storage.config import is_address, storage_at
 from verl.utils.directories import TemporaryDirectory
+from verl.utils.external_input import write_text
 
 ADDRESS = "Checkpoints in object storage, such as s3://BUCKET/PREFIX, or one of them. Credentials: the environment."
 
@@ -392,25 +393,37 @@ def export(
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge a LoRA adapter into its base model, and write the whole model.")
     ] = False,
+    push: Annotated[
+        str | None, typer.Option("--push", metavar="REPO", help="Upload it to the Hugging Face hub.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="With --push: the repository is not private.")] = False,
 ) -> None:
-    """Export a model of a checkpoint as a Hugging Face directory; every byte is verified by hash.
+    """Export a model of a checkpoint as a Hugging Face directory with a model card; every byte is verified by hash.
 
     With --merge, PATH may also be a LoRA adapter that is in no checkpoint, such as the final `actor/` of a run.
     """
-    if merge and (Path(path) / ADAPTER_CONFIG).is_file() and not (Path(path).absolute().parent / MANIFEST).exists():
-        _write_merged(Path(path), path, require_unused(FileSystem(), out))
-        return
-    manager = CheckpointManager(path)
-    if merge:
-        _export_merged(manager, out, component)
-        return
-    names = export_component(manager, out, component, pytorch_bin)
-    echo(f"{component} of {manager.name} is in {out}: {counted(len(names), 'file')}")
+    from verl.cli.report.card import create_repository, model_card, upload
+
+    absolute = require_unused(FileSystem(), out)
+    is_adapter = (Path(path) / ADAPTER_CONFIG).is_file() and not (Path(path).absolute().parent / MANIFEST).exists()
+    manager = None if merge and is_adapter else CheckpointManager(path)
+    name = path if manager is None else f"{component} of {manager.name}"
+    repository = None if push is None else create_repository(push, public)  # refused before the work
+    if manager is None:
+        _write_merged(Path(path), path, absolute)
+    elif merge:
+        _export_merged(manager, absolute, component)
+    else:
+        names = export_component(manager, out, component, pytorch_bin)
+        echo(f"{name} is in {out}: {counted(len(names) + 1, 'file')}")
+    if manager is not None:
+        write_text(out / "README.md", model_card(manager, component, (out / ADAPTER_CONFIG).is_file()))
+    if repository is not None:
+        echo(f"{out} is on the hub: {upload(repository, out)}")
 
 
 def _export_merged(manager: CheckpointManager, out: Path, component: str) -> None:
     """Write the base model with the adapter of a component of a checkpoint merged into it."""
-    out = require_unused(FileSystem(), out)
     with TemporaryDirectory("verl-merge-") as directory:
         adapter = Path(directory) / component
         export_component(manager, adapter, component)

@@ -160,12 +160,14 @@ class DeviceMesh(Placement):
             if len({name.split(":")[0] for name in names}) > 1:
                 yield f"sub_meshes.{role} is {', '.join(names)}: the devices of a role are of one kind."
 
-    def faults_with(self, shardings: Mapping[str, Sharding], size: int) -> Iterator[str]:
+    def machine_faults(self) -> Iterator[str]:
         there = {"cpu": num_cores(), "cuda": num_gpus_of(self.all_devices)}
         for path, names in self._paths().items():
             for kind, what in (("cpu", "cores"), ("cuda", "GPUs")):
                 if missing := [x for x in names if x.startswith(kind) and int(x.split(":")[1]) >= there[kind]]:
                     yield f"{path} has {', '.join(missing)}: this machine has {there[kind]} {what}, numbered from 0."
+
+    def faults_with(self, shardings: Mapping[str, Sharding], size: int) -> Iterator[str]:
         if size != 1:
             yield f"devices: the mesh says how many processes there are. Set trainer.n_gpus_per_node=1, not {size}."
         for devices, members in self.groups(shardings):

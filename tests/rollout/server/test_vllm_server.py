@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
 import signal
@@ -21,6 +22,8 @@ from roles import experience, start_actor
 from rollout.speaking import gap
 from trainer.runs import GRPO_ALGORITHM, JSONL, fit, ppo_run, read_lines
 
+from verl.algorithms.distillation import Distillation
+from verl.algorithms.kl import NoKL
 from verl.errors import ConfigError
 from verl.http_client.endpoint import Endpoint
 from verl.models.lora import LoRA
@@ -30,6 +33,7 @@ from verl.rollout.hf import HFRollout
 from verl.rollout.server.config import ServerRollout
 from verl.rollout.vllm.client.engine_process import EngineFiles
 from verl.utils.orphan_cleanup import CLEANUP
+from verl.workers.reference import Reference
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -163,3 +167,23 @@ def test_a_run_trains_on_what_it_draws(address, model, tmp_path):
     assert len(lines) == 2
     assert all(line["rollout/log_prob_gap_nats"] < 1e-4 for line in lines)
     assert all(line["sync/probe_gap_nats"] < 1e-4 for line in lines)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("top_k", [None, 5])
+def test_a_run_distils_what_it_draws(top_k, address, model, tmp_path):
+    teacher = save_random_model(tmp_path / "teacher", "qwen2", torch.float32, hidden_size=64)
+    distil = Distillation(top_k=top_k)
+    run = ppo_run(
+        model,
+        dataclasses.replace(GRPO_ALGORITHM, kl=NoKL(), mini_batches=1, epochs=1, distill=distil),
+        rollout=ServerRollout(endpoint=Endpoint(base_url=address), max_new_tokens=7),
+        reference=Reference(model=Pretrained(path=str(teacher))),
+        total_steps=2,
+        tracker=JSONL,
+    )
+    fit(run, tmp_path)
+    lines = [line for line in read_lines(tmp_path / "metrics.jsonl") if "reward/mean" in line]
+    assert len(lines) == 2
+    assert all(line["rollout/log_prob_gap_nats"] < 1e-4 for line in lines)
+    assert all(abs(line["distill/divergence_nats"]) > 0.01 for line in lines)
