@@ -78,7 +78,7 @@ def page_of(notebook: Path) -> tuple[str, dict[str, bytes]]:
     for number, cell in enumerate(cells):
         source = "".join(cell["source"])
         if cell["cell_type"] == "markdown":
-            parts.append(source)
+            parts.append(source.replace("](../../docs/", "](../").replace(".ipynb)", ".md)"))
         elif cell["cell_type"] == "code":
             parts.append(f"```python\n{source}\n```")
             for place, output in enumerate(cell["outputs"]):
