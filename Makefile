@@ -86,7 +86,7 @@ test-fast: install-dev
 faults: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m "exhaustive or not exhaustive"
 
-exhaustive: install-dev environments
+exhaustive: install-dev environments $(VENV)/.installed-docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m exhaustive
 
 gpu: $(if $(NO_INSTALL),,install-dev)
