@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal
 
 import pydantic_core
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError
+
+from verl.serving.conversations import KnownConversations
 
 IGNORED = {
     "user", "metadata", "store", "parallel_tool_calls", "stream_options", "service_tier", "safety_identifier",
@@ -109,18 +111,13 @@ FIELDS = frozenset(_ChatRequest.model_fields)
 
 
 def parse_request(
-    content: bytes,
-    fields: Collection[str],
-    translated: Callable[[Mapping[str, Any]], Mapping[str, Any]],
-    sampling: Mapping[str, float],
-    ignores_sampling: bool,
+    content: bytes, api: Any, known: KnownConversations, sampling: Mapping[str, float], ignores_sampling: bool
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Parse the body of a request.
 
     Args:
         content: JSON. Nesting deeper than about 200 levels, and surrogates without a partner, are refused.
-        fields: of its API that are understood.
-        translated: gives the body as one of chat completions.
+        api: module that translates: FIELDS that it understands, and `chat_body`.
         sampling: temperature and top_p of the rollout.
         ignores_sampling: accept other values of these, which have no effect then.
     Returns:
@@ -134,9 +131,9 @@ def parse_request(
         raise Refused(400, f"the body is not JSON ({error})") from error
     if not isinstance(body, dict):
         raise Refused(400, f"the body is a JSON {type(body).__name__}: expected an object")
-    _refuse_fields(body, fields, sampling, ignores_sampling)
+    _refuse_fields(body, api.FIELDS, sampling, ignores_sampling)
     try:
-        chat = translated(body)
+        chat = api.chat_body(body, known)
         _ChatRequest.model_validate(chat)
     except (AttributeError, TypeError) as error:
         raise Refused(400, f"a field has another type ({error})") from error

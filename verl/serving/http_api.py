@@ -90,8 +90,7 @@ class PolicyServer(ThreadingHTTPServer):
             RolloutError: the engine failed.
         """
         api, known, name = APIS[path], (session or self.endpoint).known, uuid.uuid4().hex
-        sampling = self.sampling, self.ignores_sampling
-        body, chat = parse_request(content, api.FIELDS, lambda body: api.chat_body(body, known), *sampling)
+        body, chat = parse_request(content, api, known, self.sampling, self.ignores_sampling)
         limit, stop = chat.get("max_completion_tokens") or chat.get("max_tokens"), chat.get("stop") or ()
         request = chat["messages"], chat.get("tools") or None, limit, chat.get("seed"), self.timeout_s, session, name
         try:
@@ -218,11 +217,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _stream(self, events: Iterator[Mapping[str, Any]]) -> None:
         """Server-sent events until the connection closes. If the client leaves, turns are recorded all the same."""
         self.close_connection = True
-        self.send_response(200)
-        self.send_header("Content-Type", "text/event-stream")
-        self.send_header("Connection", "close")
-        self.end_headers()
         try:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Connection", "close")
+            self.end_headers()
             for event in events:
                 self._send_event(event)
         except OSError:

@@ -6,7 +6,7 @@ import json
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl.rollout.base import DrawnTurn
@@ -16,21 +16,18 @@ _WORD_START = "▁"  # of SentencePiece, for a space
 _PARTIAL = "\ufffd"  # what bytes decode to that are not a whole character
 
 
+@dataclass(frozen=True)
 class TurnText:
-    """The text of a turn, which ends before the first stop text in it.
+    """The text of a turn, which ends before the first of the stop texts in it."""
 
-    Args:
-        tokenizer: of Hugging Face.
-    """
-
-    def __init__(self, tokenizer: Any, stops: Sequence[str]):
-        self._tokenizer, self._stops = tokenizer, stops
+    tokenizer: Any
+    stops: Sequence[str]
 
     def cut(self, drawn: DrawnTurn) -> tuple[DrawnTurn, str, str | None]:
         """The turn up to the token that completes a stop text, its text, and that stop text; all of it without one."""
-        tokens, decode = drawn.tokens[:-1] if drawn.is_complete else drawn.tokens, self._tokenizer.decode
+        tokens, decode = drawn.tokens[:-1] if drawn.is_complete else drawn.tokens, self.tokenizer.decode
         text = decode(tokens)
-        if not self._stops or self._find(text) is None:
+        if not self.stops or self._find(text) is None:
             return drawn, text, None
         count = bisect_left(range(len(tokens)), True, key=lambda n: self._find(decode(tokens[: n + 1])) is not None) + 1
         text = decode(tokens[:count])
@@ -41,17 +38,16 @@ class TurnText:
     def settled(self, text: str, tokens: list[int]) -> str:
         """The beginning of the text of unfinished tokens that later ones do not change: whole characters, and nothing
         that may become a stop text."""
-        if getattr(self._tokenizer, "clean_up_tokenization_spaces", False):
+        if getattr(self.tokenizer, "clean_up_tokenization_spaces", False):
             return ""
-        if _BYTE_FALLBACK.fullmatch(self._tokenizer.convert_ids_to_tokens(tokens[-1]) or ""):
+        if _BYTE_FALLBACK.fullmatch(self.tokenizer.convert_ids_to_tokens(tokens[-1]) or ""):
             return ""  # of a character whose end is not known
         text = text.rstrip(_PARTIAL)
-        return text[
-            : len(text) - max((n for s in self._stops for n in range(len(s)) if text.endswith(s[:n])), default=0)
-        ]
+        begun = (size for stop in self.stops for size in range(len(stop)) if text.endswith(stop[:size]))
+        return text[: len(text) - max(begun, default=0)]
 
     def _find(self, text: str) -> tuple[int, str] | None:
-        return min(((place, stop) for stop in self._stops if (place := text.find(stop)) >= 0), default=None)
+        return min(((place, stop) for stop in self.stops if (place := text.find(stop)) >= 0), default=None)
 
 
 class TokenBytes:

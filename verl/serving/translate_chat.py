@@ -13,7 +13,7 @@ from verl.serving.endpoint import Completion, OpenTurn
 
 @dataclass(frozen=True)
 class Reply:
-    """What an answer needs beside completions: ids end with `name`, `body` is as it came, `chat` translated."""
+    """A request in the making of its answer: its id ends with `name`, `body` is as it came, `chat` translated."""
 
     name: str
     model: str
@@ -55,7 +55,7 @@ def events(reply: Reply, turns: Sequence[OpenTurn]) -> Iterator[dict[str, Any]]:
 
 
 def exact(found: Completion) -> dict[str, Any]:
-    """What is added to the answers of all APIs."""
+    """Fields that the answers of all APIs have in addition."""
     return {"prompt_token_ids": list(found.turn.prompt_ids), "continues": found.continues}
 
 
