@@ -495,3 +495,29 @@ def test_instructions_hold_for_one_response_and_ids_for_a_session(model):
         chat, _ = clients(server, server.session_url("one"))
         with pytest.raises(openai.BadRequestError, match="previous_response_id"):
             chat.responses.create(model="policy", input="1", previous_response_id=first.id)
+
+
+def test_a_conversation_goes_on_over_another_api(model):
+    _, tokenizer = model
+    with dictated(tokenizer, [SCRIPT[0], "It is x1.", "Yes!"]) as (_, _, chat, messages):
+        asked = [{"role": "user", "content": "1+1="}]
+        called = messages.messages.create(
+            model="policy", max_tokens=400, messages=asked, tools=TOOLS_OF["messages"]
+        ).content
+        result = {"role": "tool", "tool_call_id": called[1].id, "content": "x1"}
+        call = {"name": "two", "arguments": json.dumps(called[1].input)}
+        turn = {"role": "assistant", "content": called[0].text}
+        turn["tool_calls"] = [{"id": called[1].id, "type": "function", "function": call}]
+        asked += [turn, result]
+        second = chat.chat.completions.create(model="policy", messages=asked, tools=CHAT_TOOLS)
+        assert second.continues
+        items = [
+            *({"role": m["role"], "content": m["content"]} for m in asked[:2]),
+            {"type": "function_call", "call_id": called[1].id, **call},
+            {"type": "function_call_output", "call_id": called[1].id, "output": "x1"},
+            {"role": "assistant", "content": [{"type": "output_text", "text": "It is x1."}]},
+            {"role": "user", "content": "Sure?"},
+        ]
+        third = chat.responses.create(model="policy", input=items, tools=TOOLS_OF["responses"])
+        assert third.continues
+        assert third.prompt_token_ids[: len(second.prompt_token_ids)] == second.prompt_token_ids

@@ -94,12 +94,13 @@ class PolicyServer(ThreadingHTTPServer):
         limit, stop = chat.get("max_completion_tokens") or chat.get("max_tokens"), chat.get("stop") or ()
         request = chat["messages"], chat.get("tools") or None, limit, chat.get("seed"), self.timeout_s, session, name
         try:
-            options = (stop,) if isinstance(stop, str) else stop, chat.get("tool_choice") != "none", chat.get("stream")
+            stops, is_streamed = (stop,) if isinstance(stop, str) else stop, bool(chat.get("stream"))
+            options = stops, chat.get("tool_choice") != "none", is_streamed
             turns = [self.endpoint.begin(*request, choice, *options) for choice in range(chat.get("n") or 1)]
         except (ConfigError, ValueError) as error:
             raise Refused(400, str(error)) from error
         reply = translate_chat.Reply(name, self.model, body, chat, self._token_bytes)
-        if chat.get("stream"):
+        if is_streamed:
             return api.events(reply, turns)
         return api.answer(reply, [part for turn in turns for part in turn if isinstance(part, Completion)])
 
@@ -230,7 +231,7 @@ class _Handler(BaseHTTPRequestHandler):
         except Exception as error:  # noqa: BLE001 - logged there
             self._send_event({"type": "error", **self._failure(error)[1]})
         else:
-            self.wfile.write(b"data: [DONE]\n\n")
+            self.wfile.write(b"data: [DONE]\n\n" if self._route()[0] == COMPLETIONS else b"")
 
     def _send_event(self, event: Mapping[str, Any]) -> None:
         name = f"event: {event['type']}\n" if "type" in event else ""

@@ -23,12 +23,12 @@ class TurnText:
     tokenizer: Any
     stops: Sequence[str]
 
-    def cut(self, drawn: DrawnTurn) -> tuple[DrawnTurn, str, str | None]:
+    def cut(self, drawn: DrawnTurn) -> tuple[DrawnTurn, str, str]:
         """The turn up to the token that completes a stop text, its text, and that stop text; all of it without one."""
         tokens, decode = drawn.tokens[:-1] if drawn.is_complete else drawn.tokens, self.tokenizer.decode
         text = decode(tokens)
         if not self.stops or self._find(text) is None:
-            return drawn, text, None
+            return drawn, text, ""
         count = bisect_left(range(len(tokens)), True, key=lambda n: self._find(decode(tokens[: n + 1])) is not None) + 1
         text = decode(tokens[:count])
         place, stop = self._find(text) or (len(text), "")
