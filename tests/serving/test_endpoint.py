@@ -136,7 +136,8 @@ def test_requests_side_by_side_are_drawn_as_each_alone(client, server):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("temperature", 0.1), ("top_p", 0.5), ("n", 2), ("stream", True), ("stop", ["x"]), ("tool_choice", "required"),
+        ("temperature", 0.1), ("top_p", 0.5), ("n", 0), ("n", 1000), ("stop", [""]), ("tool_choice", "required"),
+        ("tool_choice", {"type": "function", "function": {"name": "calc"}}), ("stream_options", "usage"),
         ("max_tokens", 0), ("presence_penalty", 1.0), ("response_format", {"type": "json_object"}), ("seed", -1),
     ],
 )  # fmt: skip

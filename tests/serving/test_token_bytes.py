@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from verl.serving.http_api import TokenBytes
+from verl.serving.token_text import TokenBytes
 
 TEXT = "naïve 日本語 👩‍🚀 and ▁ <0x41>"
 

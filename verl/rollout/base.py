@@ -296,6 +296,9 @@ class TurnEngine:
         """Each turn that has begun and is not finished, as far as it has been drawn."""
         return []
 
+    def end(self, episode: int) -> None:
+        """End an open turn soon, whatever is drawn; an engine that cannot do so draws it to its end."""
+
     def paused(self) -> AbstractContextManager[None]:
         """Within, the weights may change; keys and values of open turns stay those of the former ones."""
         return nullcontext()

@@ -324,6 +324,12 @@ class HFTurns(TurnQueue):
         self._collect()
         return [turn.drawn(self.sampler.stop_ids) for turn in self.live]
 
+    def end(self, episode: int) -> None:
+        for turn in self.live:
+            if turn.request.episode == episode:  # its limit is its next token
+                turn.request = replace(turn.request, max_new_tokens=self._step + 1 - turn.start)
+        self._set_live(self.live)
+
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         self.contexts.close()

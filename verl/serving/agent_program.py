@@ -169,7 +169,7 @@ class _Programs:
 
     def samples(self, episode: Episode) -> list[EpisodeSample]:
         """The rows of an episode: its requests, joined where their tokens go on."""
-        turns = self.sessions[episode.number].recorded
+        turns = self.sessions[episode.number].recorded[: len(episode.turns)]  # without what ended after the program
         numbers = {turn.request_id: number for number, turn in enumerate(turns)}
         samples = []
         for row in merge_turns(turns):
@@ -223,20 +223,19 @@ class _Programs:
             self._failed(server, episode, f"program: {record.error}", record.fault)
 
     def _close(self, episode: Episode, session: Session, end: End, reward: float) -> None:
-        decode = self.engine.tokenizer.decode
-        for number, turn in enumerate(session.recorded):
-            tokens = turn.token_ids[:-1] if turn.is_complete else turn.token_ids
-            is_last = number == len(session.recorded) - 1
+        turns = list(session.recorded)
+        for number, turn in enumerate(turns):
+            is_last = number == len(turns) - 1
             episode.turns.append(
                 Turn(
                     0,
                     list(turn.token_ids),
                     list(turn.log_probs),
-                    text=decode(tokens, skip_special_tokens=False),
+                    text=turn.text,
                     is_complete=turn.is_complete,
                     reward=reward if is_last else 0.0,
                     observation=None,
-                    observed=_new_tokens(session.recorded, number),
+                    observed=_new_tokens(turns, number),
                 )
             )
         self._end(episode, end)

@@ -29,7 +29,8 @@ class RecordedTurn:
     Attributes:
         prompt_ids: all tokens before the turn.
         token_ids, log_probs: of the turn, including its stop token.
-        is_complete: it ended with a stop token; False if it reached a limit.
+        is_complete: it ended with a stop token; False if it reached a limit or a stop text.
+        text: without the stop token or the stop text.
     """
 
     request_id: str
@@ -37,6 +38,7 @@ class RecordedTurn:
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]
     is_complete: bool
+    text: str = ""
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -116,6 +118,7 @@ class KnownConversations:
     def __init__(self, limit: int = 4096):
         self._limit = limit
         self._known: OrderedDict[str, KnownConversation] = OrderedDict()
+        self._named: OrderedDict[str, list[Message]] = OrderedDict()
         self._lock = threading.Lock()
 
     def find(self, messages: Sequence[Message], tools: Any) -> tuple[KnownConversation, list[Message]] | None:
@@ -129,13 +132,18 @@ class KnownConversations:
             return None  # its last turn is not one of ours
         return None
 
-    def add(self, messages: Sequence[Message], tools: Any, conversation: KnownConversation) -> None:
+    def named(self, name: str) -> list[Message] | None:
+        """The messages of the conversation that was added by this name."""
+        return self._named.get(name)
+
+    def add(self, messages: list[Message], tools: Any, conversation: KnownConversation, name: str) -> None:
         """Remember a conversation, whose last message is the policy's."""
         key = key_of(messages, tools)  # outside of the lock: it takes long for long conversations
         with self._lock:
-            self._known[key] = conversation
-            while len(self._known) > self._limit:
-                self._known.popitem(last=False)
+            self._known[key], self._named[name] = conversation, messages
+            for entries in (self._known, self._named):
+                while len(entries) > self._limit:
+                    entries.popitem(last=False)
 
 
 def key_of(messages: Sequence[Message], tools: Any) -> str:

@@ -1,6 +1,6 @@
 """Generates the turns of all requests as one batch, in a separate thread, and records each with its tokens.
 
-request ── messages ──> tokens ──> queue ──> the engine's turns, side by side ──> answer
+request ── messages ──> tokens ──> queue ──> the engine's turns, side by side ──> answer, or its parts
               ^                                                 |
               └── tokens of the conversation, as drawn <────────┴──> record: ids and log-probs
 """
@@ -13,12 +13,12 @@ import json
 import logging
 import queue
 import threading
+import time
 import uuid
 from array import array
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,14 @@ from verl.errors import ConfigError, RolloutError
 from verl.ops.sampling import EVALUATION
 from verl.rollout.base import DrawnTurn, GenerationRequest, TurnEngine, TurnRequest
 from verl.serving.conversations import KnownConversation, KnownConversations, Message, RecordedTurn, Session, text_of
+from verl.serving.token_text import TurnText
 from verl.utils.memory import on_current_device
 
 log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.2
 END_TIMEOUT_S = 10.0
+SHOW_S = 0.05  # between two looks at turns that are not finished
 
 
 @dataclass(frozen=True)
@@ -48,18 +50,54 @@ class Completion:
     Attributes:
         message: of the assistant, in the format of chat completions.
         continues: whether the turn continues the sampled tokens of an earlier request.
+        stop: the stop text that ended it; empty if none did.
     """
 
     turn: RecordedTurn
     message: dict[str, Any]
     finish_reason: str
     continues: bool
+    stop: str
 
 
-@dataclass(frozen=True)
-class _Pending:
-    future: Future[DrawnTurn]
+@dataclass
+class OpenTurn:
+    """A turn that is being drawn. Iterate once: parts of its text, as they come if it `is_watched`, and the completion.
+
+    Attributes:
+        finish: makes the completion, and records the turn.
+        is_over: the engine need not go on.
+        shown: tokens so far and whether they are all, or why there are no more.
+    """
+
     request: TurnRequest
+    text: TurnText
+    finish: Callable[[DrawnTurn, str, str], Completion]
+    timeout_s: float | None
+    is_watched: bool
+    is_over: bool = False
+    shown: queue.SimpleQueue[tuple[DrawnTurn, bool] | RolloutError] = field(default_factory=queue.SimpleQueue)
+    begun_s: float = field(default_factory=time.monotonic)
+
+    def __iter__(self) -> Iterator[str | Completion]:
+        sent = ""
+        while True:
+            left_s = None if self.timeout_s is None else max(0.0, self.begun_s + self.timeout_s - time.monotonic())
+            try:
+                found = self.shown.get(timeout=left_s)
+            except queue.Empty:
+                raise RolloutError(f"no turn was drawn within {self.timeout_s:g} s") from None
+            if isinstance(found, RolloutError):
+                raise found
+            drawn, text, stop = self.text.cut(found[0])
+            self.is_over = found[1] or bool(stop)
+            part = text if self.is_over else self.text.settled(text, drawn.tokens)
+            if len(part) > len(sent):
+                yield part[len(sent) :]
+                sent = part
+            if self.is_over:
+                yield self.finish(drawn, text, stop)
+                return
 
 
 class PolicyEndpoint:
@@ -110,11 +148,11 @@ class PolicyEndpoint:
         self._continues = environment is None or environment.history == "append"
         self.recorded: list[RecordedTurn] = []
         self._noise_of = request or GenerationRequest(0, stream=EVALUATION)
-        self._known, self._lock = KnownConversations(), threading.Lock()
+        self.known, self._lock = KnownConversations(), threading.Lock()
         self._begun: Counter[int] = Counter()
         self._numbers = 0
         self._record = None if record is None else open(record, "a", encoding="utf-8")  # noqa: SIM115
-        self._waiting: queue.SimpleQueue[_Pending | None] = queue.SimpleQueue()
+        self._waiting: queue.SimpleQueue[OpenTurn | None] = queue.SimpleQueue()
         self._failure: str | None = None
         self._is_closed = False
         tokenizer("", add_special_tokens=False)  # resets truncation and padding: later calls only read, in any thread
@@ -123,7 +161,13 @@ class PolicyEndpoint:
         )
         self._thread.start()
 
-    def complete(
+    def complete(self, *args: Any, **options: Any) -> Completion:
+        """The completion of `begin`, which has the same arguments."""
+        *_, completion = self.begin(*args, **options)
+        assert isinstance(completion, Completion)
+        return completion
+
+    def begin(
         self,
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None = None,
@@ -131,13 +175,23 @@ class PolicyEndpoint:
         sample: int | None = None,
         timeout_s: float | None = None,
         session: Session | None = None,
-    ) -> Completion:
-        """Generate the next turn of a chat.
+        name: str = "",
+        choice: int = 0,
+        stops: Sequence[str] = (),
+        reads_calls: bool = True,
+        is_watched: bool = False,
+    ) -> OpenTurn:
+        """Begin the next turn of a chat.
 
         Args:
             sample: key of the noise of a new conversation; None: the number of earlier conversations with the same
             first tokens.
             session: that of the agent program that asks; None for any other client.
+            name: of the request, by which a later one can name the conversation; any if empty.
+            choice: number of the turn among several of one request.
+            stops: texts that end the turn; the token that completes one is its last.
+            reads_calls: whether tool calls are parsed.
+            is_watched: parts of the text are wanted while it is drawn; else they come at the end.
         Raises:
             ConfigError: the chat template rejects the messages, or they are too long.
             RolloutError: the engine failed, or did not finish the turn within `timeout_s`.
@@ -150,7 +204,7 @@ class PolicyEndpoint:
                 f"tools: the policy was trained on texts, which list no tools: it cannot see {', '.join(others)}. It "
                 f"knows {', '.join(sorted(known)) or 'none'}."
             )
-        conversations = self._known if session is None else session.known
+        conversations = self.known if session is None else session.known
         tools = tools or self.tools or None
         before, continues = self._place_of(messages, tools, sample, conversations)
         room = self.row_tokens - len(before.ids)
@@ -160,25 +214,34 @@ class PolicyEndpoint:
             raise ConfigError(f"messages: {len(before.ids)} tokens, and a conversation has at most {self.row_tokens}.")
         limit = min(max_tokens or self.max_new_tokens, self.max_new_tokens, room)
         ids = list(before.ids)
+        if choice and (continues or sample is not None):  # the noise of the choices would be the same
+            before = replace(before, sample_id=_noise_key(repr((before.sample_id, choice)).encode()))
         if session is not None:
             turn = session.turn_key(ids, sample)
             before = replace(before, prompt_id=session.prompt_id, sample_id=session.sample_id, num_turns=turn)
         key = before.prompt_id, before.sample_id, before.num_turns
         noise = self._noise_of.step, self._noise_of.stream, self._noise_of.greedy
         request = TurnRequest(before.number, ids, *key, limit, *noise)
-        drawn = self._drawn(request, timeout_s)
-        turn = RecordedTurn(
-            f"chatcmpl-{uuid.uuid4().hex}", before.ids, tuple(drawn.tokens), tuple(drawn.log_probs), drawn.is_complete
-        )
-        message, finish_reason = self._message(drawn, tools)
-        after = KnownConversation(before.number, before.prompt_id, before.sample_id, turn.ids, before.num_turns + 1)
-        conversations.add([*messages, message], tools, after)
-        with self._lock:
-            (self.recorded if session is None else session.recorded).append(turn)
-            if self._record is not None:
-                self._record.write(json.dumps(asdict(turn) | {"continues": continues}) + "\n")
-                self._record.flush()
-        return Completion(turn, message, finish_reason, continues)
+        name = (name or uuid.uuid4().hex) + (f"-{choice}" if choice else "")
+
+        def finish(drawn: DrawnTurn, text: str, stop: str) -> Completion:
+            columns = before.ids, tuple(drawn.tokens), tuple(drawn.log_probs), drawn.is_complete, text
+            turn = RecordedTurn(f"chatcmpl-{name}", *columns)
+            message, finish_reason = self._message(turn, tools if reads_calls else None)
+            after = KnownConversation(before.number, before.prompt_id, before.sample_id, turn.ids, before.num_turns + 1)
+            conversations.add([*messages, message], tools, after, name)
+            with self._lock:
+                (self.recorded if session is None else session.recorded).append(turn)
+                if self._record is not None:
+                    self._record.write(json.dumps(asdict(turn) | {"continues": continues}) + "\n")
+                    self._record.flush()
+            return Completion(turn, message, "stop" if stop else finish_reason, continues, stop)
+
+        if self._failure is not None or self._is_closed:
+            raise RolloutError(self._failure or "the endpoint was closed")
+        turn = OpenTurn(request, TurnText(self.tokenizer, stops), finish, timeout_s, is_watched or bool(stops))
+        self._waiting.put(turn)
+        return turn
 
     @property
     def failure(self) -> str | None:
@@ -212,7 +275,7 @@ class PolicyEndpoint:
         ids = self._rendered(messages, tools)
         if not ids:
             raise ConfigError("messages: the chat template renders them to no tokens.")
-        prompt_id = int.from_bytes(hashlib.blake2b(array("q", ids).tobytes(), digest_size=4).digest()) >> 1
+        prompt_id = _noise_key(array("q", ids).tobytes())
         if sample is None:
             with self._lock:
                 sample = self._begun[prompt_id]
@@ -236,9 +299,9 @@ class PolicyEndpoint:
             self._numbers += 1
             return self._numbers
 
-    def _message(self, drawn: DrawnTurn, tools: Any) -> tuple[dict[str, Any], str]:
-        text = self.tokenizer.decode(drawn.tokens[:-1] if drawn.is_complete else drawn.tokens)
-        if not drawn.is_complete:  # what was cut is never a call
+    def _message(self, turn: RecordedTurn, tools: Any) -> tuple[dict[str, Any], str]:
+        text = turn.text
+        if not turn.is_complete:  # what was cut is never a call
             return {"role": "assistant", "content": text}, "length"
         parsed = parse_calls(text, self.style, _parameters(tools))
         calls = [call for call in parsed if isinstance(call, ToolCall)]
@@ -256,18 +319,9 @@ class PolicyEndpoint:
 
     # The thread that draws
 
-    def _drawn(self, request: TurnRequest, timeout_s: float | None) -> DrawnTurn:
-        future: Future[DrawnTurn] = Future()
-        if self._failure is not None or self._is_closed:
-            raise RolloutError(self._failure or "the endpoint was closed")
-        self._waiting.put(_Pending(future, request))
-        try:
-            return future.result(timeout_s)
-        except TimeoutError:
-            raise RolloutError(f"no turn was drawn within {timeout_s:g} s") from None
-
     def _draw_all(self, turns: Callable[[], TurnEngine]) -> None:
-        pending: dict[int, Future[DrawnTurn]] = {}
+        pending: dict[int, OpenTurn] = {}
+        next_show_s = 0.0
         try:
             engine = turns()
             try:
@@ -275,7 +329,10 @@ class PolicyEndpoint:
                     self._take(engine, pending)
                     for drawn in engine.advance() if engine.num_pending else ():
                         engine.forget(drawn.episode)
-                        pending.pop(drawn.episode).set_result(drawn)
+                        pending.pop(drawn.episode).shown.put((drawn, True))
+                    if any(turn.is_watched for turn in pending.values()) and time.monotonic() >= next_show_s:
+                        self._show(engine, pending)
+                        next_show_s = time.monotonic() + SHOW_S
             finally:
                 engine.close()
         except BaseException as error:
@@ -284,11 +341,20 @@ class PolicyEndpoint:
         reason = RolloutError(self._failure or "the endpoint was closed")
         while not self._waiting.empty():
             if (left := self._waiting.get()) is not None:
-                pending[left.request.episode] = left.future
-        for future in pending.values():
-            future.set_exception(reason)
+                pending[left.request.episode] = left
+        for turn in pending.values():
+            turn.shown.put(reason)
 
-    def _take(self, engine: TurnEngine, pending: dict[int, Future[DrawnTurn]]) -> None:
+    def _show(self, engine: TurnEngine, pending: Mapping[int, OpenTurn]) -> None:
+        with contextlib.suppress(RolloutError):  # of an engine that has died, which is for `advance` to mend or raise
+            for drawn in engine.open_turns():
+                turn = pending[drawn.episode]
+                if turn.is_over:
+                    engine.end(drawn.episode)
+                elif turn.is_watched and drawn.tokens:
+                    turn.shown.put((drawn, False))
+
+    def _take(self, engine: TurnEngine, pending: dict[int, OpenTurn]) -> None:
         """The requests that have arrived; waits for one if no turn is being generated."""
         is_idle = not engine.num_pending
         while True:
@@ -298,9 +364,13 @@ class PolicyEndpoint:
                 return
             if item is None:
                 return
-            pending[item.request.episode] = item.future
+            pending[item.request.episode] = item
             engine.add(item.request)
             is_idle = False
+
+
+def _noise_key(data: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(data, digest_size=4).digest()) >> 1
 
 
 def _parameters(tools: Sequence[Mapping[str, Any]] | None) -> dict[str, Mapping[str, Any]]:

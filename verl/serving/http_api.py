@@ -1,9 +1,10 @@
-"""Chat completions over HTTP for OpenAI's clients: routes, limits of a request, and the form of replies.
+"""The APIs over HTTP for OpenAI's and Anthropic's clients: routes, limits of a request, and the form of replies.
 
-    POST /v1/chat/completions     GET /v1/models     GET /v1/models/ID     GET /health
+    POST /v1/chat/completions     POST /v1/responses     POST /v1/messages
+    GET /v1/models     GET /v1/models/ID     GET /health
 
 Fields that would change the sampling distribution, and unknown fields, are refused by name: recorded log-probs must be
-those of the policy in training. Every refusal and every failure is OpenAI's error object.
+those of the policy in training. Every refusal and every failure is an error object of the API.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ import contextlib
 import http
 import json
 import logging
-import re
 import socket
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote
 
 from verl.errors import ConfigError, RolloutError
+from verl.serving import translate_chat, translate_messages, translate_responses
 from verl.serving.chat_request import Refused, parse_request
 from verl.serving.conversations import Session
 from verl.serving.endpoint import Completion, PolicyEndpoint
+from verl.serving.token_text import TokenBytes
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +34,9 @@ BODY_BYTES, BODY_BYTES_PER_TOKEN = 64 * 2**10, 32  # of a body: the first, and t
 READ_TIMEOUT_S = 60.0  # for the next bytes of a client
 LINGER_S, LINGER_IDLE_S = 10.0, 2.0  # to read on after a refusal
 SESSION = "/sessions/"  # before the name of a session, in a path
-COMPLETIONS, MODELS = "/v1/chat/completions", "/v1/models"
+COMPLETIONS, RESPONSES, MESSAGES, MODELS = "/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/models"
+APIS: Mapping[str, Any] = {COMPLETIONS: translate_chat, RESPONSES: translate_responses, MESSAGES: translate_messages}
+Answer = Mapping[str, Any] | Iterator[Mapping[str, Any]]  # or the events of a stream, the `type` of each is its name
 
 
 class PolicyServer(ThreadingHTTPServer):
@@ -77,50 +82,31 @@ class PolicyServer(ThreadingHTTPServer):
         """Bytes of a body that are read. A longer one cannot fit the context of a conversation."""
         return BODY_BYTES + BODY_BYTES_PER_TOKEN * self.endpoint.row_tokens
 
-    def complete(self, content: bytes, session: Session | None = None) -> dict[str, Any]:
+    def complete(self, path: str, content: bytes, session: Session | None = None) -> Answer:
         """The answer to the body of a request.
 
         Raises:
             Refused: the request is not supported; says why.
             RolloutError: the engine failed.
         """
-        body = parse_request(content, self.sampling, self.ignores_sampling)
-        limit = body.get("max_completion_tokens") or body.get("max_tokens")
+        api, known, name = APIS[path], (session or self.endpoint).known, uuid.uuid4().hex
+        body, chat = parse_request(content, api, known, self.sampling, self.ignores_sampling)
+        limit, stop = chat.get("max_completion_tokens") or chat.get("max_tokens"), chat.get("stop") or ()
+        request = chat["messages"], chat.get("tools") or None, limit, chat.get("seed"), self.timeout_s, session, name
         try:
-            completion = self.endpoint.complete(
-                body["messages"], body.get("tools") or None, limit, body.get("seed"), self.timeout_s, session
-            )
+            stops, is_streamed = (stop,) if isinstance(stop, str) else stop, bool(chat.get("stream"))
+            options = stops, chat.get("tool_choice") != "none", is_streamed
+            turns = [self.endpoint.begin(*request, choice, *options) for choice in range(chat.get("n") or 1)]
         except (ConfigError, ValueError) as error:
             raise Refused(400, str(error)) from error
-        return self._answer(completion, bool(body.get("logprobs")))
+        reply = translate_chat.Reply(name, self.model, body, chat, self._token_bytes)
+        if is_streamed:
+            return api.events(reply, turns)
+        return api.answer(reply, [part for turn in turns for part in turn if isinstance(part, Completion)])
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Log a failed connection: nearly always a client that has left."""
         log.info("A connection of %s failed.", client_address, exc_info=True)
-
-    def _answer(self, found: Completion, with_logprobs: bool) -> dict[str, Any]:
-        turn = found.turn
-        choice: dict[str, Any] = {"index": 0, "message": found.message, "finish_reason": found.finish_reason}
-        choice["logprobs"] = None
-        choice["token_ids"] = list(turn.token_ids)
-        if with_logprobs:
-            pairs = [(self._token_bytes(i), x) for i, x in zip(turn.token_ids, turn.log_probs, strict=True)]
-            content = [
-                {"token": data.decode(errors="replace"), "logprob": x, "bytes": list(data), "top_logprobs": []}
-                for data, x in pairs
-            ]
-            choice["logprobs"] = {"content": content, "refusal": None}
-        usage = {"prompt_tokens": len(turn.prompt_ids), "completion_tokens": len(turn.token_ids)}
-        return {
-            "id": turn.request_id,
-            "object": "chat.completion",
-            "created": int(time.time()),
-            "model": self.model,
-            "choices": [choice],
-            "usage": usage | {"total_tokens": sum(usage.values())},
-            "prompt_token_ids": list(turn.prompt_ids),
-            "continues": found.continues,
-        }
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -153,16 +139,16 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(
                 404, f"there is no model {name[:80]!r}; there is {self.server.model}", "model", "model_not_found"
             )
-        if path == COMPLETIONS:
-            raise Refused(405, f"{COMPLETIONS} takes POST")
-        raise Refused(404, f"there is no {path[:80]}: this endpoint has {COMPLETIONS} and {MODELS}")
+        if path in APIS:
+            raise Refused(405, f"{path} takes POST")
+        raise Refused(404, f"there is no {path[:80]}: this endpoint has {', '.join(APIS)} and {MODELS}")
 
-    def _post(self) -> dict[str, Any]:
+    def _post(self) -> Answer:
         content = self._content()
         path, session = self._route()
-        if path != COMPLETIONS:
-            raise Refused(404, f"there is no POST {path[:80]}: this endpoint has {COMPLETIONS}")
-        return self.server.complete(content, session)
+        if path not in APIS:
+            raise Refused(404, f"there is no POST {path[:80]}: this endpoint has {', '.join(APIS)}")
+        return self.server.complete(path, content, session)
 
     def _route(self) -> tuple[str, Session | None]:
         """The path below that of the session, if the request has one."""
@@ -207,19 +193,49 @@ class _Handler(BaseHTTPRequestHandler):
         self.close_connection, self.is_unread = is_last, False
         return content
 
-    def _respond(self, answer: Callable[[], Mapping[str, Any]]) -> None:
+    def _respond(self, answer: Callable[[], Answer]) -> None:
         try:
-            status, body = 200, answer()
-        except Refused as error:
-            status, body = error.status, error.body
-        except RolloutError as error:
-            status, body = 500, Refused(500, str(error)).body
+            found = answer()
+            if not isinstance(found, Mapping):
+                self._stream(found)
+                return
+            status, body = 200, found
         except ConnectionError:
             raise
-        except Exception as error:
-            log.exception("A request failed.")
-            status, body = 500, Refused(500, f"the request failed: {type(error).__name__}").body
+        except Exception as error:  # noqa: BLE001 - logged there
+            status, body = self._failure(error)
         self._send(status, body)
+
+    def _failure(self, error: Exception) -> tuple[int, Mapping[str, Any]]:
+        """Status and body for what a request has raised."""
+        if not isinstance(error, Refused | RolloutError):
+            log.error("A request failed.", exc_info=error)
+            error = RolloutError(f"the request failed: {type(error).__name__}")
+        refused = error if isinstance(error, Refused) else Refused(500, str(error))
+        is_messages = self.path.partition("?")[0].rstrip("/").endswith(MESSAGES)
+        return refused.status, translate_messages.error_body(refused) if is_messages else refused.body
+
+    def _stream(self, events: Iterator[Mapping[str, Any]]) -> None:
+        """Server-sent events until the connection closes. If the client leaves, turns are recorded all the same."""
+        self.close_connection = True
+        try:
+            self.send_response(200)
+            self.send_header("Content-Type", "text/event-stream")
+            self.send_header("Connection", "close")
+            self.end_headers()
+            for event in events:
+                self._send_event(event)
+        except OSError:
+            for _ in events:
+                pass
+        except Exception as error:  # noqa: BLE001 - logged there
+            self._send_event({"type": "error", **self._failure(error)[1]})
+        else:
+            self.wfile.write(b"data: [DONE]\n\n" if self._route()[0] == COMPLETIONS else b"")
+
+    def _send_event(self, event: Mapping[str, Any]) -> None:
+        name = f"event: {event['type']}\n" if "type" in event else ""
+        self.wfile.write(f"{name}data: {json.dumps(event)}\n\n".encode())
 
     def handle(self) -> None:
         super().handle()
@@ -254,41 +270,3 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(content)
-
-
-_BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # a token of SentencePiece for one byte
-_WORD_START = "▁"  # of SentencePiece, for a space
-
-
-class TokenBytes:
-    """Bytes that a token stands for, by its id, also where they are only a part of a character.
-
-    Tokens of byte-level BPE and byte-fallback tokens of SentencePiece may be parts of a character; those of any other
-    vocabulary are whole texts.
-
-    Args:
-        tokenizer: of Hugging Face.
-    """
-
-    def __init__(self, tokenizer: Any):
-        from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-        self._tokenizer = tokenizer
-        self._added = {*tokenizer.get_added_vocab(), *tokenizer.all_special_tokens}
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        decoder = {} if backend is None else json.loads(backend.to_str()).get("decoder") or {}
-        kinds = {part.get("type") for part in (decoder, *(decoder.get("decoders") or ()))}
-        self._byte_of = {char: byte for byte, char in bytes_to_unicode().items()} if "ByteLevel" in kinds else {}
-        self._has_fallback = "ByteFallback" in kinds
-
-    def __call__(self, token_id: int) -> bytes:
-        """The bytes of a token; those of its decoded text if its vocabulary has no bytes."""
-        token = self._tokenizer.convert_ids_to_tokens(int(token_id))
-        if token in self._added or token is None:
-            return (token or "").encode()
-        if self._byte_of and all(char in self._byte_of for char in token):
-            return bytes(self._byte_of[char] for char in token)
-        if self._has_fallback:
-            byte = _BYTE_FALLBACK.fullmatch(token)
-            return bytes([int(byte[1], 16)]) if byte else token.replace(_WORD_START, " ").encode()
-        return self._tokenizer.decode([int(token_id)]).encode()

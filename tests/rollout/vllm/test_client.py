@@ -235,11 +235,17 @@ def test_the_endpoint_of_a_policy_goes_on_from_the_tokens_of_an_engine_in_anothe
         second = endpoint.complete(more, timeout_s=60)
         with ThreadPoolExecutor(3) as pool:  # side by side, the first again
             others = list(pool.map(lambda n: endpoint.complete(messages, sample=n, timeout_s=60), (0, 1, 2)))
+        *parts, streamed = endpoint.begin(messages, sample=0, timeout_s=60, is_watched=True)
+        stop = first.turn.text[1:3]
+        stopped = endpoint.complete(messages, sample=0, timeout_s=60, stops=[stop])
     finally:
         endpoint.close()
     assert second.continues
     assert second.turn.prompt_ids[: len(first.turn.ids)] == first.turn.ids
     assert others[0].turn.token_ids == first.turn.token_ids
+    assert ("".join(parts), streamed.turn.token_ids) == (first.turn.text, first.turn.token_ids)
+    assert (stopped.turn.text, stopped.finish_reason) == (first.turn.text.partition(stop)[0], "stop")
+    assert stopped.turn.token_ids == first.turn.token_ids[: len(stopped.turn.token_ids)]
     with torch.no_grad():
         logits = engines.model(torch.tensor([second.turn.ids]), use_cache=False).logits[:, :-1]
     ids = torch.tensor([second.turn.ids[1:]])

@@ -9,7 +9,7 @@ import subprocess
 
 import __main__
 
-KEY = "none"  # what OpenAI's clients want to have
+KEY = "none"  # which the clients want to have
 TOLD = 400  # characters of what a program wrote before it failed
 
 
@@ -28,6 +28,7 @@ class ProgramEpisode:
 
     def run(self, row, base_url):
         variables = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": KEY}
+        variables |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": KEY}
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(
             self.command, stdin=pipe, stdout=pipe, stderr=pipe, env=variables, text=True, preexec_fn=end_with_parent
