@@ -38,9 +38,9 @@ def in_lockstep(group: Any, turns: TurnEngine, play: Callable[[TurnEngine], T]) 
     try:
         result = play(leading)
     except Exception as error:
-        leading.end(_End(error=error))
+        leading.release(_End(error=error))
         raise
-    leading.end(_End(result))
+    leading.release(_End(result))
     return result
 
 
@@ -71,7 +71,7 @@ class LeadingTurns(TurnEngine):
     def close(self) -> None:
         self._calls.clear()
 
-    def end(self, end: _End) -> None:
+    def release(self, end: _End) -> None:
         """Let the other processes return."""
         self.channel.send(end, is_idle=not self.turns.num_pending)
 
