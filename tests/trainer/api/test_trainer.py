@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
@@ -16,6 +17,7 @@ from random_models import save_random_classifier
 from refusals import refusal
 from rollout.speaking import Speaker
 from trainer.runs import Arbitrary
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl.checkpoint.manager import CheckpointManager
 from verl.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, RewardError
@@ -289,6 +291,28 @@ def test_a_damaged_checkpoint_is_refused_before_anything_changes(dir32):
             made.load_checkpoint("aside/global_step_1")
         assert all_equal(weights(actor_of(made).model), before)
         assert made.steps == 2
+
+
+def test_other_weights_or_rows_of_the_same_form_are_another_training(dir32):
+    model = AutoModelForCausalLM.from_pretrained(dir32)
+    again, changed, tokenizer = copy.deepcopy(model), copy.deepcopy(model), AutoTokenizer.from_pretrained(dir32)
+    with torch.no_grad():
+        changed.get_output_embeddings().weight[0, 0] += 1e-3
+    with trainer(model, tokenizer=tokenizer) as made:
+        made.step()
+        saved, expected = made.save_checkpoint("aside"), made.step()
+    with trainer(again, tokenizer=tokenizer) as same:
+        same.load_checkpoint(saved)
+        assert same.step() == expected
+    for arguments, path in (
+        ({"model": changed, "tokenizer": tokenizer}, "actor.model.weights_digest"),
+        ({"model": copy.deepcopy(again), "train_dataset": [ROWS[1], *ROWS[1:]]}, "data.rows_digest"),
+    ):
+        with (
+            trainer(**{"tokenizer": tokenizer, **arguments}) as other,
+            pytest.raises(ConfigError, match=rf"{path} is [\s\S]*another training"),
+        ):
+            other.load_checkpoint(saved)
 
 
 def test_what_cannot_be_loaded_is_refused_in_words(dir32, tmp_path):

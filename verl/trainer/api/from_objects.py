@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+from blake3 import blake3
 from pydantic import Field
 from torch import nn
 
@@ -43,11 +46,13 @@ class PromptsObject(PromptOptions):
 
     Args:
         num_rows: of the data that were passed.
+        rows_digest: of the content of all rows.
         num_eval_rows: likewise; 0 where none were.
         eval_files: paths whose rows are evaluated on; none for no evaluation.
     """
 
     num_rows: int
+    rows_digest: str
     num_eval_rows: int = 0
     eval_files: tuple[str, ...] = ()
 
@@ -105,22 +110,28 @@ class ModelObject(ModelSource):
         argument: name of the argument.
         kind: its class.
         num_parameters: total number of parameters.
+        weights_digest: of its tensors as they were passed.
         context_length: in tokens, if its configuration has it.
     """
 
     argument: str
     kind: str
     num_parameters: int
+    weights_digest: str
     context_length: int | None = None
 
     @classmethod
     def of(cls, argument: str, model: Any) -> ModelObject:
         """The description of a model."""
+        from verl.workers.sampler import weight_digests
+
         config = model.config.get_text_config()
+        tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
         return cls(
             argument=argument,
             kind=type(model).__name__,
             num_parameters=sum(p.numel() for p in model.parameters()),
+            weights_digest=_digest(weight_digests(tensors).items()),
             context_length=getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None),
             dtype=str(next(model.parameters()).dtype).removeprefix("torch."),  # type: ignore[arg-type]
         )
@@ -357,10 +368,19 @@ def data_from_object(train: Any, held_out: Any = None, options: PromptOptions | 
     if not hasattr(train, "__len__") or isinstance(train, Mapping):
         raise ConfigError(f"train_dataset is a {type(train).__name__}: expected rows, an RLHFDataset, or a file.")
     rows = None if eval_files is not None else held_out
-    prompts = PromptsObject(
-        num_rows=len(train), num_eval_rows=0 if rows is None else len(rows), eval_files=eval_files or (), **settings
-    )
+    counts = {"num_rows": len(train), "num_eval_rows": 0 if rows is None else len(rows)}
+    digest = _digest(itertools.chain(train, rows or ()))
+    prompts = PromptsObject(rows_digest=digest, eval_files=eval_files or (), **counts, **settings)
     return carrying(prompts, (train, rows))
+
+
+def _digest(items: Iterable[Any]) -> str:
+    """The BLAKE3 of values as JSON; tensors and arrays are lists, and of other objects only the class counts."""
+    digest = blake3()
+    for item in items:
+        kind = lambda x: x.tolist() if hasattr(x, "tolist") else type(x).__name__  # noqa: E731
+        digest.update(json.dumps(item, skipkeys=True, default=kind).encode())
+    return digest.hexdigest()
 
 
 def _fields_of(options: PromptOptions) -> dict[str, Any]:
