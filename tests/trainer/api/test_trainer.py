@@ -7,6 +7,7 @@ import dataclasses
 import json
 import logging
 import shutil
+import types
 from pathlib import Path
 
 import pytest
@@ -313,6 +314,16 @@ def test_other_weights_or_rows_of_the_same_form_are_another_training(dir32):
             pytest.raises(ConfigError, match=rf"{path} is [\s\S]*another training"),
         ):
             other.load_checkpoint(saved)
+
+
+def test_statistics_of_scores_are_not_those_of_another_function_of_the_same_name(dir32):
+    with trainer(dir32, reward_model=digits) as made:
+        content = made.trainer.description.reward.content_digest
+    renamed = types.FunctionType(letters.__code__, globals(), "digits")
+    renamed.__qualname__ = "digits"
+    with trainer(dir32, reward_model=renamed) as made:
+        assert made.trainer.description.reward.name == "digits"
+        assert content != made.trainer.description.reward.content_digest != ""
 
 
 def test_what_cannot_be_loaded_is_refused_in_words(dir32, tmp_path):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import itertools
 import json
 import re
@@ -71,11 +72,13 @@ class RewardObject(RewardDescription):
 
     Args:
         name: of the function, or of its class.
+        content_digest: of the source of the function or class, or of the tensors of a model; empty if unknown.
         timeout_s: seconds for one call of a function, or of a `Reward` of your own, after which the run ends with the
             line at which it stood; null is 60. A reward model has none.
     """
 
     name: str
+    content_digest: str = ""
     timeout_s: Annotated[float, Field(gt=0, lt=1e6)] | None = None
 
     def columns_read(self) -> Iterator[tuple[str, str]]:
@@ -123,15 +126,12 @@ class ModelObject(ModelSource):
     @classmethod
     def of(cls, argument: str, model: Any) -> ModelObject:
         """The description of a model."""
-        from verl.workers.sampler import weight_digests
-
         config = model.config.get_text_config()
-        tensors = dict(itertools.chain(model.named_parameters(), model.named_buffers()))
         return cls(
             argument=argument,
             kind=type(model).__name__,
             num_parameters=sum(p.numel() for p in model.parameters()),
-            weights_digest=_digest(weight_digests(tensors).items()),
+            weights_digest=_weights_digest(model),
             context_length=getattr(config, "max_position_embeddings", None) or getattr(config, "n_positions", None),
             dtype=str(next(model.parameters()).dtype).removeprefix("torch."),  # type: ignore[arg-type]
         )
@@ -308,7 +308,8 @@ def reward_from_object(reward: Any, tokenizer: Any = None, argument: str = "rewa
     if not isinstance(reward, (Reward, nn.Module)) and not callable(reward):
         raise ConfigError(f"{argument} is {reward!r}: expected {REWARDS}.")
     name = getattr(reward, "__qualname__", type(reward).__name__)
-    return carrying(RewardObject(name=name), (reward, tokenizer))
+    digest = _weights_digest(reward) if _is_module(reward) else _source_digest(reward)
+    return carrying(RewardObject(name=name, content_digest=digest), (reward, tokenizer))
 
 
 def with_timeout_of(described: RewardDescription, before: RewardDescription) -> RewardDescription:
@@ -369,8 +370,10 @@ def data_from_object(train: Any, held_out: Any = None, options: PromptOptions | 
         raise ConfigError(f"train_dataset is a {type(train).__name__}: expected rows, an RLHFDataset, or a file.")
     rows = None if eval_files is not None else held_out
     counts = {"num_rows": len(train), "num_eval_rows": 0 if rows is None else len(rows)}
-    digest = _digest(itertools.chain(train, rows or ()))
-    prompts = PromptsObject(rows_digest=digest, eval_files=eval_files or (), **counts, **settings)
+    passed: list[Any] = [train, rows or ()]
+    prompts = PromptsObject(
+        rows_digest=_digest(itertools.chain(*passed)), eval_files=eval_files or (), **counts, **settings
+    )
     return carrying(prompts, (train, rows))
 
 
@@ -381,6 +384,19 @@ def _digest(items: Iterable[Any]) -> str:
         kind = lambda x: x.tolist() if hasattr(x, "tolist") else type(x).__name__  # noqa: E731
         digest.update(json.dumps(item, skipkeys=True, default=kind).encode())
     return digest.hexdigest()
+
+
+def _weights_digest(module: Any) -> str:
+    from verl.workers.sampler import weight_digests
+
+    return _digest(weight_digests(dict(itertools.chain(module.named_parameters(), module.named_buffers()))).items())
+
+
+def _source_digest(reward: Any) -> str:
+    try:
+        return _digest([inspect.getsource(reward if inspect.isroutine(reward) else type(reward))])
+    except (OSError, TypeError):  # of a built-in, or typed into an interpreter
+        return ""
 
 
 def _fields_of(options: PromptOptions) -> dict[str, Any]:
