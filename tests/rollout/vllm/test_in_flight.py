@@ -19,6 +19,7 @@ from verl.algorithms.importance_sampling import TruncatedIS
 from verl.cluster.placement import DeviceMesh
 from verl.engines.sharding import FSDP
 from verl.errors import WorkerError
+from verl.models.lora import LoRA
 from verl.rewards.episode_reward import EpisodeReward
 from verl.rollout.base import GenerationRequest
 from verl.rollout.vllm.config import VLLMRollout
@@ -126,14 +127,18 @@ def test_episodes_go_on_across_updates_and_evaluations_and_are_repeated_by_their
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("where", ["fsdp", "mesh"])
+@pytest.mark.parametrize("where", ["fsdp", "fsdp, adapter", "mesh"])
 def test_the_sampler_has_the_engine_of_a_sharded_or_placed_actor(where, tmp_path):
     sharded = {"sharding": FSDP(), "n_gpus_per_node": 2}
     placed = {"placement": DeviceMesh(devices=("cpu:0", "cpu:1"), sub_meshes={"sampler": ("cpu:1",)})}
     model = save_family(tmp_path / "model", "qwen2")
 
     def make(name, **options):
-        return in_flight(model, tmp_path / name, **(sharded if where == "fsdp" else placed), **options)
+        if "adapter" not in where:
+            return in_flight(model, tmp_path / name, **(sharded if where == "fsdp" else placed), **options)
+        rollout = VLLMRollout(max_new_tokens=24, kv_cache="recompute", lora="adapter", **OPTIONS)
+        run = in_flight(model, tmp_path / name, rollout=rollout, **sharded, **options)
+        return dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=LoRA(rank=8)))
 
     repeated(make, tmp_path, resume=2)
 
