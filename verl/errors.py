@@ -136,6 +136,7 @@ class Traceback(str):
 
     @classmethod
     def here(cls) -> Traceback:
+        """Make it where the exception is handled."""
         error, text = sys.exc_info()[1], cls(traceback.format_exc())
         text.faults = error.faults if isinstance(error, ConfigError) else None
         return text

@@ -15,6 +15,8 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import date, time
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -378,12 +380,18 @@ def data_from_object(train: Any, held_out: Any = None, options: PromptOptions | 
 
 
 def _digest(items: Iterable[Any]) -> str:
-    """The BLAKE3 of values as JSON; tensors and arrays are lists, and of other objects only the class counts."""
+    """The BLAKE3 of values as JSON; see `_plain` for what JSON lacks."""
     digest = blake3()
     for item in items:
-        kind = lambda x: x.tolist() if hasattr(x, "tolist") else type(x).__name__  # noqa: E731
-        digest.update(json.dumps(item, skipkeys=True, default=kind).encode())
+        digest.update(json.dumps(item, skipkeys=True, default=_plain).encode())
     return digest.hexdigest()
+
+
+def _plain(value: Any) -> Any:
+    """Tensors and arrays as lists; dates, decimals and bytes as texts; of other objects only the class counts."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value) if isinstance(value, (date, time, Decimal, bytes)) else type(value).__name__
 
 
 def _weights_digest(module: Any) -> str:
