@@ -197,8 +197,6 @@ TOOLS = ["environment=calculator", "data=calculator", "critic=none", "algorithm=
 TOOLS += ["actor=tiny_scratch", "actor.model.context_length=160"]
 REFUSED_RUNS = [  # overrides, and a part of the message
     # an engine and the actor
-    ([*ADAPTER, LORA.format(8), "sharding=fsdp", *TWO_PROCESSES], "lora is adapter, and the actor is divided"),
-    ([*ADAPTER, LORA.format(8), "sharding=tp", *TWO_PROCESSES], "lora is adapter, and the actor is divided"),
     ([*ADAPTER, LORA.format(600)], "actor.lora.rank is 600: vLLM takes adapters of at most rank 512"),
     (
         ["rollout=vllm", "rollout.call_timeout_s=600", "sharding=fsdp", *TWO_PROCESSES],

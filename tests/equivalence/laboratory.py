@@ -22,13 +22,15 @@ import torch.distributed.device_mesh as device_mesh
 import torch.distributed.distributed_c10d as distributed_c10d
 from cluster.processes_of import LABORATORY
 from collective_bytes import bytes_of_update
-from equivalence.one_update import one_update
+from equivalence.one_update import Float64Alone, one_update
 from same_training import Training, run_course
 from torch import Tensor, nn
 from torch.distributed import ProcessGroupGloo
 from torch.utils._python_dispatch import TorchDispatchMode
+from trainer.preference_runs import trained
 
 import verl.trainer.ppo_lifecycle as ppo_lifecycle
+import verl.trainer.sft as sft
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import role_handles, row_assignment
 from verl.component import BuildContext, Description, component
@@ -39,6 +41,7 @@ from verl.engines.parallel_dims import DataParallelism
 from verl.engines.sharding import DDP, Sharding
 from verl.model_paths.check import paths_for
 from verl.models.heads import LMHead
+from verl.models.parallel_info import parallel_info_of
 from verl.models.structure import routers
 from verl.ops.batching import BatchPartition
 from verl.ops.masking import aggregate
@@ -46,8 +49,10 @@ from verl.ops.resharding.dtensor import is_on_other_stage, local
 from verl.protocol import DataProto
 from verl.protocol.dispatch import dispatch_of, on_all, on_each
 from verl.rollout.vllm.state_dict import weights_of
+from verl.rollout.vllm.sync.weight_transfer import whole_adapter
 from verl.rollout.weight_verification.vllm_params import adapter_tensors
 from verl.trainer.ppo_config import PPORun
+from verl.trainer.sft import PreferenceRun
 from verl.workers.colocated import RLHost
 from verl.workers.load_state import RestoreSource, RoleState
 
@@ -143,6 +148,16 @@ class Bench:
             return run_course(run, prompts, own)
         finally:
             ppo_lifecycle.start_cluster = before
+
+    @on_all
+    def preferences(self, run: PreferenceRun, directory: Path) -> Training | None:
+        """`trained`, among all processes, where nothing is rounded to float32."""
+        before, sft.start_cluster = sft.start_cluster, self._start
+        try:
+            with Float64Alone():
+                return trained(run, directory / str(self.context.rank))
+        finally:
+            sft.start_cluster = before
 
     @on_each
     def held(self, run: PPORun, prompts: Sequence[int], directory: Path) -> dict[str, int]:
@@ -246,7 +261,7 @@ class Bench:
                 model = trainer.cluster.host.workers["actor"].model
                 given = {weight.name: weight.make().detach() for weight in weights_of(model)}
                 if hasattr(model, "peft_config"):
-                    given |= {name: x.detach() for name, x in adapter_tensors(model)}
+                    given |= dict(adapter_tensors(model, whole_adapter(model, parallel_info_of(model))))
                 trainer.save(own)
                 return given
         finally:

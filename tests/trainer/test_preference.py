@@ -2,50 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from peft import AutoPeftModelForSequenceClassification
 from same_training import ROUNDING, Training, digest, numbers, same_training
-from trainer.runs import JSONL, weights
+from trainer.preference_runs import DATA, preference_run, trained
+from typer.testing import CliRunner
 
 from verl.algorithms.preference_losses import DPO, IPO, KTO, ORPO, BradleyTerry, SimPO
 from verl.checkpoint.config import Checkpointing
+from verl.cli.checkpoint import app
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
-from verl.data.arithmetic import ArithmeticPreferences
 from verl.data.files import PreferenceFiles
 from verl.engines.optimizer import AdamW
-from verl.engines.sharding import DDP, FSDP, NoSharding
+from verl.engines.sharding import DDP, FSDP
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
+from verl.protocol import DataProto
 from verl.rewards.reward_model import RewardModel, RewardTokens
-from verl.trainer.config import SFTSettings
-from verl.trainer.sft import PreferenceRun, RewardModelRun
-from verl.workers.actor import Actor
-from verl.workers.reference import Reference
-
-DATA = ArithmeticPreferences(digits=1, train_size=24, held_out=12)
-
-
-def preference_run(model, loss, lora=None, sharding=None, checkpoint=None, resume=None, data=DATA, **settings):
-    of_policy = not isinstance(loss, BradleyTerry)
-    kind = PreferenceRun if of_policy else RewardModelRun
-    settings = {"batch_size": 6, "total_steps": 4, "num_threads": 1, "eval_interval": 2, **settings}
-    return kind(
-        actor=Actor(model=model, optimizer=AdamW(lr=3e-3), lora=lora, micro_batch_tokens=40),
-        sharding=sharding or NoSharding(),
-        data=data,
-        loss=loss,
-        trainer=SFTSettings(**settings),
-        tracker=JSONL,
-        checkpoint=checkpoint,
-        resume=resume,
-        **({"reference": Reference()} if of_policy else {}),
-    )
+from verl.trainer.sft import PreferenceRun
 
 
 def fit(run, directory: Path):
@@ -79,25 +61,21 @@ def saves(directory: Path) -> Checkpointing:
 
 @pytest.mark.parametrize(
     ("loss", "lora"),
-    [(DPO(), LoRA(rank=2)), (KTO(), None), (BradleyTerry(), None)],
-    ids=["dpo with lora", "kto", "reward model"],
+    [(DPO(), LoRA(rank=2)), (KTO(), None), (BradleyTerry(), None), (BradleyTerry(), LoRA(rank=2))],
+    ids=["dpo with lora", "kto", "reward model", "reward model with lora"],
 )
-def test_a_run_resumed_from_a_checkpoint_ends_as_the_uninterrupted_one(loss, lora, model32, tmp_path):
+@pytest.mark.parametrize("safetensors", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_a_run_resumed_from_a_checkpoint_ends_as_the_uninterrupted_one(loss, lora, safetensors, model32, tmp_path):
     whole, again = tmp_path / "whole", tmp_path / "again"
-    fit(preference_run(model32, loss, lora, checkpoint=saves(whole / "checkpoints")), whole / "run")
-    point = str(whole / "checkpoints/global_step_2")
-    fit(preference_run(model32, loss, lora, checkpoint=saves(again / "checkpoints"), resume=point), again / "run")
+
+    def run(directory, **options):
+        checkpoint = replace(saves(directory / "checkpoints"), use_safetensors=safetensors)
+        return preference_run(model32, loss, lora, checkpoint=checkpoint, **options)
+
+    fit(run(whole), whole / "run")
+    fit(run(again, resume=str(whole / "checkpoints/global_step_2")), again / "run")
     left, right = (Training(numbers(x / "run"), digest=digest(x)) for x in (again, whole))
     same_training(left, right, after=2)
-
-
-def trained(run, directory: Path) -> Training:
-    metrics = {}
-    with run.build(BuildContext(run_dir=directory)) as trainer:
-        for step, rows in enumerate([[0, 1, 2, 3, 4], [7, 6, 5, 2], [3, 8]], start=1):
-            metrics[step] = trainer.step(trainer.train_data.collate(rows), step) | trainer.evaluate(step)
-        trainer.save(directory)
-    return Training(metrics, weights=weights(directory))
 
 
 @pytest.mark.parametrize(
@@ -128,22 +106,95 @@ def test_micro_batches_and_packing_change_no_number(model64, tmp_path):
     same_training(cut, whole, ROUNDING)
 
 
-def test_the_directory_of_a_reward_model_gives_its_scores_to_a_reward(model32, tmp_path):
-    run = preference_run(model32, BradleyTerry(), total_steps=3)
+def rewards_of(directory, batch):
+    """Scores of rows by `reward=model`."""
+    saved = Pretrained(path=str(directory))
+    assert saved.classifier_fault() is None
+    reward = RewardModel(model=saved).build(BuildContext(tokenizer=saved.load_tokenizer()))
+    rows = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+    zeros = torch.zeros(len(batch)).numpy()
+    return reward._scores(RewardTokens([ids[mask].tolist() for ids, mask in rows], None, zeros))
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=2)], ids=["whole", "lora"])
+def test_the_directory_of_a_reward_model_gives_its_scores_to_a_reward(lora, model32, tmp_path):
+    run = preference_run(model32, BradleyTerry(), lora, total_steps=3)
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         trainer.fit()
         batch = trainer.eval_data.collate(range(6))
         scores = trainer.learner.row_scores(batch).result()["row_scores"]
-    saved = Pretrained(path=str(tmp_path / "run/reward_model"))
-    assert saved.classifier_fault() is None
-    reward = RewardModel(model=saved).build(BuildContext(tokenizer=saved.load_tokenizer()))
-    rows = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
-    found = reward._scores(RewardTokens([ids[mask].tolist() for ids, mask in rows], None, torch.zeros(12).numpy()))
+    directory = tmp_path / "run/reward_model"
     assert scores.std() > 1e-3
-    torch.testing.assert_close(found, scores, rtol=0, atol=1e-5)
-    with replace(run, actor=replace(run.actor, model=saved)).build(BuildContext(run_dir=tmp_path / "more")) as more:
+    torch.testing.assert_close(rewards_of(directory, batch), scores, rtol=0, atol=1e-5)
+    saved = replace(run.actor, model=Pretrained(path=str(directory)))
+    with replace(run, actor=saved).build(BuildContext(run_dir=tmp_path / "more")) as more:
         again = more.learner.row_scores(batch).result()["row_scores"]  # training may go on from it
     torch.testing.assert_close(again, scores, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def adapted(model64, tmp_path_factory):
+    """The trainer of a float64 reward model with an adapter after two steps, a batch, and the final directory."""
+    directory = tmp_path_factory.mktemp("adapted")
+    run = preference_run(model64, BradleyTerry(), LoRA(rank=2), total_steps=2, checkpoint=saves(directory / "saved"))
+    run = replace(run, actor=replace(run.actor, optimizer=AdamW(lr=3e-3, max_grad_norm=None)))
+    with run.build(BuildContext(run_dir=directory / "run")) as trainer:
+        trainer.fit()
+        yield trainer, trainer.eval_data.collate(range(3)), directory / "run/reward_model"
+
+
+def peft_of(directory):
+    found = AutoPeftModelForSequenceClassification.from_pretrained(
+        directory, num_labels=1, dtype=torch.float64, is_trainable=True, autocast_adapter_dtype=False
+    )
+    return found.train()  # without dropout in either
+
+
+def last_logits(model, batch):
+    """Scores in the order of the rows, each alone and without padding."""
+    rows = zip(batch["input_ids"], batch["attention_mask"].bool(), strict=True)
+    return torch.stack([model(input_ids=ids[mask][None]).logits[0, 0] for ids, mask in rows])
+
+
+def test_loss_and_gradients_of_adapter_and_head_are_those_of_peft(adapted):
+    """The loss is that of TRL's RewardTrainer: -logsigmoid(chosen - rejected), its mean over pairs."""
+    trainer, batch, directory = adapted
+    model = peft_of(directory)
+    logits = last_logits(model, batch)
+    torch.testing.assert_close(trainer.learner.row_scores(batch).result()["row_scores"], logits, rtol=0, atol=1e-12)
+    chosen, rejected = logits.view(-1, 2).unbind(1)
+    loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+    loss.backward()
+    coefs, metrics = trainer._evaluated(batch)
+    assert metrics["loss"] == pytest.approx(float(loss), abs=1e-12)
+    learner = trainer.cluster.worker("learner")
+    learner.update(batch.union(DataProto.from_dict({"row_coefs": coefs})))
+    own = {name: x.grad for name, x in learner.engine.parameters.items() if x.requires_grad}
+    theirs = {
+        name.replace("score.modules_to_save.default", "head")
+        .removeprefix("base_model.model.")
+        .replace("model.", "backbone.base_model.model.", 1): x.grad
+        for name, x in model.named_parameters()
+        if x.requires_grad
+    }
+    assert own.keys() == theirs.keys()
+    assert sum("lora_" in name for name in own) == len(own) - 1
+    for name, x in own.items():
+        torch.testing.assert_close(x, theirs[name], rtol=0, atol=1e-12)
+
+
+def test_a_saved_adapter_has_the_head_in_full_and_merges_into_a_whole_reward_model(adapted, tmp_path):
+    trainer, batch, directory = adapted
+    scores = trainer.learner.row_scores(batch).result()["row_scores"]
+    config = json.loads((directory / "adapter_config.json").read_text())
+    assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
+    point, out = directory.parents[1] / "saved/global_step_2", tmp_path / "merged"
+    export = ["export", str(point), "--component", "reward_model"]
+    assert CliRunner().invoke(app, [*export, str(out), "--merge"]).exit_code == 0
+    assert not (out / "adapter_config.json").exists()
+    assert CliRunner().invoke(app, [*export, str(tmp_path / "adapter")]).exit_code == 0
+    for found in (out, tmp_path / "adapter", directory):
+        torch.testing.assert_close(rewards_of(found, batch), scores.float(), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +204,7 @@ def test_the_directory_of_a_reward_model_gives_its_scores_to_a_reward(model32, t
         ("dpo", ["loss=bradley_terry"], "loss is BradleyTerry: not a loss of this command. Set loss=sigmoid, ipo"),
         ("reward_model", ["loss=simpo"], "loss is SimPO: not a loss of this command. Set loss=bradley_terry"),
         ("dpo", ["loss=kto", "++trainer.batch_size=1"], "trainer.batch_size is 1: the loss reads responses to other"),
-        ("reward_model", ["++actor.lora={_target_:verl.models.lora.LoRA}"], "actor.lora is set: reward=model reads"),
+        ("reward_model", ["++actor.lora={_target_:verl.models.lora.LoRA,rank:0}"], "actor.lora.rank is 0"),
         ("dpo", ["++data.max_length=65"], "data.max_length is 65: actor.model holds 64 tokens"),
         ("dpo", ["++data.max_length=9"], "max_length is 9: a problem of 2 digits"),
         ("dpo", ["++loss.beta=0"], "loss.beta is 0"),

@@ -29,6 +29,8 @@ def lora(rank: int) -> str:
         [*ADAPTER, "sharding=fsdp", *TWO],
         ["rollout=vllm", "rollout.call_timeout_s=3600"],
         [*ADAPTER, lora(8), "sharding=ddp", *TWO],
+        [*ADAPTER, lora(8), "sharding=fsdp", *TWO],
+        [*ADAPTER, lora(8), "sharding=pp", *TWO],
         [*ADAPTER, lora(512)],
         SERVER,
         [*SERVER, "sharding=fsdp", *TWO],

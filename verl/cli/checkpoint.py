@@ -444,7 +444,9 @@ def _write_merged(adapter: Path, name: str, out: Path) -> None:
 
     source = Pretrained(path=str(adapter))
     try:
-        model, dtype = source.load_causal_lm("cpu"), source.load_config().dtype
+        is_classifier = (source.adapter() or {}).get("task_type") == "SEQ_CLS"
+        model = source.load_classifier("cpu") if is_classifier else source.load_causal_lm("cpu")
+        dtype = source.load_config().dtype
     except (OSError, ConfigError) as error:
         raise ConfigError(
             f"the base model of {name} cannot be opened ({str(error).splitlines()[0]}). Put it there, or set "

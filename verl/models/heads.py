@@ -177,6 +177,7 @@ def state_size(backbone: Any) -> int:
 
 
 SCORE = "score.weight"  # of the head of a decoder's sequence-classification model
+PEFT = "base_model.model."  # before every name in the file of an adapter
 _BELOW, _OWN = "backbone.", "head."  # prefixes in the state dict; the file of a head omits the second
 
 
@@ -237,7 +238,8 @@ def _probed(hidden: Tensor) -> Tensor:
 class ScoreHeadModel(ValueHeadModel):
     """A backbone with a linear score head, saved as the sequence-classification model of its family with one label.
 
-    So its directory is read by `AutoModelForSequenceClassification`, and by `reward=model`.
+    So its directory is read by `AutoModelForSequenceClassification`, and by `reward=model`. With an adapter it is that
+    of an adapter of such a model for peft, whose head is saved whole (`modules_to_save`).
 
     Raises:
         ConfigError: transformers has no such model of the family, or one with another head than a linear `score`.
@@ -263,33 +265,47 @@ class ScoreHeadModel(ValueHeadModel):
         if not isinstance(score, nn.Linear) or score.bias is not None or score.in_features != self.head.in_features:
             raise ConfigError(f"actor.model: the head of a {type(classifier).__name__} is not one linear layer.")
         config.architectures, self._prefix = [type(classifier).__name__], classifier.base_model_prefix
-        self._config = config
+        self._config, self._before = config, ""
+        if hasattr(backbone, "peft_config"):
+            adapter, self._before = backbone.peft_config[backbone.active_adapter], PEFT
+            adapter.task_type, adapter.modules_to_save = "SEQ_CLS", [SCORE.split(".")[0]]
 
     def in_weight_file(self, backbone: Mapping[str, Any], head: Mapping[str, Any]) -> dict[str, Any]:
-        named = {f"{self._prefix}.{name}": x for name, x in backbone.items()}
-        return named | dict(zip((SCORE,), head.values(), strict=False))  # none in a process that saves other tensors
+        before = self._before
+        named = {f"{before}{self._prefix}.{name.removeprefix(before)}": x for name, x in backbone.items()}
+        # no head in a process that saves other tensors
+        return named | dict(zip((before + SCORE,), head.values(), strict=False))
 
     def files(self, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
         return {"config.json": self._config.to_json_string().encode()}
 
-    def head_in(self, directory: Path | str) -> Path | None:
-        """The file of a saved model that has the weights of the head; None if there is none."""
+    def head_in(self, directory: Path | str) -> Tensor | None:
+        """The weights of the head [1, hidden] in the files of a saved model, or adapter; None if there are none."""
         for file in sorted(Path(directory).glob("*.safetensors")):
             with safe_open(file, framework="pt") as saved:
-                if SCORE in saved.keys():  # noqa: SIM118 - no mapping
-                    return file
+                for name in {SCORE, PEFT + SCORE} & set(saved.keys()):
+                    return saved.get_tensor(name)
+        for file in sorted(Path(directory).glob("*_model.bin")):  # of checkpoint.use_safetensors=false
+            state = torch.load(file, map_location="cpu", weights_only=True)
+            for name in {SCORE, PEFT + SCORE} & state.keys():
+                return state[name]
         return None
 
     def load(self, directory: Path | str) -> None:
-        if (file := self.head_in(directory)) is None:
+        if (weight := self.head_in(directory)) is None:
             raise ConfigError(f"{directory} has no reward model: there is no tensor {SCORE} in its weights.")
-        with safe_open(file, framework="pt") as saved, torch.no_grad():
-            self.head.weight.copy_(saved.get_tensor(SCORE))
+        with torch.no_grad():
+            self.head.weight.copy_(weight)
 
     def save_pretrained(self, directory: Path, state_dict: Mapping[str, Tensor] | None = None) -> None:
         backbone, head = self.split(self.state_dict() if state_dict is None else state_dict)
         with quiet_transformers():
-            self.backbone.save_pretrained(directory, state_dict=self.in_weight_file(backbone, head))
+            self.backbone.save_pretrained(
+                directory, state_dict=backbone if self._before else self.in_weight_file(backbone, head)
+            )
+        if self._before:  # peft names tensors by its own model
+            file = Path(directory) / "adapter_model.safetensors"
+            file.write_bytes(save(self.in_weight_file(load_file(file), head), metadata={"format": "pt"}))
         self.save(directory, head)
 
 

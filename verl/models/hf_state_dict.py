@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.models.heads import head_of
+from verl.models.heads import PEFT, SCORE, head_of
 from verl.models.own_module import OwnModule
 from verl.models.pretrained import quiet_transformers
 from verl.utils.directories import TemporaryDirectory
@@ -74,9 +74,10 @@ def saved_tensors(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor
     if hasattr(core, "peft_config"):
         from peft import get_peft_model_state_dict
 
-        adapter = get_peft_model_state_dict(core, state_dict=of_core)
-        return {name: x.detach() for name, x in adapter.items()}
-    return head.in_weight_file(_weights(core, of_core), {name: x.detach() for name, x in of_head.items()})
+        backbone = {name: x.detach() for name, x in get_peft_model_state_dict(core, state_dict=of_core).items()}
+    else:
+        backbone = _weights(core, of_core)
+    return head.in_weight_file(backbone, {name: x.detach() for name, x in of_head.items()})
 
 
 def names_in_files(model: Any) -> dict[str, str] | None:
@@ -126,11 +127,17 @@ def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
 
 
 def load_adapter(model: Any, file: Path) -> None:
-    """Load the weights of a peft adapter from a file into a model with that adapter."""
+    """Load the weights of a peft adapter from a file into a model with that adapter, which may be the backbone of the
+    classification model that it is saved for.
+    """
     from peft import set_peft_model_state_dict
     from safetensors.torch import load_file
 
     weights = torch.load(file, map_location="cpu", weights_only=True) if file.suffix == ".bin" else load_file(file)
+    base = model.get_base_model()
+    if not hasattr(base, base.base_model_prefix):
+        below = f"{PEFT}{base.base_model_prefix}."
+        weights = {n.replace(below, PEFT, 1): x for n, x in weights.items() if n != PEFT + SCORE}
     with torch.no_grad():
         report = set_peft_model_state_dict(model, weights)
     assert not report.unexpected_keys, report.unexpected_keys

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,26 @@ class LoRA(Description):
         if base is not None and Path(base).is_dir():  # saved with the adapter, which may be opened from anywhere
             config.base_model_name_or_path = str(Path(base).absolute())
         return adapted
+
+
+def head_options(path: str, adapter: Mapping[str, Any]) -> dict[str, Any]:
+    """Options of loading the base model below an adapter that comes with a whole classification head.
+
+    Args:
+        path: directory of the adapter.
+        adapter: its adapter_config.json.
+    """
+    heads = adapter.get("modules_to_save") or () if adapter.get("task_type") == "SEQ_CLS" else ()
+    if not heads:
+        return {}
+    if (Path(path) / "config.json").is_file():  # of the classification model
+        from transformers import AutoConfig
+
+        return {"absent": heads, "config": AutoConfig.from_pretrained(path)}
+    from peft.utils import load_peft_weights
+
+    rows = [len(x) for name, x in load_peft_weights(path, device="cpu").items() if {*name.split(".")} & {*heads}]
+    return {"absent": heads, "num_labels": rows[-1]} if rows else {}
 
 
 @contextlib.contextmanager

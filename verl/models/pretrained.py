@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from verl.component import Description, component
 from verl.errors import ConfigError
+from verl.models.lora import head_options
 from verl.models.model_files import (
     SafetensorsReader,
     damage_explained,
@@ -185,8 +186,9 @@ class Pretrained(ModelSource):
         from transformers import AutoModel
 
         self._refuse_encoder_decoders()
-        if (self.adapter() or {}).get("task_type") == "CAUSAL_LM":
-            return self.load_causal_lm(device).base_model
+        adapted = {"CAUSAL_LM": self.load_causal_lm, "SEQ_CLS": self.load_classifier}
+        if (load := adapted.get((self.adapter() or {}).get("task_type"))) is not None:
+            return load(device).base_model
         return self._load(AutoModel, device)
 
     def load_skeleton(self, kind: Literal["causal_lm", "backbone"]) -> Any:
@@ -239,10 +241,10 @@ class Pretrained(ModelSource):
         """The model with a sequence-classification head, for reward models, in evaluation mode."""
         from transformers import AutoModelForSequenceClassification
 
-        if self.adapter() is not None:
+        if (self.adapter() or {"task_type": "SEQ_CLS"}).get("task_type") != "SEQ_CLS":
             raise ConfigError(
-                f"path is {self.path!r}: an adapter, and its base model has no classification head. Merge it "
-                "into the base model (merge_and_unload of peft) and give that directory."
+                f"path is {self.path!r}: an adapter without a classification head (task_type SEQ_CLS). Give that of a "
+                "reward model."
             )
         try:
             return self._load(AutoModelForSequenceClassification, device)
@@ -368,17 +370,18 @@ class Pretrained(ModelSource):
             )
         return adapter
 
-    def _load(self, auto_class: Any, device: str) -> Any:
+    def _load(self, auto_class: Any, device: str, **options: Any) -> Any:
         if (adapter := self.adapter()) is not None:
             from peft import PeftModel
 
             refuse_endless_patterns(adapter, self.path)
             base = replace(self, path=adapter["base_model_name_or_path"], revision=adapter.get("revision"))
-            adapted = PeftModel.from_pretrained(base._load(auto_class, device), self.path)
+            below = base._load(auto_class, device, **head_options(self.path, adapter))
+            adapted = PeftModel.from_pretrained(below, self.path)
             return adapted.merge_and_unload().requires_grad_(True).eval()
-        return self._load_whole(auto_class, device)
+        return self._load_whole(auto_class, device, **options)
 
-    def _load_whole(self, auto_class: Any, device: str) -> Any:
+    def _load_whole(self, auto_class: Any, device: str, absent: Sequence[str] = (), **options: Any) -> Any:
         with quiet_transformers(), damage_explained(self.path):
             try:
                 model, report = auto_class.from_pretrained(
@@ -387,6 +390,7 @@ class Pretrained(ModelSource):
                     revision=self.revision,
                     trust_remote_code=self.trust_remote_code,
                     **self._implementations(),
+                    **options,
                     ignore_mismatched_sizes=True,  # reported, and refused below by name
                     output_loading_info=True,
                 )
@@ -406,7 +410,7 @@ class Pretrained(ModelSource):
                 raise ConfigError(f"attention is {self.attention!r}: {error} Set attention=eager.") from error
             except (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:
                 raise unloadable_error(self.path, "the model", error) from error
-        self._refuse_holes(report)
+        self._refuse_holes(report, absent)
         self._refuse_lost_caps(model.config.get_text_config())
         self._fill_attributes(model, auto_class)
         # Tensors of a memory-mapped file are not aligned, and on some processors the last bits of a product depend on
@@ -460,10 +464,11 @@ class Pretrained(ModelSource):
                 "leaves out. Set attention=eager."
             )
 
-    def _refuse_holes(self, report: dict[str, Any]) -> None:
-        """Refuse missing weights, which transformers initialises at random with only a warning."""
-        reshaped = [f"{key} {list(there)} instead of {list(here)}" for key, there, here in report["mismatched_keys"]]
-        holes = sorted(report["missing_keys"]) + sorted(reshaped)
+    def _refuse_holes(self, report: dict[str, Any], absent: Sequence[str]) -> None:
+        """Refuse missing weights, which transformers initialises at random with a warning, but for modules `absent`."""
+        shapes = {key: f"{key} {list(there)} instead of {list(here)}" for key, there, here in report["mismatched_keys"]}
+        names = [*sorted(report["missing_keys"]), *sorted(shapes)]
+        holes = [shapes.get(name, name) for name in names if name.split(".")[0] not in absent]
         if holes:
             raise ConfigError(
                 f"path is {self.path!r}: {len(holes)} weights are missing or have another shape, such as "

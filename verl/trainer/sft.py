@@ -179,8 +179,6 @@ class RewardModelRun(PreferenceRun):
     def faults(self) -> Iterator[str]:
         yield from super().faults()
         actor, length = self.actor, getattr(self.data, "max_length", 0)
-        if actor.lora is not None:
-            yield "actor.lora is set: reward=model reads whole models. Set actor.lora=null."
         if actor.router_aux_loss_coef:
             yield "actor.router_aux_loss_coef is set: reward models are trained without it. Set it to 0."
         if isinstance(actor.model, ModuleModel):

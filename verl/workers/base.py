@@ -118,7 +118,7 @@ class TrainedRole(Description):
             model = load_unsharded(source, kind, device, parallel, sliced=self.lora is None)
         if self.lora is None:
             return model
-        with faults_below(component):
+        with faults_below(path or component):
             model = self.lora.apply(model, causal_lm=kind == "causal_lm")
         if restore is not None:
             load_adapter(model, restore.adapter(component))

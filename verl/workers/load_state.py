@@ -206,8 +206,8 @@ def load_weights(model: Any, component: str, source: CheckpointSelection, parall
         with torch.no_grad():
             for name, tensor in live.items():
                 tensor.copy_(saved[name])
-    elif hasattr(model, "peft_config"):
-        load_adapter(model, RestoreSource(source.directory, verify=False).adapter(component))
+    elif hasattr(head_of(model).backbone, "peft_config"):
+        load_adapter(head_of(model).backbone, RestoreSource(source.directory, verify=False).adapter(component))
     else:
         # by way of a second model: the file has the weights under other names or in another form
         head_of(model).backbone.load_state_dict(_loaded(model, component, source).state_dict())

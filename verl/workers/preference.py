@@ -87,7 +87,8 @@ class RewardModelWorker(RowScores):
         total_updates: int,
         restore: RestoreSource | None = None,
     ) -> RewardModelWorker:
-        """Load the backbone, and the head of a checkpoint or of a reward model that training starts from.
+        """Load the backbone, and the head of a checkpoint or of a reward model that training starts from. With LoRA the
+        head is trained in full.
 
         Raises:
             ConfigError: transformers has no classification model of the family with a linear head.

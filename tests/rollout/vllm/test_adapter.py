@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from cluster.processes_of import is_running, wait_until_gone
 from rollout.engines import agreement, generate, random_prompts, save_family, shake
+from same_training import course, run_course, same_training, saved
+from trainer.runs import fit
 
 from verl.component import BuildContext
+from verl.engines.sharding import FSDP, TP, TPFSDP, NoSharding, Parallel
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.config import VLLMRollout
+from verl.tracking.base import Trackers
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
@@ -55,6 +60,51 @@ def closing_leaves_nothing(engine, log):
     assert not temporary.exists()
     assert list(Path("/dev/shm").glob(f"*{directory.name}*")) == []
     assert "reset prefix cache" in log.read_text()
+
+
+ROWS = [[0, 1, 2], [3, 4]]
+SHARDINGS = {
+    "fsdp": (2, FSDP()),
+    "tp": (2, TP()),
+    "pp": (2, Parallel(pp=2)),
+    "tp fsdp": (4, TPFSDP(tensor_parallel=2)),
+}
+
+
+def sharded(model, lora, name=None, **parts):
+    rollout = VLLMRollout(max_new_tokens=7, kv_cache_gib=0.05, max_num_seqs=16, num_threads=1, lora=lora)
+    count, sharding = (1, NoSharding()) if name is None else SHARDINGS[name]
+    run = course(model, rollout=rollout, sharding=sharding, n_gpus_per_node=count, **parts)
+    return replace(run, actor=replace(run.actor, lora=LoRA(rank=8)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_the_adapter_of_a_sharded_actor_draws_what_that_of_one_process_does(name, tmp_path):
+    model = save_family(tmp_path / "model", "qwen2")
+    runs = {"alone": ("adapter", None), "merged": ("merged", name), "adapter": ("adapter", name)}
+    found = {}
+    for kind, parts in runs.items():
+        run = sharded(model, *parts, directory=tmp_path / kind, tracker=Trackers())
+        found[kind] = run_course(replace(run, checkpoint=None), ROWS, tmp_path / kind / "run")
+    for other in ("alone", "merged"):
+        assert found["adapter"].texts == found[other].texts
+        for step, line in found["adapter"].metrics.items():
+            for key in ("actor/loss", "actor/grad_norm"):
+                assert line[key] == pytest.approx(found[other].metrics[step][key], abs=2e-5)
+    size = {kind: [line["sync/bytes"] for line in x.metrics.values()] for kind, x in found.items()}
+    assert size["adapter"] == size["alone"]
+    assert max(size["adapter"]) < min(size["merged"]) / 5
+
+
+@pytest.mark.exhaustive
+def test_a_sharded_run_that_sends_its_adapter_alone_resumes_bit_by_bit(tmp_path):
+    model = save_family(tmp_path / "model", "qwen2")
+    fit(sharded(model, "adapter", "fsdp", directory=tmp_path / "whole", total_steps=3), tmp_path / "whole/run")
+    point = tmp_path / "whole/checkpoints/global_step_1"
+    again = sharded(model, "adapter", "fsdp", directory=tmp_path / "again", resume=point, total_steps=3)
+    fit(again, tmp_path / "again/run")
+    same_training(saved(tmp_path / "again"), saved(tmp_path / "whole"), after=1)
 
 
 def test_a_rank_that_vllm_has_no_room_for_is_refused_before_it_starts(tmp_path):

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from verl.errors import WeightSyncError
-from verl.models.hf_state_dict import hf_state_dict
+from verl.models.hf_state_dict import hf_state_dict, live_tensors
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.rollout.weight_verification.fingerprint import plain_name
@@ -208,7 +208,7 @@ def adapter_scenarios(pair: Pair) -> Iterator[tuple[str, dict[str, Any]]]:
             for _ in pair.prover.watch((plain_name(n), x) for n, x in held.items() if "lora_" not in n):
                 pass
         if note:
-            pair.prover.add_adapter_fingerprints()
+            pair.prover.add_adapter_fingerprints(live_tensors(pair.model))
         return pair.prove(lambda: answer_request(pair.llm, question, request))
 
     yield "first", sync(written(1), weights=True)

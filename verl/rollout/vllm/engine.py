@@ -53,7 +53,7 @@ from verl.rollout.vllm.client.engine_process import (
     message_after_log,
 )
 from verl.rollout.vllm.client.turns import VLLMTurns
-from verl.rollout.vllm.options import DIVIDED, VLLMOptions
+from verl.rollout.vllm.options import VLLMOptions
 from verl.rollout.vllm.shm_stream import StreamBroken
 from verl.rollout.vllm.sync.engine_weights import MIB, EngineWeights
 from verl.rollout.vllm.sync.weight_sync import WeightSync
@@ -83,8 +83,6 @@ class VLLMEngine(RolloutEngine):
     def __init__(
         self, options: VLLMOptions, model: Any, tokenizer: Any, seed: int, autocast: Autocast, context: BuildContext
     ):
-        if options.lora == "adapter" and hasattr(model, "peft_config") and hasattr(model, "parallel_info"):
-            raise ConfigError(f"rollout.lora is adapter, {DIVIDED}")
         self.options, self.model, self.seed = options, model, seed
         self.stop_ids = tuple(stop_tokens(model, tokenizer, options.stop_token_ids).tolist())
         self.experts = _experts_shape(model, options)

@@ -15,9 +15,6 @@ from verl.utils.env_check import vllm_fault
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
 HIGHEST_RANK = f"vLLM takes adapters of at most rank {LORA_RANKS[-1]}. Set rollout.lora=merged."
-DIVIDED = (
-    "and the actor is divided over processes: set rollout.lora=merged, whose merging is divided too, or sharding=ddp."
-)
 
 
 @component
@@ -90,12 +87,8 @@ class VLLMOptions(Rollout):
             )
 
     def faults_with_actor(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
-        if self.lora == "merged" or lora_rank is None:
-            return
-        if lora_rank > LORA_RANKS[-1]:
+        if self.lora == "adapter" and lora_rank is not None and lora_rank > LORA_RANKS[-1]:
             yield f"actor.lora.rank is {lora_rank}: {HIGHEST_RANK}"
-        if is_divided:
-            yield f"rollout.lora is adapter, {DIVIDED}"
 
     @property
     def num_workers(self) -> int:

@@ -341,10 +341,10 @@ class SyncVerifier:
         self._ledger.add_fingerprint(name, tensor)
         return tensor
 
-    def add_adapter_fingerprints(self) -> None:
-        """Compute fingerprints of the adapter instead of the weights."""
+    def add_adapter_fingerprints(self, adapter: Mapping[str, Tensor]) -> None:
+        """Compute fingerprints of the adapter, whose whole tensors are given by their names in the model."""
         assert self._ledger is not None, "question() begins a sync"
-        for name, tensor in adapter_tensors(self.model):
+        for name, tensor in adapter_tensors(self.model, adapter):
             # The engine multiplies B by its scale in its own type, after rounding B to it.
             self._ledger.add_fingerprint(
                 name, tensor, slack=2 * torch.finfo(self.dtype).eps if name.endswith(LORA_B) else 0.0

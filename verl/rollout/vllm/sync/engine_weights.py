@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +116,7 @@ class EngineWeights:
 
     def begin_load(self, feeds: list[FeedPlan], dtype: torch.dtype) -> None:
         """Let the engine's workers read the streams, whose layout is sent once."""
-        self.state.is_current = False
+        self.state.is_current, self._sends_all = False, True
         if self.state.feeds is not feeds:
             self.process.call("connect", feeds, dtype)
             self.state.feeds = feeds
@@ -135,20 +135,24 @@ class EngineWeights:
         self._wake("kv_cache")
         self.state.is_asleep = False
 
-    def send_adapter(self) -> SyncResult:
-        """A new adapter under a new number, in a directory in memory; the former one is removed."""
+    def send_adapter(self, adapter: Mapping[str, torch.Tensor]) -> SyncResult:
+        """A new adapter under a new number, in a directory in memory; the former one is removed.
+
+        Args:
+            adapter: its whole tensors, by their names in the model.
+        """
         self.state.is_current = False
         self._num_adapters += 1
         directory = self.process.files.directory / f"adapter_{self._num_adapters}"
         start = time.perf_counter()
-        self.model.save_pretrained(directory)
+        self.model.save_pretrained(directory, state_dict=adapter)
         copying = time.perf_counter() - start
         try:
             loading = self.process.call("adopt", str(directory), self._num_adapters)
             size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
         finally:
             shutil.rmtree(directory, ignore_errors=True)
-        self.verifier.add_adapter_fingerprints()
+        self.verifier.add_adapter_fingerprints(adapter)
         metrics = {"sync/copy_s": copying, "sync/load_s": loading, "sync/bytes": float(size)}
         return SyncResult(f"adapter {self._num_adapters}, {size / MIB:.1f} MiB to vLLM", metrics)
 

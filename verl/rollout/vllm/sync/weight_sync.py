@@ -32,6 +32,7 @@ from verl.rollout.vllm.sync.weight_transfer import (
     assigned,
     formed,
     may_be_sliced,
+    whole_adapter,
 )
 from verl.rollout.weight_verification.fingerprint import FingerprintShards, trainer_log_probs, transposed_names
 from verl.rollout.weight_verification.verifier import VerificationResult, VerifyRequest
@@ -145,14 +146,16 @@ class RankSync:
         Raises:
             WeightSyncError: the engine holds other weights.
         """
+        sends_adapter = self.question.adapter_rank is not None
+        whole = whole_adapter(self.model, self.connection.transfer.parallel_info) if sends_adapter else {}
         if self.engine is None:
             trainer_log_probs(self.model, self.question.rows, self.autocast)  # a forward pass needs all siblings
             return None
         failure, adapter = None, None
         try:
             self.engine.wake_cache()
-            if self.question.adapter_rank is not None:
-                adapter = self.engine.send_adapter()
+            if sends_adapter:
+                adapter = self.engine.send_adapter(whole)
             self.engine.request_fingerprints(self.question)
         except EngineDied as death:
             failure = death
@@ -245,18 +248,20 @@ class WeightSync:
         Raises:
             ConsensusFailed: that failed, here or elsewhere.
         """
-        sends_adapter = self.engine is not None and self.engine.lora_rank is not None
-        weights = list(weights_of(self.model, merge=not sends_adapter))
         self._meet_without_cache()
         rounds = consensus(self.parallel_info, lambda: self._begin(prepare), self._may_repeat)
+        leader = rounds[self.parallel_info.siblings[0]]
+        assert leader is not None
+        # Beside an engine that lacks the weights below an adapter, all others get them too: ranks send them together.
+        sends_all = any(one.question.weights for one in rounds if one is not None)
+        question = replace(leader.question, weights=sends_all)
+        weights = list(weights_of(self.model, merge=question.adapter_rank is None))
         key = tuple(None if one is None else one.engine for one in rounds), tuple((w.name, w.shape) for w in weights)
         if self.connection is None or self.connection.key != key:
             self.connection = None
             self.connection = self.connect(key, weights)
-        leader = rounds[self.parallel_info.siblings[0]]
-        assert leader is not None
-        part = RankSync(self.model, self.engine, self.autocast, weights, leader.question, self.connection)
-        moved = self.push(part) if leader.question.weights else []
+        part = RankSync(self.model, self.engine, self.autocast, weights, question, self.connection)
+        moved = self.push(part) if sends_all else []
         self._meet_without_cache()
         verified = self.verify(part, moved)[0]  # rank 0 leads an engine
         assert verified is not None
