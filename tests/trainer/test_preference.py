@@ -132,10 +132,10 @@ def test_the_directory_of_a_reward_model_gives_its_scores_to_a_reward(lora, mode
     torch.testing.assert_close(again, scores, rtol=0, atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def adapted(model64, tmp_path_factory):
+@pytest.fixture
+def adapted(model64, tmp_path):
     """The trainer of a float64 reward model with an adapter after two steps, a batch, and the final directory."""
-    directory = tmp_path_factory.mktemp("adapted")
+    directory = tmp_path / "adapted"
     run = preference_run(model64, BradleyTerry(), LoRA(rank=2), total_steps=2, checkpoint=saves(directory / "saved"))
     run = replace(run, actor=replace(run.actor, optimizer=AdamW(lr=3e-3, max_grad_norm=None)))
     with run.build(BuildContext(run_dir=directory / "run")) as trainer:
