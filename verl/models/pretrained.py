@@ -187,7 +187,7 @@ class Pretrained(ModelSource):
 
         self._refuse_encoder_decoders()
         adapted = {"CAUSAL_LM": self.load_causal_lm, "SEQ_CLS": self.load_classifier}
-        if (load := adapted.get((self.adapter() or {}).get("task_type"))) is not None:
+        if (load := adapted.get(str((self.adapter() or {}).get("task_type")))) is not None:
             return load(device).base_model
         return self._load(AutoModel, device)
 
