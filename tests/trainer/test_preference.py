@@ -162,11 +162,11 @@ def test_loss_and_gradients_of_adapter_and_head_are_those_of_peft(adapted):
     model = peft_of(directory)
     logits = last_logits(model, batch)
     torch.testing.assert_close(trainer.learner.row_scores(batch).result()["row_scores"], logits, rtol=0, atol=1e-12)
-    chosen, rejected = logits.view(-1, 2).unbind(1)
+    chosen, rejected = logits.chunk(2)
     loss = -torch.nn.functional.logsigmoid(chosen - rejected).mean()
     loss.backward()
     coefs, metrics = trainer._evaluated(batch)
-    assert metrics["loss"] == pytest.approx(float(loss), abs=1e-12)
+    assert metrics["loss"] == pytest.approx(loss.item(), abs=1e-12)
     learner = trainer.cluster.worker("learner")
     learner.update(batch.union(DataProto.from_dict({"row_coefs": coefs})))
     own = {name: x.grad for name, x in learner.engine.parameters.items() if x.requires_grad}
