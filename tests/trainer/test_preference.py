@@ -91,6 +91,42 @@ def test_a_run_resumed_from_a_checkpoint_ends_as_the_uninterrupted_one(loss, lor
     same_training(left, right, after=2)
 
 
+def precomputing(run):
+    return replace(run, reference=replace(run.reference, precompute=True))
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=2)], ids=["whole", "lora"])
+def test_log_probs_of_the_reference_computed_before_training_change_no_bit_of_an_epoch(lora, model32, tmp_path):
+    run = preference_run(model32, DPO(), lora, batch_size=5, eval_before=True)  # 4 batches of 5, and 4 rows left
+    each, once = (Training(fitted(x, tmp_path / name)) for name, x in (("each", run), ("once", precomputing(run))))
+    same_training(each, once)
+    for name, x in weights(tmp_path / "each").items():
+        assert x.equal(weights(tmp_path / "once")[name])
+
+
+def fitted(run, directory: Path) -> dict:
+    fit(run, directory)
+    return numbers(directory)
+
+
+@pytest.mark.parametrize("sharding", [NoSharding(), pytest.param(FSDP(timeout_s=60.0), marks=pytest.mark.exhaustive)])
+def test_a_resumed_run_has_them_from_the_checkpoint_and_loads_no_reference(sharding, model32, tmp_path):
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    processes = {"sharding": sharding, "n_gpus_per_node": 2 if isinstance(sharding, FSDP) else 1, "total_steps": 6}
+    run = precomputing(preference_run(model32, DPO(), checkpoint=saves(whole / "checkpoints"), **processes))
+    with run.build(BuildContext(run_dir=whole / "run")) as trainer:
+        if isinstance(sharding, NoSharding):
+            assert not hasattr(trainer.cluster.worker("reference"), "engine")  # freed
+        trainer.fit()
+    point = str(whole / "checkpoints/global_step_2")
+    run = replace(run, checkpoint=saves(again / "checkpoints"), resume=point)
+    with run.build(BuildContext(run_dir=again / "run")) as trainer:
+        assert trainer.reference is None
+        trainer.fit()
+    left, right = (Training(numbers(x / "run"), digest=digest(x)) for x in (again, whole))
+    same_training(left, right, after=2)
+
+
 def trained(run, directory: Path) -> Training:
     metrics = {}
     with run.build(BuildContext(run_dir=directory)) as trainer:
@@ -152,6 +188,7 @@ def test_the_directory_of_a_reward_model_gives_its_scores_to_a_reward(model32, t
         ("dpo", ["reference=none"], "reference is null: DPO compares with one"),
         ("dpo", ["loss=bradley_terry"], "loss is BradleyTerry: not a loss of this command. Set loss=sigmoid, ipo"),
         ("reward_model", ["loss=simpo"], "loss is SimPO: not a loss of this command. Set loss=bradley_terry"),
+        ("dpo", ["loss=kto", "reference.precompute=true"], "reference.precompute is true: KTO reads other rows too"),
         ("dpo", ["loss=kto", "++trainer.batch_size=1"], "trainer.batch_size is 1: the loss reads responses to other"),
         ("reward_model", ["++actor.lora={_target_:verl.models.lora.LoRA}"], "actor.lora is set: reward=model reads"),
         ("dpo", ["++data.max_length=65"], "data.max_length is 65: actor.model holds 64 tokens"),
