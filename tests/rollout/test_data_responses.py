@@ -57,7 +57,7 @@ def algorithm(**options):
 
 @pytest.fixture(scope="module")
 def teacher64(tmp_path_factory):
-    path = save_random_model(tmp_path_factory.mktemp("teacher") / "model", "qwen2", torch.float64, hidden_size=64)
+    path = save_random_model(tmp_path_factory.mktemp("teacher") / "model", "starcoder2", torch.float64, hidden_size=64)
     return Reference(model=Pretrained(path=str(path), dtype="float64"))
 
 
@@ -121,7 +121,11 @@ def test_the_loss_of_a_mixed_batch_is_that_of_gkd_on_the_same_batch(
 def data_responses(tokenizer, rows, fraction=0.5, max_new_tokens=32, seed=0, **options):
     data = RLHFDataset.from_rows(rows, tokenizer)
     algorithm_ = algorithm(data_fraction=fraction, **options)
-    run = ppo_run(Pretrained(path="unused"), algorithm_, rollout=HFRollout(max_new_tokens=max_new_tokens), seed=seed)
+    parts = {
+        "rollout": HFRollout(max_new_tokens=max_new_tokens),
+        "reference": Reference(model=Pretrained(path="other")),
+    }
+    run = ppo_run(Pretrained(path="unused"), algorithm_, seed=seed, prompts_per_step=10, **parts)
     return DataResponses(run, data, tokenizer), data
 
 
@@ -172,16 +176,20 @@ def test_a_response_is_cut_where_a_generated_one_ends(tokenizer):
     assert rows["responses"].tolist() == [tokenizer("bbbb")["input_ids"]]
 
 
-@pytest.mark.parametrize("how", ["sync", "ahead"])
+@pytest.mark.parametrize(
+    "how", ["sync", *(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("ahead", "in_flight"))]
+)
 def test_a_resumed_run_goes_on_with_the_same_rows(how, model32, tmp_path):
     teacher = save_random_model(tmp_path / "teacher", "qwen2", torch.float32, hidden_size=64)
-    late = {"mode": "async", "max_staleness": 1} if how == "ahead" else {}
+    late = {} if how == "sync" else {"mode": "async", "max_staleness": 1}
+    if how == "in_flight":
+        late |= {"rollout": HFRollout(max_new_tokens=7, weight_update="in_flight")}
     options = {"reference": Reference(model=Pretrained(path=str(teacher))), "data": Answered(), "eval_samples": 0}
     options |= {"prompts_per_step": 3, "group_size": 1, "critic": None, **late}
     kind = algorithm(correction=TruncatedIS() if late else None)
     fit(course(model32, tmp_path / "whole", kind, **options), tmp_path / "whole/run")
     fit(course(model32, tmp_path / "cut", kind, stop_after=2, **options), tmp_path / "cut/first")
-    fit(course(model32, tmp_path / "cut", kind, resume="auto", **options), tmp_path / "cut/run")
+    fit(course(model32, tmp_path / "cut", kind, resume="latest", **options), tmp_path / "cut/run")
     same_training(saved(tmp_path / "cut"), saved(tmp_path / "whole"), after=2)
 
 
