@@ -57,6 +57,8 @@ class DataResponses:
 
     def drawn(self, prompts: DataProto, step: int) -> DataProto:
         """The prompts of a step that the policy responds to: at least one, from which metrics are computed."""
+        if not self._fraction:
+            return prompts
         return prompts[self._order(prompts, step)[min(self._count(prompts), len(prompts) - 1) :].sort().values]
 
     def rows(self, prompts: DataProto, step: int) -> DataProto | None:
@@ -92,8 +94,6 @@ class DataResponses:
 
     def _order(self, prompts: DataProto, step: int) -> Tensor:
         """Indices of prompts, those with a response of the data first."""
-        if not self._fraction:
-            return torch.arange(len(prompts))
         generator = torch.Generator().manual_seed(derive_seed(self._seed, "responses of the data", step))
         return torch.randperm(len(prompts), generator=generator)
 

@@ -158,6 +158,7 @@ class PPOTrainer(PPOLifecycle):
         """The experience, and rows with responses of the data, scored by the teacher; see `DataResponses`."""
         if (rows := self.data_responses.rows(prompts, step)) is None:
             return experience
+        assert self.reference is not None
         with self.stages.stage("ref") as note:
             teacher = self.reference.compute_log_probs(rows.select(SEQUENCE_FIELDS, [])).result()
             note.say(f"log-probs of {len(rows)} responses of the data under the teacher")

@@ -232,15 +232,12 @@ def _data_response_faults(run: Any) -> Iterator[str]:
             f"{prefix}: of trainer.prompts_per_step {count} that is none or all. Set it between {1 / count:.4g} and "
             f"{1 - 1 / count:.4g}, to 0 or 1, or more prompts per step."
         )
-    if run.environment is not None:
-        yield f"{prefix}: environment is set, and a response of the data is no episode. Set environment=none."
-    if algorithm.selection is not None:
-        yield f"{prefix}: algorithm.selection fills a step with responses of the policy. Set it to null."
-    if algorithm.needs_values:
-        yield (
-            f"{prefix}: a critic does not learn from responses of the data. Set algorithm.distill.coef=1, or an "
-            "advantage without values, such as {_target_:verl.algorithms.advantages.GRPO}."
-        )
+    refused = (
+        (run.environment, "environment is set, and a response of the data is no episode. Set environment=none."),
+        (algorithm.selection, "algorithm.selection fills a step with responses of the policy. Set it to null."),
+        (algorithm.needs_values, "a critic does not learn from responses of the data. Set algorithm.distill.coef=1."),
+    )
+    yield from (f"{prefix}: {why}" for part, why in refused if part not in (None, False))
     for name, columns in run.data.columns().items():
         if name != "eval_files":
             yield from missing_completions(

@@ -145,7 +145,7 @@ class PreferenceRun(SFTRun):
             )
         if not self.loss.is_paired and self.trainer.batch_size < 2:
             yield "trainer.batch_size is 1: the loss reads responses to other prompts of the batch. Set 2 or more."
-        if not self.loss.is_paired and self.precomputes:
+        if not self.loss.is_paired and self.used_reference is not None and self.used_reference.precompute:
             yield f"reference.precompute is true: {type(self.loss).__name__} reads other rows too. Set it to false."
         model = None if self.used_reference is None else self.used_reference.model
         if model is not None and (fault := model.policy_fault()) is not None:
@@ -155,11 +155,6 @@ class PreferenceRun(SFTRun):
     def used_reference(self) -> Reference | None:
         """The reference, if the loss reads its log-probs."""
         return self.reference if self.loss.needs_reference else None
-
-    @property
-    def precomputes(self) -> bool:
-        """Whether the log-probs of the reference are computed before training."""
-        return self.used_reference is not None and self.used_reference.precompute
 
     def shardings(self) -> dict[str, Sharding]:
         """Sharding of actor and reference: their own, or that of the run."""
@@ -294,15 +289,17 @@ class ReferenceScores:
     those that steps would compute. Batches of later epochs are others, which changes rounding.
     """
 
-    def __init__(self, train: PreferenceDataset, evaluation: PreferenceDataset | None):
-        self._data = {"train": train} | ({} if evaluation is None else {"eval": evaluation})
+    def __init__(self, train: Any, evaluation: Any):
+        self._data: dict[str, PreferenceDataset] = {"train": train} | (
+            {} if evaluation is None else {"eval": evaluation}
+        )
 
     def compute(self, reference: Any, sampler: EpochSampler) -> None:
         """Score the rows in the batches of a sampler at its start, and free the reference."""
         order, rest = copy.copy(sampler), torch.ones(len(self._data["train"]), dtype=torch.bool)
         batches = [order.next_batch() for _ in range(order.batches_per_epoch)]
         rest[torch.cat(batches)] = False
-        batches += rest.nonzero()[:, 0].split(sampler.batch_size)
+        batches += [rows for rows in rest.nonzero()[:, 0].split(sampler.batch_size) if len(rows)]
         for name, data in self._data.items():
             scores = torch.zeros(len(data), 2, dtype=torch.float64)
             for rows in batches if name == "train" else [torch.arange(len(data))]:
@@ -338,7 +335,7 @@ class PreferenceTrainer(SFTTrainer):
     def host(self, run: SFTRun, restore: RestoreSource | None) -> SFTHost:
         """The roles; without the reference where a checkpoint has its log-probs."""
         host, point = super().host(run, restore), self.saving.resumed
-        if not self.description.precomputes:
+        if host.reference is None or not host.reference.precompute:
             return host
         self.scores = ReferenceScores(self.train_data, self.eval_data)
         is_saved = point is not None and bool(point.read_tensors("reference_scores"))
@@ -397,10 +394,8 @@ class PreferenceTrainer(SFTTrainer):
 
     def _evaluated(self, batch: DataProto) -> tuple[torch.Tensor, dict[str, float]]:
         """See `verl.algorithms.preference_losses.evaluated`."""
-        known = batch.batch.get("ref_scores")
-        pending = None
-        if self.reference is not None and known is None:
-            pending = self.reference.compute_log_probs(batch)
+        known, reference = batch.batch.get("ref_scores"), self.reference
+        pending = None if reference is None or known is not None else reference.compute_log_probs(batch)
         scores = self.learner.row_scores(batch).result()["row_scores"]
         x = batch.batch
         rows = PreferenceRows(
