@@ -251,8 +251,8 @@ def test_evaluations_and_samples_show_the_policy_alone(model64, teacher64, tmp_p
     ("change", "message"),
     [
         (lambda run: Distillation(data_fraction=0.5), "data_fraction is 0.5: the log ratio of one token"),
-        (lambda run: run(distill={"data_fraction": 0.1}), "of trainer.prompts_per_step 4 that is none or all. Set it"),
-        (lambda run: run(distill={"data_fraction": 0.9}), "between 0.25 and 0.75"),
+        (lambda run: run(distill={"data_fraction": 0.1}), "of trainer.prompts_per_step 4 that is none or all"),
+        (lambda run: run(distill={"data_fraction": 0.9}), "a share of at least one prompt that leaves one"),
         (lambda run: run(environment=GuessNumber()), "environment is set, and a response of the data is no episode"),
         (
             lambda run: run(data=Answered(column="text")),

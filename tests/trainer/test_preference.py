@@ -26,7 +26,7 @@ from verl.rewards.reward_model import RewardModel, RewardTokens
 from verl.trainer.config import SFTSettings
 from verl.trainer.sft import PreferenceRun, RewardModelRun
 from verl.workers.actor import Actor
-from verl.workers.reference import Reference
+from verl.workers.reference import PrecomputedReference, Reference
 
 DATA = ArithmeticPreferences(digits=1, train_size=24, held_out=12)
 
@@ -92,7 +92,7 @@ def test_a_run_resumed_from_a_checkpoint_ends_as_the_uninterrupted_one(loss, lor
 
 
 def precomputing(run):
-    return replace(run, reference=replace(run.reference, precompute=True))
+    return replace(run, reference=PrecomputedReference())
 
 
 @pytest.mark.parametrize("lora", [None, LoRA(rank=2)], ids=["whole", "lora"])
@@ -188,7 +188,7 @@ def test_the_directory_of_a_reward_model_gives_its_scores_to_a_reward(model32, t
         ("dpo", ["reference=none"], "reference is null: DPO compares with one"),
         ("dpo", ["loss=bradley_terry"], "loss is BradleyTerry: not a loss of this command. Set loss=sigmoid, ipo"),
         ("reward_model", ["loss=simpo"], "loss is SimPO: not a loss of this command. Set loss=bradley_terry"),
-        ("dpo", ["loss=kto", "reference.precompute=true"], "reference.precompute is true: KTO reads other rows too"),
+        ("dpo", ["loss=kto", "reference=precomputed"], "reference is a PrecomputedReference: KTO reads other rows"),
         ("dpo", ["loss=kto", "++trainer.batch_size=1"], "trainer.batch_size is 1: the loss reads responses to other"),
         ("reward_model", ["++actor.lora={_target_:verl.models.lora.LoRA}"], "actor.lora is set: reward=model reads"),
         ("dpo", ["++data.max_length=65"], "data.max_length is 65: actor.model holds 64 tokens"),

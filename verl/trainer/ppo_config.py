@@ -55,7 +55,7 @@ def faults_between(run: Any) -> Iterator[str]:
             f"reference.model is that of the actor: algorithm.distill would learn from the policy itself. {SET_TEACHER}"
         )
     if run.reference is not None and run.reference.precompute:
-        yield "reference.precompute is true: responses are new in each step. Set it to false; verl dpo has it."
+        yield "reference is a PrecomputedReference: responses are new in each step. Set reference=same_as_actor."
     rows = settings.prompts_per_step * settings.group_size
     if rows % algorithm.mini_batches:
         fitting = [n for n in range(1, rows + 1) if rows % n == 0]
@@ -229,8 +229,8 @@ def _data_response_faults(run: Any) -> Iterator[str]:
     prefix = f"algorithm.distill.data_fraction is {distill.data_fraction}"
     if distill.data_fraction < 1 and not 0 < round(distill.data_fraction * count) < count:
         yield (
-            f"{prefix}: of trainer.prompts_per_step {count} that is none or all. Set it between {1 / count:.4g} and "
-            f"{1 - 1 / count:.4g}, to 0 or 1, or more prompts per step."
+            f"{prefix}: of trainer.prompts_per_step {count} that is none or all. Set it to 0, 1 or a share of at least "
+            "one prompt that leaves one, or more prompts per step."
         )
     refused = (
         (run.environment, "environment is set, and a response of the data is no episode. Set environment=none."),

@@ -146,7 +146,8 @@ class PreferenceRun(SFTRun):
         if not self.loss.is_paired and self.trainer.batch_size < 2:
             yield "trainer.batch_size is 1: the loss reads responses to other prompts of the batch. Set 2 or more."
         if not self.loss.is_paired and self.used_reference is not None and self.used_reference.precompute:
-            yield f"reference.precompute is true: {type(self.loss).__name__} reads other rows too. Set it to false."
+            kind = type(self.loss).__name__
+            yield f"reference is a PrecomputedReference: {kind} reads other rows too. Set reference=same_as_actor."
         model = None if self.used_reference is None else self.used_reference.model
         if model is not None and (fault := model.policy_fault()) is not None:
             yield f"reference.model.{fault}"

@@ -6,6 +6,7 @@ import contextlib
 import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from typing import ClassVar
 
 import torch
 from pydantic import PositiveInt
@@ -40,14 +41,14 @@ class Reference(Description):
             null costs no memory: the reference is the actor with its adapter off.
         micro_batch_tokens: tokens of one forward pass, padding included.
         sharding: of this role alone; null for that of the run. A reference that is the actor has the actor's.
-        precompute: compute log-probs of all rows once before preference training, and free the model; a checkpoint has
-            them.
+    Attributes:
+        precompute: see `PrecomputedReference`.
     """
 
     model: ModelSource | None = None
     micro_batch_tokens: PositiveInt = 16384
     sharding: Sharding | None = None
-    precompute: bool = False
+    precompute: ClassVar[bool] = False
 
     def start(
         self,
@@ -82,6 +83,14 @@ class Reference(Description):
         return TrainingEngine(
             model, parallel, self.micro_batch_tokens, autocast=actor.decided_autocast, packing=actor.packing
         )
+
+
+@component
+class PrecomputedReference(Reference):
+    """A reference for preference training that gives its log-probs of all rows once, before the first step, and is
+    freed; a checkpoint has them."""
+
+    precompute: ClassVar[bool] = True
 
 
 class ReferenceWorker:
