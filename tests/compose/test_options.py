@@ -31,7 +31,7 @@ PPO_ONLY = {"data=arithmetic", "data=files", "data=hub", "trainer=local", "train
 PPO_ONLY |= {"experiment=arithmetic_ppo", "experiment=arithmetic_grpo", "experiment=gsm8k_qwen2_5_0_5b"}
 PPO_ONLY |= {f"data={name}" for name in ("calculator", "guess_number", "episodes")}
 PPO_ONLY |= {"experiment=calculator_grpo", "experiment=guess_number_ppo", "experiment=distill_tiny"}
-DPO_ONLY = {"trainer=dpo", "trainer=dpo_ray", "experiment=arithmetic_dpo"}
+DPO_ONLY = {"trainer=dpo", "trainer=dpo_ray", "experiment=arithmetic_dpo", "reference=precomputed"}
 DPO_ONLY |= {f"loss={name}" for name in ("sigmoid", "ipo", "kto", "orpo", "simpo")}
 REWARD_MODEL_ONLY = {"trainer=reward_model", "trainer=reward_model_ray", "loss=bradley_terry"}
 REWARD_MODEL_ONLY |= {"experiment=arithmetic_reward_model"}

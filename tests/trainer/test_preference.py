@@ -11,6 +11,7 @@ import torch
 from peft import AutoPeftModelForSequenceClassification
 from same_training import ROUNDING, Training, digest, numbers, same_training
 from trainer.preference_runs import DATA, preference_run, trained
+from trainer.runs import weights
 from typer.testing import CliRunner
 
 from verl.algorithms.preference_losses import DPO, IPO, KTO, ORPO, BradleyTerry, SimPO
@@ -21,13 +22,14 @@ from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.data.files import PreferenceFiles
 from verl.engines.optimizer import AdamW
-from verl.engines.sharding import DDP, FSDP
+from verl.engines.sharding import DDP, FSDP, NoSharding
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rewards.reward_model import RewardModel, RewardTokens
 from verl.trainer.sft import PreferenceRun
+from verl.workers.reference import PrecomputedReference
 
 
 def fit(run, directory: Path):
@@ -74,6 +76,42 @@ def test_a_run_resumed_from_a_checkpoint_ends_as_the_uninterrupted_one(loss, lor
 
     fit(run(whole), whole / "run")
     fit(run(again, resume=str(whole / "checkpoints/global_step_2")), again / "run")
+    left, right = (Training(numbers(x / "run"), digest=digest(x)) for x in (again, whole))
+    same_training(left, right, after=2)
+
+
+def precomputing(run):
+    return replace(run, reference=PrecomputedReference())
+
+
+@pytest.mark.parametrize("lora", [None, LoRA(rank=2)], ids=["whole", "lora"])
+def test_log_probs_of_the_reference_computed_before_training_change_no_bit_of_an_epoch(lora, model32, tmp_path):
+    run = preference_run(model32, DPO(), lora, batch_size=5, eval_before=True)  # 4 batches of 5, and 4 rows left
+    each, once = (Training(fitted(x, tmp_path / name)) for name, x in (("each", run), ("once", precomputing(run))))
+    same_training(each, once)
+    for name, x in weights(tmp_path / "each").items():
+        assert x.equal(weights(tmp_path / "once")[name])
+
+
+def fitted(run, directory: Path) -> dict:
+    fit(run, directory)
+    return numbers(directory)
+
+
+@pytest.mark.parametrize("sharding", [NoSharding(), pytest.param(FSDP(timeout_s=60.0), marks=pytest.mark.exhaustive)])
+def test_a_resumed_run_has_them_from_the_checkpoint_and_loads_no_reference(sharding, model32, tmp_path):
+    whole, again = tmp_path / "whole", tmp_path / "again"
+    processes = {"sharding": sharding, "n_gpus_per_node": 2 if isinstance(sharding, FSDP) else 1, "total_steps": 6}
+    run = precomputing(preference_run(model32, DPO(), checkpoint=saves(whole / "checkpoints"), **processes))
+    with run.build(BuildContext(run_dir=whole / "run")) as trainer:
+        if isinstance(sharding, NoSharding):
+            assert not hasattr(trainer.cluster.worker("reference"), "engine")  # freed
+        trainer.fit()
+    point = str(whole / "checkpoints/global_step_2")
+    run = replace(run, checkpoint=saves(again / "checkpoints"), resume=point)
+    with run.build(BuildContext(run_dir=again / "run")) as trainer:
+        assert trainer.reference is None
+        trainer.fit()
     left, right = (Training(numbers(x / "run"), digest=digest(x)) for x in (again, whole))
     same_training(left, right, after=2)
 
@@ -203,6 +241,7 @@ def test_a_saved_adapter_has_the_head_in_full_and_merges_into_a_whole_reward_mod
         ("dpo", ["reference=none"], "reference is null: DPO compares with one"),
         ("dpo", ["loss=bradley_terry"], "loss is BradleyTerry: not a loss of this command. Set loss=sigmoid, ipo"),
         ("reward_model", ["loss=simpo"], "loss is SimPO: not a loss of this command. Set loss=bradley_terry"),
+        ("dpo", ["loss=kto", "reference=precomputed"], "reference is a PrecomputedReference: KTO reads other rows"),
         ("dpo", ["loss=kto", "++trainer.batch_size=1"], "trainer.batch_size is 1: the loss reads responses to other"),
         ("reward_model", ["++actor.lora={_target_:verl.models.lora.LoRA,rank:0}"], "actor.lora.rank is 0"),
         ("dpo", ["++data.max_length=65"], "data.max_length is 65: actor.model holds 64 tokens"),

@@ -1,4 +1,4 @@
-"""Distillation: the policy learns from the token probabilities of a teacher, on responses that it sampled itself.
+"""Distillation: the policy learns from the token probabilities of a teacher, on its own responses or on those of data.
 
     teacher ──> ref_log_probs [B T]                      of the sampled tokens    ──> advantages    top_k null
             ──> ref_candidates, their log-probs [B T K]  of its likeliest tokens  ──> loss          top_k K
@@ -40,10 +40,14 @@ class Distillation(Description):
         forward_kl   KL(teacher || pi)
         jsd          beta * KL(teacher || m) + (1 - beta) * KL(pi || m),   m = beta * teacher + (1 - beta) * pi
 
+    With `data_fraction` that share of the prompts of a step has the response of the data instead of a sampled one. A
+    divergence holds for any tokens; a policy gradient does not, so these rows have no advantage, hence no policy loss.
+
     Source: on-policy distillation with generalised JSD: Agarwal et al. 2024, arXiv:2306.13649, eq. 1 and algorithm 1.
     Differs: the bucket. A divergence over buckets is never above the one over all tokens, and equals it where K is the
-    size of the vocabulary.
-    Degenerate: coef 0 is training by rewards alone. A teacher that equals the policy has advantages and divergence 0.
+    size of the vocabulary. Of the paper's lambda, `data_fraction` is 1 - lambda, and each step has that share.
+    Degenerate: coef 0 is training by rewards alone, data_fraction 1 supervised distillation. A teacher that equals the
+    policy has advantages and divergence 0.
 
     Metric: `distill/divergence_nats`, mean over tokens: of the log ratio log pi_old - log teacher, an estimate of the
     reverse KL, or of the divergence.
@@ -53,20 +57,31 @@ class Distillation(Description):
         top_k: the teacher's likeliest tokens that are compared; null for the sampled token alone.
         coef: share of the teacher against the rewards, in [0, 1].
         beta: of jsd, between 0 and 1.
+        data_fraction: share of the prompts of a step whose response is that of the data, in [0, 1]; see
+            `verl.rollout.data_responses`.
+        completion_key: its column; null for `completion`, or `response` if there is none.
     Raises:
-        ConfigError: a number outside its range, or a divergence that needs `top_k`.
+        ConfigError: a number outside its range, or a divergence or share of the data that needs `top_k`.
     """
 
     divergence: Divergence = "reverse_kl"
     top_k: PositiveInt | None = None
     coef: UnitInterval = 1.0
     beta: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    data_fraction: UnitInterval = 0.0
+    completion_key: str | None = None
 
     def faults(self) -> Iterator[str]:
         if self.divergence != "reverse_kl" and self.top_k is None:
             yield (
                 f"divergence is {self.divergence}: the sampled tokens alone give no estimate of it. Set top_k, such as "
                 "top_k=64, or divergence=reverse_kl."
+            )
+        if self.data_fraction and self.top_k is None:
+            yield (
+                f"data_fraction is {self.data_fraction}: the log ratio of one token estimates the divergence where the "
+                "policy sampled it, and it did not sample those of the data. Set top_k, such as top_k=64, or "
+                "data_fraction=0."
             )
 
     def mixed_credit(self, credit: DataProto | None, batch: DataProto) -> tuple[DataProto, dict[str, float]]:

@@ -110,9 +110,11 @@ class PreferenceDataset:
 
     Attributes:
         sources: index of each row's file; None for rows from memory.
+        ref_scores: [N 2] nats, log-probs of both responses by the reference; None where they are not computed before.
     """
 
     is_paired = True
+    ref_scores: Tensor | None = None
 
     def __init__(self, rows: Sequence[Preference], pad_id: int, sources: list[int] | None = None):
         self.sources, self._pad_id = sources, pad_id
@@ -178,7 +180,7 @@ class PreferenceDataset:
         """The B pairs at `indices`: B rows of chosen responses, then B rows of rejected ones.
 
         Returns:
-            See `preference_rows`, with `is_chosen` [2B] and, if the data has them, `row_margins` [2B].
+            See `preference_rows`, with `is_chosen` [2B] and, if the data has them, `row_margins` and `ref_scores` [2B].
         """
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         halves = [part.padded(chosen, self._pad_id, left=False) for part in self._responses]
@@ -190,6 +192,7 @@ class PreferenceDataset:
             (torch.cat(padded), torch.cat(masks)),
             is_chosen=torch.arange(2 * len(chosen)) < len(chosen),
             row_margins=None if self._margins is None else self._margins[chosen].repeat(2),
+            ref_scores=None if self.ref_scores is None else self.ref_scores[chosen].T.reshape(-1),
         )
 
 

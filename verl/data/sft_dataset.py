@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,25 +69,41 @@ def from_prompts(
     Raises:
         ConfigError: the tokenizer has no EOS, or no row has a column.
     """
-    tokenizer = chat.tokenizer
-    if tokenizer.eos_token_id is None:
-        raise ConfigError("tokenizer has no EOS token: completions could not be terminated. Set eos_token.")
     _, prompts = render_prompts(rows, prompt_key, chat, bad)
-    present = {name for row in rows.values for name in row}
-    key = completion_key or next((name for name in COMPLETION_KEYS if name in present), COMPLETION_KEYS[0])
+    key = completion_column(completion_key, {name for row in rows.values for name in row})
     usable = []
     for index in (index for index, prompt in enumerate(prompts) if prompt):
         if (fault := rows.column_fault(key, "completion_key", index) or _completion_fault(rows, key, index)) is None:
             usable.append(index)
         else:
             bad.add(fault)
-    if not usable:
-        return {}
-    completions = tokenizer([rows.values[index][key] for index in usable], add_special_tokens=False)["input_ids"]
+    completions = completion_tokens([rows.values[index][key] for index in usable], chat.tokenizer)
     return {
-        index: LossMaskedTokens.after(prompts[index], [*completion, tokenizer.eos_token_id])
+        index: LossMaskedTokens.after(prompts[index], completion)
         for index, completion in zip(usable, completions, strict=True)
     }
+
+
+def completion_column(completion_key: str | None, present: Collection[str]) -> str:
+    """The column of completions: the one that is named, else `completion`, or `response` if there is none."""
+    return completion_key or next((name for name in COMPLETION_KEYS if name in present), COMPLETION_KEYS[0])
+
+
+def completion_tokens(completions: Sequence[str], tokenizer: Any) -> list[list[int]]:
+    """The tokens of texts that follow a prompt, each with EOS.
+
+    Raises:
+        ConfigError: the tokenizer has no EOS.
+    """
+    if (end := tokenizer.eos_token_id) is None:
+        raise ConfigError("tokenizer has no EOS token: completions could not be terminated. Set eos_token.")
+    encoded = tokenizer(list(completions), add_special_tokens=False)["input_ids"] if completions else []
+    return [[*tokens, end] for tokens in encoded]
+
+
+def expected_completion(completion: Any) -> str | None:
+    """Description of what a value must be to be a completion; None if it is one."""
+    return text_fault(completion) if isinstance(completion, str) and completion else "a text that is not empty"
 
 
 def from_conversations(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors) -> dict[int, LossMaskedTokens]:
@@ -129,8 +145,7 @@ def from_conversations(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErr
 
 def _completion_fault(rows: DataRows, key: str, index: int) -> str | None:
     completion = rows.values[index][key]
-    is_text = isinstance(completion, str) and completion
-    expected = text_fault(completion) if is_text else "a text that is not empty"
+    expected = expected_completion(completion)
     return expected and f"{key} is {shortened(completion)} at {rows.place(index)}: expected {expected}."
 
 

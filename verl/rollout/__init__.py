@@ -2,6 +2,7 @@
 
 auto              `rollout=auto`: chooses the engine that was faster in measurements with models of this size
 base              The interface of rollout engines: turns, sync, rest, close
+data_responses    Responses of the data set in place of sampled ones, for distillation
 generation_group  How the processes that hold one model divide the generation of responses, and agree on failures
 hf                `rollout=hf`: generation on the tensors that train
 hf_rows           Rows that `rollout=hf` decodes beside each other, in slots of a key-value cache or in batches

@@ -59,7 +59,9 @@ class PPOTrainer(PPOLifecycle):
         assert self.reward is not None
         self.cluster.step = self.guard.step = step
         self.reuse.expect(step)
-        rollout = self.generate(batch, GenerationRequest(step, self.settings.group_size))
+        rollout = self.generate(
+            self.data_responses.drawn(batch, step), GenerationRequest(step, self.settings.group_size)
+        )
         self._draw_ahead(step)
         selected = {}
         if self.algorithm.selection is not None:
@@ -69,7 +71,7 @@ class PPOTrainer(PPOLifecycle):
         self._rest()
         scored = self.score(self.reuse.mixed(self._rewarded(rollout), step))
         experience, metrics = self.assign_credit(scored)
-        metrics |= self.update(experience, step)
+        metrics |= self.update(self.with_data(experience, batch, step), step)
         metrics |= self.reuse.keep(experience, step, self.saving.is_busy)
         metrics |= self.sync()
         metrics = {**self.observe(experience, step), **self.reward_counts(), **selected, **metrics}
@@ -151,6 +153,16 @@ class PPOTrainer(PPOLifecycle):
             self.kl, self.advantage = kept
             raise
         return experience, metrics | of_credit | of_weights
+
+    def with_data(self, experience: DataProto, prompts: DataProto, step: int) -> DataProto:
+        """The experience, and rows with responses of the data, scored by the teacher; see `DataResponses`."""
+        if (rows := self.data_responses.rows(prompts, step)) is None:
+            return experience
+        assert self.reference is not None
+        with self.stages.stage("ref") as note:
+            teacher = self.reference.compute_log_probs(rows.select(SEQUENCE_FIELDS, [])).result()
+            note.say(f"log-probs of {len(rows)} responses of the data under the teacher")
+        return self.data_responses.joined(experience, rows.union(teacher))
 
     def update(self, experience: DataProto, step: int) -> dict[str, float]:
         """Update the critic, then the actor, on shuffled mini-batches."""
@@ -258,7 +270,8 @@ class PPOTrainer(PPOLifecycle):
         assert self.reward is not None
         for ahead in range(len(self.pipeline), min(self.pipeline.depth, self.num_steps - step)):
             request = GenerationRequest(step + 1 + ahead, self.settings.group_size)
-            prompts = _grouped(self.train_data.collate(self.sampler.peek(ahead)))
+            prompts = self.train_data.collate(self.sampler.peek(ahead))
+            prompts = _grouped(self.data_responses.drawn(prompts, request.step))
             rate = partial(self._rate_ahead, prompts) if self.reward.rates_ahead else None
             self.pipeline.begin(self._asked(prompts, request), request, rate)
 

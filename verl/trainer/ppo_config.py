@@ -14,6 +14,7 @@ from verl.errors import ConfigError
 from verl.models.own_module import ModuleModel
 from verl.monitoring.ppo_metrics import evaluation_keys
 from verl.rewards.base import missing_columns
+from verl.rollout.data_responses import missing_completions
 from verl.trainer.config import unused_settings
 from verl.trainer.plan.workload import role_processes
 from verl.trainer.ppo_description import PPODescription
@@ -53,6 +54,8 @@ def faults_between(run: Any) -> Iterator[str]:
         yield (
             f"reference.model is that of the actor: algorithm.distill would learn from the policy itself. {SET_TEACHER}"
         )
+    if run.reference is not None and run.reference.precompute:
+        yield "reference is a PrecomputedReference: responses are new in each step. Set reference=same_as_actor."
     rows = settings.prompts_per_step * settings.group_size
     if rows % algorithm.mini_batches:
         fitting = [n for n in range(1, rows + 1) if rows % n == 0]
@@ -67,6 +70,7 @@ def faults_between(run: Any) -> Iterator[str]:
     yield from _rollout_faults(run)
     yield from environment_faults(run)
     yield from _replay_faults(run)
+    yield from _data_response_faults(run)
     yield from placement_faults(run.trainer, run.placed_roles)
     yield from _context_faults(run)
     for name, columns in run.data.columns().items():
@@ -216,6 +220,29 @@ def _replay_faults(run: Any) -> Iterator[str]:
             "algorithm.mini_batches), so even the rows of the step before are too old, and none is ever reused. Set it "
             f"to {updates} or a multiple, or null for any."
         )
+
+
+def _data_response_faults(run: Any) -> Iterator[str]:
+    distill, algorithm, count = run.algorithm.distill, run.algorithm, run.trainer.prompts_per_step
+    if distill is None or not distill.data_fraction:
+        return
+    prefix = f"algorithm.distill.data_fraction is {distill.data_fraction}"
+    if distill.data_fraction < 1 and not 0 < round(distill.data_fraction * count) < count:
+        yield (
+            f"{prefix}: of trainer.prompts_per_step {count} that is none or all. Set it to 0, 1 or a share of at least "
+            "one prompt that leaves one, or more prompts per step."
+        )
+    refused = (
+        (run.environment, "environment is set, and a response of the data is no episode. Set environment=none."),
+        (algorithm.selection, "algorithm.selection fills a step with responses of the policy. Set it to null."),
+        (algorithm.needs_values, "a critic does not learn from responses of the data. Set algorithm.distill.coef=1."),
+    )
+    yield from (f"{prefix}: {why}" for part, why in refused if part not in (None, False))
+    for name, columns in run.data.columns().items():
+        if name != "eval_files":
+            yield from missing_completions(
+                distill, columns, "rows of data" if name == "data" else f"rows of data.{name}"
+            )
 
 
 def _context_faults(run: Any) -> Iterator[str]:

@@ -26,6 +26,7 @@ from verl.monitoring.ppo_metrics import experience_metrics, token_rows
 from verl.protocol import DataProto
 from verl.replay.mixing import ReplayMixing
 from verl.rewards.base import Reward, RewardDescription, in_time, missing_columns
+from verl.rollout.data_responses import DataResponses
 from verl.trainer.ppo_description import PPODescription
 from verl.trainer.rollout_pipeline import LengthPredictor, RolloutPipeline, sampler_errors
 from verl.trainer.setup import (
@@ -69,6 +70,7 @@ class PPOLifecycle(LoopTrainer):
 
     reward: Reward | None = None
     reuse: ReplayMixing | None = None
+    data_responses: DataResponses
     sampler_group: WorkerGroup | None = None
     _divided_threads = 0  # of this process, before half of them were left to the sampler
 
@@ -98,6 +100,7 @@ class PPOLifecycle(LoopTrainer):
         self.date = run_date(context, context.chat_template)
         self._load_data(run, context)
         self._refuse_missing_columns(run.reward)
+        self.data_responses = DataResponses(run, self.train_data, context.tokenizer)
         self.has_tools = run.environment is not None and (run.environment.has_tools or bool(context.tools))
         if run.environment is not None and self.has_tools:
             chat = ChatTemplate(context.tokenizer, context.chat_template)

@@ -281,8 +281,10 @@ class ActorWorker(TrainedWorker):
             entropy="grad" if entropy_coef > 0 else "value" if needs_entropy else None,
             candidates="ref_candidates" if algorithm.num_candidates else None,
         )
-        now = scores.log_probs.detach()
+        now, is_drawn = scores.log_probs.detach(), x["policy_version"] >= 0 if "policy_version" in x else None
         x.setdefault("old_log_probs", now)  # missing in the only update of a step
+        if is_drawn is not None:  # a response of the data has no ratio
+            x["old_log_probs"] = torch.where(is_drawn[:, None], x["old_log_probs"], now)
         per_token, stats = self.loss(scores.log_probs, x)
         if scores.candidate_log_probs is not None:
             assert algorithm.distill is not None
@@ -293,7 +295,8 @@ class ActorWorker(TrainedWorker):
             per_token = per_token + penalty
             stats["kl_loss"] = penalty
         if measures:
-            self._gap.add(x["rollout_log_probs"], now, mask, self._is_on_policy(x))
+            drawn_mask = mask if is_drawn is None else mask & is_drawn[:, None]
+            self._gap.add(x["rollout_log_probs"], now, drawn_mask, self._is_on_policy(x))
             assert scores.entropies is not None
             stats["rollout/entropy_nats"] = scores.entropies
             if (kl := algorithm.kl.measure(now, x)) is not None:

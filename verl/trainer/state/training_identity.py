@@ -45,6 +45,8 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "algorithm.advantage.discount": "token",
     "algorithm.final_entropy_coef": None,
     "algorithm.distill": None,
+    "algorithm.distill.data_fraction": 0.0,
+    "algorithm.distill.completion_key": None,
     "algorithm.proximal": "trainer",
     "rollout.pipeline_parallel_size": 1,
     "rollout.router_replay": False,
