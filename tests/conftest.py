@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import rich
 import torch
+import worker_server
 from faults.fork_server import ForkServer
 from random_models import save_random_model
 from storage.gcs_server import gcs_server
@@ -152,6 +153,13 @@ def fork_server() -> Iterator[ForkServer]:
     """Runs scripts without the seconds that their imports take."""
     with ForkServer() as started:
         yield started
+
+
+@pytest.fixture(scope="session", autouse=True)
+def workers_without_imports() -> Iterator[None]:
+    """Worker processes of this process are copies of one that has imported everything."""
+    with worker_server.in_use():
+        yield
 
 
 @pytest.fixture

@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+import worker_server
+
 LABORATORY = "TESTS_LABORATORY"  # set for processes that many tests share
 
 
@@ -15,7 +17,9 @@ def workers_of(driver: int) -> list[int]:
 
     The processes that write checkpoints for a worker are none, nor are those of a laboratory.
     """
-    return _children_of(driver, b"verl.cluster.worker")
+    forked = worker_server.forked.items() if driver == os.getpid() else ()
+    copies = [pid for pid, variables in forked if LABORATORY not in variables and is_running(pid)]
+    return sorted([*copies, *_children_of(driver, b"verl.cluster.worker")])
 
 
 def engines_of(parent: int) -> list[int]:

@@ -195,7 +195,7 @@ class ForkServer:
 def serve() -> None:
     """Fork and wait as asked, until the test hangs up."""
     gc.disable()
-    _import_everything()
+    import_everything()
     gc.freeze()  # what was imported is not garbage of the child, and need not be copied for it
     _tell({"threads": len(os.listdir("/proc/self/task"))})
     for line in sys.stdin:
@@ -210,7 +210,8 @@ def serve() -> None:
     os._exit(0)  # as a child ends, see `_end`
 
 
-def _import_everything() -> None:
+def import_everything() -> None:
+    """Import what trainers and workers import, and nothing that starts a thread."""
     import verl
 
     names = [module.name for module in pkgutil.walk_packages(verl.__path__, "verl.")]
