@@ -18,6 +18,7 @@ from verl.errors import RolloutError, WorkerDied
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, SyncResult
 from verl.trainer.ppo import PPOTrainer
+from verl.trainer.rewards_ahead import RewardsAhead
 from verl.trainer.rollout_pipeline import RolloutPipeline
 from verl.workers.sampler import weight_digests
 
@@ -185,7 +186,7 @@ class Schedule:
     trained: list[tuple[list[int], int, int]] = field(default_factory=list)
 
     def __post_init__(self):
-        self.settings, self.reward = SimpleNamespace(group_size=2), SimpleNamespace(rates_ahead=False)
+        self.settings, self.rewards_ahead = SimpleNamespace(group_size=2), RewardsAhead()  # without a reward
         self.train_data = SimpleNamespace(collate=self._collate)
         self.start()
 
@@ -238,6 +239,9 @@ class Schedule:
     def run(self, chance: random.Random) -> None:
         while len(self.trained) < self.num_steps:
             self.step(chance)
+
+    def _described(self, rows: DataProto, prompts: DataProto) -> DataProto:
+        raise NotImplementedError
 
     def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         return prompts

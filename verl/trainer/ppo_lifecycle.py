@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from verl.protocol import DataProto
 from verl.replay.mixing import ReplayMixing
 from verl.rewards.base import Reward, RewardDescription, in_time, missing_columns
 from verl.trainer.ppo_description import PPODescription
+from verl.trainer.rewards_ahead import RewardsAhead
 from verl.trainer.rollout_pipeline import LengthPredictor, RolloutPipeline, sampler_errors
 from verl.trainer.setup import (
     LoopTrainer,
@@ -78,7 +78,7 @@ class PPOLifecycle(LoopTrainer):
     def _build(self, run: PPODescription, context: BuildContext) -> None:
         self.algorithm, self.lengths = run.algorithm, LengthPredictor()
         self.reward = self.reuse = self.sampler_group = None
-        self.reward_lock, self.step_counts = threading.RLock(), {}
+        self.rewards_ahead = RewardsAhead()
         self._divide_threads(run)
         self._schedule = _schedule_options(run)
         with faults_below("actor.model"):
@@ -125,6 +125,7 @@ class PPOLifecycle(LoopTrainer):
         self.start_roles(run, replace(context, bytes_beside_engine=beside))
         assert self.reward is not None
         self.reward_stats = RewardStats(run.reward, self.reward)
+        self.rewards_ahead.use(self.reward, self.reward_stats)
         losses = {"policy_loss": self.actor, "value_loss": self.critic}
         self._loss_states = {
             name: LossStates(role, f"algorithm.{name}")
@@ -216,6 +217,7 @@ class PPOLifecycle(LoopTrainer):
             in_flight=run.is_in_flight,
             actor_generates=run.actor_generates,
             run_dir=self.run_dir,
+            rewards=self.rewards_ahead,
         )
         if run.reward_as_role is not None:
             self.reward = run.reward_as_role.scaled(RemoteRewardModel(roles["rm"]))
@@ -264,7 +266,7 @@ class PPOLifecycle(LoopTrainer):
         """The driver's parts of a checkpoint."""
         assert self.cluster is not None
         assert self.reuse is not None
-        ahead = {"drawn_ahead": self.pipeline} if self.pipeline.depth else {}
+        ahead = {"drawn_ahead": self.pipeline, "rewards_ahead": self.rewards_ahead} if self.pipeline.depth else {}
         kept = {"advantage": PartState(self.advantage, "algorithm.advantage")} if keeps_state(self.advantage) else {}
         return {
             "sampler": self.sampler,
@@ -294,19 +296,12 @@ class PPOLifecycle(LoopTrainer):
         for message in self._check_rows(reward):
             log.warning("%s", message)
         assert self.reward is not None
-        with self.reward_lock:
-            self.pipeline.forget_ahead()
+        with self.rewards_ahead.lock:
             self.reward.close()
             self.reward, self.reward_stats = reward, RewardStats(described, reward)
+            self.rewards_ahead.use(reward, self.reward_stats)
         self.description = replace(self.description, reward=described)
         self.saving.reconfigured(as_plain(self.description))
-
-    def reward_counts(self) -> dict[str, float]:
-        """Counters of the reward in this step, as metrics."""
-        assert self.reward is not None
-        with self.reward_lock:
-            counts, self.step_counts = self.reward.take() | self.step_counts, {}
-        return {f"reward/{name}": x for name, x in counts.items()}
 
     def fit(self) -> TrainResult:
         """Train to the end; see `verl.trainer.train_loop.fit`. In Ray, a lost worker costs the steps since the last
@@ -318,6 +313,7 @@ class PPOLifecycle(LoopTrainer):
         return fit(self, as_plain(self.description), may_restart=may_restart)
 
     def close(self) -> None:
+        self.rewards_ahead.close()
         if self.sampler_group is not None:
             self.pipeline.close()
             self.sampler_group.close()
