@@ -1,7 +1,8 @@
-"""A game of one turn whose answer, for one prompt, waits until a reward has rated the responses to another."""
+"""A game of one turn that, for one prompt, begins only after a reward has rated the responses to another."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,22 +20,17 @@ class WaitingGame:
     recovery = "stateless"
 
     def __init__(self, games: WaitingGames):
-        self.games, self.is_slow = games, False
+        self.games = games
 
-    def reset(self, row: Mapping[str, Any], seed: int) -> str:
-        self.is_slow = row["length"] == self.games.slow
+    async def reset(self, row: Mapping[str, Any], seed: int) -> str:
+        directory, until = Path(self.games.directory), time.monotonic() + PATIENCE_S
+        if row["length"] == self.games.slow:
+            while not (is_rated := (directory / f"rated_{self.games.awaited}").exists()) and time.monotonic() < until:
+                await asyncio.sleep(0.01)
+            (directory / ("waited_for_it" if is_rated else "waited_in_vain")).touch()
         return ""
 
     def step(self, action: Any) -> StepResult:
-        directory, until = Path(self.games.directory), time.monotonic() + PATIENCE_S
-        while self.is_slow and not (directory / f"rated_{self.games.awaited}").exists():
-            if time.monotonic() > until:
-                (directory / "waited_in_vain").touch()
-                break
-            time.sleep(0.01)
-        else:
-            if self.is_slow:
-                (directory / "waited_for_it").touch()
         return StepResult("", 0.0, terminated=True)
 
 
