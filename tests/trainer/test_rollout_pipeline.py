@@ -16,9 +16,9 @@ import torch
 from verl.data.sampler import EpochSampler
 from verl.errors import RolloutError, WorkerDied
 from verl.protocol import DataProto
+from verl.rewards.async_rewards import AsyncRewards
 from verl.rollout.base import GenerationRequest, SyncResult
 from verl.trainer.ppo import PPOTrainer
-from verl.trainer.rewards_ahead import RewardsAhead
 from verl.trainer.rollout_pipeline import RolloutPipeline
 from verl.workers.sampler import weight_digests
 
@@ -186,7 +186,7 @@ class Schedule:
     trained: list[tuple[list[int], int, int]] = field(default_factory=list)
 
     def __post_init__(self):
-        self.settings, self.rewards_ahead = SimpleNamespace(group_size=2), RewardsAhead()  # without a reward
+        self.settings, self.async_rewards = SimpleNamespace(group_size=2), AsyncRewards()  # without a reward
         self.train_data = SimpleNamespace(collate=self._collate)
         self.start()
 

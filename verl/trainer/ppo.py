@@ -69,7 +69,7 @@ class PPOTrainer(PPOLifecycle):
         metrics |= self.update(experience, step)
         metrics |= self.reuse.keep(experience, step, self.saving.is_busy)
         metrics |= self.sync()
-        metrics = {**self.observe(experience, step), **self.rewards_ahead.take_counts(), **selected, **metrics}
+        metrics = {**self.observe(experience, step), **self.async_rewards.take_counts(), **selected, **metrics}
         self.guard.watch(metrics, experience)
         return metrics
 
@@ -183,7 +183,7 @@ class PPOTrainer(PPOLifecycle):
             return {}
         prompts, k = self.eval_data.collate(range(len(self.eval_data))), self.settings.eval_samples
         assert self.reward is not None
-        with self.rewards_ahead.lock, self.reward.frozen():
+        with self.async_rewards.lock, self.reward.frozen():
             greedy = self.judge(prompts, GenerationRequest(step, greedy=True, stream=EVALUATION))
             drawn = self.judge(prompts, GenerationRequest(step, num_samples=k, stream=EVALUATION)) if k else None
             bare = None
@@ -214,10 +214,10 @@ class PPOTrainer(PPOLifecycle):
     def _rated(self, rollout: DataProto, step: int | None = None, *, is_counted: bool = True) -> DataProto:
         """Responses with their rewards, in training and in evaluation; `step`: whose batch may be rated ahead."""
         assert self.reward is not None
-        with self.rewards_ahead.lock:
-            rating = self.reward.prepare(rollout) if step is None else self.rewards_ahead.rating(step, rollout)
+        with self.async_rewards.lock:
+            rating = self.reward.prepare(rollout) if step is None else self.async_rewards.rating(step, rollout)
             if is_counted:
-                self.rewards_ahead.count(rating)
+                self.async_rewards.count(rating)
             return rollout.union(self.reward.score(rollout, self.reward.apply(rating, rollout)))
 
     def _respond(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
@@ -225,7 +225,7 @@ class PPOTrainer(PPOLifecycle):
         prompts = _grouped(prompts)
         asked, is_training = self._asked(prompts, request), request.stream == TRAINING and not request.greedy
         if is_training and self.pipeline.depth:
-            self.rewards_ahead.expect(request.step, prompts, partial(self._described, prompts=prompts))
+            self.async_rewards.expect(request.step, prompts, partial(self._described, prompts=prompts))
         rows = (self.pipeline.take if is_training else self.pipeline.generate)(asked, request)
         if is_training:
             self.lengths.note(rows)
@@ -247,7 +247,7 @@ class PPOTrainer(PPOLifecycle):
         for ahead in range(len(self.pipeline), min(self.pipeline.depth, self.num_steps - step)):
             request = GenerationRequest(step + 1 + ahead, self.settings.group_size)
             prompts = _grouped(self.train_data.collate(self.sampler.peek(ahead)))
-            self.rewards_ahead.expect(request.step, prompts, partial(self._described, prompts=prompts))
+            self.async_rewards.expect(request.step, prompts, partial(self._described, prompts=prompts))
             self.pipeline.begin(self._asked(prompts, request), request)
 
     def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:

@@ -24,9 +24,9 @@ from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.monitoring.ppo_metrics import experience_metrics, token_rows
 from verl.protocol import DataProto
 from verl.replay.mixing import ReplayMixing
+from verl.rewards.async_rewards import AsyncRewards
 from verl.rewards.base import Reward, RewardDescription, in_time, missing_columns
 from verl.trainer.ppo_description import PPODescription
-from verl.trainer.rewards_ahead import RewardsAhead
 from verl.trainer.rollout_pipeline import LengthPredictor, RolloutPipeline, sampler_errors
 from verl.trainer.setup import (
     LoopTrainer,
@@ -78,7 +78,7 @@ class PPOLifecycle(LoopTrainer):
     def _build(self, run: PPODescription, context: BuildContext) -> None:
         self.algorithm, self.lengths = run.algorithm, LengthPredictor()
         self.reward = self.reuse = self.sampler_group = None
-        self.rewards_ahead = RewardsAhead()
+        self.async_rewards = AsyncRewards()
         self._divide_threads(run)
         self._schedule = _schedule_options(run)
         with faults_below("actor.model"):
@@ -125,7 +125,7 @@ class PPOLifecycle(LoopTrainer):
         self.start_roles(run, replace(context, bytes_beside_engine=beside))
         assert self.reward is not None
         self.reward_stats = RewardStats(run.reward, self.reward)
-        self.rewards_ahead.use(self.reward, self.reward_stats)
+        self.async_rewards.use(self.reward, self.reward_stats)
         losses = {"policy_loss": self.actor, "value_loss": self.critic}
         self._loss_states = {
             name: LossStates(role, f"algorithm.{name}")
@@ -217,7 +217,7 @@ class PPOLifecycle(LoopTrainer):
             in_flight=run.is_in_flight,
             actor_generates=run.actor_generates,
             run_dir=self.run_dir,
-            rewards=self.rewards_ahead,
+            rewards=self.async_rewards,
         )
         if run.reward_as_role is not None:
             self.reward = run.reward_as_role.scaled(RemoteRewardModel(roles["rm"]))
@@ -266,7 +266,7 @@ class PPOLifecycle(LoopTrainer):
         """The driver's parts of a checkpoint."""
         assert self.cluster is not None
         assert self.reuse is not None
-        ahead = {"drawn_ahead": self.pipeline, "rewards_ahead": self.rewards_ahead} if self.pipeline.depth else {}
+        ahead = {"drawn_ahead": self.pipeline, "async_rewards": self.async_rewards} if self.pipeline.depth else {}
         kept = {"advantage": PartState(self.advantage, "algorithm.advantage")} if keeps_state(self.advantage) else {}
         return {
             "sampler": self.sampler,
@@ -296,10 +296,10 @@ class PPOLifecycle(LoopTrainer):
         for message in self._check_rows(reward):
             log.warning("%s", message)
         assert self.reward is not None
-        with self.rewards_ahead.lock:
+        with self.async_rewards.lock:
             self.reward.close()
             self.reward, self.reward_stats = reward, RewardStats(described, reward)
-            self.rewards_ahead.use(reward, self.reward_stats)
+            self.async_rewards.use(reward, self.reward_stats)
         self.description = replace(self.description, reward=described)
         self.saving.reconfigured(as_plain(self.description))
 
@@ -313,7 +313,7 @@ class PPOLifecycle(LoopTrainer):
         return fit(self, as_plain(self.description), may_restart=may_restart)
 
     def close(self) -> None:
-        self.rewards_ahead.close()
+        self.async_rewards.close()
         if self.sampler_group is not None:
             self.pipeline.close()
             self.sampler_group.close()

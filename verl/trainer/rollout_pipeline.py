@@ -36,8 +36,8 @@ from verl.cluster.rpc import RoleHandle, WorkerGroup
 from verl.errors import RolloutError, VerlError, WorkerError
 from verl.protocol import DataProto
 from verl.protocol.serialization import json_text
+from verl.rewards.async_rewards import AsyncRewards
 from verl.rollout.base import GenerationRequest, SyncResult
-from verl.trainer.rewards_ahead import RewardsAhead
 from verl.workers.sampler import SamplerWorker, weight_digests
 from verl.workers.schedule import write_lines
 
@@ -117,9 +117,9 @@ class RolloutPipeline:
         in_flight: bool = False,
         actor_generates: bool = True,
         run_dir: Path | None = None,
-        rewards: RewardsAhead | None = None,
+        rewards: AsyncRewards | None = None,
     ):
-        self._rewards = RewardsAhead() if rewards is None else rewards
+        self._rewards = AsyncRewards() if rewards is None else rewards
         self._run_dir, self._writes_schedule = run_dir, False
         self._actor, self.depth, self._group, self.in_flight = actor, depth, sampler, in_flight
         self._sampler: Any = None if sampler is None else RoleHandle(sampler, "sampler", SamplerWorker)

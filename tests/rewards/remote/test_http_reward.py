@@ -14,9 +14,9 @@ from verl.component import BuildContext
 from verl.errors import NonFiniteRewardError, RewardError
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
+from verl.rewards.async_rewards import AsyncRewards
 from verl.rewards.remote.http_reward import HTTPReward
 from verl.rewards.weighted_sum import WeightedSum
-from verl.trainer.rewards_ahead import RewardsAhead
 
 RESPONSES = ["0", "1", "2", "3", "4"]
 KEY = "sk-abcdef0123456789abcdef"
@@ -178,7 +178,7 @@ def test_a_sample_may_get_a_score_of_its_own_instead_and_is_counted(made, caplog
     assert list(scored["reward/failed"]) == [0, 0, 1, 0, 0]
     assert outcomes(scored)[2].startswith("failed, asked 3 times: HTTP 500")
     assert "1 of 5 samples failed and get error_score -1" in caplog.text
-    counted = RewardsAhead()
+    counted = AsyncRewards()
     counted.count(rating)
     metrics = {name.removeprefix("reward/remote_"): x for name, x in counted.take_counts().items()}
     assert metrics.pop("latency_p50_s") <= metrics.pop("latency_p95_s")

@@ -46,7 +46,7 @@ TIMES = (
     "episode/journal_",  # of the run that resumes alone
 )  # metrics with these prefixes differ in every run and are ignored
 STATES = ("dataloader/state.json", "scheduler/state.json", "rng/python.json", "rng/numpy.json")
-OF_TIME = ("rewards_ahead",)  # in `scheduler/state.json`: how much there is of it depends on speed
+OF_TIME = ("async_rewards",)  # in `scheduler/state.json`: how much there is of it depends on speed
 OF_ONE_LAYOUT = ("rng",)  # generators: roles in the driver's process draw from its own, roles elsewhere have theirs
 
 

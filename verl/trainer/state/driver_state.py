@@ -8,7 +8,7 @@ advantage             the same, if the estimator keeps state     scheduler
 policy_loss           the same, with the state of each process   scheduler
 value_loss            the same                                   scheduler
 reward                scheduler/state.json                       scheduler
-rewards_ahead         the same, under that name                  scheduler
+async_rewards         the same, under that name                  scheduler
 replay_buffer         replay_buffer/, files that are linked      replay_buffer
 rng                   rng/                                       rng
 
@@ -284,7 +284,7 @@ class RewardStats:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What makes it this reward, in plain values."""
+        """Plain values that tell this reward from others."""
         if self._known is None:
             self._known = reward_identity(as_plain(self._description))
         return self._known

@@ -23,12 +23,12 @@ from verl.algorithms.importance_sampling import TruncatedIS
 from verl.component import BuildContext, component
 from verl.data.sampler import EpochSampler
 from verl.protocol import DataProto
+from verl.rewards.async_rewards import AsyncRewards
 from verl.rewards.base import Reward, RewardDescription, RewardResult, texts_of, token_scores_of
 from verl.rewards.normalization import RewardNormalization
 from verl.rewards.weighted_sum import WeightedSum
 from verl.rollout.hf import HFRollout
 from verl.trainer.ppo import PPOTrainer
-from verl.trainer.rewards_ahead import RewardsAhead
 from verl.trainer.train_loop import TrainLoop
 from verl.utils.seeding import derive_seed
 
@@ -112,7 +112,7 @@ def test_metrics_statistics_and_checkpoints_are_those_of_a_run_that_rates_in_tur
             options["replay_schedule"] = str(tmp_path / "False/run")
         threads[rates_ahead] = {thread for thread, _ in CALLS}
     assert threads[False] == {"MainThread"}
-    assert "rewards ahead" in threads[True]
+    assert "async rewards" in threads[True]
     same_training(saved(tmp_path / "True"), saved(tmp_path / "False"))
     counted = [line[key] for line in step_lines(tmp_path / "True/run") for key in line if key.endswith("counted")]
     assert set(counted) == {4.0}  # rows of a step, each step
@@ -126,7 +126,7 @@ def test_a_resumed_run_rates_no_group_again_that_was_rated_before_the_save_and_g
 
     def rated_before_the_save(self, experience, step):
         until = time.monotonic() + 30
-        while step == 2 and not self.rewards_ahead.state_dict() and time.monotonic() < until:
+        while step == 2 and not self.async_rewards.state_dict() and time.monotonic() < until:
             time.sleep(0.01)
         return update(self, experience, step)
 
@@ -138,7 +138,7 @@ def test_a_resumed_run_rates_no_group_again_that_was_rated_before_the_save_and_g
     resume = tmp_path / "whole/checkpoints/global_step_2"
     saved_groups = {
         (rating["step"], group)
-        for rating in json.loads((resume / "scheduler/state.json").read_text())["rewards_ahead"]["ratings"]
+        for rating in json.loads((resume / "scheduler/state.json").read_text())["async_rewards"]["ratings"]
         for group, _ in rating["digests"]
     }
     assert saved_groups
@@ -203,7 +203,7 @@ def test_groups_in_any_order_with_saves_between_are_rated_as_a_batch_at_once(rew
     for seed in range(40):
         chance, at_once, in_parts = random.Random(seed), reward.build(BuildContext()), reward.build(BuildContext())
         stats: Any = SimpleNamespace(identity={"reward": 1})
-        rewards = RewardsAhead()
+        rewards = AsyncRewards()
         rewards.use(in_parts, stats)
         for step in (1, 2):
             batch = batch_of_groups(chance)
@@ -226,7 +226,7 @@ def test_groups_in_any_order_with_saves_between_are_rated_as_a_batch_at_once(rew
                         time.sleep(0.001)
                     state = json.loads(json.dumps(rewards.state_dict()))
                     rewards.close()
-                    rewards = RewardsAhead()
+                    rewards = AsyncRewards()
                     rewards.use(in_parts, stats)
                     rewards.load_state_dict(state)
                     rewards.expect(step, prompts, lambda rows: rows)
@@ -245,7 +245,7 @@ def test_groups_in_any_order_with_saves_between_are_rated_as_a_batch_at_once(rew
 
 
 def test_a_group_that_fails_beside_rated_ones_is_told_by_its_row_of_the_batch():
-    chance, rewards = random.Random(4), RewardsAhead()
+    chance, rewards = random.Random(4), AsyncRewards()
     while len(batch := batch_of_groups(chance)) < 9:
         pass
     rewards.use(Counted(fails_on=("p1",)).build(BuildContext()), SimpleNamespace(identity={}))
@@ -260,7 +260,7 @@ def test_a_group_that_fails_beside_rated_ones_is_told_by_its_row_of_the_batch():
 
 
 def test_ratings_of_other_responses_or_of_another_reward_are_not_used():
-    batch, rewards = batch_of_groups(random.Random(1)), RewardsAhead()
+    batch, rewards = batch_of_groups(random.Random(1)), AsyncRewards()
     prompts = DataProto.from_dict({"prompt_ids": batch["prompt_ids"][::3]})
     stats: Any = SimpleNamespace(identity={"reward": 1})
     rewards.use(Counted().build(BuildContext()), stats)

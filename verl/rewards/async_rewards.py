@@ -33,7 +33,7 @@ Rating = tuple[dict[int, str], RewardResult]  # of some groups: their digests, i
 FinishedGroups = tuple[bool, dict[int, DataProto]]  # whether an awaited batch is finished; rows by training step
 
 
-class RewardsAhead:
+class AsyncRewards:
     """Ratings by training step, and the thread that computes them.
 
     Attributes:
@@ -68,12 +68,12 @@ class RewardsAhead:
             self._expected[step] = prompts, describe
             self._noted[step] = {group for digests, _ in self._ratings.get(step, []) for group in digests}
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="rewards ahead", daemon=True)
+                self._thread = threading.Thread(target=self._run, name="async rewards", daemon=True)
                 self._thread.start()
 
     @property
     def known(self) -> dict[int, list[int]]:
-        """By step that is expected, the groups that need not be noted any more."""
+        """Groups that need not be noted any more, by step that is expected."""
         with self._changed:
             return {step: sorted(groups) for step, groups in self._noted.items()}
 
@@ -88,7 +88,7 @@ class RewardsAhead:
             self._changed.notify()
 
     def rating(self, step: int, rollout: DataProto) -> RewardResult:
-        """What `Reward.prepare` gives for the batch of a step, whose groups may be rated; forgets the step."""
+        """Give what `Reward.prepare` gives for the batch of a step, whose groups may be rated; forgets the step."""
         self._is_due = True  # the thread begins nothing else before
         with self.lock:
             self._is_due = False
@@ -205,7 +205,7 @@ class RewardsAhead:
 
 
 def _digests(rows: DataProto) -> dict[int, str]:
-    """By group, in the order of the rows: the digest of its prompt and responses."""
+    """Digests of the prompt and the responses of each group, in the order of the rows."""
     texts: dict[int, list[Any]] = {}
     numbers = zip(rows["group_ids"].tolist(), rows["prompt_ids"].tolist(), strict=True)
     for (group, prompt), tokens, mask in zip(numbers, rows["responses"], rows["response_mask"], strict=True):
