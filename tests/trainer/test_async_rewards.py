@@ -231,7 +231,6 @@ def test_groups_in_any_order_with_saves_between_are_rated_as_a_batch_at_once(rew
                     rewards.load_state_dict(state)
                     rewards.expect(step, prompts, lambda rows: rows)
             rating = rewards.rating(step, batch)
-            rewards.count(rating)
             counted = rewards.take_counts()
             assert sum(counted.values()) == 2 * len(batch)
             scored = in_parts.score(batch, in_parts.apply(rating, batch))

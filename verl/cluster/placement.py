@@ -122,9 +122,6 @@ class RoleGroups:
                 ending.callback(cluster.close)
 
 
-ONE_SAMPLER = "the sampler has one process, with one engine, and is not sharded"
-
-
 def single_process_roles(shardings: Mapping[str, Sharding], roles: Collection[str]) -> list[str]:
     """Roles among the given ones that cannot have several workers."""
     return [role for role in roles if not shardings[role].needs_processes]
@@ -175,7 +172,7 @@ class DeviceMesh(Placement):
             yield f"devices: the mesh says how many processes there are. Set trainer.n_gpus_per_node=1, not {size}."
         for devices, members in self.groups(shardings):
             if len(devices) > 1 and members == (SAMPLER,):
-                yield f"sub_meshes.sampler is {', '.join(devices)}: {ONE_SAMPLER}. Name one device, or leave it out."
+                yield f"sub_meshes.sampler is {', '.join(devices)}: the sampler has one engine. Name one device."
             elif len(devices) > 1 and (whole := single_process_roles(shardings, members)):
                 yield (
                     f"sub_meshes puts {', '.join(whole)} on {', '.join(devices)}: sharding=none is for one device. "

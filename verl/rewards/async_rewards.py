@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ class AsyncRewards:
 
     def __init__(self):
         self.lock = threading.RLock()
-        self._reward, self._stats = Reward(), None
+        self._reward, self._stats = Reward(), cast(Any, None)
         self._changed = threading.Condition()  # guards the next four, by step; taken after `lock`
         self._expected: dict[int, tuple[DataProto, Callable[[DataProto], DataProto]]] = {}
         self._noted: dict[int, set[int]] = {}  # groups that are rated, or will be
@@ -88,7 +88,9 @@ class AsyncRewards:
             self._changed.notify()
 
     def rating(self, step: int, rollout: DataProto) -> RewardResult:
-        """Give what `Reward.prepare` gives for the batch of a step, whose groups may be rated; forgets the step."""
+        """Give what `Reward.prepare` gives for the batch of a step, whose groups may be rated, and count it; forgets
+        the step. Step 0 is that of rows that were never expected.
+        """
         self._is_due = True  # the thread begins nothing else before
         with self.lock:
             self._is_due = False
@@ -97,12 +99,10 @@ class AsyncRewards:
                 for by_step in (self._expected, self._noted, self._unrated, self._ratings):
                     for number in [number for number in by_step if number <= step]:
                         del by_step[number]
-            return self._completed(rollout, ratings)
-
-    def count(self, rating: RewardResult) -> None:
-        """Add `RewardResult.counts` to those of the present step."""
-        for name, numbers in rating.counts.items():
-            self._counts.setdefault(name, []).extend(numbers)
+            rating = self._completed(rollout, ratings) if ratings else self._reward.prepare(rollout)
+            for name, numbers in rating.counts.items():
+                self._counts.setdefault(name, []).extend(numbers)
+            return rating
 
     def take_counts(self) -> dict[str, float]:
         """Metrics of what was counted since the last call; see `RewardResult.counts`."""
@@ -131,10 +131,9 @@ class AsyncRewards:
         with self._changed:
             for by_step in (self._expected, self._noted, self._unrated, self._ratings):
                 by_step.clear()
-            if state and state["reward_of"] == self._stats.identity:
-                for saved in state["ratings"]:
-                    rating = dict(saved["digests"]), _result(saved["result"])
-                    self._ratings.setdefault(saved["step"], []).append(rating)
+            for saved in state["ratings"] if state and state["reward_of"] == self._stats.identity else []:
+                rating = dict(saved["digests"]), _result(saved["result"])
+                self._ratings.setdefault(saved["step"], []).append(rating)
 
     def close(self) -> None:
         """Begin nothing more in the thread. Idempotent."""
@@ -145,27 +144,22 @@ class AsyncRewards:
         digests, groups = _digests(rollout), np.array(rollout["group_ids"].tolist())
         chosen = [rating for rating in ratings if rating[0].items() <= digests.items()]
         rows = [row for known, _ in chosen for group in known for row in np.flatnonzero(groups == group)]
-        rest = np.setdiff1d(np.arange(len(rollout)), rows)
-        if not chosen or (len(rest) and not self._reward.rates_groups):
-            return self._reward.prepare(rollout)
+        rest = np.setdiff1d(np.arange(len(rollout)), rows).tolist()
         results = [result for _, result in chosen]
-        try:
-            results += [self._reward.prepare(rollout[rest.tolist()])] if len(rest) else []
-            return _joined(results, np.argsort([*rows, *rest]), rollout["responses"].shape[1])
-        except Exception as error:  # noqa: BLE001 - an error that names rows is to name those of the batch
-            log.warning("The batch is rated as a whole, because a part of it failed (%s).", type(error).__name__)
-            return self._reward.prepare(rollout)
+        if results and (self._reward.rates_groups or not rest):
+            try:
+                results += [self._reward.prepare(rollout[rest])] if rest else []
+                return _joined(results, np.argsort(rows + rest), rollout["responses"].shape[1])
+            except Exception as error:  # noqa: BLE001 - an error that names rows is to name those of the batch
+                log.warning("The batch is rated as a whole, because a part of it failed (%s).", type(error).__name__)
+        return self._reward.prepare(rollout)
 
     # In the thread
 
     def _run(self) -> None:
         asked: Future[FinishedGroups] | None = None
         while not self._is_closed:
-            if (step := self._next()) is not None:
-                try:
-                    self._rate(step)
-                except BaseException as error:  # noqa: BLE001 - `rating` raises it, if it comes again
-                    log.info("Groups of step %d will be rated in their turn: %s", step, error)
+            if self._rate():
                 continue
             if self.poll is not None and (known := self.known) and (asked is None or asked.done()):
                 with suppress(Exception):  # questions of the trainer's own raise it
@@ -178,61 +172,59 @@ class AsyncRewards:
         with suppress(Exception):
             self.note(asked.result()[1])
 
-    def _next(self) -> int | None:
-        """The first step with something to rate: all groups of it, where the reward does not rate single ones."""
-        with self._changed:
-            for step in sorted(self._unrated) if not self._is_due else []:
-                if self._reward.rates_groups or len(self._noted[step]) == len(self._expected[step][0]):
-                    return step
-        return None
-
-    def _rate(self, step: int) -> None:
-        """Rate all groups of a step that are there, by one call."""
+    def _rate(self) -> bool:
+        """Rate all groups of the first step that has some, by one call; all of its batch, where the reward does not
+        rate groups. Returns whether there were any.
+        """
+        if self._is_due or not self._unrated:
+            return False
         with self.lock:
             with self._changed:
-                if (parts := self._unrated.pop(step, None)) is None:  # its turn has come
-                    return
-                prompts, describe = self._expected[step]
-            rows = DataProto.concat(parts)
-            rows = rows[rows["group_ids"].argsort(stable=True)]
-            if not prompts["prompt_ids"][rows["group_ids"]].equal(rows["prompt_ids"]):
-                return  # of a checkpoint with batches of another size
-            rows = describe(rows)
-            rating = _digests(rows), self._reward.prepare(rows)
-            with self._changed:
-                if step in self._expected:  # else a checkpoint was loaded
-                    self._ratings.setdefault(step, []).append(rating)
+                is_whole = {step: len(self._noted[step]) == len(self._expected[step][0]) for step in self._unrated}
+                step = min((x for x in is_whole if is_whole[x] or self._reward.rates_groups), default=0)
+                if not step:
+                    return False
+                parts, (prompts, describe) = self._unrated.pop(step), self._expected[step]
+            try:
+                rows = DataProto.concat(parts)
+                rows = rows[rows["group_ids"].argsort(stable=True)]
+                if prompts["prompt_ids"][rows["group_ids"]].equal(rows["prompt_ids"]):  # else of another batch size
+                    rows = describe(rows)
+                    rating = _digests(rows), self._reward.prepare(rows)
+                    with self._changed:
+                        if step in self._expected:  # else a checkpoint was loaded
+                            self._ratings.setdefault(step, []).append(rating)
+            except BaseException as error:  # noqa: BLE001 - `rating` raises it, if it comes again
+                log.info("Groups of step %d will be rated in their turn: %s", step, error)
+        return True
 
 
 def _digests(rows: DataProto) -> dict[int, str]:
     """Digests of the prompt and the responses of each group, in the order of the rows."""
     texts: dict[int, list[Any]] = {}
-    numbers = zip(rows["group_ids"].tolist(), rows["prompt_ids"].tolist(), strict=True)
-    for (group, prompt), tokens, mask in zip(numbers, rows["responses"], rows["response_mask"], strict=True):
-        texts.setdefault(group, [prompt]).append(tokens[mask].tolist())
+    for row, group in enumerate(rows["group_ids"].tolist()):
+        tokens = rows["responses"][row][rows["response_mask"][row]].tolist()
+        texts.setdefault(group, [int(rows["prompt_ids"][row])]).append(tokens)
     return {group: digest_of(repr(text).encode()) for group, text in texts.items()}
 
 
 def _joined(results: Sequence[RewardResult], order: np.ndarray, width: int) -> RewardResult:
     """Ratings one behind the other, with their rows in this order; token scores get `width` columns."""
-    first, counts = results[0], dict[str, list[float]]()
-    for result in results:
-        for name, numbers in result.counts.items():
-            counts[name] = [*counts.get(name, []), *numbers]
-    tokens = None
+
+    def joined(field: str) -> dict[str, np.ndarray]:
+        return {name: np.concatenate([vars(x)[field][name] for x in results])[order] for name in vars(first)[field]}
+
+    first, counts, tokens = results[0], dict[str, list[float]](), None
+    for name, numbers in (item for result in results for item in result.counts.items()):
+        counts[name] = [*counts.get(name, []), *numbers]
     if first.token_scores is not None:
         wide = [
             torch.nn.functional.pad(x, (0, width - x.shape[1])) for r in results if (x := r.token_scores) is not None
         ]
         tokens = torch.cat(wide)[torch.from_numpy(order)]
-    return RewardResult(
-        np.concatenate([result.scores for result in results])[order],
-        {name: np.concatenate([result.parts[name] for result in results])[order] for name in first.parts},
-        {name: np.concatenate([result.columns[name] for result in results])[order] for name in first.columns},
-        tokens,
-        counts,
-        {name: _joined([result.inner[name] for result in results], order, width) for name in first.inner},
-    )
+    inner = {name: _joined([result.inner[name] for result in results], order, width) for name in first.inner}
+    scores = np.concatenate([result.scores for result in results])[order]
+    return RewardResult(scores, joined("parts"), joined("columns"), tokens, counts, inner)
 
 
 def _state(result: RewardResult) -> dict[str, Any]:
@@ -241,11 +233,8 @@ def _state(result: RewardResult) -> dict[str, Any]:
 
 
 def _result(state: Mapping[str, Any]) -> RewardResult:
-    return RewardResult(
-        np.array(state["scores"], dtype=np.float64),
-        {name: np.array(values) for name, values in state["parts"].items()},
-        {name: np.fromiter(values, object) for name, values in state["columns"].items()},
-        None if state["token_scores"] is None else torch.tensor(state["token_scores"], dtype=torch.float32),
-        state["counts"],
-        {name: _result(inner) for name, inner in state["inner"].items()},
-    )
+    tokens, parts = state["token_scores"], {name: np.array(values) for name, values in state["parts"].items()}
+    columns = {name: np.fromiter(values, object) for name, values in state["columns"].items()}
+    tokens = None if tokens is None else torch.tensor(tokens, dtype=torch.float32)
+    inner = {name: _result(x) for name, x in state["inner"].items()}
+    return RewardResult(np.array(state["scores"]), parts, columns, tokens, state["counts"], inner)

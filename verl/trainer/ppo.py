@@ -80,7 +80,7 @@ class PPOTrainer(PPOLifecycle):
             if self.algorithm.needs_greedy_baseline:
                 greedy = self._respond(prompts, replace(request, num_samples=1, greedy=True))
                 with self.guard.rating(greedy):
-                    greedy = self._rated(greedy)
+                    greedy = self._rated(greedy, 0)
                 baseline = torch.tensor(greedy["score"].astype(float)).repeat_interleave(request.num_samples)
                 rows = rows.union(DataProto.from_dict({"greedy_scores": baseline}))
             tokens = int(rows["response_mask"].sum())
@@ -209,15 +209,13 @@ class PPOTrainer(PPOLifecycle):
 
     def judge(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Sample responses without training and score them."""
-        return self._rated(self._respond(prompts, request), is_counted=False)
+        return self._rated(self._respond(prompts, request))
 
-    def _rated(self, rollout: DataProto, step: int | None = None, *, is_counted: bool = True) -> DataProto:
-        """Responses with their rewards, in training and in evaluation; `step`: whose batch may be rated ahead."""
+    def _rated(self, rollout: DataProto, step: int | None = None) -> DataProto:
+        """Responses with their rewards; `step`: see `AsyncRewards.rating`, None in an evaluation."""
         assert self.reward is not None
         with self.async_rewards.lock:
             rating = self.reward.prepare(rollout) if step is None else self.async_rewards.rating(step, rollout)
-            if is_counted:
-                self.async_rewards.count(rating)
             return rollout.union(self.reward.score(rollout, self.reward.apply(rating, rollout)))
 
     def _respond(self, prompts: DataProto, request: GenerationRequest) -> DataProto:

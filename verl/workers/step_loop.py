@@ -108,18 +108,15 @@ class StepLoop:
     def finished_groups(
         self, known: Mapping[int, Collection[int]], awaited: int | None = None
     ) -> tuple[bool, dict[int, DataProto]]:
-        """The responses to prompts of which all are there. They stay part of `save` until `finish`.
-
-        Args:
-            known: by training step of a batch, the places of the prompts that are left out; other batches are left out.
-            awaited: step of a batch; wait until it is finished, or there is something else to return.
-        Returns:
-            Whether the awaited batch is finished, and rows by step.
+        """Rows of finished groups other than the `known` ones of these training steps; with `awaited`, a step, wait
+        until its batch is finished or there are some. Returns whether it is finished, and the rows, by step.
         """
 
         def new() -> dict[int, list[int]]:
-            of_step = {step: self._batches[step].finished_groups() for step in known if step in self._batches}
-            chosen = {step: [group for group in of_step[step] if group not in known[step]] for step in of_step}
+            finished = {step: self._batches[step].finished_groups() for step in known if step in self._batches}
+            chosen = {
+                step: [group for group in groups if group not in known[step]] for step, groups in finished.items()
+            }
             return {step: groups for step, groups in chosen.items() if groups}
 
         is_finished = False

@@ -172,14 +172,13 @@ def test_a_sample_may_get_a_score_of_its_own_instead_and_is_counted(made, caplog
 
     with serving(bad_for_2) as server:
         reward = made(server, on_error="score", error_score=-1.0, batch_size=1)
-        rating = reward.rated(batch_of())
-        scored = reward.score(batch_of(), rating)
+        counted = AsyncRewards()
+        counted.use(reward, None)
+        scored = reward.score(batch_of(), counted.rating(1, batch_of()))
     assert list(scored["score"]) == [0, 1, -1, 3, 4]
     assert list(scored["reward/failed"]) == [0, 0, 1, 0, 0]
     assert outcomes(scored)[2].startswith("failed, asked 3 times: HTTP 500")
     assert "1 of 5 samples failed and get error_score -1" in caplog.text
-    counted = AsyncRewards()
-    counted.count(rating)
     metrics = {name.removeprefix("reward/remote_"): x for name, x in counted.take_counts().items()}
     assert metrics.pop("latency_p50_s") <= metrics.pop("latency_p95_s")
     assert metrics == {"requests": 7, "retries": 2, "failures": 1, "cache_hits": 0}

@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from verl.cluster.local_worker_group import InlineWorkerGroup
-from verl.cluster.placement import (
-    ONE_SAMPLER,
-    ROLES,
-    SAMPLER,
-    DivisibleHost,
-    Placement,
-    RoleGroups,
-    single_process_roles,
-)
+from verl.cluster.placement import ROLES, SAMPLER, DivisibleHost, Placement, RoleGroups, single_process_roles
 from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, component
 from verl.engines.sharding import Sharding
@@ -108,7 +100,7 @@ class RayPlacement(Placement):
                     "Give it a pool of its own, or leave it out of pools."
                 )
             if count > 1 and members == (SAMPLER,):
-                yield f"workers.{pool} is {count}: {ONE_SAMPLER}. Set it to 1, or leave it out."
+                yield f"workers.{pool} is {count}: the sampler has one engine. Set it to 1."
             elif count > 1 and (whole := single_process_roles(shardings, members)):
                 yield (
                     f"{field_name}: the pool {pool} ({', '.join(whole)}) has {count} workers, and sharding=none is "
