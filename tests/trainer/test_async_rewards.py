@@ -198,6 +198,13 @@ def batch_of_groups(chance: random.Random) -> DataProto:
     )
 
 
+def fed(reward: Reward, stats: Any) -> AsyncRewards:
+    rewards = AsyncRewards()
+    rewards.is_fed = True
+    rewards.use(reward, stats)
+    return rewards
+
+
 TOKENS = WeightedSum(
     parts={"plain": Counted(), "tokens": Counted(of_tokens=True)}, weights={"plain": 1.0, "tokens": 0.3}
 )
@@ -208,8 +215,7 @@ def test_groups_in_any_order_with_saves_between_are_rated_as_a_batch_at_once(rew
     for seed in range(40):
         chance, at_once, in_parts = random.Random(seed), reward.build(BuildContext()), reward.build(BuildContext())
         stats: Any = SimpleNamespace(identity={"reward": 1})
-        rewards = AsyncRewards()
-        rewards.use(in_parts, stats)
+        rewards = fed(in_parts, stats)
         for step in (1, 2):
             batch = batch_of_groups(chance)
             prompts = DataProto.from_dict({"prompt_ids": batch["prompt_ids"][::3]})
@@ -231,8 +237,7 @@ def test_groups_in_any_order_with_saves_between_are_rated_as_a_batch_at_once(rew
                         time.sleep(0.001)
                     state = json.loads(json.dumps(rewards.state_dict()))
                     rewards.close()
-                    rewards = AsyncRewards()
-                    rewards.use(in_parts, stats)
+                    rewards = fed(in_parts, stats)
                     rewards.load_state_dict(state)
                     rewards.expect(step, prompts, lambda rows: rows)
             rating = rewards.rating(step, batch)
@@ -249,10 +254,10 @@ def test_groups_in_any_order_with_saves_between_are_rated_as_a_batch_at_once(rew
 
 
 def test_a_group_that_fails_beside_rated_ones_is_told_by_its_row_of_the_batch():
-    chance, rewards = random.Random(4), AsyncRewards()
+    chance = random.Random(4)
     while len(batch := batch_of_groups(chance)) < 9:
         pass
-    rewards.use(Counted(fails_on=("p1",)).build(BuildContext()), SimpleNamespace(identity={}))
+    rewards = fed(Counted(fails_on=("p1",)).build(BuildContext()), SimpleNamespace(identity={}))
     rewards.expect(1, DataProto.from_dict({"prompt_ids": batch["prompt_ids"][::3]}), lambda rows: rows)
     rewards.note({1: batch[[0, 1, 2]]})
     while not rewards.state_dict():
@@ -264,10 +269,10 @@ def test_a_group_that_fails_beside_rated_ones_is_told_by_its_row_of_the_batch():
 
 
 def test_ratings_of_other_responses_or_of_another_reward_are_not_used():
-    batch, rewards = batch_of_groups(random.Random(1)), AsyncRewards()
+    batch = batch_of_groups(random.Random(1))
     prompts = DataProto.from_dict({"prompt_ids": batch["prompt_ids"][::3]})
     stats: Any = SimpleNamespace(identity={"reward": 1})
-    rewards.use(Counted().build(BuildContext()), stats)
+    rewards = fed(Counted().build(BuildContext()), stats)
     rewards.expect(1, prompts, lambda rows: rows)
     rewards.note({1: batch})
     while not (state := rewards.state_dict()):

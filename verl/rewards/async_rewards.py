@@ -37,10 +37,12 @@ class AsyncRewards:
     """Ratings by training step, and the thread that computes them.
 
     Attributes:
+        is_fed: somebody calls `note`; else nothing is expected.
         lock: held while the reward is used.
         poll: asks for finished groups other than these, by step; None where `note` is called without being asked.
     """
 
+    is_fed = False
     poll: Callable[[dict[int, list[int]]], Future[FinishedGroups]] | None = None
 
     def __init__(self):
@@ -63,7 +65,7 @@ class AsyncRewards:
     def expect(self, step: int, prompts: DataProto, describe: Callable[[DataProto], DataProto]) -> None:
         """Rate the groups of these prompts [P] as they are noted; `describe` gives rows as a reward reads them."""
         with self._changed:
-            if not self._reward.rates_ahead or step in self._expected:
+            if not (self.is_fed and self._reward.rates_ahead) or step in self._expected:
                 return
             self._expected[step] = prompts, describe
             self._noted[step] = {group for digests, _ in self._ratings.get(step, []) for group in digests}

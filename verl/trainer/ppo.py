@@ -222,7 +222,7 @@ class PPOTrainer(PPOLifecycle):
         """Responses or episodes, the data columns, and the response texts."""
         prompts = _grouped(prompts)
         asked, is_training = self._asked(prompts, request), request.stream == TRAINING and not request.greedy
-        if is_training and self.pipeline.depth:
+        if is_training:
             self.async_rewards.expect(request.step, prompts, partial(self._described, prompts=prompts))
         rows = (self.pipeline.take if is_training else self.pipeline.generate)(asked, request)
         if is_training:

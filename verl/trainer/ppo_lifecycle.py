@@ -313,8 +313,8 @@ class PPOLifecycle(LoopTrainer):
         return fit(self, as_plain(self.description), may_restart=may_restart)
 
     def close(self) -> None:
-        self.async_rewards.close()
         if self.sampler_group is not None:
+            self.async_rewards.close()
             self.pipeline.close()
             self.sampler_group.close()
         if torch.get_num_threads() == self._divided_threads // 2:  # else another run in this process has changed them

@@ -132,6 +132,7 @@ class RolloutPipeline:
         self._last_call: Future[Any] | None = None
         self._idle_since = time.monotonic()
         self._metrics: dict[str, float] = {}
+        self._rewards.is_fed = sampler is not None and depth > 0
         if in_flight:
             self._rewards.poll = self._sampler.finished_groups
 
