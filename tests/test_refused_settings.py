@@ -216,7 +216,11 @@ REFUSED_RUNS = [  # overrides, and a part of the message
     ([*CORRECTED, "trainer=ray", "trainer.placement.in_driver=[sampler]"], "it generates while the driver works"),
     (
         [*CORRECTED, "trainer=mesh", "+trainer.placement.sub_meshes={sampler:[cpu:0,cpu:1]}", "trainer.device=cpu"],
-        "puts sampler on cpu:0, cpu:1",
+        "sub_meshes.sampler is cpu:0, cpu:1: the sampler has one engine. Name one device",
+    ),
+    (
+        [*CORRECTED, "trainer=ray", "+trainer.placement.pools={s:[sampler]}", "+trainer.placement.workers={s:2}"],
+        "workers.s is 2: the sampler has one engine. Set it to 1",
     ),
     ([*CORRECTED, "trainer.max_staleness=2"], "rollout_ahead is 1, which means mode=async with max_staleness=1"),
     ([*CORRECTED, "rollout.router_replay=true"], "trainer.rollout_ahead is 1: rollout.router_replay was not tried"),

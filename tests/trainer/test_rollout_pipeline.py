@@ -16,6 +16,7 @@ import torch
 from verl.data.sampler import EpochSampler
 from verl.errors import RolloutError, WorkerDied
 from verl.protocol import DataProto
+from verl.rewards.async_rewards import AsyncRewards
 from verl.rollout.base import GenerationRequest, SyncResult
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.rollout_pipeline import RolloutPipeline
@@ -185,7 +186,7 @@ class Schedule:
     trained: list[tuple[list[int], int, int]] = field(default_factory=list)
 
     def __post_init__(self):
-        self.settings, self.reward = SimpleNamespace(group_size=2), SimpleNamespace(rates_ahead=False)
+        self.settings, self.async_rewards = SimpleNamespace(group_size=2), AsyncRewards()  # without a reward
         self.train_data = SimpleNamespace(collate=self._collate)
         self.start()
 
@@ -238,6 +239,9 @@ class Schedule:
     def run(self, chance: random.Random) -> None:
         while len(self.trained) < self.num_steps:
             self.step(chance)
+
+    def _described(self, rows: DataProto, prompts: DataProto) -> DataProto:
+        raise NotImplementedError
 
     def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         return prompts

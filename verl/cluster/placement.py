@@ -171,7 +171,9 @@ class DeviceMesh(Placement):
         if size != 1:
             yield f"devices: the mesh says how many processes there are. Set trainer.n_gpus_per_node=1, not {size}."
         for devices, members in self.groups(shardings):
-            if len(devices) > 1 and (whole := single_process_roles(shardings, members)):
+            if len(devices) > 1 and members == (SAMPLER,):
+                yield f"sub_meshes.sampler is {', '.join(devices)}: the sampler has one engine. Name one device."
+            elif len(devices) > 1 and (whole := single_process_roles(shardings, members)):
                 yield (
                     f"sub_meshes puts {', '.join(whole)} on {', '.join(devices)}: sharding=none is for one device. "
                     "Set sharding=ddp, or give each role one device."

@@ -1,5 +1,6 @@
 """Rewards: scores of texts by rules, user-defined functions, reward models and remote judges.
 
+async_rewards   Rewards of groups that are finished before their batch is trained on, computed while the trainer works
 base            From texts to scores: the base class of rewards, scores on tokens, checks of a reward function
 code_tests      Rewards by running code: the program in a response is tested in a sandbox
 deadline        Deadlines for calls of user code in this process

@@ -208,12 +208,17 @@ class RewardResult:
         parts: components by name, [B] floats each: logged as metric `reward/NAME` (mean) and as a column of sample
             tables.
         columns: other values by name, [B] each, such as texts: a column `reward_NAME` of the sample tables.
+        counts: numbers that the metric `reward/NAME` of a training step sums up; of seconds, `NAME_s`, it has the
+            percentiles `NAME_p50_s` and `NAME_p95_s`.
+        inner: of a reward that combines others, what `Reward.prepare` of each gave.
     """
 
     scores: np.ndarray
     parts: dict[str, np.ndarray] = field(default_factory=dict)
     columns: dict[str, np.ndarray] = field(default_factory=dict)
     token_scores: torch.Tensor | None = None
+    counts: dict[str, list[float]] = field(default_factory=dict)
+    inner: dict[str, RewardResult] = field(default_factory=dict)
 
 
 @component
@@ -243,10 +248,14 @@ class Reward:
             class that does not set it gets 60 in a run.
         rates_ahead: whether it may rate a batch in a thread, while the trainer works: it computes elsewhere, or little,
             and draws from no generator of this process.
+        rates_groups: whether a score does not depend on the responses to other prompts, and `parts` and `columns` have
+            the same names for any responses. With `rates_ahead`, the responses to a prompt are then rated as soon as
+            all of them are there; else those of a batch are.
     """
 
     call_timeout_s: float | None = None
     rates_ahead: bool = False
+    rates_groups: bool = False
 
     def rate(self, prompts: list[str], responses: list[str], **columns: list) -> Any:
         """Score B responses.
@@ -284,12 +293,15 @@ class Reward:
         except CallFailed as late:
             raise reward_error("a score for each response", str(late), self.producer) from late
 
-    def prepare(self, batch: DataProto) -> Callable[[], RewardResult]:
-        """Rate a batch before its turn. The function that is returned applies running statistics of scores, in its
-        turn, and gives what `rated` would give then.
+    def prepare(self, batch: DataProto) -> RewardResult:
+        """Rate responses before their turn: the part of `rated` that no running statistics of scores enter."""
+        return self.rated(batch)
+
+    def apply(self, rating: RewardResult, batch: DataProto) -> RewardResult:
+        """Apply running statistics of scores, in the turn of a batch, to what `prepare` gave for its rows; gives what
+        `rated` would give then.
         """
-        rating = self.rated(batch)
-        return lambda: rating
+        return rating
 
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Check the rows that a run will score, before weights load.
@@ -309,12 +321,6 @@ class Reward:
         evaluation.
         """
         return contextlib.nullcontext()
-
-    def take(self) -> dict[str, float]:
-        """Return and reset the counters since the last call, without evaluations, by NAME of the metric
-        `reward/NAME`.
-        """
-        return {}
 
     def reset_stats(self) -> None:
         """Reset running statistics of scores."""

@@ -110,7 +110,7 @@ class CodeTest:
 class CodeReward(Reward):
     """The reward that `CodeTests` builds."""
 
-    rates_ahead = True
+    rates_ahead = rates_groups = True
 
     def __init__(self, described: CodeTests, runner: CodeRunner):
         self.described, self._runner = described, runner

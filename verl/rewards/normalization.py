@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -91,17 +91,17 @@ class ScaledReward(Reward):
 
     def __init__(self, reward: Reward, has_state: bool = True):
         self.reward, self.norm, self._learns, self._has_state = reward, RunningStats(), True, has_state
-        self.rates_ahead = reward.rates_ahead
+        self.rates_ahead, self.rates_groups = reward.rates_ahead, reward.rates_groups
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
         """Score every row; the part `raw` has the scores before normalisation."""
-        return self.prepare(batch)()
+        return self.apply(self.prepare(batch), batch)
 
-    def prepare(self, batch: DataProto) -> Callable[[], RewardResult]:
-        rating = self.reward.prepare(batch)
-        return lambda: self._normalised(rating())
+    def prepare(self, batch: DataProto) -> RewardResult:
+        return self.reward.prepare(batch)
 
-    def _normalised(self, rating: RewardResult) -> RewardResult:
+    def apply(self, rating: RewardResult, batch: DataProto) -> RewardResult:
+        rating = self.reward.apply(rating, batch)
         if not len(rating.scores):
             return rating
         if rating.token_scores is not None:
@@ -116,9 +116,6 @@ class ScaledReward(Reward):
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         with faults_below("reward"):
             return self.reward.check_rows(name, rows)
-
-    def take(self) -> dict[str, float]:
-        return self.reward.take()
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:

@@ -358,7 +358,7 @@ class SampleReward(Reward):
         RewardError: a worker cannot import the function, or it does not take `prompt` and `response`.
     """
 
-    rates_ahead = True
+    rates_ahead = rates_groups = True
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ class ExactMatch(RewardDescription, Reward):
         correct, wrong: the two scores.
     """
 
-    rates_ahead = True
+    rates_ahead = rates_groups = True
 
     answer_key: str = "answer"
     ignore_whitespace: bool = True
@@ -78,7 +78,7 @@ class Format(RewardDescription, Reward):
         correct, wrong: the two scores.
     """
 
-    rates_ahead = True
+    rates_ahead = rates_groups = True
 
     pattern: str
     whole: bool = True
@@ -110,7 +110,7 @@ class Length(RewardDescription, Reward):
         inside, outside: the two scores.
     """
 
-    rates_ahead = True
+    rates_ahead = rates_groups = True
 
     min_tokens: NonNegativeInt = 1
     max_tokens: int | None = None
@@ -145,7 +145,7 @@ class Overlong(RewardDescription, Reward):
         penalty: subtracted from a response at or above the limit.
     """
 
-    rates_ahead = True
+    rates_ahead = rates_groups = True
 
     max_tokens: PositiveInt
     buffer_tokens: NonNegativeInt

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -65,16 +65,19 @@ class SumOfRewards(Reward):
     def __init__(self, parts: Mapping[str, Reward], weights: Mapping[str, float]):
         self.parts, self.weights = dict(parts), dict(weights)
         self.rates_ahead = all(part.rates_ahead for part in parts.values())
+        self.rates_groups = all(part.rates_groups for part in parts.values())
 
     def rate_batch(self, batch: DataProto) -> RewardResult:
         """The weighted sum; `parts` has the scores of each part, and the parts of a part as `NAME_...`."""
-        return self.prepare(batch)()
+        return self.apply(self.prepare(batch), batch)
 
-    def prepare(self, batch: DataProto) -> Callable[[], RewardResult]:
-        prepared = {name: reward.prepare(batch) for name, reward in self.parts.items()}
-        return lambda: self._sum({name: rating() for name, rating in prepared.items()}, batch)
+    def prepare(self, batch: DataProto) -> RewardResult:
+        inner = {name: reward.prepare(batch) for name, reward in self.parts.items()}
+        counts = {f"{name}_{of_part}": x for name, rating in inner.items() for of_part, x in rating.counts.items()}
+        return RewardResult(np.zeros(len(batch)), counts=counts, inner=inner)
 
-    def _sum(self, ratings: Mapping[str, RewardResult], batch: DataProto) -> RewardResult:
+    def apply(self, rating: RewardResult, batch: DataProto) -> RewardResult:
+        ratings = {name: reward.apply(rating.inner[name], batch) for name, reward in self.parts.items()}
         total, parts, columns = np.zeros(len(batch)), {}, {}
         for name, rating in ratings.items():
             total = total + self.weights[name] * rating.scores
@@ -99,9 +102,6 @@ class SumOfRewards(Reward):
             with faults_below(f"parts.{part}"):
                 messages += reward.check_rows(name, rows)
         return messages
-
-    def take(self) -> dict[str, float]:
-        return {f"{name}_{inner}": x for name, reward in self.parts.items() for inner, x in reward.take().items()}
 
     @contextmanager
     def frozen(self) -> Iterator[None]:

@@ -9,8 +9,7 @@ y ~ pi(.|x)  reward,    KL, advantages,  critic,    the rollout engine
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -35,7 +34,6 @@ from verl.monitoring.ppo_metrics import evaluated_rows, evaluation_metrics, mean
 from verl.ops.masking import masked_mean
 from verl.ops.sampling import EVALUATION, TRAINING
 from verl.protocol import DataProto
-from verl.rewards.base import RewardResult
 from verl.rollout.base import GenerationRequest
 from verl.trainer.ppo_lifecycle import PPOLifecycle
 from verl.utils.seeding import derive_seed
@@ -45,7 +43,6 @@ EPISODE_FIELDS = ["turn_ids", "turn_rewards", "episode_ids"]
 OF_ROWS = ["is_replayed", "is_on_policy", "token_versions"]
 DRIVER_FIELDS = [*PROMPT_FIELDS, *EPISODE_FIELDS, *OF_ROWS]  # that no role reads in an update
 SEQUENCE_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
-AheadRating = tuple[Callable[[], RewardResult], dict[str, float]]  # see `Reward.prepare`; and `Reward.take`
 ROUTED_FIELDS = ["routed_experts", "rollout_log_probs"]  # that the actor reads before an update, under router replay
 
 
@@ -74,7 +71,7 @@ class PPOTrainer(PPOLifecycle):
         metrics |= self.update(self.with_data(experience, batch, step), step)
         metrics |= self.reuse.keep(experience, step, self.saving.is_busy)
         metrics |= self.sync()
-        metrics = {**self.observe(experience, step), **self.reward_counts(), **selected, **metrics}
+        metrics = {**self.observe(experience, step), **self.async_rewards.take_counts(), **selected, **metrics}
         self.guard.watch(metrics, experience)
         return metrics
 
@@ -85,7 +82,7 @@ class PPOTrainer(PPOLifecycle):
             if self.algorithm.needs_greedy_baseline:
                 greedy = self._respond(prompts, replace(request, num_samples=1, greedy=True))
                 with self.guard.rating(greedy):
-                    greedy = self._rated(greedy)
+                    greedy = self._rated(greedy, 0)
                 baseline = torch.tensor(greedy["score"].astype(float)).repeat_interleave(request.num_samples)
                 rows = rows.union(DataProto.from_dict({"greedy_scores": baseline}))
             tokens = int(rows["response_mask"].sum())
@@ -198,7 +195,7 @@ class PPOTrainer(PPOLifecycle):
             return {}
         prompts, k = self.eval_data.collate(range(len(self.eval_data))), self.settings.eval_samples
         assert self.reward is not None
-        with self.reward_lock, self.reward.frozen():
+        with self.async_rewards.lock, self.reward.frozen():
             greedy = self.judge(prompts, GenerationRequest(step, greedy=True, stream=EVALUATION))
             drawn = self.judge(prompts, GenerationRequest(step, num_samples=k, stream=EVALUATION)) if k else None
             bare = None
@@ -215,7 +212,7 @@ class PPOTrainer(PPOLifecycle):
         if "token_level_scores" in rollout:  # a selection has read them
             return rollout
         with self.stages.stage("reward") as note, self.guard.rating(rollout):
-            rollout = self._rated(rollout, self.pipeline.computed_ahead())
+            rollout = self._rated(rollout, self.guard.step)
             self.guard.inspect(rollout, "reward")  # before a selection reads them
             passed = torch.tensor(rollout["score"].astype(float)) >= self.settings.success_score
             self.sampler.record(rollout["prompt_ids"], passed)
@@ -226,29 +223,19 @@ class PPOTrainer(PPOLifecycle):
         """Sample responses without training and score them."""
         return self._rated(self._respond(prompts, request))
 
-    def _rated(self, rollout: DataProto, ahead: Future[AheadRating] | None = None) -> DataProto:
-        """Responses with their rewards, in training and in evaluation; `ahead`: what `_rate_ahead` gave for them."""
+    def _rated(self, rollout: DataProto, step: int | None = None) -> DataProto:
+        """Responses with their rewards; `step`: see `AsyncRewards.rating`, None in an evaluation."""
         assert self.reward is not None
-        if ahead is not None:
-            learn, self.step_counts = ahead.result()
-            return rollout.union(self.reward.score(rollout, learn()))
-        with self.reward_lock:
-            rewards = self.reward.score(rollout)
-            if self.reward.rates_ahead and self.pipeline.depth:  # else counts of the next batch would be among them
-                self.step_counts = self.reward.take()
-        return rollout.union(rewards)
-
-    def _rate_ahead(self, prompts: DataProto, rows: DataProto) -> AheadRating:
-        """Rate responses in a thread, as soon as they are there; running statistics of scores are applied later."""
-        assert self.reward is not None
-        rollout = self._described(rows, prompts)
-        with self.reward_lock:
-            return self.reward.prepare(rollout), self.reward.take()
+        with self.async_rewards.lock:
+            rating = self.reward.prepare(rollout) if step is None else self.async_rewards.rating(step, rollout)
+            return rollout.union(self.reward.score(rollout, self.reward.apply(rating, rollout)))
 
     def _respond(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Responses or episodes, the data columns, and the response texts."""
         prompts = _grouped(prompts)
         asked, is_training = self._asked(prompts, request), request.stream == TRAINING and not request.greedy
+        if is_training:
+            self.async_rewards.expect(request.step, prompts, partial(self._described, prompts=prompts))
         rows = (self.pipeline.take if is_training else self.pipeline.generate)(asked, request)
         if is_training:
             self.lengths.note(rows)
@@ -267,13 +254,12 @@ class PPOTrainer(PPOLifecycle):
 
     def _draw_ahead(self, step: int) -> None:
         """Start generation for the batches after this step's that `max_staleness` admits, and rate them early."""
-        assert self.reward is not None
         for ahead in range(len(self.pipeline), min(self.pipeline.depth, self.num_steps - step)):
             request = GenerationRequest(step + 1 + ahead, self.settings.group_size)
             prompts = self.train_data.collate(self.sampler.peek(ahead))
             prompts = _grouped(self.data_responses.drawn(prompts, request.step))
-            rate = partial(self._rate_ahead, prompts) if self.reward.rates_ahead else None
-            self.pipeline.begin(self._asked(prompts, request), request, rate)
+            self.async_rewards.expect(request.step, prompts, partial(self._described, prompts=prompts))
+            self.pipeline.begin(self._asked(prompts, request), request)
 
     def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """The generation request for the actor."""

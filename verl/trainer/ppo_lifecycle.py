@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,7 @@ from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.monitoring.ppo_metrics import experience_metrics, token_rows
 from verl.protocol import DataProto
 from verl.replay.mixing import ReplayMixing
+from verl.rewards.async_rewards import AsyncRewards
 from verl.rewards.base import Reward, RewardDescription, in_time, missing_columns
 from verl.rollout.data_responses import DataResponses
 from verl.trainer.ppo_description import PPODescription
@@ -80,7 +80,7 @@ class PPOLifecycle(LoopTrainer):
     def _build(self, run: PPODescription, context: BuildContext) -> None:
         self.algorithm, self.lengths = run.algorithm, LengthPredictor()
         self.reward = self.reuse = self.sampler_group = None
-        self.reward_lock, self.step_counts = threading.RLock(), {}
+        self.async_rewards = AsyncRewards()
         self._divide_threads(run)
         self._schedule = _schedule_options(run)
         with faults_below("actor.model"):
@@ -128,6 +128,7 @@ class PPOLifecycle(LoopTrainer):
         self.start_roles(run, replace(context, bytes_beside_engine=beside))
         assert self.reward is not None
         self.reward_stats = RewardStats(run.reward, self.reward)
+        self.async_rewards.use(self.reward, self.reward_stats)
         losses = {"policy_loss": self.actor, "value_loss": self.critic}
         self._loss_states = {
             name: LossStates(role, f"algorithm.{name}")
@@ -219,6 +220,7 @@ class PPOLifecycle(LoopTrainer):
             in_flight=run.is_in_flight,
             actor_generates=run.actor_generates,
             run_dir=self.run_dir,
+            rewards=self.async_rewards,
         )
         if run.reward_as_role is not None:
             self.reward = run.reward_as_role.scaled(RemoteRewardModel(roles["rm"]))
@@ -267,7 +269,7 @@ class PPOLifecycle(LoopTrainer):
         """The driver's parts of a checkpoint."""
         assert self.cluster is not None
         assert self.reuse is not None
-        ahead = {"drawn_ahead": self.pipeline} if self.pipeline.depth else {}
+        ahead = {"drawn_ahead": self.pipeline, "async_rewards": self.async_rewards} if self.pipeline.depth else {}
         kept = {"advantage": PartState(self.advantage, "algorithm.advantage")} if keeps_state(self.advantage) else {}
         return {
             "sampler": self.sampler,
@@ -297,19 +299,12 @@ class PPOLifecycle(LoopTrainer):
         for message in self._check_rows(reward):
             log.warning("%s", message)
         assert self.reward is not None
-        with self.reward_lock:
-            self.pipeline.forget_ahead()
+        with self.async_rewards.lock:
             self.reward.close()
             self.reward, self.reward_stats = reward, RewardStats(described, reward)
+            self.async_rewards.use(reward, self.reward_stats)
         self.description = replace(self.description, reward=described)
         self.saving.reconfigured(as_plain(self.description))
-
-    def reward_counts(self) -> dict[str, float]:
-        """Counters of the reward in this step, as metrics."""
-        assert self.reward is not None
-        with self.reward_lock:
-            counts, self.step_counts = self.reward.take() | self.step_counts, {}
-        return {f"reward/{name}": x for name, x in counts.items()}
 
     def fit(self) -> TrainResult:
         """Train to the end; see `verl.trainer.train_loop.fit`. In Ray, a lost worker costs the steps since the last
@@ -322,6 +317,7 @@ class PPOLifecycle(LoopTrainer):
 
     def close(self) -> None:
         if self.sampler_group is not None:
+            self.async_rewards.close()
             self.pipeline.close()
             self.sampler_group.close()
         if torch.get_num_threads() == self._divided_threads // 2:  # else another run in this process has changed them

@@ -23,7 +23,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -36,6 +36,7 @@ from verl.cluster.rpc import RoleHandle, WorkerGroup
 from verl.errors import RolloutError, VerlError, WorkerError
 from verl.protocol import DataProto
 from verl.protocol.serialization import json_text
+from verl.rewards.async_rewards import AsyncRewards
 from verl.rollout.base import GenerationRequest, SyncResult
 from verl.workers.sampler import SamplerWorker, weight_digests
 from verl.workers.schedule import write_lines
@@ -44,7 +45,6 @@ log = logging.getLogger(__name__)
 
 SYNC_VERSIONS = "sync_versions"  # in a checkpoint: of the latest syncs, beside the rows
 JSON = "_json"  # suffix, in a checkpoint: the bytes of a column of JSON values
-POLL_S = 0.05  # between questions for a batch that may be finished
 STEP = "step"  # in a checkpoint, in flight: whose batch was taken last
 
 
@@ -67,30 +67,16 @@ def _answer(call: Future[Any]) -> Any:
         return call.result()
 
 
-def _give(early: Future[DataProto], rows: DataProto) -> None:
-    with suppress(InvalidStateError):  # given by another thread, or not wanted any more
-        early.set_result(rows)
-
-
 class _BegunBatch:
     """A batch in the queue.
 
     Attributes:
         begun_s: when it was begun, or loaded.
         is_loaded: its rows come from a checkpoint.
-        ahead: what was computed of the rows since they were there.
-        early: its rows, where a thread asks for them in flight.
     """
 
-    def __init__(
-        self,
-        finish: Callable[[], DataProto],
-        *,
-        is_loaded: bool = False,
-        ahead: Future[Any] | None = None,
-        early: Future[DataProto] | None = None,
-    ):
-        self._finish, self._rows, self.ahead, self.early = finish, None, ahead, early
+    def __init__(self, finish: Callable[[], DataProto], *, is_loaded: bool = False):
+        self._finish, self._rows = finish, None
         self.begun_s, self.is_loaded = time.monotonic(), is_loaded
 
     @property
@@ -119,6 +105,7 @@ class RolloutPipeline:
         in_flight: it has a `verl.workers.step_loop.StepLoop`.
         actor_generates: the actor has an engine too, for evaluations.
         run_dir: for the schedule of an engine that is on a machine without it.
+        rewards: is given the groups that a sampler has finished.
     """
 
     def __init__(
@@ -130,7 +117,9 @@ class RolloutPipeline:
         in_flight: bool = False,
         actor_generates: bool = True,
         run_dir: Path | None = None,
+        rewards: AsyncRewards | None = None,
     ):
+        self._rewards = AsyncRewards() if rewards is None else rewards
         self._run_dir, self._writes_schedule = run_dir, False
         self._actor, self.depth, self._group, self.in_flight = actor, depth, sampler, in_flight
         self._sampler: Any = None if sampler is None else RoleHandle(sampler, "sampler", SamplerWorker)
@@ -140,11 +129,12 @@ class RolloutPipeline:
         self._sent: int | None = None  # version that the sampler was sent last
         self._loads: deque[tuple[int, dict[str, str], Future[dict[str, str]]]] = deque()  # unverified weights
         self._step = 0  # whose batch was taken last
-        self._thread = ThreadPoolExecutor(1, "responses ahead")
-        self._taken: Future[Any] | None = None  # `ahead` of the batch that was taken last
         self._last_call: Future[Any] | None = None
         self._idle_since = time.monotonic()
         self._metrics: dict[str, float] = {}
+        self._rewards.is_fed = sampler is not None and depth > 0
+        if in_flight:
+            self._rewards.poll = self._sampler.finished_groups
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -154,25 +144,15 @@ class RolloutPipeline:
         """Weights must not change before `collect`."""
         return bool(self.depth) and self._sampler is None
 
-    def begin(
-        self, prompts: DataProto, request: GenerationRequest, ahead: Callable[[DataProto], Any] | None = None
-    ) -> None:
-        """Start generating for the next batch; returns immediately.
-
-        Args:
-            ahead: of a sampler's responses, called in a thread as soon as they are there, in the order of the batches.
-        """
+    def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
+        """Start generating for the next batch; returns immediately."""
         version = self._actor.current_version().result()
         if self._group is not None:
             self._group.step = request.step
         if self.in_flight:
             self._update_engine(version)
-            begun, early, later = self._sampler.begin_batch(prompts, request), None, None
-            if ahead is not None:
-                early = Future[DataProto]()
-                later = self._thread.submit(lambda: ahead(self._early_rows(request.step, early)))
-            finish = partial(self._finish, request.step, begun, early)
-            self._queue.append(_BegunBatch(finish, ahead=later, early=early))
+            begun = self._sampler.begin_batch(prompts, request)
+            self._queue.append(_BegunBatch(partial(self._finish, request.step, begun)))
             return
         if self._sampler is None:
             self.collect()
@@ -181,9 +161,9 @@ class RolloutPipeline:
             self._queue.append(_BegunBatch(lambda: self._actor.finish_generate(prompts, request).result()))
             return
         self._update_engine(version)
-        rows = partial(_answer, self._call(self._sampler.generate, prompts, request))
-        later = None if ahead is None else self._thread.submit(lambda: ahead(rows()))
-        self._queue.append(_BegunBatch(rows, ahead=later))
+        drawn = self._call(self._sampler.generate, prompts, request)
+        drawn.add_done_callback(partial(self._note_drawn, request.step))
+        self._queue.append(_BegunBatch(partial(_answer, drawn)))
 
     def collect(self) -> None:
         """Wait for all responses that were begun. Idempotent."""
@@ -215,27 +195,15 @@ class RolloutPipeline:
         if not self._queue:
             self.begin(prompts, request)
         batch = self._queue.popleft()
-        rows, self._taken = self._wait(batch), batch.ahead
+        rows = self._wait(batch)
         self._verify()
         return self._measured(rows, batch.begun_s, is_bounded=not batch.is_loaded)
 
-    def computed_ahead(self) -> Future[Any] | None:
-        """Return, once, what `ahead` gave for the batch that was taken last; None where there was none."""
-        taken, self._taken = self._taken, None
-        return taken
-
-    def forget_ahead(self) -> None:
-        """Drop what `ahead` gave or will give for the batches of the queue."""
-        for batch in self._queue:
-            batch.ahead = None
-
     def close(self) -> None:
-        """Begin nothing more in the thread."""
-        self._cancel_early()
+        """Write what is left of the schedule."""
         if self._writes_schedule:
             with suppress(VerlError):  # the run may end because of that process
                 self._write_schedule(*self._sampler.take_schedule().result())
-        self._thread.shutdown(wait=False, cancel_futures=True)
 
     def sync(self) -> SyncResult:
         """Send the present weights to the engine, and the metrics since the last sync."""
@@ -292,7 +260,6 @@ class RolloutPipeline:
 
     def _restore(self, state: Mapping[str, Tensor]) -> None:
         """Have the engine go on from a checkpoint, in flight."""
-        self._cancel_early()
         rows = {name: x for name, x in state.items() if name not in (SYNC_VERSIONS, STEP)}
         self._sent = self._actor.current_version().result()
         version, weights = self._actor.rollout_weights().result()
@@ -309,33 +276,18 @@ class RolloutPipeline:
         if self._sent != version:
             self._send_weights()
 
-    def _early_rows(self, step: int, early: Future[DataProto]) -> DataProto:
-        """Ask for the rows of a batch until they are there, in the thread; or get them from `_finish`."""
-        while not early.done():
-            try:
-                rows = _answer(self._sampler.ready_batch(step))
-            except VerlError:  # `_finish` raises it
-                early.cancel()
-            else:
-                if rows is None:
-                    wait([early], POLL_S)
-                else:
-                    _give(early, rows)
-        return early.result()
+    def _note_drawn(self, step: int, drawn: Future[DataProto]) -> None:
+        if not drawn.cancelled() and drawn.exception() is None:
+            self._rewards.note({step: drawn.result()})
 
-    def _cancel_early(self) -> None:
-        for batch in self._queue:
-            if batch.early is not None:
-                batch.early.cancel()
-
-    def _finish(
-        self, step: int, begun: Future[None] | None = None, early: Future[DataProto] | None = None
-    ) -> DataProto:
+    def _finish(self, step: int, begun: Future[None] | None = None) -> DataProto:
         if begun is not None:
             _answer(begun)
+        is_finished = False
+        while not is_finished and (known := self._rewards.known):
+            is_finished, groups = _answer(self._sampler.finished_groups(known, step))
+            self._rewards.note(groups)
         rows, idle_s, unwritten = _answer(self._sampler.finish_batch(step))
-        if early is not None:
-            _give(early, rows)
         self._write_schedule(*unwritten)
         self._add("async/sampler_idle_s", idle_s)
         return rows

@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from verl.rollout.rows import assemble_turns, right_padded
 PROMPT_FIELDS = ("prompts", "prompt_mask", "prompt_ids", "group_ids")
 NUMBERS = 1_000_000  # of the rows or episodes of a batch: those of step 3 are 3,000,000 and so on
 MADE_AGAIN = ("stateless", "deterministic")
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -121,16 +122,30 @@ class ResponseBatch:
         self.num_finished += 1
         self.is_finished = self.num_finished == self.num_rows
 
-    def assembled(self, dtype: torch.dtype) -> DataProto:
-        """All of it, with `token_versions` [B T] and `policy_version` [B], the oldest of a row; log-probs of this
-        type."""
-        drawn = [DrawnTurn(0, row.tokens, row.log_probs, True) for row in self.rows]
-        rows = assemble_turns(self.prompts, drawn, _with_type(dtype), self.sampler.pad_id, self.request.num_samples)
+    def finished_groups(self) -> list[int]:
+        """The places of prompts whose samples are all generated."""
+        return self._whole_groups([row.is_finished for row in self.rows])
+
+    def assembled(self, dtype: torch.dtype, groups: Sequence[int] | None = None) -> DataProto:
+        """All of it, or finished groups, with `token_versions` [B T] and `policy_version` [B], the oldest of a row;
+        log-probs of this type."""
+        prompts, own = self._chosen(self.rows, groups)
+        drawn = [DrawnTurn(0, row.tokens, row.log_probs, True) for row in own]
+        rows = assemble_turns(prompts, drawn, _with_type(dtype), self.sampler.pad_id, self.request.num_samples)
         versions = {
-            "token_versions": right_padded([row.versions for row in self.rows], 0, torch.int64),
-            "policy_version": torch.tensor([min(row.versions) for row in self.rows]),
+            "token_versions": right_padded([row.versions for row in own], 0, torch.int64),
+            "policy_version": torch.tensor([min(row.versions) for row in own]),
         }
         return rows.union(DataProto.from_dict(versions))
+
+    def _whole_groups(self, is_finished: Sequence[bool]) -> list[int]:
+        n = self.request.num_samples
+        return [group for group in range(len(is_finished) // n) if all(is_finished[group * n : (group + 1) * n])]
+
+    def _chosen(self, of_samples: Sequence[T], groups: Sequence[int] | None) -> tuple[DataProto, list[T]]:
+        """The prompts of some groups, and what there is of each of their samples."""
+        chosen, n = range(len(self.prompts)) if groups is None else groups, self.request.num_samples
+        return self.prompts[list(chosen)], [x for group in chosen for x in of_samples[group * n : (group + 1) * n]]
 
     def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """The tensors for `load`, beside the prompts; no tokens of its rows are in the engine alone."""
@@ -213,10 +228,14 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
             raise
         self._count()
 
-    def assembled(self, dtype: torch.dtype) -> DataProto:
+    def finished_groups(self) -> list[int]:
+        loop = self.loop
+        return self._whole_groups([] if loop is None else [bool(episode.end) for episode in loop.episodes.values()])
+
+    def assembled(self, dtype: torch.dtype, groups: Sequence[int] | None = None) -> DataProto:
         assert self.loop is not None
-        episodes = list(self.loop.episodes.values())
-        return self.sampler.batch_of(self.prompts, self.request, episodes, _with_type(dtype), has_versions=True)
+        prompts, episodes = self._chosen(list(self.loop.episodes.values()), groups)
+        return self.sampler.batch_of(prompts, self.request, episodes, _with_type(dtype), has_versions=True)
 
     def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
         assert self.loop is not None

@@ -6,7 +6,7 @@ actor ── weights ──> load(version, weights) ──> the copy ──> dig
 Calls are carried out in the order they were made. With `rollout.weight_update=drain` weights change between two
 batches, never within one. With `in_flight` a `StepLoop` generates, and they change between two tokens:
 
-                     begin_batch(prompts), finish_batch(step)
+                     begin_batch(prompts), finished_groups(known), finish_batch(step)
                      save_rows(step)        ──> open rows and finished ones, for a checkpoint
                      restore_rows(state)
 
@@ -16,7 +16,7 @@ only engine of the run, and generates for evaluations too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -87,10 +87,12 @@ class SamplerWorker:
         return rows, self.loop.take_idle_s(), self.loop.schedule.take_unwritten()
 
     @on_all
-    def ready_batch(self, step: int) -> DataProto | None:
-        """See `StepLoop.ready`."""
+    def finished_groups(
+        self, known: Mapping[int, Collection[int]], awaited: int | None = None
+    ) -> tuple[bool, dict[int, DataProto]]:
+        """See `StepLoop.finished_groups`."""
         assert self.loop is not None
-        return self.loop.ready(step)
+        return self.loop.finished_groups(known, awaited)
 
     @on_all
     def take_schedule(self) -> tuple[int, list[str]]:

@@ -17,7 +17,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,6 +37,7 @@ from verl.workers.schedule import EventKind, Schedule, ScheduledEvent
 
 log = logging.getLogger(__name__)
 
+LOOK_EVERY_S = 0.05  # for groups that are finished
 MOST_LOSSES = 2  # of engines, one after another, before a row is finished
 
 
@@ -98,23 +99,33 @@ class StepLoop:
             RolloutError: the engine failed.
         """
         batch = self._batches[step]
-        with self._changed:
-            self._awaited = batch
-            self._changed.notify_all()
-            while not batch.is_finished and self._failure is None:
-                self._changed.wait()
-            self._awaited = None
-        self._raise_failure()
+        self._await(batch, lambda: batch.is_finished)
         del self._batches[step]
         rows = batch.assembled(self._dtype)
         batch.close()
         return rows
 
-    def ready(self, step: int) -> DataProto | None:
-        """The responses of a batch if they are there, which stay part of `save` until `finish`; else None."""
+    def finished_groups(
+        self, known: Mapping[int, Collection[int]], awaited: int | None = None
+    ) -> tuple[bool, dict[int, DataProto]]:
+        """Rows of finished groups other than the `known` ones of these training steps; with `awaited`, a step, wait
+        until its batch is finished or there are some. Returns whether it is finished, and the rows, by step.
+        """
+
+        def new() -> dict[int, list[int]]:
+            finished = {step: self._batches[step].finished_groups() for step in known if step in self._batches}
+            chosen = {
+                step: [group for group in groups if group not in known[step]] for step, groups in finished.items()
+            }
+            return {step: groups for step, groups in chosen.items() if groups}
+
+        is_finished = False
+        if awaited is not None:
+            batch = self._batches[awaited]
+            self._await(batch, lambda: batch.is_finished or bool(new()))
+            is_finished = batch.is_finished  # before its groups are read
         self._raise_failure()
-        batch = self._batches.get(step)
-        return None if batch is None or not batch.is_finished else batch.assembled(self._dtype)
+        return is_finished, {step: self._batches[step].assembled(self._dtype, groups) for step, groups in new().items()}
 
     def save(self, step: int) -> dict[str, Tensor]:
         """The state after a training step, for `restore`; open rows are computed anew.
@@ -183,6 +194,16 @@ class StepLoop:
         if self._environments is None:
             self._environments = Environments(self.sampler, self._batches, self._wake)
         return EpisodeBatch(prompts, request, self.sampler, self)
+
+    def _await(self, batch: ResponseBatch, is_there: Callable[[], bool]) -> None:
+        """Wait for a batch, or something before its end, which is looked for every `LOOK_EVERY_S`."""
+        with self._changed:
+            self._awaited = batch
+            self._changed.notify_all()
+            while not is_there() and self._failure is None:
+                self._changed.wait(LOOK_EVERY_S)
+            self._awaited = None
+        self._raise_failure()
 
     def _wake(self) -> None:
         with self._changed:

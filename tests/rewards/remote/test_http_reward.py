@@ -14,6 +14,7 @@ from verl.component import BuildContext
 from verl.errors import NonFiniteRewardError, RewardError
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
+from verl.rewards.async_rewards import AsyncRewards
 from verl.rewards.remote.http_reward import HTTPReward
 from verl.rewards.weighted_sum import WeightedSum
 
@@ -171,15 +172,17 @@ def test_a_sample_may_get_a_score_of_its_own_instead_and_is_counted(made, caplog
 
     with serving(bad_for_2) as server:
         reward = made(server, on_error="score", error_score=-1.0, batch_size=1)
-        scored = reward.score(batch_of())
+        counted = AsyncRewards()
+        counted.use(reward, None)
+        scored = reward.score(batch_of(), counted.rating(1, batch_of()))
     assert list(scored["score"]) == [0, 1, -1, 3, 4]
     assert list(scored["reward/failed"]) == [0, 0, 1, 0, 0]
     assert outcomes(scored)[2].startswith("failed, asked 3 times: HTTP 500")
     assert "1 of 5 samples failed and get error_score -1" in caplog.text
-    metrics = reward.take()
-    assert metrics.pop("remote_latency_p50_s") <= metrics.pop("remote_latency_p95_s")
-    assert metrics == {"remote_requests": 7, "remote_retries": 2, "remote_failures": 1, "remote_cache_hits": 0}
-    assert reward.take() == {}
+    metrics = {name.removeprefix("reward/remote_"): x for name, x in counted.take_counts().items()}
+    assert metrics.pop("latency_p50_s") <= metrics.pop("latency_p95_s")
+    assert metrics == {"requests": 7, "retries": 2, "failures": 1, "cache_hits": 0}
+    assert counted.take_counts() == {}
 
 
 def test_a_server_that_refuses_all_or_is_gone_ends_the_run_whatever_may_fail(made):
@@ -214,16 +217,6 @@ def test_a_sample_that_is_never_answered_is_its_own_affair_where_the_others_are_
         reward = made(server, on_error="score", error_score=-1.0, batch_size=1)
         for _ in range(2):  # of the second batch, it is all that is asked
             assert list(reward.score(batch_of())["score"]) == [0, 1, 2, 3, -1]
-
-
-def test_an_evaluation_is_not_counted(made):
-    with serving(scored_by_value) as server:
-        reward = made(server)
-        with reward.frozen():
-            reward.score(batch_of())
-        assert reward.take() == {}
-        reward.score(batch_of())
-        assert reward.take()["remote_cache_hits"] == 5
 
 
 def test_a_server_that_does_not_answer_is_told_before_anything_loads(tmp_path):

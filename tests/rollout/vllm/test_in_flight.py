@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cluster.ray_here import placed
 from environments.digit_game import DigitGames
 from roles import start_actor
 from rollout.engines import random_prompts, save_family
@@ -28,6 +29,7 @@ from verl.workers.step_loop import StepLoop
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
+RAY = pytest.mark.xdist_group("ray")
 CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_batches=1)
 GAMES = DigitGames(recovery="deterministic", answers_at_once=True, max_tokens=40, max_turns=4)
 STOPS = tuple(range(20, 28))
@@ -127,15 +129,18 @@ def test_episodes_go_on_across_updates_and_evaluations_and_are_repeated_by_their
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("where", ["fsdp", "fsdp, adapter", "mesh"])
-def test_the_sampler_has_the_engine_of_a_sharded_or_placed_actor(where, tmp_path):
+@pytest.mark.parametrize("where", ["fsdp", "fsdp, adapter", "mesh", pytest.param("ray", marks=RAY)])
+def test_the_sampler_has_the_engine_of_a_sharded_or_placed_actor(where, tmp_path, request):
     sharded = {"sharding": FSDP(), "n_gpus_per_node": 2}
-    placed = {"placement": DeviceMesh(devices=("cpu:0", "cpu:1"), sub_meshes={"sampler": ("cpu:1",)})}
+    mesh = DeviceMesh(devices=("cpu:0", "cpu:1"), sub_meshes={"sampler": ("cpu:1",)})
+    of_actor = {"fsdp": sharded, "mesh": {"placement": mesh}, "ray": {"placement": placed()}}
+    if where == "ray":
+        request.getfixturevalue("ray_here")
     model = save_family(tmp_path / "model", "qwen2")
 
     def make(name, **options):
         if "adapter" not in where:
-            return in_flight(model, tmp_path / name, **(sharded if where == "fsdp" else placed), **options)
+            return in_flight(model, tmp_path / name, **of_actor[where], **options)
         rollout = VLLMRollout(max_new_tokens=24, kv_cache="recompute", lora="adapter", **OPTIONS)
         run = in_flight(model, tmp_path / name, rollout=rollout, **sharded, **options)
         return dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=LoRA(rank=8)))

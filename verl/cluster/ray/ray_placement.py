@@ -99,7 +99,9 @@ class RayPlacement(Placement):
                     f"pools: the pool {pool} has {', '.join(members)}: the sampler generates while the others work. "
                     "Give it a pool of its own, or leave it out of pools."
                 )
-            if count > 1 and (whole := single_process_roles(shardings, members)):
+            if count > 1 and members == (SAMPLER,):
+                yield f"workers.{pool} is {count}: the sampler has one engine. Set it to 1."
+            elif count > 1 and (whole := single_process_roles(shardings, members)):
                 yield (
                     f"{field_name}: the pool {pool} ({', '.join(whole)}) has {count} workers, and sharding=none is "
                     "for one. Set sharding=ddp, or one worker."

@@ -16,7 +16,7 @@ import math
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -211,37 +211,16 @@ class RemoteSample:
         return f"scored in {self.report.seconds[-1]:.2f} s{again}"
 
 
-@dataclass
-class RequestStats:
-    """Counters over the requests of a training step."""
-
-    requests: int = 0
-    retries: int = 0
-    failures: int = 0
-    cache_hits: int = 0
-    seconds: list[float] = field(default_factory=list)
-
-    def add(self, reports: list[RequestReport | None], samples: list[RemoteSample]) -> None:
-        """Count requests and the results of their samples."""
-        asked = [report for report in reports if report is not None]
-        self.requests += sum(report.attempts for report in asked)
-        self.retries += sum(max(0, report.attempts - 1) for report in asked)
-        self.seconds += [second for report in asked for second in report.seconds]
-        self.failures += sum(sample.score is None for sample in samples)
-        self.cache_hits += sum(sample.cached and sample.score is not None for sample in samples)
-
-    def metrics(self) -> dict[str, float]:
-        """Metrics by name; latencies of single requests, only if any was sent."""
-        counts = {
-            "remote_requests": float(self.requests),
-            "remote_retries": float(self.retries),
-            "remote_failures": float(self.failures),
-            "remote_cache_hits": float(self.cache_hits),
-        }
-        if not self.seconds:
-            return counts
-        middle, late = np.percentile(self.seconds, [50, 95])
-        return counts | {"remote_latency_p50_s": float(middle), "remote_latency_p95_s": float(late)}
+def request_counts(reports: Sequence[RequestReport | None], samples: Sequence[RemoteSample]) -> dict[str, list[float]]:
+    """Counts of requests and of the results of their samples, for `RewardResult.counts`."""
+    asked = [report for report in reports if report is not None]
+    return {
+        "remote_requests": [float(report.attempts) for report in asked],
+        "remote_retries": [float(max(0, report.attempts - 1)) for report in asked],
+        "remote_failures": [float(sum(sample.score is None for sample in samples))],
+        "remote_cache_hits": [float(sum(sample.cached and sample.score is not None for sample in samples))],
+        "remote_latency_s": [second for report in asked for second in report.seconds],
+    }
 
 
 logger = logging.getLogger(__name__)
@@ -301,15 +280,13 @@ class RemoteReward(Reward):
         client: sends the requests; `close` closes it too.
     """
 
-    rates_ahead = True
+    rates_ahead = rates_groups = True
 
     def __init__(self, described: RemoteDescription, client: HTTPClient):
         self.client, self.url = client, described.endpoint.url(self.path)
         self.error_score = described.error_score if described.on_error == "score" else None
         directory = Path(described.cache_dir).expanduser() if described.cache_dir else cache_root() / "remote"
         self._cache = AnswerCache(directory, described.cache_gib) if described.cache_gib > 0 else None
-        self._tally: RequestStats | None = None
-        self._counts = True
 
     path = ""  # URL path of the requests
 
@@ -368,23 +345,8 @@ class RemoteReward(Reward):
             _settle(ask.samples, report)
         for sample, leader in followers:
             self._follow(sample, leader)
-        if self._counts:
-            self._tally = self._tally or RequestStats()
-            self._tally.add(reports, samples)
         self._judge(samples, prompts, responses)
-        return self._rating(samples)
-
-    def take(self) -> dict[str, float]:
-        tally, self._tally = self._tally, None
-        return {} if tally is None else tally.metrics()
-
-    @contextlib.contextmanager
-    def frozen(self) -> Iterator[None]:
-        before, self._counts = self._counts, False
-        try:
-            yield
-        finally:
-            self._counts = before
+        return replace(self._rating(samples), counts=request_counts(reports, samples))
 
     def close(self) -> None:
         self.client.close()

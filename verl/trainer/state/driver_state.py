@@ -9,6 +9,7 @@ advantage             the same, if the estimator keeps state     scheduler
 policy_loss           the same, with the state of each process   scheduler
 value_loss            the same                                   scheduler
 reward                scheduler/state.json                       scheduler
+async_rewards         the same, under that name                  scheduler
 replay_buffer         replay_buffer/, files that are linked      replay_buffer
 rng                   rng/                                       rng
 
@@ -267,14 +268,14 @@ class RewardStats:
 
     def state_dict(self) -> dict[str, Any]:
         learned = self._reward.state_dict()
-        return {"reward": learned, "reward_of": self._identity} if learned else {"reward": learned}
+        return {"reward": learned, "reward_of": self.identity} if learned else {"reward": learned}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """One of a version that did not say whose statistics it holds is trusted. Another reward begins anew, and that
         is logged."""
         learned, keys = state["reward"], dict[str, Any]()
         if learned and self._reward.state_dict() and "reward_of" in state:
-            keys = differences({"reward": state["reward_of"]}, {"reward": self._identity})
+            keys = differences({"reward": state["reward_of"]}, {"reward": self.identity})
         if keys:
             self._reward.reset_stats()
             _log.warning(
@@ -284,7 +285,8 @@ class RewardStats:
             self._reward.load_state_dict(learned)
 
     @property
-    def _identity(self) -> dict[str, Any]:
+    def identity(self) -> dict[str, Any]:
+        """Plain values that tell this reward from others."""
         if self._known is None:
             self._known = reward_identity(as_plain(self._description))
         return self._known

@@ -1,0 +1,242 @@
+"""Rewards of the groups of a batch that are finished before it is trained on, computed while the trainer works.
+
+engine    groups of step t are finished ── note ──> a thread: Reward.prepare ──> ratings by step and group
+trainer   the turn of step t ── rating ──> those, and the groups that have none yet, in the order of the rows
+                                   └──> Reward.apply: statistics of scores, as if the batch were rated at once
+
+A rating is used for the very responses that it was computed of (`_digests`), so that one that comes late, or from a
+checkpoint, is never given to others. Groups whose rating fails in the thread are rated in their turn, where an error
+ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any, cast
+
+import numpy as np
+import torch
+
+from verl.checkpoint.core.hashing import digest_of
+from verl.protocol import DataProto
+from verl.protocol.serialization import NotJson, json_value
+from verl.rewards.base import Reward, RewardResult
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.05  # between questions for finished groups
+Rating = tuple[dict[int, str], RewardResult]  # of some groups: their digests, in the order of the rows
+FinishedGroups = tuple[bool, dict[int, DataProto]]  # whether an awaited batch is finished; rows by training step
+
+
+class AsyncRewards:
+    """Ratings by training step, and the thread that computes them.
+
+    Attributes:
+        is_fed: somebody calls `note`; else nothing is expected.
+        lock: held while the reward is used.
+        poll: asks for finished groups other than these, by step; None where `note` is called without being asked.
+    """
+
+    is_fed = False
+    poll: Callable[[dict[int, list[int]]], Future[FinishedGroups]] | None = None
+
+    def __init__(self):
+        self.lock = threading.RLock()
+        self._reward, self._stats = Reward(), cast(Any, None)
+        self._changed = threading.Condition()  # guards the next four, by step; taken after `lock`
+        self._expected: dict[int, tuple[DataProto, Callable[[DataProto], DataProto]]] = {}
+        self._noted: dict[int, set[int]] = {}  # groups that are rated, or will be
+        self._unrated: dict[int, list[DataProto]] = {}
+        self._ratings: dict[int, list[Rating]] = {}
+        self._counts: dict[str, list[float]] = {}
+        self._thread: threading.Thread | None = None
+        self._is_due = self._is_closed = False
+
+    def use(self, reward: Reward, stats: Any) -> None:
+        """Rate by this reward from now on; `stats` are its `RewardStats`."""
+        with self.lock, self._changed:
+            self._reward, self._stats, self._ratings = reward, stats, {}
+
+    def expect(self, step: int, prompts: DataProto, describe: Callable[[DataProto], DataProto]) -> None:
+        """Rate the groups of these prompts [P] as they are noted; `describe` gives rows as a reward reads them."""
+        with self._changed:
+            if not (self.is_fed and self._reward.rates_ahead) or step in self._expected:
+                return
+            self._expected[step] = prompts, describe
+            self._noted[step] = {group for digests, _ in self._ratings.get(step, []) for group in digests}
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="async rewards", daemon=True)
+                self._thread.start()
+
+    @property
+    def known(self) -> dict[int, list[int]]:
+        """Groups that need not be noted any more, by step that is expected."""
+        with self._changed:
+            return {step: sorted(groups) for step, groups in self._noted.items()}
+
+    def note(self, groups: Mapping[int, DataProto]) -> None:
+        """Take rows of finished groups, by step; those that are not expected are passed over. Returns immediately."""
+        with self._changed:
+            for step, rows in groups.items():
+                of_rows, noted = rows["group_ids"].tolist(), self._noted.get(step)
+                if noted is not None and (new := [row for row, group in enumerate(of_rows) if group not in noted]):
+                    self._unrated.setdefault(step, []).append(rows[new])
+                    noted.update(of_rows)
+            self._changed.notify()
+
+    def rating(self, step: int, rollout: DataProto) -> RewardResult:
+        """Give what `Reward.prepare` gives for the batch of a step, whose groups may be rated, and count it; forgets
+        the step. Step 0 is that of rows that were never expected.
+        """
+        self._is_due = True  # the thread begins nothing else before
+        with self.lock:
+            self._is_due = False
+            with self._changed:
+                ratings = self._ratings.get(step, [])
+                for by_step in (self._expected, self._noted, self._unrated, self._ratings):
+                    for number in [number for number in by_step if number <= step]:
+                        del by_step[number]
+            rating = self._completed(rollout, ratings) if ratings else self._reward.prepare(rollout)
+            for name, numbers in rating.counts.items():
+                self._counts.setdefault(name, []).extend(numbers)
+            return rating
+
+    def take_counts(self) -> dict[str, float]:
+        """Metrics of what was counted since the last call; see `RewardResult.counts`."""
+        counts, self._counts, metrics = self._counts, {}, dict[str, float]()
+        for name, numbers in counts.items():
+            if not name.endswith("_s"):
+                metrics[f"reward/{name}"] = float(sum(numbers))
+            elif numbers:
+                middle, late = np.percentile(numbers, [50, 95])
+                metrics |= {f"reward/{name[:-2]}_p50_s": float(middle), f"reward/{name[:-2]}_p95_s": float(late)}
+        return metrics
+
+    def state_dict(self) -> dict[str, Any]:
+        """The ratings that there are, and by which reward; empty if there are none. One with a column that is not of
+        JSON values is left out."""
+        with self._changed:
+            ratings = [(step, *rating) for step, of_step in self._ratings.items() for rating in of_step]
+        states = []
+        for step, digests, result in ratings:
+            with suppress(NotJson):
+                states.append({"step": step, "digests": list(digests.items()), "result": json_value(_state(result))})
+        return {"reward_of": self._stats.identity, "ratings": states} if states else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ratings of the same reward; those of another are passed over."""
+        with self._changed:
+            for by_step in (self._expected, self._noted, self._unrated, self._ratings):
+                by_step.clear()
+            for saved in state["ratings"] if state and state["reward_of"] == self._stats.identity else []:
+                rating = dict(saved["digests"]), _result(saved["result"])
+                self._ratings.setdefault(saved["step"], []).append(rating)
+
+    def close(self) -> None:
+        """Begin nothing more in the thread. Idempotent."""
+        self._is_closed = True
+
+    def _completed(self, rollout: DataProto, ratings: Sequence[Rating]) -> RewardResult:
+        """Ratings of the rows of a batch in their order; those that there are not are made now."""
+        digests, groups = _digests(rollout), np.array(rollout["group_ids"].tolist())
+        chosen = [rating for rating in ratings if rating[0].items() <= digests.items()]
+        rows = [row for known, _ in chosen for group in known for row in np.flatnonzero(groups == group)]
+        rest = np.setdiff1d(np.arange(len(rollout)), rows).tolist()
+        results = [result for _, result in chosen]
+        if results and (self._reward.rates_groups or not rest):
+            try:
+                results += [self._reward.prepare(rollout[rest])] if rest else []
+                return _joined(results, np.argsort(rows + rest), rollout["responses"].shape[1])
+            except Exception as error:  # noqa: BLE001 - an error that names rows is to name those of the batch
+                log.warning("The batch is rated as a whole, because a part of it failed (%s).", type(error).__name__)
+        return self._reward.prepare(rollout)
+
+    # In the thread
+
+    def _run(self) -> None:
+        asked: Future[FinishedGroups] | None = None
+        while not self._is_closed:
+            if self._rate():
+                continue
+            if self.poll is not None and (known := self.known) and (asked is None or asked.done()):
+                with suppress(Exception):  # questions of the trainer's own raise it
+                    asked = self.poll(known)
+                    asked.add_done_callback(self._take)
+            with self._changed:
+                self._changed.wait(POLL_S)
+
+    def _take(self, asked: Future[FinishedGroups]) -> None:
+        with suppress(Exception):
+            self.note(asked.result()[1])
+
+    def _rate(self) -> bool:
+        """Rate all groups of the first step that has some, by one call; all of its batch, where the reward does not
+        rate groups. Returns whether there were any.
+        """
+        if self._is_due or not self._unrated:
+            return False
+        with self.lock:
+            with self._changed:
+                is_whole = {step: len(self._noted[step]) == len(self._expected[step][0]) for step in self._unrated}
+                step = min((x for x in is_whole if is_whole[x] or self._reward.rates_groups), default=0)
+                if not step:
+                    return False
+                parts, (prompts, describe) = self._unrated.pop(step), self._expected[step]
+            try:
+                rows = DataProto.concat(parts)
+                rows = rows[rows["group_ids"].argsort(stable=True)]
+                if prompts["prompt_ids"][rows["group_ids"]].equal(rows["prompt_ids"]):  # else of another batch size
+                    rows = describe(rows)
+                    rating = _digests(rows), self._reward.prepare(rows)
+                    with self._changed:
+                        if step in self._expected:  # else a checkpoint was loaded
+                            self._ratings.setdefault(step, []).append(rating)
+            except BaseException as error:  # noqa: BLE001 - `rating` raises it, if it comes again
+                log.info("Groups of step %d will be rated in their turn: %s", step, error)
+        return True
+
+
+def _digests(rows: DataProto) -> dict[int, str]:
+    """Digests of the prompt and the responses of each group, in the order of the rows."""
+    texts: dict[int, list[Any]] = {}
+    for row, group in enumerate(rows["group_ids"].tolist()):
+        tokens = rows["responses"][row][rows["response_mask"][row]].tolist()
+        texts.setdefault(group, [int(rows["prompt_ids"][row])]).append(tokens)
+    return {group: digest_of(repr(text).encode()) for group, text in texts.items()}
+
+
+def _joined(results: Sequence[RewardResult], order: np.ndarray, width: int) -> RewardResult:
+    """Ratings one behind the other, with their rows in this order; token scores get `width` columns."""
+
+    def joined(field: str) -> dict[str, np.ndarray]:
+        return {name: np.concatenate([vars(x)[field][name] for x in results])[order] for name in vars(first)[field]}
+
+    first, counts, tokens = results[0], dict[str, list[float]](), None
+    for name, numbers in (item for result in results for item in result.counts.items()):
+        counts[name] = [*counts.get(name, []), *numbers]
+    if first.token_scores is not None:
+        wide = [
+            torch.nn.functional.pad(x, (0, width - x.shape[1])) for r in results if (x := r.token_scores) is not None
+        ]
+        tokens = torch.cat(wide)[torch.from_numpy(order)]
+    inner = {name: _joined([result.inner[name] for result in results], order, width) for name in first.inner}
+    scores = np.concatenate([result.scores for result in results])[order]
+    return RewardResult(scores, joined("parts"), joined("columns"), tokens, counts, inner)
+
+
+def _state(result: RewardResult) -> dict[str, Any]:
+    tokens = None if result.token_scores is None else result.token_scores.tolist()
+    return vars(result) | {"token_scores": tokens, "inner": {name: _state(x) for name, x in result.inner.items()}}
+
+
+def _result(state: Mapping[str, Any]) -> RewardResult:
+    tokens, parts = state["token_scores"], {name: np.array(values) for name, values in state["parts"].items()}
+    columns = {name: np.fromiter(values, object) for name, values in state["columns"].items()}
+    tokens = None if tokens is None else torch.tensor(tokens, dtype=torch.float32)
+    inner = {name: _result(x) for name, x in state["inner"].items()}
+    return RewardResult(np.array(state["scores"]), parts, columns, tokens, state["counts"], inner)
