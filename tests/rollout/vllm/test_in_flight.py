@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from rollout.engines import random_prompts, save_family
 from rollout.faulty_vllm import WRONG, DyingVLLM, WrongVLLM
 from same_training import course, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, fit
+from transformers import DynamicCache
 
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.cluster.placement import DeviceMesh
@@ -32,6 +34,7 @@ CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_b
 GAMES = DigitGames(recovery="deterministic", answers_at_once=True, max_tokens=40, max_turns=4)
 STOPS = tuple(range(20, 28))
 OPTIONS: dict[str, Any] = {"kv_cache_gib": 0.05, "max_num_seqs": 16, "num_threads": 1, "weight_update": "in_flight"}
+KV_CACHES = pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
 EVENTS = [
     ScheduledEvent(0, "weights", 0, 0),
     ScheduledEvent(0, "begin", 1, 0),
@@ -43,18 +46,23 @@ EVENTS = [
 
 
 @pytest.mark.exhaustive
-def test_equal_prompts_across_three_updates_read_no_key_of_former_weights(tmp_path):
-    rollout = VLLMRollout(max_new_tokens=20, min_new_tokens=20, kv_cache="recompute", max_model_len=180, **OPTIONS)
+@KV_CACHES
+def test_equal_prompts_across_three_updates_have_the_log_probs_of_transformers_with_its_own_cache(kv_cache, tmp_path):
+    """Keys that are kept are of the weights that have read their tokens; those of a prompt are of one version."""
+    rollout = VLLMRollout(max_new_tokens=20, min_new_tokens=20, kv_cache=kv_cache, max_model_len=180, **OPTIONS)
     actor = start_actor(save_family(tmp_path / "model", "qwen2"), rollout)
     first = {name: x.clone() for name, x in actor.model.state_dict().items()}
     loop = StepLoop(actor.sampler, 180, Schedule({}, replayed=EVENTS))
     prompts = random_prompts(2, 150)  # longer than a block of the cache
 
-    def load(version):
+    def set_weights(version):
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for name, x in actor.model.state_dict().items():
                 x.copy_(first[name] + 0.02 * version * torch.randn(x.shape, generator=generator))
+
+    def load(version):
+        set_weights(version)
         return actor.sampler.sync()
 
     try:
@@ -66,24 +74,31 @@ def test_equal_prompts_across_three_updates_read_no_key_of_former_weights(tmp_pa
         batches = [loop.finish(1), loop.finish(2)]
         loop.close()
         assert batches[0]["token_versions"].tolist() == [[0] * 5 + [1] * 4 + [2] * 3 + [3] * 8] * 4
+        assert batches[1]["token_versions"].tolist() == [[1] * 4 + [2] * 3 + [3] * 13] * 4
         for rows in batches:
-            for version in range(4):
-                load(version)
-                for row in range(len(rows)):
-                    mask, width = rows["attention_mask"][row].bool(), int(rows["prompt_mask"][row].sum())
-                    ids, of_version = rows["input_ids"][row][mask], rows["token_versions"][row] == version
+            for row in range(len(rows)):
+                ids = rows["input_ids"][row][rows["attention_mask"][row].bool()][None]
+                width, versions = int(rows["prompt_mask"][row].sum()), rows["token_versions"][row].tolist()
+                plain, cache, read = [], DynamicCache(), 0
+                for version, group in itertools.groupby(versions):
+                    set_weights(version)
+                    if kv_cache == "recompute":
+                        cache, read = DynamicCache(), 0
+                    count = len(list(group))
+                    end = width + len(plain) + count - 1  # the last token of a version is read by the next one
                     with torch.no_grad():
-                        logits = actor.model(input_ids=ids[None], use_cache=False).logits[0, width - 1 : -1]
-                    plain = logits.log_softmax(-1).gather(-1, ids[width:, None])[:, 0]
-                    gap = (plain - rows["rollout_log_probs"][row]).abs().mul(of_version).max()
-                    assert gap < 1e-4, (version, row)
+                        logits = actor.model(input_ids=ids[:, read:end], past_key_values=cache).logits[0, -count:]
+                    following = ids[0, end + 1 - count : end + 1, None]
+                    plain += logits.log_softmax(-1).gather(-1, following)[:, 0].tolist()
+                    read = end
+                assert (torch.tensor(plain) - rows["rollout_log_probs"][row]).abs().max() < 1e-4, row
     finally:
         loop.close()
         actor.close()
 
 
-def in_flight(model, directory, kind=VLLMRollout, **options):
-    options.setdefault("rollout", kind(max_new_tokens=24, kv_cache="recompute", **OPTIONS))
+def in_flight(model, directory, kv_cache, kind=VLLMRollout, **options):
+    options.setdefault("rollout", kind(max_new_tokens=24, kv_cache=kv_cache, **OPTIONS))
     options = {"mode": "async", "max_staleness": 2, "prompts_per_step": 2, "total_steps": 5, **options}
     return course(model, directory, CORRECTED, **options)
 
@@ -105,18 +120,22 @@ def repeated(make, directory, resume=None):
 
 
 @pytest.mark.exhaustive
-def test_a_replayed_run_and_one_that_is_resumed_in_the_middle_of_responses_have_the_bits_of_the_first(tmp_path):
+@KV_CACHES
+def test_a_replayed_run_and_one_that_is_resumed_in_the_middle_of_responses_have_the_bits_of_the_first(
+    kv_cache, tmp_path
+):
     model = save_family(tmp_path / "model", "qwen2")
-    repeated(lambda name, **options: in_flight(model, tmp_path / name, **options), tmp_path, resume=2)
+    repeated(lambda name, **options: in_flight(model, tmp_path / name, kv_cache, **options), tmp_path, resume=2)
 
 
 @pytest.mark.exhaustive
-def test_episodes_go_on_across_updates_and_evaluations_and_are_repeated_by_their_schedule(tmp_path):
+@KV_CACHES
+def test_episodes_go_on_across_updates_and_evaluations_and_are_repeated_by_their_schedule(kv_cache, tmp_path):
     model = save_family(tmp_path / "model", "qwen2")
 
     def make(name, **options):
-        rollout = VLLMRollout(max_new_tokens=10, stop_token_ids=STOPS, kv_cache="recompute", **OPTIONS)
-        run = in_flight(model, tmp_path / name, rollout=rollout, group_size=3, eval_interval=2, **options)
+        rollout = VLLMRollout(max_new_tokens=10, stop_token_ids=STOPS, kv_cache=kv_cache, **OPTIONS)
+        run = in_flight(model, tmp_path / name, kv_cache, rollout=rollout, group_size=3, eval_interval=2, **options)
         return dataclasses.replace(run, environment=GAMES, reward=EpisodeReward())
 
     schedule = repeated(make, tmp_path, resume=2)
@@ -127,17 +146,21 @@ def test_episodes_go_on_across_updates_and_evaluations_and_are_repeated_by_their
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("where", ["fsdp", "fsdp, adapter", "mesh"])
-def test_the_sampler_has_the_engine_of_a_sharded_or_placed_actor(where, tmp_path):
+@pytest.mark.parametrize(
+    ("where", "kv_cache"),
+    [("fsdp", "recompute"), ("fsdp, adapter", "recompute"), ("fsdp, adapter", "keep"), ("mesh", "keep")],
+)
+def test_the_sampler_has_the_engine_of_a_sharded_or_placed_actor(where, kv_cache, tmp_path):
     sharded = {"sharding": FSDP(), "n_gpus_per_node": 2}
     placed = {"placement": DeviceMesh(devices=("cpu:0", "cpu:1"), sub_meshes={"sampler": ("cpu:1",)})}
     model = save_family(tmp_path / "model", "qwen2")
 
     def make(name, **options):
         if "adapter" not in where:
-            return in_flight(model, tmp_path / name, **(sharded if where == "fsdp" else placed), **options)
-        rollout = VLLMRollout(max_new_tokens=24, kv_cache="recompute", lora="adapter", **OPTIONS)
-        run = in_flight(model, tmp_path / name, rollout=rollout, **sharded, **options)
+            place = sharded if where == "fsdp" else placed
+            return in_flight(model, tmp_path / name, kv_cache, **place, **options)
+        rollout = VLLMRollout(max_new_tokens=24, kv_cache=kv_cache, lora="adapter", **OPTIONS)
+        run = in_flight(model, tmp_path / name, kv_cache, rollout=rollout, **sharded, **options)
         return dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=LoRA(rank=8)))
 
     repeated(make, tmp_path, resume=2)
@@ -145,15 +168,17 @@ def test_the_sampler_has_the_engine_of_a_sharded_or_placed_actor(where, tmp_path
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("call", [9, 30])
-def test_responses_of_a_killed_engine_begin_anew_by_the_schedule(call, tmp_path):
+@KV_CACHES
+def test_responses_of_a_killed_engine_begin_anew_by_the_schedule(kv_cache, call, tmp_path):
     model = save_family(tmp_path / "model", "qwen2")
     dying = functools.partial(DyingVLLM, call=call, killed=str(tmp_path / "killed"))
-    schedule = repeated(lambda name, **options: in_flight(model, tmp_path / name, dying, **options), tmp_path)
+    schedule = repeated(lambda name, **options: in_flight(model, tmp_path / name, kv_cache, dying, **options), tmp_path)
     assert schedule.count(b'"lost"') == 1
 
 
 @pytest.mark.exhaustive
-def test_a_wrong_weight_in_flight_stops_the_run_by_name(tmp_path):
-    run = in_flight(save_family(tmp_path / "model", "qwen2"), tmp_path, WrongVLLM)
+@KV_CACHES
+def test_a_wrong_weight_in_flight_stops_the_run_by_name(kv_cache, tmp_path):
+    run = in_flight(save_family(tmp_path / "model", "qwen2"), tmp_path, kv_cache, WrongVLLM)
     with pytest.raises(WorkerError, match=WRONG):
         fit(run, tmp_path / "run")
