@@ -227,7 +227,6 @@ REFUSED_RUNS = [  # overrides, and a part of the message
         [*CORRECTED, "rollout=server", "rollout.endpoint.base_url=http://localhost:8000", *IN_FLIGHT],
         "has no steps between which weights can be taken",
     ),
-    ([*CORRECTED, "rollout=vllm", *IN_FLIGHT], "rollout.kv_cache is keep: VLLMRollout computes open responses anew"),
     (
         [*CORRECTED, *TOOLS, "environment=agent_program", "environment.path=agent.py:run", *IN_FLIGHT],
         "environment is AgentProgram, and weights do not change within its episodes",

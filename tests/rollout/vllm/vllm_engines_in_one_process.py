@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import sys
@@ -33,7 +34,7 @@ from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.client.engine_args import as_config_error, engine_args, write_model_directory
 from verl.rollout.vllm.client.engine_process import EngineError
 from verl.rollout.vllm.config import VLLMRollout
-from verl.rollout.vllm.messages import FeedPlan, LoadRequest, NumberedTurn, plan_chunks
+from verl.rollout.vllm.messages import FeedPlan, LoadRequest, NumberedTurn, TurnOutput, plan_chunks
 from verl.rollout.vllm.shm_stream import StreamWriter
 from verl.rollout.vllm.state_dict import weights_of
 from verl.rollout.weight_verification.fingerprint import ProbeVectors
@@ -120,34 +121,80 @@ def refused(options: VLLMRollout, directory: Path, **changes: Any) -> dict[str, 
     return {"error": None}
 
 
-def stale_cache(directory: Path) -> dict[str, Any]:
-    """A prefix cache that outlives a change of the weights, since its reset does nothing and says that it did."""
-    source = save_family(directory / "model", "qwen2")
-    model = source.load_causal_lm("cpu")
-    engine = engine_of(model, directory / "engine")
-    load(engine, model)
-    question = VerifyRequest(ProbeVectors(), ((3, 4, 5),), weights=False)
-    prompt = [3 + i % 80 for i in range(150)]
+def prefix_versions(directory: Path) -> dict[str, Any]:
+    """Tokens that come from the prefix cache, of prompts that were read and drawn before and after three changes of the
+    weights, while two rows go on; and what is said where vLLM does not follow the versions."""
+    model = save_family(directory / "model", "qwen2").load_causal_lm("cpu")
+    engine, numbers = engine_of(model, directory / "engine"), itertools.count()
+    sampler, question = TokenSampler.of(OPTIONS, 0, []), VerifyRequest(ProbeVectors(), ())
+    short, long = [3 + i % 80 for i in range(120)], [4 + i % 80 for i in range(150)]  # than a block
 
-    def drawn() -> list[int]:
-        engine.begin_turns(TokenSampler.of(OPTIONS, 0, [1]), 10, None)
-        found = engine.advance_turns([NumberedTurn(4, TurnRequest(0, prompt, 0, 0, 0, 10, step=1))], 600.0, False)
-        engine.end_turns()
-        return found.tokens[0]
+    def begin(tokens: list[int], limit: int) -> TurnOutput:
+        """One step with a further row."""
+        request = TurnRequest(0, tokens, 0, 0, NO_TURN, limit, step=1)
+        return engine.advance_turns([NumberedTurn(next(numbers), request)], 0.0, False)
 
-    first = drawn()
-    shake(model, 0.2)
+    def renew(seed: int) -> None:
+        before = engine.open_turns().tokens
+        shake(model, 0.1, seed)
+        load(engine, model)
+        assert engine.prove(question).log_probs.size == 0
+        assert engine.open_turns().tokens == before != []
+
+    def finished(tokens: list[int]) -> tuple[int, float]:
+        """Tokens from the cache, and the gap of log-probs from those of a plain forward pass."""
+        made = begin(tokens, 2)
+        while not made.numbers:
+            made = engine.advance_turns([], 0.0, False)
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens + made.tokens[0]])).logits[0, -3:-1]
+        plain = logits.log_softmax(-1).gather(-1, torch.tensor(made.tokens[0])[:, None])[:, 0]
+        return made.cached_tokens, float((plain - torch.tensor(made.log_probs[0])).abs().max())
+
     load(engine, model)
-    engine.prove(question)
-    second = drawn()
-    engine.llm.reset_prefix_cache = lambda: True
-    shake(model, 0.2, 2)
-    load(engine, model)
+    engine.begin_turns(sampler, 100, None, True)
+    for tokens in (short, long):
+        begin(tokens, 100)
+    found = []
+    for seed in range(1, 4):
+        renew(seed)
+        for _ in range(6):  # the block of `short` is filled under the second weights
+            engine.advance_turns([], 0.0, False)
+        mixed = [*short, *engine.open_turns().tokens[0], 5, 6]
+        found += [[finished(mixed), finished(long), finished(long)]]
+    add = engine.llm.llm_engine.add_request
+
+    def unsalted(name: str, prompt: dict[str, Any], *more: Any, **options: Any) -> Any:
+        del prompt["cache_salt"]
+        return add(name, prompt, *more, **options)
+
+    engine.llm.llm_engine.add_request, error = unsalted, None
+    finished(long)
+    renew(4)
     try:
-        engine.prove(question)
-    except Exception as error:  # noqa: BLE001 - told to the test
-        return {"error": f"{type(error).__name__}: {error}", "moved": first != second}
-    return {"error": None, "moved": first != second}
+        finished(long)
+    except Exception as raised:  # noqa: BLE001 - told to the test
+        error = f"{type(raised).__name__}: {raised}"
+    return {"found": found, "error": error}
+
+
+def preemptions(directory: Path) -> dict[str, int]:
+    """How often vLLM preempts one of six rows in a cache that holds three, by `rollout.kv_cache`."""
+    model, counts = save_family(directory / "model", "qwen2").load_causal_lm("cpu"), {}
+    for name in ("keep", "recompute"):
+        options = dataclasses.replace(OPTIONS, kv_cache_gib=0.0012, kv_cache=name)
+        engine = engine_of(model, directory / name, options)
+        load(engine, model)
+        scheduler, calls = engine.llm.llm_engine.engine_core.engine_core.scheduler, []
+        preempt = scheduler._preempt_request
+        scheduler._preempt_request = lambda *args, **more: (calls.append(1), preempt(*args, **more))  # noqa: B023
+        engine.begin_turns(TokenSampler.of(OPTIONS, 0, []), 200, None, True)
+        prompts = [[3 + row, *range(3, 52)] for row in range(6)]
+        turns = [TurnRequest(0, tokens, row, 0, NO_TURN, 200, step=1) for row, tokens in enumerate(prompts)]
+        made = engine.advance_turns([NumberedTurn(*turn) for turn in enumerate(turns)], 600.0, True)
+        assert sorted(made.numbers) == list(range(6))
+        counts[name] = len(calls)
+    return counts
 
 
 def case(name: str, directory: Path) -> dict[str, Any]:
@@ -155,8 +202,10 @@ def case(name: str, directory: Path) -> dict[str, Any]:
     directory.mkdir()
     if name == "lora":
         return family("qwen2", directory, LoRA(rank=4, alpha=8.0))
-    if name == "stale cache":
-        return stale_cache(directory)
+    if name == "versions":
+        return prefix_versions(directory)
+    if name == "preemptions":
+        return preemptions(directory)
     if name == "strange":
         return refused(OPTIONS, directory, model_type="strange")
     if name in ROOMS:

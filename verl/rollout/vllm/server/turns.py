@@ -153,8 +153,7 @@ class PrefixVersions:
     """Versions of vLLM's prefix cache: a request finds the keys and values of its own version alone.
 
     The version is the `cache_salt` of a request, a part of the hash of its first block, and by that of all others.
-    Whether vLLM follows it is checked with each request: the first one of a version that begins with a block finds
-    nothing.
+    Whether vLLM follows it is checked with each request: it finds nothing if none of its version began alike.
 
     Attributes:
         salt: of requests that begin now.
@@ -164,7 +163,8 @@ class PrefixVersions:
         config = llm.llm_engine.vllm_config.cache_config
         self._block = int(config.hash_block_size or config.block_size)
         self._version = 0
-        self._begun: set[tuple[int, ...]] = set()  # first blocks of the requests of this version
+        self._begun: set[tuple[int, ...]] = set()  # first blocks of prompts of this version, or all of shorter ones
+        self._lengths: set[int] = set()  # of those
 
     @property
     def salt(self) -> str:
@@ -174,13 +174,15 @@ class PrefixVersions:
         """Begin a version."""
         self._version += 1
         self._begun.clear()
+        self._lengths.clear()
 
     def begin(self, tokens: Sequence[int]) -> bool:
-        """Note a request; whether an earlier one of this version began with the same block."""
+        """Note a request; whether its first block may be one that an earlier request of this version has left."""
         first = tuple(tokens[: self._block])
-        is_known = first in self._begun
+        may_share = any(first[:length] in self._begun for length in self._lengths)
         self._begun.add(first)
-        return is_known
+        self._lengths.add(len(first))
+        return may_share
 
 
 def stale_prefix(cached: int, length: int) -> RolloutError:
