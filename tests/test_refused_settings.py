@@ -116,6 +116,11 @@ REFUSED = [  # kind, settings, and a part of the message
     (VLLMRollout, {"temperature": 0.0}, "temperature is 0.0: must be above 0"),
     (VLLMRollout, {"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
     (VLLMRollout, {"pipeline_parallel_size": 0}, "pipeline_parallel_size is 0"),
+    (
+        VLLMRollout,
+        {"pipeline_parallel_size": 2, "weight_update": "in_flight"},
+        "kv_cache is keep: with pipeline_parallel_size 2 several steps are under way",
+    ),
     (VLLMRollout, {"call_timeout_s": 0.0}, "call_timeout_s is 0.0: must be above 0"),
     (VLLMRollout, {"start_timeout_s": 0.0}, "start_timeout_s is 0.0: must be above 0, or null"),
     (SERVER, {"endpoint": Endpoint(base_url="http://h/v1")}, "endpoint.base_url ends with /v1"),

@@ -22,6 +22,7 @@ from verl.cluster.placement import DeviceMesh
 from verl.engines.sharding import FSDP
 from verl.errors import WorkerError
 from verl.models.lora import LoRA
+from verl.ops.sampling import EVALUATION
 from verl.rewards.episode_reward import EpisodeReward
 from verl.rollout.base import GenerationRequest
 from verl.rollout.vllm.config import VLLMRollout
@@ -72,6 +73,10 @@ def test_equal_prompts_across_three_updates_have_the_log_probs_of_transformers_w
             else:
                 loop.begin(prompts, GenerationRequest(event.number, 2))
         batches = [loop.finish(1), loop.finish(2)]
+        state = actor.sampler.engine.weights.state
+        assert state.was_probed == (kv_cache == "recompute")
+        loop.generate(prompts, GenerationRequest(3, 1, stream=EVALUATION))
+        assert state.was_probed
         loop.close()
         assert batches[0]["token_versions"].tolist() == [[0] * 5 + [1] * 4 + [2] * 3 + [3] * 8] * 4
         assert batches[1]["token_versions"].tolist() == [[1] * 4 + [2] * 3 + [3] * 13] * 4
