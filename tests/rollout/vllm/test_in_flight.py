@@ -11,7 +11,7 @@ import pytest
 import torch
 from environments.digit_game import DigitGames
 from roles import start_actor
-from rollout.engines import random_prompts, save_family
+from rollout.engines import save_family
 from rollout.faulty_vllm import WRONG, DyingVLLM, WrongVLLM
 from same_training import course, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, fit
@@ -23,6 +23,7 @@ from verl.engines.sharding import FSDP
 from verl.errors import WorkerError
 from verl.models.lora import LoRA
 from verl.ops.sampling import EVALUATION
+from verl.protocol import DataProto
 from verl.rewards.episode_reward import EpisodeReward
 from verl.rollout.base import GenerationRequest
 from verl.rollout.vllm.config import VLLMRollout
@@ -46,38 +47,62 @@ EVENTS = [
 ]
 
 
+def prompts_of(length):
+    """Two prompts; a block of the prefix cache has 128 tokens."""
+    ids = torch.randint(3, 90, (2, length), generator=torch.Generator().manual_seed(0))
+    numbers, mask = torch.arange(2), torch.ones_like(ids, dtype=torch.bool)
+    return DataProto.from_dict({"prompts": ids, "prompt_mask": mask, "prompt_ids": numbers, "group_ids": numbers})
+
+
+class Engine:
+    """A loop over an engine and its events, with weights of each version that are known."""
+
+    def __init__(self, directory, kv_cache, events):
+        limits = {"max_new_tokens": 20, "min_new_tokens": 20, "max_model_len": 180}
+        rollout = VLLMRollout(kv_cache=kv_cache, **limits, **OPTIONS)
+        self.actor, self.events = start_actor(save_family(directory / "model", "qwen2"), rollout), events
+        self.first = {name: x.clone() for name, x in self.actor.model.state_dict().items()}
+        self.loop = StepLoop(self.actor.sampler, 180, Schedule({}, replayed=events))
+
+    def set_weights(self, version):
+        generator = torch.Generator().manual_seed(0)
+        with torch.no_grad():
+            for name, x in self.actor.model.state_dict().items():
+                x.copy_(self.first[name] + 0.02 * version * torch.randn(x.shape, generator=generator))
+
+    def load(self, version):
+        self.set_weights(version)
+        return self.actor.sampler.sync()
+
+    def play(self, prompts, events):
+        """The rows of both batches, and what was saved."""
+        state = {}
+        for event in events:
+            if event.event == "weights":
+                self.loop.take_weights(event.number, lambda version=event.number: self.load(version))
+            elif event.event == "begin":
+                self.loop.begin(prompts, GenerationRequest(event.number, 2))
+            else:
+                state = self.loop.save(event.number)
+        return [self.loop.finish(1), self.loop.finish(2)], state
+
+    def close(self):
+        self.loop.close()
+        self.actor.close()
+
+
 @pytest.mark.exhaustive
 @KV_CACHES
 def test_equal_prompts_across_three_updates_have_the_log_probs_of_transformers_with_its_own_cache(kv_cache, tmp_path):
     """Keys that are kept are of the weights that have read their tokens; those of a prompt are of one version."""
-    rollout = VLLMRollout(max_new_tokens=20, min_new_tokens=20, kv_cache=kv_cache, max_model_len=180, **OPTIONS)
-    actor = start_actor(save_family(tmp_path / "model", "qwen2"), rollout)
-    first = {name: x.clone() for name, x in actor.model.state_dict().items()}
-    loop = StepLoop(actor.sampler, 180, Schedule({}, replayed=EVENTS))
-    prompts = random_prompts(2, 150)  # longer than a block of the cache
-
-    def set_weights(version):
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for name, x in actor.model.state_dict().items():
-                x.copy_(first[name] + 0.02 * version * torch.randn(x.shape, generator=generator))
-
-    def load(version):
-        set_weights(version)
-        return actor.sampler.sync()
-
+    engine, prompts = Engine(tmp_path, kv_cache, EVENTS), prompts_of(150)
     try:
-        for event in EVENTS:
-            if event.event == "weights":
-                loop.take_weights(event.number, lambda version=event.number: load(version))
-            else:
-                loop.begin(prompts, GenerationRequest(event.number, 2))
-        batches = [loop.finish(1), loop.finish(2)]
-        state = actor.sampler.engine.weights.state
+        batches, _ = engine.play(prompts, EVENTS)
+        state = engine.actor.sampler.engine.weights.state
         assert state.was_probed == (kv_cache == "recompute")
-        loop.generate(prompts, GenerationRequest(3, 1, stream=EVALUATION))
+        engine.loop.generate(prompts, GenerationRequest(3, 1, stream=EVALUATION))
         assert state.was_probed
-        loop.close()
+        engine.loop.close()
         assert batches[0]["token_versions"].tolist() == [[0] * 5 + [1] * 4 + [2] * 3 + [3] * 8] * 4
         assert batches[1]["token_versions"].tolist() == [[1] * 4 + [2] * 3 + [3] * 13] * 4
         for rows in batches:
@@ -86,20 +111,36 @@ def test_equal_prompts_across_three_updates_have_the_log_probs_of_transformers_w
                 width, versions = int(rows["prompt_mask"][row].sum()), rows["token_versions"][row].tolist()
                 plain, cache, read = [], DynamicCache(), 0
                 for version, group in itertools.groupby(versions):
-                    set_weights(version)
+                    engine.set_weights(version)
                     if kv_cache == "recompute":
                         cache, read = DynamicCache(), 0
                     count = len(list(group))
                     end = width + len(plain) + count - 1  # the last token of a version is read by the next one
                     with torch.no_grad():
-                        logits = actor.model(input_ids=ids[:, read:end], past_key_values=cache).logits[0, -count:]
+                        logits = engine.actor.model(input_ids=ids[:, read:end], past_key_values=cache).logits[
+                            0, -count:
+                        ]
                     following = ids[0, end + 1 - count : end + 1, None]
                     plain += logits.log_softmax(-1).gather(-1, following)[:, 0].tolist()
                     read = end
                 assert (torch.tensor(plain) - rows["rollout_log_probs"][row]).abs().max() < 1e-4, row
     finally:
-        loop.close()
-        actor.close()
+        engine.close()
+
+
+@pytest.mark.exhaustive
+@KV_CACHES
+def test_rows_that_fill_blocks_of_the_prefix_cache_go_on_from_a_save_with_the_same_bits(kv_cache, tmp_path):
+    events = [*EVENTS[:4], ScheduledEvent(14, "save", 1, 8), ScheduledEvent(16, "weights", 2, 8)]
+    engine, prompts = Engine(tmp_path, kv_cache, events), prompts_of(121)
+    try:
+        rows, state = engine.play(prompts, events)
+        engine.loop.restore(state, 1, lambda: engine.load(1))
+        restored, _ = engine.play(prompts, events[5:])
+        for one, other in zip(rows, restored, strict=True):
+            assert [name for name, x in one.batch.items() if not x.equal(other[name])] == []
+    finally:
+        engine.close()
 
 
 def in_flight(model, directory, kv_cache, kind=VLLMRollout, **options):
