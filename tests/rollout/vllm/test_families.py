@@ -29,7 +29,7 @@ def outcomes(directory: Path, *cases: str) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    cases = ("no room", "little room", "room", "strange", "versions", "preemptions", "lora")
+    cases = ("no room", "little room", "room", "strange", "versions", "keep", "recompute", "lora")
     return outcomes(tmp_path_factory.mktemp("engines"), *cases)
 
 
@@ -59,17 +59,18 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_the_size_that_fits(f
 
 def test_no_block_of_former_weights_or_with_mixed_keys_is_shared_with_a_later_request(found):
     outcome = found["versions"]
-    for mixed, first, second in outcome["found"]:
-        assert [cached for cached, _ in (mixed, first, second)] == [0, 0, 128]
-        assert max(gap for _, gap in (mixed, first, second)) < 1e-4
+    cached = [[cached for cached, _ in requests] for requests in outcome["found"]]
+    # the first weights had read a part of the long prompt, which was open: the second have read it anew
+    assert cached == [[0, 128, 128], [0, 0, 128], [0, 0, 128]]
+    assert max(gap for requests in outcome["found"] for _, gap in requests) < 1e-4
     assert outcome["error"].startswith(
         "RolloutError: vLLM took 128 of the 150 tokens of a prompt from its prefix cache"
     )
 
 
 def test_rows_whose_keys_are_kept_are_not_preempted(found):
-    assert found["preemptions"]["keep"] == 0
-    assert found["preemptions"]["recompute"] > 0
+    assert found["keep"] == {"preemptions": 0}
+    assert found["recompute"]["preemptions"] > 0
 
 
 def test_an_architecture_that_vllm_lacks_is_refused_with_the_engine_that_has_it(found):
