@@ -54,7 +54,7 @@ def closing_leaves_nothing(engine, log):
     assert not directory.exists()
     assert not temporary.exists()
     assert list(Path("/dev/shm").glob(f"*{directory.name}*")) == []
-    assert "reset prefix cache" in log.read_text()
+    assert "KV cache size" in log.read_text()
 
 
 def test_a_rank_that_vllm_has_no_room_for_is_refused_before_it_starts(tmp_path):

@@ -186,7 +186,7 @@ class EngineServer:
     def _num_full_rows(self) -> int:
         """Rows of the maximum length whose keys and values fit side by side, so that vLLM preempts none of them: it
         would compute it anew by other weights than those of the keys and values that it had."""
-        cache = self.llm.llm_engine.vllm_config.cache_config
+        cache: Any = self.llm.llm_engine.vllm_config.cache_config
         return max(1, int(cache.kv_cache_max_concurrency * (1 - 1 / cache.num_gpu_blocks)))  # it keeps a block
 
     def sleep(self) -> None:
