@@ -29,7 +29,7 @@ def outcomes(directory: Path, *cases: str) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    cases = ("no room", "little room", "room", "strange", "versions", "keep", "recompute", "lora")
+    cases = ("no room", "little room", "room", "strange", "versions", "reloaded", "keep", "recompute", "lora")
     return outcomes(tmp_path_factory.mktemp("engines"), *cases)
 
 
@@ -66,6 +66,13 @@ def test_no_block_of_former_weights_or_with_mixed_keys_is_shared_with_a_later_re
     assert outcome["error"].startswith(
         "RolloutError: vLLM took 128 of the 150 tokens of a prompt from its prefix cache"
     )
+
+
+def test_a_model_that_vllm_loads_itself_is_loaded_in_the_middle_of_a_response(found):
+    assert "mlp.experts" in found["reloaded"]["anew"]
+    assert found["reloaded"]["unproven"] == []
+    assert found["reloaded"]["proven"] == 45
+    assert found["reloaded"]["gap"] < 1e-4
 
 
 def test_rows_whose_keys_are_kept_are_not_preempted(found):

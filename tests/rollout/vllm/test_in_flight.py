@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from typing import Any
 
 import pytest
 import torch
 from environments.digit_game import DigitGames
 from roles import start_actor
-from rollout.engines import save_family
+from rollout.engines import plain_log_probs, save_family
 from rollout.faulty_vllm import WRONG, DyingVLLM, WrongVLLM
 from same_training import course, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, fit
-from transformers import DynamicCache
 
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.cluster.placement import DeviceMesh
@@ -107,23 +105,11 @@ def test_equal_prompts_across_three_updates_have_the_log_probs_of_transformers_w
         assert batches[1]["token_versions"].tolist() == [[1] * 4 + [2] * 3 + [3] * 13] * 4
         for rows in batches:
             for row in range(len(rows)):
-                ids = rows["input_ids"][row][rows["attention_mask"][row].bool()][None]
+                ids = rows["input_ids"][row][rows["attention_mask"][row].bool()].tolist()
                 width, versions = int(rows["prompt_mask"][row].sum()), rows["token_versions"][row].tolist()
-                plain, cache, read = [], DynamicCache(), 0
-                for version, group in itertools.groupby(versions):
-                    engine.set_weights(version)
-                    if kv_cache == "recompute":
-                        cache, read = DynamicCache(), 0
-                    count = len(list(group))
-                    end = width + len(plain) + count - 1  # the last token of a version is read by the next one
-                    with torch.no_grad():
-                        logits = engine.actor.model(input_ids=ids[:, read:end], past_key_values=cache).logits[
-                            0, -count:
-                        ]
-                    following = ids[0, end + 1 - count : end + 1, None]
-                    plain += logits.log_softmax(-1).gather(-1, following)[:, 0].tolist()
-                    read = end
-                assert (torch.tensor(plain) - rows["rollout_log_probs"][row]).abs().max() < 1e-4, row
+                keeps = kv_cache == "keep"
+                plain = plain_log_probs(engine.actor.model, engine.set_weights, ids, width, versions, keeps=keeps)
+                assert (plain - rows["rollout_log_probs"][row]).abs().max() < 1e-4, row
     finally:
         engine.close()
 

@@ -22,7 +22,7 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER"
 os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 import torch
-from rollout.engines import agreement, generate, random_prompts, save_family, shake
+from rollout.engines import agreement, generate, plain_log_probs, random_prompts, save_family, shake
 
 from verl.models.lora import LoRA
 from verl.ops.sampling import NO_TURN
@@ -178,6 +178,30 @@ def prefix_versions(directory: Path) -> dict[str, Any]:
     return {"found": found, "error": error}
 
 
+def reloaded_in_flight(directory: Path) -> dict[str, Any]:
+    """A model that vLLM loads itself, in the middle of a response: tensors that are proven, and the largest distance of
+    log-probs from those of transformers with keys that are kept."""
+    model = save_family(directory / "model", "qwen3_moe").load_causal_lm("cpu")
+    engine = engine_of(model, directory / "engine")
+    anew = load(engine, model)
+    states = [{name: x.clone() for name, x in model.state_dict().items()}]
+    engine.begin_turns(TokenSampler.of(OPTIONS, 0, []), 20, None, True)
+    tokens = [3 + i % 80 for i in range(40)]
+    new = [NumberedTurn(0, TurnRequest(0, tokens, 0, 0, NO_TURN, 20, step=1))]
+    for _ in range(5):
+        engine.advance_turns(new, 0.0, False)
+        new = []
+    shake(model, 0.05, 1)
+    states.append({name: x.clone() for name, x in model.state_dict().items()})
+    load(engine, model)
+    reply = engine.prove(VerifyRequest(ProbeVectors(), ()))
+    made = engine.advance_turns([], 600.0, True)
+    row, versions = tokens + made.tokens[0], [0] * 5 + [1] * 15
+    plain = plain_log_probs(model, lambda v: model.load_state_dict(states[v]), row, len(tokens), versions, keeps=True)
+    gap = float((plain - torch.tensor(made.log_probs[0])).abs().max())
+    return {"anew": anew, "unproven": reply.unproven, "proven": len(reply.fingerprints), "gap": gap}
+
+
 def preemptions(directory: Path, kv_cache: Any) -> dict[str, int]:
     """How often vLLM preempts one of six rows in a cache that holds three."""
     model = save_family(directory / "model", "qwen2").load_causal_lm("cpu")
@@ -203,6 +227,8 @@ def case(name: str, directory: Path) -> dict[str, Any]:
         return family("qwen2", directory, LoRA(rank=4, alpha=8.0))
     if name == "versions":
         return prefix_versions(directory)
+    if name == "reloaded":
+        return reloaded_in_flight(directory)
     if name in ("keep", "recompute"):
         return preemptions(directory, name)
     if name == "strange":
