@@ -4,8 +4,8 @@
 
 The role `sampler` with 64 open responses of a model of 2.6 million parameters. The pause is the time between the end of
 the last step under the former weights and the end of the first one under the new ones, less the median of the other
-steps. With `recompute` it has the forward pass of all open rows. Prints one JSON line: milliseconds, medians with
-quartiles over the updates.
+steps. With `recompute` it has the forward pass of all open rows; `vllm, keep` proves the weights by fingerprints alone.
+Prints one JSON line: milliseconds, medians with quartiles over the updates.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from verl.workers.sampler import SamplerHost, SamplerWorker
 from verl.workers.schedule import ScheduleOptions
 
 PROMPT, RESPONSE, GROUP = 32, 200, 4
-ENGINES = {"hf, keep": "keep", "hf, recompute": "recompute", "vllm, recompute": "recompute"}
+ENGINES = {"hf, keep": "keep", "hf, recompute": "recompute", "vllm, keep": "keep", "vllm, recompute": "recompute"}
 STEPS_BETWEEN = 12
 
 

@@ -116,6 +116,11 @@ REFUSED = [  # kind, settings, and a part of the message
     (VLLMRollout, {"temperature": 0.0}, "temperature is 0.0: must be above 0"),
     (VLLMRollout, {"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
     (VLLMRollout, {"pipeline_parallel_size": 0}, "pipeline_parallel_size is 0"),
+    (
+        VLLMRollout,
+        {"pipeline_parallel_size": 2, "weight_update": "in_flight"},
+        "kv_cache is keep: with pipeline_parallel_size 2 several steps are under way",
+    ),
     (VLLMRollout, {"call_timeout_s": 0.0}, "call_timeout_s is 0.0: must be above 0"),
     (VLLMRollout, {"start_timeout_s": 0.0}, "start_timeout_s is 0.0: must be above 0, or null"),
     (SERVER, {"endpoint": Endpoint(base_url="http://h/v1")}, "endpoint.base_url ends with /v1"),
@@ -229,7 +234,6 @@ REFUSED_RUNS = [  # overrides, and a part of the message
         [*CORRECTED, "rollout=server", "rollout.endpoint.base_url=http://localhost:8000", *IN_FLIGHT],
         "has no steps between which weights can be taken",
     ),
-    ([*CORRECTED, "rollout=vllm", *IN_FLIGHT], "rollout.kv_cache is keep: VLLMRollout computes open responses anew"),
     (
         [*CORRECTED, *TOOLS, "environment=agent_program", "environment.path=agent.py:run", *IN_FLIGHT],
         "environment is AgentProgram, and weights do not change within its episodes",

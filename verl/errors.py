@@ -39,6 +39,7 @@ VerlError
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -249,7 +250,7 @@ class WeightSyncError(VerlError, RuntimeError):
         names: of the tensors at fault.
         faults: description of each fault, beginning with the name.
         total: number of tensors that were verified.
-        gap_nats: mean absolute difference of the log-probs of the probe.
+        gap_nats: mean absolute difference of the log-probs of the probe; nan where they were not compared.
         allowed_nats: tolerance of the probe, if the probe failed.
     """
 
@@ -270,9 +271,10 @@ class WeightSyncError(VerlError, RuntimeError):
     def _of_tensors(self) -> str:
         further = len(self.faults) - self.SHOWN
         lines = [*self.faults[: self.SHOWN], *([f"and {further} more"] if further > 0 else [])]
+        gap = "" if math.isnan(self.gap_nats) else f", log-probs by {self.gap_nats:.1e} nats on average"
         return (
             f"the rollout engine does not hold the trainer's weights: {len(self.faults)} of {self.total} tensors "
-            f"differ, log-probs by {self.gap_nats:.1e} nats on average.\n"
+            f"differ{gap}.\n"
             + "".join(f"  {line}\n" for line in lines)
             + "Nothing was sampled from it. Its way of loading weights is at fault: set rollout=hf, which has nothing "
             "to sync, and report the model's family and the engine's version."

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from random_models import save_random_model
 from torch import Tensor
+from transformers import DynamicCache
 
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
@@ -43,6 +46,26 @@ def random_prompts(count: int = 12, longest: int = 100) -> DataProto:
             "group_ids": torch.arange(count),
         }
     )
+
+
+def plain_log_probs(
+    model: Any, set_weights: Callable[[Any], None], tokens: list[int], width: int, versions: list[Any], *, keeps: bool
+) -> Tensor:
+    """Log-probs of the tokens behind the first `width`, each by the weights of its version, with the cache of
+    transformers: keys of former weights are kept in it, or all of them are computed anew."""
+    ids, cache, log_probs, read = torch.tensor([tokens]), DynamicCache(), [], 0
+    for version, group in itertools.groupby(versions):
+        set_weights(version)
+        if not keeps:
+            cache, read = DynamicCache(), 0
+        count = len(list(group))
+        end = width + len(log_probs) + count - 1  # the last token of a version is read by the next one
+        with torch.no_grad():
+            logits = model(input_ids=ids[:, read:end], past_key_values=cache).logits[0, -count:]
+        following = ids[0, end + 1 - count : end + 1, None]
+        log_probs += logits.log_softmax(-1).gather(-1, following)[:, 0].tolist()
+        read = end
+    return torch.tensor(log_probs)
 
 
 def generate(engine: Any, prompts: DataProto, request: GenerationRequest) -> DataProto:

@@ -117,8 +117,11 @@ def _async_faults(run: Any) -> Iterator[str]:
             "more than 1 makes responses older and nothing faster. Set trainer.max_staleness=1, or "
             "rollout.weight_update=in_flight."
         )
-    if rollout.runs_ahead and is_in_flight:
-        yield from _in_flight_faults(run, kind)
+    if is_in_flight and rollout.location == "server":
+        yield (
+            f"rollout.weight_update is in_flight: {kind} has no steps between which weights can be taken. Set "
+            "rollout.weight_update=drain."
+        )
     if settings.replay_schedule is not None and not (is_in_flight and settings.staleness):
         yield (
             "trainer.replay_schedule: only a run with rollout.weight_update=in_flight and trainer.max_staleness above "
@@ -136,19 +139,6 @@ def _async_faults(run: Any) -> Iterator[str]:
         yield f"{setting}: algorithm.selection draws further batches within a step. Set {remedy}."
     if algorithm.needs_greedy_baseline:
         yield f"{setting}: the greedy baseline would be that of other weights. Set {remedy}."
-
-
-def _in_flight_faults(run: Any, kind: str) -> Iterator[str]:
-    """Faults of weight updates in the middle of responses of an engine in a process or server of its own."""
-    prefix, drain = "rollout.weight_update is in_flight", "rollout.weight_update=drain"
-    if run.rollout.location != "process":
-        yield f"{prefix}: {kind} has no steps between which weights can be taken. Set {drain}."
-        return
-    if run.rollout.kv_cache == "keep":
-        yield (
-            f"{prefix} and rollout.kv_cache is keep: {kind} computes open responses anew under new weights. Set "
-            "rollout.kv_cache=recompute."
-        )
 
 
 def _rollout_faults(run: Any) -> Iterator[str]:

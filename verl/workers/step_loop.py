@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -318,9 +319,12 @@ class StepLoop:
 
     def _carry_out(self, event: _Event) -> None:
         try:
-            if event.kind in ("save", "generate") or (event.kind == "weights" and not self.keeps_cache):
+            if event.kind in ("save", "generate", "weights"):
                 try:
-                    self._close_turns()
+                    if event.kind == "weights" and self.keeps_cache:
+                        self._note_drawn()
+                    else:
+                        self._close_turns()
                 except EngineLost as error:
                     self._lose(error)
             self.schedule.note(ScheduledEvent(self.engine_step, event.kind, event.number, len(self._rows)))
@@ -382,14 +386,8 @@ class StepLoop:
         batch.begin()
 
     def _load(self, version: int, load: Callable[[], Any]) -> Any:
-        if self._turns is None:
+        with nullcontext() if self._turns is None else self._turns.paused():
             loaded = load()
-        else:
-            for drawn in self._turns.open_turns():
-                count = len(drawn.tokens) + self._turns.lookahead
-                self._rows[drawn.episode].updates.append((count, self.version))
-            with self._turns.paused():
-                loaded = load()
         self.version, self._reload, self._is_lost = version, load, False
         return loaded
 
@@ -412,6 +410,14 @@ class StepLoop:
         for _, row in sorted(self._rows.items()):
             turns.add(row.further)
         return turns
+
+    def _note_drawn(self) -> None:
+        """Note in the rows how far the present weights have drawn them, before others come."""
+        if self._turns is None:
+            return
+        for drawn in self._turns.open_turns():
+            count = len(drawn.tokens) + self._turns.lookahead
+            self._rows[drawn.episode].updates.append((count, self.version))
 
     def _close_turns(self) -> None:
         """End the turns of the engine; what they have drawn is kept in the rows."""

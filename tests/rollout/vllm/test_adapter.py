@@ -59,7 +59,7 @@ def closing_leaves_nothing(engine, log):
     assert not directory.exists()
     assert not temporary.exists()
     assert list(Path("/dev/shm").glob(f"*{directory.name}*")) == []
-    assert "reset prefix cache" in log.read_text()
+    assert "KV cache size" in log.read_text()
 
 
 ROWS = [[0, 1, 2], [3, 4]]

@@ -29,7 +29,7 @@ def outcomes(directory: Path, *cases: str) -> dict[str, dict]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    cases = ("no room", "little room", "room", "strange", "stale cache", "lora")
+    cases = ("no room", "little room", "room", "strange", "versions", "reloaded", "keep", "recompute", "lora")
     return outcomes(tmp_path_factory.mktemp("engines"), *cases)
 
 
@@ -57,10 +57,27 @@ def test_a_cache_too_small_for_one_sequence_is_refused_with_the_size_that_fits(f
     assert found["room"]["error"] is None
 
 
-def test_keys_and_values_that_outlive_a_change_of_the_weights_are_found(found):
-    assert found["stale cache"]["moved"]
-    assert "told to forget" in found["stale cache"]["error"]
-    assert "took 128 of the 129 tokens of an earlier row from its prefix cache" in found["stale cache"]["error"]
+def test_no_block_of_former_weights_or_with_mixed_keys_is_shared_with_a_later_request(found):
+    outcome = found["versions"]
+    cached = [[cached for cached, _ in requests] for requests in outcome["found"]]
+    # the first weights had read a part of the long prompt, which was open: the second have read it anew
+    assert cached == [[0, 128, 128], [0, 0, 128], [0, 0, 128]]
+    assert max(gap for requests in outcome["found"] for _, gap in requests) < 1e-4
+    assert outcome["error"].startswith(
+        "RolloutError: vLLM took 128 of the 150 tokens of a prompt from its prefix cache"
+    )
+
+
+def test_a_model_that_vllm_loads_itself_is_loaded_in_the_middle_of_a_response(found):
+    assert "mlp.experts" in found["reloaded"]["anew"]
+    assert found["reloaded"]["unproven"] == []
+    assert found["reloaded"]["proven"] == 45
+    assert found["reloaded"]["gap"] < 1e-4
+
+
+def test_rows_whose_keys_are_kept_are_not_preempted(found):
+    assert found["keep"] == {"preemptions": 0}
+    assert found["recompute"]["preemptions"] > 0
 
 
 def test_an_architecture_that_vllm_lacks_is_refused_with_the_engine_that_has_it(found):

@@ -11,7 +11,7 @@ import torch
 from cluster.ray_here import placed
 from environments.digit_game import DigitGames
 from roles import start_actor
-from rollout.engines import random_prompts, save_family
+from rollout.engines import plain_log_probs, save_family
 from rollout.faulty_vllm import WRONG, DyingVLLM, WrongVLLM
 from same_training import course, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, fit
@@ -21,6 +21,8 @@ from verl.cluster.placement import DeviceMesh
 from verl.engines.sharding import FSDP
 from verl.errors import WorkerError
 from verl.models.lora import LoRA
+from verl.ops.sampling import EVALUATION
+from verl.protocol import DataProto
 from verl.rewards.episode_reward import EpisodeReward
 from verl.rollout.base import GenerationRequest
 from verl.rollout.vllm.config import VLLMRollout
@@ -34,6 +36,7 @@ CORRECTED = dataclasses.replace(GRPO_ALGORITHM, correction=TruncatedIS(), mini_b
 GAMES = DigitGames(recovery="deterministic", answers_at_once=True, max_tokens=40, max_turns=4)
 STOPS = tuple(range(20, 28))
 OPTIONS: dict[str, Any] = {"kv_cache_gib": 0.05, "max_num_seqs": 16, "num_threads": 1, "weight_update": "in_flight"}
+KV_CACHES = pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
 EVENTS = [
     ScheduledEvent(0, "weights", 0, 0),
     ScheduledEvent(0, "begin", 1, 0),
@@ -44,48 +47,92 @@ EVENTS = [
 ]
 
 
-@pytest.mark.exhaustive
-def test_equal_prompts_across_three_updates_read_no_key_of_former_weights(tmp_path):
-    rollout = VLLMRollout(max_new_tokens=20, min_new_tokens=20, kv_cache="recompute", max_model_len=180, **OPTIONS)
-    actor = start_actor(save_family(tmp_path / "model", "qwen2"), rollout)
-    first = {name: x.clone() for name, x in actor.model.state_dict().items()}
-    loop = StepLoop(actor.sampler, 180, Schedule({}, replayed=EVENTS))
-    prompts = random_prompts(2, 150)  # longer than a block of the cache
+def prompts_of(length):
+    """Two prompts; a block of the prefix cache has 128 tokens."""
+    ids = torch.randint(3, 90, (2, length), generator=torch.Generator().manual_seed(0))
+    numbers, mask = torch.arange(2), torch.ones_like(ids, dtype=torch.bool)
+    return DataProto.from_dict({"prompts": ids, "prompt_mask": mask, "prompt_ids": numbers, "group_ids": numbers})
 
-    def load(version):
+
+class Engine:
+    """A loop over an engine and its events, with weights of each version that are known."""
+
+    def __init__(self, directory, kv_cache, events):
+        limits = {"max_new_tokens": 20, "min_new_tokens": 20, "max_model_len": 180}
+        rollout = VLLMRollout(kv_cache=kv_cache, **limits, **OPTIONS)
+        self.actor, self.events = start_actor(save_family(directory / "model", "qwen2"), rollout), events
+        self.first = {name: x.clone() for name, x in self.actor.model.state_dict().items()}
+        self.loop = StepLoop(self.actor.sampler, 180, Schedule({}, replayed=events))
+
+    def set_weights(self, version):
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            for name, x in actor.model.state_dict().items():
-                x.copy_(first[name] + 0.02 * version * torch.randn(x.shape, generator=generator))
-        return actor.sampler.sync()
+            for name, x in self.actor.model.state_dict().items():
+                x.copy_(self.first[name] + 0.02 * version * torch.randn(x.shape, generator=generator))
 
-    try:
-        for event in EVENTS:
+    def load(self, version):
+        self.set_weights(version)
+        return self.actor.sampler.sync()
+
+    def play(self, prompts, events):
+        """The rows of both batches, and what was saved."""
+        state = {}
+        for event in events:
             if event.event == "weights":
-                loop.take_weights(event.number, lambda version=event.number: load(version))
+                self.loop.take_weights(event.number, lambda version=event.number: self.load(version))
+            elif event.event == "begin":
+                self.loop.begin(prompts, GenerationRequest(event.number, 2))
             else:
-                loop.begin(prompts, GenerationRequest(event.number, 2))
-        batches = [loop.finish(1), loop.finish(2)]
-        loop.close()
+                state = self.loop.save(event.number)
+        return [self.loop.finish(1), self.loop.finish(2)], state
+
+    def close(self):
+        self.loop.close()
+        self.actor.close()
+
+
+@pytest.mark.exhaustive
+@KV_CACHES
+def test_equal_prompts_across_three_updates_have_the_log_probs_of_transformers_with_its_own_cache(kv_cache, tmp_path):
+    """Keys that are kept are of the weights that have read their tokens; those of a prompt are of one version."""
+    engine, prompts = Engine(tmp_path, kv_cache, EVENTS), prompts_of(150)
+    try:
+        batches, _ = engine.play(prompts, EVENTS)
+        state = engine.actor.sampler.engine.weights.state
+        assert state.was_probed == (kv_cache == "recompute")
+        engine.loop.generate(prompts, GenerationRequest(3, 1, stream=EVALUATION))
+        assert state.was_probed
+        engine.loop.close()
         assert batches[0]["token_versions"].tolist() == [[0] * 5 + [1] * 4 + [2] * 3 + [3] * 8] * 4
+        assert batches[1]["token_versions"].tolist() == [[1] * 4 + [2] * 3 + [3] * 13] * 4
         for rows in batches:
-            for version in range(4):
-                load(version)
-                for row in range(len(rows)):
-                    mask, width = rows["attention_mask"][row].bool(), int(rows["prompt_mask"][row].sum())
-                    ids, of_version = rows["input_ids"][row][mask], rows["token_versions"][row] == version
-                    with torch.no_grad():
-                        logits = actor.model(input_ids=ids[None], use_cache=False).logits[0, width - 1 : -1]
-                    plain = logits.log_softmax(-1).gather(-1, ids[width:, None])[:, 0]
-                    gap = (plain - rows["rollout_log_probs"][row]).abs().mul(of_version).max()
-                    assert gap < 1e-4, (version, row)
+            for row in range(len(rows)):
+                ids = rows["input_ids"][row][rows["attention_mask"][row].bool()].tolist()
+                width, versions = int(rows["prompt_mask"][row].sum()), rows["token_versions"][row].tolist()
+                keeps = kv_cache == "keep"
+                plain = plain_log_probs(engine.actor.model, engine.set_weights, ids, width, versions, keeps=keeps)
+                assert (plain - rows["rollout_log_probs"][row]).abs().max() < 1e-4, row
     finally:
-        loop.close()
-        actor.close()
+        engine.close()
 
 
-def in_flight(model, directory, kind=VLLMRollout, **options):
-    options.setdefault("rollout", kind(max_new_tokens=24, kv_cache="recompute", **OPTIONS))
+@pytest.mark.exhaustive
+@KV_CACHES
+def test_rows_that_fill_blocks_of_the_prefix_cache_go_on_from_a_save_with_the_same_bits(kv_cache, tmp_path):
+    events = [*EVENTS[:4], ScheduledEvent(14, "save", 1, 8), ScheduledEvent(16, "weights", 2, 8)]
+    engine, prompts = Engine(tmp_path, kv_cache, events), prompts_of(121)
+    try:
+        rows, state = engine.play(prompts, events)
+        engine.loop.restore(state, 1, lambda: engine.load(1))
+        restored, _ = engine.play(prompts, events[5:])
+        for one, other in zip(rows, restored, strict=True):
+            assert [name for name, x in one.batch.items() if not x.equal(other[name])] == []
+    finally:
+        engine.close()
+
+
+def in_flight(model, directory, kv_cache, kind=VLLMRollout, **options):
+    options.setdefault("rollout", kind(max_new_tokens=24, kv_cache=kv_cache, **OPTIONS))
     options = {"mode": "async", "max_staleness": 2, "prompts_per_step": 2, "total_steps": 5, **options}
     return course(model, directory, CORRECTED, **options)
 
@@ -107,18 +154,22 @@ def repeated(make, directory, resume=None):
 
 
 @pytest.mark.exhaustive
-def test_a_replayed_run_and_one_that_is_resumed_in_the_middle_of_responses_have_the_bits_of_the_first(tmp_path):
+@KV_CACHES
+def test_a_replayed_run_and_one_that_is_resumed_in_the_middle_of_responses_have_the_bits_of_the_first(
+    kv_cache, tmp_path
+):
     model = save_family(tmp_path / "model", "qwen2")
-    repeated(lambda name, **options: in_flight(model, tmp_path / name, **options), tmp_path, resume=2)
+    repeated(lambda name, **options: in_flight(model, tmp_path / name, kv_cache, **options), tmp_path, resume=2)
 
 
 @pytest.mark.exhaustive
-def test_episodes_go_on_across_updates_and_evaluations_and_are_repeated_by_their_schedule(tmp_path):
+@KV_CACHES
+def test_episodes_go_on_across_updates_and_evaluations_and_are_repeated_by_their_schedule(kv_cache, tmp_path):
     model = save_family(tmp_path / "model", "qwen2")
 
     def make(name, **options):
-        rollout = VLLMRollout(max_new_tokens=10, stop_token_ids=STOPS, kv_cache="recompute", **OPTIONS)
-        run = in_flight(model, tmp_path / name, rollout=rollout, group_size=3, eval_interval=2, **options)
+        rollout = VLLMRollout(max_new_tokens=10, stop_token_ids=STOPS, kv_cache=kv_cache, **OPTIONS)
+        run = in_flight(model, tmp_path / name, kv_cache, rollout=rollout, group_size=3, eval_interval=2, **options)
         return dataclasses.replace(run, environment=GAMES, reward=EpisodeReward())
 
     schedule = repeated(make, tmp_path, resume=2)
@@ -129,8 +180,18 @@ def test_episodes_go_on_across_updates_and_evaluations_and_are_repeated_by_their
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("where", ["fsdp", "fsdp, adapter", "mesh", pytest.param("ray", marks=RAY)])
-def test_the_sampler_has_the_engine_of_a_sharded_or_placed_actor(where, tmp_path, request):
+@pytest.mark.parametrize(
+    ("where", "kv_cache"),
+    [
+        ("fsdp", "recompute"),
+        ("fsdp, adapter", "recompute"),
+        ("fsdp, adapter", "keep"),
+        ("mesh", "keep"),
+        pytest.param("ray", "recompute", marks=RAY),
+        pytest.param("ray", "keep", marks=RAY),
+    ],
+)
+def test_the_sampler_has_the_engine_of_a_sharded_or_placed_actor(where, kv_cache, tmp_path, request):
     sharded = {"sharding": FSDP(), "n_gpus_per_node": 2}
     mesh = DeviceMesh(devices=("cpu:0", "cpu:1"), sub_meshes={"sampler": ("cpu:1",)})
     of_actor = {"fsdp": sharded, "mesh": {"placement": mesh}, "ray": {"placement": placed()}}
@@ -140,9 +201,9 @@ def test_the_sampler_has_the_engine_of_a_sharded_or_placed_actor(where, tmp_path
 
     def make(name, **options):
         if "adapter" not in where:
-            return in_flight(model, tmp_path / name, **of_actor[where], **options)
-        rollout = VLLMRollout(max_new_tokens=24, kv_cache="recompute", lora="adapter", **OPTIONS)
-        run = in_flight(model, tmp_path / name, rollout=rollout, **sharded, **options)
+            return in_flight(model, tmp_path / name, kv_cache, **of_actor[where], **options)
+        rollout = VLLMRollout(max_new_tokens=24, kv_cache=kv_cache, lora="adapter", **OPTIONS)
+        run = in_flight(model, tmp_path / name, kv_cache, rollout=rollout, **sharded, **options)
         return dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=LoRA(rank=8)))
 
     repeated(make, tmp_path, resume=2)
@@ -150,15 +211,17 @@ def test_the_sampler_has_the_engine_of_a_sharded_or_placed_actor(where, tmp_path
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("call", [9, 30])
-def test_responses_of_a_killed_engine_begin_anew_by_the_schedule(call, tmp_path):
+@KV_CACHES
+def test_responses_of_a_killed_engine_begin_anew_by_the_schedule(kv_cache, call, tmp_path):
     model = save_family(tmp_path / "model", "qwen2")
     dying = functools.partial(DyingVLLM, call=call, killed=str(tmp_path / "killed"))
-    schedule = repeated(lambda name, **options: in_flight(model, tmp_path / name, dying, **options), tmp_path)
+    schedule = repeated(lambda name, **options: in_flight(model, tmp_path / name, kv_cache, dying, **options), tmp_path)
     assert schedule.count(b'"lost"') == 1
 
 
 @pytest.mark.exhaustive
-def test_a_wrong_weight_in_flight_stops_the_run_by_name(tmp_path):
-    run = in_flight(save_family(tmp_path / "model", "qwen2"), tmp_path, WrongVLLM)
+@KV_CACHES
+def test_a_wrong_weight_in_flight_stops_the_run_by_name(kv_cache, tmp_path):
+    run = in_flight(save_family(tmp_path / "model", "qwen2"), tmp_path, kv_cache, WrongVLLM)
     with pytest.raises(WorkerError, match=WRONG):
         fit(run, tmp_path / "run")

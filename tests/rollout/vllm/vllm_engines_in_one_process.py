@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import json
 import os
 import sys
@@ -21,7 +22,7 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER"
 os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 import torch
-from rollout.engines import agreement, generate, random_prompts, save_family, shake
+from rollout.engines import agreement, generate, plain_log_probs, random_prompts, save_family, shake
 
 from verl.models.lora import LoRA
 from verl.ops.sampling import NO_TURN
@@ -33,7 +34,7 @@ from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.client.engine_args import as_config_error, engine_args, write_model_directory
 from verl.rollout.vllm.client.engine_process import EngineError
 from verl.rollout.vllm.config import VLLMRollout
-from verl.rollout.vllm.messages import FeedPlan, LoadRequest, NumberedTurn, plan_chunks
+from verl.rollout.vllm.messages import FeedPlan, LoadRequest, NumberedTurn, TurnOutput, plan_chunks
 from verl.rollout.vllm.shm_stream import StreamWriter
 from verl.rollout.vllm.state_dict import weights_of
 from verl.rollout.weight_verification.fingerprint import ProbeVectors
@@ -61,7 +62,7 @@ def load(engine: Any, model: Any) -> str | None:
     chunks, chunk_bytes = plan_chunks(weights, model.dtype, 100_000)
     stream = StreamWriter(chunk_bytes, 1, model.device)
     stream.begin()
-    filling = (chunks, iter(weights), model.dtype, lambda: True)
+    filling = (chunks, ((weight.name, weight.make()) for weight in weights), model.dtype, lambda: True)
     sender = threading.Thread(target=stream.fill, args=filling, daemon=True)
     sender.start()
     engine.connect([FeedPlan(stream.handle, 0, chunks)], model.dtype)
@@ -120,34 +121,103 @@ def refused(options: VLLMRollout, directory: Path, **changes: Any) -> dict[str, 
     return {"error": None}
 
 
-def stale_cache(directory: Path) -> dict[str, Any]:
-    """A prefix cache that outlives a change of the weights, since its reset does nothing and says that it did."""
-    source = save_family(directory / "model", "qwen2")
-    model = source.load_causal_lm("cpu")
-    engine = engine_of(model, directory / "engine")
-    load(engine, model)
-    question = VerifyRequest(ProbeVectors(), ((3, 4, 5),), weights=False)
-    prompt = [3 + i % 80 for i in range(150)]
+def prefix_versions(directory: Path) -> dict[str, Any]:
+    """Tokens that come from the prefix cache, of prompts that were read and drawn before and after three changes of the
+    weights, while two rows go on; and what is said where vLLM does not follow the versions."""
+    model = save_family(directory / "model", "qwen2").load_causal_lm("cpu")
+    engine, numbers = engine_of(model, directory / "engine"), itertools.count()
+    sampler, question = TokenSampler.of(OPTIONS, 0, []), VerifyRequest(ProbeVectors(), ())
+    short, long = [3 + i % 80 for i in range(120)], [4 + i % 80 for i in range(150)]  # than a block
 
-    def drawn() -> list[int]:
-        engine.begin_turns(TokenSampler.of(OPTIONS, 0, [1]), 10, None)
-        found = engine.advance_turns([NumberedTurn(4, TurnRequest(0, prompt, 0, 0, 0, 10, step=1))], 600.0, False)
-        engine.end_turns()
-        return found.tokens[0]
+    def begin(tokens: list[int], limit: int) -> TurnOutput:
+        """One step with a further row."""
+        request = TurnRequest(0, tokens, 0, 0, NO_TURN, limit, step=1)
+        return engine.advance_turns([NumberedTurn(next(numbers), request)], 0.0, False)
 
-    first = drawn()
-    shake(model, 0.2)
+    def renew(seed: int) -> None:
+        before = engine.open_turns().tokens
+        shake(model, 0.1, seed)
+        load(engine, model)
+        assert engine.prove(question).log_probs.size == 0
+        assert engine.open_turns().tokens == before != []
+
+    def finished(tokens: list[int]) -> tuple[int, float]:
+        """Tokens from the cache, and the gap of log-probs from those of a plain forward pass."""
+        made = begin(tokens, 2)
+        while not made.numbers:
+            made = engine.advance_turns([], 0.0, False)
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens + made.tokens[0]])).logits[0, -3:-1]
+        plain = logits.log_softmax(-1).gather(-1, torch.tensor(made.tokens[0])[:, None])[:, 0]
+        return made.cached_tokens, float((plain - torch.tensor(made.log_probs[0])).abs().max())
+
     load(engine, model)
-    engine.prove(question)
-    second = drawn()
-    engine.llm.reset_prefix_cache = lambda: True
-    shake(model, 0.2, 2)
-    load(engine, model)
+    engine.begin_turns(sampler, 100, None, True)
+    for tokens in (short, long):
+        begin(tokens, 100)
+    found = []
+    for seed in range(1, 4):
+        renew(seed)
+        for _ in range(6):  # the block of `short` is filled under the second weights
+            engine.advance_turns([], 0.0, False)
+        mixed = [*short, *engine.open_turns().tokens[0], 5, 6]
+        found += [[finished(mixed), finished(long), finished(long)]]
+    add = engine.llm.llm_engine.add_request
+
+    def unsalted(name: str, prompt: dict[str, Any], *more: Any, **options: Any) -> Any:
+        del prompt["cache_salt"]
+        return add(name, prompt, *more, **options)
+
+    engine.llm.llm_engine.add_request, error = unsalted, None
+    finished(long)
+    renew(4)
     try:
-        engine.prove(question)
-    except Exception as error:  # noqa: BLE001 - told to the test
-        return {"error": f"{type(error).__name__}: {error}", "moved": first != second}
-    return {"error": None, "moved": first != second}
+        finished(long)
+    except Exception as raised:  # noqa: BLE001 - told to the test
+        error = f"{type(raised).__name__}: {raised}"
+    return {"found": found, "error": error}
+
+
+def reloaded_in_flight(directory: Path) -> dict[str, Any]:
+    """A model that vLLM loads itself, in the middle of a response: tensors that are proven, and the largest distance of
+    log-probs from those of transformers with keys that are kept."""
+    model = save_family(directory / "model", "qwen3_moe").load_causal_lm("cpu")
+    engine = engine_of(model, directory / "engine")
+    anew = load(engine, model)
+    states = [{name: x.clone() for name, x in model.state_dict().items()}]
+    engine.begin_turns(TokenSampler.of(OPTIONS, 0, []), 20, None, True)
+    tokens = [3 + i % 80 for i in range(40)]
+    new = [NumberedTurn(0, TurnRequest(0, tokens, 0, 0, NO_TURN, 20, step=1))]
+    for _ in range(5):
+        engine.advance_turns(new, 0.0, False)
+        new = []
+    shake(model, 0.05, 1)
+    states.append({name: x.clone() for name, x in model.state_dict().items()})
+    load(engine, model)
+    reply = engine.prove(VerifyRequest(ProbeVectors(), ()))
+    made = engine.advance_turns([], 600.0, True)
+    row, versions = tokens + made.tokens[0], [0] * 5 + [1] * 15
+    plain = plain_log_probs(model, lambda v: model.load_state_dict(states[v]), row, len(tokens), versions, keeps=True)
+    gap = float((plain - torch.tensor(made.log_probs[0])).abs().max())
+    return {"anew": anew, "unproven": reply.unproven, "proven": len(reply.fingerprints), "gap": gap}
+
+
+def preemptions(directory: Path, kv_cache: Any) -> dict[str, int]:
+    """How often vLLM preempts one of six rows in a cache that holds three."""
+    model = save_family(directory / "model", "qwen2").load_causal_lm("cpu")
+    options = dataclasses.replace(OPTIONS, kv_cache_gib=0.0012, kv_cache=kv_cache)
+    engine = engine_of(model, directory / "engine", options)
+    load(engine, model)
+    scheduler, calls = engine.llm.llm_engine.engine_core.engine_core.scheduler, []
+    preempt = scheduler._preempt_request
+    scheduler._preempt_request = lambda *args, **more: (calls.append(1), preempt(*args, **more))
+    engine.begin_turns(TokenSampler.of(OPTIONS, 0, []), 200, None, True)
+    prompts = [[3 + row, *range(3, 52)] for row in range(6)]
+    turns = [TurnRequest(0, tokens, row, 0, NO_TURN, 200, step=1) for row, tokens in enumerate(prompts)]
+    made = engine.advance_turns([NumberedTurn(*turn) for turn in enumerate(turns)], 600.0, True)
+    assert sorted(made.numbers) == list(range(6))
+    del scheduler._preempt_request  # a reference to itself, with which it would outlive this
+    return {"preemptions": len(calls)}
 
 
 def case(name: str, directory: Path) -> dict[str, Any]:
@@ -155,8 +225,12 @@ def case(name: str, directory: Path) -> dict[str, Any]:
     directory.mkdir()
     if name == "lora":
         return family("qwen2", directory, LoRA(rank=4, alpha=8.0))
-    if name == "stale cache":
-        return stale_cache(directory)
+    if name == "versions":
+        return prefix_versions(directory)
+    if name == "reloaded":
+        return reloaded_in_flight(directory)
+    if name in ("keep", "recompute"):
+        return preemptions(directory, name)
     if name == "strange":
         return refused(OPTIONS, directory, model_type="strange")
     if name in ROOMS:

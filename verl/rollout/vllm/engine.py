@@ -144,6 +144,7 @@ class VLLMEngine(RolloutEngine):
             raise EngineDied("The vLLM engine is not running.")
         if self.is_alone:  # several processes have done so together, in `group`
             self._sync_if_needed()
+        self.weights.prove_function()
         self._turns = VLLMTurns(
             self.process,
             TokenSampler.of(self.options, self.seed, self.stop_ids),
@@ -157,8 +158,8 @@ class VLLMEngine(RolloutEngine):
         return self._turns
 
     def sync(self) -> SyncResult:
-        """Load the current weights into all engines according to the plan, and verify them; all keys and values are
-        dropped."""
+        """Load the current weights into all engines according to the plan, and verify them; keys and values of former
+        weights are used by turns alone that are open, and `paused`."""
         synced = self._sync(self._refuse_open_turns)
         if self.is_alone:  # a group counts on, since it repeats a whole generation after the sync
             self._num_failures = 0
@@ -241,9 +242,10 @@ class VLLMEngine(RolloutEngine):
         self._sync(lambda: None)
 
     def _sync(self, check: Callable[[], None]) -> SyncResult:
-        def prepare() -> None:
+        def prepare() -> bool:
             check()
             self._start()
+            return self._turns is not None and self._turns.is_under_way
 
         return self._with_retry(lambda: self.weight_sync.run(prepare))
 
@@ -260,8 +262,8 @@ class VLLMEngine(RolloutEngine):
         return self._turns if self._turns is not None and self._turns.is_open else None
 
     def _refuse_open_turns(self) -> None:
-        """Raises RolloutError while turns are open: the former weights have begun them."""
-        if (turns := self._open_turns) is not None:
+        """Raises RolloutError while turns are open and not paused: the former weights have begun them."""
+        if (turns := self._open_turns) is not None and not turns.is_paused:
             raise open_turns_error(turns.num_pending)
 
     def _with_retry(self, action: Callable[[], T]) -> T:

@@ -75,6 +75,11 @@ class VLLMOptions(Rollout):
                 f"router_replay is true: it was not tried with pipeline_parallel_size {self.pipeline_parallel_size}, "
                 "where no process sees all that routers choose. Set tensor_parallel_size in its place."
             )
+        if self.weight_update == "in_flight" and self.kv_cache == "keep" and self.pipeline_parallel_size > 1:
+            yield (
+                f"kv_cache is keep: with pipeline_parallel_size {self.pipeline_parallel_size} several steps are under "
+                "way at once, so that weights cannot be taken between two of them. Set kv_cache to recompute."
+            )
         if self.max_num_batched_tokens < self.max_num_seqs:
             yield (
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}: a pass takes at least one token of each of "

@@ -22,14 +22,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl.errors import WeightSyncError
+from verl.errors import ConfigError, WeightSyncError
 from verl.models.parallel_info import Autocast, compute_type
 from verl.rollout.weight_verification.fingerprint import (
     FingerprintLog,
@@ -200,7 +200,7 @@ class VerifyRequest:
 
     Attributes:
         vectors: of this sync.
-        rows: tokens of the probe.
+        rows: tokens of the probe; none where the engine has open turns.
         weights: whether to verify the weights of the model.
         adapter_rank: rank of the adapter to verify, or None.
     """
@@ -271,6 +271,7 @@ def verify_sync(trainer: TrainerSide, engine: VerifyReply) -> VerificationResult
 
     Raises:
         WeightSyncError: they differ; names the tensors.
+        ConfigError: without the probe nothing is known of some tensors.
     """
     began = time.perf_counter()
     expected = {
@@ -282,14 +283,20 @@ def verify_sync(trainer: TrainerSide, engine: VerifyReply) -> VerificationResult
     faults += [f"{name}: the engine has no such tensor, or does not use it" for name in missing]
     faults += [f"{name}: the trainer sent no such tensor" for name in extra]
     gaps = np.abs(trainer.log_probs - engine.log_probs)
-    gap, allowed = float(gaps.mean()), allowed_nats(trainer.dtype, trainer.compute_type)
+    gap, allowed = float(gaps.mean()) if gaps.size else math.nan, allowed_nats(trainer.dtype, trainer.compute_type)
     if faults:
         raise WeightSyncError([d.name for d in differences] + missing + extra, faults, len(expected), gap)
-    if not gap <= allowed:
+    if gaps.size and not gap <= allowed:
         raise WeightSyncError([], [], len(expected), gap, allowed)
+    if engine.unproven and not gaps.size:
+        raise ConfigError(
+            f"rollout.kv_cache is keep: the tensors {', '.join(engine.unproven)}* cannot be read in this engine, and "
+            "log-probs that would prove them are not computed while responses are open. Set rollout.kv_cache=recompute."
+        )
     seconds = trainer.seconds + engine.seconds + time.perf_counter() - began
     unproven = float(len(trainer.fingerprints) - len(expected))  # tensors covered only by the probe
-    metrics = {"sync/probe_gap_nats": gap, "sync/proof_s": seconds, "sync/unproven_tensors": unproven}
+    metrics = {"sync/proof_s": seconds, "sync/unproven_tensors": unproven}
+    metrics |= {"sync/probe_gap_nats": gap} if gaps.size else {}
     return VerificationResult(metrics, seconds, len(expected))
 
 
@@ -329,6 +336,11 @@ class SyncVerifier:
         self._seen = None
         self._ledger = FingerprintLog(vectors, self.dtype, self.tied, self.transposed)
         return VerifyRequest(vectors, self.rows, weights, adapter_rank)
+
+    def without_probe(self, question: VerifyRequest) -> VerifyRequest:
+        """The same question about tensors alone; log-probs are not compared."""
+        self._seen = np.zeros(0), 0.0
+        return replace(question, rows=())
 
     def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield the same names and tensors, which are sent to the engine, and compute their fingerprints."""
@@ -396,11 +408,13 @@ def answer_request(llm: Any, question: VerifyRequest, lora_request: Any = None, 
     def on_ranks(task: str, *args: Any) -> list[Any]:
         return llm.collective_rpc(rpc or run_on_worker, args=(task, *args))
 
-    mode = on_ranks("score", "raw_logprobs")[0]  # an engine may be set to give logits in the place of log-probs
-    try:
-        log_probs = engine_log_probs(llm, question.rows, lora_request)  # also puts the adapter to use
-    finally:
-        on_ranks("score", mode)
+    log_probs = np.zeros(0)
+    if question.rows:
+        mode = on_ranks("score", "raw_logprobs")[0]  # an engine may be set to give logits in the place of log-probs
+        try:
+            log_probs = engine_log_probs(llm, question.rows, lora_request)  # also puts the adapter to use
+        finally:
+            on_ranks("score", mode)
     ranks = on_ranks("read", question, lora_request.lora_int_id if lora_request is not None else None)
     fingerprints = join_shards([shards for shards, _ in ranks])
     unproven = tuple(dict.fromkeys(name for _, names in ranks for name in names))

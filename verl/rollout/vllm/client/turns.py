@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from verl.errors import RolloutError
@@ -18,6 +18,7 @@ from verl.rollout.vllm.shm_stream import using_threads
 from verl.utils.progress import report
 
 ADVANCE_S = 0.02  # of one call, unless a turn ends before; then environments are looked at again
+GONE = "The vLLM engine that generated the open turns is not running."
 ADVANCE_ALL_S = 5.0  # where there is no environment: the engine waits for no call in between
 
 
@@ -32,6 +33,7 @@ class VLLMTurns(TurnEngine):
             then are generated again with the same noise. None: the death is raised.
     Attributes:
         cached_tokens: tokens of the turns' prompts that came from vLLM's prefix cache.
+        is_paused: the weights may change.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class VLLMTurns(TurnEngine):
     ):
         self.process, self.sampler, self.max_new_tokens, self.is_single = process, sampler, max_new_tokens, is_single
         self.experts, self.num_threads, self.restart = experts, num_threads, restart
+        self.is_stepwise, self.is_paused = is_stepwise, False
         self._budget_s = 0.0 if is_stepwise else ADVANCE_ALL_S if is_single else ADVANCE_S
         self.cached_tokens, self.is_open = 0, True
         self._numbers = itertools.count()
@@ -61,6 +64,11 @@ class VLLMTurns(TurnEngine):
     @property
     def num_pending(self) -> int:
         return len(self._open)
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the process knows of the turns."""
+        return self.is_open and self._begun_in is not None and self._begun_in == self.process.process_id
 
     def add(self, turn: TurnRequest) -> None:
         number = next(self._numbers)
@@ -103,26 +111,33 @@ class VLLMTurns(TurnEngine):
     def open_turns(self) -> list[DrawnTurn]:
         if self._begun_in is None:
             return []
-        if self._begun_in != self.process.process_id:
-            raise EngineDied("The vLLM engine that generated the open turns is not running.")
+        if not self.is_under_way:
+            raise EngineDied(GONE)
         output: TurnOutput = self._call("open_turns")
         lines = zip(output.numbers, output.tokens, output.log_probs, strict=True)
         return [DrawnTurn(self._open[number].episode, tokens, log_probs, False) for number, tokens, log_probs in lines]
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        self.is_paused = True
+        yield
+        self.is_paused = False
+
     def close(self) -> None:
-        self.is_open = False
+        if self.is_under_way:
+            with contextlib.suppress(RolloutError):
+                self._call("end_turns")
+        self.is_open, self._begun_in = False, None
         self._open.clear()
         self._new.clear()
         self._contexts.close()
-        if self._begun_in is not None and self._begun_in == self.process.process_id:
-            with contextlib.suppress(RolloutError):
-                self._call("end_turns")
-        self._begun_in = None
 
     def _advance(self) -> TurnOutput:
         new, self._new = self._new, []
-        if self._begun_in is None or self._begun_in != self.process.process_id:
-            self._call("begin_turns", self.sampler, self.max_new_tokens, self.num_threads)
+        if not self.is_under_way:
+            if self._begun_in is not None and self.restart is None:
+                raise EngineDied(GONE)
+            self._call("begin_turns", self.sampler, self.max_new_tokens, self.num_threads, self.is_stepwise)
             self._begun_in = self.process.process_id
             new = [NumberedTurn(number, turn) for number, turn in self._open.items()]
         return self._call("advance_turns", new, self._budget_s, self.is_single)

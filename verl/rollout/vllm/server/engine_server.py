@@ -27,7 +27,7 @@ from verl.rollout.vllm.messages import (
     TurnOutput,
     WantedSlices,
 )
-from verl.rollout.vllm.server.turns import EngineTurns, PrefixCacheCheck
+from verl.rollout.vllm.server.turns import EngineTurns, PrefixVersions
 from verl.rollout.weight_verification.verifier import VerifyRequest, answer_request
 from verl.utils.child_process.process import describe_exit, memory_kills
 from verl.utils.progress import report
@@ -81,8 +81,8 @@ class EngineServer:
         self._lora_request: Any = None
         self._purpose = Purpose()
         self._turns: EngineTurns | None = None
-        self._cache_check = PrefixCacheCheck(self.llm)
-        self._max_num_seqs = setting.options.max_num_seqs
+        self._prefixes = PrefixVersions(self.llm)
+        self._max_num_seqs, self._keeps_cache = setting.options.max_num_seqs, setting.options.kv_cache == "keep"
         self._report_steps(self.llm.llm_engine)
         if setting.options.pipeline_parallel_size > 1:
             self.llm.collective_rpc("verl_prepare_stage")
@@ -123,43 +123,46 @@ class EngineServer:
         Returns the seconds spent without waiting, and why vLLM reloaded its whole model, if it did.
         """
         results = self.llm.collective_rpc("verl_load", args=(loading,))
-        self._cache_check.forget()
+        self._renew()
         return max(loaded.seconds for loaded in results), next((loaded.anew for loaded in results if loaded.anew), None)
 
     def adopt(self, directory: str, number: int) -> float:
-        """Load a new adapter and drop the previous one. Returns seconds."""
+        """Load a new adapter in place of the previous one, also for open turns. Returns seconds."""
         start = time.perf_counter()
-        engine, former = self.llm.llm_engine, self._lora_request
-        if former is not None:
-            engine.remove_lora(former.lora_int_id)
-        self._lora_request = LoRARequest(f"adapter_{number}", number, directory)
-        if not engine.add_lora(self._lora_request):
+        self._lora_request = LoRARequest("adapter", 1, directory)
+        if not self.llm.llm_engine.add_lora(LoRARequest("adapter", 1, directory, load_inplace=True)):
             raise RolloutError(f"vLLM did not take adapter {number}")
-        self._cache_check.forget()
+        self._renew()
         return time.perf_counter() - start
 
     def prove(self, question: VerifyRequest) -> Any:
         """Fingerprints of the engine's weights; see `verl.rollout.weight_verification.verifier`."""
         self._purpose.text = "proving the weights"
-        self._cache_check.assert_forgotten(self._lora_request)
         return answer_request(self.llm, question, self._lora_request, rpc="prove_on_rank")
 
-    def begin_turns(self, drawing: TokenSampler, width: int, num_threads: int | None) -> None:
+    def begin_turns(
+        self, drawing: TokenSampler, width: int, num_threads: int | None, is_stepwise: bool = False
+    ) -> None:
         """Prepare for turns with at most this many tokens each; earlier turns are cancelled.
 
         Args:
             num_threads: threads of each worker, on a CPU that the trainer uses at the same time; None: all.
+            is_stepwise: turns are computed anew whenever they are begun, and the weights may change meanwhile.
         """
         self.end_turns()
-        self._purpose.text = "generating"
+        capacity = self._max_num_seqs
+        if is_stepwise:
+            self._prefixes.renew()
+            capacity = min(capacity, self._num_full_rows) if self._keeps_cache else capacity
         self.llm.collective_rpc("verl_begin", args=(drawing, self._max_num_seqs, width, num_threads))
         self._turns = EngineTurns(
-            self.llm, drawing, self._max_num_seqs, self._lora_request, self._cache_check, self._records_experts
+            self.llm, drawing, capacity, self._lora_request, self._prefixes, self._records_experts
         )
 
     def advance_turns(self, new: list[NumberedTurn], budget_s: float, until_all: bool) -> TurnOutput:
         """Take new turns, and generate for a while; see `EngineTurns.advance`."""
         assert self._turns is not None
+        self._purpose.text = "generating"
         return self._turns.advance(new, budget_s, until_all)
 
     def open_turns(self) -> TurnOutput:
@@ -172,6 +175,19 @@ class EngineServer:
             self._turns.close()
             self._turns = None
             self.llm.collective_rpc("verl_end")
+
+    def _renew(self) -> None:
+        """After a change of the weights."""
+        self._prefixes.renew()
+        if self._turns is not None:
+            self._turns.renew()
+
+    @property
+    def _num_full_rows(self) -> int:
+        """Rows of the maximum length whose keys and values fit side by side, so that vLLM preempts none of them: it
+        would compute it anew by other weights than those of the keys and values that it had."""
+        cache: Any = self.llm.llm_engine.vllm_config.cache_config
+        return max(1, int(cache.kv_cache_max_concurrency * (1 - 1 / cache.num_gpu_blocks)))  # it keeps a block
 
     def sleep(self) -> None:
         """Free GPU memory, which discards the weights and the key-value cache."""

@@ -1,8 +1,10 @@
 """Turns in the vLLM process: requests that come and go, beside vLLM's cache of prefixes.
 
 A turn is a request whose prompt is its episode so far; vLLM finds the blocks of keys and values that earlier turns, and
-other samples of a prompt, left in its prefix cache. `PrefixCacheCheck` asserts that none of those outlive a change of
-the weights.
+other samples of a prompt, left in its prefix cache. `PrefixVersions` divides that by versions of the weights.
+
+Weights may change while turns are open. Those that have drawn a token go on with their keys and values, and write
+further blocks under the version that they began with, which no later request looks for. Others begin anew.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ class EngineTurns:
 
     Args:
         capacity: concurrent turns; further ones wait here.
+        prefixes: of the prefix cache.
         records_experts: the experts of each turn are part of the output.
     """
 
@@ -42,14 +45,15 @@ class EngineTurns:
         drawing: TokenSampler,
         capacity: int,
         lora_request: Any,
-        check: PrefixCacheCheck,
+        prefixes: PrefixVersions,
         records_experts: bool = False,
     ):
-        self.llm, self.drawing, self.lora_request, self.check = llm, drawing, lora_request, check
+        self.llm, self.drawing, self.lora_request, self.prefixes = llm, drawing, lora_request, prefixes
         self.records_experts = records_experts
         self._free = list(range(capacity - 1, -1, -1))
         self._waiting: deque[NumberedTurn] = deque()
         self._open: dict[str, tuple[NumberedTurn, int]] = {}  # request -> turn and its row of log-probs
+        self._may_share: dict[str, bool] = {}  # request -> whether the cache may have a part of its prompt
         self._ids: dict[str, str] = {}  # request -> its name in vLLM
 
     def advance(self, new: Sequence[NumberedTurn], budget_s: float, until_all: bool) -> TurnOutput:
@@ -68,19 +72,35 @@ class EngineTurns:
 
     def open(self) -> TurnOutput:
         """Turns that have begun and are not finished, as far as they have been drawn."""
-        states, output = self.llm.llm_engine.output_processor.request_states, TurnOutput()
-        drawn = {name: list(states[self._ids[name]].detokenizer.output_token_ids) for name in self._open}
+        drawn, output = self._drawn(), TurnOutput()
         begun = [name for name, tokens in drawn.items() if tokens]
         self._read([self._open[name] for name in begun], [drawn[name] for name in begun], output)
         return output
 
+    def renew(self) -> None:
+        """After a change of the weights: turns that have drawn nothing begin anew, as the first ones that wait, so that
+        no prompt is read by weights of two versions."""
+        for turn, row in reversed(self._abort([name for name, tokens in self._drawn().items() if not tokens])):
+            self._waiting.appendleft(turn)
+            self._free.append(row)
+
     def close(self) -> None:
         """Give up what is under way."""
         self._waiting.clear()
-        if self._open:
-            self.llm.llm_engine.abort_request(list(self._open))
-            self._open.clear()
-            self._ids.clear()
+        self._abort(list(self._open))
+
+    def _drawn(self) -> dict[str, list[int]]:
+        """The tokens so far of each request."""
+        states = self.llm.llm_engine.output_processor.request_states
+        return {name: list(states[self._ids[name]].detokenizer.output_token_ids) for name in self._open}
+
+    def _abort(self, names: Sequence[str]) -> list[tuple[NumberedTurn, int]]:
+        self.llm.llm_engine.abort_request(list(names))
+        return [self._remove(name) for name in names]
+
+    def _remove(self, name: str) -> tuple[NumberedTurn, int]:
+        del self._ids[name], self._may_share[name]
+        return self._open.pop(name)
 
     def _admit(self) -> None:
         while self._free and self._waiting:
@@ -96,20 +116,22 @@ class EngineTurns:
                 extra_args={TURN: (row, int(request.greedy), *request.noise_key, request.position)},
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
+            self._may_share[name] = self.prefixes.begin(request.tokens)
+            prompt = {"prompt_token_ids": request.tokens, "cache_salt": self.prefixes.salt}
             self._ids[name] = self.llm.llm_engine.add_request(
-                name, {"prompt_token_ids": request.tokens}, sampling_params, lora_request=self.lora_request
+                name, prompt, sampling_params, lora_request=self.lora_request
             )
             self._open[name] = turn, row
 
     def _collect(self, ended: Sequence[Any], output: TurnOutput) -> None:
         """Append the turns that have ended, and free their rows."""
-        turns = [self._open.pop(answer.request_id) for answer in ended]
+        for answer in ended:
+            if answer.num_cached_tokens and not self._may_share[answer.request_id]:
+                raise stale_prefix(answer.num_cached_tokens, len(answer.prompt_token_ids))
+        turns = [self._remove(answer.request_id) for answer in ended]
         tokens = [list(answer.outputs[0].token_ids) for answer in ended]
         self._read(turns, tokens, output)
-        for answer, (turn, row), token_ids in zip(ended, turns, tokens, strict=True):
-            del self._ids[answer.request_id]
-            self._free.append(row)
-            self.check.note(turn.request.tokens, token_ids)
+        self._free.extend(row for _, row in turns)
         output.cached_tokens += sum(answer.num_cached_tokens or 0 for answer in ended)
 
     def _read(self, turns: Sequence[tuple[NumberedTurn, int]], tokens: Sequence[list[int]], output: TurnOutput) -> None:
@@ -127,52 +149,46 @@ class EngineTurns:
                 output.experts.append(experts[index, : len(token_ids)].clone())
 
 
-class PrefixCacheCheck:
-    """Ensures that the prefix cache is empty after a change of the weights.
+class PrefixVersions:
+    """Versions of vLLM's prefix cache: a request finds the keys and values of its own version alone.
 
-    An earlier row is requested again: tokens of it that come from the cache belong to former weights.
+    The version is the `cache_salt` of a request, a part of the hash of its first block, and by that of all others.
+    Whether vLLM follows it is checked with each request: it finds nothing if none of its version began alike.
+
+    Attributes:
+        salt: of requests that begin now.
     """
 
     def __init__(self, llm: Any):
-        self.llm = llm
-        self._block = int(llm.llm_engine.vllm_config.cache_config.block_size)
-        self._row: list[int] = []  # the beginning of what was drawn last, longer than a block
-        self._is_due = False
+        config = llm.llm_engine.vllm_config.cache_config
+        self._block = int(config.hash_block_size or config.block_size)
+        self._version = 0
+        self._begun: set[tuple[int, ...]] = set()  # first blocks of prompts of this version, or all of shorter ones
+        self._lengths: set[int] = set()  # of those
 
-    def note(self, prompt: Sequence[int], response: Sequence[int]) -> None:
-        """A row was drawn; its keys and values may be in the cache."""
-        if len(prompt) + len(response) > self._block:
-            self._row = [*prompt[: self._block + 1], *response[: max(0, self._block + 1 - len(prompt))]]
+    @property
+    def salt(self) -> str:
+        return f"version {self._version}"
 
-    def forget(self) -> None:
-        """Have vLLM forget all keys and values.
+    def renew(self) -> None:
+        """Begin a version."""
+        self._version += 1
+        self._begun.clear()
+        self._lengths.clear()
 
-        Raises:
-            RolloutError: it says that it did not.
-        """
-        if not self.llm.reset_prefix_cache():
-            raise RolloutError("vLLM did not forget the keys and values of the former weights")
-        self._is_due = True
+    def begin(self, tokens: Sequence[int]) -> bool:
+        """Note a request; whether its first block may be one that an earlier request of this version has left."""
+        first = tuple(tokens[: self._block])
+        may_share = any(first[:length] in self._begun for length in self._lengths)
+        self._begun.add(first)
+        self._lengths.add(len(first))
+        return may_share
 
-    def assert_forgotten(self, lora_request: Any) -> None:
-        """After `forget`, before anything is drawn by the new weights.
 
-        Raises:
-            RolloutError: keys and values of former weights would be used.
-        """
-        is_due, self._is_due = self._is_due, False
-        row, self._row = self._row, []
-        if not is_due or not row:
-            return
-        (output,) = self.llm.generate(
-            [{"prompt_token_ids": row}],
-            SamplingParams(temperature=0.0, max_tokens=1, detokenize=False),
-            use_tqdm=False,
-            lora_request=lora_request,
-        )
-        if output.num_cached_tokens:
-            raise RolloutError(
-                "vLLM was told to forget the keys and values of the former weights, and took "
-                f"{output.num_cached_tokens} of the {len(row)} tokens of an earlier row from its prefix cache. Set "
-                "rollout.prefix_caching=false."
-            )
+def stale_prefix(cached: int, length: int) -> RolloutError:
+    """The error for a request whose first tokens come from the cache, where none of its version began with them."""
+    return RolloutError(
+        f"vLLM took {cached} of the {length} tokens of a prompt from its prefix cache, and no request since the last "
+        "change of the weights began with them: their keys and values are of former weights. Set "
+        "rollout.prefix_caching=false."
+    )

@@ -34,6 +34,7 @@ class EngineState:
     Attributes:
         is_current: the weights of the last sync, which were verified.
         was_verified: those of a sync were, at any time.
+        was_probed: the last proof compared log-probs too.
         is_asleep: neither weights nor keys and values; it has given their GPU memory back.
         feeds: the layout of the streams that its workers read.
     """
@@ -41,6 +42,7 @@ class EngineState:
     process_id: int | None
     is_current: bool = False
     was_verified: bool = False
+    was_probed: bool = True
     is_asleep: bool = False
     feeds: list[FeedPlan] | None = None
 
@@ -81,16 +83,18 @@ class EngineWeights:
         """Whether the engine cannot draw before a sync."""
         return not (self.state.is_current and self.process.is_alive())
 
-    def begin(self, prepare: Callable[[], None]) -> SyncRound:
+    def begin(self, prepare: Callable[[], bool]) -> SyncRound:
         """Prepare for weights.
 
         Args:
-            prepare: starts the engine if it is not running.
+            prepare: starts the engine if it is not running; returns whether it has open turns, which the probe would
+                generate to their end.
         """
         self._sends_all = self.lora_rank is None or self.needs_sync
         # Before what may fail: questions are counted alike beside all engines.
         question = self.verifier.question(weights=self._sends_all, adapter_rank=self.lora_rank)
-        prepare()
+        if prepare():
+            question = self.verifier.without_probe(question)
         self._wake("weights")
         assert self.state.process_id is not None
         return SyncRound(question, (self.state.process_id, self.in_place))
@@ -158,6 +162,7 @@ class EngineWeights:
 
     def request_fingerprints(self, question: VerifyRequest) -> None:
         """Ask what the engine holds."""
+        self.state.was_probed = bool(question.rows)
         self.process.send("prove", question)
 
     def verify(self, parts: Sequence[FingerprintShards], seconds: float) -> VerificationResult:
@@ -171,6 +176,16 @@ class EngineWeights:
         result = self.verifier.verify(self.process.answer())
         self.state.is_current = self.state.was_verified = True
         return result
+
+    def prove_function(self) -> None:
+        """Compare log-probs of the probe where the last sync could not; no turns are open.
+
+        Raises:
+            WeightSyncError: the engine computes others.
+        """
+        if not self.state.was_probed:
+            self.request_fingerprints(self.verifier.question(weights=False))
+            self.verifier.verify(self.process.answer())
 
     def may_repeat(self, error: Exception) -> bool:
         """Whether another sync may be verified where this one was not.

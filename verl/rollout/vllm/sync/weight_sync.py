@@ -149,7 +149,8 @@ class RankSync:
         sends_adapter = self.question.adapter_rank is not None
         whole = whole_adapter(self.model, self.connection.transfer.parallel_info) if sends_adapter else {}
         if self.engine is None:
-            trainer_log_probs(self.model, self.question.rows, self.autocast)  # a forward pass needs all siblings
+            if self.question.rows:
+                trainer_log_probs(self.model, self.question.rows, self.autocast)  # a forward pass needs all siblings
             return None
         failure, adapter = None, None
         try:
@@ -159,8 +160,9 @@ class RankSync:
             self.engine.request_fingerprints(self.question)
         except EngineDied as death:
             failure = death
-        with self._threads():
-            self.engine.verifier.compute_probe_log_probs()
+        if self.question.rows:
+            with self._threads():
+                self.engine.verifier.compute_probe_log_probs()
         if failure is not None:
             raise failure
         seconds = max((one.fingerprint_s for one in moved), default=0.0)
@@ -240,11 +242,11 @@ class WeightSync:
         self._known: tuple[list[WantedSlices], WeightTransfer] | None = None
         self.connection: RankConnection | None = None
 
-    def run(self, prepare: Callable[[], None]) -> SyncResult:
+    def run(self, prepare: Callable[[], bool]) -> SyncResult:
         """Load the current weights into all engines and verify them.
 
         Args:
-            prepare: starts the engine of this process if it is not running.
+            prepare: see `EngineWeights.begin`.
         Raises:
             ConsensusFailed: that failed, here or elsewhere.
         """
@@ -301,7 +303,7 @@ class WeightSync:
         release_cached(self.parallel_info.device)
         meet(self.parallel_info)
 
-    def _begin(self, prepare: Callable[[], None]) -> SyncRound | None:
+    def _begin(self, prepare: Callable[[], bool]) -> SyncRound | None:
         """The siblings' information about this sync; readers may open this process's stream once all ranks have it."""
         round_ = None if self.engine is None else self.engine.begin(prepare)
         if self.connection is not None and self.connection.stream is not None:
