@@ -164,7 +164,7 @@ def workers_without_imports() -> Iterator[None]:
 
 @pytest.fixture
 def ray_here() -> None:
-    """Ray is up, from the first test of the group `ray` that needs it to the last test of the group."""
+    """Ray is up, until a test comes that does not need it."""
     from cluster import ray_here
 
     ray_here.start()
@@ -172,8 +172,7 @@ def ray_here() -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(nextitem: pytest.Item | None) -> None:
-    group = nextitem and nextitem.get_closest_marker("xdist_group")
-    if "cluster.ray_here" in sys.modules and (group is None or "ray" not in group.args):
+    if "cluster.ray_here" in sys.modules and "ray_here" not in getattr(nextitem, "fixturenames", ()):
         sys.modules["cluster.ray_here"].end()
 
 
