@@ -56,9 +56,7 @@ class PPOTrainer(PPOLifecycle):
         assert self.reward is not None
         self.cluster.step = self.guard.step = step
         self.reuse.expect(step)
-        rollout = self.generate(
-            self.data_responses.drawn(batch, step), GenerationRequest(step, self.settings.group_size)
-        )
+        rollout = self.generate(self.data_responses.drawn(batch, step), self._request(step))
         self._draw_ahead(step)
         selected = {}
         if self.algorithm.selection is not None:
@@ -102,7 +100,7 @@ class PPOTrainer(PPOLifecycle):
             further = further[~torch.isin(further["prompt_ids"], seen)]
             if not len(further):  # an epoch ended within the step: all that is left was drawn already
                 break
-            drawn.append(self._rewarded(self.generate(further, GenerationRequest(step, self.settings.group_size))))
+            drawn.append(self._rewarded(self.generate(further, self._request(step))))
         if not groups and selection.on_none == "error":
             raise no_group_error(drawn)
         chosen = concat_groups(groups[: self.settings.prompts_per_step]) if groups else drawn[0][:0]
@@ -252,10 +250,13 @@ class PPOTrainer(PPOLifecycle):
         if not self.pipeline.depth and self.description.rollout.can_rest:
             self.actor.rest().result()
 
+    def _request(self, step: int) -> GenerationRequest:
+        return GenerationRequest(step, self.settings.group_size)
+
     def _draw_ahead(self, step: int) -> None:
         """Start generation for the batches after this step's that `max_staleness` admits, and rate them early."""
         for ahead in range(len(self.pipeline), min(self.pipeline.depth, self.num_steps - step)):
-            request = GenerationRequest(step + 1 + ahead, self.settings.group_size)
+            request = self._request(step + 1 + ahead)
             prompts = self.train_data.collate(self.sampler.peek(ahead))
             prompts = _grouped(self.data_responses.drawn(prompts, request.step))
             self.async_rewards.expect(request.step, prompts, partial(self._described, prompts=prompts))

@@ -120,8 +120,10 @@ class VLLMTurns(TurnEngine):
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         self.is_paused = True
-        yield
-        self.is_paused = False
+        try:
+            yield
+        finally:
+            self.is_paused = False
 
     def close(self) -> None:
         if self.is_under_way:
