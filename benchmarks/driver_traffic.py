@@ -134,9 +134,9 @@ def counted_step(processes: int) -> dict[str, Any]:
         rewards = Counter[str]()
         score = trainer.reward.score
 
-        def rewarded(batch: DataProto) -> DataProto:
+        def rewarded(*args: Any) -> DataProto:
             rewards["rewarded"] += 1
-            return score(batch)
+            return score(*args)
 
         object.__setattr__(trainer.reward, "score", rewarded)
         with traffic.counting(trainer.cluster):

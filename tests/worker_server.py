@@ -31,6 +31,8 @@ MODULE = "verl.cluster.worker"
 CLONE = {"x86_64": 56, "aarch64": 220}  # number of the system call
 CLONE_PARENT = 0x00008000
 MAY_DIFFER = (
+    "COLUMNS",
+    "CUBLAS_",
     "VERL_",
     "TESTS_",
     "PYTEST_",

@@ -184,10 +184,12 @@ class Schedule:
     skipped: frozenset[int]
     in_flight: bool = False
     trained: list[tuple[list[int], int, int]] = field(default_factory=list)
+    _request = PPOTrainer._request
 
     def __post_init__(self):
         self.settings, self.async_rewards = SimpleNamespace(group_size=2), AsyncRewards()  # without a reward
         self.train_data = SimpleNamespace(collate=self._collate)
+        self.data_responses = SimpleNamespace(drawn=lambda prompts, step: prompts)
         self.start()
 
     def start(self, saved: Any = None) -> None:
