@@ -186,7 +186,7 @@ class DCP:
         self._number = 0
 
     def open(self, path: Path) -> None:
-        from torch.distributed.checkpoint.transaction import DefaultStager, StagingOptions
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         self._path = path
         if self._stager is None:
