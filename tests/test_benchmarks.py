@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import json
 from pathlib import Path
@@ -113,3 +114,16 @@ def test_the_update_of_distillation_holds_a_chunk_of_logits_however_many_tokens_
     added_logits = 4 * (many - few) * vocabulary
     assert more["update"]["peak"] - less["update"]["peak"] < 0.25 * added_logits  # the rest of the model
     assert more["all logits"]["peak"] - less["all logits"]["peak"] > 5 * added_logits  # it is seen where it is held
+
+
+FILES = sorted(BENCHMARKS.glob("*.py"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=[file.stem for file in FILES])
+def test_what_a_benchmark_imports_of_torch_and_verl_is_there(file):
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] in ("torch", "verl"):
+            imported = importlib.import_module(node.module)
+            for name in node.names:
+                is_module = hasattr(imported, "__path__") and importlib.util.find_spec(f"{node.module}.{name.name}")
+                assert hasattr(imported, name.name) or is_module, f"{node.module} has no {name.name}"
