@@ -7,6 +7,7 @@ step 12/300  reward 0.812  kl 0.0128  entropy 4.48  length 7.67  0.90s  eta 4:22
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shlex
 import sys
@@ -342,7 +343,8 @@ def _next_commands(result: Mapping[str, Any], directory: str, run_dir: Path, com
     where = shlex.quote(directory)
     is_over = result["status"] == "finished"
     has_weights = bool(result.get("saved")) or bool(result.get("checkpoints"))
-    rates = [path for path in result.get("saved") or () if os.path.basename(str(path)) == "reward_model"]
+    saved = [str(path) for path in result.get("saved") or ()]
+    rates = [path for path in saved if os.path.basename(path) == "reward_model"]
     can_go_on = not is_over and bool(command) and (bool(result.get("checkpoints")) or result["steps"] == 0)
     resumed = [] if not result.get("checkpoints") else [f"resume={directory}"]
     of_this_run = ("resume=", "trainer.stop_after=", "hydra.run.dir=")
@@ -352,12 +354,18 @@ def _next_commands(result: Mapping[str, Any], directory: str, run_dir: Path, com
         (result["status"] == "failed", f"less {shlex.quote(os.path.join(directory, 'run.log'))}"),
         ((run_dir / PAGE).is_file(), f"verl report {where}"),
         ((run_dir / "samples").is_dir(), f"verl samples {where}"),
-        (bool(rates), f"verl ppo reward=model reward.model.path={shlex.quote(str(*rates[:1]))}"),
+        (any(map(_has_base, rates)), f"verl ppo reward=model reward.model.path={shlex.quote(''.join(rates[:1]))}"),
         (has_weights and not rates, f"verl eval {where}"),
         (has_weights and not rates, f'verl generate {where} --prompt "..."'),
         (True, "verl lineage"),
     ]
     return [line for is_of_use, line in commands if is_of_use][:3]
+
+
+def _has_base(directory: str) -> bool:
+    """Whether a saved model is whole, or an adapter that names its base model: the built-in one has no name on disk."""
+    adapter = Path(directory) / "adapter_config.json"
+    return not adapter.is_file() or bool(json.loads(adapter.read_text()).get("base_model_name_or_path"))
 
 
 def _label(key: str) -> str:
