@@ -129,6 +129,26 @@ def test_of_several_that_find_a_dead_runs_place_one_gets_it(storage, tmp_path, m
     assert len(got) == 1
 
 
+@pytest.mark.parametrize("listed", [0, 1, 2])
+def test_a_listing_older_than_the_newest_lease_gives_nobody_a_place_that_is_held(
+    storage, tmp_path, monkeypatch, listed
+):
+    for name in ("first", "next"):
+        lease = StoreLease(storage, own(tmp_path, name))
+        assert lease.acquire() is None
+        lease.release()
+    holder = StoreLease(storage, own(tmp_path, "holder"))
+    assert holder.acquire() is None
+    late = iter([(listed, None)])
+    monkeypatch.setattr(commit_log, "newest_lease", lambda store: next(late, None) or newest_lease(store))
+    monkeypatch.setattr(commit_log, "is_alive", lambda record: True)
+    refused = StoreLease(storage, own(tmp_path, "late")).acquire()
+    assert refused is not None, "two hold the place"
+    assert refused.run_id == "holder"
+    with storage.connect() as store:
+        assert newest_lease(store)[0] == holder.number == 3
+
+
 def _take(taker: StoreLease, tell: Callable[[int], None]) -> None:
     if taker.acquire(wait_s=1e9) is None:
         assert taker.number is not None

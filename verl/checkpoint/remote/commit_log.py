@@ -9,9 +9,10 @@ The lease keeps two living runs from uploading to one prefix:
     leases/000000000007.json    its holder, and how often it was renewed; the highest number is valid
 
 It is taken by creating the object of the next number, which succeeds for only one process, renewed by writing the
-object again, and released by a final write. A run that finds a lease waits to see whether it is renewed, which means
-that its holder is alive. Clocks of different machines are compared only for a lease that was not renewed for many
-times its duration.
+object again, and released by a final write. No lease is deleted: a number that was free again could be created by a
+process whose listing is older than its successor. A run that finds a lease waits to see whether it is renewed, which
+means that its holder is alive. Clocks of different machines are compared only for a lease that was not renewed for
+many times its duration.
 """
 
 from __future__ import annotations
@@ -254,8 +255,6 @@ class StoreLease:
                     return current
                 if store.create(_lease_key(number + 1), self._data()):
                     self.number = number + 1
-                    with suppress(StorageError):
-                        store.delete(_lease_key(number)) if current is not None else None
                     return None
 
     def keep(self) -> None:
