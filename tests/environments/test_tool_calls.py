@@ -86,6 +86,17 @@ def parameter(name, value):
         ("gemma", "<|tool_call>call:docs/read-file{file-name:<|\"|>a<|\"|>}<tool_call|>",
          [("docs/read-file", {"file-name": "a"})]),
         ("harmony", " to=functions.docs/read-file<|channel|>commentary json<|message|>{}", [("docs/read-file", {})]),
+        ("minimax", '<minimax:tool_call>\n<invoke name="find">\n<parameter name="text">75001</parameter>\n<parameter '
+         'name="flag">true</parameter>\n</invoke>\n<invoke name="add">\n</invoke>\n</minimax:tool_call>',
+         [("find", {"text": "75001", "flag": True}), ("add", {})]),
+        ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}, "id": "123456789"}, {"name": "calc", '
+         '"arguments": {"expression": "[1]</s>"}}]', [("add", {"a": 1}), ("calc", {"expression": "[1]</s>"})]),
+        ("mistral", 'so [TOOL_CALLS]docs/read-file[ARGS]{"a": "}<b>"}[TOOL_CALLS]add[CALL_ID]1[ARGS]{"a": [1]}</s>',
+         [("docs/read-file", {"a": "}<b>"}), ("add", {"a": [1]})]),
+        ("mistral", '[TOOL_CALLS]find[ARGS]{"any": [' + ", ".join(["[[{}]]"] * 40) + "]}",
+         [("find", {"any": [[[{}]]] * 40})]),
+        ("functiongemma", "<start_function_call>call:find{text:<escape>a, b: {c}<escape>,maybe:None,any:[1,true]}"
+         "<end_function_call>", [("find", {"text": "a, b: {c}", "maybe": None, "any": [1, True]})]),
         ("lfm_unescaped", "<|tool_call_start|>[find(text='it's C:\\new', any=['a', None])]<|tool_call_end|>",
          [("find", {"text": "it's C:\\new", "any": ["a", None]})]),
     ],
@@ -149,6 +160,13 @@ def test_calls_are_read_in_order(style, text, expected):
         ("lfm", "<|tool_call_start|>[add(1)]<|tool_call_end|>", "expected argument=value"),
         ("lfm", "<|tool_call_start|>[ ]<|tool_call_end|>", "expected a call"),
         ("lfm", "<|tool_call_start|>[add(a=1)", "not followed by its end"),
+        ("minimax", '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1', "not followed by its end"),
+        ("minimax", "<minimax:tool_call>add</minimax:tool_call>", 'expected <invoke name="NAME">'),
+        ("mistral", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}', "no JSON"),
+        ("mistral", '[TOOL_CALLS]{"name": "add"}', "expected a list of calls"),
+        ("mistral", "[TOOL_CALLS]add", "not followed by its end"),
+        ("mistral", "[TOOL_CALLS]add[ARGS]{a: 1}", "no JSON"),
+        ("functiongemma", "<start_function_call>add{a:1}<end_function_call>", "expected call:NAME"),
         ("hermes", 'Yes.\n{"name": "add", "arguments": {}}\n</tool_call>', "</tool_call> ends a call that has no beg"),
         ("gemma", "call:add{a:1}<tool_call|>", "ends a call that has no beginning"),
         # another format than the configured one
@@ -157,6 +175,7 @@ def test_calls_are_read_in_order(style, text, expected):
         ("harmony", "<|channel|>final<|message|><function=add></function>", "in the format xml"),
         ("xml", '<|python_tag|>{"name": "add", "parameters": {}}', "in the format llama"),
         ("hermes", '{"name": "add", "arguments": {"a": 1}}', "in the format llama"),
+        ("hermes", '[TOOL_CALLS]add[ARGS]{"a": 1}', "in the format mistral"),
         ("gemma", "<|tool_call_start|>[add(a=1)]<|tool_call_end|>", "in the format lfm"),
     ],
     ids=lambda value: value[:40],
@@ -178,6 +197,7 @@ def test_a_damaged_call_takes_none_of_its_neighbours_away():
 def test_the_time_to_read_a_turn_does_not_grow_with_the_square_of_its_length(style):
     words = ["<tool_call>", "<function=add>", "<parameter=a>", "<|tool_call>call:add{", '<|"|>', "</tool_call>"]
     words += ["<|tool_call_start|>[add(a='", ", a=", '{"name": ', "to=functions.add<|message|>", "add(", "\n", " "]
+    words += ['<invoke name="add">', "[TOOL_CALLS]", "]", "<start_function_call>call:add{", "<escape>"]
     words += ['<atem:invoke name="add">', "<｜tool▁call▁begin｜>", "<arg_key>", "}", "</parameter>", "\\", "'"]
     for word in words:
         begin = time.process_time()

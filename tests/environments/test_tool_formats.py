@@ -169,6 +169,41 @@ def test_the_token_with_which_the_model_ended_its_call_is_not_repeated(tokenizer
     assert tokenizer.decode(encoder.encode(answer, is_chat=True, last=0)) == "<|observation|>5<assistant>"
 
 
+CALLS = {  # how a template writes the calls of a turn
+    "minimax": '\n<minimax:tool_call>\n{% for c in m.tool_calls %}<invoke name="{{ c.function.name }}">\n'
+    '{% for k, v in c.function.arguments|items %}<parameter name="{{ k }}">{{ v if v is string else '
+    "v|tojson }}</parameter>\n"
+    "{% endfor %}</invoke>\n{% endfor %}</minimax:tool_call>",
+    "mistral": '[TOOL_CALLS] [{% for c in m.tool_calls %}{{ (c.function|tojson)[:-1] }}, "id": "{{ c.id[-9:] }}"}'
+    "{{ ', ' if not loop.last }}{% endfor %}]",
+    "mistral, a mark each": "{% for c in m.tool_calls %}[TOOL_CALLS]{{ c.function.name }}[ARGS]"
+    "{{ c.function.arguments|tojson }}{% endfor %}",
+    "functiongemma": "{% macro f(x) %}{% if x is string %}<escape>{{ x }}<escape>{% elif x is boolean %}"
+    "{{ 'true' if x else 'false' }}{% elif x is mapping %}{ {%- for k, v in x|items %}{{ k }}:{{ f(v) }}"
+    "{{ ',' if not loop.last }}{% endfor %}}{% elif x is iterable %}[{% for v in x %}{{ f(v) }}"
+    "{{ ',' if not loop.last }}{% endfor %}]{% else %}{{ x }}{% endif %}{% endmacro %}{% for c in m.tool_calls %}"
+    "<start_function_call>call:{{ c.function.name }}{{ f(c.function.arguments) }}<end_function_call>{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_formats_of_which_no_template_is_at_hand_are_recognised_and_read(name, tokenizer):
+    template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% if m.tool_calls %}" + CALLS[name] + "{% endif %}<EOS>"
+        "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}{# tools #}"
+    )
+    chat, style = ChatTemplate(tokenizer, template), name.partition(",")[0]
+    check_template(EnvironmentDescription(), chat, has_chats=True)
+    assert format_of(chat) == style
+    for calls in TURNS.values():
+        assert parse_calls(turn_of(chat, calls, "First."), style, TOOLS) == [ToolCall(*call) for call in calls]
+    encoder = ObservationEncoder(tokenizer, chat, [tokenizer.eos_token_id], 99, style)
+    answer = [{"role": "tool", "name": "search_docs", "content": "5"}]
+    assert tokenizer.decode(encoder.encode(answer, is_chat=True, last=tokenizer.eos_token_id)) == (
+        "<tool>5<EOS><assistant>"
+    )
+
+
 HERMES = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ {'name': "
     "c.function.name, 'arguments': c.function.arguments} | tojson }}</tool_call>{% endfor %}{% endfor %}"

@@ -128,6 +128,7 @@ def _kinds(schema: Any, root: Mapping[str, Any], depth: int) -> set[str]:
     return {name for value in values for name in _kind_names(value)}
 
 
+GEMMA_QUOTE = '<|"|>'
 _GEMMA = re.compile(
     r'<\|"\|>(?P<text>.*?)<\|"\|>|(?P<quoted>"(?:[^"\\]|\\.)*")|(?P<bare>[^{}\[\],:"<]+)(?P<colon>:?)', re.DOTALL
 )

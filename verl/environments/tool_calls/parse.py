@@ -4,9 +4,12 @@ hermes          <tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>   
 xml             <tool_call><function=add><parameter=a>1</parameter></function></tool_call>           Qwen 3.5, Nemotron 3
 glm             <tool_call>add<arg_key>a</arg_key><arg_value>1</arg_value></tool_call>               GLM 4.5
 atem            <atem:invoke name="add"><atem:parameter name="a">1</atem:parameter></atem:invoke>    Muse
+minimax         <minimax:tool_call><invoke name="add"><parameter name="a">1</parameter></invoke></minimax:tool_call>   MiniMax M2
+mistral         [TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}] or [TOOL_CALLS]add[ARGS]{"a": 1}    Mistral, Ministral
 deepseek        <｜tool▁call▁begin｜>function<｜tool▁sep｜>add ```json {"a": 1}```<｜tool▁call▁end｜>    DeepSeek V3, R1
 harmony         <|channel|>commentary to=functions.add<|message|>{"a": 1}<|call|>                    gpt-oss
 gemma           <|tool_call>call:add{a:1}<tool_call|>                                                Gemma 4
+functiongemma   <start_function_call>call:add{a:1}<end_function_call>                                FunctionGemma
 lfm             <|tool_call_start|>[add(a=1, b='it\\'s')]<|tool_call_end|>                            LFM 2, 2.5-VL
 lfm_unescaped   the same, but what is between quotation marks has no escape sequences                LFM 2.5
 llama           {"name": "add", "parameters": {"a": 1}}                                              Llama 3, after <|python_tag|> or alone
@@ -28,6 +31,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verl.environments.tool_calls.arguments import (
+    GEMMA_QUOTE,
     MAX_ENDS,
     from_json,
     gemma_object,
@@ -39,7 +43,21 @@ from verl.environments.tool_calls.arguments import (
 )
 
 ToolFormat = Literal[
-    "auto", "hermes", "xml", "glm", "atem", "deepseek", "harmony", "gemma", "lfm", "lfm_unescaped", "llama", "plain"
+    "auto",
+    "hermes",
+    "xml",
+    "glm",
+    "atem",
+    "minimax",
+    "mistral",
+    "deepseek",
+    "harmony",
+    "gemma",
+    "functiongemma",
+    "lfm",
+    "lfm_unescaped",
+    "llama",
+    "plain",
 ]
 Tools = Mapping[str, Mapping[str, Any]]  # JSON schemas of their arguments, by name
 
@@ -133,6 +151,7 @@ def _scan(text: str, style: ToolFormat, tools: Tools) -> Iterator[FoundCall]:
 
 _CALL_END = re.compile(
     r"</tool_call>|<tool_call\|>|<\|tool_call_end\|>|<｜tool▁calls?▁end｜>|</atem:invoke>|<\|call\|>"
+    r"|</minimax:tool_call>|<end_function_call>"
 )
 _REASONING_END = re.compile(r"</think>|<channel\|>")
 
@@ -254,6 +273,16 @@ def _tagged(name: str, tag: str, rest: str, form: str) -> Callable[[str, Tools],
     return read
 
 
+def _invoked(prefix: str) -> Callable[[str, Tools], Calls]:
+    """A reader of calls whose name and keys are attributes of the tags `invoke` and `parameter`."""
+    return _tagged(
+        r'name="(?P<name>[^"\n]+)">',
+        f"<{prefix}parameter ",
+        rf'name="(?P<key>[^"\n]+)">(?P<value>.*?)</{prefix}parameter>',
+        f'<{prefix}invoke name="NAME"> and <{prefix}parameter name="KEY">VALUE</{prefix}parameter>',
+    )
+
+
 def _deepseek_call(body: str, tools: Tools) -> Calls:
     kind, separator, rest = body.partition("<｜tool▁sep｜>")
     fenced = re.fullmatch(r"([^\n]+)\n```(?:json)?\n(.*?)\n?```\s*", rest, re.DOTALL)
@@ -277,6 +306,16 @@ def _harmony_call(body: str, tools: Tools) -> Calls:
     return [(match["name"], _json_object(from_json(match["body"]), "arguments"))]
 
 
+def _mistral_calls(body: str, tools: Tools) -> Calls:
+    name, mark, arguments = body.partition("[ARGS]")
+    if mark:
+        return [(name.partition("[CALL_ID]")[0].strip(), _json_object(from_json(arguments), "arguments"))]
+    calls = from_json(body)
+    if not isinstance(calls, list):
+        raise ValueError("expected a list of calls, or NAME[ARGS] and the arguments as JSON")
+    return [_json_call(call, "arguments") for call in calls]
+
+
 _GEMMA = re.compile(r"\s*call:(?P<name>[^\s{]+)\s*(?P<body>\{.*\})\s*", re.DOTALL)
 
 
@@ -285,6 +324,10 @@ def _gemma_call(body: str, tools: Tools) -> Calls:
     if match is None:
         raise ValueError("expected call:NAME{argument:value}")
     return [(match["name"], _json_object(gemma_object(match["body"]), "arguments"))]
+
+
+def _functiongemma_call(body: str, tools: Tools) -> Calls:
+    return _gemma_call(body.replace("<escape>", GEMMA_QUOTE), tools)
 
 
 def _lfm_calls(body: str, tools: Tools) -> Calls:
@@ -330,13 +373,14 @@ MARKED: Mapping[ToolFormat, MarkedFormat] = {
     "atem": _marked(
         r"<atem:invoke|<atem:function_calls>(?!\s*<atem:invoke)",
         r"</atem:invoke>(?:\s*</atem:function_calls>)?|</atem:function_calls>",
-        _tagged(
-            r'name="(?P<name>[^"\n]+)">',
-            "<atem:parameter ",
-            r'name="(?P<key>[^"\n]+)">(?P<value>.*?)</atem:parameter>',
-            '<atem:invoke name="NAME"> and <atem:parameter name="KEY">VALUE</atem:parameter>',
-        ),
+        _invoked("atem:"),
     ),
+    "minimax": _marked(
+        r"<invoke(?= name=)|<minimax:tool_call>(?!\s*<invoke)",
+        r"</invoke>(?:\s*</minimax:tool_call>)?|</minimax:tool_call>",
+        _invoked(""),
+    ),
+    "mistral": _marked(r"\[TOOL_CALLS\]", r"(?<=[\]}])(?=\s*(?:\[TOOL_CALLS\]|<|\Z))", _mistral_calls),
     "deepseek": _marked(
         "<｜tool▁call▁begin｜>|<｜tool▁calls▁begin｜>(?!\\s*<｜tool▁call▁begin｜>)",
         r"<｜tool▁call▁end｜>(?:\s*<｜tool▁calls▁end｜>)?|<｜tool▁calls▁end｜>",
@@ -349,6 +393,7 @@ MARKED: Mapping[ToolFormat, MarkedFormat] = {
         _harmony_call,
     ),
     "gemma": _marked(r"<\|tool_call>", r"<tool_call\|>", _gemma_call),
+    "functiongemma": _marked("<start_function_call>", "<end_function_call>", _functiongemma_call),
     "lfm": _marked(r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", _lfm_calls),
     "lfm_unescaped": _marked(r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", _lfm_unescaped_calls),
 }
