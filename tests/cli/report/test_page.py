@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -263,14 +262,18 @@ def test_groups_are_called_by_the_overrides_that_differ(tmp_path):
 
 
 @in_browser
-def test_a_run_of_100000_steps_gives_a_page_that_is_drawn_in_two_seconds(tmp_path):
+def test_a_run_of_100000_steps_gives_a_page_that_draws_a_few_thousand_points(tmp_path):
     rows = [
         {"step": step, "time_s": step / 9, "reward/mean": step % 97, "timing/gen_s": 0.1} for step in range(1, 100_001)
     ]
     html = report([run_directory(tmp_path / "run", rows)])
-    script = "redraw(true); const t = performance.now(); redraw(true); document.title = `ms ${performance.now() - t}`"
-    (took_ms,) = re.findall(r"<title>ms ([\d.]+)</title>", dom(html, tmp_path, script=script))
-    assert float(took_ms) < 2000
+    script = (
+        "const pen = CanvasRenderingContext2D.prototype, to = pen.lineTo; let drawn = 0; "
+        "pen.lineTo = function (...at) { drawn += 1; return to.apply(this, at); }; "
+        "redraw(true); document.title = `drawn ${drawn}`"
+    )
+    (drawn,) = re.findall(r"<title>drawn (\d+)</title>", dom(html, tmp_path, script=script))
+    assert 500 < int(drawn) < 20_000
     assert (
         100_000
         < sum(len(curve["values"]) * 3 / 16 for curve in content_of(html)["runs"][0]["series"].values())
@@ -284,9 +287,7 @@ def test_the_tracker_writes_the_page_when_the_run_ends_and_when_it_fails(tmp_pat
         (directory / "summary.json").unlink()
         running = Trackers(report=Report()).build(BuildContext())
         running.start("project/run", {}, directory, 30)
-        began = time.process_time()
         running.close(status)
-        assert time.process_time() - began < 1
         html = (directory / "report.html").read_text()
         assert len(html) < 300_000
         assert content_of(html)["runs"][0]["status"] == status
