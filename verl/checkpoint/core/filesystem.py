@@ -228,7 +228,7 @@ class FileSystem:
     @_operation
     def lock(self, path: Path) -> FileHandle | None:
         """Lock a file or directory exclusively until it is closed or the process ends; None if another process holds
-        it.
+        it, or has replaced it meanwhile.
 
         Raises:
             OSError: one of NO_LOCK if the file system has no locks.
@@ -236,6 +236,9 @@ class FileSystem:
         fd = self._open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with self._at(path) as (parent, name):
+                if not os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=parent)):
+                    raise BlockingIOError
         except BlockingIOError:
             os.close(fd)
             return None
