@@ -366,10 +366,12 @@ def clone(disk: FileSystem, source: Path, target: Path) -> bool:
     try:
         _create_filled(disk, target, lambda handle: disk.clone(handle, source))
     except OSError as error:
-        if error.errno not in NO_CLONE:
+        if error.errno not in {*NO_CLONE, errno.ENOENT}:
             raise
         with contextlib.suppress(FileNotFoundError):
             disk.unlink(target)
+        if error.errno == errno.ENOENT:  # the source was removed meanwhile
+            raise
         return False
     return True
 
