@@ -41,7 +41,7 @@ from verl.trainer.state.lineage import Lineage, ParentCheckpoint, code_version, 
 from verl.trainer.state.save_directory import SaveDirectory, ancestors_of
 from verl.trainer.state.train_state import RankWriters, TrainState
 from verl.trainer.state.training_identity import sources_of
-from verl.utils.external_input import read_text, write_text
+from verl.utils.external_input import read_text, write_whole
 from verl.utils.redact import redact_tree
 from verl.workers.load_state import RemoteRoleState, SavedRoleState
 
@@ -203,7 +203,7 @@ class CheckpointSaver:
             save_dir=str(self.directory), relative=relative, run_id=self.run_id, ancestors=self.ancestors,
             earlier=earlier,
         )  # fmt: skip
-        write_text(run_dir / POINTER, json.dumps(asdict(pointer), indent=2) + "\n")
+        write_whole(run_dir / POINTER, json.dumps(asdict(pointer), indent=2).encode() + b"\n")  # others may read it
 
     def due(self, step: int, took_s: float, is_last: bool, is_stopping: bool) -> str | None:
         """Why a checkpoint is to be saved after this step, or None."""
@@ -224,14 +224,20 @@ class CheckpointSaver:
 
         The file is removed; an invalid tag is reported, and the checkpoint is saved without it.
         """
-        if self._writer is None or not (file := self._run_dir / ASKED).exists():
+        if self._writer is None:
+            return False, None
+        file = self._run_dir / ASKED
+        taken = file.with_name(f".{ASKED}.taken")
+        try:
+            file.replace(taken)  # a file that is created from here on asks once more
+        except FileNotFoundError:
             return False, None
         try:
-            tag = read_text(file, errors="replace").strip()
+            tag = read_text(taken, errors="replace").strip()
         except OSError as error:
             _log.warning("%s asks for a checkpoint, and its tag cannot be read: %s", file, error)
             tag = ""
-        file.unlink(missing_ok=True)
+        taken.unlink(missing_ok=True)
         if not tag or (TAG.fullmatch(tag) and not tag.startswith("global_step_") and tag not in RESERVED):
             return True, tag or None
         _log.warning("%s asks for the tag %r: it names a directory; use letters, digits and . _ = + -", file, tag[:80])
