@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from trainer.runs import BRIEF, BRIEF_GRPO, fit, ppo_run
 
+from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.discovery import POINTER, CheckpointDirectory, ResolvedPath, read_pointer, resolve_path
 from verl.component import BuildContext
+from verl.errors import CheckpointWriteFailed
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.state import checkpointing
 from verl.trainer.state.checkpointing import CheckpointSaver
@@ -107,3 +111,21 @@ def test_who_reads_where_a_run_saves_while_it_starts_again_reads_the_whole_of_it
     with reading:
         assert json.loads(reading.read())["run_id"] == "first"
     assert read_pointer(tmp_path).earlier == ["first"]
+
+
+def test_a_directory_in_which_a_checkpoint_is_saved_aside_is_locked_meanwhile(tmp_path, monkeypatch):
+    look = "import sys, pathlib; from verl.checkpoint.commit.fencing import RunLock as lock; "
+    look += "print(lock.holder_of(pathlib.Path(sys.argv[1])))"
+    seen = []
+
+    def looked_at_by_another(self: CheckpointStore) -> None:
+        command = [sys.executable, "-c", look, str(tmp_path / "aside")]
+        seen.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        raise CheckpointWriteFailed("enough")
+
+    monkeypatch.setattr(CheckpointStore, "claim_directory", looked_at_by_another)
+    saver = saver_of(tmp_path, settings=Checkpointing(), _config={}, uses=(), run_id="mine", identity={})
+    with pytest.raises(CheckpointWriteFailed, match="enough"):
+        saver.save_aside(tmp_path / "aside", 1, {}, {})
+    assert seen[0].startswith("run mine: process ")
+    assert not (tmp_path / "aside").exists()

@@ -320,14 +320,18 @@ class CheckpointSaver:
         Raises:
             CheckpointError: it could not be saved, or another running process saves in that directory.
         """
-        if (holder := RunLock.holder_of(directory.absolute())) is not None:
+        lock = RunLock(directory.absolute(), self.run_id, self.identity, "a directory for checkpoints")
+        if not RunLock.is_held_here(directory) and (holder := lock.acquire()) is not None:
             raise CheckpointFenced(f"{directory} is where another run saves ({holder}): give another directory")
-        contents = TrainState(self.settings, self._config, self.uses)
-        store = CheckpointStore(directory.absolute(), self.run_id)
-        store.claim_directory()
-        with CheckpointWriter(store, mode="sync") as writer:
-            self._save(writer, self._request(contents, step, roles, state, facts), roles)
-            (outcome,) = writer.drain()
+        try:
+            contents = TrainState(self.settings, self._config, self.uses)
+            store = CheckpointStore(directory.absolute(), self.run_id)
+            store.claim_directory()
+            with CheckpointWriter(store, mode="sync") as writer:
+                self._save(writer, self._request(contents, step, roles, state, facts), roles)
+                (outcome,) = writer.drain()
+        finally:
+            lock.release()
         assert outcome.directory is not None, "a save that failed raises"
         return outcome.directory
 
