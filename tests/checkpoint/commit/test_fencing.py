@@ -17,7 +17,7 @@ import pytest
 from verl.checkpoint.commit import fencing
 from verl.checkpoint.commit.fencing import ClaimedDirectory, LockHolder, RunLock, is_alive
 from verl.checkpoint.core import filesystem
-from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.filesystem import FileHandle, FileSystem, write_by_rename
 from verl.checkpoint.read.discovery import FORMAT, RUN_LOCK
 
 HOLDER = """
@@ -137,6 +137,25 @@ def test_the_lock_of_a_file_that_was_replaced_is_nobodys(tmp_path, monkeypatch):
     assert handle is not None
     assert disk.lock(path) is None
     disk.close(handle)
+
+
+class SecondWriter(FileSystem):
+    """A disk on which another process writes the same file while this one does."""
+
+    def __init__(self, path: Path) -> None:
+        self._written = [path]
+
+    def sync(self, handle: FileHandle) -> None:
+        if self._written:
+            write_by_rename(FileSystem(), self._written.pop(), b"by the other")
+        super().sync(handle)
+
+
+def test_two_that_write_one_small_file_at_once_do_not_take_each_others_part(tmp_path):
+    path = tmp_path / "uploaded"
+    write_by_rename(SecondWriter(path), path, b"by this one")
+    assert path.read_bytes() == b"by this one"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 class NoLinks(FileSystem):

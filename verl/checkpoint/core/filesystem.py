@@ -12,6 +12,7 @@ import fcntl
 import functools
 import mmap
 import os
+import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -340,8 +341,8 @@ def write_by_rename(disk: FileSystem, path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         write_file(disk, temporary, [data])
-    except FileExistsError:  # a process was killed here once
-        disk.unlink(temporary)
+    except FileExistsError:  # of a process that was killed here once, or that writes the same file just now
+        temporary = path.with_name(f"{path.name}-{secrets.token_hex(6)}{TEMPORARY_SUFFIX}")
         write_file(disk, temporary, [data])
     disk.rename(temporary, path)
 
