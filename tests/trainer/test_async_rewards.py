@@ -326,11 +326,11 @@ class SlowReward(Reward):
     def __init__(self) -> None:
         self.is_begun, self.goes_on, self.num_calls = threading.Event(), threading.Event(), 0
 
-    def prepare(self, rollout: DataProto) -> RewardResult:
+    def prepare(self, batch: DataProto) -> RewardResult:
         self.is_begun.set()
         assert self.goes_on.wait(60)
         self.num_calls += 1
-        return RewardResult(np.arange(len(rollout), dtype=np.float64))
+        return RewardResult(np.arange(len(batch), dtype=np.float64))
 
 
 def test_a_rating_that_ends_after_a_checkpoint_was_loaded_is_not_counted_beside_the_one_after_it():

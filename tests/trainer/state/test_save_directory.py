@@ -314,7 +314,7 @@ def test_beside_a_living_run_another_is_refused_by_who_holds_the_directory(model
     assert fit(run(model32, resume="latest")) == directory  # a dead one holds nothing
 
 
-TRAINER = SimpleNamespace(project_name="verl", experiment_name="default")
+TRAINER: Any = SimpleNamespace(project_name="verl", experiment_name="default")
 
 
 def saved_step(directory: Path, step: int) -> None:

@@ -224,6 +224,7 @@ def _flock(fd: int, directory: Path) -> LockHolder | None:
     A lock beside the record of a process that has ended is held by one that only looks (`holder_of`), or has not
     written its own record yet.
     """
+    holder = LockHolder()
     try:
         for _ in range(LOCK_ATTEMPTS):
             try:
