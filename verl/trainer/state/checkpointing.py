@@ -135,8 +135,7 @@ class CheckpointSaver:
     @property
     def facts(self) -> dict[str, Any]:
         """Origin of this run, for trackers."""
-        parent = None if self.parent is None else asdict(self.parent)
-        return {"run_id": self.run_id, "parent": parent, "ancestors": self.ancestors}
+        return {"run_id": self.run_id, "parent": self.parent and asdict(self.parent), "ancestors": self.ancestors}
 
     @property
     def storage(self) -> Storage | None:
@@ -175,8 +174,7 @@ class CheckpointSaver:
                 "machines see it; then every process also writes its own part.", fault, later,
             )  # fmt: skip
             self.rank_writers = None
-        facts = {"run_dir": str(run_dir), "code": self.code, "identity": self.identity}
-        self.lineage.add("run", **self.facts, **facts)
+        self.lineage.add("run", **self.facts, run_dir=str(run_dir), code=self.code, identity=self.identity)
         upload_target = None if self._tier is None else self._tier.cold()
         write_upload_target(store.disk, self.directory, upload_target)
         if self._tier is not None and upload_target is not None:
@@ -198,10 +196,9 @@ class CheckpointSaver:
             earlier = [run for run in (before.run_id, *before.earlier) if run not in self.ancestors]
         except CheckpointError:
             earlier = []
-        relative = os.path.relpath(self.directory, run_dir.absolute())
         pointer = RunPointer(
-            save_dir=str(self.directory), relative=relative, run_id=self.run_id, ancestors=self.ancestors,
-            earlier=earlier,
+            save_dir=str(self.directory), relative=os.path.relpath(self.directory, run_dir.absolute()),
+            run_id=self.run_id, ancestors=self.ancestors, earlier=earlier,
         )  # fmt: skip
         write_whole(run_dir / POINTER, json.dumps(asdict(pointer), indent=2).encode() + b"\n")  # others may read it
 
@@ -226,14 +223,12 @@ class CheckpointSaver:
         """
         if self._writer is None:
             return False, None
-        file = self._run_dir / ASKED
-        taken = file.with_name(f".{ASKED}.taken")
+        file, taken = self._run_dir / ASKED, self._run_dir / f".{ASKED}.taken"
         try:
             file.replace(taken)  # a file that is created from here on asks once more
+            tag = read_text(taken, errors="replace").strip()
         except FileNotFoundError:
             return False, None
-        try:
-            tag = read_text(taken, errors="replace").strip()
         except OSError as error:
             _log.warning("%s asks for a checkpoint, and its tag cannot be read: %s", file, error)
             tag = ""
@@ -258,8 +253,7 @@ class CheckpointSaver:
 
     def _tell_unknown(self, metrics: Mapping[str, float]) -> None:
         """Tell once of a metric that the settings name and that does not come: after the first evaluation, or after
-        the first step if it is none of evaluations.
-        """
+        the first step if it is none of evaluations."""
         has_evaluated = any(key.startswith("eval/") for key in metrics)
         for name in ("keep_best", "save_best"):
             key = getattr(self.settings, name)
@@ -324,10 +318,10 @@ class CheckpointSaver:
         if not RunLock.is_held_here(directory) and (holder := lock.acquire()) is not None:
             raise CheckpointFenced(f"{directory} is where another run saves ({holder}): give another directory")
         try:
-            contents = TrainState(self.settings, self._config, self.uses)
             store = CheckpointStore(directory.absolute(), self.run_id)
             store.claim_directory()
             with CheckpointWriter(store, mode="sync") as writer:
+                contents = TrainState(self.settings, self._config, self.uses)
                 self._save(writer, self._request(contents, step, roles, state, facts), roles)
                 (outcome,) = writer.drain()
         finally:
@@ -424,11 +418,9 @@ class CheckpointSaver:
             self._close_uploader(waits=status is not None)
             if status is not None:
                 self.lineage.add("end", status=status, step=step)
-        if self._lease is not None:
-            self._lease.release()
-        for lock in (self._lock, self.run_dir_lock):
-            if lock is not None:
-                lock.release()
+        for held in (self._lease, self._lock, self.run_dir_lock):
+            if held is not None:
+                held.release()
 
     def _record_outcomes(self, outcomes: list[SaveOutcome]) -> list[SaveOutcome]:
         for outcome in outcomes:
@@ -496,8 +488,7 @@ class CheckpointSaver:
         if len(before) < 10 or not first:
             return None
         values = torch.tensor(before, dtype=torch.float64)
-        mean, spread = float(values.mean()), float(values.std())
-        now = sum(first) / len(first)
+        mean, spread, now = float(values.mean()), float(values.std()), sum(first) / len(first)
         if abs(now - mean) <= JUMP_FACTOR * spread + 1e-6 * abs(mean):
             return None
         verified = " and verified" if self.settings.verify else ""
