@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
 
 import pytest
 from faults.scenarios import save
 
+from verl.checkpoint import retention as retention_module
+from verl.checkpoint.commit import fencing
 from verl.checkpoint.commit.store import CheckpointStore
-from verl.checkpoint.retention import Retention, pin, pins, prune, unpin
-from verl.errors import CheckpointNotFound
+from verl.checkpoint.retention import Retention, pin, pins, plan, prune, unpin
+from verl.errors import CheckpointNotFound, CheckpointWriteFailed
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +109,39 @@ def test_garbage_is_what_dead_processes_left(tmp_path):
             (store.directory / left / "file").write_bytes(bytes(1000))
         assert store.remove_leftovers() == 2000
         assert alive.commit().step == 2
+
+
+def test_a_pin_that_comes_while_checkpoints_are_pruned_holds_or_is_refused(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for version in range(1, 5):
+        save(store, version, version)
+    decided, pinning = retention_module._covered, CheckpointStore(store.directory)
+    monkeypatch.setattr(fencing, "LOCK_TIMEOUT_S", 0.0)
+
+    def decided_before_the_pin(*args):
+        chosen = decided(*args)
+        with pytest.raises(CheckpointWriteFailed, match="locked by another process"):
+            pin(pinning, "global_step_1")
+        return chosen
+
+    monkeypatch.setattr(retention_module, "_covered", decided_before_the_pin)
+    assert prune(store, Retention(keep_last_n=2)) == ["global_step_1", "global_step_2"]
+    assert pins(store) == {}
+
+
+def test_a_plan_to_clean_beside_a_trainer_that_prunes_passes_over_what_is_gone(tmp_path, monkeypatch):
+    store = CheckpointStore(tmp_path / "checkpoints")
+    for version in range(1, 6):
+        save(store, version, version)
+    listed = retention_module.files_below
+
+    def removed_meanwhile(disk, root):
+        sizes = listed(disk, root)
+        if root.name == "global_step_2":
+            shutil.rmtree(root)
+        return sizes
+
+    monkeypatch.setattr(retention_module, "files_below", removed_meanwhile)
+    planned = plan(store, Retention(keep_last_n=2))
+    assert planned.removed == ("global_step_1", "global_step_2", "global_step_3")
+    assert planned.freed_bytes > 0

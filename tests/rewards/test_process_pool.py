@@ -551,3 +551,19 @@ def score(prompt, response):
         driver.wait()
     driver.stdout.close()
     assert wait_until_gone([*workers, *map(int, (tmp_path / "pids").read_text().split())], 60.0) == []
+
+
+def test_an_answer_that_comes_while_another_sample_is_ended_counts(made, monkeypatch):
+    reward = made(
+        "import time\ndef my_reward(prompt, response):\n    return time.sleep(1000) if response == '0' else 1.0",
+        on_error="score", error_score=-1.0,
+    )  # fmt: skip
+
+    def heard_of_none(channels, timeout):
+        """What was listed before the second worker answered; both are at the end of their time by now."""
+        assert all(channel.has_message(60) for channel in channels[1:])
+        return []
+
+    monkeypatch.setattr(process_pool, "wait", heard_of_none)
+    monkeypatch.setattr(process_pool._PoolProcess, "spent_s", 1e9)
+    assert list(reward.score(batch_of(["0", "1"]))["score"]) == [-1.0, 1.0]

@@ -13,6 +13,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from storage.s3_server import wait_until
 from trainer.runs import GRPO_ALGORITHM, fit, ppo_run
 
 from verl.checkpoint.config import Checkpointing
@@ -20,7 +21,7 @@ from verl.cli.generate import located, one_prompt, running, served, server_of
 from verl.compose.load_policy import trained_on_texts
 from verl.data.calculator import CalculatorPrompts
 from verl.environments.calculator import Calculator
-from verl.errors import ConfigError
+from verl.errors import ConfigError, RolloutError
 from verl.models.tiny import CHAT_TEMPLATE
 from verl.ops.logprobs import log_probs_of
 from verl.rewards.rules import ExactMatch
@@ -422,3 +423,32 @@ def test_schemas_of_the_environment_are_those_of_requests_without_tools(with_cal
         own, others = asked(client, messages), asked(client, messages, tools=TOOLS * 2)
         assert endpoint.tokenizer.decode(own.prompt_token_ids).startswith("1u:")  # the template writes their number
         assert endpoint.tokenizer.decode(others.prompt_token_ids).startswith("2u:")
+
+
+class LatePut:
+    """The queue of an endpoint that is closed, by another thread, right before a request is put into it."""
+
+    def __init__(self, endpoint):
+        self._endpoint, self._queue = endpoint, endpoint._waiting
+
+    def put(self, item):
+        if not self._endpoint._is_closed:
+            self._endpoint.close()
+        self._queue.put(item)
+
+    def __getattr__(self, name):
+        return getattr(self._queue, name)
+
+
+def test_a_request_that_comes_as_the_engine_ends_is_refused_and_waits_for_nothing(server):
+    endpoint = server.endpoint
+    endpoint._waiting = LatePut(endpoint)
+    with pytest.raises(RolloutError, match="the endpoint was closed"):
+        endpoint.complete([{"role": "user", "content": "1+2="}], timeout_s=1.0)
+
+
+def test_a_turn_that_was_drawn_is_answered_although_the_endpoint_is_closed_meanwhile(server):
+    turn = server.endpoint.begin([{"role": "user", "content": "1+2="}])
+    wait_until(lambda: not turn.shown.empty(), 60)
+    server.endpoint.close()
+    assert list(turn)[-1].turn.token_ids

@@ -17,6 +17,7 @@ import pytest
 import torch
 from environments.waiting_game import WaitingGames
 from same_training import course, numbers, same_training, saved
+from storage.s3_server import wait_until
 from trainer.runs import GRPO_ALGORITHM, Prompts, fit, step_lines
 
 from verl.algorithms.importance_sampling import TruncatedIS
@@ -315,3 +316,37 @@ def test_a_reward_that_is_replaced_rates_what_was_begun_before_anew(model32, tmp
         loop.step()
     last = step_lines(tmp_path / "run")[-1]
     assert {"reward/plain", "reward/scaled", "reward/raw"} <= last.keys()
+
+
+class SlowReward(Reward):
+    """A reward whose first rating lasts until `goes_on`."""
+
+    rates_ahead = rates_groups = True
+
+    def __init__(self) -> None:
+        self.is_begun, self.goes_on, self.num_calls = threading.Event(), threading.Event(), 0
+
+    def prepare(self, batch: DataProto) -> RewardResult:
+        self.is_begun.set()
+        assert self.goes_on.wait(60)
+        self.num_calls += 1
+        return RewardResult(np.arange(len(batch), dtype=np.float64))
+
+
+def test_a_rating_that_ends_after_a_checkpoint_was_loaded_is_not_counted_beside_the_one_after_it():
+    rewards, reward = AsyncRewards(), SlowReward()
+    rewards.is_fed = True
+    rewards.use(reward, SimpleNamespace(identity={}))
+    ids, tokens = torch.tensor([0, 0, 1, 1]), torch.arange(8).view(4, 2)
+    fields = {"group_ids": ids, "prompt_ids": ids, "responses": tokens, "response_mask": tokens >= 0}
+    prompts, rows = DataProto.from_dict({"prompt_ids": torch.tensor([0, 1])}), DataProto.from_dict(fields)
+    rewards.expect(1, prompts, lambda rows: rows)
+    rewards.note({1: rows})
+    assert reward.is_begun.wait(60)
+    rewards.load_state_dict({})  # as after the loss of a worker
+    rewards.expect(1, prompts, lambda rows: rows)
+    reward.goes_on.set()
+    rewards.note({1: rows})
+    wait_until(lambda: reward.num_calls == 2, 60)
+    assert len(rewards.rating(1, rows).scores) == len(rows)
+    rewards.close()

@@ -8,6 +8,7 @@ import threading
 
 import pytest
 
+from verl.utils import signals
 from verl.utils.signals import StopRequest, Terminated, interruption, orderly_termination
 
 
@@ -90,3 +91,17 @@ def test_in_another_thread_no_signal_is_taken_and_nothing_fails():
     thread.start()
     thread.join()
     assert found == [False]
+
+
+def test_a_second_signal_within_the_handler_of_the_first_ends_at_once(monkeypatch):
+    sent = []
+
+    def interrupted() -> None:
+        if not sent:
+            sent.append(signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(signals, "_leave_closed_terminal", interrupted)
+    with StopRequest().listening() as request, pytest.raises(Terminated):
+        os.kill(os.getpid(), signal.SIGINT)
+    assert request.signal == signal.SIGINT

@@ -248,6 +248,8 @@ def newest_point(
                     checkpoint = open_verified(local.disk, candidate.directory, _level(verify))
                 state = read_state(local.disk, checkpoint)
             except BadCheckpoint as error:
+                if isinstance(candidate, Checkpoint) and not local.exists(candidate.directory):  # pruned meanwhile
+                    return newest_point(directory, what, strict, verify, tier, is_own, is_counted)
                 leave_out(error, "")
             except StorageError as error:
                 assert isinstance(candidate, LogRecord)
@@ -301,10 +303,17 @@ def _in_order(
     local: CheckpointDirectory, complete: list[Checkpoint], records: list[LogRecord]
 ) -> Iterator[Checkpoint | LogRecord]:
     """Checkpoints, newest first; for one in both tiers the local copy."""
-    of_local = [((here.sequence, 1, manifest_digest(local.disk, here)), here) for here in complete]
+    of_local = [((here.sequence, 1, _digest(local, here)), here) for here in complete]
     of_store = [((record.sequence, 0, record.manifest), record) for record in records]
     for _, candidate in sorted([*of_local, *of_store], key=lambda pair: pair[0], reverse=True):
         yield candidate
+
+
+def _digest(local: CheckpointDirectory, here: Checkpoint) -> str:
+    """The digest of a checkpoint's manifest; empty if it was pruned meanwhile, as is found when it is opened."""
+    with contextlib.suppress(FileNotFoundError):
+        return manifest_digest(local.disk, here)
+    return ""
 
 
 def _seen(

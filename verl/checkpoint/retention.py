@@ -179,14 +179,19 @@ def pin(store: CheckpointStore, name: str, reason: str = "") -> None:
     Raises:
         CheckpointNotFound: there is none of this name.
     """
-    checkpoint = store.open(name)
-    with write_errors(f"pinning {name}"):
+    with _locked(store), write_errors(f"pinning {name}"):  # else it may be pruned between the look and the pin
+        checkpoint = store.open(name)
         directory = store.directory / PINS
         make_directories(store.disk, directory, store.directory)
         record = {"reason": reason, "since": utc_now()}
         write_by_rename(store.disk, directory / checkpoint.name, json.dumps(record).encode() + b"\n")
         store.disk.sync_directory(directory)
         store.disk.sync_directory(store.directory)
+
+
+def _locked(store: CheckpointStore) -> contextlib.AbstractContextManager[None]:
+    """The lock of a directory; none where no trainer has claimed it."""
+    return store.locked() if store.exists(store.directory / FORMAT) else contextlib.nullcontext()
 
 
 def unpin(store: CheckpointStore, name: str) -> None:
@@ -240,7 +245,7 @@ def plan(store: CheckpointStore, retention: Retention) -> CleanupPlan:
     complete, reasons, lineages = _covered(store, retention, of_each_line=True)
     dropped = [checkpoint for checkpoint in complete if checkpoint.name not in reasons]
     with read_errors(f"looking at {store.directory}"):
-        with store.locked() if store.exists(store.directory / FORMAT) else contextlib.nullcontext():
+        with _locked(store):
             leftovers = list(store.leftovers())
         going = [*(checkpoint.directory for checkpoint in dropped), *leftovers]
         freed = _freed(store, going)
@@ -276,9 +281,10 @@ def _freed(store: CheckpointStore, going: list[Path]) -> int:
     """Bytes of the files all of whose names go."""
     names: dict[tuple[int, int], list[int]] = {}  # of each inode: its size, and how many of its names remain
     for root in going:
-        paths = [root / name for name in files_below(store.disk, root)[0]] if is_directory(store.disk, root) else [root]
-        for path in paths:
-            status = store.disk.status(path)
-            entry = names.setdefault((status.st_dev, status.st_ino), [status.st_size, status.st_nlink])
-            entry[1] -= 1
+        with contextlib.suppress(FileNotFoundError):  # its trainer prunes it, or empties the trash, at the same time
+            is_tree = is_directory(store.disk, root)
+            for path in [root / name for name in files_below(store.disk, root)[0]] if is_tree else [root]:
+                status = store.disk.status(path)
+                entry = names.setdefault((status.st_dev, status.st_ino), [status.st_size, status.st_nlink])
+                entry[1] -= 1
     return sum(size for size, remaining in names.values() if remaining == 0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -153,7 +154,10 @@ class ReplayMixing:
             return
         from verl.replay.shard import FILE, read_saved
 
-        saved = [read_saved(file) for file in self._checkpoints.glob(f"*/{COMPONENT}/{FILE}")]
+        saved = []
+        for file in self._checkpoints.glob(f"*/{COMPONENT}/{FILE}"):
+            with suppress(FileNotFoundError):  # pruned meanwhile
+                saved.append(read_saved(file))
         needed = {file.name for contents in saved for file in contents.shards if file.place == "cold"}
         buffer.cold.delete(name for name in buffer.released if name not in needed)
         buffer.released = [name for name in buffer.released if name in needed]

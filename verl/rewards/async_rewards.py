@@ -186,15 +186,16 @@ class AsyncRewards:
                 step = min((x for x in is_whole if is_whole[x] or self._reward.rates_groups), default=0)
                 if not step:
                     return False
-                parts, (prompts, describe) = self._unrated.pop(step), self._expected[step]
+                parts, expected = self._unrated.pop(step), self._expected[step]
             try:
+                prompts, describe = expected
                 rows = DataProto.concat(parts)
                 rows = rows[rows["group_ids"].argsort(stable=True)]
                 if prompts["prompt_ids"][rows["group_ids"]].equal(rows["prompt_ids"]):  # else of another batch size
                     rows = describe(rows)
                     rating = _digests(rows), self._reward.prepare(rows)
                     with self._changed:
-                        if step in self._expected:  # else a checkpoint was loaded
+                        if self._expected.get(step) is expected:  # else a checkpoint was loaded
                             self._ratings.setdefault(step, []).append(rating)
             except BaseException as error:  # noqa: BLE001 - `rating` raises it, if it comes again
                 log.info("Groups of step %d will be rated in their turn: %s", step, error)

@@ -190,9 +190,9 @@ class ProcessPool:
         """Wait for workers that answered, ended or timed out, and yield each with its result."""
         left = min(self.timeout_s - worker.spent_s for worker in busy)
         channels: list[Any] = [worker.channel for worker in busy]  # anything with fileno() can be waited for
-        heard = set(wait(channels, timeout=max(0.0, min(left, LOOK_EVERY_S))))
+        wait(channels, timeout=max(0.0, min(left, LOOK_EVERY_S)))
         for worker in busy:
-            if worker.channel in heard:
+            if worker.channel.has_message():  # asked now: it may have answered while another one was killed
                 yield worker, self._outcome(worker)
             elif worker.spent_s >= self.timeout_s:
                 state, stands_still = worker.state(), not worker.has_taken or is_stopped(worker.pid)

@@ -237,10 +237,10 @@ class PolicyEndpoint:
                     self._record.flush()
             return Completion(turn, message, "stop" if stop else finish_reason, continues, stop)
 
-        if self._failure is not None or self._is_closed:
-            raise RolloutError(self._failure or "the endpoint was closed")
         turn = OpenTurn(request, TurnText(self.tokenizer, stops), finish, timeout_s, is_watched or bool(stops))
         self._waiting.put(turn)
+        if self._failure is not None or self._is_closed:  # asked after it was put: the thread may have looked before
+            raise RolloutError(self._failure or "the endpoint was closed")
         return turn
 
     @property
@@ -253,8 +253,10 @@ class PolicyEndpoint:
         self._is_closed = True
         self._waiting.put(None)
         self._thread.join(END_TIMEOUT_S)
-        if self._record is not None:
-            self._record.close()
+        with self._lock:  # a request may be answered just now
+            record, self._record = self._record, None
+        if record is not None:
+            record.close()
 
     def _place_of(
         self, messages: Sequence[Message], tools: Any, sample: int | None, conversations: KnownConversations

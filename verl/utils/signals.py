@@ -268,14 +268,14 @@ class StopRequest:
                 signal.signal(number, handler)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
+        before, self.signal = self.signal, self.signal or number  # at once: a further signal may interrupt what follows
         _leave_closed_terminal()
         if number == signal.SIGINT:
             note_interrupt()
-        if self.signal is not None:
+        if before is not None:
             if number == signal.SIGHUP:  # shell and kernel each send one when a terminal is closed
                 return
             raise interruption(number)
-        self.signal = number
         again = "; Ctrl-C again stops at once, and loses that step" if number == signal.SIGINT else ""
         text = f"{signal.Signals(number).name}: stopping once this step is done and saved{again}\n"
         with contextlib.suppress(OSError):

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from faults.scenarios import save
 from golden_run import as_of_format
 
+from verl.checkpoint import resume_point
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.retention import Retention, prune
 from verl.errors import CheckpointTooNew
 
 
@@ -63,3 +66,53 @@ def test_one_checkpoint_is_asked_alone(store):
     assert newest is not None
     assert (newest.step, disk.manifests) == (7, ["global_step_7"])
     assert CheckpointDirectory(store.directory / "staging").newest_and_damaged() == (None, [])
+
+
+def test_the_newest_is_found_where_all_that_was_listed_is_pruned_meanwhile(tmp_path, monkeypatch):
+    directory = tmp_path / "checkpoints"
+    for step in (1, 2):
+        save(CheckpointStore(directory), step, step)
+    listed = []
+
+    def listed_before(self: CheckpointDirectory) -> list[Path]:
+        found = candidates(self)
+        if not listed:
+            listed.append(found)
+            for step in (3, 4):
+                save(CheckpointStore(directory), step, step)
+            prune(CheckpointStore(directory), Retention(keep_last_n=2))
+        return found
+
+    candidates = CheckpointDirectory.candidates
+    with monkeypatch.context() as patched:
+        patched.setattr(CheckpointDirectory, "candidates", listed_before)
+        assert CheckpointDirectory(directory).newest().step == 4
+
+
+@pytest.mark.parametrize("when", ["surveyed", "ordered", "opened"])
+def test_a_resume_from_a_running_run_takes_the_newest_where_the_ones_that_it_found_are_pruned(
+    when, tmp_path, monkeypatch
+):
+    directory = tmp_path / "checkpoints"
+    for step in (1, 2):
+        save(CheckpointStore(directory), step, step)
+    went_on = []
+
+    def after(found):
+        """What was found, before the run goes on and prunes it."""
+        if not went_on:
+            went_on.append(True)
+            for step in (3, 4):
+                save(CheckpointStore(directory), step, step)
+            prune(CheckpointStore(directory), Retention(keep_last_n=2))
+        return found
+
+    surveyed, ordered = CheckpointDirectory.survey, resume_point._in_order
+    listed = CheckpointDirectory.candidates
+    if when == "surveyed":
+        monkeypatch.setattr(CheckpointDirectory, "candidates", lambda self: after(listed(self)))
+    elif when == "ordered":
+        monkeypatch.setattr(CheckpointDirectory, "survey", lambda self, level="quick": after(surveyed(self, level)))
+    else:
+        monkeypatch.setattr(resume_point, "_in_order", lambda *args: iter(after(list(ordered(*args)))))
+    assert resume_point.newest_point(directory, "resume", strict=True).step == 4

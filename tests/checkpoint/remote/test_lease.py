@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 from cases import exhaustive
 from storage.s3_server import BUCKET
 
-from verl.checkpoint.commit.fencing import LockHolder, RunLock
+from verl.checkpoint.commit.fencing import LockHolder, RunLock, _process_start
 from verl.checkpoint.remote import commit_log
-from verl.checkpoint.remote.commit_log import StoreLease, living_holder, newest_lease
+from verl.checkpoint.remote.commit_log import LeaseRecord, StoreLease, living_holder, machine_id, newest_lease
 from verl.component import as_plain
 from verl.errors import StorageUnreachable
 from verl.storage.config import LocalStorage, S3Storage, Storage
+from verl.storage.store import ObjectStore
 
 LIVING = """
 import importlib, json, sys
@@ -166,3 +168,82 @@ def test_what_somebody_else_wrote_there_is_nobodys_lease_and_a_store_that_is_gon
     gone = S3Storage(bucket=BUCKET, endpoint_url="http://127.0.0.1:9", retries=0)
     with pytest.raises(StorageUnreachable):
         StoreLease(gone, own(tmp_path)).acquire()
+
+
+def test_the_first_renewal_by_the_upload_process_shows_that_the_run_lives(storage, tmp_path, monkeypatch):
+    mine = StoreLease(storage, own(tmp_path, "first"))
+    assert mine.acquire() is None
+    uploading = StoreLease(storage, mine.holder, mine.number)  # counts its renewals from the beginning
+    elsewhere(monkeypatch)
+    with storage.connect() as store:
+        number, found = newest_lease(store)
+        renewed = iter([uploading])  # in the wait for a sign of life, once
+        monkeypatch.setattr(commit_log.time, "sleep", lambda seconds: [lease.renew(store) for lease in renewed])
+        assert commit_log._lives(store, number, found, wait_s=0.2)
+
+
+def test_a_process_that_takes_renewing_over_renews_at_once(storage, tmp_path, monkeypatch):
+    mine = StoreLease(storage, own(tmp_path, "first"))
+    assert mine.acquire() is None
+    uploading, renewed = StoreLease(storage, mine.holder, mine.number), threading.Event()
+    monkeypatch.setattr(commit_log, "RENEW_EVERY_S", 1e6)
+
+    def told(self: StoreLease, store: ObjectStore) -> bool:
+        renewed.set()
+        return True
+
+    monkeypatch.setattr(StoreLease, "renew", told)
+    uploading.keep()
+    assert renewed.wait(60)
+    uploading.release()
+
+
+def test_a_request_for_renewal_that_gets_no_answer_does_not_last_as_long_as_the_lease(tmp_path, monkeypatch):
+    storage = S3Storage(bucket=BUCKET, prefix="lease/slow", endpoint_url="http://127.0.0.1:9")
+    assert storage.timeout_s >= commit_log.LEASE_S, "as long as that of other requests"
+    lease, used, done = StoreLease(storage, own(tmp_path), 1), [], threading.Event()
+
+    def told(self: StoreLease, store: ObjectStore) -> bool:
+        used.append(store.storage)
+        done.set()
+        return False
+
+    monkeypatch.setattr(StoreLease, "renew", told)
+    lease.keep()
+    assert done.wait(60)
+    assert 2 * used[0].timeout_s + commit_log.RENEW_EVERY_S < commit_log.LEASE_S
+    assert used[0].retries == 0
+
+
+def test_a_lease_has_one_length_whatever_a_renewal_writes(tmp_path, monkeypatch):
+    times = [1.7e9, 1.7e9 + 0.1234567]
+    for length in range(1200):
+        lease = StoreLease(LocalStorage(path=str(tmp_path)), own(tmp_path, "x" * length))
+        sizes = set()
+        for renewals, is_released, now in ((0, False, times[0]), (9, False, times[1]), (10**6, True, times[1])):
+            monkeypatch.setattr(commit_log.time, "time", lambda now=now: now)
+            lease._own = replace(lease._own, renewals=renewals, is_released=is_released)
+            sizes.add(len(lease._data()))
+        assert len(sizes) == 1, f"a reader may get a part of it: {length} {sizes}"
+
+
+def test_a_run_in_a_container_of_another_name_is_not_taken_for_dead(tmp_path):
+    record = LeaseRecord(**asdict(replace(own(tmp_path), pid=os.getppid())), machine=machine_id())
+    living = replace(record, host="another-name", started=_process_start(os.getppid()))
+    assert not living.is_known_dead
+    assert replace(living, started="1").is_known_dead
+
+
+def test_a_lease_that_is_released_during_a_renewal_ends_its_thread_in_order(storage, tmp_path, monkeypatch):
+    lease = StoreLease(storage, own(tmp_path))
+    assert lease.acquire() is None
+    listed = commit_log.newest_lease
+
+    def released_meanwhile(store: ObjectStore) -> tuple[int, LeaseRecord | None]:
+        found = listed(store)
+        lease.number = None  # by `release`, which did not wait longer
+        return found
+
+    monkeypatch.setattr(commit_log, "newest_lease", released_meanwhile)
+    with storage.connect() as store:
+        assert lease.renew(store)

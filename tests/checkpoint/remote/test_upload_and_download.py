@@ -14,6 +14,7 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.remote_store import RemoteStore, object_key
 from verl.checkpoint.remote.transfer import CheckpointUpload, checked_pieces, pull
@@ -255,3 +256,19 @@ def test_pieces_of_any_length_are_the_file(tmp_path: Path, length: int) -> None:
     assert b"".join(pieces) == checkpoint.path(entry.path).read_bytes()
     assert {len(piece) for piece in pieces[:-1]} <= {length}
     assert len(pieces) == -(-entry.size // length)
+
+
+def test_a_local_file_that_is_pruned_while_it_is_to_be_linked_is_fetched(objects, tmp_path, monkeypatch) -> None:
+    for step in (1, 2):
+        push(objects, save(tmp_path / "here", step))
+    tier, there = RemoteStore(objects), CheckpointStore(tmp_path / "there")
+    first = pull(tier, tier.records()[0], there)
+    checked = CheckpointReader.check
+
+    def pruned_after_the_check(self: CheckpointReader, path: str) -> None:
+        checked(self, path)
+        shutil.rmtree(first.directory)
+
+    monkeypatch.setattr(CheckpointReader, "check", pruned_after_the_check)
+    second = pull(tier, tier.records()[1], there)
+    assert second.path("actor/tokenizer.json").read_bytes() == TOKENIZER

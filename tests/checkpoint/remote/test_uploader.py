@@ -21,13 +21,14 @@ from verl.checkpoint.commit.upload_state import (
     UploadTarget,
     confirm_upload,
     is_upload_confirmed,
+    last_upload,
     manifest_digest,
     write_upload_target,
 )
 from verl.checkpoint.core.filesystem import FileSystem, FreeSpace
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.remote.transfer import CheckpointTier
-from verl.checkpoint.remote.upload_process import Uploader, UploadEvent, UploadSettings
+from verl.checkpoint.remote.upload_process import Uploader, UploadEvent, UploadSettings, UploadWorker
 from verl.checkpoint.resume_point import newest_point
 from verl.checkpoint.retention import Retention, prune
 from verl.errors import CheckpointNotFound
@@ -315,6 +316,41 @@ def test_waiting_ends_where_the_disk_is_full(tmp_path: Path, caplog: pytest.LogC
     store.disk.space = lambda path: FreeSpace(1000, None)  # type: ignore[method-assign]
     assert prune(store, Retention(keep_last_n=2)) == ["global_step_1", "global_step_2"]
     assert "no room for the next one" in caplog.text
+
+
+def test_a_record_that_is_forgotten_while_it_is_looked_at_is_not_the_end_of_the_interval(tmp_path: Path) -> None:
+    store = directory_with(tmp_path, range(1, 4))
+    for checkpoint in store.complete():
+        confirm_upload(store.disk, checkpoint, "0" * 64, ADDRESS)
+    os.utime(store.directory / "uploaded/global_step_3", (3e9, 3e9))
+    listed = store.disk.names
+
+    def forgotten_meanwhile(path: Path) -> list[str]:
+        names = listed(path)
+        (store.directory / "uploaded/global_step_1").unlink(missing_ok=True)
+        return names
+
+    store.disk.names = forgotten_meanwhile  # type: ignore[method-assign]
+    assert last_upload(store.disk, store.directory) == 3e9
+
+
+def test_a_name_that_was_damaged_once_is_uploaded_when_it_is_that_of_a_later_checkpoint(
+    near: CheckpointTier, tmp_path: Path
+) -> None:
+    checkpoint, told = save(tmp_path / "here", 1), []
+    setting = UploadSettings(
+        directory=str(tmp_path / "here"), storage=near.storage, claim="one", cold=UploadTarget(address=near.address)
+    )
+    worker = UploadWorker(setting, near.storage.connect(), told.append)
+    path = checkpoint.path("actor/weights.bin")
+    path.write_bytes(b"!" + path.read_bytes()[1:])
+    worker.go()
+    assert [event.kind for event in told] == ["failed"]
+    shutil.rmtree(checkpoint.directory)
+    save(tmp_path / "here", 2)
+    assert save(tmp_path / "here", 1).name == checkpoint.name
+    worker.go()
+    assert sorted(event.name for event in told if event.kind == "uploaded") == ["global_step_1", "global_step_2"]
 
 
 # -- which one is the newest ------------------------------------------------------------------------------------------

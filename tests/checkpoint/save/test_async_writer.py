@@ -24,6 +24,7 @@ from verl.checkpoint.read.reader import verify
 from verl.checkpoint.retention import Retention
 from verl.checkpoint.save import host_buffer
 from verl.checkpoint.save.async_writer import CheckpointWriter
+from verl.checkpoint.save.host_buffer import HostBufferPool
 from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
 from verl.checkpoint.save.snapshot import DTYPES, PartialTensor, SavedComponent, lay_out_request
 from verl.errors import CheckpointFenced, CheckpointIncomplete, CheckpointNotFound, CheckpointWriteFailed
@@ -381,3 +382,12 @@ def test_memory_is_populated_in_pieces_because_no_other_thread_runs_meanwhile(mo
     pieces = [piece for option, *piece in asked if option == host_buffer.MADV_POPULATE_WRITE]
     assert pieces == [[0, 5 << 20], [0, 2 << 20], [2 << 20, 2 << 20], [4 << 20, 1 << 20]]
     memory.release()
+
+
+def test_a_save_that_is_skipped_leaves_nothing_of_what_was_begun_for_it(store, monkeypatch):
+    monkeypatch.setattr(HostBufferPool, "acquire", lambda self, watch, num_bytes=0: None)
+    with CheckpointWriter(store, when_busy="skip") as writer:
+        transaction = store.begin(1, rank_names=["rank_0"])
+        assert not writer.save(request(1, {"weight": torch.ones(2)}), transaction)
+        assert not transaction.directory.exists()
+        assert [outcome.was_skipped for outcome in writer.drain()] == [True]

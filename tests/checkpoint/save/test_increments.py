@@ -20,6 +20,7 @@ from verl.checkpoint.read.reader import verify
 from verl.checkpoint.resume_point import find
 from verl.checkpoint.retention import Retention, prune
 from verl.checkpoint.save.async_writer import CheckpointWriter
+from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
 from verl.errors import NoSpaceForCheckpoint
 
 WEIGHTS = "actor/model.safetensors"
@@ -169,3 +170,32 @@ def test_a_copy_of_an_increment_is_what_a_whole_save_would_have_been(tmp_path):
     assert verify(FileSystem(), tmp_path / "out", "full") == []
     for path in (WEIGHTS, "actor/config.json", MOMENTS):
         assert (tmp_path / "out" / path).read_bytes() == (outcome.directory / path).read_bytes()
+
+
+@pytest.mark.parametrize("disk", [FileSystem(), RefusingDisk(link=errno.EPERM, clone=errno.EOPNOTSUPP)])
+def test_a_base_that_is_removed_after_it_was_compared_costs_a_whole_file_and_not_the_save(disk, tmp_path, monkeypatch):
+    (base,) = save(tmp_path / "before", {1: 1})
+    store, begun = CheckpointStore(tmp_path / "after", disk=disk), CheckpointStore.begin
+
+    def begun_after_the_removal(self, *args, **options):
+        shutil.rmtree(base.directory, ignore_errors=True)
+        return begun(self, *args, **options)
+
+    monkeypatch.setattr(CheckpointStore, "begin", begun_after_the_removal)
+    with CheckpointWriter(store, mode="sync") as writer:
+        writer.save(request(2, trained(weights(), 1), increment=base.directory))
+        assert [outcome.error for outcome in writer.drain()] == [None]
+    assert_holds(store.open("latest", level="full"), 1)
+
+
+def test_a_shared_file_is_that_of_the_run_whatever_was_fetched_beside_it(tmp_path):
+    store = CheckpointStore(tmp_path, run_id="mine")
+    for run_id, content in (("mine", b"mine"), ("another", b"another's")):
+        with CheckpointStore(tmp_path, run_id=run_id, claim=store.claim_directory()).begin(1) as transaction:
+            transaction.main.write("reference_model/frozen.bin", [content])
+            transaction.commit()
+    assert store.newest().manifest.run_id == "another"
+    with CheckpointWriter(store, mode="sync") as writer:
+        writer.save(SaveRequest(step=2, existing_files=[ExistingFile(path="reference_model/frozen.bin")]))
+        writer.drain()
+    assert store.newest().path("reference_model/frozen.bin").read_bytes() == b"mine"

@@ -12,9 +12,11 @@ import sys
 import pytest
 from cli.report.run_files import add_lineage, evals, metrics, run_directory, write_lines
 
+from verl.checkpoint.read.discovery import POINTER
 from verl.cli.report.page import outcome
-from verl.cli.report.read import diagnosis, read_run, step_files
+from verl.cli.report.read import diagnosis, last_start, read_run, run_status, step_files
 from verl.errors import ConfigError
+from verl.trainer.state.lineage import Lineage
 
 
 def test_a_finished_run_tells_outcome_command_and_settings(tmp_path):
@@ -136,3 +138,13 @@ def test_the_outcome_of_one_evaluation_is_no_change(tmp_path):
     rows.append({"step": 2, "time_s": 2.5, "eval/loss": 0.5})
     sentence = outcome(read_run(run_directory(tmp_path / "run", rows=rows)))
     assert sentence == "Finished after 2 of 30 steps in 2 s; eval/loss is 0.5; sft/loss fell from 4 to 2."
+
+
+def test_a_run_that_ends_while_it_is_listed_is_not_listed_as_killed(tmp_path):
+    lineage = Lineage(tmp_path / "saved", "first")
+    (tmp_path / POINTER).write_text(json.dumps({"save_dir": str(tmp_path / "saved"), "run_id": "first"}))
+    lineage.add("run", run_dir=str(tmp_path))
+    events = last_start(tmp_path)
+    assert run_status(tmp_path, events) == "killed"
+    lineage.add("end", status="finished", step=3)  # and releases the lock
+    assert run_status(tmp_path, events) == "finished"

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import ray
+import torch
 from cluster.toy_roles import ToyHost
 from refusals import refusal
 
 import verl
 from verl.cluster.ray.ray_init import RaySession, RaySettings
+from verl.cluster.ray.ray_worker import free_address
 from verl.cluster.ray.ray_worker_group import RayRoleGroup, RayWorkerGroup
 from verl.cluster.rpc import role_handles
 from verl.component import BuildContext
@@ -83,3 +85,11 @@ def test_an_address_where_something_else_listens_is_named_when_its_time_is_over(
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("verl.errors.ConfigError: trainer.placement.address is '127.0.0.1:"), done.stderr
     assert "start_timeout_s=3 s" in last
+
+
+def test_the_port_of_a_rendezvous_is_nobody_elses_until_the_group_meets_there():
+    port = int(free_address("127.0.0.1").rpartition(":")[2])
+    with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+        other.bind(("127.0.0.1", port))
+    met = torch.distributed.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    assert met.port == port

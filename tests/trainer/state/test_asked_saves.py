@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from trainer.runs import BRIEF, BRIEF_GRPO, fit, ppo_run
 
+from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.read.discovery import CheckpointDirectory, ResolvedPath, resolve_path
+from verl.checkpoint.read.discovery import POINTER, CheckpointDirectory, ResolvedPath, read_pointer, resolve_path
 from verl.component import BuildContext
+from verl.errors import CheckpointWriteFailed
 from verl.trainer.ppo import PPOTrainer
+from verl.trainer.state import checkpointing
+from verl.trainer.state.checkpointing import CheckpointSaver
 
 
 @pytest.mark.parametrize(
@@ -70,3 +78,54 @@ def test_the_directory_of_a_run_leads_to_its_checkpoints(model32, tmp_path):
     fit(run, tmp_path / "run")
     assert resolve_path(tmp_path / "run") == ResolvedPath(tmp_path / "saved")
     assert CheckpointManager(tmp_path / "run").step == 1
+
+
+def saver_of(run_dir: Path, **fields: object) -> CheckpointSaver:
+    """A saver as far as it deals with the directory of its run."""
+    made = object.__new__(CheckpointSaver)
+    vars(made).update(_writer=object(), _run_dir=run_dir, **fields)
+    return made
+
+
+def test_a_request_that_comes_while_another_is_read_is_not_lost(tmp_path, monkeypatch):
+    file, read = tmp_path / "save", checkpointing.read_text
+
+    def read_and_asked_again(path: Path, errors: str) -> str:
+        found = read(path, errors)
+        if found == "first":
+            file.write_text("second")
+        return found
+
+    monkeypatch.setattr(checkpointing, "read_text", read_and_asked_again)
+    file.write_text("first")
+    saver = saver_of(tmp_path)
+    assert [saver.asked_for() for _ in range(3)] == [(True, "first"), (True, "second"), (False, None)]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_reads_where_a_run_saves_while_it_starts_again_reads_the_whole_of_it(tmp_path):
+    for run_id in ("first", "second"):
+        saver_of(tmp_path, ancestors={}, directory=tmp_path / "saved", run_id=run_id)._write_pointer(tmp_path)
+        if run_id == "first":
+            reading = (tmp_path / POINTER).open()
+    with reading:
+        assert json.loads(reading.read())["run_id"] == "first"
+    assert read_pointer(tmp_path).earlier == ["first"]
+
+
+def test_a_directory_in_which_a_checkpoint_is_saved_aside_is_locked_meanwhile(tmp_path, monkeypatch):
+    look = "import sys, pathlib; from verl.checkpoint.commit.fencing import RunLock as lock; "
+    look += "print(lock.holder_of(pathlib.Path(sys.argv[1])))"
+    seen = []
+
+    def looked_at_by_another(self: CheckpointStore) -> None:
+        command = [sys.executable, "-c", look, str(tmp_path / "aside")]
+        seen.append(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        raise CheckpointWriteFailed("enough")
+
+    monkeypatch.setattr(CheckpointStore, "claim_directory", looked_at_by_another)
+    saver = saver_of(tmp_path, settings=Checkpointing(), _config={}, uses=(), run_id="mine", identity={})
+    with pytest.raises(CheckpointWriteFailed, match="enough"):
+        saver.save_aside(tmp_path / "aside", 1, {}, {})
+    assert seen[0].startswith("run mine: process ")
+    assert not (tmp_path / "aside").exists()

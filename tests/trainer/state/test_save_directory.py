@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,13 +26,13 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.filesystem import FileSystem, FreeSpace
-from verl.checkpoint.read.discovery import CheckpointDirectory
-from verl.checkpoint.retention import Retention
+from verl.checkpoint.read.discovery import RUN_LOCK, CheckpointDirectory
+from verl.checkpoint.retention import Retention, prune
 from verl.cli.checkpoint import app as checkpoint_commands
 from verl.component import BuildContext
 from verl.errors import CheckpointFenced, ConfigError, NoSpaceForCheckpoint
 from verl.storage.config import LocalStorage, S3Storage
-from verl.trainer.state.save_directory import job_name, run_dir_faults
+from verl.trainer.state.save_directory import SaveDirectoryChoice, job_name, run_dir_faults
 from verl.trainer.train_loop import TrainLoop
 
 OTHER = Prompts(train=("1+1=", "2+2=", "3+3=", "4+4="), eval=())
@@ -311,6 +312,63 @@ def test_beside_a_living_run_another_is_refused_by_who_holds_the_directory(model
         living.send_signal(signal.SIGKILL)
         living.communicate()
     assert fit(run(model32, resume="latest")) == directory  # a dead one holds nothing
+
+
+TRAINER: Any = SimpleNamespace(project_name="verl", experiment_name="default")
+
+
+def saved_step(directory: Path, step: int) -> None:
+    with CheckpointStore(directory, run_id="first").begin(step) as transaction:
+        transaction.commit(state={"identity": {"seed": 1}})
+
+
+@pytest.mark.parametrize("resume", ["latest", "saved"])
+def test_what_a_run_saves_until_it_lets_go_of_the_directory_is_where_the_next_one_goes_on(resume, monkeypatch):
+    directory, acquire = Path("saved").absolute(), RunLock.acquire
+    for step in (1, 2):
+        saved_step(directory, step)
+
+    def acquire_after_the_last_save(self: RunLock) -> Any:
+        for step in (3, 4):
+            saved_step(directory, step)
+        prune(CheckpointStore(directory), Retention(keep_last_n=2))
+        return acquire(self)
+
+    monkeypatch.setattr(RunLock, "acquire", acquire_after_the_last_save)
+    settings = Checkpointing(save_dir=str(directory))
+    chosen = SaveDirectoryChoice(settings, TRAINER, "", None, {"seed": 1}, "second").choose(resume)
+    assert chosen.resumed is not None
+    assert chosen.resumed.step == 4
+    chosen.release()
+    assert not (directory / RUN_LOCK).exists()
+
+
+def test_a_choice_that_fails_lets_go_of_the_directory(monkeypatch):
+    saved_step(Path("saved").absolute(), 1)
+    settings = Checkpointing(save_dir="saved")
+    with pytest.raises(ConfigError, match="of another training"):
+        SaveDirectoryChoice(settings, TRAINER, "", None, {"seed": 2}, "second").choose(None)
+    assert not Path("saved", RUN_LOCK).exists()
+
+
+def test_of_two_trainings_that_begin_at_once_the_later_one_saves_beside_the_other(monkeypatch):
+    looked, living = RunLock.holder_of, []
+
+    def looked_before_the_other_began(directory: Path) -> Any:
+        found = looked(directory)
+        if not living:
+            living.append(holding(directory.absolute(), {"seed": 2}))
+        return found
+
+    monkeypatch.setattr(RunLock, "holder_of", looked_before_the_other_began)
+    try:
+        chosen = SaveDirectoryChoice(Checkpointing(), TRAINER, "", None, {"seed": 1}, "second").choose(None)
+        assert chosen.directory.name.startswith("default-")
+        assert "is of another training (seed differ): this one saves in" in chosen.messages[0]
+        chosen.release()
+    finally:
+        living[0].kill()
+        living[0].communicate()
 
 
 UPLOADER = """

@@ -49,11 +49,13 @@ from verl.checkpoint.read.discovery import (
 )
 from verl.errors import CheckpointFenced, CheckpointWriteFailed
 from verl.utils.external_input import ExternalInputError, checked_name, parse_as, parse_mapping
+from verl.utils.orphan_cleanup import process_fields
 
 log = logging.getLogger(__name__)
 OWNER_LIMIT_BYTES = 65_536
 LOCK_TIMEOUT_S = 30.0
 LOCK_POLL_S = 0.02
+LOCK_ATTEMPTS = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +118,6 @@ class RunLock:
         with write_errors(f"claiming {self._path.parent}"):
             parents = (self._path.parent, *self._path.parent.parents)
             self._new_directories += itertools.takewhile(lambda path: not path.exists(), parents)
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             key = os.path.realpath(self._path)
             before = self._of_this_process.get(key)
             if before is not None and before.holder.pid == self.holder.pid:  # of a fork, it is the parent's
@@ -154,7 +155,8 @@ class RunLock:
             return
         self._of_this_process.pop(os.path.realpath(self._path), None)
         with contextlib.suppress(OSError):
-            self._path.unlink()
+            if self._is_current(self._fd):  # else it was removed, and the file there is another run's
+                self._path.unlink()
         os.close(self._fd)
         self._fd = None
         for path in self._new_directories:
@@ -184,8 +186,14 @@ class RunLock:
             os.close(fd)
 
     def _lock(self) -> LockHolder | None:
-        while True:
-            fd = os.open(self._path, OPEN_LOCK | os.O_CREAT, 0o644)
+        for attempt in itertools.count(1):
+            try:
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                fd = os.open(self._path, OPEN_LOCK | os.O_CREAT, 0o644)
+            except FileNotFoundError:
+                if attempt < LOCK_ATTEMPTS:  # a run that has ended removed the directory that it had made
+                    continue
+                raise
             try:
                 holder = _flock(fd, self._path.parent)
             except BaseException:
@@ -197,6 +205,7 @@ class RunLock:
             os.close(fd)
             if holder is not None:
                 return holder  # else it has ended and removed the file
+        raise AssertionError("there is always another attempt")
 
     def _is_current(self, fd: int) -> bool:
         try:
@@ -210,12 +219,22 @@ OPEN_LOCK = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 def _flock(fd: int, directory: Path) -> LockHolder | None:
-    """Lock a file; returns the holder if another process has the lock, or, without file locks, if it is alive."""
+    """Lock a file; returns the holder if another process has the lock, or, without file locks, if it is alive.
+
+    A lock beside the record of a process that has ended is held by one that only looks (`holder_of`), or has not
+    written its own record yet.
+    """
+    holder = LockHolder()
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return None
-    except BlockingIOError:
-        return _read_holder(fd)
+        for _ in range(LOCK_ATTEMPTS):
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return None
+            except BlockingIOError:
+                holder = _read_holder(fd)
+                if holder.pid and (holder.host != socket.gethostname() or is_alive(holder)):
+                    break
+        return holder
     except OSError as error:
         if error.errno not in NO_LOCK:
             raise
@@ -356,20 +375,21 @@ class ClaimedDirectory(CheckpointDirectory):
             return
         form = {"name": FORMAT_NAME, "version": FORMAT_VERSION, "run_id": self.run_id, "created_at": time.time()}
         temporary = self.directory / STAGING / f"format-{secrets.token_hex(6)}"
-        write_file(self.disk, temporary, [json.dumps(form, indent=2).encode() + b"\n"])
+        data = json.dumps(form, indent=2).encode() + b"\n"
+        write_file(self.disk, temporary, [data])
         with contextlib.suppress(FileExistsError, FileNotFoundError):  # another process was first, and cleaned up
-            self._rename_once(temporary, self.directory / FORMAT)
+            self._create_once(temporary, self.directory / FORMAT, data)
         self.disk.sync_directory(self.directory)
 
-    def _rename_once(self, temporary: Path, target: Path) -> None:
-        """Rename a finished file unless another process created it first; processes lock the file's inode."""
+    def _create_once(self, temporary: Path, target: Path, data: bytes) -> None:
+        """Give a finished file its name unless another process created one; it is never replaced, since processes lock
+        its inode."""
         try:
             self.disk.link(temporary, target)
         except OSError as error:
             if error.errno not in NO_LINK:
                 raise
-            self.disk.rename(temporary, target)
-            return
+            write_file(self.disk, target, [data])  # nobody reads it
         self.disk.unlink(temporary)
 
     def _lock(self) -> FileHandle | None:
@@ -404,11 +424,9 @@ class ClaimedDirectory(CheckpointDirectory):
 
 
 def _process_start(pid: int) -> str:
-    """Start time of a process of this machine, in clock ticks; empty if unknown."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    except (OSError, IndexError):
-        return ""
+    """Start time of a process of this machine, in clock ticks; empty if unknown, or if it has ended."""
+    fields = process_fields(pid)
+    return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
 
 
 def is_alive(holder: LockHolder) -> bool:
@@ -418,5 +436,5 @@ def is_alive(holder: LockHolder) -> bool:
     try:
         os.kill(holder.pid, 0)
     except OSError as error:
-        return error.errno == errno.EPERM
+        return error.errno == errno.EPERM and _process_start(holder.pid) in ("", holder.started)
     return _process_start(holder.pid) == holder.started

@@ -189,24 +189,37 @@ class RankWriter:
                 or copied and verified if the file system has no links. None: its owner may modify it; it is cloned or
                 copied, and hashed.
         Raises:
-            CheckpointNotFound: the earlier checkpoint has no such file.
+            CheckpointNotFound: the earlier checkpoint has no such file, or was removed meanwhile; the file may still be
+                written in another way.
         """
+        is_shared = isinstance(source, Checkpoint)
         if isinstance(source, Checkpoint):
             if (recorded := source.manifest.file(path)) is None:
                 raise CheckpointNotFound(f"{source.directory} has no file {path} to share")
             source, entry = source.path(path), replace(recorded, linked_from=source.name)
         with self._writing(path) as target:
             if entry is not None:
-                if not duplicate(self._disk, source, target):
-                    pieces = _pieces(self._disk, source, [leaf.size for leaf in entry.leaves])
-                    copied = FileEntry.of(entry.path, write_file(self._disk, target, pieces))
-                    if (copied.size, copied.blake3) != (entry.size, entry.blake3):
-                        fault = FileFault(source.name, "its bytes are not those recorded for it")
-                        raise CheckpointCorrupt(source.parent, [fault])
+                try:
+                    self._link(source, target, entry)
+                except FileNotFoundError as error:
+                    if not is_shared:
+                        raise
+                    with contextlib.suppress(FileNotFoundError):
+                        self._disk.unlink(target)
+                    raise CheckpointNotFound(f"{source} was removed meanwhile") from error
                 return self.keep_file(replace(entry, path=path))
             if clone(self._disk, source, target):
                 return self.keep_file(FileEntry.of(path, hash_buffers(_pieces(self._disk, target))))
             return self.keep_file(FileEntry.of(path, write_file(self._disk, target, _pieces(self._disk, source))))
+
+    def _link(self, source: Path, target: Path, entry: FileEntry) -> None:
+        """Give a file that is never modified a second name, or copy and verify it if the file system has no links."""
+        if not duplicate(self._disk, source, target):
+            pieces = _pieces(self._disk, source, [leaf.size for leaf in entry.leaves])
+            copied = FileEntry.of(entry.path, write_file(self._disk, target, pieces))
+            if (copied.size, copied.blake3) != (entry.size, entry.blake3):
+                fault = FileFault(source.name, "its bytes are not those recorded for it")
+                raise CheckpointCorrupt(source.parent, [fault])
 
     def record(self, *tensors: LogicalTensor) -> None:
         """Record which logical tensors, or slices of them, are in the files of this writer."""
@@ -231,6 +244,8 @@ class RankWriter:
             with write_errors(f"writing {path}"):
                 make_directories(self._disk, target.parent, self.directory)
                 yield target
+        except CheckpointNotFound:
+            raise
         except BaseException:
             self._failed.append(path)
             raise

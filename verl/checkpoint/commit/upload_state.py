@@ -105,10 +105,12 @@ def is_upload_confirmed(disk: FileSystem, checkpoint: Checkpoint, address: str) 
 
 def last_upload(disk: FileSystem, directory: Path) -> float | None:
     """When the store last confirmed a checkpoint of a directory, in seconds of this machine's clock."""
-    try:
-        return max(disk.status(directory / UPLOADED / name).st_mtime for name in disk.names(directory / UPLOADED))
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
+    times = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for name in disk.names(directory / UPLOADED):
+            with contextlib.suppress(FileNotFoundError):  # forgotten meanwhile
+                times.append(disk.status(directory / UPLOADED / name).st_mtime)
+    return max(times, default=None)
 
 
 def withdraw_confirmation(disk: FileSystem, checkpoint: Checkpoint) -> None:

@@ -12,6 +12,7 @@ import fcntl
 import functools
 import mmap
 import os
+import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -228,7 +229,7 @@ class FileSystem:
     @_operation
     def lock(self, path: Path) -> FileHandle | None:
         """Lock a file or directory exclusively until it is closed or the process ends; None if another process holds
-        it.
+        it, or has replaced it meanwhile.
 
         Raises:
             OSError: one of NO_LOCK if the file system has no locks.
@@ -236,6 +237,9 @@ class FileSystem:
         fd = self._open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with self._at(path) as (parent, name):
+                if not os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=parent)):
+                    raise BlockingIOError
         except BlockingIOError:
             os.close(fd)
             return None
@@ -337,8 +341,8 @@ def write_by_rename(disk: FileSystem, path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         write_file(disk, temporary, [data])
-    except FileExistsError:  # a process was killed here once
-        disk.unlink(temporary)
+    except FileExistsError:  # of a process that was killed here once, or that writes the same file just now
+        temporary = path.with_name(f"{path.name}-{secrets.token_hex(6)}{TEMPORARY_SUFFIX}")
         write_file(disk, temporary, [data])
     disk.rename(temporary, path)
 
@@ -363,10 +367,12 @@ def clone(disk: FileSystem, source: Path, target: Path) -> bool:
     try:
         _create_filled(disk, target, lambda handle: disk.clone(handle, source))
     except OSError as error:
-        if error.errno not in NO_CLONE:
+        if error.errno not in {*NO_CLONE, errno.ENOENT}:
             raise
         with contextlib.suppress(FileNotFoundError):
             disk.unlink(target)
+        if error.errno == errno.ENOENT:  # the source was removed meanwhile
+            raise
         return False
     return True
 

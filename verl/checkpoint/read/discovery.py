@@ -64,14 +64,18 @@ class CheckpointDirectory:
 
     def survey(self, level: Level = "quick") -> tuple[list[Checkpoint], list[BadCheckpoint]]:
         """The complete checkpoints in order of publication, and the faults of each of the others."""
-        good, bad = [], []
+        good, bad, is_pruned = [], [], False
         with read_errors(f"looking for checkpoints in {self.directory}"):
             for directory in self.candidates():
                 try:
                     good.append(open_verified(self.disk, directory, level))
                 except BadCheckpoint as error:
-                    if self.exists(directory):  # else it was pruned while we looked
+                    if self.exists(directory):
                         bad.append(error)
+                    else:
+                        is_pruned = True  # while we looked: then there are newer ones
+        if is_pruned and not good:
+            return self.survey(level)
         return sorted(good, key=lambda checkpoint: (checkpoint.sequence, checkpoint.name)), bad
 
     def newest(self, strict: bool = False) -> Checkpoint:
@@ -109,8 +113,10 @@ class CheckpointDirectory:
                 except CheckpointUnsupported:
                     raise
                 except BadCheckpoint as error:
-                    if self.exists(path):  # else it was pruned meanwhile
+                    if self.exists(path):
                         damaged.append(error)
+                    elif name in (None, LATEST):  # pruned meanwhile, so that there are newer ones
+                        return self.newest_and_damaged(name)
         return None, damaged
 
     def open(self, name: str, level: Level = "quick") -> Checkpoint:

@@ -54,6 +54,7 @@ READERS = 8
 LEASES = "leases/"
 LEASE_KEY = re.compile(rf"{LEASES}(\d{{{DIGITS}}})\.json")
 LIMIT_BYTES, PADDED_BYTES = 2**20, 1024
+CHANGING_BYTES = 256  # at most, of what a renewal changes
 RENEW_EVERY_S = 10.0
 LEASE_S = 60.0  # not renewed for so long, its run is taken for dead
 CERTAINLY_OVER_S = 1800.0  # by the clock, beyond what clocks of machines differ in
@@ -223,8 +224,12 @@ class LeaseRecord(LockHolder):
 
     @property
     def is_known_dead(self) -> bool:
-        """Whether its holder is a process of this machine that has ended, or this process."""
-        return bool(self.machine) and self.machine == machine_id() and not is_alive(self)
+        """Whether its holder is a process of this machine that has ended, or this process.
+
+        Containers that see each other's processes, and a machine that was renamed, may have several host names.
+        """
+        here = socket.gethostname()
+        return bool(self.machine) and self.machine == machine_id() and not is_alive(replace(self, host=here))
 
 
 class StoreLease:
@@ -287,25 +292,29 @@ class StoreLease:
         Raises:
             StorageError: the store does not answer.
         """
-        assert self.number is not None, "a lease is renewed after it was taken"
-        if newest_lease(store)[0] > self.number:
+        number = self.number  # `release` may run meanwhile
+        assert number is not None, "a lease is renewed after it was taken"
+        if newest_lease(store)[0] > number:
             return False
-        store.put(_lease_key(self.number), self._data())
+        store.put(_lease_key(number), self._data())
         return True
 
     def _renew_all_the_time(self) -> None:
-        with replace(self.storage, retries=0).connect() as store:
-            while not self._over.wait(RENEW_EVERY_S):
+        with replace(self.storage.hasty, retries=0).connect() as store:  # one request without an answer costs no lease
+            while True:
                 try:
-                    if not self.renew(store):
+                    if self.number is None or not self.renew(store):
                         return  # the next record of the log says so
                 except StorageError as error:
                     log.info("the lease on %s could not be renewed: %s", self.storage.address, error)
+                if self._over.wait(RENEW_EVERY_S):
+                    return
 
     def _data(self) -> bytes:
         self._own = replace(self._own, renewals=self._own.renewals + 1, renewed_at=time.time())
-        line = json.dumps(asdict(self._own)).encode()
-        return line.ljust(-(-len(line) // PADDED_BYTES) * PADDED_BYTES)  # constant length, for concurrent readers
+        line, constant = json.dumps(asdict(self._own)).encode(), json.dumps(asdict(self.holder)).encode()
+        size = len(constant) + len(self._own.machine) + CHANGING_BYTES
+        return line.ljust(-(-size // PADDED_BYTES) * PADDED_BYTES)  # constant length, for concurrent readers
 
 
 def newest_lease(store: ObjectStore) -> tuple[int, LeaseRecord | None]:
@@ -352,7 +361,7 @@ def _lives(store: ObjectStore, number: int, found: LeaseRecord, wait_s: float) -
             return now is not None and not now.is_released
         if now.is_released:
             return False
-        if now.renewals != found.renewals:
+        if now != found:  # the count alone begins again with the process that renews
             return True
     return False
 

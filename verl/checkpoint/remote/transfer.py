@@ -216,7 +216,7 @@ def _fetch(
     make_directories(disk, target.parent, root)
     if (source := known.get((entry.blake3, entry.size))) is not None:
         checkpoint, path = source
-        with contextlib.suppress(BadCheckpoint):
+        with contextlib.suppress(BadCheckpoint, FileNotFoundError):  # the latter: its trainer has pruned it since
             CheckpointReader(checkpoint, disk).check(path)
             if duplicate(disk, checkpoint.path(path), target):
                 return

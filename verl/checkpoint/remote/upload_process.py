@@ -100,7 +100,7 @@ class UploadWorker:
         self._log = CommitLog(store, setting.claim)
         self._pusher = CheckpointUpload(store, self._log, self._directory.disk)
         self._has_claim = False
-        self._bad: set[str] = set()
+        self._bad: set[tuple[str, int]] = set()  # with their numbers: a name may be used again
 
     def waiting(self, with_newest: bool = False) -> list[Checkpoint]:
         """Checkpoints that the store is to get, the newest first.
@@ -118,7 +118,7 @@ class UploadWorker:
         return [
             checkpoint
             for checkpoint in reversed(selected)
-            if checkpoint.name not in self._bad and not self._is_there(checkpoint)
+            if (checkpoint.name, checkpoint.sequence) not in self._bad and not self._is_there(checkpoint)
         ]
 
     def situation(self) -> object:
@@ -165,7 +165,7 @@ class UploadWorker:
         except (BadCheckpoint, FileNotFoundError) as error:  # damaged on the local disk, or dropped meanwhile
             if isinstance(error, StorageError):
                 raise
-            self._bad.add(checkpoint.name)
+            self._bad.add((checkpoint.name, checkpoint.sequence))
             if self._directory.exists(checkpoint.directory):
                 self._tell(UploadEvent(kind="failed", name=checkpoint.name, error=redact(str(error)), waiting=others))
             return

@@ -140,6 +140,8 @@ class CheckpointWriter:
         request, pieces = lay_out_request(request)
         snapshot = Snapshot(pieces, NUM_COPY_THREADS)
         host_buffer = self._host_buffers.acquire(self._watch() if self.when_busy == "wait" else None, request.num_bytes)
+        if host_buffer is None and transaction is not None:
+            transaction.abort()
         if host_buffer is None and self.when_busy == "wait":
             raise self._stands_still()
         if host_buffer is None:

@@ -172,8 +172,10 @@ class _SaveFiles:
             self._find_unchanged(image)
         entry, earlier = self._hashed.get(image.path, (None, None))
         if earlier is not None:
-            writer.add_existing(image.path, earlier)
-        elif image.path in hashed:
+            with contextlib.suppress(CheckpointNotFound):  # it was removed since, and the file is written
+                writer.add_existing(image.path, earlier)
+                return
+        if image.path in hashed:
             writer.write_image(image, self._source, lambda: hashed[image.path].result()[0])
         elif entry is not None and self._is_large(image):
             writer.write_image(image, self._source, lambda: entry.leaves)
@@ -183,6 +185,7 @@ class _SaveFiles:
     def _add_existing(self, writer: RankWriter, file: ExistingFile) -> None:
         newest = self._newest
         if file.source is None:
+            newest = self._newest_own
             if newest is None:
                 where = self._store.directory
                 raise CheckpointNotFound(f"{where} holds no checkpoint that could share its {file.path}")
@@ -236,6 +239,15 @@ class _SaveFiles:
             return self._store.newest()
         except (CheckpointNotFound, BadCheckpoint):
             return None
+
+    @property
+    def _newest_own(self) -> Checkpoint | None:
+        """The newest of this run, if it has one: another process may fetch one of another run into the directory."""
+        newest, run_id = self._newest, self._store.run_id
+        if newest is None or newest.manifest.run_id == run_id:
+            return newest
+        own = [checkpoint for checkpoint in self._store.complete() if checkpoint.manifest.run_id == run_id]
+        return own[-1] if own else newest
 
 
 Hashed = tuple[tuple[Leaf, ...], float]

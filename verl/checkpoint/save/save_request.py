@@ -157,8 +157,8 @@ class ExistingFile:
 
     Args:
         path: within the new checkpoint.
-        source: a file outside; None shares the file of the newest checkpoint under the same path, with its tensors and
-            without reading it.
+        source: a file outside; None shares the file of the newest checkpoint, of this run if it has one, under the same
+            path, with its tensors and without reading it.
         leaves: digest of `source` from when it was written: it is never modified, is hard-linked if the file system
             allows, and is not read. None: its owner may modify it; it is cloned or copied.
     """

@@ -173,13 +173,15 @@ def run_status(directory: Path, events: Sequence[Mapping[str, Any]] | None = Non
     """`running` while a process holds the lock of the directory; else as the run ended, `killed` if nothing says so.
 
     Args:
-        events: `last_start(directory)`, where the caller has it. Without any, `summary.json` is asked, which an
-            earlier start may have written.
+        events: `last_start(directory)`, where the caller has it. Where there are none, `summary.json` is asked, which
+            an earlier start may have written.
     """
     if RunLock.is_held_here(directory) or RunLock.holder_of(directory) is not None:
         return RUNNING
-    events = last_start(directory) if events is None else events
-    ended = [event["status"] for event in events if event["event"] == "end"]
+    ended = [event["status"] for event in events or [] if event["event"] == "end"]
+    if not ended:  # what was read before the lock was looked at may lack the end
+        events = last_start(directory)
+        ended = [event["status"] for event in events if event["event"] == "end"]
     if not events:
         ended = [status] if isinstance(status := _mapping(directory / "summary.json").get("status"), str) else []
     return ended[-1] if ended else KILLED

@@ -147,11 +147,17 @@ class RoleWorker:
                 host.close()
 
 
+_reserved: list[socket.socket] = []
+
+
 def free_address(host: str) -> str:
-    """An address of this machine with a free port, for a rendezvous."""
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
-        return f"tcp://{f'[{host}]' if ':' in host else host}:{probe.getsockname()[1]}"
+    """An address of this machine with a free port, for a rendezvous, which listens there beside a socket that reserves
+    the port as long as this process lives."""
+    probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    probe.bind((host, 0))
+    _reserved.append(probe)
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{probe.getsockname()[1]}"
 
 
 class ReachabilityWatch:

@@ -41,7 +41,7 @@ from verl.trainer.state.lineage import Lineage, ParentCheckpoint, code_version, 
 from verl.trainer.state.save_directory import SaveDirectory, ancestors_of
 from verl.trainer.state.train_state import RankWriters, TrainState
 from verl.trainer.state.training_identity import sources_of
-from verl.utils.external_input import read_text, write_text
+from verl.utils.external_input import read_text, write_whole
 from verl.utils.redact import redact_tree
 from verl.workers.load_state import RemoteRoleState, SavedRoleState
 
@@ -135,8 +135,7 @@ class CheckpointSaver:
     @property
     def facts(self) -> dict[str, Any]:
         """Origin of this run, for trackers."""
-        parent = None if self.parent is None else asdict(self.parent)
-        return {"run_id": self.run_id, "parent": parent, "ancestors": self.ancestors}
+        return {"run_id": self.run_id, "parent": self.parent and asdict(self.parent), "ancestors": self.ancestors}
 
     @property
     def storage(self) -> Storage | None:
@@ -175,8 +174,7 @@ class CheckpointSaver:
                 "machines see it; then every process also writes its own part.", fault, later,
             )  # fmt: skip
             self.rank_writers = None
-        facts = {"run_dir": str(run_dir), "code": self.code, "identity": self.identity}
-        self.lineage.add("run", **self.facts, **facts)
+        self.lineage.add("run", **self.facts, run_dir=str(run_dir), code=self.code, identity=self.identity)
         upload_target = None if self._tier is None else self._tier.cold()
         write_upload_target(store.disk, self.directory, upload_target)
         if self._tier is not None and upload_target is not None:
@@ -198,12 +196,11 @@ class CheckpointSaver:
             earlier = [run for run in (before.run_id, *before.earlier) if run not in self.ancestors]
         except CheckpointError:
             earlier = []
-        relative = os.path.relpath(self.directory, run_dir.absolute())
         pointer = RunPointer(
-            save_dir=str(self.directory), relative=relative, run_id=self.run_id, ancestors=self.ancestors,
-            earlier=earlier,
+            save_dir=str(self.directory), relative=os.path.relpath(self.directory, run_dir.absolute()),
+            run_id=self.run_id, ancestors=self.ancestors, earlier=earlier,
         )  # fmt: skip
-        write_text(run_dir / POINTER, json.dumps(asdict(pointer), indent=2) + "\n")
+        write_whole(run_dir / POINTER, json.dumps(asdict(pointer), indent=2).encode() + b"\n")  # others may read it
 
     def due(self, step: int, took_s: float, is_last: bool, is_stopping: bool) -> str | None:
         """Why a checkpoint is to be saved after this step, or None."""
@@ -224,14 +221,18 @@ class CheckpointSaver:
 
         The file is removed; an invalid tag is reported, and the checkpoint is saved without it.
         """
-        if self._writer is None or not (file := self._run_dir / ASKED).exists():
+        if self._writer is None:
             return False, None
+        file, taken = self._run_dir / ASKED, self._run_dir / f".{ASKED}.taken"
         try:
-            tag = read_text(file, errors="replace").strip()
+            file.replace(taken)  # a file that is created from here on asks once more
+            tag = read_text(taken, errors="replace").strip()
+        except FileNotFoundError:
+            return False, None
         except OSError as error:
             _log.warning("%s asks for a checkpoint, and its tag cannot be read: %s", file, error)
             tag = ""
-        file.unlink(missing_ok=True)
+        taken.unlink(missing_ok=True)
         if not tag or (TAG.fullmatch(tag) and not tag.startswith("global_step_") and tag not in RESERVED):
             return True, tag or None
         _log.warning("%s asks for the tag %r: it names a directory; use letters, digits and . _ = + -", file, tag[:80])
@@ -252,8 +253,7 @@ class CheckpointSaver:
 
     def _tell_unknown(self, metrics: Mapping[str, float]) -> None:
         """Tell once of a metric that the settings name and that does not come: after the first evaluation, or after
-        the first step if it is none of evaluations.
-        """
+        the first step if it is none of evaluations."""
         has_evaluated = any(key.startswith("eval/") for key in metrics)
         for name in ("keep_best", "save_best"):
             key = getattr(self.settings, name)
@@ -314,14 +314,18 @@ class CheckpointSaver:
         Raises:
             CheckpointError: it could not be saved, or another running process saves in that directory.
         """
-        if (holder := RunLock.holder_of(directory.absolute())) is not None:
+        lock = RunLock(directory.absolute(), self.run_id, self.identity, "a directory for checkpoints")
+        if not RunLock.is_held_here(directory) and (holder := lock.acquire()) is not None:
             raise CheckpointFenced(f"{directory} is where another run saves ({holder}): give another directory")
-        contents = TrainState(self.settings, self._config, self.uses)
-        store = CheckpointStore(directory.absolute(), self.run_id)
-        store.claim_directory()
-        with CheckpointWriter(store, mode="sync") as writer:
-            self._save(writer, self._request(contents, step, roles, state, facts), roles)
-            (outcome,) = writer.drain()
+        try:
+            store = CheckpointStore(directory.absolute(), self.run_id)
+            store.claim_directory()
+            with CheckpointWriter(store, mode="sync") as writer:
+                contents = TrainState(self.settings, self._config, self.uses)
+                self._save(writer, self._request(contents, step, roles, state, facts), roles)
+                (outcome,) = writer.drain()
+        finally:
+            lock.release()
         assert outcome.directory is not None, "a save that failed raises"
         return outcome.directory
 
@@ -414,11 +418,9 @@ class CheckpointSaver:
             self._close_uploader(waits=status is not None)
             if status is not None:
                 self.lineage.add("end", status=status, step=step)
-        if self._lease is not None:
-            self._lease.release()
-        for lock in (self._lock, self.run_dir_lock):
-            if lock is not None:
-                lock.release()
+        for held in (self._lease, self._lock, self.run_dir_lock):
+            if held is not None:
+                held.release()
 
     def _record_outcomes(self, outcomes: list[SaveOutcome]) -> list[SaveOutcome]:
         for outcome in outcomes:
@@ -486,8 +488,7 @@ class CheckpointSaver:
         if len(before) < 10 or not first:
             return None
         values = torch.tensor(before, dtype=torch.float64)
-        mean, spread = float(values.mean()), float(values.std())
-        now = sum(first) / len(first)
+        mean, spread, now = float(values.mean()), float(values.std()), sum(first) / len(first)
         if abs(now - mean) <= JUMP_FACTOR * spread + 1e-6 * abs(mean):
             return None
         verified = " and verified" if self.settings.verify else ""

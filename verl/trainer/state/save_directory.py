@@ -70,6 +70,12 @@ class SaveDirectory:
     lease: StoreLease | None = None
     messages: list[str] = field(default_factory=list)
 
+    def release(self) -> None:
+        """Release what is held of it."""
+        for held in (self.lease, self.lock):
+            if held is not None:
+                held.release()
+
 
 class SaveDirectoryChoice:
     """Chooses the save directory of one run.
@@ -103,7 +109,9 @@ class SaveDirectoryChoice:
         return self._known(whole() if callable(whole) else whole)
 
     def choose(self, resume: str | None, dry: bool = False, uses_storage: bool = False) -> SaveDirectory:
-        """Resolve `resume`, and lock the directory to save in.
+        """Lock the directory to save in, and resolve `resume`.
+
+        In this order: a run that is ending there still saves and prunes.
 
         Args:
             dry: only raise the errors that can be found within seconds; nothing is locked, downloaded or verified.
@@ -116,19 +124,29 @@ class SaveDirectoryChoice:
         """
         if dry:
             self._refuse_unusable(resume, uses_storage)
+        default = self.directory
         messages = [] if dry or not self._may_move else self._leave_directory_of_another(resume)
-        point = self._latest(dry) if resume == LATEST else None if resume is None else self._named(resume, dry)
-        chosen = SaveDirectory(self.directory, self._tier, point, messages=messages)
-        if not self._saves:
-            return chosen
-        is_inside = point is not None and point.checkpoint.directory.parent == self.directory
-        is_checked = resume != LATEST and not is_inside and not self._may_move
-        if is_checked and (fault := self._fault_of_owner()) is not None:
-            raise ConfigError(fault)
-        holder = self._holder() if dry else self._claim(chosen)
-        will_move = dry and self._may_move and resume != LATEST
-        if holder is not None and not (will_move and self._differing(holder.identity)):
-            raise self._busy(holder)
+        chosen = SaveDirectory(self.directory, self._tier, messages=messages)
+        will_move = self._may_move and resume != LATEST and self.directory == default
+        with contextlib.ExitStack() as undo:
+            if self._saves and not dry and not RunLock.is_held_here(self.directory):
+                if (holder := self._claim(chosen)) is not None:
+                    if will_move and self._differing(holder.identity):  # it began after it was looked for
+                        return self.choose(resume)
+                    raise self._busy(holder)
+                undo.callback(chosen.release)
+            point = self._latest(dry) if resume == LATEST else None if resume is None else self._named(resume, dry)
+            chosen.resumed = point
+            if not self._saves:
+                return chosen
+            is_inside = point is not None and point.checkpoint.directory.parent == self.directory
+            is_checked = resume != LATEST and not is_inside and not self._may_move
+            if is_checked and (fault := self._fault_of_owner()) is not None:
+                raise ConfigError(fault)
+            holder = self._holder() if dry else self._claim(chosen) if chosen.lock is None else None
+            if holder is not None and not (dry and will_move and self._differing(holder.identity)):
+                raise self._busy(holder)
+            undo.pop_all()
         return chosen
 
     # -- the checkpoint to resume from --------------------------------------------------------------------------------
@@ -272,7 +290,7 @@ class SaveDirectoryChoice:
             tier.refuse_absence()  # local checkpoints are usable without it
 
     def _holder(self) -> LockHolder | None:
-        """The running run that holds the directory or its location in the store; does not lock anything."""
+        """The running run that holds the directory or its location in the store; keeps no lock."""
         if (holder := RunLock.holder_of(self.directory)) is not None or self._tier is None:
             return holder
         try:
