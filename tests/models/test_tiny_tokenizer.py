@@ -7,6 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, Qwen2Config
 
+from verl.errors import ConfigError
+from verl.models.interfaces import tokenizer_fault
+from verl.models.pretrained import Pretrained
 from verl.models.tiny import CHARACTERS, character_tokenizer
 
 TOKENIZER = character_tokenizer()
@@ -71,3 +74,11 @@ def test_it_comes_back_from_a_directory_as_it_was(tmp_path, beside_a_model):
     assert loaded.get_vocab() == TOKENIZER.get_vocab()
     assert (loaded.padding_side, loaded.pad_token_id, loaded.eos_token_id) == ("left", 0, 1)
     assert loaded.chat_template == TOKENIZER.chat_template
+
+
+def test_a_saved_model_may_be_the_teacher_of_the_built_in_one(tmp_path):
+    TOKENIZER.save_pretrained(tmp_path)
+    Qwen2Config(vocab_size=len(TOKENIZER)).save_pretrained(tmp_path)  # with it transformers chooses a class of its own
+    assert tokenizer_fault("reference.model", Pretrained(path=str(tmp_path)), TOKENIZER) is None
+    with pytest.raises(ConfigError, match="^reference.model.path is"):
+        tokenizer_fault("reference.model", Pretrained(path=str(tmp_path / "none")), TOKENIZER)

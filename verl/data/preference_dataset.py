@@ -23,6 +23,8 @@ from verl.data.readers import DataRows, RowErrors
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 
+MAX_MARGIN = 1e30  # beyond it float32 may overflow
+
 
 def preference_rows(
     prompts: tuple[Tensor, Tensor], responses: tuple[Tensor, Tensor], **columns: Tensor | None
@@ -145,9 +147,9 @@ class PreferenceDataset:
         kept = list(tokens)
         for limit in ("max_prompt_length", "max_length"):
             lengths = [len(tokens[i].prompt) + (limit == "max_length") * _longest(tokens[i]) for i in kept]
-            fitting = fit_lengths(
-                lengths, getattr(options, limit), limit, options.truncation, lambda at, kept=kept: rows.place(kept[at])
-            )
+            places = [rows.place(index) for index in kept]
+            bound = getattr(options, limit)
+            fitting = fit_lengths(lengths, bound, limit, options.truncation, places.__getitem__, others="drop")
             kept = [kept[position] for position in fitting]
         is_paired = tokens[kept[0]].rejected is not None
         kind = cls if is_paired else LabelledDataset
@@ -216,13 +218,14 @@ def _parsed(
     keys = (options.chosen_key, options.rejected_key) if is_paired else (options.completion_key,)
     needed = {key: f"{name}_key" for name, key in zip(("chosen", "rejected") if is_paired else ("completion",), keys)}
     needed |= {} if is_paired else {options.prompt_key: "prompt_key", options.label_key: "label_key"}
+    has_margins = any(row.get(options.margin_key) is not None for row in rows.values)
     for index, row in enumerate(rows.values):
         faults = [rows.column_fault(key, setting, index) for key, setting in needed.items()]
         if fault := next((x for x in faults if x is not None), None):
             bad.add(fault)
             continue
         try:
-            texts = _texts(row, keys, chat, options, rows.place(index))
+            texts = _texts(row, keys, chat, options, rows.place(index), has_margins)
         except ConfigError as error:
             bad.add(str(error))
             continue
@@ -230,7 +233,12 @@ def _parsed(
 
 
 def _texts(
-    row: Mapping[str, Any], keys: Sequence[str], chat: ChatTemplate, options: PreferenceOptions, place: str
+    row: Mapping[str, Any],
+    keys: Sequence[str],
+    chat: ChatTemplate,
+    options: PreferenceOptions,
+    place: str,
+    has_margins: bool,
 ) -> _Texts:
     """The texts of a row.
 
@@ -252,14 +260,17 @@ def _texts(
     prompt = row.get(options.prompt_key)
     if prompt is None and len(responses) == 2:
         prompt, *responses = common_start(*responses)
-    expected = messages_fault(prompt) if not isinstance(prompt, str) else None
-    if not prompt or expected:
+    is_text = isinstance(prompt, str)
+    if not prompt or (not is_text and messages_fault(prompt)):
         raise refuse(options.prompt_key, prompt, f"a prompt that is not empty, or {keys[0]} that begins with it")
-    label, margin = row.get(options.label_key, True), row.get(options.margin_key)
+    if is_text and (expected := text_fault(prompt)):
+        raise refuse(options.prompt_key, prompt, expected)
+    label, margin = True if len(keys) == 2 else row[options.label_key], row.get(options.margin_key)
     if not isinstance(label, (bool, int)) or label not in (0, 1):
         raise refuse(options.label_key, label, "true or false")
-    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, (int, float))):
-        raise refuse(options.margin_key, margin, "a number")
+    is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
+    if has_margins and not (is_number and abs(margin) < MAX_MARGIN):
+        raise refuse(options.margin_key, margin, "a finite number, which every row has or none")
     messages = chat.messages_of(prompt)
     if messages is None:
         if any(not isinstance(x, str) for x in responses):

@@ -211,7 +211,8 @@ class SFTTrainer(LoopTrainer):
         assert context.run_dir is not None
         self.run_dir = context.run_dir
         with faults_below("data"):
-            splits = self.prepared(run.data.build(context))
+            splits = run.data.build(context)
+        splits = self.prepared(splits)
         self._use_data(splits, run.trainer.batch_size, "trainer.batch_size")
         self.tracker = run.tracker.build(context)
         self.stages = StageTimers(self.tracker)
@@ -360,7 +361,7 @@ class PreferenceTrainer(SFTTrainer):
         if any(x is not None and not x.is_paired for x in named.values()):
             raise ConfigError(
                 f"data has single responses: {type(self.loss).__name__} compares pairs. Give columns of chosen and "
-                "rejected responses, or set loss=kto."
+                f"rejected responses{'' if self.loss.rates_scores else ', or set loss=kto'}."
             )
         return splits
 
