@@ -353,7 +353,7 @@ class PreferenceTrainer(SFTTrainer):
             raise ConfigError(fault)
         named = {"train": splits.train, "eval": splits.eval}
         if not self.loss.is_paired:
-            taken = {name: x.unpaired() if getattr(x, "is_paired", False) else x for name, x in named.items()}
+            taken = {name: x.unpaired() if x is not None and x.is_paired else x for name, x in named.items()}
             each, mixture = len(taken["train"]) // len(splits.train), splits.mixture
             if mixture is not None:
                 mixture = replace(mixture, sizes=tuple(each * size for size in mixture.sizes))
