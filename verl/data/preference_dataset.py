@@ -227,8 +227,8 @@ def _texts(
     label, margin = True if len(keys) == 2 else row[options.label_key], row.get(options.margin_key)
     if not isinstance(label, (bool, int)) or label not in (0, 1):
         raise refuse(options.label_key, label, "true or false")
-    is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool)
-    if has_margins and not (is_number and abs(margin) < MAX_MARGIN):
+    is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool) and abs(margin) < MAX_MARGIN
+    if has_margins and not is_number:
         raise refuse(options.margin_key, margin, "a finite number, which every row has or none")
     messages = chat.messages_of(prompt)
     if messages is None:
