@@ -53,6 +53,10 @@ def counting(log_probs, batch):
     CALLS.append(1)
     return log_probs * len(CALLS)
 
+def detached(log_probs, batch):
+    return -log_probs.detach() * batch["advantages"]
+
+
 def scalar(log_probs, batch):
     return log_probs.sum()
 
@@ -181,6 +185,7 @@ def test_the_schema_takes_a_function():
         ("policy_loss={path: my.py:per_token}", ["per_token() at line", "has no argument `log_probs`"]),
         ("policy_loss={path: my.py:counting}", ["policy_loss is my.py:counting: a call changes CALLS."]),
         ("policy_loss={path: my.py:scalar}", ["my.py:scalar", "returned a tensor of shape [], expected a loss"]),
+        ("policy_loss={path: my.py:detached}", ["my.py:detached", "expected a loss with a gradient: compute it from"]),
         ("policy_loss={path: my.py:failing}", ["raised AttributeError", "Raised at line ", ": return log_probs"]),
         ("advantage={path: my.py:advantage}", ["advantage.path is 'my.py:advantage'", "needs the argument epsilon"]),
     ],

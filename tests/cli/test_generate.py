@@ -104,6 +104,15 @@ def test_plain_weights_are_evaluated_on_a_file_by_the_default_reward(model32, tm
     assert set(told["metrics"]) == {"eval/accuracy", "eval/score", "eval/response_length_tokens"}
 
 
+def test_weights_without_rows_of_their_own_are_evaluated_on_sums_and_the_command_says_so(model32, caplog):
+    options = ("rollout.max_new_tokens=1", "trainer.eval_samples=0", "trainer.num_threads=1")
+    asked("eval", model32.path, *options, "--json")
+    assert "names no rows to answer: these are the sums of data=arithmetic. Give --data FILE." in caplog.text
+    caplog.clear()
+    asked("eval", model32.path, *options, "data.held_out=4", "--json")
+    assert "no rows" not in caplog.text
+
+
 @pytest.mark.exhaustive
 def test_rows_of_a_file_that_were_trained_on_are_counted_and_no_others(run, tmp_path, caplog):
     file = tmp_path / "rows.jsonl"

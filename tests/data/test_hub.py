@@ -90,6 +90,12 @@ def test_a_fault_names_the_setting_and_what_there_is(form, settings, words, dire
     assert [word for word in words if word not in str(refusal.value)] == []
 
 
+@pytest.mark.parametrize("dataset", ["./nowhere", "/nowhere/train", "a/b/c", "train.jsonl/"])
+def test_what_is_neither_a_directory_nor_a_name_is_refused_without_asking_the_hub(dataset):
+    faults = list(HubPrompts(dataset=dataset, **GSM8K).machine_faults())
+    assert faults == [f"dataset is '{dataset}': neither a directory nor a name on the hub, such as openai/gsm8k."]
+
+
 def test_a_row_without_an_answer_is_left_out_and_the_others_keep_their_ids(tmp_path, context):
     rows = [{**row, "answer": "none" if row["level"] == 2 else row["answer"]} for row in ROWS]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

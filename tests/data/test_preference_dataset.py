@@ -64,14 +64,14 @@ def test_parquet_gives_what_jsonl_gives(tmp_path):
 
 
 def test_a_batch_has_the_chosen_rows_and_then_the_rejected_ones(tmp_path):
-    data = dataset(tmp_path, [TEXT, {"prompt": "40+2=", "chosen": "42", "rejected": "41, I think", "margin": 0.5}])
+    data = dataset(tmp_path, [TEXT, {"prompt": "40+2=", "chosen": "42", "rejected": "41, I think"}])
     batch = data.collate([1, 0])
     decode = character_tokenizer().decode
     rows = [decode(ids[mask.bool()]) for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
     assert rows == ["40+2=42<eos>", "1+2=3<eos>", "40+2=41, I think<eos>", "1+2=14<eos>"]
     assert batch["is_chosen"].tolist() == [True, True, False, False]
     assert batch["response_mask"].sum(dim=1).tolist() == [3, 2, 12, 3]
-    assert "row_margins" not in batch  # not every row has one
+    assert "row_margins" not in batch
     assert batch["position_ids"][1].tolist()[:6] == [0, 0, 1, 2, 3, 4]
 
 
@@ -100,10 +100,10 @@ def test_pairs_taken_apart_are_labelled_responses(tmp_path):
         ({**TEXT, "chosen": 3}, r"chosen is 3 at line 2 of .*: expected a text, or a list of chat messages"),
         ({**TEXT, "prompt": 5}, r"prompt is 5 at line 2 of .*: expected a prompt that is not empty"),
         ({"chosen": "ab", "rejected": "cd"}, r"prompt is '' at line 2 of .*or chosen that begins with it"),
-        ({**TEXT, "margin": "much"}, r"margin is 'much' at line 2 of .*: expected a number"),
+        ({**TEXT, "prompt": "1\ud800"}, r"prompt is '1.ud800' at line 2 of .*: expected valid Unicode"),
         ({**TEXT, "chosen": [assistant("3")]}, r"chosen is .* at line 2 of .*: expected a text, as the prompt is"),
     ],
-    ids=["no column", "equal", "empty", "no text", "no prompt", "nothing in common", "margin", "mixed"],
+    ids=["no column", "equal", "empty", "no text", "no prompt", "nothing in common", "half a surrogate pair", "mixed"],
 )
 def test_a_bad_row_is_named_by_its_file_and_line_and_may_be_left_out(row, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
@@ -111,10 +111,22 @@ def test_a_bad_row_is_named_by_its_file_and_line_and_may_be_left_out(row, messag
     assert len(dataset(tmp_path, [TEXT, row], on_bad_row="skip")) == 1
 
 
+def test_a_column_label_of_pairs_is_another_column(tmp_path):
+    assert texts(dataset(tmp_path, [{**TEXT, "label": "helpful"}]))["chosen"] == "3<eos>"
+
+
+@pytest.mark.parametrize("margin", ["much", None, True, float("nan"), float("inf"), 10**400])
+def test_a_margin_that_is_no_finite_number_beside_others_is_refused(margin, tmp_path):
+    with pytest.raises(ConfigError, match=r"margin is .* at line 2 of .*: expected a finite number, which every row"):
+        dataset(tmp_path, [{**TEXT, "margin": 1.0}, {**TEXT, "margin": margin}])
+
+
 @pytest.mark.parametrize(("limit", "tokens"), [("max_prompt_length", 7), ("max_length", 11)])
 def test_a_row_longer_than_a_limit_is_named_by_its_file_and_line_and_may_be_dropped(limit, tokens, tmp_path):
     rows = [TEXT, {"prompt": "100+20=", "chosen": "120", "rejected": "12"}]
-    message = rf"{limit} is {tokens - 1}: 1 of 2 rows have more tokens; the longest, line 2 of .*, has {tokens}"
+    message = (
+        rf"{limit} is {tokens - 1}: 1 of 2 rows have more tokens; the longest, line 2 of .*, has {tokens}.*to drop"
+    )
     with pytest.raises(ConfigError, match=message):
         dataset(tmp_path, rows, **{limit: tokens - 1})
     assert len(dataset(tmp_path, rows, truncation="drop", **{limit: tokens - 1})) == 1

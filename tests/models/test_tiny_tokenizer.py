@@ -7,7 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, Qwen2Config
 
-from verl.models.tiny import CHARACTERS, character_tokenizer
+from verl.errors import ConfigError
+from verl.models.interfaces import tokenizer_fault
+from verl.models.pretrained import Pretrained
+from verl.models.tiny import CHARACTERS, TinyModel, character_tokenizer
 
 TOKENIZER = character_tokenizer()
 
@@ -71,3 +74,23 @@ def test_it_comes_back_from_a_directory_as_it_was(tmp_path, beside_a_model):
     assert loaded.get_vocab() == TOKENIZER.get_vocab()
     assert (loaded.padding_side, loaded.pad_token_id, loaded.eos_token_id) == ("left", 0, 1)
     assert loaded.chat_template == TOKENIZER.chat_template
+
+
+def test_a_saved_model_may_be_the_teacher_of_the_built_in_one(tmp_path):
+    TOKENIZER.save_pretrained(tmp_path)
+    Qwen2Config(vocab_size=len(TOKENIZER)).save_pretrained(tmp_path)  # with it transformers chooses a class of its own
+    source = Pretrained(path=str(tmp_path))
+    assert tokenizer_fault("reference.model", source, TOKENIZER) is None
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="^reference.model.path is"):
+        tokenizer_fault("reference.model", source, TOKENIZER)
+
+
+def test_a_long_text_is_tokenised_without_a_word_of_transformers(tmp_path, capfd):
+    TOKENIZER.save_pretrained(tmp_path)
+    Qwen2Config(vocab_size=len(TOKENIZER)).save_pretrained(tmp_path)
+    for source in (Pretrained(path=str(tmp_path)), TinyModel(context_length=64)):
+        tokenizer = source.load_tokenizer()
+        tokenizer.model_max_length = 64
+        assert len(tokenizer(["1" * 100])["input_ids"][0]) == 100
+    assert "sequence length" not in capfd.readouterr().err

@@ -19,6 +19,7 @@ from verl.checkpoint.config import Checkpointing
 from verl.cli.checkpoint import app
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
+from verl.compose.load_policy import locate_policy
 from verl.compose.validate import validate
 from verl.data.files import PreferenceFiles
 from verl.engines.optimizer import AdamW
@@ -233,6 +234,8 @@ def test_a_saved_adapter_has_the_head_in_full_and_merges_into_a_whole_reward_mod
     assert CliRunner().invoke(app, [*export, str(tmp_path / "adapter")]).exit_code == 0
     for found in (out, tmp_path / "adapter", directory):
         torch.testing.assert_close(rewards_of(found, batch), scores, rtol=0, atol=1e-5)
+    with pytest.raises(ConfigError, match="global_step_2, step 2 has no policy, as that of a reward model"):
+        locate_policy(str(point))
 
 
 @pytest.mark.parametrize(
@@ -259,7 +262,7 @@ def test_losses_of_pairs_refuse_labelled_responses_and_kto_takes_pairs_apart(mod
     file.write_text('{"prompt": "1+2=", "completion": "3", "label": true}\n' * 3)
     labelled = PreferenceFiles(train_files=[str(file)], max_length=64)
     run = preference_run(model32, DPO(), data=labelled, batch_size=2)
-    with pytest.raises(ConfigError, match="data has single responses: DPO compares pairs"):
+    with pytest.raises(ConfigError, match="^data has single responses: DPO compares pairs"):
         run.build(BuildContext(run_dir=tmp_path / "run"))
     with preference_run(model32, KTO()).build(BuildContext(run_dir=tmp_path / "kto")) as trainer:
         assert len(trainer.train_data) == 48

@@ -158,6 +158,8 @@ class LossFunction(FunctionPart, PolicyLoss):
             if not isinstance(value, Tensor) or value.shape != mask.shape:
                 self._refuse(value, f"a loss, and statistics in a dict, of shape {list(mask.shape)}")
         assert isinstance(loss, Tensor)  # which the loop has checked
+        if log_probs.requires_grad and not loss.requires_grad and batch["advantages"].any():
+            self._refuse(loss, "a loss with a gradient: compute it from log_probs, without detach() or item()")
         return torch.where(mask, loss, 0.0), {name: torch.where(mask, x.detach(), 0.0) for name, x in stats.items()}
 
 

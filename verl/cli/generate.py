@@ -49,13 +49,15 @@ def evaluate(
 
     Step, sampling noise and rows are those of the run, so the metrics equal those that it logged at that step.
     """
-    from verl.compose.load_policy import root_of
+    from verl.compose.load_policy import has_own_rows, root_of
 
     with faults_reported(), located(path) as saved, running(saved, root_of(saved), overrides or [], data) as trainer:
         if trainer.eval_data is None:
             raise ConfigError("the run has no evaluation data. Give --data FILE, or data.eval_files=[...].")
         if data is not None and saved.point is not None:
             _tell_overlap(saved, overrides or [], trainer)
+        if data is None and not has_own_rows(saved) and not any(text.startswith("data") for text in overrides or []):
+            log.warning("%s names no rows to answer: these are the sums of data=arithmetic. Give --data FILE.", path)
         metrics, rows = trainer.evaluate(saved.step), len(trainer.eval_data)
     if as_json:
         origin = path if is_address(path) else str(saved.origin)

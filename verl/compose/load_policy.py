@@ -23,7 +23,7 @@ from verl.compose.overrides import assign
 from verl.compose.saved_config import OF_TRAINING, AllowedConfig, allowed_config
 from verl.compose.schema import root_of_run
 from verl.compose.validate import validate
-from verl.data.arithmetic import ArithmeticPrompts
+from verl.data.arithmetic import ArithmeticPreferences, ArithmeticPrompts
 from verl.data.base import PromptSource
 from verl.data.calculator import CalculatorPrompts
 from verl.data.guess_number import GuessNumberPrompts
@@ -121,13 +121,24 @@ def locate_policy(path: str) -> SavedPolicy:
         return SavedPolicy(directory / "actor")  # final weights of a run without checkpoints
     point = find(str(directory), directory, verify=False)  # the files in use are hashed below
     assert point is not None, "only `latest` may find nothing"
-    return SavedPolicy(point.checkpoint.directory / "actor", point)
+    saved = SavedPolicy(point.checkpoint.directory / "actor", point)
+    if not saved.actor.is_dir():
+        raise ConfigError(
+            f"PATH is {path!r}: {saved.description} has no policy, as that of a reward model. Give another."
+        )
+    return saved
 
 
 def root_of(saved: SavedPolicy) -> str:
     """The root that evaluates a policy: `sft` if it was trained by that, else `ppo`."""
     root = root_of_run(saved.saved("_target_"))
     return root if root in UNTRAINED_OF else "ppo"
+
+
+def has_own_rows(saved: SavedPolicy) -> bool:
+    """Whether `policy_run` takes data of the run; those of preferences are none, but sums are in the built-in pairs."""
+    is_run = saved.point is not None and root_of_run(saved.saved("_target_")) in UNTRAINED_OF
+    return is_run or saved.saved("data", "_target_") == f"{ArithmeticPreferences.__module__}.ArithmeticPreferences"
 
 
 def trained_on_texts(saved: SavedPolicy) -> bool:

@@ -316,7 +316,12 @@ class RaggedTokens:
 
 
 def fit_lengths(
-    lengths: Sequence[int], limit: int, limit_name: str, truncation: str, place: Callable[[int], str]
+    lengths: Sequence[int],
+    limit: int,
+    limit_name: str,
+    truncation: str,
+    place: Callable[[int], str],
+    others: str = "left, right or drop",
 ) -> list[int]:
     """Check row lengths against a limit.
 
@@ -326,6 +331,7 @@ def fit_lengths(
         limit_name: the setting, for messages.
         truncation: `error`, `left`, `right` or `drop`.
         place: file and number of a row, for messages.
+        others: values of `truncation` besides `error`, for messages.
     Returns:
         Indices of the rows to keep: all, unless `truncation` is `drop`.
 
@@ -341,7 +347,7 @@ def fit_lengths(
         f"{place(longest)}, has {lengths[longest]}."
     )
     if truncation == "error":
-        raise ConfigError(f"{seen} Raise {limit_name}, or set truncation to left, right or drop.")
+        raise ConfigError(f"{seen} Raise {limit_name}, or set truncation to {others}.")
     _log.warning("%s truncation=%s", seen, truncation)
     if truncation != "drop":
         return list(range(len(lengths)))

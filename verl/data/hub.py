@@ -29,6 +29,7 @@ from verl.protocol.fields import FIELDS
 log = logging.getLogger(__name__)
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 REQUEST_S = 10.0
 SAVED_TO_DISK = ("dataset_dict.json", "state.json")  # `save_to_disk` writes one of them
 
@@ -86,6 +87,8 @@ class HubPrompts(PromptRendering):
     def machine_faults(self) -> Iterator[str]:
         if (fault := package_fault("datasets", "data=files")) is not None:
             yield f"dataset is {self.dataset!r}: it {fault}"
+        if not self.is_local and not HUB_NAME.fullmatch(self.dataset):
+            yield f"dataset is {self.dataset!r}: neither a directory nor a name on the hub, such as openai/gsm8k."
         if self.is_local and self.revision is not None:
             yield f"revision is {self.revision!r}: dataset {self.dataset!r} is a local directory, without revisions."
 

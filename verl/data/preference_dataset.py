@@ -4,8 +4,8 @@ Columns are those of TRL: `prompt`, `chosen`, `rejected`; `chosen` and `rejected
 `prompt`, `completion`, `label`. Each is a text or a list of chat messages.
 
     files ──> PreferenceDataset ── collate ──> rows: chosen of all pairs, then rejected      losses of pairs
-                    │ unpaired
-                    └──> LabelledDataset ── collate ──> rows: examples, then mismatched      KTO
+                   │  ^                        rows: examples, then mismatched               KTO
+                   └──┘ unpaired
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from verl.data.chat_template import ChatTemplate, messages_fault, shortened, tex
 from verl.data.readers import DataRows, RowErrors
 from verl.errors import ConfigError
 from verl.protocol import DataProto
+
+MAX_MARGIN = 1e30  # beyond it float32 may overflow
 
 
 def preference_rows(
@@ -65,72 +67,32 @@ class Preference:
     margin: float | None = None
 
 
-class LabelledDataset:
-    """Prompts with one response each, which is desirable or not.
-
-    Attributes:
-        sources: index of each row's file; None for rows from memory.
-    """
-
-    is_paired = False
-
-    def __init__(self, rows: Sequence[Preference], pad_id: int, sources: list[int] | None = None):
-        self.sources, self._pad_id = sources, pad_id
-        self._prompts = RaggedTokens([row.prompt for row in rows])
-        self._responses = RaggedTokens([row.chosen for row in rows])
-        self._labels = torch.tensor([row.label for row in rows], dtype=torch.bool)
-
-    @property
-    def digests(self) -> list[bytes]:
-        """A hash of each row's tokens, to find duplicates."""
-        return [a + b for a, b in zip(self._prompts.digests(), self._responses.digests(), strict=True)]
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        number = range(len(self))[index]
-        label = bool(self._labels[number])
-        return {"prompts": self._prompts[number], "responses": self._responses[number], "label": label}
-
-    def collate(self, indices: Sequence[int] | Tensor) -> DataProto:
-        """The B rows at `indices`, then B mismatched ones: each prompt with the response of the row before it.
-
-        Returns:
-            See `preference_rows`, and `is_chosen` [2B]: whether the response is desirable.
-        """
-        chosen = torch.as_tensor(indices, dtype=torch.int64)
-        responses = self._responses.padded(torch.cat([chosen, chosen.roll(1)]), self._pad_id, left=False)
-        prompts = self._prompts.padded(chosen.repeat(2), self._pad_id, left=True)
-        return preference_rows(prompts, responses, is_chosen=self._labels[chosen].repeat(2))
-
-
 class PreferenceDataset:
-    """Pairs of a chosen and a rejected response to a prompt.
+    """Prompts with a chosen and a rejected response each, or with one response that is desirable or not.
 
     Attributes:
+        is_paired: whether rows have a rejected response.
         sources: index of each row's file; None for rows from memory.
         ref_scores: [N 2] nats, log-probs of both responses by the reference; None where they are not computed before.
     """
 
-    is_paired = True
     ref_scores: Tensor | None = None
 
     def __init__(self, rows: Sequence[Preference], pad_id: int, sources: list[int] | None = None):
         self.sources, self._pad_id = sources, pad_id
         self._prompts = RaggedTokens([row.prompt for row in rows])
-        self._responses = [
-            RaggedTokens([row.chosen for row in rows]),
-            RaggedTokens([row.rejected or [] for row in rows]),
-        ]
+        rejected = [row.rejected for row in rows if row.rejected is not None]
+        self.is_paired = bool(rejected)
+        self._responses = RaggedTokens([*(row.chosen for row in rows), *rejected])  # N, or 2N of pairs
+        self._labels = torch.tensor([row.label for row in rows], dtype=torch.bool)
         margins = [row.margin for row in rows]
         self._margins = None if None in margins else torch.tensor(margins, dtype=torch.float32)
 
     @classmethod
     def from_rows(
         cls, rows: Sequence[Mapping[str, Any]] | DataRows, tokenizer: Any, options: PreferenceOptions, bad: RowErrors
-    ) -> PreferenceDataset | LabelledDataset:
-        """Tokenise rows; a data set with labels if they have no rejected responses.
+    ) -> PreferenceDataset:
+        """Tokenise rows.
 
         Raises:
             ConfigError: a column is missing, or a row cannot be used, with its file and line.
@@ -145,54 +107,53 @@ class PreferenceDataset:
         kept = list(tokens)
         for limit in ("max_prompt_length", "max_length"):
             lengths = [len(tokens[i].prompt) + (limit == "max_length") * _longest(tokens[i]) for i in kept]
-            fitting = fit_lengths(
-                lengths, getattr(options, limit), limit, options.truncation, lambda at, kept=kept: rows.place(kept[at])
-            )
+            places = [rows.place(index) for index in kept]
+            bound = getattr(options, limit)
+            fitting = fit_lengths(lengths, bound, limit, options.truncation, places.__getitem__, others="drop")
             kept = [kept[position] for position in fitting]
-        is_paired = tokens[kept[0]].rejected is not None
-        kind = cls if is_paired else LabelledDataset
-        return kind([tokens[i] for i in kept], pad_id_of(tokenizer), rows.only(kept).sources)
+        return cls([tokens[i] for i in kept], pad_id_of(tokenizer), rows.only(kept).sources)
 
     @property
     def digests(self) -> list[bytes]:
-        """A hash of each pair's tokens, to find duplicates."""
-        parts = (self._prompts, *self._responses)
-        return [b"".join(row) for row in zip(*(part.digests() for part in parts), strict=True)]
+        """A hash of each row's tokens, to find duplicates."""
+        responses = self._responses.digests()
+        return [x + b"".join(responses[i :: len(self)]) for i, x in enumerate(self._prompts.digests())]
 
     def __len__(self) -> int:
         return len(self._prompts)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         number = range(len(self))[index]
-        chosen, rejected = (part[number] for part in self._responses)
-        return {"prompts": self._prompts[number], "chosen": chosen, "rejected": rejected}
+        row = {"prompts": self._prompts[number]}
+        if not self.is_paired:
+            return {**row, "responses": self._responses[number], "label": bool(self._labels[number])}
+        return {**row, "chosen": self._responses[number], "rejected": self._responses[number + len(self)]}
 
-    def unpaired(self) -> LabelledDataset:
+    def unpaired(self) -> PreferenceDataset:
         """Each pair as two labelled responses, side by side."""
         rows: list[Preference] = []
         for index in range(len(self)):
             prompt, chosen, rejected = (x.tolist() for x in self[index].values())
             rows += [Preference(prompt, chosen), Preference(prompt, rejected, label=False)]
         sources = None if self.sources is None else [source for source in self.sources for _ in range(2)]
-        return LabelledDataset(rows, self._pad_id, sources)
+        return PreferenceDataset(rows, self._pad_id, sources)
 
     def collate(self, indices: Sequence[int] | Tensor) -> DataProto:
-        """The B pairs at `indices`: B rows of chosen responses, then B rows of rejected ones.
+        """The B rows at `indices`, as 2B rows: chosen responses, then rejected ones; or labelled responses, then
+        mismatched ones, each prompt with the response of the row before it.
 
         Returns:
-            See `preference_rows`, with `is_chosen` [2B] and, if the data has them, `row_margins` and `ref_scores` [2B].
+            See `preference_rows`, with `is_chosen` [2B], of mismatched rows that of the prompt's own response, and if
+            the data has them, `row_margins` and `ref_scores` [2B].
         """
-        chosen = torch.as_tensor(indices, dtype=torch.int64)
-        halves = [part.padded(chosen, self._pad_id, left=False) for part in self._responses]
-        width = max(tokens.shape[1] for tokens, _ in halves)
-        padded = [_widened(tokens, width, self._pad_id) for tokens, _ in halves]
-        masks = [_widened(mask, width, False) for _, mask in halves]
+        rows = torch.as_tensor(indices, dtype=torch.int64)
+        others, labels = rows + len(self) if self.is_paired else rows.roll(1), self._labels[rows]
         return preference_rows(
-            self._prompts.padded(chosen.repeat(2), self._pad_id, left=True),
-            (torch.cat(padded), torch.cat(masks)),
-            is_chosen=torch.arange(2 * len(chosen)) < len(chosen),
-            row_margins=None if self._margins is None else self._margins[chosen].repeat(2),
-            ref_scores=None if self.ref_scores is None else self.ref_scores[chosen].T.reshape(-1),
+            self._prompts.padded(rows.repeat(2), self._pad_id, left=True),
+            self._responses.padded(torch.cat([rows, others]), self._pad_id, left=False),
+            is_chosen=torch.cat([labels, labels ^ self.is_paired]),
+            row_margins=None if self._margins is None else self._margins[rows].repeat(2),
+            ref_scores=None if self.ref_scores is None else self.ref_scores[rows].T.reshape(-1),
         )
 
 
@@ -216,13 +177,14 @@ def _parsed(
     keys = (options.chosen_key, options.rejected_key) if is_paired else (options.completion_key,)
     needed = {key: f"{name}_key" for name, key in zip(("chosen", "rejected") if is_paired else ("completion",), keys)}
     needed |= {} if is_paired else {options.prompt_key: "prompt_key", options.label_key: "label_key"}
+    has_margins = any(row.get(options.margin_key) is not None for row in rows.values)
     for index, row in enumerate(rows.values):
         faults = [rows.column_fault(key, setting, index) for key, setting in needed.items()]
         if fault := next((x for x in faults if x is not None), None):
             bad.add(fault)
             continue
         try:
-            texts = _texts(row, keys, chat, options, rows.place(index))
+            texts = _texts(row, keys, chat, options, rows.place(index), has_margins)
         except ConfigError as error:
             bad.add(str(error))
             continue
@@ -230,7 +192,12 @@ def _parsed(
 
 
 def _texts(
-    row: Mapping[str, Any], keys: Sequence[str], chat: ChatTemplate, options: PreferenceOptions, place: str
+    row: Mapping[str, Any],
+    keys: Sequence[str],
+    chat: ChatTemplate,
+    options: PreferenceOptions,
+    place: str,
+    has_margins: bool,
 ) -> _Texts:
     """The texts of a row.
 
@@ -252,14 +219,17 @@ def _texts(
     prompt = row.get(options.prompt_key)
     if prompt is None and len(responses) == 2:
         prompt, *responses = common_start(*responses)
-    expected = messages_fault(prompt) if not isinstance(prompt, str) else None
-    if not prompt or expected:
+    is_text = isinstance(prompt, str)
+    if not prompt or (not is_text and messages_fault(prompt)):
         raise refuse(options.prompt_key, prompt, f"a prompt that is not empty, or {keys[0]} that begins with it")
-    label, margin = row.get(options.label_key, True), row.get(options.margin_key)
+    if is_text and (expected := text_fault(prompt)):
+        raise refuse(options.prompt_key, prompt, expected)
+    label, margin = True if len(keys) == 2 else row[options.label_key], row.get(options.margin_key)
     if not isinstance(label, (bool, int)) or label not in (0, 1):
         raise refuse(options.label_key, label, "true or false")
-    if margin is not None and (isinstance(margin, bool) or not isinstance(margin, (int, float))):
-        raise refuse(options.margin_key, margin, "a number")
+    is_number = isinstance(margin, (int, float)) and not isinstance(margin, bool) and abs(margin) < MAX_MARGIN
+    if has_margins and not is_number:
+        raise refuse(options.margin_key, margin, "a finite number, which every row has or none")
     messages = chat.messages_of(prompt)
     if messages is None:
         if any(not isinstance(x, str) for x in responses):
@@ -313,7 +283,3 @@ def _tokenized(parsed: Mapping[int, _Texts], tokenizer: Any) -> dict[int, Prefer
 
 def _longest(row: Preference) -> int:
     return max(len(row.chosen), len(row.rejected or []))
-
-
-def _widened(x: Tensor, width: int, value: int | bool) -> Tensor:
-    return torch.nn.functional.pad(x, (0, width - x.shape[1]), value=value)

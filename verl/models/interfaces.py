@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, faults_below
 from verl.models.pretrained import ModelSource
 
 Role = Literal["actor", "reward", "critic"]
@@ -142,7 +142,7 @@ def _describe_output(output: Any) -> str:
     return " and ".join(tensors) or f"a {type(output).__name__}"
 
 
-TOKENIZER_PROBE = "The quick brown fox: 37+58=95, naive cafe?\n\tx"
+TOKENIZER_PROBE = "The quick brown fox: 37+58=95, naive cafe?\nx"
 
 
 def reads_alike(one: Any, other: Any) -> bool:
@@ -158,7 +158,8 @@ def tokenizer_fault(name: str, source: ModelSource, tokenizer: Any) -> str | Non
         source: the model.
         tokenizer: of the actor.
     """
-    other = source.load_tokenizer()
+    with faults_below(name):
+        other = source.load_tokenizer()
     if reads_alike(other, tokenizer):
         return None
     return (

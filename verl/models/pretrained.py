@@ -33,6 +33,7 @@ _Model = TypeVar("_Model", bound="PreTrainedModel")
 # not among them: in PhiMoE it is a threshold that is also used in evaluation.
 ROUTER_NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 
+LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # of transformers
 VALUE_HEAD_FILE = "value_head.safetensors"  # beside the weights of a critic's backbone
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
@@ -296,6 +297,7 @@ class Pretrained(ModelSource):
             )
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.deprecation_warnings[LENGTH_WARNING] = True  # limits of the data have messages of their own
         return tokenizer
 
     def load_config(self) -> Any:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic import PositiveInt
 
 from verl.component import component
-from verl.models.pretrained import ModelSource, without_dropout
+from verl.models.pretrained import LENGTH_WARNING, ModelSource, without_dropout
 from verl.utils.seeding import derive_seed
 
 if TYPE_CHECKING:
@@ -99,6 +99,7 @@ class TinyModel(ModelSource):
     def load_tokenizer(self) -> Any:
         tokenizer = character_tokenizer()
         tokenizer.model_max_length = self.context_length
+        tokenizer.deprecation_warnings[LENGTH_WARNING] = True  # limits of the data have messages of their own
         return tokenizer
 
     def max_positions(self) -> int | None:

@@ -276,7 +276,7 @@ class PolicyEndpoint:
             ), True
         ids = self._rendered(messages, tools)
         if not ids:
-            raise ConfigError("messages: the chat template renders them to no tokens.")
+            raise ConfigError("messages: no token of the policy is in them.")
         prompt_id = _noise_key(array("q", ids).tobytes())
         if sample is None:
             with self._lock:

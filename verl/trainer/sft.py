@@ -48,7 +48,7 @@ from verl.trainer.state.driver_state import GeneratorStates, Stateful
 from verl.trainer.timers import StageTimers
 from verl.trainer.train_loop import TrainResult, fit
 from verl.workers.actor import Actor
-from verl.workers.colocated import PreferenceHost, RewardModelHost, SFTHost, reference_sharding, with_tokenizer
+from verl.workers.colocated import PreferenceHost, RewardModelHost, SFTHost, with_tokenizer
 from verl.workers.load_state import RestoreSource
 from verl.workers.reference import Reference
 
@@ -61,11 +61,15 @@ class SFTRun(Description):
         loss_key: metric of the training loss.
         evaluated: metrics of evaluations.
         rows_per_sample: rows of a sample of the data.
+        host_type: of the roles.
+        used_reference: the reference, if the loss reads its log-probs.
     """
 
     loss_key: ClassVar[str] = "sft/loss"
     evaluated: ClassVar[tuple[str, ...]] = ("eval/loss", "eval/token_accuracy")
     rows_per_sample: ClassVar[int] = 1
+    host_type: ClassVar[type[SFTHost]] = SFTHost
+    used_reference: ClassVar[Reference | None] = None
 
     actor: Actor
     sharding: Sharding
@@ -88,8 +92,9 @@ class SFTRun(Description):
             yield f"data.max_length is {length}: actor.model holds {limit} tokens. Lower it."
 
     def shardings(self) -> dict[str, Sharding]:
-        """Sharding of the actor: its own, or that of the run."""
-        return {"actor": self.actor.sharding or self.sharding}
+        """Sharding of the actor, and of the reference if there is one."""
+        of_roles = self.host(1, None).shardings()
+        return {"actor": of_roles.pop("learner"), **of_roles}
 
     def unused_settings(self, changed: Sequence[str]) -> str | None:
         """One line about the changed settings, by path, that this run never reads; None if it reads all."""
@@ -108,7 +113,13 @@ class SFTRun(Description):
 
     def host(self, total_updates: int, restore: RestoreSource | None) -> SFTHost:
         """The roles of this run."""
-        return SFTHost(learner=self.actor, sharding=self.sharding, total_updates=total_updates, restore=restore)
+        return self.host_type(
+            learner=self.actor,
+            sharding=self.sharding,
+            total_updates=total_updates,
+            restore=restore,
+            reference=self.used_reference,
+        )
 
     def build(self, context: BuildContext) -> SFTTrainer:
         """Load data and weights, and start the processes of the sharding."""
@@ -127,6 +138,7 @@ class PreferenceRun(SFTRun):
         "eval/logps/rejected",
     )
     rows_per_sample: ClassVar[int] = 2
+    host_type: ClassVar[type[SFTHost]] = PreferenceHost
     rates_scores: ClassVar[bool] = False
 
     data: PreferenceSource
@@ -153,24 +165,8 @@ class PreferenceRun(SFTRun):
             yield f"reference.model.{fault}"
 
     @property
-    def used_reference(self) -> Reference | None:
-        """The reference, if the loss reads its log-probs."""
+    def used_reference(self) -> Reference | None:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.reference if self.loss.needs_reference else None
-
-    def shardings(self) -> dict[str, Sharding]:
-        """Sharding of actor and reference: their own, or that of the run."""
-        reference = self.used_reference
-        own = {} if reference is None else {"reference": reference_sharding(reference, self.actor) or self.sharding}
-        return super().shardings() | own
-
-    def host(self, total_updates: int, restore: RestoreSource | None) -> SFTHost:
-        return PreferenceHost(
-            learner=self.actor,
-            sharding=self.sharding,
-            total_updates=total_updates,
-            restore=restore,
-            reference=self.used_reference,
-        )
 
     def build(self, context: BuildContext) -> PreferenceTrainer:
         return PreferenceTrainer(self, context)
@@ -180,6 +176,7 @@ class PreferenceRun(SFTRun):
 class RewardModelRun(PreferenceRun):
     """Everything that the training of one reward model is made of: the root of `conf/reward_model.yaml`."""
 
+    host_type: ClassVar[type[SFTHost]] = RewardModelHost
     rates_scores: ClassVar[bool] = True
 
     def faults(self) -> Iterator[str]:
@@ -191,9 +188,6 @@ class RewardModelRun(PreferenceRun):
             yield f"actor.model is a {type(actor.model).__name__}: a reward model needs one of transformers."
         if length == actor.model.max_positions():
             yield f"data.max_length is {length}: a reward model needs one more token than its rows. Lower it by 1."
-
-    def host(self, total_updates: int, restore: RestoreSource | None) -> SFTHost:
-        return RewardModelHost(learner=self.actor, sharding=self.sharding, total_updates=total_updates, restore=restore)
 
 
 class SFTTrainer(LoopTrainer):
@@ -211,7 +205,8 @@ class SFTTrainer(LoopTrainer):
         assert context.run_dir is not None
         self.run_dir = context.run_dir
         with faults_below("data"):
-            splits = self.prepared(run.data.build(context))
+            splits = run.data.build(context)
+        splits = self.prepared(splits)
         self._use_data(splits, run.trainer.batch_size, "trainer.batch_size")
         self.tracker = run.tracker.build(context)
         self.stages = StageTimers(self.tracker)
@@ -360,7 +355,7 @@ class PreferenceTrainer(SFTTrainer):
         if any(x is not None and not x.is_paired for x in named.values()):
             raise ConfigError(
                 f"data has single responses: {type(self.loss).__name__} compares pairs. Give columns of chosen and "
-                "rejected responses, or set loss=kto."
+                f"rejected responses{'' if self.loss.rates_scores else ', or set loss=kto'}."
             )
         return splits
 
