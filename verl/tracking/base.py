@@ -89,6 +89,22 @@ class Tracker:
         """Release everything. Called once, with `finished`, `stopped`, `interrupted`, `restarting` or `failed`."""
 
 
+class ContinuedTracker(Tracker):
+    """Base class of trackers that log an evaluation as they log a step, and whose record a resumed run continues.
+
+    Attributes:
+        former: the `identity` of the resumed run; empty without one.
+    """
+
+    former: Mapping[str, Any] = {}
+
+    def resume(self, identity: Mapping[str, Any]) -> None:
+        self.former = dict(identity)
+
+    def evaluation(self, metrics: dict[str, float], step: int) -> None:
+        self.log(metrics, step)
+
+
 def stage_line(name: str, seconds: float, note: str = "") -> str:
     """`[gen] 1.24s  384 responses, 1536 tokens`"""
     return f"[{name}] {seconds:.2f}s" + (f"  {note}" if note else "")

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from verl.component import BuildContext, component
-from verl.tracking.base import Tracker, TrackerDescription
+from verl.tracking.base import ContinuedTracker, TrackerDescription
 from verl.utils.external_input import ends_with_partial_line, regular_opener, write_whole
 
 KEPT_BYTES = 64 * 2**20  # limit of records that wait for disk space; the oldest are dropped first
@@ -42,7 +42,7 @@ class JsonLines(TrackerDescription):
         return JsonLinesTracker()
 
 
-class JsonLinesTracker(Tracker):
+class JsonLinesTracker(ContinuedTracker):
     """Writes metrics unbuffered: each call passes a complete line to the operating system. A thread writes the tables.
 
     Records that a full disk refuses are kept in memory and written in order once there is space.
@@ -72,9 +72,6 @@ class JsonLinesTracker(Tracker):
         self._raise_failures()
         if self._tables.waiting and not self._pending:
             self._in_thread(self._tables.write)
-
-    def evaluation(self, metrics: dict[str, float], step: int) -> None:
-        self.log(metrics, step)
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
         # A step repeated after a resume replaces its table; a second table of the same step is appended.

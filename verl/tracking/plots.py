@@ -13,7 +13,6 @@ import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -82,8 +81,6 @@ class CurvesTracker(Tracker):
         self._panel_of: dict[str, str | None] = {}
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
-        if find_spec("matplotlib") is None:
-            raise ImportError(f"the package matplotlib is missing: {install_command('matplotlib')}")
         self._title, self._path = run_name, run_dir / "curves.png"
 
     def log(self, metrics: dict[str, float], step: int) -> None:
