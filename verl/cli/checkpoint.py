@@ -33,7 +33,6 @@ from verl.checkpoint.retention import Retention, clean, plan
 from verl.cli.checkpoint_report import as_json, print_comparison, print_inspection
 from verl.cli.console import (
     FOUND,
-    command,
     counted,
     duration,
     echo,
@@ -97,7 +96,7 @@ Path_ = Annotated[str, typer.Argument(metavar="PATH", help=PATH)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
-@command(app, "pull")
+@app.command("pull")
 def pull(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help=ADDRESS)],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory for checkpoints; created if missing.")],
@@ -111,7 +110,7 @@ def pull(
         echo(f"{checkpoint.directory}: step {checkpoint.step}, {size(checkpoint.num_bytes)}")
 
 
-@command(app, "push")
+@app.command("push")
 def push(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a directory of them.")],
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help=ADDRESS)],
@@ -132,7 +131,7 @@ def push(
             echo(f"{checkpoint.name} is in {store.address}: {size(pushed.sent_bytes)} sent")
 
 
-@command(app, "ls")
+@app.command("ls")
 def list_checkpoints(path: Path_ = ".", json: Json = False) -> None:
     """List checkpoints in order of publication; (*) marks the one that a run would resume from."""
     if is_address(path):
@@ -171,7 +170,7 @@ def _list(path: str, listed: list[CheckpointSummary], json: bool) -> None:
     )
 
 
-@command(app, "inspect")
+@app.command("inspect")
 def inspect(
     path: Path_,
     tensors: Annotated[
@@ -197,7 +196,7 @@ def inspect(
     raise typer.Exit(0 if summary.status == "complete" else FOUND)
 
 
-@command(app, "verify")
+@app.command("verify")
 def verify(
     path: Path_,
     full: Annotated[bool, typer.Option("--full", help="Hash every byte; names the file and the tensor.")] = False,
@@ -222,7 +221,7 @@ def verify(
     raise typer.Exit(0 if verified and all(summary.status == "complete" for summary in verified) else FOUND)
 
 
-@command(app, "diff")
+@app.command("diff")
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help=PATH)],
     second: Annotated[str, typer.Argument(metavar="B", help=PATH)],
@@ -246,7 +245,7 @@ def diff(
     raise typer.Exit(FOUND if differences else 0)
 
 
-@command(app, "health")
+@app.command("health")
 def health(
     path: Annotated[str, typer.Argument(metavar="DIR", help=PATH)],
     max_age: Annotated[
@@ -315,7 +314,7 @@ def _size(summary: CheckpointSummary) -> str:
     return size(summary.checkpoint.num_bytes) if summary.checkpoint else ""
 
 
-@command(app, "pin")
+@app.command("pin")
 def pin(
     path: Path_,
     reason: Annotated[str, typer.Option("--reason", help="Shown by ls.")] = "",
@@ -328,7 +327,7 @@ def pin(
     echo(f"pinned {store.directory / name}")
 
 
-@command(app, "unpin")
+@app.command("unpin")
 def unpin(path: Path_) -> None:
     """Remove the pin of a checkpoint."""
     try:
@@ -344,7 +343,7 @@ def unpin(path: Path_) -> None:
     echo(f"unpinned {store.directory / name}")
 
 
-@command(app, "gc")
+@app.command("gc")
 def collect(
     path: Path_,
     keep_last_n: Annotated[int | None, typer.Option(help="Keep this many of those published last; else all.")] = None,
@@ -382,7 +381,7 @@ def collect(
     echo(f"{verb} {size(cleaning.freed_bytes)}")
 
 
-@command(app, "export")
+@app.command("export")
 def export(
     path: Path_,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that does not exist yet.")],

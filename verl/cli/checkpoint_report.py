@@ -25,7 +25,8 @@ from verl.checkpoint.core.manifest import LogicalTensor
 from verl.checkpoint.describe import CheckpointSummary, components
 from verl.checkpoint.read.compare import CheckpointDifference
 from verl.checkpoint.read.discovery import CheckpointDirectory, resolve_path
-from verl.cli.console import FOUND, command, counted, echo, fail, print_json, print_table, size
+from verl.cli.console import FOUND, counted, echo, fail, one_line_errors, print_json, print_table, size
+from verl.tracking.console import reader_may_leave
 
 FIRST_TENSORS = 4  # shown per component without --tensors
 OUTLINE_DEPTH, LARGEST_DICT = 2, 12  # of trainer_state.json without --state
@@ -223,7 +224,9 @@ def _short(value: Any) -> str:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@command(app, "verl-checkpoint-compat")
+@app.command("verl-checkpoint-compat")
+@reader_may_leave()
+@one_line_errors()
 def compat(
     path: Annotated[str, typer.Argument(metavar="DIR", help="Checkpoints, or one of them.")],
     moving_from: Annotated[str, typer.Option("--from", metavar="VERSION", help="Of verl, that saved them: v0.1.0.")],

@@ -187,9 +187,6 @@ def faults_reported() -> Iterator[None]:
     except (VerlError, OSError) as error:
         echo(str(error), err=True)
         raise typer.Exit(2) from error
-    except MemoryError as error:
-        echo("There is not enough memory for this; see `ulimit -v`.", err=True)
-        raise typer.Exit(2) from error
 
 
 def serve_policy(

@@ -60,9 +60,9 @@ def print_families(names: Sequence[str] = ()) -> None:
 
 
 class _Commands(TyperGroup):
-    """A command group in which a component's `exit()` does not determine the exit status.
+    """A command group whose errors are one line and an exit status, which a component's `exit()` does not determine.
 
-    The commands that train handle exits, signals and threads themselves (`entry_point` in compose/launch.py).
+    The commands that train handle errors, exits, signals and threads themselves (`entry_point` in compose/launch.py).
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -72,7 +72,7 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         if ctx.meta["trains"]:
             return super().invoke(ctx)
-        with component_exits(), reader_may_leave():
+        with component_exits(), reader_may_leave(), one_line_errors():
             return super().invoke(ctx)
 
 
@@ -125,8 +125,7 @@ def config_schema(
     if output is None:
         echo(text, nl=False)
         return
-    with one_line_errors():
-        output.write_text(text)
+    output.write_text(text)
 
 
 @app.command()
@@ -154,8 +153,7 @@ def env(
     if family and not models:
         raise typer.BadParameter("FAMILY needs --models.", param_hint="FAMILY")
     if models:
-        with one_line_errors():
-            print_families(family or ())
+        print_families(family or ())
         return
     try:
         met = check_env(tuple(backend), exit_on_failure=False) if backend else check_env(exit_on_failure=False)

@@ -25,7 +25,6 @@ from verl.cli.console import (
     counted,
     duration,
     echo,
-    one_line_errors,
     parse_duration,
     print_json,
     print_table,
@@ -91,22 +90,21 @@ def runs(
     --prune removes directories of runs. It keeps a run that is running, a run or checkpoint that another run was
     resumed from, and weights that another run names. Checkpoints elsewhere stay.
     """
-    with one_line_errors():
-        if directory is not None and not directory.is_dir():
-            raise ConfigError(f"{directory}: no such directory. Give the directory of a run, or one above.")
-        if as_json and prune:
-            raise ConfigError("--json prints the runs and --prune asks before it removes some: give one of the two.")
-        roots = [root for root in ([directory] if directory else ROOTS) if root.is_dir()]
-        if prune:
-            _prune(roots, parse_duration(older_than, "--older-than"), yes)
-            return
-        listed = list_runs(roots)
-        if as_json:
-            print_json([run.as_json() for run in listed])
-        elif listed:
-            _print(listed)
-        else:
-            echo(f"There are no runs below {' or '.join(map(str, roots or ROOTS))}.")
+    if directory is not None and not directory.is_dir():
+        raise ConfigError(f"{directory}: no such directory. Give the directory of a run, or one above.")
+    if as_json and prune:
+        raise ConfigError("--json prints the runs and --prune asks before it removes some: give one of the two.")
+    roots = [root for root in ([directory] if directory else ROOTS) if root.is_dir()]
+    if prune:
+        _prune(roots, parse_duration(older_than, "--older-than"), yes)
+        return
+    listed = list_runs(roots)
+    if as_json:
+        print_json([run.as_json() for run in listed])
+    elif listed:
+        _print(listed)
+    else:
+        echo(f"There are no runs below {' or '.join(map(str, roots or ROOTS))}.")
 
 
 def list_runs(roots: Sequence[Path]) -> list[ListedRun]:
@@ -313,13 +311,12 @@ def diff(
     """
     from verl.trainer.state.compare_runs import compare_runs
 
-    with one_line_errors():
-        comparison = compare_runs(first, second)
-        if as_json:
-            print_json({"equal": comparison.is_equal, **asdict(comparison)})
-        else:
-            _print_comparison(comparison)
-        raise typer.Exit(0 if comparison.is_equal else FOUND)
+    comparison = compare_runs(first, second)
+    if as_json:
+        print_json({"equal": comparison.is_equal, **asdict(comparison)})
+    else:
+        _print_comparison(comparison)
+    raise typer.Exit(0 if comparison.is_equal else FOUND)
 
 
 def _print_comparison(comparison: RunComparison) -> None:
@@ -346,10 +343,9 @@ def lineage(
     """Show the tree of runs and checkpoints in a directory and below it."""
     from verl.trainer.state.lineage import forest
 
-    with one_line_errors():
-        if not directory.is_dir():
-            raise ConfigError(f"{directory}: no such directory. Give the directory of checkpoints, or one above it.")
-        _print_forest(directory, forest(directory), as_json)
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: no such directory. Give the directory of checkpoints, or one above it.")
+    _print_forest(directory, forest(directory), as_json)
 
 
 def _print_forest(directory: Path, roots: Sequence[LineageRun], as_json: bool) -> None:

@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import typer
 
-from verl.cli.console import echo, one_line_errors, size
+from verl.cli.console import echo, size
 from verl.cli.report.read import RUNNING, RunRecord, as_number, read_run, run_status
 from verl.errors import ConfigError
 from verl.tracking.console import PAGE, Console, ConsoleTracker
@@ -44,7 +44,7 @@ def watch(
     The page is served to this machine alone, under an address with a random token, and changes nothing. From another
     machine: ssh -L PORT:127.0.0.1:PORT HOST.
     """
-    with one_line_errors(), contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt):
         record = read_run(run)
         if web:
             _serve(run, port)
@@ -231,7 +231,6 @@ def report(
     """
     from verl.cli.report.page import report as page_of
 
-    with one_line_errors():
-        text = page_of(runs)
-        write_text(html, text)
-        echo(f"{html}: {size(len(text.encode()))}")
+    text = page_of(runs)
+    write_text(html, text)
+    echo(f"{html}: {size(len(text.encode()))}")
