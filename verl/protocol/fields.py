@@ -156,6 +156,16 @@ def check_rows(name: str, rows: int, bound: Bound, sources: Mapping[str, Source]
         raise _size_error(name, ("B",), "B", [rows], bound, sources)
 
 
+def bound_dims(tensors: Mapping[str, Any], columns: Mapping[str, Any], sources: Mapping[str, Source]) -> Bound:
+    """Check all fields of a batch, and return the dims that they bind."""
+    bound: Bound = {}
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor, bound, sources)
+    for name, column in columns.items():
+        check_rows(name, len(column), bound, sources)
+    return bound
+
+
 def _check_name(name: Any, sources: Mapping[str, Source]) -> None:
     if not isinstance(name, str):
         raise contract_error(name, "a text as the name of a field", type(name).__name__, sources.get(name))
