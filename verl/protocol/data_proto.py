@@ -34,7 +34,7 @@ from verl.protocol.concat import (
 )
 from verl.protocol.fields import Bound, bound_dims, check_rows, check_tensor
 from verl.protocol.provenance import Source, contract_error, source_of, source_of_caller
-from verl.protocol.serialization import copied, from_buffers, read_file, taken, to_buffers, write_file
+from verl.protocol.serialization import copied, from_buffers, read_file, to_buffers, write_file
 from verl.protocol.validation import (
     Indices,
     ReadOnlyFields,
@@ -421,7 +421,7 @@ class DataProto:
         """Copy rows by index, int64 on the CPU, all within the batch."""
         on = {device: rows.to(device) for device in {tensor.device for tensor in self._tensors.values()}}
         positions = rows.numpy()
-        return self._rows(lambda t: taken(t, on[t.device]), lambda array: array[positions], len(rows))
+        return self._rows(lambda t: t.index_select(0, on[t.device]), lambda array: array[positions], len(rows))
 
     def _missing(self, name: str) -> Any:
         raise absent_error(name, {**self._tensors, **self._arrays})
