@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
@@ -44,6 +43,7 @@ from verl.cli.console import (
 )
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, CheckpointUnsupported, ConfigError
 from verl.storage.config import is_address, storage_at
+from verl.tracking.base import headline
 from verl.utils.directories import TemporaryDirectory
 from verl.utils.external_input import write_text
 
@@ -90,8 +90,7 @@ def remote_summaries(address: str, level: Level = "quick") -> list[CheckpointSum
 ADAPTER_CONFIG = "adapter_config.json"
 app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Inspect, verify, pin, clean and export checkpoints.")
 PATH = "A checkpoint, a directory of checkpoints, its `latest`, or the directory of a run."
-TELLING = ("eval/accuracy", "eval/loss", "reward/mean", "sft/loss", "preference/loss")
-MOST_METRICS = 3
+MOST_METRICS = 3  # of several dozen
 Path_ = Annotated[str, typer.Argument(metavar="PATH", help=PATH)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
@@ -135,39 +134,31 @@ def push(
 def list_checkpoints(path: Path_ = ".", json: Json = False) -> None:
     """List checkpoints in order of publication; (*) marks the one that a run would resume from."""
     if is_address(path):
-        _list(path, remote_summaries(path), json)
-        return
-    try:
-        listed = _summaries(resolve_path(path))
-    except CheckpointNotFound:
-        parent = Path(path).expanduser().absolute()
-        below = [ResolvedPath(directory) for directory in directories_below(parent)] if parent.is_dir() else []
-        if not below:
-            raise
+        listings = {path: remote_summaries(path)}
     else:
-        _list(path, listed, json)
-        return
+        try:
+            listings = {path: _summaries(resolve_path(path))}
+        except CheckpointNotFound:
+            parent = Path(path).expanduser().absolute()
+            below = directories_below(parent) if parent.is_dir() else []
+            listings = {f"{directory}": _summaries(ResolvedPath(directory)) for directory in below}
+            if not listings:
+                raise
     if json:
-        print_json([summary.to_json() for where in below for summary in _summaries(where)])
+        print_json([summary.to_json() for listed in listings.values() for summary in listed])
         return
-    for where in below:
-        typer.echo(f"{where.directory}:")
-        _list(str(where.directory), _summaries(where), json)
-
-
-def _list(path: str, listed: list[CheckpointSummary], json: bool) -> None:
-    if json:
-        print_json([summary.to_json() for summary in listed])
-        return
-    if not listed:
-        echo(f"{path} holds no checkpoint yet")
-        return
-    print_table(
-        ["", "checkpoint", "step", "epoch", "saved", "size", "adds", "metrics", "state"],
-        [_row(summary) for summary in listed],
-        right=["step", "epoch", "size", "adds"],
-        drop=["adds", "epoch", "metrics", "size", "saved"],
-    )
+    for directory, listed in listings.items():
+        if directory != path:
+            echo(f"{directory}:")
+        if not listed:
+            echo(f"{directory} holds no checkpoint yet")
+            continue
+        print_table(
+            ["", "checkpoint", "step", "epoch", "saved", "size", "adds", "metrics", "state"],
+            [_row(summary) for summary in listed],
+            right=["step", "epoch", "size", "adds"],
+            drop=["adds", "epoch", "metrics", "size", "saved"],
+        )
 
 
 @app.command("inspect")
@@ -288,12 +279,6 @@ def _summaries(where: ResolvedPath, level: Level = "quick") -> list[CheckpointSu
     return summaries(store, where.name, level) or [summary_of(store.disk, where.directory / where.name, level)]
 
 
-def informative(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The most informative metrics of a checkpoint, at most three of several dozen."""
-    chosen = [name for name in TELLING if name in metrics]
-    return {name: metrics[name] for name in (chosen or list(metrics))[:MOST_METRICS]}
-
-
 def _row(summary: CheckpointSummary) -> list[object]:
     checkpoint = summary.checkpoint
     mark = "*" if summary.is_newest else ""
@@ -305,7 +290,7 @@ def _row(summary: CheckpointSummary) -> list[object]:
     if checkpoint is None:
         return [mark, summary.name, "", "", "", "", "", "", state]
     manifest = checkpoint.manifest
-    metrics = " ".join(f"{name}={value:.4g}" for name, value in informative(manifest.metrics).items())
+    metrics = " ".join(f"{name}={value:.4g}" for name, value in headline(manifest.metrics, MOST_METRICS).items())
     sizes = [_size(summary), size(summary.added_bytes)]
     return [mark, summary.name, manifest.step, summary.state.get("epoch"), manifest.saved_at, *sizes, metrics, state]
 

@@ -14,7 +14,6 @@ k + 1.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -32,9 +31,9 @@ import typer
 from verl.cli.console import CONFIG_DIR, echo
 from verl.compose.schema import ROOTS
 from verl.errors import ConfigError
+from verl.tracking.jsonl import json_lines
 from verl.utils.child_process.process import reap
 from verl.utils.directories import TemporaryDirectory
-from verl.utils.external_input import read_text
 from verl.utils.progress import STARTER_VARIABLE, Progress, ProgressWatch
 
 if TYPE_CHECKING:
@@ -234,7 +233,7 @@ def _num_answers(launcher: RunLauncher, saved_in: str, step: int) -> int:
 
 def _check_journal_use(resumed: Path) -> None:
     """Print what became of the interrupted episodes, and refuse those that were begun anew: they need not be equal."""
-    lines = [json.loads(text) for text in read_text(resumed / "metrics.jsonl").splitlines()]
+    lines = [*json_lines(resumed / "metrics.jsonl")]
     names = ("reused", "replayed", "restarted")
     counts = {name: sum(int(line.get(f"episode/journal_{name}", 0)) for line in lines) for name in names}
     echo(f"  answers of the journal: {', '.join(f'{count} {name}' for name, count in counts.items())}")

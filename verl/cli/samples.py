@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -92,12 +93,9 @@ def _tests(
     reward: str | None, length: str | None, step: str | None, prompt: str | None, number: int | None, source: str | None
 ) -> list[Callable[[DumpedSample], bool]]:
     tests: list[Callable[[DumpedSample], bool]] = []
-    if reward is not None:
-        tests.append(within("--reward", reward, lambda sample: sample.score))
-    if length is not None:
-        tests.append(within("--length", length, lambda sample: sample.length))
-    if step is not None:
-        tests.append(within("--step", step, lambda sample: sample.step))
+    for name, text in (("reward", reward), ("length", length), ("step", step)):
+        if text is not None:
+            tests.append(within(f"--{name}", text, attrgetter("score" if name == "reward" else name)))
     if prompt is not None:
         tests.append(lambda sample: prompt in sample.prompt)
     if number is not None:

@@ -52,17 +52,12 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def own_weights_fault(model: Any, sends_adapter: bool) -> str | None:
-    """The first reason why an engine with its own copy of the weights cannot reproduce a model; None if none is known.
+def own_weights_faults(model: Any, sends_adapter: bool) -> Iterator[str]:
+    """Yield the known reasons why an engine with its own copy of the weights cannot reproduce a model.
 
     Args:
-        model: the model.
         sends_adapter: whether the adapter is sent as such (`rollout.lora=adapter`) instead of being merged.
     """
-    return next(_own_weights_faults(model, sends_adapter), None)
-
-
-def _own_weights_faults(model: Any, sends_adapter: bool) -> Iterator[str]:
     for path, module in model.named_modules():
         yield from _rotary_faults(path, module, model.dtype)
     if is_quantized(model):

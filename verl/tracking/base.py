@@ -117,6 +117,16 @@ def short(value: float, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
+HEADLINE = (
+    "eval/accuracy", "eval/score", "eval/loss", "reward/mean", "sft/loss", "preference/loss", "kl/reference_nats",
+)  # fmt: skip
+
+
+def headline(metrics: Mapping[str, float], most: int) -> dict[str, float]:
+    """The metrics of a run that tell most of it, the first ones if it has none of those."""
+    return {name: metrics[name] for name in ([x for x in HEADLINE if x in metrics] or list(metrics))[:most]}
+
+
 def metrics_line(metrics: dict[str, float]) -> str:
     """`reward/mean 0.8125  rollout/response_length_tokens 4`"""
     return "  ".join(f"{key} {short(value)}" for key, value in metrics.items())

@@ -10,7 +10,7 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,15 @@ from typing import Any, BinaryIO
 
 from verl.component import BuildContext, component
 from verl.tracking.base import ContinuedTracker, TrackerDescription
-from verl.utils.external_input import ends_with_partial_line, regular_opener, write_whole
+from verl.utils.external_input import (
+    ExternalInputError,
+    ends_with_partial_line,
+    open_regular,
+    parse_mapping,
+    read_text,
+    regular_opener,
+    write_whole,
+)
 
 KEPT_BYTES = 64 * 2**20  # limit of records that wait for disk space; the oldest are dropped first
 TABLE_BYTES = 256 * 2**20  # limit of a run's tables: `samples/`, `evals/` and `tokens/` together
@@ -223,3 +231,22 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # arrays, tensors and their scalars
         return plain(value.tolist())
     return str(value)
+
+
+def json_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects in a file. Lines that are none, such as half a line at the end, are left out."""
+    try:
+        with open(open_regular(file), "rb") as lines:
+            for line in lines:
+                with contextlib.suppress(ExternalInputError):
+                    yield parse_mapping(line)
+    except OSError as error:
+        _log.warning("%s is not read: %s", file, error)
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """A JSON object; empty if there is none."""
+    try:
+        return parse_mapping(read_text(file, errors="replace"))
+    except (OSError, ExternalInputError):
+        return {}

@@ -12,7 +12,6 @@ import contextlib
 import secrets
 import sys
 import time
-from collections.abc import Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -110,14 +109,11 @@ def _show(tracker: ConsoleTracker, row: dict[str, Any]) -> None:
 
 def _new_lines(file: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
     """The whole lines from an offset on, and the offset behind them."""
-    data = _new_bytes(file, offset)
-    return [*_rows(data)], offset + len(data)
-
-
-def _rows(data: bytes) -> Iterator[dict[str, Any]]:
+    data, rows = _new_bytes(file, offset), []
     for line in data.split(b"\n"):
         with contextlib.suppress(ExternalInputError):
-            yield parse_mapping(line)
+            rows.append(parse_mapping(line))
+    return rows, offset + len(data)
 
 
 def _new_bytes(file: Path, offset: int, most: int | None = None) -> bytes:
