@@ -41,7 +41,7 @@ from verl.compose import schema
 from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults, swept_overrides
 from verl.compose.overrides import Overrides
 from verl.compose.run_start import RunStart
-from verl.compose.schema import ROOTS, conf_dir, group_options, root_keys
+from verl.compose.schema import ROOTS, conf_dir, group_options, own_conf_dirs, root_keys
 from verl.errors import CheckpointError, ConfigError, StorageError, VerlError, WorkerError, root_cause
 from verl.tracking.console import reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG
@@ -210,7 +210,8 @@ def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]
         job = RunStart(config, root, choices, run_dir, rich.get_console(), name, overrides, list(faults))
         if is_sweep:
             job.swept = swept_overrides(sys.argv[1:], running.sweeper, overrides)
-            set_command([*start_message(sys.argv[0]), *_config_dirs(sys.argv[1:]), *overrides])
+            directories = [f"--config-dir={directory}" for directory in own_conf_dirs()]
+            set_command([*start_message(sys.argv[0]), *directories, *overrides])
         try:
             with _clean_end(run_dir), _refused_once(refusals, running.job.num) if is_sweep else nullcontext():
                 try:
@@ -289,13 +290,6 @@ def start_message(script: str, count: int = 1) -> list[str]:
         return [*starter, script]
     words = script.split()
     return words if count == 1 else [*starter, "-m", "verl.cli", *words[1:]]
-
-
-def _config_dirs(arguments: Sequence[str]) -> list[str]:
-    """The arguments that name directories of option groups."""
-    names = ("--config-dir", "-cd")
-    pairs = zip(arguments, ["", *arguments], strict=False)
-    return [word for word, before in pairs if word.partition("=")[0] in names or before in names]
 
 
 @contextmanager
