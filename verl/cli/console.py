@@ -26,6 +26,7 @@ from verl.tracking.console import equal_share, fitting_columns
 from verl.tracking.jsonl import plain
 from verl.utils.external_input import printable
 from verl.utils.memory import out_of_memory_message, refuse_small_address_space
+from verl.utils.redact import redact
 
 FOUND, FAILED = 1, 2
 SHORTEST_CUT = 16  # characters of a cell that is truncated; in less room columns are left out
@@ -66,6 +67,16 @@ def one_line_errors() -> Iterator[None]:
         if (message := out_of_memory_message(error)) is None:
             raise
         fail(message, FAILED)
+
+
+@contextlib.contextmanager
+def faults_reported() -> Iterator[None]:
+    """Print errors of arguments and of saved files with all their lines, with status 2."""
+    try:
+        yield
+    except (VerlError, OSError) as error:
+        echo(redact(str(error)), err=True)
+        raise typer.Exit(FAILED) from error
 
 
 def echo(text: object, err: bool = False, nl: bool = True) -> None:

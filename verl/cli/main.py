@@ -21,7 +21,7 @@ from verl.cli.report.watch import report, watch
 from verl.cli.resume_check import resume_check
 from verl.cli.runs import diff, lineage, runs
 from verl.cli.samples import samples
-from verl.compose.schema import ROOTS
+from verl.compose.schema import ROOTS, RootName
 from verl.errors import ConfigError
 from verl.model_paths.families import family_table, summaries
 from verl.tracking.console import reader_may_leave
@@ -113,14 +113,12 @@ def main(
 
 @app.command("config-schema")
 def config_schema(
-    root: Annotated[str, typer.Argument(help=f"One of {', '.join(ROOTS)}: of main_ROOT.py.")] = "ppo",
+    root: Annotated[RootName, typer.Argument(help="Of main_ROOT.py.")] = "ppo",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it to this file.")] = None,
 ) -> None:
     """Print the JSON schema of a run, for completion and checks of YAML files in an editor (docs/configuration.md)."""
     from verl.compose.schema import json_schema
 
-    if root not in ROOTS:
-        raise typer.BadParameter(f"{root!r} is not a root: expected {', '.join(ROOTS)}.", param_hint="ROOT")
     text = json.dumps(json_schema(root), indent=1) + "\n"
     if output is None:
         echo(text, nl=False)
