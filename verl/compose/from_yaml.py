@@ -5,7 +5,7 @@ short file, overrides -> ComposedConfig       group, name of an option -> compon
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +14,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.component import Description, field_types, hint, nearest
+from verl.component import Description, hint, nearest
 from verl.compose.command_line import parse_overrides
 from verl.compose.compose import apply_values, compose_root
 from verl.compose.overrides import assign, flatten
@@ -114,19 +114,6 @@ def load_rollout(rollout: str | Rollout) -> Rollout:
     return load_option("rollout", rollout)
 
 
-def key_faults(argument: str, keys: Mapping[str, Any], known: Iterable[str]) -> Iterator[str]:
-    """Yield a sentence for each unknown key of a mapping; `argument` is its name.
-
-    >>> list(key_faults("rollout_config", {"temprature": 1.0}, ["temperature", "top_p"]))
-    ['rollout_config.temprature is not a known key. Did you mean temperature?']
-    """
-    known = list(known)
-    for key in keys:
-        if key not in known:
-            listed = f" Known: {', '.join(known)}."
-            yield f"{argument}.{key} is not a known key.{hint(nearest(str(key), known)) or listed}"
-
-
 def described(kind: type[Kind], argument: str, values: Kind | Mapping[str, Any] | None) -> Kind:
     """Make a component from a mapping; a component is returned unchanged.
 
@@ -141,8 +128,5 @@ def described(kind: type[Kind], argument: str, values: Kind | Mapping[str, Any] 
         return values
     if values is not None and not isinstance(values, Mapping):
         raise ConfigError(f"{argument} is {values!r}: expected a mapping of the keys of {kind.__name__}.")
-    values = dict(values or {})
-    if faults := list(key_faults(argument, values, field_types(kind))):
-        raise ConfigError(faults)
     with faults_below(argument):
-        return kind(**values)
+        return kind(**(values or {}))

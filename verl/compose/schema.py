@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hydra.core.config_store import ConfigStore
 from hydra.utils import get_class
@@ -176,6 +176,9 @@ ROOTS = {
         ),
     )
 }
+
+
+RootName = Literal["ppo", "sft", "dpo", "reward_model"]
 
 
 def root_of_run(target: object) -> str:

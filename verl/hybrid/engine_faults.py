@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from verl.compose.from_yaml import key_faults
+from verl.component import hint, nearest
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 
@@ -269,8 +269,9 @@ def read_options(options: Mapping[str, Any], model: Any, tokenizer: Any, prompt_
     Raises:
         ConfigError: an unknown option, an invalid value, or more tokens than the context length.
     """
-    if faults := list(key_faults("generate", options, DEFAULTS)):
-        raise ConfigError(faults)
+    if unknown := [name for name in options if name not in DEFAULTS]:
+        known = f" Known: {', '.join(DEFAULTS)}."
+        raise ConfigError([f"generate.{x} is not a known key.{hint(nearest(x, DEFAULTS)) or known}" for x in unknown])
     config = copy.deepcopy(model.generation_config)
     # Not by `update`, which refuses several greedy samples, and logs what it holds to be ineffective.
     for name, default in DEFAULTS.items():

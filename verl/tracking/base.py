@@ -117,6 +117,7 @@ def short(value: float, digits: int = 4) -> str:
     return f"{value:.{digits}g}"
 
 
+# Metrics that tell most of a run, the most telling first
 HEADLINE = (
     "eval/accuracy", "eval/score", "eval/loss", "reward/mean", "sft/loss", "preference/loss", "kl/reference_nats",
 )  # fmt: skip

@@ -58,7 +58,6 @@ class JsonLinesTracker(ContinuedTracker):
 
     def __init__(self) -> None:
         self._path = Path("metrics.jsonl")
-        self._started = False
         self._sampled: set[int] = set()  # steps with a sample file of this run
         self._metrics, self._tables = _RecordQueue(), _RecordQueue()
         self._table_bytes = 0
@@ -67,14 +66,13 @@ class JsonLinesTracker(ContinuedTracker):
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
         self._path = run_dir / "metrics.jsonl"
-        self._begin, self._started = time.monotonic(), True
+        self._begin = time.monotonic()
         self._table_bytes = sum(file.stat().st_size for name in TABLES for file in run_dir.glob(f"{name}/step_*.jsonl"))
         with open(self._path, "ab+", buffering=0, opener=regular_opener) as file:
             if ends_with_partial_line(file):
                 _append(file, self._path, b"\n")
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        assert self._started, "log before start"
         record = {"step": step, "time_s": round(time.monotonic() - self._begin, 3), **metrics}
         self._metrics.add(_Record(self._path, json_line(record)))
         self._raise_failures()
@@ -113,7 +111,6 @@ class JsonLinesTracker(ContinuedTracker):
         Raises:
             OSError: an earlier call could not write.
         """
-        assert self._started, "a table before start"
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tables")
         self._pending.append(self._thread.submit(call, *args, **options))

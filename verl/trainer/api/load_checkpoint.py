@@ -110,6 +110,7 @@ def _refuse_with_path(point: ResumePoint, identity: Mapping[str, Any]) -> None:
 
 def _verify(point: ResumePoint, chosen: Sequence[str]) -> None:
     reader = CheckpointReader(point.checkpoint)
-    for component in sorted({*chosen, *(["scheduler"] if "optimizer" in chosen else [])}):
+    components: set[str] = {*chosen, *(["scheduler"] if "optimizer" in chosen else [])}
+    for component in sorted(components):
         for entry in reader.files(component):
             reader.check(entry.path)
