@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 
 from model_paths.families import families, largest_gaps, save_family, start_family
 
-from verl.model_paths.check import DECODING, decoding_as
 from verl.model_paths.families import PLAIN, TABLE, FamilyRecord, ModelPaths, family_table
 
 TOLERANCE = 1e-4  # nats
@@ -32,6 +31,20 @@ SCORING = (
     replace(PLAIN, scoring="padded"),
     replace(PLAIN, scoring="right_padded"),
     PLAIN,
+)
+
+
+DECODING = (  # from the fastest to the plainest: cache; prompts padded; rows repeated and dropped; prefix shared
+    ("in_place", True, True, True),
+    ("in_place", True, True, False),
+    ("in_place", False, True, False),
+    ("own", True, True, False),
+    ("own", False, True, False),
+    ("own", True, False, False),
+    ("own", False, False, False),
+    ("none", True, True, False),
+    ("none", False, True, False),
+    ("none", False, False, False),
 )
 
 
@@ -54,7 +67,10 @@ def is_right(path: Path, paths: ModelPaths, field: str) -> bool:
 
 def decodings(paths: ModelPaths) -> Iterator[ModelPaths]:
     """These paths with every way of decoding, from the fastest to the plainest."""
-    yield from (decoding_as(paths, x) for x in (*DECODING, PLAIN) if paths.own_attention or not x.shares_prefix)
+    for cache, pads, rows, prefix in DECODING:
+        if paths.own_attention or not prefix:
+            options = {"pads_prompts": pads, "repeats_rows": rows, "drops_rows": rows, "shares_prefix": prefix}
+            yield replace(paths, cache=cache, **options)  # type: ignore[arg-type]
 
 
 def fastest(path: Path) -> ModelPaths:

@@ -131,15 +131,18 @@ class Traceback(str):
 
     Attributes:
         faults: those of a ConfigError; None for any other exception.
+        refusal: the message of an error in the configuration, a checkpoint or the storage, which tells enough; or None.
     """
 
     faults: list[str] | None
+    refusal: str | None
 
     @classmethod
     def here(cls) -> Traceback:
         """Make it where the exception is handled."""
         error, text = sys.exc_info()[1], cls(traceback.format_exc())
         text.faults = error.faults if isinstance(error, ConfigError) else None
+        text.refusal = str(error) if isinstance(error, (ConfigError, CheckpointError, StorageError)) else None
         return text
 
 

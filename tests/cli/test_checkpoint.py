@@ -25,11 +25,11 @@ from typer.testing import CliRunner
 from verl.checkpoint.commit.fencing import RunLock
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.manager import CheckpointManager
-from verl.cli.checkpoint import informative
 from verl.cli.main import app
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
+from verl.tracking.base import headline
 
 SHARD = "actor/model-00002-of-00003.safetensors"
 
@@ -376,8 +376,8 @@ def test_looking_loads_no_torch(directory):
 
 def test_of_many_metrics_the_list_shows_the_few_that_tell_most():
     many = {f"timing/{i}_s": 0.1 for i in range(40)}
-    assert informative({**many, "reward/mean": 0.5, "eval/accuracy": 0.8}) == {"eval/accuracy": 0.8, "reward/mean": 0.5}
-    assert len(informative(many)) == 3
+    assert headline({**many, "reward/mean": 0.5, "eval/accuracy": 0.8}, 3) == {"eval/accuracy": 0.8, "reward/mean": 0.5}
+    assert len(headline(many, 3)) == 3
 
 
 @pytest.mark.parametrize(

@@ -197,7 +197,7 @@ def test_a_run_that_cannot_be_checked_inside_of_an_episode_is_refused(overrides,
     [
         (["--in-episode", "--root", "sft"], "--in-episode with --root sft: there are no episodes in it."),
         (["--steps", "2", "--at", "2"], "--at is 2: must lie between 1 and --steps 2, less one."),
-        (["--root", "dqn"], "'dqn': expected one of ppo, sft"),
+        (["--root", "dqn"], "'dqn' is not one of 'ppo', 'sft'"),
         (["actor.lr=1"], "the straight run ended with status 2:\nactor.lr is not a known key"),
     ],
 )

@@ -129,7 +129,6 @@ def test_what_this_version_lacks_is_refused_by_name(given, needs):
 @pytest.mark.parametrize(
     ("given", "ours"),
     [
-        ("sharding=fsdp2", "sharding=fsdp"),
         ("actor_rollout.fsdp_config.sharding_strategy=SHARD_GRAD_OP", "sharding.strategy=SHARD_GRAD_OP"),
         ("actor_rollout.fsdp_config.cpu_offload=true", "sharding.cpu_offload=true"),
     ],

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import each_value_once
+from model_paths.families import FAST
 from roles import experience, start_actor, start_critic, weights
 
-from verl.model_paths.families import FAST
 from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.models.tiny import TinyModel
 

@@ -234,7 +234,10 @@ def test_settings_that_cannot_be_are_refused_by_their_keys(dir32):
     assert load(dp_size=2).startswith("hybrid_config.dp_size is 2: it needs 2 processes, and there is 1.")
     assert load(tp_size=0) == "hybrid_config.tp_size is 0: must be at least 1."
     assert "fsdp_sharding is 'HALF': expected" in load(fsdp_sharding="HALF")
-    assert load(tp_sise=2) == "hybrid_config.tp_sise is not a known key. Did you mean tp_size?"
+    assert (
+        load(tp_sise=2)
+        == "hybrid_config.tp_sise is not a known key: HybridConfig has no such field. Did you mean tp_size?"
+    )
     assert "expected a whole number" in load(dp_size="2")
     assert "expected a mapping" in faults_of(HybridActor.from_pretrained, dir32, hybrid_config="NO_SHARD")
 
@@ -313,7 +316,7 @@ def test_what_cannot_be_an_actor_is_refused_in_words(dir32, model32, tmp_path):
     assert "no such directory" in faults_of(HybridActor.from_pretrained, "/nowhere/at/all")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert faults_of(HybridActor.from_pretrained, str(tmp_path)).startswith("from_pretrained.path is ")
-    assert "from_pretrained.dtyp is not a known key. Did you mean dtype?" in faults_of(
+    assert "from_pretrained.dtyp is not a known key: Pretrained has no such field. Did you mean dtype?" in faults_of(
         HybridActor.from_pretrained, dir32, dtyp="bfloat16"
     )
     assert "rollout is 'vlm': this version has" in faults_of(HybridActor, model32.load_causal_lm("cpu"), rollout="vlm")

@@ -15,6 +15,7 @@ import torch
 from roles import start_actor
 
 from verl.errors import ConfigError
+from verl.model_paths.families import family_table
 from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.models.structure import call_model
 from verl.models.tiny import character_tokenizer
@@ -22,6 +23,7 @@ from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 
+FAST = family_table().paths[family_table().families["qwen2"][0].paths]
 PROMPT_TOKENS, NEW_TOKENS, SAMPLES = (5, 30, 75, 90, 20), 24, 3
 CONFIGS: dict[str, dict[str, Any]] = json.loads(Path(__file__).with_name("configs.json").read_text())
 QUERY_OR_KEY = re.compile(r"(q_|k_|query|key|qkv|c_attn|Wqkv|in_proj_qkvz|kv_a|kv_b)")

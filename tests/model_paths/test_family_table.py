@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from model_paths.families import plain_model, save_family
+from model_paths.families import FAST, plain_model, save_family
 from refusals import refusal
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
 
 from verl.model_paths import check
 from verl.model_paths.check import finding_for, paths_for
-from verl.model_paths.families import FAST, PLAIN, UNTRIED, family_table
+from verl.model_paths.families import PLAIN, UNTRIED, family_table
 from verl.models.model_stats import known_shapes
 from verl.models.pretrained import Pretrained
 from verl.models.structure import call_model

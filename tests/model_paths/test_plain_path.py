@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from model_paths.families import FAST
 from random_models import save_random_model
 from refusals import refusal
 from roles import experience, gap_from_plain_rows, start_actor, start_critic
 
 from verl.component import component
 from verl.model_paths.check import paths_for
-from verl.model_paths.families import FAST, PLAIN
+from verl.model_paths.families import PLAIN
 from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout
 

@@ -332,7 +332,8 @@ def test_a_copy_has_memory_and_facts_of_its_own_and_requires_gradients_where_its
 
 def test_tensors_that_are_no_rows_of_numbers_are_refused_when_a_batch_is_made():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    for tensor in (torch.eye(2).to_sparse(), nested, torch.empty(2, dtype=torch.uint4)):
+    others = [torch.empty(2, dtype=kind) for kind in (torch.uint4, torch.uint16, torch.complex64)]
+    for tensor in (torch.eye(2).to_sparse(), nested, *others):
         with refusal("x", kind=DataProtoValidationError):
             DataProto.from_dict({"x": tensor})
     for name in (3, None, "\ud800"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import subprocess
 from collections.abc import Iterator
@@ -70,7 +69,7 @@ def fit(model, disk: Path, full_from: int, free_from: int | None, **options):
     reward = FillingReward(disk=str(disk), full_from=full_from, free_from=free_from)
     settings = {"total_steps": 8, "eval_interval": 1, "eval_samples": 0, "eval_before": False} | options
     run = ppo_run(model, GRPO_ALGORITHM, critic=None, reward=reward, data=Prompts(), tracker=trackers, **settings)
-    undo = setup_logging(disk / "run", console_level=logging.ERROR)
+    undo = setup_logging(disk / "run")
     try:
         with run.build(BuildContext(run_dir=disk / "run")) as trainer:
             return trainer.fit()

@@ -90,14 +90,6 @@ def test_a_set_up_within_another_replaces_it_until_undone(tmp_path, screen):
     assert "within" not in (tmp_path / "outer" / "run.log").read_text()
 
 
-def test_the_console_level_does_not_thin_out_the_file(tmp_path, screen):
-    undo = setup_logging(tmp_path, console_level="ERROR")
-    logging.getLogger("verl.x").info("quiet")
-    undo()
-    assert screen.getvalue() == ""
-    assert "quiet" in (tmp_path / "run.log").read_text()
-
-
 def test_a_handler_of_the_user_stays(tmp_path, screen):
     logger, stream = logging.getLogger("verl"), io.StringIO()
     mine = logging.StreamHandler(stream)

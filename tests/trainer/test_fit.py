@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 
 import pytest
 from refusals import refusal
@@ -24,7 +23,7 @@ from verl.workers.actor import Actor
 
 def test_a_run_evaluates_before_during_and_after_and_says_what_it_did(model32, tmp_path):
     run = ppo_run(model32, total_steps=5, eval_interval=2, eval_samples=3, tracker=JSONL)
-    undo = setup_logging(tmp_path, console_level=logging.ERROR)
+    undo = setup_logging(tmp_path)
     try:
         result = fit(run, tmp_path)
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
 
@@ -33,7 +32,6 @@ from verl.checkpoint.retention import Retention, clean, plan
 from verl.cli.checkpoint_report import as_json, print_comparison, print_inspection
 from verl.cli.console import (
     FOUND,
-    command,
     counted,
     duration,
     echo,
@@ -45,6 +43,7 @@ from verl.cli.console import (
 )
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, CheckpointUnsupported, ConfigError
 from verl.storage.config import is_address, storage_at
+from verl.tracking.base import headline
 from verl.utils.directories import TemporaryDirectory
 from verl.utils.external_input import write_text
 
@@ -91,13 +90,12 @@ def remote_summaries(address: str, level: Level = "quick") -> list[CheckpointSum
 ADAPTER_CONFIG = "adapter_config.json"
 app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Inspect, verify, pin, clean and export checkpoints.")
 PATH = "A checkpoint, a directory of checkpoints, its `latest`, or the directory of a run."
-TELLING = ("eval/accuracy", "eval/loss", "reward/mean", "sft/loss", "preference/loss")
-MOST_METRICS = 3
+MOST_METRICS = 3  # of several dozen
 Path_ = Annotated[str, typer.Argument(metavar="PATH", help=PATH)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, for scripts.")]
 
 
-@command(app, "pull")
+@app.command("pull")
 def pull(
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help=ADDRESS)],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory for checkpoints; created if missing.")],
@@ -111,7 +109,7 @@ def pull(
         echo(f"{checkpoint.directory}: step {checkpoint.step}, {size(checkpoint.num_bytes)}")
 
 
-@command(app, "push")
+@app.command("push")
 def push(
     path: Annotated[str, typer.Argument(metavar="PATH", help="A checkpoint, or a directory of them.")],
     address: Annotated[str, typer.Argument(metavar="ADDRESS", help=ADDRESS)],
@@ -132,46 +130,38 @@ def push(
             echo(f"{checkpoint.name} is in {store.address}: {size(pushed.sent_bytes)} sent")
 
 
-@command(app, "ls")
+@app.command("ls")
 def list_checkpoints(path: Path_ = ".", json: Json = False) -> None:
     """List checkpoints in order of publication; (*) marks the one that a run would resume from."""
     if is_address(path):
-        _list(path, remote_summaries(path), json)
-        return
-    try:
-        listed = _summaries(resolve_path(path))
-    except CheckpointNotFound:
-        parent = Path(path).expanduser().absolute()
-        below = [ResolvedPath(directory) for directory in directories_below(parent)] if parent.is_dir() else []
-        if not below:
-            raise
+        listings = {path: remote_summaries(path)}
     else:
-        _list(path, listed, json)
-        return
+        try:
+            listings = {path: _summaries(resolve_path(path))}
+        except CheckpointNotFound:
+            parent = Path(path).expanduser().absolute()
+            below = directories_below(parent) if parent.is_dir() else []
+            listings = {f"{directory}": _summaries(ResolvedPath(directory)) for directory in below}
+            if not listings:
+                raise
     if json:
-        print_json([summary.to_json() for where in below for summary in _summaries(where)])
+        print_json([summary.to_json() for listed in listings.values() for summary in listed])
         return
-    for where in below:
-        typer.echo(f"{where.directory}:")
-        _list(str(where.directory), _summaries(where), json)
+    for directory, listed in listings.items():
+        if directory != path:
+            echo(f"{directory}:")
+        if not listed:
+            echo(f"{directory} holds no checkpoint yet")
+            continue
+        print_table(
+            ["", "checkpoint", "step", "epoch", "saved", "size", "adds", "metrics", "state"],
+            [_row(summary) for summary in listed],
+            right=["step", "epoch", "size", "adds"],
+            drop=["adds", "epoch", "metrics", "size", "saved"],
+        )
 
 
-def _list(path: str, listed: list[CheckpointSummary], json: bool) -> None:
-    if json:
-        print_json([summary.to_json() for summary in listed])
-        return
-    if not listed:
-        echo(f"{path} holds no checkpoint yet")
-        return
-    print_table(
-        ["", "checkpoint", "step", "epoch", "saved", "size", "adds", "metrics", "state"],
-        [_row(summary) for summary in listed],
-        right=["step", "epoch", "size", "adds"],
-        drop=["adds", "epoch", "metrics", "size", "saved"],
-    )
-
-
-@command(app, "inspect")
+@app.command("inspect")
 def inspect(
     path: Path_,
     tensors: Annotated[
@@ -197,7 +187,7 @@ def inspect(
     raise typer.Exit(0 if summary.status == "complete" else FOUND)
 
 
-@command(app, "verify")
+@app.command("verify")
 def verify(
     path: Path_,
     full: Annotated[bool, typer.Option("--full", help="Hash every byte; names the file and the tensor.")] = False,
@@ -222,7 +212,7 @@ def verify(
     raise typer.Exit(0 if verified and all(summary.status == "complete" for summary in verified) else FOUND)
 
 
-@command(app, "diff")
+@app.command("diff")
 def diff(
     first: Annotated[str, typer.Argument(metavar="A", help=PATH)],
     second: Annotated[str, typer.Argument(metavar="B", help=PATH)],
@@ -246,7 +236,7 @@ def diff(
     raise typer.Exit(FOUND if differences else 0)
 
 
-@command(app, "health")
+@app.command("health")
 def health(
     path: Annotated[str, typer.Argument(metavar="DIR", help=PATH)],
     max_age: Annotated[
@@ -289,12 +279,6 @@ def _summaries(where: ResolvedPath, level: Level = "quick") -> list[CheckpointSu
     return summaries(store, where.name, level) or [summary_of(store.disk, where.directory / where.name, level)]
 
 
-def informative(metrics: Mapping[str, float]) -> dict[str, float]:
-    """The most informative metrics of a checkpoint, at most three of several dozen."""
-    chosen = [name for name in TELLING if name in metrics]
-    return {name: metrics[name] for name in (chosen or list(metrics))[:MOST_METRICS]}
-
-
 def _row(summary: CheckpointSummary) -> list[object]:
     checkpoint = summary.checkpoint
     mark = "*" if summary.is_newest else ""
@@ -306,7 +290,7 @@ def _row(summary: CheckpointSummary) -> list[object]:
     if checkpoint is None:
         return [mark, summary.name, "", "", "", "", "", "", state]
     manifest = checkpoint.manifest
-    metrics = " ".join(f"{name}={value:.4g}" for name, value in informative(manifest.metrics).items())
+    metrics = " ".join(f"{name}={value:.4g}" for name, value in headline(manifest.metrics, MOST_METRICS).items())
     sizes = [_size(summary), size(summary.added_bytes)]
     return [mark, summary.name, manifest.step, summary.state.get("epoch"), manifest.saved_at, *sizes, metrics, state]
 
@@ -315,7 +299,7 @@ def _size(summary: CheckpointSummary) -> str:
     return size(summary.checkpoint.num_bytes) if summary.checkpoint else ""
 
 
-@command(app, "pin")
+@app.command("pin")
 def pin(
     path: Path_,
     reason: Annotated[str, typer.Option("--reason", help="Shown by ls.")] = "",
@@ -328,7 +312,7 @@ def pin(
     echo(f"pinned {store.directory / name}")
 
 
-@command(app, "unpin")
+@app.command("unpin")
 def unpin(path: Path_) -> None:
     """Remove the pin of a checkpoint."""
     try:
@@ -344,7 +328,7 @@ def unpin(path: Path_) -> None:
     echo(f"unpinned {store.directory / name}")
 
 
-@command(app, "gc")
+@app.command("gc")
 def collect(
     path: Path_,
     keep_last_n: Annotated[int | None, typer.Option(help="Keep this many of those published last; else all.")] = None,
@@ -382,7 +366,7 @@ def collect(
     echo(f"{verb} {size(cleaning.freed_bytes)}")
 
 
-@command(app, "export")
+@app.command("export")
 def export(
     path: Path_,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that does not exist yet.")],

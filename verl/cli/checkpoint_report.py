@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from collections.abc import Iterator
 from typing import Annotated, Any
 
@@ -25,19 +26,13 @@ from verl.checkpoint.core.manifest import LogicalTensor
 from verl.checkpoint.describe import CheckpointSummary, components
 from verl.checkpoint.read.compare import CheckpointDifference
 from verl.checkpoint.read.discovery import CheckpointDirectory, resolve_path
-from verl.cli.console import FOUND, command, counted, echo, fail, print_json, print_table, size
+from verl.cli.console import FOUND, counted, echo, fail, one_line_errors, print_json, print_table, size
+from verl.tracking.base import headline
+from verl.tracking.console import reader_may_leave
 
 FIRST_TENSORS = 4  # shown per component without --tensors
 OUTLINE_DEPTH, LARGEST_DICT = 2, 12  # of trainer_state.json without --state
-FIRST_METRICS = (
-    "eval/accuracy",
-    "eval/score",
-    "eval/loss",
-    "reward/mean",
-    "sft/loss",
-    "preference/loss",
-    "kl/reference_nats",
-)
+FIRST_METRICS = 7
 LONGEST_LIST = 4
 LONGEST_TEXT = 80
 SHOWN_ABOVE = (
@@ -109,7 +104,7 @@ def print_comparison(
     """Print two checkpoints side by side, then all differences."""
     rows = [[title, *(getattr(checkpoint.manifest, name) for checkpoint in (one, two))] for title, name in SIDE_BY_SIDE]
     print_table(["", one.name, two.name], rows)
-    _print_different_tensors([d for d in differences if d.kind == "tensor"], with_numbers)
+    _print_different([d for d in differences if d.kind == "tensor"], "tensors", with_numbers)
     _print_different([d for d in differences if d.kind == "file"], "files")
     _print_different([d for d in differences if d.kind == "key"], "settings and state")
     same = "the same tensors, files and settings" if not differences else counted(len(differences), "difference")
@@ -153,8 +148,7 @@ def _head(summary: CheckpointSummary) -> Iterator[tuple[str, str]]:
     yield "saved", f"{manifest.saved_at} by run {manifest.run_id or '(no name)'}, publication {manifest.sequence}"
     yield "written by", f"verl {manifest.verl_version}, format {manifest.version}"
     if manifest.metrics:
-        shown = {name: manifest.metrics[name] for name in FIRST_METRICS if name in manifest.metrics}
-        shown = shown or dict(list(manifest.metrics.items())[:4])
+        shown = headline(manifest.metrics, FIRST_METRICS)
         more = len(manifest.metrics) - len(shown)
         text = ", ".join(f"{name} {value:.6g}" for name, value in shown.items())
         yield "metrics", text + (f", and {more} more (--json)" if more else "")
@@ -186,29 +180,17 @@ def _print_tensors(tensors: list[LogicalTensor], all_of_them: bool) -> None:
     print_table(["component", "tensor", "type", "shape", "slices"], rows, right=["slices"])
 
 
-def _print_different_tensors(tensors: list[CheckpointDifference], with_numbers: bool) -> None:
-    if not tensors:
+def _print_different(differences: list[CheckpointDifference], title: str, with_numbers: bool = False) -> None:
+    if not differences:
         return
-    counts: dict[str, int] = {}
-    for tensor in tensors:
-        counts[tensor.component] = counts.get(tensor.component, 0) + 1
-    shown = ", ".join(f"{name}: {count}" for name, count in sorted(counts.items()))
-    echo(f"\ntensors that differ ({shown})")
-    columns = ["component", "tensor", "A", "B"] + (["largest difference"] if with_numbers else [])
-    rows = [[t.component, t.name, t.first, t.second] + ([_number(t)] if with_numbers else []) for t in tensors]
-    print_table(columns, rows, right=["largest difference"])
-
-
-def _print_different(differences: list[CheckpointDifference], title: str) -> None:
-    if differences:
-        echo(f"\n{title} that differ")
-        print_table(
-            ["in", "name", "A", "B"], [[d.component, d.name, _short(d.first), _short(d.second)] for d in differences]
-        )
-
-
-def _number(difference: CheckpointDifference) -> str:
-    return "" if difference.max_abs is None else f"{difference.max_abs:.4g}"
+    counts = Counter(difference.component for difference in differences)
+    echo(f"\n{title} that differ ({', '.join(f'{name}: {count}' for name, count in sorted(counts.items()))})")
+    columns, rows = ["component", "name", "A", "B"], []
+    for d in differences:
+        rows.append([d.component, d.name, _short(d.first), _short(d.second)])
+        if with_numbers:
+            rows[-1].append("" if d.max_abs is None else f"{d.max_abs:.4g}")
+    print_table([*columns, *["largest difference"] * with_numbers], rows, right=["largest difference"])
 
 
 def _short(value: Any) -> str:
@@ -223,7 +205,9 @@ def _short(value: Any) -> str:
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@command(app, "verl-checkpoint-compat")
+@app.command("verl-checkpoint-compat")
+@reader_may_leave()
+@one_line_errors()
 def compat(
     path: Annotated[str, typer.Argument(metavar="DIR", help="Checkpoints, or one of them.")],
     moving_from: Annotated[str, typer.Option("--from", metavar="VERSION", help="Of verl, that saved them: v0.1.0.")],

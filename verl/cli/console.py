@@ -8,29 +8,28 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import os
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import typer
 
 from verl.compose.schema import set_own_conf_dirs
 from verl.errors import BadCheckpoint, ConfigError, VerlError, end_cut
-from verl.tracking.console import equal_share, fitting_columns, reader_may_leave
+from verl.tracking.console import equal_share, fitting_columns
 from verl.tracking.jsonl import plain
 from verl.utils.external_input import printable
 from verl.utils.memory import out_of_memory_message, refuse_small_address_space
+from verl.utils.redact import redact
 
 FOUND, FAILED = 1, 2
 SHORTEST_CUT = 16  # characters of a cell that is truncated; in less room columns are left out
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 def _use_groups(context: typer.Context, directory: Path | None) -> Path | None:
@@ -54,21 +53,6 @@ _UNITS_S = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
 
 
-def command(app: typer.Typer, name: str) -> Callable[[F], F]:
-    """Register a command; errors of verl are printed as one line with an exit status, without traceback."""
-
-    def register(function: F) -> F:
-        @functools.wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with reader_may_leave(), one_line_errors():
-                return function(*args, **kwargs)
-
-        app.command(name)(run)
-        return function
-
-    return register
-
-
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
     """Print errors as one line: status 1 for a bad checkpoint, 2 if the command could not run."""
@@ -83,6 +67,16 @@ def one_line_errors() -> Iterator[None]:
         if (message := out_of_memory_message(error)) is None:
             raise
         fail(message, FAILED)
+
+
+@contextlib.contextmanager
+def faults_reported() -> Iterator[None]:
+    """Print errors of arguments and of saved files with all their lines, with status 2."""
+    try:
+        yield
+    except (VerlError, OSError) as error:
+        echo(redact(str(error)), err=True)
+        raise typer.Exit(FAILED) from error
 
 
 def echo(text: object, err: bool = False, nl: bool = True) -> None:

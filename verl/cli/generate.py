@@ -9,8 +9,6 @@ import dataclasses
 import json
 import logging
 import re
-import signal
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,12 +16,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl.cli.console import CONFIG_DIR, echo, print_table
-from verl.errors import ConfigError, VerlError
+from verl.cli.console import CONFIG_DIR, echo, faults_reported, print_table
+from verl.errors import ConfigError
 from verl.storage.config import is_address
 from verl.tracking.base import short
 from verl.utils.directories import TemporaryDirectory
-from verl.utils.signals import termination_signals
+from verl.utils.signals import orderly_termination
 
 if TYPE_CHECKING:
     from verl.compose.load_policy import SavedPolicy
@@ -181,19 +179,6 @@ def running(
         yield trainer
 
 
-@contextmanager
-def faults_reported() -> Iterator[None]:
-    """Print errors of arguments and of saved files as a message, with status 2."""
-    try:
-        yield
-    except (VerlError, OSError) as error:
-        echo(str(error), err=True)
-        raise typer.Exit(2) from error
-    except MemoryError as error:
-        echo("There is not enough memory for this; see `ulimit -v`.", err=True)
-        raise typer.Exit(2) from error
-
-
 def serve_policy(
     path: Annotated[str, PATH],
     overrides: Annotated[list[str] | None, OVERRIDES] = None,
@@ -233,17 +218,10 @@ def serve_policy(
             trained_on_texts(saved) if text is None else text,
         )  # fmt: skip
         echo(f"{saved.description} at {server.url}")
-        # serve_forever cannot be stopped from a handler of its own thread
-        ends = (signal.SIGINT, *termination_signals())
-        before = [
-            signal.signal(number, lambda *_: threading.Thread(target=server.shutdown, daemon=True).start())
-            for number in ends
-        ]
         try:
-            server.serve_forever(poll_interval=0.1)
+            with contextlib.suppress(KeyboardInterrupt), orderly_termination():
+                server.serve_forever(poll_interval=0.1)
         finally:
-            for number, handler in zip(ends, before, strict=True):
-                signal.signal(number, handler)
             server.server_close()
             server.endpoint.close()
 

@@ -21,7 +21,7 @@ from verl.cli.report.watch import report, watch
 from verl.cli.resume_check import resume_check
 from verl.cli.runs import diff, lineage, runs
 from verl.cli.samples import samples
-from verl.compose.schema import ROOTS
+from verl.compose.schema import ROOTS, RootName
 from verl.errors import ConfigError
 from verl.model_paths.families import family_table, summaries
 from verl.tracking.console import reader_may_leave
@@ -60,9 +60,9 @@ def print_families(names: Sequence[str] = ()) -> None:
 
 
 class _Commands(TyperGroup):
-    """A command group in which a component's `exit()` does not determine the exit status.
+    """A command group whose errors are one line and an exit status, which a component's `exit()` does not determine.
 
-    The commands that train handle exits, signals and threads themselves (`entry_point` in compose/launch.py).
+    The commands that train handle errors, exits, signals and threads themselves (`entry_point` in compose/launch.py).
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -72,7 +72,7 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         if ctx.meta["trains"]:
             return super().invoke(ctx)
-        with component_exits(), reader_may_leave():
+        with component_exits(), reader_may_leave(), one_line_errors():
             return super().invoke(ctx)
 
 
@@ -113,20 +113,17 @@ def main(
 
 @app.command("config-schema")
 def config_schema(
-    root: Annotated[str, typer.Argument(help=f"One of {', '.join(ROOTS)}: of main_ROOT.py.")] = "ppo",
+    root: Annotated[RootName, typer.Argument(help="Of main_ROOT.py.")] = "ppo",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it to this file.")] = None,
 ) -> None:
     """Print the JSON schema of a run, for completion and checks of YAML files in an editor (docs/configuration.md)."""
     from verl.compose.schema import json_schema
 
-    if root not in ROOTS:
-        raise typer.BadParameter(f"{root!r} is not a root: expected {', '.join(ROOTS)}.", param_hint="ROOT")
     text = json.dumps(json_schema(root), indent=1) + "\n"
     if output is None:
         echo(text, nl=False)
         return
-    with one_line_errors():
-        output.write_text(text)
+    output.write_text(text)
 
 
 @app.command()
@@ -154,8 +151,7 @@ def env(
     if family and not models:
         raise typer.BadParameter("FAMILY needs --models.", param_hint="FAMILY")
     if models:
-        with one_line_errors():
-            print_families(family or ())
+        print_families(family or ())
         return
     try:
         met = check_env(tuple(backend), exit_on_failure=False) if backend else check_env(exit_on_failure=False)

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from verl.cli.console import CONFIG_DIR, FAILED, FOUND, echo
-from verl.compose.schema import ROOTS
+from verl.cli.console import CONFIG_DIR, FOUND, echo, faults_reported
+from verl.compose.schema import ROOTS, RootName
 from verl.errors import ConfigError, VerlError
-from verl.utils.redact import redact
 
 if TYPE_CHECKING:
     from verl.trainer.plan.async_plan import AsyncPlan
@@ -47,7 +46,7 @@ def plan(
     ] = None,
     config_dir: Annotated[Path | None, CONFIG_DIR] = None,
     sft: Annotated[bool, typer.Option("--sft", help="Plan a run of `verl sft`; the same as --root sft.")] = False,
-    root: Annotated[str, typer.Option(help=f"Plan a run of this root: {', '.join(ROOTS)}.")] = "ppo",
+    root: Annotated[RootName, typer.Option(help="Plan a run of this root.")] = "ppo",
     asynchronous: Annotated[
         bool, typer.Option("--async", help="Also simulate trainer.mode=async: speed, idle shares, staleness.")
     ] = False,
@@ -66,21 +65,16 @@ def plan(
 
     Of models only config.json is read. The exit status is 1 if the run does not fit its devices.
     """
-    if root not in ROOTS:
-        raise typer.BadParameter(f"{root!r}: expected one of {', '.join(ROOTS)}.", param_hint="--root")
     words = list(overrides or [])
     named = [word.removeprefix(DEVICE) for word in words if word.startswith(DEVICE)]
     words = [word for word in words if not word.startswith(DEVICE)]
-    try:
+    with faults_reported():
         run = _validated("sft" if sft else root, words, config_dir)
         rates = _rates(run, device or (named[-1] if named else None), measure)
         run_plan = _planned(run, rates, exact, response_tokens, upload_mib_s)
         if asynchronous:
             simulated = _simulated(run, run_plan, records, lengths, response_tokens, calls=tool_calls, latency_s=tool_s)
             run_plan = replace(run_plan, asynchronous=simulated)
-    except (VerlError, OSError) as error:  # prints all faults as the training commands do
-        echo(redact(str(error)), err=True)
-        raise typer.Exit(FAILED) from error
     if as_json:
         echo(json.dumps(run_plan.to_json(), indent=2))
     else:

@@ -14,7 +14,6 @@ k + 1.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import subprocess
@@ -29,12 +28,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from verl.cli.console import CONFIG_DIR, echo
-from verl.compose.schema import ROOTS
-from verl.errors import ConfigError
+from verl.cli.console import CONFIG_DIR, echo, faults_reported
+from verl.compose.schema import ROOTS, RootName
+from verl.errors import ConfigError, VerlError
+from verl.tracking.jsonl import json_lines
 from verl.utils.child_process.process import reap
 from verl.utils.directories import TemporaryDirectory
-from verl.utils.external_input import read_text
 from verl.utils.progress import STARTER_VARIABLE, Progress, ProgressWatch
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ SCHEDULE = "schedule.jsonl"
 COMMAND = (sys.executable, "-m", "verl.cli")
 
 
-class RunFailed(Exception):
+class RunFailed(VerlError):
     """A run of the check failed; has the end of its output."""
 
 
@@ -234,7 +233,7 @@ def _num_answers(launcher: RunLauncher, saved_in: str, step: int) -> int:
 
 def _check_journal_use(resumed: Path) -> None:
     """Print what became of the interrupted episodes, and refuse those that were begun anew: they need not be equal."""
-    lines = [json.loads(text) for text in read_text(resumed / "metrics.jsonl").splitlines()]
+    lines = [*json_lines(resumed / "metrics.jsonl")]
     names = ("reused", "replayed", "restarted")
     counts = {name: sum(int(line.get(f"episode/journal_{name}", 0)) for line in lines) for name in names}
     echo(f"  answers of the journal: {', '.join(f'{count} {name}' for name, count in counts.items())}")
@@ -252,7 +251,7 @@ def resume_check(
         list[str] | None, typer.Argument(help="Overrides of all runs: experiment=..., KEY=VALUE.")
     ] = None,
     config_dir: Annotated[Path | None, CONFIG_DIR] = None,
-    root: Annotated[str, typer.Option(help=f"One of {', '.join(ROOTS)}.")] = "ppo",
+    root: Annotated[RootName, typer.Option(help="What is trained.")] = "ppo",
     steps: Annotated[int, typer.Option(help="Steps of the whole run.")] = 4,
     at: Annotated[
         int | None, typer.Option(help="Stop and resume after this step; half of the steps by default.")
@@ -277,18 +276,12 @@ def resume_check(
     overrides = [*([] if config_dir is None else [f"--config-dir={config_dir}"]), *(overrides or ())]
     layout = [] if to_sharding is None else [f"sharding={to_sharding}"]
     layout += [] if processes is None else [f"trainer.n_gpus_per_node={processes}"]
-    if root not in ROOTS:
-        raise typer.BadParameter(f"{root!r}: expected one of {', '.join(ROOTS)}.", param_hint="--root")
-    try:
-        with _directory(keep) as directory:
-            launcher = RunLauncher(root=root, steps=steps, directory=directory, overrides=overrides, timeout_s=timeout)
-            near = (TOLERANCE if layout else 0.0) if tolerance is None else tolerance
-            stop_after = steps // 2 if at is None else at
-            differences, compared = check_resume(launcher, stop_after, layout, near, in_episode)
-            echo("\n".join(f"DIFFERS: {line}" for line in differences) if differences else f"OK: {compared}")
-    except (ConfigError, RunFailed) as error:
-        echo(str(error), err=True)
-        raise typer.Exit(2) from error
+    with faults_reported(), _directory(keep) as directory:
+        launcher = RunLauncher(root=root, steps=steps, directory=directory, overrides=overrides, timeout_s=timeout)
+        near = (TOLERANCE if layout else 0.0) if tolerance is None else tolerance
+        stop_after = steps // 2 if at is None else at
+        differences, compared = check_resume(launcher, stop_after, layout, near, in_episode)
+        echo("\n".join(f"DIFFERS: {line}" for line in differences) if differences else f"OK: {compared}")
     raise typer.Exit(1 if differences else 0)
 
 

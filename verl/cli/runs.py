@@ -16,23 +16,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-import yaml
 
 from verl.checkpoint.commit.fencing import LockHolder, RunLock
-from verl.checkpoint.read.discovery import RUN_LOCK, RunPointer, read_pointer
+from verl.checkpoint.read.discovery import RUN_LOCK
 from verl.cli.console import (
     FOUND,
     counted,
     duration,
     echo,
-    one_line_errors,
     parse_duration,
     print_json,
     print_table,
     size,
 )
-from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError, end_cut
-from verl.tracking.base import short
+from verl.cli.report.read import last_start, pointer_of, read_yaml, run_status
+from verl.errors import ConfigError, end_cut
+from verl.tracking.base import HEADLINE, short
+from verl.trainer.state.lineage import forest, read_events
 from verl.utils.external_input import ExternalInputError, open_regular, parse_as, parse_mapping, printable, read_text
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 
 ROOTS = (Path("outputs"), Path("multirun"))
 CHECKPOINTS = Path("checkpoints")  # default directory of checkpoints, with the lineage of runs
-HEADLINE = ("reward/mean", "sft/loss", "preference/loss", "eval/accuracy", "eval/loss")  # metrics of the table
 TAIL_BYTES = 2**18  # of metrics.jsonl, in which the last value of each metric is looked for
 SHOWN_CHARACTERS = 60  # of a value that differs
 SHOWN = 6  # limit for configuration differences and for removed checkpoints
@@ -91,22 +90,21 @@ def runs(
     --prune removes directories of runs. It keeps a run that is running, a run or checkpoint that another run was
     resumed from, and weights that another run names. Checkpoints elsewhere stay.
     """
-    with one_line_errors():
-        if directory is not None and not directory.is_dir():
-            raise ConfigError(f"{directory}: no such directory. Give the directory of a run, or one above.")
-        if as_json and prune:
-            raise ConfigError("--json prints the runs and --prune asks before it removes some: give one of the two.")
-        roots = [root for root in ([directory] if directory else ROOTS) if root.is_dir()]
-        if prune:
-            _prune(roots, parse_duration(older_than, "--older-than"), yes)
-            return
-        listed = list_runs(roots)
-        if as_json:
-            print_json([run.as_json() for run in listed])
-        elif listed:
-            _print(listed)
-        else:
-            echo(f"There are no runs below {' or '.join(map(str, roots or ROOTS))}.")
+    if directory is not None and not directory.is_dir():
+        raise ConfigError(f"{directory}: no such directory. Give the directory of a run, or one above.")
+    if as_json and prune:
+        raise ConfigError("--json prints the runs and --prune asks before it removes some: give one of the two.")
+    roots = [root for root in ([directory] if directory else ROOTS) if root.is_dir()]
+    if prune:
+        _prune(roots, parse_duration(older_than, "--older-than"), yes)
+        return
+    listed = list_runs(roots)
+    if as_json:
+        print_json([run.as_json() for run in listed])
+    elif listed:
+        _print(listed)
+    else:
+        echo(f"There are no runs below {' or '.join(map(str, roots or ROOTS))}.")
 
 
 def list_runs(roots: Sequence[Path]) -> list[ListedRun]:
@@ -133,24 +131,15 @@ def _is_run(names: Sequence[str]) -> bool:
 
 
 def _listed(directory: Path) -> ListedRun:
-    from verl.cli.report.read import last_start, run_status
-
     step, metrics = last_metrics(directory / "metrics.jsonl")
     size_bytes, updated = _size_and_time(directory)
     events = last_start(directory)
     run = ListedRun(directory, run_status(directory, events), step, metrics, updated, size_bytes)
-    if (pointer := _pointer(directory)) is not None:
+    if (pointer := pointer_of(directory)) is not None:
         run.run_ids = [pointer.run_id, *pointer.earlier]
     if started := [event for event in events if event["event"] == "run"]:
         run.parent = started[-1].get("parent")
     return run
-
-
-def _pointer(run_dir: Path) -> RunPointer | None:
-    try:
-        return read_pointer(run_dir)
-    except (CheckpointNotFound, BadCheckpoint, OSError):
-        return None
 
 
 def _size_and_time(directory: Path) -> tuple[int, float]:
@@ -217,8 +206,7 @@ def _removable(roots: Sequence[Path], older_than_s: float) -> tuple[list[ListedR
     chosen = [run for run in listed if run.status != "running" and time.time() - run.updated >= older_than_s]
     events, configs = _all_events(roots, [*listed, *others]), {}
     for run in (*listed, *others):
-        with contextlib.suppress(OSError, yaml.YAMLError, ValueError, RecursionError):
-            configs[run.directory] = str(yaml.safe_load(read_text(run.directory / "config.yaml", errors="replace")))
+        configs[run.directory] = str(read_yaml(run.directory / "config.yaml"))
     reasons: dict[Path, str] = {}
     while True:  # a run that stays may need others
         removed = [run for run in chosen if run.directory not in reasons]
@@ -231,9 +219,7 @@ def _removable(roots: Sequence[Path], older_than_s: float) -> tuple[list[ListedR
 
 def _all_events(roots: Sequence[Path], listed: Sequence[ListedRun]) -> list[dict[str, Any]]:
     """Starts of runs recorded below some directories, in the default directory, and wherever a listed run saves."""
-    from verl.trainer.state.lineage import read_events
-
-    pointers = [(run.directory, pointer) for run in listed if (pointer := _pointer(run.directory)) is not None]
+    pointers = [(run.directory, pointer) for run in listed if (pointer := pointer_of(run.directory)) is not None]
     saved = [place for directory, pointer in pointers for place in pointer.places(directory.absolute())[:2]]
     directories = {path.resolve() for path in (*roots, *ROOTS, CHECKPOINTS, *saved) if path.is_dir()}
     return [event for path in directories for event in read_events(path) if event["event"] == "run"]
@@ -313,13 +299,12 @@ def diff(
     """
     from verl.trainer.state.compare_runs import compare_runs
 
-    with one_line_errors():
-        comparison = compare_runs(first, second)
-        if as_json:
-            print_json({"equal": comparison.is_equal, **asdict(comparison)})
-        else:
-            _print_comparison(comparison)
-        raise typer.Exit(0 if comparison.is_equal else FOUND)
+    comparison = compare_runs(first, second)
+    if as_json:
+        print_json({"equal": comparison.is_equal, **asdict(comparison)})
+    else:
+        _print_comparison(comparison)
+    raise typer.Exit(0 if comparison.is_equal else FOUND)
 
 
 def _print_comparison(comparison: RunComparison) -> None:
@@ -330,13 +315,8 @@ def _print_comparison(comparison: RunComparison) -> None:
             continue
         echo(f"{section:<13}{f'{len(changed)} differ' if changed else 'equal'}")
         for path, values in changed.items():
-            echo(f"  {path}: {' -> '.join(map(_value, values))}")
+            echo(f"  {path}: {' -> '.join(map(_shown, values))}")
     echo(f"{'metrics':<13}{comparison.metrics or 'equal'}")
-
-
-def _value(value: Any) -> str:
-    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
-    return end_cut(text, SHOWN_CHARACTERS)
 
 
 def lineage(
@@ -344,12 +324,9 @@ def lineage(
     as_json: Annotated[bool, typer.Option("--json", help="Nested objects instead of a tree.")] = False,
 ) -> None:
     """Show the tree of runs and checkpoints in a directory and below it."""
-    from verl.trainer.state.lineage import forest
-
-    with one_line_errors():
-        if not directory.is_dir():
-            raise ConfigError(f"{directory}: no such directory. Give the directory of checkpoints, or one above it.")
-        _print_forest(directory, forest(directory), as_json)
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: no such directory. Give the directory of checkpoints, or one above it.")
+    _print_forest(directory, forest(directory), as_json)
 
 
 def _print_forest(directory: Path, roots: Sequence[LineageRun], as_json: bool) -> None:
@@ -424,7 +401,7 @@ def _shown(value: Any) -> str:
         return ", ".join(map(_shown, value))
     if isinstance(value, dict) and len(value) == 1:  # a digest
         return str(next(iter(value.values())))[:12]
-    return end_cut(value if isinstance(value, str) else json.dumps(value), 60)
+    return end_cut(value if isinstance(value, str) else json.dumps(value, default=str), SHOWN_CHARACTERS)
 
 
 def _text(text: str, style: str = "") -> Any:

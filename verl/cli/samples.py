@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from verl.cli.console import echo, one_line_errors, output_width, print_json, print_table
+from verl.cli.console import echo, output_width, print_json, print_table
 from verl.cli.report.samples import EPISODE, OF_BUFFER, DumpedSample, read_samples
 from verl.errors import ConfigError, end_cut
 from verl.tracking.console import visible
@@ -69,36 +70,32 @@ def samples(
     turns: Annotated[bool, typer.Option("--turns", help="Episodes turn by turn.")] = False,
 ) -> None:
     """Browse the rollouts of a run: its sample tables and its replay buffer."""
-    with one_line_errors():
-        tests = _tests(reward, length, step, prompt, prompt_id, source)
-        selected = _sorted(chosen(read_samples(run), tests), sort)
-        shown = selected[:limit] if limit else selected
-        if html is not None:
-            from verl.cli.report.page import render, samples_content
+    tests = _tests(reward, length, step, prompt, prompt_id, source)
+    selected = _sorted(chosen(read_samples(run), tests), sort)
+    shown = selected[:limit] if limit else selected
+    if html is not None:
+        from verl.cli.report.page import render, samples_content
 
-            write_text(html, render(samples_content(selected), f"Samples of {run}"))
-            echo(f"{html}: {len(selected)} rows")
-        elif as_json:
-            print_json([sample.as_json() for sample in shown])
-        elif compare:
-            _compare(selected)
-        elif turns:
-            _print_turns(shown)
-        else:
-            _print_samples(shown)
-            echo(f"{len(shown)} of {len(selected)} rows" + ("" if len(shown) == len(selected) else " (--limit)"))
+        write_text(html, render(samples_content(selected), f"Samples of {run}"))
+        echo(f"{html}: {len(selected)} rows")
+    elif as_json:
+        print_json([sample.as_json() for sample in shown])
+    elif compare:
+        _compare(selected)
+    elif turns:
+        _print_turns(shown)
+    else:
+        _print_samples(shown)
+        echo(f"{len(shown)} of {len(selected)} rows" + ("" if len(shown) == len(selected) else " (--limit)"))
 
 
 def _tests(
     reward: str | None, length: str | None, step: str | None, prompt: str | None, number: int | None, source: str | None
 ) -> list[Callable[[DumpedSample], bool]]:
     tests: list[Callable[[DumpedSample], bool]] = []
-    if reward is not None:
-        tests.append(within("--reward", reward, lambda sample: sample.score))
-    if length is not None:
-        tests.append(within("--length", length, lambda sample: sample.length))
-    if step is not None:
-        tests.append(within("--step", step, lambda sample: sample.step))
+    for name, text in (("reward", reward), ("length", length), ("step", step)):
+        if text is not None:
+            tests.append(within(f"--{name}", text, attrgetter("score" if name == "reward" else name)))
     if prompt is not None:
         tests.append(lambda sample: prompt in sample.prompt)
     if number is not None:

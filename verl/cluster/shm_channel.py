@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from verl.protocol import DataProto
-from verl.protocol.serialization import raw_bytes, taken
+from verl.protocol.serialization import raw_bytes
 from verl.utils.child_process.channel import Channel
 
 FREE_BLOCKS_KEPT = 12
@@ -64,12 +64,12 @@ class RowSelection(NamedTuple):
     def write(self, into: np.ndarray) -> None:
         """Copy the rows into memory of this size."""
         shape = (len(self.rows), *self.tensor.shape[1:])
-        tensor, rows = self.tensor.detach().resolve_conj().resolve_neg(), self.rows.to(self.tensor.device)
+        tensor, rows = self.tensor.detach().resolve_neg(), self.rows.to(self.tensor.device)
         target = torch.frombuffer(into, dtype=self.tensor.dtype).view(shape)
         if tensor.device.type == "cpu":
-            taken(tensor, rows, target)
+            torch.index_select(tensor, 0, rows, out=target)
         else:
-            target.copy_(taken(tensor, rows))
+            target.copy_(tensor.index_select(0, rows))
 
 
 class Serialized(NamedTuple):

@@ -26,7 +26,6 @@ from verl.compose.schema import CHOOSERS, ROOTS, group_options, root_keys, set_o
 from verl.errors import ConfigError, root_cause
 
 _ASSIGNMENT = re.compile(r"^(?P<prefix>\+{0,2})(?P<key>[^\W\d]\w*(\.\w+)*)=(?P<value>.*)$", re.DOTALL)
-_LOOSE = re.compile(r"^(?P<dashes>-*)(?P<prefix>[+~]{0,2})(?P<key>[^=]*)(?P<sign>=?)(?P<value>.*)$", re.DOTALL)
 _OF_A_PACKAGE = re.compile(r"^\+?[\w/]+@[\w./:]*=|^\+?[\w/]+/[\w/@]+=")  # group@package=option, hydra/launcher=basic
 _CONFIG_DIR = ("--config-dir", "-cd")
 _CONFIG_PATH = ("--config-path", "-cp")
@@ -216,9 +215,7 @@ def _value_of(flags: Sequence[str], names: Sequence[str]) -> str | None:
 
 
 def _no_flag(argument: str) -> str:
-    loose = _LOOSE.match(argument)
-    assert loose is not None, "the pattern matches any text"
-    if loose["sign"] and _ASSIGNMENT.match(bare := argument.lstrip("-")):
+    if _ASSIGNMENT.match(bare := argument.lstrip("-")):
         return (
             f"{argument}: a value is assigned without dashes. Write {bare}, or use scripts/train.py, which has flags."
         )

@@ -7,18 +7,13 @@ import functools
 import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import ConfigRepository
-from hydra._internal.utils import create_config_search_path
-from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
-from hydra.plugins.config_source import ConfigResult
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
@@ -77,39 +72,14 @@ def _composition(root: str, overrides: Sequence[str]) -> tuple[DictConfig, dict[
 def _compose_once(
     root: str, words: tuple[str, ...], files: tuple[tuple[str, int], ...]
 ) -> tuple[DictConfig, dict[str, str | None]]:
-    return _compose(root, words, _repository(files))
+    return _compose(root, words)
 
 
-class _CachedConfigRepository(ConfigRepository):
-    """Hydra's repository of configuration files, each of which is read once."""
-
-    def initialize_sources(self, config_search_path: ConfigSearchPath) -> None:
-        super().initialize_sources(config_search_path)
-        self._results: dict[str, ConfigResult | None] = {}
-
-    def load_config(self, config_path: str) -> ConfigResult | None:
-        if config_path not in self._results:
-            self._results[config_path] = super().load_config(config_path)
-        return copy.deepcopy(self._results[config_path])  # a composition changes what it merges
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _CachedConfigRepository:
-        return copy.copy(self)  # Hydra copies the repository for each composition
-
-
-@functools.lru_cache(maxsize=1)
-def _repository(files: tuple[tuple[str, int], ...]) -> _CachedConfigRepository:
-    return _CachedConfigRepository(create_config_search_path(str(conf_dir())))
-
-
-def _compose(
-    root: str, words: Sequence[str], repository: ConfigRepository | None = None
-) -> tuple[DictConfig, dict[str, str | None]]:
+def _compose(root: str, words: Sequence[str]) -> tuple[DictConfig, dict[str, str | None]]:
     running = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(config_dir=str(conf_dir()), job_name=f"main_{root}", version_base="1.3"):
-            if repository is not None:
-                cast(ConfigLoaderImpl, GlobalHydra.instance().config_loader()).repository = repository
             config = compose(root, [*words], return_hydra_config=True)
     finally:
         GlobalHydra.instance().hydra = running

@@ -5,21 +5,20 @@ short file, overrides -> ComposedConfig       group, name of an option -> compon
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import yaml
-from hydra.utils import get_class
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl.component import Description, field_types, hint, nearest
+from verl.component import Description, hint, nearest
 from verl.compose.command_line import parse_overrides
 from verl.compose.compose import apply_values, compose_root
 from verl.compose.overrides import assign, flatten
-from verl.compose.schema import group_options, option_file
+from verl.compose.schema import group_options
 from verl.compose.validate import validate
 from verl.errors import ConfigError, faults_below
 from verl.rollout.base import Rollout
@@ -106,44 +105,13 @@ def load_rollout(rollout: str | Rollout) -> Rollout:
         return rollout
     if rollout == "hf":
         return HFRollout()
-    _refuse_unknown(rollout)
-    return load_option("rollout", rollout)
-
-
-def rollout_kind(name: str) -> type[Rollout]:
-    """The class of an option of the group `rollout`, which may have required values.
-
-    Raises:
-        ConfigError: there is no such option.
-    """
-    _refuse_unknown(name)
-    file = option_file("rollout", name)
-    assert file is not None, "known options have files"
-    with file.open(encoding="utf-8") as stream:
-        target = (yaml.safe_load(stream) or {}).get("_target_")  # none, where it extends another option
-    return get_class(target or compose_root("ppo", [f"rollout={name}"]).rollout["_target_"])
-
-
-def _refuse_unknown(rollout: str) -> None:
     known = group_options()["rollout"]
     if rollout not in known:
         raise ConfigError(
             f"rollout is {rollout!r}: this version has {', '.join(known)}.{hint(nearest(str(rollout), known))} "
             "rollout='hf' generates with the training weights."
         )
-
-
-def key_faults(argument: str, keys: Mapping[str, Any], known: Iterable[str]) -> Iterator[str]:
-    """Yield a sentence for each unknown key of a mapping; `argument` is its name.
-
-    >>> list(key_faults("rollout_config", {"temprature": 1.0}, ["temperature", "top_p"]))
-    ['rollout_config.temprature is not a known key. Did you mean temperature?']
-    """
-    known = list(known)
-    for key in keys:
-        if key not in known:
-            listed = f" Known: {', '.join(known)}."
-            yield f"{argument}.{key} is not a known key.{hint(nearest(str(key), known)) or listed}"
+    return load_option("rollout", rollout)
 
 
 def described(kind: type[Kind], argument: str, values: Kind | Mapping[str, Any] | None) -> Kind:
@@ -160,8 +128,5 @@ def described(kind: type[Kind], argument: str, values: Kind | Mapping[str, Any] 
         return values
     if values is not None and not isinstance(values, Mapping):
         raise ConfigError(f"{argument} is {values!r}: expected a mapping of the keys of {kind.__name__}.")
-    values = dict(values or {})
-    if faults := list(key_faults(argument, values, field_types(kind))):
-        raise ConfigError(faults)
     with faults_below(argument):
-        return kind(**values)
+        return kind(**(values or {}))

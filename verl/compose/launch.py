@@ -16,7 +16,6 @@ import atexit
 import functools
 import logging
 import os
-import re
 import shlex
 import sys
 import textwrap
@@ -36,13 +35,12 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl import errors
 from verl.compose import schema
 from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults, swept_overrides
 from verl.compose.overrides import Overrides
 from verl.compose.run_start import RunStart
-from verl.compose.schema import ROOTS, conf_dir, group_options, root_keys
-from verl.errors import CheckpointError, ConfigError, StorageError, VerlError, WorkerError, root_cause
+from verl.compose.schema import ROOTS, conf_dir, group_options, own_conf_dirs, root_keys
+from verl.errors import CheckpointError, ConfigError, VerlError, WorkerError, root_cause
 from verl.tracking.console import reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.utils import torchrun
@@ -210,7 +208,8 @@ def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]
         job = RunStart(config, root, choices, run_dir, rich.get_console(), name, overrides, list(faults))
         if is_sweep:
             job.swept = swept_overrides(sys.argv[1:], running.sweeper, overrides)
-            set_command([*start_message(sys.argv[0]), *_config_dirs(sys.argv[1:]), *overrides])
+            directories = [f"--config-dir={directory}" for directory in own_conf_dirs()]
+            set_command([*start_message(sys.argv[0]), *directories, *overrides])
         try:
             with _clean_end(run_dir), _refused_once(refusals, running.job.num) if is_sweep else nullcontext():
                 try:
@@ -291,13 +290,6 @@ def start_message(script: str, count: int = 1) -> list[str]:
     return words if count == 1 else [*starter, "-m", "verl.cli", *words[1:]]
 
 
-def _config_dirs(arguments: Sequence[str]) -> list[str]:
-    """The arguments that name directories of option groups."""
-    names = ("--config-dir", "-cd")
-    pairs = zip(arguments, ["", *arguments], strict=False)
-    return [word for word, before in pairs if word.partition("=")[0] in names or before in names]
-
-
 @contextmanager
 def _without_threads() -> Iterator[None]:
     """End the process even if threads started inside this context still run; the interpreter would wait for them."""
@@ -372,8 +364,8 @@ def end_message(error: BaseException, log: Path | None = None) -> str:
         return f"{message}{_in_log(log)}"
     sentence, _, detail = str(error).strip().partition("\n")
     if isinstance(error, WorkerError) and _TRACEBACK in detail:  # the traceback of the worker
-        if (message := _message_of_verl(detail)) is not None:
-            return f"{sentence.partition(' verl.errors.')[0]} {message}{_in_log(log)}"
+        if (refusal := getattr(error.detail, "refusal", None)) is not None:
+            return f"{sentence} {refusal}{_in_log(log)}"
         last = next(line for line in reversed(detail.splitlines()) if line.strip())
         return f"{sentence} {last.strip()}\n\n{detail[detail.rindex(_TRACEBACK) :]}{_in_log(log)}"
     if isinstance(error, VerlError) and (isinstance(cause, (VerlError, OSError)) or not _is_of_code(cause)):
@@ -384,19 +376,6 @@ def end_message(error: BaseException, log: Path | None = None) -> str:
 
 
 _TRACEBACK = "Traceback (most recent call last):"
-_OF_VERL = re.compile(r"^verl\.errors\.(\w+): ", re.MULTILINE)
-
-
-def _message_of_verl(traces: str) -> str | None:
-    """The message of an error in a worker that verl raised and user code did not cause; else None."""
-    raised = [*_OF_VERL.finditer(traces)]
-    kind = getattr(errors, raised[-1][1], None) if raised else None
-    last = traces[traces.rindex(_TRACEBACK) :]
-    if kind is None or not issubclass(kind, (ConfigError, CheckpointError, StorageError)):
-        return None
-    return traces[raised[-1].end() :].strip() if _OF_VERL.search(last) else None
-
-
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 
 

@@ -23,7 +23,6 @@ from verl.compose.schema import CHOOSERS, LISTS, ROOTS, VALUES, group_options, o
 
 _OPTIONS = ("none", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp", "cp", "pp", "parallel")  # of the group `sharding`
 _SHARDINGS = f"needs a sharding that this version does not have; it has {', '.join(_OPTIONS)}."
-_FSDP2 = "is sharding=fsdp here."
 _STRATEGY = "is sharding=fsdp sharding.strategy=SHARD_GRAD_OP here, or a sharding that this version does not have."
 _OFFLOAD = "is sharding.cpu_offload=true here, with sharding=fsdp, hsdp or tp_fsdp."
 _RAY = "is not a key here; with trainer=ray, trainer.placement.address and the keys beside it place the roles."
@@ -131,7 +130,6 @@ SHORT = {
     **{f"tracker={name}": f"[default,{name}]" for name in ("wandb", "trackio", "mlflow")},
     "tracker=[]": "none",
 }  # abbreviations of options
-OPTIONS = {"sharding=fsdp2": _FSDP2}
 
 
 @dataclass
@@ -162,11 +160,8 @@ def translate(root: str, key: str, value: Any, chosen: set[str]) -> Overrides | 
         chosen: groups that were chosen explicitly, which an alias does not choose again.
     """
     assignment, alias = f"{key}={_text(value)}", ALIASES.get(key)
-    refusal = OPTIONS.get(assignment) or (_RAY if alias is None and f"{key}.".startswith("ray.") else None)
-    if refusal is not None:
-        return Overrides(faults=[f"{assignment} {refusal}"])
     if alias is None:
-        return None
+        return Overrides(faults=[f"{assignment} {_RAY}"]) if f"{key}.".startswith("ray.") else None
     if alias.path is not None:
         return _renamed(alias, root, key, value, chosen)
     choice = alias.choices.get(_text(value).lower())

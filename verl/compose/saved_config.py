@@ -17,6 +17,7 @@ from typing import Any
 
 from verl.component import as_plain
 from verl.compose.validate import TARGET, import_component
+from verl.protocol.serialization import PLAIN
 from verl.storage.config import is_address
 from verl.utils.redact import redact_tree
 
@@ -164,7 +165,9 @@ class _Selection:
             is_component = isinstance(value, dict) and TARGET in value  # judged by itself
             if not is_own or is_component or is_number or (key in fields and _stays_here(key, value)):
                 allowed[key] = self._value(value, below, depth + 1)
-            elif not (key in RESOURCES or (key in defaults and _equal(defaults[key], value))):
+            elif key not in RESOURCES and (
+                key not in defaults or type(defaults[key]) is not type(value) or defaults[key] != value
+            ):
                 self._refuse(below, value)
         return allowed
 
@@ -220,7 +223,7 @@ def _name(key: Any) -> str:
 def _settings(node: dict[str, Any]) -> dict[str, Any]:
     """The allowed plain settings of a part that otherwise serves training."""
     fields = ALLOWED.get(str(node.get(TARGET)), frozenset[str]())
-    settings = {name: node[name] for name in sorted(fields & node.keys()) if _is_plain(node[name])}
+    settings = {name: node[name] for name in sorted(fields & node.keys()) if type(node[name]) in PLAIN}
     model = node.get("model")
     if isinstance(model, dict):
         settings["model"] = {name: model[name] for name in OF_MODEL if isinstance(model.get(name), str)}
@@ -248,14 +251,6 @@ def _defaults(target: str) -> dict[str, Any]:
         elif field.default_factory is not dataclasses.MISSING:
             defaults[field.name] = as_plain(field.default_factory())
     return defaults
-
-
-def _equal(value: Any, other: Any) -> bool:
-    return type(value) is type(other) and value == other
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def _assignments(node: dict[str, Any], path: str) -> Iterator[str]:

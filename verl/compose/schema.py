@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import inspect
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from hydra.core.config_store import ConfigStore
+from hydra.utils import get_class
 from omegaconf import MISSING, OmegaConf
 from pydantic import TypeAdapter
 
@@ -178,6 +178,9 @@ ROOTS = {
 }
 
 
+RootName = Literal["ppo", "sft", "dpo", "reward_model"]
+
+
 def root_of_run(target: object) -> str:
     """The root whose run has this `_target_`, by the name of its class; `ppo` if no root has it."""
     kind = str(target).rpartition(".")[2]
@@ -267,7 +270,7 @@ def json_schema(root: str) -> dict[str, Any]:
     Args:
         root: a name of `ROOTS`.
     """
-    kinds, run = known_components(), _import(ROOTS[root].run)
+    kinds, run = known_components(), get_class(ROOTS[root].run)
     schema = _component_schema(run)
     for group, options in group_options().items():
         property_schema = schema["properties"].setdefault(group, {"anyOf": []})
@@ -295,7 +298,7 @@ def json_schema(root: str) -> dict[str, Any]:
 def known_components() -> tuple[type[Description], ...]:
     """The component classes that options name, and those without subclasses in the same modules."""
     texts = [path.read_text() for path in conf_dir().glob("**/*.yaml")]
-    named = {_import(target) for text in texts for target in re.findall(r"_target_: ?(verl[\w.]+)", text)}
+    named = {get_class(target) for text in texts for target in re.findall(r"_target_: ?(verl[\w.]+)", text)}
     kinds, rest = set(), [Description]
     while rest:
         kind = rest.pop()
@@ -303,11 +306,6 @@ def known_components() -> tuple[type[Description], ...]:
         if kind.__module__.startswith("verl.") and (kind in named or not kind.__subclasses__()):
             kinds.add(kind)
     return tuple(sorted(kinds, key=_target))
-
-
-def _import(target: str) -> Any:
-    module, _, name = target.rpartition(".")
-    return getattr(importlib.import_module(module), name)
 
 
 def _target(kind: type) -> str:

@@ -29,7 +29,7 @@ from verl.hybrid.engine_faults import (
     make_contiguous,
     modules_with_own_code,
     naming_quantization,
-    own_weights_fault,
+    own_weights_faults,
     prompt_learning_fault,
     prompt_rows,
     read_options,
@@ -386,7 +386,7 @@ class HybridActor:
         self._warn_unsupported_settings()
         if self._parallelism is None and self._holds_weights() and getattr(self._rollout, "weights", None) != "fixed":
             sends_adapter = getattr(self._rollout, "lora", "merged") == "adapter"
-            if (fault := own_weights_fault(model, sends_adapter)) is not None:
+            if (fault := next(own_weights_faults(model, sends_adapter), None)) is not None:
                 raise ConfigError(fault)
 
     def _holds_weights(self) -> bool:

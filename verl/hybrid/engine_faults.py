@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from verl.compose.from_yaml import key_faults
+from verl.component import hint, nearest
 from verl.errors import ConfigError
 from verl.protocol import DataProto
 
@@ -52,17 +52,12 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
-def own_weights_fault(model: Any, sends_adapter: bool) -> str | None:
-    """The first reason why an engine with its own copy of the weights cannot reproduce a model; None if none is known.
+def own_weights_faults(model: Any, sends_adapter: bool) -> Iterator[str]:
+    """Yield the known reasons why an engine with its own copy of the weights cannot reproduce a model.
 
     Args:
-        model: the model.
         sends_adapter: whether the adapter is sent as such (`rollout.lora=adapter`) instead of being merged.
     """
-    return next(_own_weights_faults(model, sends_adapter), None)
-
-
-def _own_weights_faults(model: Any, sends_adapter: bool) -> Iterator[str]:
     for path, module in model.named_modules():
         yield from _rotary_faults(path, module, model.dtype)
     if is_quantized(model):
@@ -274,8 +269,9 @@ def read_options(options: Mapping[str, Any], model: Any, tokenizer: Any, prompt_
     Raises:
         ConfigError: an unknown option, an invalid value, or more tokens than the context length.
     """
-    if faults := list(key_faults("generate", options, DEFAULTS)):
-        raise ConfigError(faults)
+    if unknown := [name for name in options if name not in DEFAULTS]:
+        known = f" Known: {', '.join(DEFAULTS)}."
+        raise ConfigError([f"generate.{x} is not a known key.{hint(nearest(x, DEFAULTS)) or known}" for x in unknown])
     config = copy.deepcopy(model.generation_config)
     # Not by `update`, which refuses several greedy samples, and logs what it holds to be ineffective.
     for name, default in DEFAULTS.items():

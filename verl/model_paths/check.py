@@ -311,45 +311,22 @@ def _too_long(limit: tuple[str, int] | None, row_tokens: int) -> str | None:
     )
 
 
-def _decode_path(cache: CacheKind, pads: bool, rows: bool, prefix: bool = False) -> ModelPaths:
-    return ModelPaths(cache=cache, pads_prompts=pads, repeats_rows=rows, drops_rows=rows, shares_prefix=prefix)
-
-
-DECODING = (  # from the fastest way to the plainest: whether it pads prompts, repeats and drops rows, shares a prefix
-    _decode_path("in_place", True, True, True),
-    _decode_path("in_place", True, True),
-    _decode_path("in_place", False, True),
-    _decode_path("own", True, True),
-    _decode_path("own", False, True),
-    _decode_path("own", True, False),
-    _decode_path("own", False, False),
-    _decode_path("none", True, True),
-    _decode_path("none", False, True),
-)
-
-
 def plainer_decoding(paths: ModelPaths) -> ModelPaths | None:
-    """The next plainer way of decoding that these paths allow; None if there is none."""
-    ways = [decoding_as(paths, option) for option in DECODING if paths.own_attention or not option.shares_prefix]
-    plainer = ways[ways.index(paths) + 1 :] if paths in ways else []
-    return plainer[0] if plainer else None
+    """Paths that decode with the model's own cache, or from there without one, rows alone; None from the last."""
+    cache: CacheKind = "own" if paths.cache == "in_place" else "none"
+    plain = replace(paths, cache=cache, pads_prompts=False, repeats_rows=False, drops_rows=False, shares_prefix=False)
+    return None if plain == paths else plain
 
 
-def decoding_as(paths: ModelPaths, option: ModelPaths) -> ModelPaths:
-    """Paths that decode by one of `DECODING`."""
-    names = ("cache", "pads_prompts", "repeats_rows", "drops_rows", "shares_prefix")
-    return replace(paths, **{name: getattr(option, name) for name in names})
-
-
-def decoding_name(option: ModelPaths) -> str:
+def decoding_name(paths: ModelPaths) -> str:
     """Name of the way in which these paths decode."""
-    parts = {
+    caches = {
         "in_place": "decoding with a cache in place",
         "own": "decoding with the model's own cache",
         "none": "decoding without a cache",
     }
-    more = [", prompts padded"] * option.pads_prompts + [", rows repeated and dropped"] * option.repeats_rows
-    return parts[option.cache] + "".join(more) + ", prefix shared" * option.shares_prefix
+    more = [", prompts padded"] * paths.pads_prompts + [", rows repeated and dropped"] * paths.repeats_rows
+    return caches[paths.cache] + "".join(more) + ", prefix shared" * paths.shares_prefix
 
 
 def bound_of(weights: torch.dtype, autocast: str | None) -> float:

@@ -101,8 +101,8 @@ class ContextLine:
             raise NotImplementedError(f"ulysses over {size} processes cannot divide {heads} heads")
         repeats = next(n for n in range(1, heads // kv_heads + 1) if heads % (kv_heads * n) == 0 == kv_heads * n % size)
         key, value = (x.repeat_interleave(repeats, dim=1) if repeats > 1 else x for x in (key, value))
-        query, key, value = (_ToHeads.apply(x, self) for x in (query, key, value))
-        return _ToTokens.apply(whole(query, key, value, self.whole, window, scaling), self)
+        query, key, value = (_Exchange.apply(x, self, True) for x in (query, key, value))
+        return _Exchange.apply(whole(query, key, value, self.whole, window, scaling), self, False)
 
     def join(self, own: Tensor) -> Tensor:
         """[M ...] of all response tokens from [m ...] of those that this process predicts, in their order.
@@ -124,30 +124,18 @@ class _Join(torch.autograd.Function):
         return grads[0].index_select(0, ctx.line.shard.predicted), None
 
 
-class _ToHeads(torch.autograd.Function):
-    """[n H D] of all heads to [N H/size D] of all tokens."""
+class _Exchange(torch.autograd.Function):
+    """[n H D] of all heads to [N H/size D] of all tokens with `by_heads`; without it, the other way round."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, line: ContextLine) -> Tensor:
-        ctx.line = line
-        return _to_heads(x, line)
+    def forward(ctx: Any, x: Tensor, line: ContextLine, by_heads: bool) -> Tensor:
+        ctx.line, ctx.by_heads = line, by_heads
+        return _to_heads(x, line) if by_heads else _to_tokens(x, line)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _to_tokens(grads[0], ctx.line), None
-
-
-class _ToTokens(torch.autograd.Function):
-    """[N H/size D] of all tokens to [n H D] of all heads."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, line: ContextLine) -> Tensor:
-        ctx.line = line
-        return _to_tokens(x, line)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _to_heads(grads[0], ctx.line), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        grad = _to_tokens(grads[0], ctx.line) if ctx.by_heads else _to_heads(grads[0], ctx.line)
+        return grad, None, None
 
 
 def _to_heads(x: Tensor, line: ContextLine) -> Tensor:

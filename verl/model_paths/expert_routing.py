@@ -14,6 +14,7 @@ Source of router replay: Ma et al. 2025, arXiv:2510.11370.
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -27,6 +28,7 @@ from verl.errors import ConfigError
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.structure import routers, unwrapped
 
+SOFTMAX = functools.partial(torch.softmax, dim=-1)
 UNKNOWN = -1  # in place of an expert: the router chooses
 TRIED_TOKENS, TOLERANCE = 64, 1e-6
 
@@ -51,10 +53,6 @@ class RouterWeights:
         if self.normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights * self.scale
-
-
-def _softmax(logits: Tensor) -> Tensor:
-    return logits.softmax(dim=-1)
 
 
 class ExpertLoad:
@@ -253,7 +251,7 @@ def weights_of_router(router: Any) -> RouterWeights | None:
         return None
     logits, weights, experts = answer
     scales = {1.0, float(getattr(router, "routed_scaling_factor", 1.0))}
-    for score in (_softmax, torch.sigmoid):
+    for score in (SOFTMAX, torch.sigmoid):
         for normalised in (False, True):
             for scale in scales:
                 way = RouterWeights(score, normalised, scale)

@@ -70,16 +70,6 @@ class ModelPaths:
 
 PLAIN = ModelPaths()
 UNTRIED = ModelPaths(scoring="padded", cache="own")  # of a model of an unknown family; its first batch is compared
-FAST = ModelPaths(
-    scoring="packed",
-    shares_prompts=True,
-    cache="in_place",
-    pads_prompts=True,
-    repeats_rows=True,
-    drops_rows=True,
-    shares_prefix=True,
-    own_attention=True,
-)
 TABLE = Path(__file__).with_name("families.json")
 NOT_A_POLICY = "each token sees those that come after it, so it cannot be a policy. Give a causal language model."
 COMMON_LAYER_TYPES = {"full_attention", "sliding_attention"}

@@ -13,10 +13,9 @@ keyword that is not known here, is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -42,21 +41,7 @@ class MaskShape:
     window: int | None = None
 
 
-@dataclass
-class AttentionRecord:
-    """Record of the attention functions and masks used in a forward pass.
-
-    Attributes:
-        modules: that called the attention function.
-        shapes: of the masks; None for one that is neither causal nor sliding.
-    """
-
-    modules: set[int] = field(default_factory=set)
-    shapes: set[MaskShape | None] = field(default_factory=set)
-
-
 _describing: ContextVar[bool] = ContextVar("describing masks", default=False)
-_record: ContextVar[AttentionRecord | None] = ContextVar("record of attention", default=None)
 
 
 def enable(model: Any) -> str | None:
@@ -100,17 +85,6 @@ def is_enabled(model: Any) -> bool:
     return model.config._attn_implementation == NAME
 
 
-@contextmanager
-def recording() -> Iterator[AttentionRecord]:
-    """Context that records calls of attention."""
-    record = AttentionRecord()
-    token = _record.set(record)
-    try:
-        yield record
-    finally:
-        _record.reset(token)
-
-
 def call_packed(call: Callable[..., Any], ids: Tensor, packing: PackedRows | ContextLine, **inputs: Any) -> Any:
     """Run a model on the packed line of some rows.
 
@@ -136,14 +110,9 @@ def make_mask(*args: Any, **kwargs: Any) -> Tensor | None:
     """The mask that transformers asks for: that of `sdpa`, or where a line is packed a description of it."""
     from transformers.masking_utils import sdpa_mask
 
-    record = _record.get()
-    if record is None and not _describing.get():
-        return sdpa_mask(*args, **kwargs)
-    shape = describe_mask(kwargs["mask_function"], kwargs["q_length"]) if "mask_function" in kwargs else None
-    if record is not None:
-        record.shapes.add(shape)
     if not _describing.get():
         return sdpa_mask(*args, **kwargs)
+    shape = describe_mask(kwargs["mask_function"], kwargs["q_length"]) if "mask_function" in kwargs else None
     if shape is None:
         raise NotImplementedError("packed attention knows causal and sliding masks only")
     mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=kwargs.get("device", "cpu"))
@@ -186,8 +155,6 @@ def attend(
     Raises:
         NotImplementedError: the model asks for something that is not done here, such as capped scores.
     """
-    if (record := _record.get()) is not None:
-        record.modules.add(id(module))
     if packing is not None:
         return _attend_packed(module, query, key, value, attention_mask, scaling, dropout, packing, others), None
     shared = getattr(None if prompts_of is None else _cache_layer(prompts_of, module), "shared", None)

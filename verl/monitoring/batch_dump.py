@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.errors import DataProtoValidationError
 from verl.ops.masking import masked_mean, masked_sum
 from verl.protocol import DataProto
 from verl.tracking.jsonl import json_line
@@ -169,7 +168,7 @@ class BatchDump:
         unfinished = directory.with_name(f"{directory.name}.{os.getpid()}.unfinished")
         try:
             unfinished.mkdir(parents=True)
-            _save(batch, unfinished / "batch.safetensors")
+            batch.save(unfinished / "batch.safetensors")
             (unfinished / "rows.jsonl").write_bytes(b"".join(json_line(redact_tree(row)) for row in rows))
             first, file = rows[0]["row"] if rows else 0, directory / "batch.safetensors"
             text = _README.format(
@@ -191,11 +190,3 @@ class BatchDump:
             number += 1
             directory = self._directory / f"{name}_{number}"
         return directory
-
-
-def _save(batch: DataProto, path: Path) -> None:
-    try:
-        batch.save(path)
-    except DataProtoValidationError:  # a column holds what JSON cannot; the tensors and texts are what matters
-        texts = [name for name in batch.non_tensor_batch if name in ("prompt_text", "response_text", "score")]
-        batch.select(None, texts, []).save(path)

@@ -32,9 +32,9 @@ from verl.protocol.concat import (
     merged_meta,
     tensor_difference,
 )
-from verl.protocol.fields import Bound, check_rows, check_tensor
+from verl.protocol.fields import Bound, bound_dims, check_rows, check_tensor
 from verl.protocol.provenance import Source, contract_error, source_of, source_of_caller
-from verl.protocol.serialization import copied, from_buffers, read_file, taken, to_buffers, write_file
+from verl.protocol.serialization import copied, from_buffers, read_file, to_buffers, write_file
 from verl.protocol.validation import (
     Indices,
     ReadOnlyFields,
@@ -106,15 +106,11 @@ class DataProto:
         return cls()._made(tensors, others, dict(meta_info or {}), source_of_caller())
 
     def _made(self, tensors: dict, columns: dict, meta_info: dict, source: Source) -> DataProto:
-        sources, bound = dict.fromkeys([*tensors, *columns], source), {}
-        for name, tensor in tensors.items():
-            check_tensor(name, tensor, bound, sources)
-        arrays = {}
-        for name, column in columns.items():
-            if name in tensors:
-                raise contract_error(name, "one kind of field", "both a tensor and a column", source)
-            arrays[name] = object_array(name, column, source)
-            check_rows(name, len(arrays[name]), bound, sources)
+        for name in columns.keys() & tensors.keys():
+            raise contract_error(name, "one kind of field", "both a tensor and a column", source)
+        sources = dict.fromkeys([*tensors, *columns], source)
+        arrays = {name: object_array(name, column, source) for name, column in columns.items()}
+        bound = bound_dims(tensors, arrays, sources)
         if config.strict_data_check:
             check_content(tensors, bound, sources)
         return self._fill(tensors, arrays, meta_info, sources, bound)
@@ -179,14 +175,9 @@ class DataProto:
         Raises:
             DataProtoValidationError: naming field, expected, found, the first offending row and the producer.
         """
-        bound: Bound = {}
-        for name, tensor in self._tensors.items():
-            check_tensor(name, tensor, bound, self._sources)
-        for name, array in self._arrays.items():
-            check_rows(name, len(array), bound, self._sources)
+        self._bound = bound_dims(self._tensors, self._arrays, self._sources)
         if strict or config.strict_data_check:
-            check_content(self._tensors, bound, self._sources)
-        self._bound = bound
+            check_content(self._tensors, self._bound, self._sources)
         return self
 
     # Choosing and joining fields
@@ -247,22 +238,21 @@ class DataProto:
         sources = dict(self._sources)
         for other in others:
             sources = {**other._sources, **sources}
-            conflict = partial(_conflict_error, (tensors, arrays, {}, sources, bound), other)
             for name, tensor in other._tensors.items():
                 if name in tensors:
                     if (difference := tensor_difference(tensors[name], tensor)) is not None:
-                        raise conflict(name, difference)
+                        raise _conflict(name, tensors[name], sources, other, difference)
                     continue
                 if name in arrays:
-                    raise conflict(name)
+                    raise _conflict(name, arrays[name], sources, other)
                 check_tensor(name, tensor, bound, sources)
                 tensors[name] = tensor
             for name, array in other._arrays.items():
                 if name in tensors:
-                    raise conflict(name)
+                    raise _conflict(name, tensors[name], sources, other)
                 if name in arrays:
                     if (differing := column_difference(arrays[name], array)) is not None:
-                        raise conflict(name, differing[1], differing[0])
+                        raise _conflict(name, arrays[name], sources, other, differing[1], differing[0])
                     continue
                 check_rows(name, len(array), bound, sources)
                 arrays[name] = array
@@ -342,13 +332,9 @@ class DataProto:
             columns = [(part._tensors[name], part._sources.get(name)) for part in filled]
             jobs.append(partial(join_tensors, name, columns, lengths, meta_info, at, empty))
         num_bytes = sum(tensor.nbytes for part in filled for tensor in part._tensors.values())
-        tensors, bound = dict(zip(first._tensors, in_threads(jobs, 0 if at is None else num_bytes))), {}
-        for name, tensor in tensors.items():
-            check_tensor(name, tensor, bound, first._sources)
+        tensors = dict(zip(first._tensors, in_threads(jobs, 0 if at is None else num_bytes)))
         arrays = {name: join_arrays([part._arrays[name] for part in filled], at) for name in first._arrays}
-        for name, array in arrays.items():
-            check_rows(name, len(array), bound, first._sources)
-        return DataProto()._fill(tensors, arrays, meta_info, dict(first._sources), bound)
+        return first._with_fields(tensors, arrays, meta_info)
 
     def make_iterator(
         self, mini_batch_size: int, epochs: int = 1, seed: int | None = None, shuffle: bool | None = None
@@ -420,11 +406,7 @@ class DataProto:
 
     def _with_fields(self, tensors: Mapping, arrays: Mapping, meta_info: Mapping) -> DataProto:
         """A batch with these fields, and the dims that they bind."""
-        bound: Bound = {}
-        for name, tensor in tensors.items():
-            check_tensor(name, tensor, bound, self._sources)
-        for name, array in arrays.items():
-            check_rows(name, len(array), bound, self._sources)
+        bound = bound_dims(tensors, arrays, self._sources)
         sources = {name: source for name, source in self._sources.items() if name in tensors or name in arrays}
         return DataProto()._fill(dict(tensors), dict(arrays), dict(meta_info), sources, bound)
 
@@ -439,28 +421,10 @@ class DataProto:
         """Copy rows by index, int64 on the CPU, all within the batch."""
         on = {device: rows.to(device) for device in {tensor.device for tensor in self._tensors.values()}}
         positions = rows.numpy()
-        return self._rows(lambda t: taken(t, on[t.device]), lambda array: array[positions], len(rows))
+        return self._rows(lambda t: t.index_select(0, on[t.device]), lambda array: array[positions], len(rows))
 
     def _missing(self, name: str) -> Any:
         raise absent_error(name, {**self._tensors, **self._arrays})
-
-    def _conflict(
-        self, name: str, other: DataProto, difference: ValueDifference | None = None, row: int | None = None
-    ) -> DataProtoValidationError:
-        mine, theirs = self._describe(name), other._describe(name)
-        if difference is not None and (row is not None or difference.path):
-            text, other_text = difference.texts()
-            where = f"{name}{'' if row is None else f'[{row}]'}{difference.path}"
-            mine, theirs = f"{text} at {where}; {mine}", f"{other_text} at {where}; {theirs}"
-            row = row if row is not None else int(difference.path[1:-1].split(",")[0])
-        hint = "To replace a field, pop it first."
-        expected, value = f"the values it has already: {mine}", f"other values: {theirs}. {hint}"
-        return contract_error(name, expected, value, other._sources.get(name), row)
-
-    def _describe(self, name: str) -> str:
-        value, source = self[name], self._sources.get(name)
-        kind = f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-        return f"{kind} by {source}" if source else kind
 
     def _same_fields(self, other: DataProto) -> None:
         if differing := sorted(
@@ -473,10 +437,29 @@ class DataProto:
             )
 
 
-def _conflict_error(before: tuple[Any, ...], other: DataProto, *details: Any) -> DataProtoValidationError:
-    """The error for a batch that differs from those joined before it."""
-    name, *rest = details
-    return DataProto()._fill(*before)._conflict(name, other, *rest)
+def _conflict(
+    name: str,
+    held: Any,
+    sources: Mapping[str, Source],
+    other: DataProto,
+    difference: ValueDifference | None = None,
+    row: int | None = None,
+) -> DataProtoValidationError:
+    """The error for a field of a batch that differs from the one that those before it have."""
+    source = other._sources.get(name)
+    mine, theirs = _described(held, sources.get(name)), _described(other[name], source)
+    if difference is not None and (row is not None or difference.path):
+        text, other_text = difference.texts()
+        where = f"{name}{'' if row is None else f'[{row}]'}{difference.path}"
+        mine, theirs = f"{text} at {where}; {mine}", f"{other_text} at {where}; {theirs}"
+        row = row if row is not None else int(difference.path[1:-1].split(",")[0])
+    expected, value = f"the values it has already: {mine}", f"other values: {theirs}. To replace a field, pop it first."
+    return contract_error(name, expected, value, source, row)
+
+
+def _described(value: Any, source: Source | None) -> str:
+    kind = f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    return f"{kind} by {source}" if source else kind
 
 
 def pad_to_divisor(data: DataProto, k: int) -> tuple[DataProto, int]:

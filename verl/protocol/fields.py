@@ -33,13 +33,8 @@ DTYPES: Mapping[str, tuple[torch.dtype, ...]] = {
     "float": _FLOATS,
 }
 
-# dtypes with less than a byte per element, which torch hardly supports
-_SUB_BYTE = frozenset(
-    getattr(torch, f"{sign}int{bits}")
-    for sign in ("", "u")
-    for bits in range(1, 8)
-    if hasattr(torch, f"{sign}int{bits}")
-)
+# of the tensors of a batch: torch has all operations for them, and so has safetensors
+_ANY = frozenset((*_FLOATS, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool))
 
 # dim -> (size, the field that bound it)
 Bound = dict[str, tuple[int, str]]
@@ -124,9 +119,10 @@ def check_tensor(name: str, tensor: Any, bound: Bound, sources: Mapping[str, Sou
         kind = type(tensor).__name__
         hint = " (a column that is not a tensor belongs in non_tensors)" if kind in ("ndarray", "list") else ""
         raise contract_error(name, "a torch.Tensor", f"{kind}{hint}", sources.get(name))
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.dtype in _SUB_BYTE:
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.dtype not in _ANY:
         kind = "a nested tensor" if tensor.is_nested else f"{_dtype(tensor)}, {tensor.layout}"
-        raise contract_error(name, "a dense tensor of whole bytes", kind, sources.get(name))
+        expected = f"a dense tensor of {', '.join(sorted(str(x).removeprefix('torch.') for x in _ANY))}"
+        raise contract_error(name, expected, kind, sources.get(name))
     shape = tensor.shape
     if field is None:
         if not shape:
@@ -154,6 +150,16 @@ def check_rows(name: str, rows: int, bound: Bound, sources: Mapping[str, Source]
         raise contract_error(name, f"a tensor {TABLE[name].shape}", "a column that is not a tensor", sources.get(name))
     if bound.setdefault("B", (rows, name))[0] != rows:
         raise _size_error(name, ("B",), "B", [rows], bound, sources)
+
+
+def bound_dims(tensors: Mapping[str, Any], columns: Mapping[str, Any], sources: Mapping[str, Source]) -> Bound:
+    """Check all fields of a batch, and return the dims that they bind."""
+    bound: Bound = {}
+    for name, tensor in tensors.items():
+        check_tensor(name, tensor, bound, sources)
+    for name, column in columns.items():
+        check_rows(name, len(column), bound, sources)
+    return bound
 
 
 def _check_name(name: Any, sources: Mapping[str, Source]) -> None:

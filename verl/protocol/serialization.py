@@ -18,7 +18,7 @@ from verl.protocol.provenance import Source
 
 def in_order(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous copy on the CPU without gradient; shares memory if the tensor is already contiguous there."""
-    return tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    return tensor.detach().to("cpu").resolve_neg().contiguous()
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -34,16 +34,6 @@ def from_bytes(data: Any, dtype: torch.dtype, shape: Sequence[int]) -> torch.Ten
     if not math.prod(shape):
         return torch.empty(tuple(shape), dtype=dtype)
     return torch.frombuffer(data, dtype=torch.uint8).view(dtype).view(tuple(shape))
-
-
-def taken(tensor: torch.Tensor, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """tensor[rows] for any dtype; with `out` written there, without gradient."""
-    try:
-        return torch.index_select(tensor, 0, rows, out=out)
-    except NotImplementedError:  # e.g. uint16 with one dim: use a dtype of equal size that torch can index
-        like = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.itemsize]
-        target = None if out is None else out.view(like)
-        return torch.index_select(tensor.view(like), 0, rows, out=target).view(tensor.dtype)
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -140,11 +130,6 @@ Packed = list[tuple[str, str, tuple[int, ...], np.ndarray]]
 
 # Entry of the file with everything except tensors, as UTF-8 JSON.
 _REST = "__rest__"
-# Other dtypes are stored as raw bytes.
-_SAFETENSORS_DTYPES = frozenset(
-    {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64,
-     torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
-)  # fmt: skip
 
 
 def to_buffers(tensors: Mapping[str, torch.Tensor]) -> Packed:
@@ -179,11 +164,10 @@ def write_file(
     entries, order = {}, []
     for number, (name, tensor) in enumerate(tensors.items()):
         key = f"__field_{number}__" if name.startswith("__") else name
-        is_kept = tensor.dtype in _SAFETENSORS_DTYPES
-        # safetensors refuses tensors that share memory, as parts of a batch may
-        entries[key] = (in_order(tensor) if is_kept else raw_bytes(tensor)).clone()
-        form = {} if is_kept else {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        order.append([name, key, form] if form or key != name else name)
+        entries[key] = in_order(
+            tensor
+        ).clone()  # safetensors refuses tensors that share memory, as parts of a batch may
+        order.append([name, key])
     rest = {
         "columns": [[name, array.tolist()] for name, array in arrays.items()],
         "meta_info": json.loads(json_text("meta_info", dict(meta_info))),
@@ -207,12 +191,7 @@ def read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray
     try:
         entries = load_file(path)
         rest = json.loads(bytes(entries.pop(_REST).numpy()))
-        tensors = {}
-        for field in rest["order"]:
-            name, key, form = (field, field, {}) if isinstance(field, str) else field
-            entry = entries[key]
-            dtype = getattr(torch, form["dtype"]) if form else entry.dtype
-            tensors[name] = from_bytes(entry.numpy(), dtype, form["shape"]) if form else entry
+        tensors = {name: entries[key] for name, key in rest["order"]}
     except (SafetensorError, KeyError, ValueError) as error:
         raise DataProtoValidationError(
             f"{path} is not a batch that DataProto.save wrote, or it is damaged: {error}"

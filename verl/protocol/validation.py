@@ -169,9 +169,9 @@ def check_content(
     for name in batch:
         if name in new and (offence := _own_offence(name, batch[name])) is not None:
             _raise(offence, batch, sources)
-    for needs, rule in _RULES:
+    for needs, expected, rule in _RULES:
         touched = all(name in batch for name in needs) and any(name in new for name in needs)
-        if touched and (offence := rule(batch, bound)) is not None:
+        if touched and (offence := _where(needs[0], expected, rule(batch, bound))) is not None:
             _raise(offence, batch, sources)
     if "response_mask" in batch:
         for name in batch:
@@ -210,91 +210,6 @@ def _where(name: str, expected: str, bad: torch.Tensor) -> Offence | None:
     return (name, expected, bad) if bool(bad.any()) else None
 
 
-_RULES: list[tuple[tuple[str, ...], Callable[[Tensors, Bound], Offence | None]]] = []
-
-
-def _rule(*needs: str):
-    """Decorator of a rule that is checked if a batch has all of these fields and one of them is new."""
-
-    def add(rule: Callable[[Tensors, Bound], Offence | None]):
-        _RULES.append((needs, rule))
-        return rule
-
-    return add
-
-
-@_rule("prompt_mask")
-def _prompts_padded_left(batch: Tensors, bound: Bound) -> Offence | None:
-    mask = batch["prompt_mask"]
-    return _where("prompt_mask", "padding only on the left of the prompt", _falls(mask))
-
-
-@_rule("attention_mask")
-def _attention_in_one_piece(batch: Tensors, bound: Bound) -> Offence | None:
-    if "P" not in bound and "T" not in bound:
-        return None
-    mask, prompt = batch["attention_mask"].bool(), _prompt_length(bound)
-    bad = torch.zeros_like(mask)
-    bad[:, :prompt] = _falls(mask[:, :prompt])
-    bad[:, prompt:] = _rises(mask[:, prompt:])
-    return _where("attention_mask", "padding only left of the prompt and right of the response", bad)
-
-
-@_rule("response_mask", "attention_mask")
-def _chosen_tokens_attended(batch: Tensors, bound: Bound) -> Offence | None:
-    mask = batch["response_mask"]
-    bad = mask & ~batch["attention_mask"][:, _prompt_length(bound) :].bool()
-    return _where("response_mask", "False wherever attention_mask is 0: the policy chose no padding", bad)
-
-
-@_rule("prompt_mask", "attention_mask")
-def _prompt_masks_agree(batch: Tensors, bound: Bound) -> Offence | None:
-    mask = batch["prompt_mask"]
-    return _where(
-        "prompt_mask",
-        "the first P columns of attention_mask",
-        mask != batch["attention_mask"][:, : mask.shape[1]].bool(),
-    )
-
-
-@_rule("prompts", "input_ids")
-def _prompts_are_the_input(batch: Tensors, bound: Bound) -> Offence | None:
-    prompts = batch["prompts"]
-    return _where("prompts", "the first P columns of input_ids", prompts != batch["input_ids"][:, : prompts.shape[1]])
-
-
-@_rule("responses", "input_ids")
-def _responses_are_the_input(batch: Tensors, bound: Bound) -> Offence | None:
-    responses, ids = batch["responses"], batch["input_ids"]
-    return _where(
-        "responses", "the last T columns of input_ids", responses != ids[:, ids.shape[1] - responses.shape[1] :]
-    )
-
-
-@_rule("position_ids", "attention_mask")
-def _positions_count_tokens(batch: Tensors, bound: Bound) -> Offence | None:
-    mask = batch["attention_mask"]
-    bad = (batch["position_ids"] != mask.cumsum(1) - 1) & mask.bool()
-    return _where("position_ids", "0, 1, 2, ... over the tokens of each row, padding not counted", bad)
-
-
-@_rule("group_ids", "prompt_ids")
-def _groups_share_a_prompt(batch: Tensors, bound: Bound) -> Offence | None:
-    groups, prompts = batch["group_ids"], batch["prompt_ids"]
-    order = torch.argsort(groups, stable=True)
-    sorted_groups, sorted_prompts = groups[order], prompts[order]
-    differs = (sorted_groups[1:] == sorted_groups[:-1]) & (sorted_prompts[1:] != sorted_prompts[:-1])
-    bad = torch.zeros_like(groups, dtype=torch.bool)
-    bad[order[1:]] = differs
-    return _where("group_ids", "one prompt_ids value within a group", bad)
-
-
-@_rule("loss_mask", "attention_mask")
-def _learned_tokens_attended(batch: Tensors, bound: Bound) -> Offence | None:
-    bad = batch["loss_mask"] & ~batch["attention_mask"].bool()
-    return _where("loss_mask", "False wherever attention_mask is 0", bad)
-
-
 def _prompt_length(bound: Bound) -> int:
     return bound["P"][0] if "P" in bound else bound["S"][0] - bound["T"][0]
 
@@ -311,3 +226,61 @@ def _rises(mask: torch.Tensor) -> torch.Tensor:
     bad = torch.zeros_like(mask)
     bad[:, 1:] = ~mask[:, :-1] & mask[:, 1:]
     return bad
+
+
+def _padding_inside(batch: Tensors, bound: Bound) -> torch.Tensor:
+    mask = batch["attention_mask"].bool()
+    bad = torch.zeros_like(mask)
+    if "P" in bound or "T" in bound:
+        prompt = _prompt_length(bound)
+        bad[:, :prompt] = _falls(mask[:, :prompt])
+        bad[:, prompt:] = _rises(mask[:, prompt:])
+    return bad
+
+
+def _other_prompts(batch: Tensors, bound: Bound) -> torch.Tensor:
+    groups, prompts = batch["group_ids"], batch["prompt_ids"]
+    order = torch.argsort(groups, stable=True)
+    sorted_groups, sorted_prompts = groups[order], prompts[order]
+    differs = (sorted_groups[1:] == sorted_groups[:-1]) & (sorted_prompts[1:] != sorted_prompts[:-1])
+    bad = torch.zeros_like(groups, dtype=torch.bool)
+    bad[order[1:]] = differs
+    return bad
+
+
+# Fields that a batch must have, the first of which is at fault; what was expected of it; and the offending places.
+_RULES: tuple[tuple[tuple[str, ...], str, Callable[[Tensors, Bound], torch.Tensor]], ...] = (
+    (("prompt_mask",), "padding only on the left of the prompt", lambda x, _: _falls(x["prompt_mask"])),
+    (("attention_mask",), "padding only left of the prompt and right of the response", _padding_inside),
+    (
+        ("response_mask", "attention_mask"),
+        "False wherever attention_mask is 0: the policy chose no padding",
+        lambda x, bound: x["response_mask"] & ~x["attention_mask"][:, _prompt_length(bound) :].bool(),
+    ),
+    (
+        ("prompt_mask", "attention_mask"),
+        "the first P columns of attention_mask",
+        lambda x, _: x["prompt_mask"] != x["attention_mask"][:, : x["prompt_mask"].shape[1]].bool(),
+    ),
+    (
+        ("prompts", "input_ids"),
+        "the first P columns of input_ids",
+        lambda x, _: x["prompts"] != x["input_ids"][:, : x["prompts"].shape[1]],
+    ),
+    (
+        ("responses", "input_ids"),
+        "the last T columns of input_ids",
+        lambda x, _: x["responses"] != x["input_ids"][:, x["input_ids"].shape[1] - x["responses"].shape[1] :],
+    ),
+    (
+        ("position_ids", "attention_mask"),
+        "0, 1, 2, ... over the tokens of each row, padding not counted",
+        lambda x, _: (x["position_ids"] != x["attention_mask"].cumsum(1) - 1) & x["attention_mask"].bool(),
+    ),
+    (("group_ids", "prompt_ids"), "one prompt_ids value within a group", _other_prompts),
+    (
+        ("loss_mask", "attention_mask"),
+        "False wherever attention_mask is 0",
+        lambda x, _: x["loss_mask"] & ~x["attention_mask"].bool(),
+    ),
+)

@@ -35,11 +35,10 @@ COMPUTED = (
 INDEX = ("group", "step", "policy_version", "score", "advantage")  # columns that stay in memory for every row
 OTHERS = "columns"  # the column of JSON objects
 _KEY = b"verl.fields"
-_ARROW_DTYPES = frozenset(
-    {torch.float64, torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint64, torch.uint32,
-     torch.uint16, torch.uint8}
+_ARROW_DTYPES = (
+    torch.float64, torch.float32, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
 )  # fmt: skip
-_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.float64}
+_OF_SIZE = {1: torch.uint8, 2: torch.int16}
 _INT32 = torch.iinfo(torch.int32)
 
 
@@ -56,11 +55,6 @@ class RowField:
     dtype: torch.dtype
     shape: tuple[int, ...] = ()
     column: str | None = None
-
-    @property
-    def block(self) -> tuple[int, ...]:
-        """`shape` in elements of the Arrow type; a complex128 is stored as two."""
-        return (*self.shape, 2) if self.dtype == torch.complex128 else self.shape
 
     def as_json(self) -> list[Any]:
         column = [] if self.column is None else [self.column]
@@ -131,12 +125,12 @@ def rows_to_arrow(batch: DataProto, index: Mapping[str, np.ndarray]) -> pa.Recor
         field = fields[name] = _field_of(name, tensor, taken={*index, *arrays, OTHERS})
         column, values = field.column or name, _plain(name, tensor)
         if field.kind == "B":
-            arrays[column] = _blocks(values) if field.block else pa.array(values)
+            arrays[column] = _blocks(values) if field.shape else pa.array(values)
         else:
             flat = _unpadded(values, counts[field.kind], is_right=field.kind == "P")
             ends, lists = offsets[field.kind], pa.ListArray
-            if field.block:
-                ends, lists = ends.astype(np.int64) * math.prod(field.block), pa.LargeListArray
+            if field.shape:
+                ends, lists = ends.astype(np.int64) * math.prod(field.shape), pa.LargeListArray
             arrays[column] = lists.from_arrays(ends, pa.array(flat))
     arrays |= {name: pa.array(values) for name, values in index.items()}
     arrays[OTHERS] = pa.array(_json_rows(batch), type=pa.large_string())
@@ -238,10 +232,10 @@ def _fill(target: np.ndarray, field: RowField, column: pa.Array, rows: np.ndarra
         spans: of the kinds P and T, see `_spans`.
     """
     if spans is None:
-        values = column.flatten() if field.block else column
-        target[:] = values.to_numpy().reshape(len(column), *field.block)[rows]
+        values = column.flatten() if field.shape else column
+        target[:] = values.to_numpy().reshape(len(column), *field.shape)[rows]
         return
-    values = column.values.to_numpy().reshape(-1, *field.block)
+    values = column.values.to_numpy().reshape(-1, *field.shape)
     for row, (begin, end) in enumerate(spans.tolist()):
         first = target.shape[1] - (end - begin) if field.kind == "P" else 0
         target[row, first : first + end - begin] = values[begin:end]
@@ -277,12 +271,8 @@ def _fits_int32(tensor: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """The same memory as an integer dtype of equal size; [... 2] for elements of 16 bytes."""
-    if tensor.dtype in _ARROW_DTYPES:
-        return tensor
-    if tensor.dtype == torch.complex128:
-        return torch.view_as_real(tensor)
-    return tensor.view(_OF_SIZE[tensor.itemsize])
+    """The same memory in a dtype that Arrow has, an integer of equal size."""
+    return tensor if tensor.dtype in _ARROW_DTYPES else tensor.view(_OF_SIZE[tensor.itemsize])
 
 
 def _unpadded(values: np.ndarray, counts: np.ndarray, is_right: bool) -> np.ndarray:

@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import io
 import json
 import mmap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +29,7 @@ import numpy as np
 import pyarrow as pa
 
 from verl.checkpoint.core.filesystem import FileSystem, write_by_rename, write_file
-from verl.checkpoint.core.hashing import LEAF_BYTES, Leaf, file_digest, flat_view, hash_buffers
+from verl.checkpoint.core.hashing import Leaf, file_digest, hash_buffers
 from verl.errors import ReplayCorrupt
 from verl.replay.arrow_rows import INDEX, SelectedRows
 from verl.utils.external_input import ByteCount, ExternalInputError, parse_as, read_bytes
@@ -120,7 +119,7 @@ class Shard:
 
     def content(self) -> bytes:
         """The rows in memory as an Arrow file."""
-        return b"".join(_pieces(self._records))
+        return _arrow_file(self._records).to_pybytes()
 
     def describe(self, data: bytes) -> ShardFile:
         """The file with this content."""
@@ -136,7 +135,7 @@ class Shard:
         with contextlib.suppress(FileNotFoundError):
             disk.unlink(unfinished)
         try:
-            file = self._file(write_file(disk, unfinished, _leaves(_pieces(self._records))))
+            file = self._file(write_file(disk, unfinished, [_arrow_file(self._records)]))
             disk.rename(unfinished, directory / file.name)
             disk.sync_directory(directory)
         except OSError:
@@ -278,7 +277,8 @@ def split_rows(rows: np.ndarray, firsts: Sequence[int] | np.ndarray) -> Iterator
 
 def write_index(disk: FileSystem, path: Path, index: dict[str, np.ndarray]) -> None:
     """Write index columns durably, for a shard in the store."""
-    write_by_rename(disk, path, b"".join(_pieces([pa.record_batch({name: index[name] for name in INDEX})])))
+    record = pa.record_batch({name: index[name] for name in INDEX})
+    write_by_rename(disk, path, _arrow_file([record]).to_pybytes())
     disk.sync_directory(path.parent)
 
 
@@ -310,41 +310,13 @@ def _read_records(data: Any) -> list[pa.RecordBatch]:
     return [file.get_batch(number) for number in range(file.num_record_batches)]
 
 
-def _pieces(records: Sequence[pa.RecordBatch]) -> list[Any]:
-    """The bytes of an Arrow file of these record batches, in buffers that share their memory."""
-    sink = _Pieces()
-    with pa.ipc.new_file(pa.PythonFile(sink, mode="w"), records[0].schema) as writer:
+def _arrow_file(records: Sequence[pa.RecordBatch]) -> pa.Buffer:
+    """The bytes of an Arrow file of these record batches."""
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, records[0].schema) as writer:
         for record in records:
             writer.write_batch(record)
-    return sink.written
-
-
-class _Pieces(io.RawIOBase):
-    """A file that keeps what is written to it, without copying."""
-
-    def __init__(self) -> None:
-        self.written: list[Any] = []
-
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: Any) -> int:
-        self.written.append(data)
-        return memoryview(data).nbytes
-
-
-def _leaves(pieces: Iterable[Any]) -> Iterator[memoryview]:
-    """Join buffers to blocks of a leaf, all of them in the same memory: a block is overwritten by the next one."""
-    memory, used = memoryview(bytearray(LEAF_BYTES)), 0
-    for piece in pieces:
-        rest = flat_view(piece)
-        while len(rest):
-            count = min(len(rest), LEAF_BYTES - used)
-            memory[used : used + count] = rest[:count]
-            rest, used = rest[count:], (used + count) % LEAF_BYTES
-            if not used:
-                yield memory
-    yield memory[:used]
+    return sink.getvalue()
 
 
 FILE, VERSION = "buffer.json", 1

@@ -89,6 +89,22 @@ class Tracker:
         """Release everything. Called once, with `finished`, `stopped`, `interrupted`, `restarting` or `failed`."""
 
 
+class ContinuedTracker(Tracker):
+    """Base class of trackers that log an evaluation as they log a step, and whose record a resumed run continues.
+
+    Attributes:
+        former: the `identity` of the resumed run; empty without one.
+    """
+
+    former: Mapping[str, Any] = {}
+
+    def resume(self, identity: Mapping[str, Any]) -> None:
+        self.former = dict(identity)
+
+    def evaluation(self, metrics: dict[str, float], step: int) -> None:
+        self.log(metrics, step)
+
+
 def stage_line(name: str, seconds: float, note: str = "") -> str:
     """`[gen] 1.24s  384 responses, 1536 tokens`"""
     return f"[{name}] {seconds:.2f}s" + (f"  {note}" if note else "")
@@ -99,6 +115,17 @@ def short(value: float, digits: int = 4) -> str:
     if isinstance(value, int) or (math.isfinite(value) and value == int(value) and abs(value) < 1e6):
         return str(int(value))
     return f"{value:.{digits}g}"
+
+
+# Metrics that tell most of a run, the most telling first
+HEADLINE = (
+    "eval/accuracy", "eval/score", "eval/loss", "reward/mean", "sft/loss", "preference/loss", "kl/reference_nats",
+)  # fmt: skip
+
+
+def headline(metrics: Mapping[str, float], most: int) -> dict[str, float]:
+    """The metrics of a run that tell most of it, the first ones if it has none of those."""
+    return {name: metrics[name] for name in ([x for x in HEADLINE if x in metrics] or list(metrics))[:most]}
 
 
 def metrics_line(metrics: dict[str, float]) -> str:

@@ -22,7 +22,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt
 
 from verl.component import BuildContext, component
 from verl.errors import end_cut
-from verl.tracking.base import Tracker, TrackerDescription, short
+from verl.tracking.base import HEADLINE, Tracker, TrackerDescription, short
 from verl.utils.external_input import printable
 
 if TYPE_CHECKING:
@@ -329,7 +329,7 @@ def _before_and_after(evaluations: Mapping[Any, Mapping[str, float]]) -> str:
     if not steps:
         return ""
     first, last = evaluations[steps[0]], evaluations[steps[-1]]
-    key = next((key for key in ("eval/accuracy", "eval/score", "eval/loss") if key in last), next(iter(last), None))
+    key = next((key for key in HEADLINE if key in last), next(iter(last), None))
     if key is None or len(steps) < 2 or key not in first:
         return "" if key is None else f"{_label(key)} {short(last[key], _DIGITS)} after step {steps[-1]}"
     return (

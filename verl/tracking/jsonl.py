@@ -10,15 +10,23 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from verl.component import BuildContext, component
-from verl.tracking.base import Tracker, TrackerDescription
-from verl.utils.external_input import ends_with_partial_line, regular_opener, write_whole
+from verl.tracking.base import ContinuedTracker, TrackerDescription
+from verl.utils.external_input import (
+    ExternalInputError,
+    ends_with_partial_line,
+    open_regular,
+    parse_mapping,
+    read_text,
+    regular_opener,
+    write_whole,
+)
 
 KEPT_BYTES = 64 * 2**20  # limit of records that wait for disk space; the oldest are dropped first
 TABLE_BYTES = 256 * 2**20  # limit of a run's tables: `samples/`, `evals/` and `tokens/` together
@@ -42,7 +50,7 @@ class JsonLines(TrackerDescription):
         return JsonLinesTracker()
 
 
-class JsonLinesTracker(Tracker):
+class JsonLinesTracker(ContinuedTracker):
     """Writes metrics unbuffered: each call passes a complete line to the operating system. A thread writes the tables.
 
     Records that a full disk refuses are kept in memory and written in order once there is space.
@@ -50,7 +58,6 @@ class JsonLinesTracker(Tracker):
 
     def __init__(self) -> None:
         self._path = Path("metrics.jsonl")
-        self._started = False
         self._sampled: set[int] = set()  # steps with a sample file of this run
         self._metrics, self._tables = _RecordQueue(), _RecordQueue()
         self._table_bytes = 0
@@ -59,22 +66,18 @@ class JsonLinesTracker(Tracker):
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
         self._path = run_dir / "metrics.jsonl"
-        self._begin, self._started = time.monotonic(), True
+        self._begin = time.monotonic()
         self._table_bytes = sum(file.stat().st_size for name in TABLES for file in run_dir.glob(f"{name}/step_*.jsonl"))
         with open(self._path, "ab+", buffering=0, opener=regular_opener) as file:
             if ends_with_partial_line(file):
                 _append(file, self._path, b"\n")
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        assert self._started, "log before start"
         record = {"step": step, "time_s": round(time.monotonic() - self._begin, 3), **metrics}
         self._metrics.add(_Record(self._path, json_line(record)))
         self._raise_failures()
         if self._tables.waiting and not self._pending:
             self._in_thread(self._tables.write)
-
-    def evaluation(self, metrics: dict[str, float], step: int) -> None:
-        self.log(metrics, step)
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
         # A step repeated after a resume replaces its table; a second table of the same step is appended.
@@ -108,7 +111,6 @@ class JsonLinesTracker(Tracker):
         Raises:
             OSError: an earlier call could not write.
         """
-        assert self._started, "a table before start"
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tables")
         self._pending.append(self._thread.submit(call, *args, **options))
@@ -226,3 +228,22 @@ def plain(value: Any) -> Any:
     if hasattr(value, "tolist"):  # arrays, tensors and their scalars
         return plain(value.tolist())
     return str(value)
+
+
+def json_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """The JSON objects in a file. Lines that are none, such as half a line at the end, are left out."""
+    try:
+        with open(open_regular(file), "rb") as lines:
+            for line in lines:
+                with contextlib.suppress(ExternalInputError):
+                    yield parse_mapping(line)
+    except OSError as error:
+        _log.warning("%s is not read: %s", file, error)
+
+
+def json_object(file: Path) -> dict[str, Any]:
+    """A JSON object; empty if there is none."""
+    try:
+        return parse_mapping(read_text(file, errors="replace"))
+    except (OSError, ExternalInputError):
+        return {}

@@ -21,7 +21,7 @@ _NAME = "verl run"  # name of the handlers installed here
 _FILE_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
-def setup_logging(run_dir: Path | str | None, console_level: int | str = logging.INFO) -> Callable[[], None]:
+def setup_logging(run_dir: Path | str | None) -> Callable[[], None]:
     """Send what verl logs to the console and to `run_dir/run.log`.
 
     The file gets everything from INFO upwards, including the lines that the console tracker prints itself. Propagation
@@ -30,7 +30,6 @@ def setup_logging(run_dir: Path | str | None, console_level: int | str = logging
 
     Args:
         run_dir: created if missing; None for no file.
-        console_level: lowest level shown on the console.
     Returns:
         A function that restores the previous handlers and closes the file; calling it again does nothing.
     Raises:
@@ -38,7 +37,7 @@ def setup_logging(run_dir: Path | str | None, console_level: int | str = logging
     """
     logger = logging.getLogger("verl")
     file = None if run_dir is None else Path(run_dir) / "run.log"
-    handlers: list[logging.Handler] = [_ConsoleLines(console_level, file)]
+    handlers: list[logging.Handler] = [_ConsoleLines(file)]
     if run_dir is not None:
         handlers.append(_file_lines(Path(run_dir)))
     level, propagate = logger.level, logger.propagate
@@ -47,7 +46,7 @@ def setup_logging(run_dir: Path | str | None, console_level: int | str = logging
         handler.name = _NAME
         handler.addFilter(RedactSecrets())
     _exchange(logger, replaced, handlers)
-    logger.setLevel(min(logging.INFO, handlers[0].level))
+    logger.setLevel(logging.INFO)
     logger.propagate = False
 
     def undo() -> None:
@@ -113,8 +112,8 @@ class _ConsoleLines(logging.Handler):
     `REPEATS_WITHIN_S` seconds; the rest are counted.
     """
 
-    def __init__(self, level: int | str, file: Path | None = None):
-        super().__init__(level)
+    def __init__(self, file: Path | None = None):
+        super().__init__(logging.INFO)
         self.setFormatter(_WithoutTraceback("%(levelname)s %(message)s"))
         self._where = "not shown" if file is None else f"in {file}"
         self._repeats: dict[tuple[Any, ...], tuple[float, int]] = {}  # since when, and how many

@@ -15,7 +15,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import Field
 
 from verl.component import BuildContext, component
-from verl.tracking.base import Tracker, TrackerDescription
+from verl.tracking.base import ContinuedTracker, TrackerDescription
 from verl.tracking.jsonl import plain
 
 BATCH_METRICS, BATCH_PARAMS, LONGEST_PARAM = 1000, 100, 6000  # limits of MLflow; the last one in characters
@@ -48,18 +48,14 @@ class MLflow(TrackerDescription):
         return MLflowTracker(self)
 
 
-class MLflowTracker(Tracker):
+class MLflowTracker(ContinuedTracker):
     """An MLflow run. `@` in the name of a metric becomes `_at_`, other characters that MLflow refuses become `_`."""
 
     def __init__(self, settings: MLflow):
         self._settings = settings
-        self._former: dict[str, Any] = {}
         self._run_id: str | None = None
         self._waiting: list[Any] = []
         self.num_lost = 0
-
-    def resume(self, identity: Mapping[str, Any]) -> None:
-        self._former = dict(identity)
 
     def identity(self) -> dict[str, Any]:
         return {} if self._run_id is None else {"run_id": self._run_id}
@@ -72,7 +68,7 @@ class MLflowTracker(Tracker):
         mlflow = importlib.import_module("mlflow")
         uri = self._settings.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or Path("mlruns").absolute().as_uri()
         self._entities, self._client = mlflow.entities, mlflow.MlflowClient(tracking_uri=uri, registry_uri=uri)
-        if (former := self._former.get("run_id")) is not None:
+        if (former := self.former.get("run_id")) is not None:
             try:
                 self._client.update_run(former, status="RUNNING")
                 self._run_id = former
@@ -97,9 +93,6 @@ class MLflowTracker(Tracker):
         self._waiting += [self._entities.Metric(_name(key), value, now_ms, step) for key, value in metrics.items()]
         self._drop(len(self._waiting) - MOST_WAITING)
         self._send()
-
-    def evaluation(self, metrics: dict[str, float], step: int) -> None:
-        self.log(metrics, step)
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
         text = json.dumps(plain(rows), indent=1, ensure_ascii=False)

@@ -6,14 +6,12 @@ import csv
 import fnmatch
 import importlib.util
 import io
-import json
 import logging
 import math
 import os
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -24,8 +22,9 @@ from verl.component import BuildContext, component
 from verl.errors import install_command
 from verl.tracking.base import Tracker, TrackerDescription
 from verl.tracking.console import fitting_columns, print_line
+from verl.tracking.jsonl import json_lines, json_object
 from verl.tracking.wandb import RUN_FILE
-from verl.utils.external_input import read_text, regular_opener
+from verl.utils.external_input import read_text, regular_opener, write_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,8 +81,6 @@ class CurvesTracker(Tracker):
         self._panel_of: dict[str, str | None] = {}
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
-        if find_spec("matplotlib") is None:
-            raise ImportError(f"the package matplotlib is missing: {install_command('matplotlib')}")
         self._title, self._path = run_name, run_dir / "curves.png"
 
     def log(self, metrics: dict[str, float], step: int) -> None:
@@ -107,12 +104,8 @@ class CurvesTracker(Tracker):
                 series.values.append(float(value) if math.isfinite(value) else math.nan)
 
     def _grouped(self) -> dict[str, dict[str, MetricSeries]]:
-        grouped: dict[str, dict[str, MetricSeries]] = {title: {} for title in self._panels}
-        for key, series in self._series.items():
-            title = self._panel_of[key]
-            assert title is not None, "only keys with a panel are stored"
-            grouped[title][key] = series
-        return {title: series for title, series in grouped.items() if series}
+        keys = {title: [key for key in self._series if self._panel_of[key] == title] for title in self._panels}
+        return {title: {key: self._series[key] for key in of_panel} for title, of_panel in keys.items() if of_panel}
 
 
 def panel_of(key: str, panels: Mapping[str, Sequence[str]]) -> str | None:
@@ -139,13 +132,7 @@ def draw(panels: Mapping[str, Mapping[str, MetricSeries]], path: Path, title: st
         _panel(figure.add_subplot(height, width, number), name, series)
     picture = io.BytesIO()
     figure.savefig(picture, format="png", metadata={"Title": title, "Description": ", ".join(panels)})
-    with open(path, "wb", opener=regular_opener) as file:
-        try:
-            file.write(picture.getbuffer())
-            file.flush()
-        except OSError:
-            path.unlink(missing_ok=True)  # partial file
-            raise
+    write_whole(path, picture.getvalue())
 
 
 def _panel(axes: Axes, name: str, series: Mapping[str, MetricSeries]) -> None:
@@ -238,12 +225,9 @@ def outcomes(directory: Path) -> list[JobOutcome]:
 def outcome(run_dir: Path) -> JobOutcome:
     """Read the result of a job."""
     job = JobOutcome(run_dir.name, _overrides(run_dir), wandb=_wandb(run_dir))
-    summary = _json(run_dir / "summary.json")
-    if summary is None:
+    if not (summary := json_object(run_dir / "summary.json")):
         return job
-    job.status = summary["status"]
-    file = run_dir / "metrics.jsonl"
-    every = [json.loads(line) for line in read_text(file).splitlines()] if file.exists() else []
+    job.status, every = summary["status"], [*json_lines(run_dir / "metrics.jsonl")]
     lines = [line for line in every if "timing/step_s" in line]
     for key in CURVES.values():
         if points := [(line["step"], _finite(line[key])) for line in every if key in line]:
@@ -322,49 +306,31 @@ def _in_words(column: str) -> str:
     return column.replace(" ", "\n").replace("\n(", " (").replace("of\na\n", "of a\n")
 
 
-def _mean(key: str) -> Measure:
-    def measure(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> float | None:
-        values = [float(line[key]) for line in lines if key in line]
-        return statistics.median(values) if values else None
+def _values(lines: Iterable[Mapping[str, Any]], key: str) -> list[float]:
+    return [float(line[key]) for line in lines if key in line]
 
-    return measure
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _last(values: Sequence[float]) -> float | None:
+    return values[-1] if values else None
 
 
 def _rate(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> float | None:
-    seconds = sum(float(line["timing/step_s"]) for line in lines)
-    return sum(float(line.get("perf/tokens", 0)) for line in lines) / seconds if seconds else None
-
-
-def _peak(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> float | None:
-    return max((float(line["perf/peak_memory_mib"]) for line in lines if "perf/peak_memory_mib" in line), default=None)
-
-
-def _of_saves(name: str, scale: float = 1.0) -> Measure:
-    def measure(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> float | None:
-        saves = summary.get("saves", [])
-        return statistics.median(save[name] for save in saves) * scale if saves else None
-
-    return measure
-
-
-def _last_reward(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> float | None:
-    values = [float(line["reward/mean"]) for line in lines if "reward/mean" in line]
-    return values[-1] if values else None
-
-
-def _last_accuracy(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> float | None:
-    values = [metrics["eval/accuracy"] for metrics in summary["evaluations"].values() if "eval/accuracy" in metrics]
-    return values[-1] if values else None
+    seconds = sum(_values(lines, "timing/step_s"))
+    return sum(_values(lines, "perf/tokens")) / seconds if seconds else None
 
 
 COLUMNS: dict[str, Measure] = {
-    "step (s)": _mean("timing/step_s"),
+    "step (s)": lambda _, lines: _median(_values(lines, "timing/step_s")),
     "tokens/s": _rate,
-    "peak memory of a process (MiB)": _peak,
-    "save stall (s)": _of_saves("stall_s"),
-    "checkpoint (MiB)": _of_saves("bytes", 1 / MIB),
-    "last reward": _last_reward,
-    "accuracy": _last_accuracy,
+    "peak memory of a process (MiB)": lambda _, lines: max(_values(lines, "perf/peak_memory_mib"), default=None),
+    "save stall (s)": lambda summary, _: _median(_values(summary.get("saves", ()), "stall_s")),
+    "checkpoint (MiB)": lambda summary, _: _median([x / MIB for x in _values(summary.get("saves", ()), "bytes")]),
+    "last reward": lambda _, lines: _last(_values(lines, "reward/mean")),
+    "accuracy": lambda summary, _: _last(_values(summary["evaluations"].values(), "eval/accuracy")),
 }
 
 
@@ -390,14 +356,8 @@ def _overrides(run_dir: Path) -> dict[str, str]:
 
 
 def _wandb(run_dir: Path) -> str:
-    run = _json(run_dir / RUN_FILE)
-    if run is None:
-        return ""
-    return run["url"] or os.path.relpath(run["directory"], run_dir.parent)
-
-
-def _json(file: Path) -> dict[str, Any] | None:
-    return json.loads(read_text(file)) if file.exists() else None
+    run = json_object(run_dir / RUN_FILE)
+    return run["url"] or os.path.relpath(run["directory"], run_dir.parent) if run else ""
 
 
 CURVES = {  # panel -> metric, of those that any job has

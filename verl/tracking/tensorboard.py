@@ -5,15 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import PositiveInt
 
 from verl.component import BuildContext, component
-from verl.errors import install_command
-from verl.tracking.base import Tracker, TrackerDescription
+from verl.tracking.base import ContinuedTracker, TrackerDescription
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -35,7 +33,7 @@ class TensorBoard(TrackerDescription):
         return TensorBoardTracker(self)
 
 
-class TensorBoardTracker(Tracker):
+class TensorBoardTracker(ContinuedTracker):
     """Scalars by metric key, the configuration and the samples as text.
 
     A TensorBoard writer that has failed, e.g. on a full disk, never writes again; it is replaced by a new one.
@@ -47,8 +45,6 @@ class TensorBoardTracker(Tracker):
         self._directory: str | None = None
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
-        if find_spec("tensorboard") is None:
-            raise ImportError(f"the package tensorboard is missing: {install_command('tensorboard')}")
         self._directory = str(run_dir / "tensorboard")
         self._running().add_text("config", _as_code(config), 0)
 
@@ -56,9 +52,6 @@ class TensorBoardTracker(Tracker):
         with self._replaced_on_failure() as writer:
             for key, value in metrics.items():
                 writer.add_scalar(key, value, step)
-
-    def evaluation(self, metrics: dict[str, float], step: int) -> None:
-        self.log(metrics, step)
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
         with self._replaced_on_failure() as writer:

@@ -6,14 +6,13 @@ import contextlib
 import importlib
 import io
 import secrets
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from verl.component import BuildContext, component
-from verl.tracking.base import Tracker, TrackerDescription
+from verl.tracking.base import ContinuedTracker, TrackerDescription
 
 
 @component
@@ -36,16 +35,12 @@ class Trackio(TrackerDescription):
         return TrackioTracker(self)
 
 
-class TrackioTracker(Tracker):
+class TrackioTracker(ContinuedTracker):
     """A Trackio run. Its name gets a suffix, since Trackio continues runs by name."""
 
     def __init__(self, settings: Trackio):
         self._settings = settings
         self._run: Any = None
-        self._former: dict[str, Any] = {}
-
-    def resume(self, identity: Mapping[str, Any]) -> None:
-        self._former = dict(identity)
 
     def identity(self) -> dict[str, Any]:
         return {} if self._run is None else {"project": self._run.project, "name": self._run.name}
@@ -54,8 +49,8 @@ class TrackioTracker(Tracker):
         self._trackio = trackio = importlib.import_module("trackio")
         with contextlib.redirect_stdout(io.StringIO()):  # how to start its dashboard
             self._run = trackio.init(
-                project=self._former.get("project", self._settings.project),
-                name=self._former.get("name", f"{run_name}-{secrets.token_hex(4)}"),
+                project=self.former.get("project", self._settings.project),
+                name=self.former.get("name", f"{run_name}-{secrets.token_hex(4)}"),
                 space_id=self._settings.space_id,
                 config={key: value for key, value in config.items() if not key.startswith("_")},  # others are refused
                 resume="allow",
@@ -66,9 +61,6 @@ class TrackioTracker(Tracker):
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self._run.log(metrics, step=step)
-
-    def evaluation(self, metrics: dict[str, float], step: int) -> None:
-        self.log(metrics, step)
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
         cells = [{key: x if isinstance(x, (str, int, float)) else str(x) for key, x in row.items()} for row in rows]

@@ -9,7 +9,7 @@ import os
 import random
 import secrets
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 from urllib.parse import urlsplit
@@ -17,8 +17,7 @@ from urllib.parse import urlsplit
 from pydantic import Field
 
 from verl.component import BuildContext, component
-from verl.errors import install_command
-from verl.tracking.base import Tracker, TrackerDescription
+from verl.tracking.base import ContinuedTracker, TrackerDescription
 from verl.utils.directories import TemporaryDirectory
 from verl.utils.external_input import write_text
 from verl.utils.progress import StoppedWatch, children
@@ -57,17 +56,13 @@ class WandB(TrackerDescription):
         return WandBTracker(self, sweep)
 
 
-class WandBTracker(Tracker):
+class WandBTracker(ContinuedTracker):
     """A W&B run. Metrics are logged with their own `step`, so an evaluation may be logged after its step."""
 
     def __init__(self, settings: WandB, sweep: str | None = None):
         self._settings, self._sweep = settings, sweep
         self._run: Any = None
-        self._former: dict[str, Any] = {}
         self._root: str | None = None
-
-    def resume(self, identity: Mapping[str, Any]) -> None:
-        self._former = dict(identity)
 
     def identity(self) -> dict[str, Any]:
         return {} if self._run is None else {"id": self._run.id, "root": self._root}
@@ -77,10 +72,7 @@ class WandBTracker(Tracker):
             self._start(run_name, config, run_dir)
 
     def _start(self, run_name: str, config: dict[str, Any], run_dir: Path) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ImportError(f"the package wandb is missing: {install_command('wandb')}") from error
+        import wandb
         from wandb.sdk.lib import retry
 
         # its threads must not use the global generator
@@ -88,9 +80,9 @@ class WandBTracker(Tracker):
         chosen = self._settings
         self._wandb = wandb
         is_same = chosen.on_resume == "same"
-        run_id = self._former.get("id") if is_same else None
+        run_id = self.former.get("id") if is_same else None
         run_id = run_id or secrets.token_hex(4)
-        self._root = self._former.get("root", run_id)
+        self._root = self.former.get("root", run_id)
         self._run = wandb.init(
             project=chosen.project,
             entity=chosen.entity,
@@ -99,7 +91,7 @@ class WandBTracker(Tracker):
             config=config,
             dir=run_dir,
             id=run_id,
-            resume="allow" if is_same and self._former else None,
+            resume="allow" if is_same and self.former else None,
             group=self._sweep if is_same else self._root,
             mode=wandb_mode(chosen.mode),
             reinit="create_new",  # separate runs in a sweep; a run of the user is not touched
@@ -114,9 +106,6 @@ class WandBTracker(Tracker):
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         self._run.log({**metrics, "step": step})
-
-    def evaluation(self, metrics: dict[str, float], step: int) -> None:
-        self.log(metrics, step)
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
         columns: list[Any] = list(dict.fromkeys(key for row in rows for key in row))

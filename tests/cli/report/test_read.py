@@ -25,7 +25,7 @@ def test_a_finished_run_tells_outcome_command_and_settings(tmp_path):
     assert run.command == "verl ppo trainer.total_steps=30 'data.note=a b'"
     assert run.config["trainer.total_steps"] == 30
     assert run.differences == {"trainer.total_steps": [30, 300]}
-    assert outcome(run) == "Finished after 30 of 30 steps in 30 s; eval/accuracy rose from 0.5 to 0.8."
+    assert outcome(run) == "Finished after 30 of 30 steps in 30s; eval/accuracy rose from 0.5 to 0.8."
     assert list(run.column("eval/accuracy").steps) == [0, 10, 20, 30]
     assert set(run.evals) == {0, 10, 30}
     assert set(run.tokens) == {1}
@@ -137,7 +137,7 @@ def test_the_outcome_of_one_evaluation_is_no_change(tmp_path):
     rows = [{"step": step, "time_s": step, "sft/loss": 4.0 / step} for step in (1, 2)]
     rows.append({"step": 2, "time_s": 2.5, "eval/loss": 0.5})
     sentence = outcome(read_run(run_directory(tmp_path / "run", rows=rows)))
-    assert sentence == "Finished after 2 of 30 steps in 2 s; eval/loss is 0.5; sft/loss fell from 4 to 2."
+    assert sentence == "Finished after 2 of 30 steps in 2s; eval/loss is 0.5; sft/loss fell from 4 to 2."
 
 
 def test_a_run_that_ends_while_it_is_listed_is_not_listed_as_killed(tmp_path):

@@ -27,8 +27,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from verl.cli.console import duration
 from verl.cli.report.read import KILLED, MetricColumn, RunRecord, as_number, diagnosis, read_run, step_files
 from verl.cli.report.samples import DumpedSample, read_tables
+from verl.tracking.base import HEADLINE
 from verl.tracking.jsonl import plain
 from verl.tracking.plots import PANELS, panel_of
 from verl.utils.redact import redact_tree
@@ -56,14 +58,6 @@ FURTHER_PANELS = {
     "staleness (versions)": ["*staleness*"],
     "samples per second": ["perf/samples_per_s"],
 }
-MAIN = (
-    "eval/accuracy",
-    "eval/score",
-    "eval/loss",
-    "reward/mean",
-    "sft/loss",
-    "preference/loss",
-)  # the first one is the outcome
 SEED = "trainer.seed"
 # Settings that name a run or where it writes, in which runs of one group may differ
 NAMES = (SEED, "trainer.experiment_name", "trainer.project_name", "checkpoint.save_dir", "resume")
@@ -265,10 +259,10 @@ def outcome(run: RunRecord) -> str:
     total = run.config.get("trainer.total_steps")
     steps = f"{run.steps} of {total} steps" if isinstance(total, int) else f"{run.steps} steps"
     seconds = run.clock().values
-    lasted = f" in {_duration(seconds[-1])}" if len(seconds) and math.isfinite(seconds[-1]) else ""
+    lasted = f" in {duration(seconds[-1])}" if len(seconds) and math.isfinite(seconds[-1]) else ""
     begin = {"running": "Running:", KILLED: "No summary, so killed or on another machine:"}.get(run.status)
     text = f"{begin or run.status.capitalize() + ' after'} {steps}{lasted}"
-    for key in MAIN:
+    for key in HEADLINE:
         values = [value for value in run.column(key).values if math.isfinite(value)]
         if len(values) == 1:
             text += f"; {key} is {values[0]:.4g}"
@@ -281,12 +275,6 @@ def outcome(run: RunRecord) -> str:
     if (error := run.summary.get("error")) and run.status != "finished":
         text += f". {str(error).splitlines()[0][:300]}"
     return text.rstrip(".") + "."
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _facts(run: RunRecord) -> list[tuple[str, str]]:
@@ -478,7 +466,7 @@ def _paired(first: RunRecord, second: RunRecord) -> tuple[Interval | None, str]:
 
 def _last_shared(runs: Sequence[RunRecord]) -> tuple[str, float]:
     """The main metric of the runs, and the last step at which all have it; an empty name if there is none."""
-    for key in MAIN:
+    for key in HEADLINE:
         columns = [run.column(key) for run in runs]
         shared = set.intersection(*({s for s, v in zip(c.steps, c.values, strict=True) if v == v} for c in columns))
         if shared:

@@ -25,11 +25,12 @@ import yaml
 
 from verl.checkpoint.commit.fencing import RunLock
 from verl.checkpoint.read.compare import flat
-from verl.checkpoint.read.discovery import read_pointer
+from verl.checkpoint.read.discovery import RunPointer, read_pointer
 from verl.compose.schema import ROOTS, root_of_run
 from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError
+from verl.tracking.jsonl import json_lines, json_object
 from verl.trainer.state.lineage import ENVIRONMENT, FILE, events_of, read_events
-from verl.utils.external_input import ExternalInputError, open_regular, parse_json, parse_mapping, read_text
+from verl.utils.external_input import read_text
 
 MAX_CHAIN = 1000  # directories of a chain
 MAX_NOTE = 4000  # characters of the description of an anomaly
@@ -145,7 +146,7 @@ def read_run(directory: str | Path) -> RunRecord:
             f"{path} has neither metrics.jsonl nor config.yaml: it is not the directory of a run. Runs with the "
             "tracker jsonl write metrics.jsonl."
         )
-    config, summary, start = _config(path), _mapping(path / "summary.json"), _mapping(path / "start.json")
+    config, summary, start = _config(path), json_object(path / "summary.json"), json_object(path / "start.json")
     chain = _chain(path)
     directories = list(dict.fromkeys(link["directory"] for link in chain)) or [path]
     run = RunRecord(
@@ -156,12 +157,12 @@ def read_run(directory: str | Path) -> RunRecord:
         config,
         start["differences"] if isinstance(start.get("differences"), dict) else {},
         summary,
-        _mapping(path / "plan.json"),
+        json_object(path / "plan.json"),
         lineage=chain,
         segments=_segments(directories, chain),
         anomalies=[*_anomalies(path)],
     )
-    run.code = _mapping(path / ENVIRONMENT).get("code") or {}  # of a run without checkpoints too
+    run.code = json_object(path / ENVIRONMENT).get("code") or {}  # of a run without checkpoints too
     if chain:
         run.code, run.identity = chain[-1]["code"], chain[-1]["identity"]
     for folder, rows in (("evals", run.evals), ("tokens", run.tokens)):
@@ -183,16 +184,22 @@ def run_status(directory: Path, events: Sequence[Mapping[str, Any]] | None = Non
         events = last_start(directory)
         ended = [event["status"] for event in events if event["event"] == "end"]
     if not events:
-        ended = [status] if isinstance(status := _mapping(directory / "summary.json").get("status"), str) else []
+        ended = [status] if isinstance(status := json_object(directory / "summary.json").get("status"), str) else []
     return ended[-1] if ended else KILLED
 
 
 def last_start(directory: Path) -> list[dict[str, Any]]:
     """The recorded events of the last start of a training in a directory; empty without a record."""
+    pointer = pointer_of(directory)
+    return [] if pointer is None else events_of(pointer, directory)
+
+
+def pointer_of(directory: Path) -> RunPointer | None:
+    """The place of the checkpoints of a run; None if it saved none."""
     try:
-        return events_of(read_pointer(directory), directory)
+        return read_pointer(directory)
     except (CheckpointNotFound, BadCheckpoint, OSError):
-        return []
+        return None
 
 
 def step_files(run: RunRecord, folder: str) -> dict[int, Path]:
@@ -204,19 +211,6 @@ def step_files(run: RunRecord, folder: str) -> dict[int, Path]:
             if number.isascii() and number.isdecimal() and int(number) <= segment.end_step:
                 files[int(number)] = file
     return dict(sorted(files.items()))
-
-
-def json_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects in a file. Lines that are none, such as half a line at the end, are left out."""
-    try:
-        with open(open_regular(file), "rb") as lines:
-            for line in lines:
-                try:
-                    yield parse_mapping(line)
-                except ExternalInputError:
-                    continue
-    except OSError as error:
-        _log.warning("%s is not read: %s", file, error)
 
 
 def as_number(value: Any) -> float:
@@ -268,12 +262,10 @@ def _file_segments(directory: Path) -> Iterator[RunSegment]:
 
 def _chain(path: Path) -> list[dict[str, Any]]:
     """The directories from the first run to this one with their facts."""
-    try:
-        pointer = read_pointer(path)
-    except (CheckpointNotFound, BadCheckpoint, OSError):
-        return []
-    directory = next((place for place in pointer.places(path.absolute()) if (place / FILE).is_file()), None)
-    if directory is None:
+    pointer = pointer_of(path)
+    places = [] if pointer is None else pointer.places(path.absolute())
+    directory = next((place for place in places if (place / FILE).is_file()), None)
+    if directory is None or pointer is None:
         return []
     chain: list[dict[str, Any]] = []
     events, run_id = read_events(directory), pointer.run_id
@@ -307,20 +299,21 @@ def _chain(path: Path) -> list[dict[str, Any]]:
 
 def _config(path: Path) -> dict[str, Any]:
     """Settings by path: `trainer.total_steps`."""
-    try:
-        text = read_text(path / "config.yaml", errors="replace")
-        tree = yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, yaml.YAMLError, ValueError, RecursionError):
-        return {}
+    tree = read_yaml(path / "config.yaml")
     return dict(flat(tree)) if tree and isinstance(tree, dict) else {}
+
+
+def read_yaml(file: Path) -> Any:
+    """The content of a YAML file; None if it cannot be read."""
+    try:
+        return yaml.load(read_text(file, errors="replace"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    except (OSError, yaml.YAMLError, ValueError, RecursionError):
+        return None
 
 
 def _command(path: Path, config: Mapping[str, Any]) -> str:
     """The command line, quoted for a shell."""
-    try:
-        overrides = yaml.safe_load(read_text(path / "overrides.yaml", errors="replace"))
-    except (OSError, yaml.YAMLError, ValueError):
-        return ""
+    overrides = read_yaml(path / "overrides.yaml")
     command = ROOTS[root_of_run(config.get("_target_"))].command
     return shlex.join(["verl", command, *map(str, overrides)]) if isinstance(overrides, list) else ""
 
@@ -331,15 +324,6 @@ def _anomalies(path: Path) -> Iterator[tuple[str, str]]:
             yield str(directory), read_text(directory / "README.md", errors="replace")[:MAX_NOTE]
         except OSError:
             continue
-
-
-def _mapping(file: Path) -> dict[str, Any]:
-    """A JSON object; empty if there is none."""
-    try:
-        value = parse_json(read_text(file, errors="replace"))
-    except (OSError, ExternalInputError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 from verl.cli.report.page import report
 from verl.component import BuildContext, component
 from verl.tracking.base import Tracker, TrackerDescription
-from verl.utils.external_input import write_text
+from verl.utils.external_input import write_whole
 
 FILE = "report.html"
 
@@ -36,12 +36,5 @@ class ReportTracker(Tracker):
         Raises:
             OSError: the file cannot be written.
         """
-        if self._run_dir is None or not (self._run_dir / "metrics.jsonl").is_file():
-            return
-        unfinished = self._run_dir / f"{FILE}.unfinished"
-        try:
-            write_text(unfinished, report([self._run_dir], status))
-            unfinished.replace(self._run_dir / FILE)
-        except BaseException:
-            unfinished.unlink(missing_ok=True)
-            raise
+        if self._run_dir is not None and (self._run_dir / "metrics.jsonl").is_file():
+            write_whole(self._run_dir / FILE, report([self._run_dir], status).encode())

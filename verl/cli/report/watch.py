@@ -12,7 +12,6 @@ import contextlib
 import secrets
 import sys
 import time
-from collections.abc import Iterator
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import typer
 
-from verl.cli.console import echo, one_line_errors, size
+from verl.cli.console import echo, size
 from verl.cli.report.read import RUNNING, RunRecord, as_number, read_run, run_status
 from verl.errors import ConfigError
 from verl.tracking.console import PAGE, Console, ConsoleTracker
@@ -44,7 +43,7 @@ def watch(
     The page is served to this machine alone, under an address with a random token, and changes nothing. From another
     machine: ssh -L PORT:127.0.0.1:PORT HOST.
     """
-    with one_line_errors(), contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt):
         record = read_run(run)
         if web:
             _serve(run, port)
@@ -110,14 +109,11 @@ def _show(tracker: ConsoleTracker, row: dict[str, Any]) -> None:
 
 def _new_lines(file: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
     """The whole lines from an offset on, and the offset behind them."""
-    data = _new_bytes(file, offset)
-    return [*_rows(data)], offset + len(data)
-
-
-def _rows(data: bytes) -> Iterator[dict[str, Any]]:
+    data, rows = _new_bytes(file, offset), []
     for line in data.split(b"\n"):
         with contextlib.suppress(ExternalInputError):
-            yield parse_mapping(line)
+            rows.append(parse_mapping(line))
+    return rows, offset + len(data)
 
 
 def _new_bytes(file: Path, offset: int, most: int | None = None) -> bytes:
@@ -231,7 +227,6 @@ def report(
     """
     from verl.cli.report.page import report as page_of
 
-    with one_line_errors():
-        text = page_of(runs)
-        write_text(html, text)
-        echo(f"{html}: {size(len(text.encode()))}")
+    text = page_of(runs)
+    write_text(html, text)
+    echo(f"{html}: {size(len(text.encode()))}")

@@ -85,7 +85,7 @@ class RewardObject(RewardDescription):
 
     def columns_read(self) -> Iterator[tuple[str, str]]:
         reward, _ = getattr(self, "_carried", (None, None))
-        if not callable(reward) or isinstance(reward, Reward) or _is_module(reward):
+        if not callable(reward) or isinstance(reward, (Reward, nn.Module)):
             return
         signature = signature_of(reward)
         for name, is_required in (signature.accepted or {}).items():
@@ -97,7 +97,7 @@ class RewardObject(RewardDescription):
         timeout_s = BATCH_TIMEOUT_S if self.timeout_s is None else self.timeout_s
         if isinstance(reward, Reward):
             return in_time(reward, self.timeout_s)
-        if not _is_module(reward):
+        if not isinstance(reward, nn.Module):
             return CallableReward(reward, timeout_s=timeout_s)
         model = as_reward_model(reward.to(context.device), self.name, None, context.tokenizer.pad_token_id or 0)
         _refuse_fewer_embeddings(self.name, reward, tokenizer or context.tokenizer)
@@ -243,12 +243,6 @@ def _trainable(model: Any) -> Any:
     return model if any(p.requires_grad for p in model.parameters()) else model.requires_grad_(True)
 
 
-def _is_module(value: Any) -> bool:
-    import torch
-
-    return isinstance(value, torch.nn.Module)
-
-
 def _refuse_fewer_embeddings(name: str, model: Any, tokenizer: Any) -> None:
     """Refuse models with fewer embeddings than token ids, which fail inside the model with an obscure error on a
     GPU."""
@@ -310,7 +304,7 @@ def reward_from_object(reward: Any, tokenizer: Any = None, argument: str = "rewa
     if not isinstance(reward, (Reward, nn.Module)) and not callable(reward):
         raise ConfigError(f"{argument} is {reward!r}: expected {REWARDS}.")
     name = getattr(reward, "__qualname__", type(reward).__name__)
-    digest = _weights_digest(reward) if _is_module(reward) else _source_digest(reward)
+    digest = _weights_digest(reward) if isinstance(reward, nn.Module) else _source_digest(reward)
     return carrying(RewardObject(name=name, content_digest=digest), (reward, tokenizer))
 
 

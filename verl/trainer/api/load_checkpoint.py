@@ -6,7 +6,7 @@ path ──> which checkpoint ──> hashed ──> actor, critic, optimizer �
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -110,12 +110,7 @@ def _refuse_with_path(point: ResumePoint, identity: Mapping[str, Any]) -> None:
 
 def _verify(point: ResumePoint, chosen: Sequence[str]) -> None:
     reader = CheckpointReader(point.checkpoint)
-    for path in _files(reader, chosen):
-        reader.check(path)
-
-
-def _files(reader: CheckpointReader, chosen: Sequence[str]) -> Iterator[str]:
-    components = {*chosen, *(["scheduler"] if "optimizer" in chosen else [])}
+    components: set[str] = {*chosen, *(["scheduler"] if "optimizer" in chosen else [])}
     for component in sorted(components):
         for entry in reader.files(component):
-            yield entry.path
+            reader.check(entry.path)

@@ -17,17 +17,14 @@ from types import TracebackType
 from typing import Any, Self
 
 from verl.algorithms.algorithm import Algorithm
-from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.read.lazy_tensors import DeviceMap
 from verl.component import Description, as_plain, field_types
 from verl.compose.from_yaml import (
     ComposedConfig,
     compose_over_default,
     described,
-    key_faults,
     load_option,
     read_short_file,
-    rollout_kind,
 )
 from verl.compose.overrides import flatten
 from verl.compose.run_start import RunStart
@@ -46,7 +43,6 @@ from verl.trainer.api.from_objects import (
     with_timeout_of,
 )
 from verl.trainer.api.load_checkpoint import load_checkpoint
-from verl.trainer.config import PPOSettings
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.ppo_config import PPORun
 from verl.trainer.setup import fit_with_restarts
@@ -57,8 +53,6 @@ from verl.utils.signals import component_exits
 _log = logging.getLogger(__name__)
 
 PROMPTS_PER_STEP = 64  # at most, where nothing says how many
-# Keys of rollout_config beside those of the engine: which one, responses per prompt, a limit of both texts together.
-OF_ROLLOUT = ("engine", "n", "max_length")
 OF_TRAINING = {  # keys of train_config with another configuration path
     "lr": "actor.optimizer.lr",
     "critic_lr": "critic.optimizer.lr",
@@ -138,7 +132,6 @@ class Trainer:
         _refuse_missing(model=model, reward_model=reward_model)
         if train_dataset is None and eval_dataset is not None:
             raise ConfigError("eval_dataset is given without train_dataset. Give both, or neither.")
-        _refuse_unknown_keys(rollout_config, checkpoint_config, train_config, data_config)
         self._reward_tokenizer = reward_tokenizer
         if tokenizer is not None and tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
@@ -155,8 +148,10 @@ class Trainer:
         rollout_config, data_config = _with_lengths(
             replacements["actor.model"], rollout_config or {}, data_config or {}
         )
+        own = {} if train_dataset is None else field_types(PromptOptions)  # what the prompts passed here take
         if train_dataset is not None:
-            room = _room(replacements["actor.model"], rollout_config, data_config)
+            options = {key: value for key, value in data_config.items() if key in own}
+            room = _room(replacements["actor.model"], rollout_config, options)
             replacements["data"] = data_from_object(
                 train_dataset, eval_dataset, described(PromptOptions, "data_config", room)
             )
@@ -164,8 +159,7 @@ class Trainer:
             replacements["algorithm"] = algorithm
         below = _defaults(replacements, checkpoint_config is not None, algorithm)
         above = _arguments(algorithm, rollout_config, checkpoint_config, train_config)
-        if train_dataset is None:
-            above |= {f"data.{key}": value for key, value in data_config.items()}
+        above |= {f"data.{key}": value for key, value in data_config.items() if key not in own}
         composed = _compose(below, config, above, replacements, overrides)
         run = run_with_objects(composed, replacements)
         _refuse_unused(run, ref_model, critic_model)
@@ -365,24 +359,6 @@ def _refuse_missing(**arguments: Any) -> None:
     missing = [name for name, value in arguments.items() if value is None]
     if missing:
         raise ConfigError([f"{name} is missing. Give Trainer({name}=...)." for name in missing])
-
-
-def _refuse_unknown_keys(
-    rollout: Mapping[str, Any] | None,
-    checkpoint: Mapping[str, Any] | None,
-    train: Mapping[str, Any] | None,
-    data: Mapping[str, Any] | None,
-) -> None:
-    engine = rollout_kind((rollout or {}).get("engine", "hf"))
-    known = {
-        "rollout_config": (rollout, [*OF_ROLLOUT, *field_types(engine)]),
-        "checkpoint_config": (checkpoint, field_types(Checkpointing)),
-        "train_config": (train, [*OF_TRAINING, *field_types(PPOSettings)]),
-        "data_config": (data, field_types(PromptOptions)),
-    }
-    faults = [fault for name, (mapping, keys) in known.items() for fault in key_faults(name, mapping or {}, keys)]
-    if faults:
-        raise ConfigError(faults)
 
 
 def _defaults(replacements: Mapping[str, Description], saves: bool, algorithm: str | Algorithm) -> dict[str, Any]:

@@ -12,13 +12,11 @@ from __future__ import annotations
 import json
 import logging
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from verl.component import BuildContext
 from verl.engines.sharding import FSDP
@@ -76,7 +74,7 @@ def changes_that_fit(
         try:
             changed_run = run
             for name in names:
-                changed_run = dict(changes(changed_run, memory.estimate, GPUS))[name]()
+                changed_run = dict(changes(changed_run, memory.estimate))[name]()
             changed = memory_plan(changed_run, device, limit=memory.limit)
             seconds = sum(stage.seconds for stage in stage_times(changed_run, changed, device, response))
         except (ConfigError, KeyError, ValueError):  # it does not go with the rest
@@ -87,7 +85,7 @@ def changes_that_fit(
             else None
         )
 
-    names = [name for name, _ in changes(run, memory.estimate, GPUS)]
+    names = [name for name, _ in changes(run, memory.estimate)]
     tried = [change for name in names if (change := planned(name)) is not None]
     fitting = _one_of_each([change for change in tried if change.peak <= memory.limit])
     if not fitting:
@@ -110,14 +108,8 @@ def _one_of_each(changes: list[FittingChange], *, by_peak: bool = False) -> list
     return list(best.values())
 
 
-def changes(
-    run: Any, budget: MemoryEstimate, gpus: Sequence[int] | None = None
-) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Settings that may reduce the memory of a run, each with the resulting run.
-
-    Args:
-        gpus: numbers of GPUs per machine to consider; None: up to those of this machine.
-    """
+def changes(run: Any, budget: MemoryEstimate) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Settings that may reduce the memory of a run, each with the resulting run."""
 
     def of(role: str, **fields: Any) -> Callable[[], Any]:
         return lambda: replace(run, **{role: replace(getattr(run, role), **fields)})
@@ -142,11 +134,11 @@ def changes(
         yield "checkpoint=sync", of("checkpoint", save_async=False)
     if budget.on_host:
         return
-    smaller, counts = list(run.sharding.smaller()), [torch.cuda.device_count()] if gpus is None else gpus
+    smaller = list(run.sharding.smaller())
     for setting, sharding in smaller:
         yield setting, lambda sharding=sharding: replace(run, sharding=sharding)
     has_place = run.trainer.placement is not None
-    for count in counts if not smaller and not has_place else ():
+    for count in GPUS if not smaller and not has_place else ():
         if count > max(1, run.trainer.n_gpus_per_node):
             sharded = {"sharding": FSDP(), "trainer": replace(run.trainer, n_gpus_per_node=count)}
             yield (

@@ -300,22 +300,15 @@ def measured_here(hidden: int, mlp: int, dtype: str = "float32", seconds: float 
     product_s = _fastest(lambda: (x @ w) @ back, seconds)
     large = torch.ones(2**25, dtype=torch.float32)
     copy_s = _fastest(lambda: large.clone(), seconds)
-    rate = 4 * rows * hidden * mlp / product_s
-    layer_s = _layer_seconds(seconds)
-    unmeasured = this_cpu()
-    return DeviceRates(
-        name="cpu",
-        memory=unmeasured.memory,
+    rate, copied = 4 * rows * hidden * mlp / product_s, large.nbytes / copy_s
+    return replace(
+        this_cpu(),
         products={dtype: rate, "float32": rate},
-        bandwidth=2 * large.nbytes / copy_s,
-        link=large.nbytes / copy_s,
-        host_link=large.nbytes / copy_s,
-        layer_s=layer_s,
-        decode_s=0.0,
-        products_share=1.0,
-        bandwidth_share=1.0,
+        bandwidth=2 * copied,
+        link=copied,
+        host_link=copied,
+        layer_s=_layer_seconds(seconds),
         is_measured=True,
-        is_gpu=False,
     )
 
 
