@@ -14,6 +14,7 @@ import argparse
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 
 from verl.ops.resharding.layout import Layout, Mesh, TensorLayout, volume
 from verl.ops.resharding.plan import Plan, aligned, lower_bound, reshard_plan
-from verl.ops.resharding.rounds import part_of_round
+from verl.ops.resharding.rounds import Move, part_of_round
 from verl.rollout.vllm.sync.weight_transfer import buckets
 
 VOCABULARY, KV = 128256, 1024
@@ -83,6 +84,17 @@ def pairs(ranks: int) -> dict[str, tuple[Layout, Layout]]:
         "tp8 -> pp4 x tp4": (layout(dp=ranks // 8, tp=8), layout(pp=4, dp=ranks // 16, tp=4)),
         "fsdp -> whole": (layout(fsdp=ranks), layout(dp=ranks)),
     }
+
+
+def moves_of(plan: Plan) -> list[Move]:
+    """All moves as objects: for small plans."""
+    return plan.table.moves(np.arange(len(plan.table)))
+
+
+def rounds_of(plan: Plan, limit_bytes: int, rank: int | None = None) -> Iterator[list[Move]]:
+    """The moves, or those of one rank, in rounds that follow one another."""
+    for window in plan.windows(limit_bytes):
+        yield from window.rounds(rank)
 
 
 def traffic(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
@@ -159,7 +171,7 @@ def sync_line(name: str) -> str:
     receives: Counter[int] = Counter()
     rounds = 0
     for bucket in buckets(plan, LIMIT_BYTES):  # one after another, each in rounds of its own
-        for moves in bucket.rounds(LIMIT_BYTES):
+        for moves in rounds_of(bucket, LIMIT_BYTES):
             rounds += 1
             sends.update(move.source for move in moves)
             receives.update(move.target for move in moves)

@@ -19,7 +19,7 @@ from math import prod
 import numpy as np
 
 from verl.ops.resharding.layout import Box, Layout, Mesh, TensorLayout, difference, volume
-from verl.ops.resharding.rounds import Move, MoveTable, Window, windows
+from verl.ops.resharding.rounds import MoveTable, Window, windows
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,6 @@ class Plan:
     table: MoveTable = field(repr=False, compare=False)
 
     @cached_property
-    def moves(self) -> tuple[Move, ...]:
-        """All moves as objects: for small plans."""
-        return tuple(self.table.moves(np.arange(len(self.table))))
-
-    @cached_property
     def num_bytes(self) -> int:
         """Bytes sent between ranks."""
         return int(self.table.num_bytes.sum())
@@ -47,16 +42,6 @@ class Plan:
         """The tensors, as their slices travel together; see `verl.ops.resharding.rounds.windows`."""
         stages = [(self.source.tensors[name].stage, self.target.tensors[name].stage) for name in self.table.names]
         return windows(self.table, stages, self.source.mesh.size, limit_bytes)
-
-    def rounds(self, limit_bytes: int, rank: int | None = None) -> Iterator[list[Move]]:
-        """The moves, or those of one rank, in rounds that follow one another: no rank sends or receives more than
-        `limit_bytes` in one of them.
-
-        Raises:
-            ValueError: one element is larger than the limit.
-        """
-        for window in self.windows(limit_bytes):
-            yield from window.rounds(rank)
 
     def restricted(self, names: Sequence[str]) -> Plan:
         """The plan for some of the tensors, in the order of `names`."""
