@@ -11,22 +11,26 @@ them, each begun as soon as its stage is free and its input there. Prints one JS
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import torch
+from torch.distributed.pipelining import PipelineStage
 
 from verl.component import BuildContext
 from verl.engines.chunked_logprobs import token_log_probs
 from verl.engines.engine import TrainingEngine
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import DataParallelism
-from verl.engines.pipeline import ChunkTime
 from verl.engines.pipeline_parallelism import PipelineParallelism
 from verl.engines.sharding import Parallel
 from verl.models.heads import LMHead
@@ -36,6 +40,39 @@ from verl.protocol import DataProto
 
 ROW, PROMPT = 128, 32
 ROWS_OF_A_MICRO_BATCH = 4
+
+
+@dataclass(frozen=True)
+class ChunkTime:
+    """Time span of one forward or backward pass of a micro-batch through a stage, by `time.perf_counter`."""
+
+    kind: str
+    number: int
+    start: float
+    stop: float
+
+
+@contextlib.contextmanager
+def timed_passes() -> Iterator[list[ChunkTime]]:
+    """The passes of the stages of this process within."""
+    times: list[ChunkTime] = []
+
+    def timed(kind: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_run(stage: PipelineStage, number: int, *args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            output = run(stage, number, *args, **kwargs)
+            if kind == "forward" or stage.has_backward:
+                times.append(ChunkTime(kind, number, start, time.perf_counter()))
+            return output
+
+        return timed_run
+
+    names = {"forward": "forward_one_chunk", "backward": "backward_one_chunk"}
+    with contextlib.ExitStack() as patches:
+        for kind, name in names.items():
+            run = timed(kind, getattr(PipelineStage, name))
+            patches.enter_context(mock.patch.object(PipelineStage, name, run))
+        yield times
 
 
 def model(layers: int) -> Any:
@@ -142,10 +179,10 @@ def work(rank: int, rendezvous: str, counts: list[int], layers: int, turns: int,
         own = rows[list(range(rank, len(rows), 2))]
         seconds: dict[str, list[float]] = {"apart": [], "staged": []}
         idle: list[tuple[float, float]] = []
-        runner = pipeline._models[id(staged.model)][0]
         for turn in range(turns + 1):
-            pair = (update_s(alone, own), update_s(staged, rows))
-            passes: list[ChunkTime] = runner.times
+            pair = [update_s(alone, own)]
+            with timed_passes() as passes:
+                pair.append(update_s(staged, rows))
             assert len(passes) == 2 * count, (len(passes), count)
             everyone: list[Any] = [None, None]
             pipeline.dist.all_gather_object(everyone, [(t.kind, t.number, t.start, t.stop) for t in passes])

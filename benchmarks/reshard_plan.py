@@ -14,11 +14,15 @@ import argparse
 import json
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from verl.ops.resharding.layout import Layout, Mesh, TensorLayout, volume
 from verl.ops.resharding.plan import Plan, aligned, lower_bound, reshard_plan
+from verl.ops.resharding.rounds import Move, part_of_round
 from verl.rollout.vllm.sync.weight_transfer import buckets
 
 VOCABULARY, KV = 128256, 1024
@@ -82,6 +86,51 @@ def pairs(ranks: int) -> dict[str, tuple[Layout, Layout]]:
     }
 
 
+def moves_of(plan: Plan) -> list[Move]:
+    """All moves as objects: for small plans."""
+    return plan.table.moves(np.arange(len(plan.table)))
+
+
+def rounds_of(plan: Plan, limit_bytes: int, rank: int | None = None) -> Iterator[list[Move]]:
+    """The moves, or those of one rank, in rounds that follow one another."""
+    for window in plan.windows(limit_bytes):
+        yield from window.rounds(rank)
+
+
+def traffic(plan: Plan) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes that each rank sends, and bytes that it receives, [ranks]."""
+    table = plan.table
+    sent, received = (
+        np.bincount(ends, table.num_bytes, plan.source.mesh.size).astype(np.int64)
+        for ends in (table.source, table.target)
+    )
+    return sent, received
+
+
+def least_bytes(plan: Plan) -> int:
+    """The most that a rank sends or receives: what the exchange takes at least, in bytes of one rank's link."""
+    return int(max(x.max() for x in traffic(plan)))
+
+
+def round_bytes(plan: Plan, limit_bytes: int) -> list[int]:
+    """The most that a rank sends or receives in each round: what the round takes, in bytes of one rank's link."""
+    ranks, largest = plan.source.mesh.size, []
+    for window in plan.windows(limit_bytes):
+        for moves in window.exact:
+            ends = [np.array([getattr(move, end) for move in moves]) for end in ("source", "target")]
+            sizes = np.array([move.num_bytes for move in moves])
+            largest.append(max(int(np.bincount(x, sizes, ranks).max()) for x in ends))
+        table, rows = window.table, window.table.rows_of(window.tensors)
+        used, index = np.unique(table.box[rows], return_inverse=True)
+        for number in range(window.num_rounds):
+            parts = [part_of_round(table.slices[box], number, window.num_rounds) for box in used.tolist()]
+            shares = np.array([(last - first) / length for _, first, last, length in parts])
+            sizes = table.num_bytes[rows] * shares[index]
+            ends = (table.source[rows], table.target[rows])
+            largest.append(max(int(np.rint(np.bincount(x, sizes, ranks).max())) for x in ends))
+    return largest
+
+
 def measure(source: Layout, target: Layout) -> dict[str, Any]:
     """Of one pair of layouts."""
     began = time.perf_counter()
@@ -89,7 +138,7 @@ def measure(source: Layout, target: Layout) -> dict[str, Any]:
     between = time.perf_counter()
     plan: Plan = reshard_plan(source, arranged)
     planned = time.perf_counter()
-    rounds = plan.round_bytes(LIMIT_BYTES)
+    rounds = round_bytes(plan, LIMIT_BYTES)
     return {
         "align_s": round(between - began, 3),
         "plan_s": round(planned - between, 3),
@@ -97,8 +146,8 @@ def measure(source: Layout, target: Layout) -> dict[str, Any]:
         "gib": round(plan.num_bytes / 2**30, 1),
         "over_lower_bound": plan.num_bytes / max(1, lower_bound(source, arranged)),
         "rounds": len(rounds),
-        "over_least_time": round(sum(rounds) / max(1, plan.least_bytes), 3),
-        "least_over_mean": round(plan.least_bytes * source.mesh.size / max(1, plan.num_bytes), 3),
+        "over_least_time": round(sum(rounds) / max(1, least_bytes(plan)), 3),
+        "least_over_mean": round(least_bytes(plan) * source.mesh.size / max(1, plan.num_bytes), 3),
     }
 
 
@@ -122,7 +171,7 @@ def sync_line(name: str) -> str:
     receives: Counter[int] = Counter()
     rounds = 0
     for bucket in buckets(plan, LIMIT_BYTES):  # one after another, each in rounds of its own
-        for moves in bucket.rounds(LIMIT_BYTES):
+        for moves in rounds_of(bucket, LIMIT_BYTES):
             rounds += 1
             sends.update(move.source for move in moves)
             receives.update(move.target for move in moves)
@@ -130,7 +179,7 @@ def sync_line(name: str) -> str:
     calls = max(sends[rank] + receives[rank] for rank in ranks)
     held = max(sum(source.holds(rank, tensor) is not None for tensor in source.tensors) for rank in ranks)
     loaded = sum(volume(box) * target.tensors[t].itemsize for t in target.tensors if (box := target.holds(0, t)))
-    out, into = max(plan.sent.values(), default=0) / 2**30, max(plan.received.values(), default=0) / 2**30
+    out, into = (x.max() / 2**30 for x in traffic(plan))
     return f"| {name} | {out:.1f} | {into:.1f} | {loaded / 2**30:.1f} | {rounds} | {calls:,} | {held} |"
 
 

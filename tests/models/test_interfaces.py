@@ -9,7 +9,7 @@ import torch
 from random_models import save_random_classifier
 
 from verl.errors import ConfigError
-from verl.models.interfaces import ActorModel, ScoringModel, as_critic, as_reward_model, check_interface
+from verl.models.interfaces import as_critic, as_reward_model, check_interface
 from verl.models.pretrained import Pretrained
 
 IDS = torch.tensor([[3, 4, 5, 6]])
@@ -43,10 +43,8 @@ def refused(check, *args) -> str:
 def test_models_of_hugging_face_fit_their_roles(model32, classifier):
     actor = model32.load_causal_lm("cpu").train()
     check_interface("actor", actor)
-    assert isinstance(actor, ActorModel)
     assert all(module.training for module in actor.modules())
     reward = as_reward_model(classifier)
-    assert isinstance(reward, ScoringModel)
     assert reward(**ASKED).scores.shape == (1,)
     assert as_critic(actor)(**ASKED).values.shape == (1, 4)
     assert as_critic(model32.load_backbone("cpu"))(**ASKED).values.shape == (1, 4)

@@ -91,14 +91,3 @@ def test_a_joined_answer_is_padded_to_the_longest_response_of_all(parts):
         )
     joined = division.join(answers)
     assert joined["responses"].tolist() == [[5, 7, 7], [5, 5, 7], [5, 5, 5]]
-
-
-def test_a_mask_that_was_written_since_is_divided_anew():
-    batch = rows_of([1, 1, 1, 9, 9, 9])
-    before = [rows.tolist() for rows in BatchPartition(batch, 2).rows]
-    assert [rows.tolist() for rows in BatchPartition(batch.select(["attention_mask"]), 2).rows] == before
-    assert len(BatchPartition(batch, 3).rows) == 3
-    batch["attention_mask"][:] = rows_of([9, 9, 9, 1, 1, 9])["attention_mask"]
-    assert [rows.tolist() for rows in BatchPartition(batch, 2).rows] != before
-    with torch.inference_mode():
-        assert len(BatchPartition(rows_of([1, 2]), 2).rows) == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl.ops.sampling import filter_logits, inverse_cdf, inverse_cdf_by_blocks, inverse_cdf_by_scan
+from verl.ops.sampling import filter_logits, first_with_mass, inverse_cdf, inverse_cdf_by_blocks
 
 JUST_BELOW_1 = 1 - 2.0**-53
 
@@ -160,15 +160,16 @@ def test_a_row_without_finite_mass_is_refused_by_number(bad):
 def test_a_sum_that_rounds_up_over_an_entry_of_probability_zero_does_not_let_it_win():
     probs = torch.tensor([[0.5, 0.0, 0.5]], dtype=torch.float64)
     as_a_parallel_sum_may_round = torch.tensor([[0.5, 0.5 + 2.0**-53, 1.0]], dtype=torch.float64)
-    drawn = [inverse_cdf_by_scan(probs, as_a_parallel_sum_may_round, torch.tensor([u])).item() for u in (0.0, 0.5)]
+    drawn = [first_with_mass(as_a_parallel_sum_may_round > u, probs > 0).item() for u in (0.0, 0.5)]
     assert drawn == [0, 2]
 
 
 def test_both_ways_of_searching_agree():
     probs = torch.rand(500, 40, generator=torch.Generator().manual_seed(0)).round(decimals=1)
     u = torch.rand(500, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    by_scan = inverse_cdf_by_scan(probs, probs.cumsum(-1, dtype=torch.float64), u)
-    assert torch.equal(by_scan, inverse_cdf(probs, u))
+    sums = probs.cumsum(-1, dtype=torch.float64)
+    by_scan = first_with_mass(sums > u[:, None] * sums[:, -1:], probs > 0)
+    assert torch.equal(by_scan[:, 0], inverse_cdf(probs, u))
 
 
 @pytest.mark.parametrize("size", [1, 63, 64, 1000, 1024, 50_001])

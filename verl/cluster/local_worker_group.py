@@ -25,13 +25,13 @@ from queue import SimpleQueue
 from typing import Any, BinaryIO
 
 from verl.cluster.rpc import END_TIMEOUT_S, STACK_TIMEOUT_S, ColocatedRoles, Deadline, PendingCall, RemoteWorkerGroup
-from verl.cluster.shm_channel import Message, MessagePacker, RowSubset, ShmChannel, nameless_file, send_if_open
+from verl.cluster.shm_channel import Message, MessagePacker, RowSubset, ShmChannel, send_if_open
 from verl.cluster.worker import WorkerCall, WorkerReply, WorkerStart, refuse_mixed_versions
 from verl.component import BuildContext
 from verl.protocol.dispatch import dispatch_of
 from verl.utils.child_process.channel import ChannelClosed
 from verl.utils.child_process.process import ChildLog, ChildProcess
-from verl.utils.progress import Progress, StoppedTime
+from verl.utils.progress import Progress, nameless_file
 
 
 class InlineWorkerGroup:
@@ -139,9 +139,6 @@ class LocalTransport:
 
     def look(self, ranks: Sequence[int]) -> None:
         """They write their progress themselves."""
-
-    def stopped_s(self, ranks: Sequence[int], time_of: StoppedTime) -> float:
-        return max((time_of.of(self._children[rank].pid) for rank in ranks if self._children), default=0.0)
 
     def unresponsive(self, ranks: Sequence[int]) -> Sequence[int]:
         return [rank for rank in ranks if self._children[rank].is_stopped()]

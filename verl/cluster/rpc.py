@@ -29,7 +29,7 @@ from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, Traceback, VerlError, WorkerDied, WorkerError, WorkerHung
 from verl.ops.batching import BatchPartition
 from verl.protocol.dispatch import Dispatch, dispatch_of
-from verl.utils.progress import Progress, ProgressWatch, StoppedTime, report
+from verl.utils.progress import Progress, ProgressWatch, report
 
 START = "start"  # the call that builds the roles, in errors
 BUILD_TIMEOUT_S = 600.0  # without progress, until all roles are built, unless calls are given longer
@@ -263,10 +263,6 @@ class Transport(Protocol):
         """Advance the progress of those that do not write it themselves."""
         ...
 
-    def stopped_s(self, ranks: Sequence[int], time_of: StoppedTime) -> float:
-        """Seconds that one of them has been stopped by a signal."""
-        ...
-
     def unresponsive(self, ranks: Sequence[int]) -> Sequence[int]:
         """Workers among them that do nothing at all."""
         ...
@@ -442,7 +438,6 @@ class RemoteWorkerGroup:
         look_every_s = min(LOOK_EVERY_S, self._call_timeout_s / 5)
         gap_s = 2 * look_every_s + transport.look_takes_s
         watch = ProgressWatch(transport.progress, self._call_timeout_s, look_every_s=gap_s)
-        stopped = StoppedTime(look_every_s)
         while not self._is_closed.wait(look_every_s):
             with self._lock:
                 number = min(self._pending, default=None)
@@ -454,7 +449,7 @@ class RemoteWorkerGroup:
                 continue
             if watch.idle_s >= watch.timeout_s / 2:  # status is requested only when needed
                 transport.look(waiting)
-            if watch.is_overdue or transport.stopped_s(waiting, stopped) >= self._call_timeout_s:
+            if watch.is_overdue:
                 self._fail(self._silence(waiting, pending, watch.timeout_s))
                 return
             if not watch.idle_s:

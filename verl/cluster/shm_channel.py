@@ -19,7 +19,6 @@ import io
 import mmap
 import os
 import pickle
-import tempfile
 import threading
 import warnings
 import weakref
@@ -35,6 +34,7 @@ from torch import Tensor
 from verl.protocol import DataProto
 from verl.protocol.serialization import raw_bytes
 from verl.utils.child_process.channel import Channel
+from verl.utils.progress import nameless_file
 
 FREE_BLOCKS_KEPT = 12
 WASTE = 4  # a block is not used for what needs less than so small a part of it
@@ -242,8 +242,7 @@ class ShmBlockPool:
         self._made += 1
         if not self._shared:
             return ShmBlock(self._made, size, mmap.mmap(-1, size), None)
-        descriptor = nameless_file()
-        os.ftruncate(descriptor, size)
+        descriptor = nameless_file(size)
         return ShmBlock(self._made, size, map_shm_block(descriptor, size), descriptor)
 
     def _end(self, block: ShmBlock) -> None:
@@ -263,14 +262,6 @@ def map_shm_block(descriptor: int, size: int) -> mmap.mmap:
     """The memory of a file that is open."""
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # all pages at once, where the system can
     return mmap.mmap(descriptor, size, flags=flags)
-
-
-def nameless_file() -> int:
-    """Descriptor of an empty file that processes share by inheriting it."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("verl", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:  # a system without: in its directory for temporary files
-        return os.dup(file.fileno())
 
 
 SMALL = 2**15  # bytes: tensors that are less together go through the socket

@@ -104,11 +104,6 @@ class EpochSampler:
     def batches_per_epoch(self) -> int:
         return self.size // self.batch_size
 
-    @property
-    def remainder(self) -> int:
-        """Rows that each epoch leaves out."""
-        return self.size % self.batch_size
-
     def next_batch(self) -> Tensor:
         """The next row indices, [batch_size] int64. The last batch of an epoch increments `epoch`."""
         batch = self.peek()

@@ -89,6 +89,9 @@ class _Scoring:
         )
 
 
+_LOG_PROBS = _Scoring()
+
+
 def logits_at_a_time(device_type: str) -> int:
     """Largest number of logits (tokens x vocabulary) of one chunk on a device of this type."""
     return LOGITS_AT_A_TIME * (1 if device_type == "cpu" else FACTOR_OF_GPU)
@@ -134,7 +137,7 @@ def token_log_probs(
     fitting = logits_at_a_time(hidden.device.type) // model.config.get_text_config().vocab_size
     at_a_time = max(1, min(fitting, -(-len(tokens) // parts)))
     assert head.head is not None
-    return scoring.placed(_in_parts(head.head, hidden, tokens, at_a_time, scoring, further), micro)
+    return scoring.placed(score_in_parts(head.head, hidden, tokens, at_a_time, scoring, further), micro)
 
 
 def score_in_parts(
@@ -142,24 +145,15 @@ def score_in_parts(
     hidden: Tensor,
     tokens: Tensor,
     at_a_time: int,
-) -> Tensor:
-    """Log-probabilities [n] in nats of tokens [n] from hidden states [n D], computed in chunks.
+    scoring: _Scoring = _LOG_PROBS,
+    candidates: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """Columns of tokens [n] from hidden states [n D], computed in chunks; by default log-probabilities [n] in nats.
 
     Args:
         head: maps hidden states to logits.
         at_a_time: tokens of one chunk.
     """
-    return _in_parts(head, hidden, tokens, at_a_time, _Scoring())[0]
-
-
-def _in_parts(
-    head: nn.Module,
-    hidden: Tensor,
-    tokens: Tensor,
-    at_a_time: int,
-    scoring: _Scoring,
-    candidates: Tensor | None = None,
-) -> tuple[Tensor, ...]:
     if len(tokens) <= at_a_time:
         return scoring(head(hidden), tokens, candidates)
     sums = HeadGradients(head)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,8 @@ from verl.ops.resharding.dtensor import is_divided, local, mesh_dims, tensor_lay
 from verl.ops.resharding.layout import Mesh
 from verl.utils.progress import report
 
+BUCKET_BYTES = 25 * 2**20  # of tensors, per process, in one collective operation
+T = TypeVar("T", bound=Tensor)
 STAGE, REPLICATE, SHARD, TENSOR = "pp", "replicate", "shard", "tensor"  # dimensions of the mesh of weights
 
 
@@ -148,6 +150,19 @@ class Parallelism:
         """Destroy the process group."""
 
 
+def buckets(tensors: Iterable[T]) -> Iterator[list[T]]:
+    """Consecutive tensors of one dtype that travel together, about `BUCKET_BYTES` each."""
+    bucket, size = [], 0
+    for x in tensors:
+        if bucket and (bucket[0].dtype != x.dtype or size >= BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(x)
+        size += x.numel() * x.element_size()
+    if bucket:
+        yield bucket
+
+
 class DataParallelism(Parallelism):
     """Data parallelism over torch.distributed: each process holds the whole model and a share of the rows.
 
@@ -155,7 +170,6 @@ class DataParallelism(Parallelism):
     averaged, and a process without rows contributes zeros.
     """
 
-    bucket_bytes = 25 * 2**20
     alone_bytes = 2**19  # larger gradients are reduced in place, smaller ones in buckets
 
     def __init__(self, context: BuildContext, timeout_s: float):
@@ -211,7 +225,7 @@ class DataParallelism(Parallelism):
             (large if grad.nbytes >= self.alone_bytes else small).append(grad)  # by size only: all must agree
         sums = [grad.contiguous() for grad in large]
         under_way: list[Any] = [self.dist.all_reduce(total, group=group, async_op=True) for total in sums]
-        for bucket in self._buckets(small):
+        for bucket in buckets(small):
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
             self.dist.all_reduce(flat, group=group)
             for grad, total in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
@@ -230,17 +244,6 @@ class DataParallelism(Parallelism):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 yield local(parameter.grad)
-
-    def _buckets(self, grads: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-        bucket, size = [], 0
-        for grad in grads:
-            if bucket and (bucket[0].dtype != grad.dtype or size >= self.bucket_bytes):
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(grad)
-            size += grad.numel() * grad.element_size()
-        if bucket:
-            yield bucket
 
     def close(self) -> None:
         if self._owns_group and self.dist.is_initialized():

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -86,22 +85,6 @@ class _StageEnd(BaseException):
 
     def __init__(self, states: Tensor):
         self.states = states
-
-
-@dataclass(frozen=True)
-class ChunkTime:
-    """Time span of one forward or backward pass of a micro-batch through a stage.
-
-    Attributes:
-        kind: forward or backward.
-        number: index of the micro-batch.
-        start, stop: seconds, by `time.perf_counter`.
-    """
-
-    kind: Literal["forward", "backward"]
-    number: int
-    start: float
-    stop: float
 
 
 @dataclass
@@ -233,13 +216,10 @@ class PipelineRunner:
         group: process group of the stages, in order.
         device: the device of this stage.
         schedule: order of forward and backward passes.
-    Attributes:
-        times: time spans of the passes of this stage in the last run.
     """
 
     def __init__(self, cut: StageCut, group: Any, device: torch.device, schedule: Schedule):
         self.cut, self.group, self.device, self.schedule = cut, group, device, schedule
-        self.times: list[ChunkTime] = []
 
     def run(
         self,
@@ -266,7 +246,7 @@ class PipelineRunner:
             1, max(num_tokens(micro) for micro in micros), width, dtype=dtype, device="meta", requires_grad=trains
         )
         module = _StageModule(cut, micros, forward, states.shape, dtype, trains)
-        stage = _timed_stage(self.times)(
+        stage = _reporting_stage()(
             module,
             cut.stage,
             cut.num_stages,
@@ -275,7 +255,6 @@ class PipelineRunner:
             output_args=(torch.empty((), dtype=dtype, device="meta") if cut.is_last else states,),
             group=self.group,
         )
-        self.times.clear()
         kind = Schedule1F1B if self.schedule == "1f1b" and trains and count >= cut.num_stages else ScheduleGPipe
         schedule = kind(stage, count, loss_fn=_as_it_is if trains else None, scale_grads=False)
         numbers = torch.arange(count)
@@ -323,25 +302,16 @@ def _as_it_is(loss: Tensor, number: Tensor) -> Tensor:
     return loss
 
 
-def _timed_stage(times: list[ChunkTime]) -> Any:
-    """A torch `PipelineStage` that records the time span of each pass."""
+def _reporting_stage() -> Any:
+    """A torch `PipelineStage` whose backward passes report progress; `_StageModule` does so of forward passes."""
     from torch.distributed.pipelining import PipelineStage
 
-    class TimedStage(PipelineStage):
-        def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-            times.append(ChunkTime("forward", fwd_chunk_id, start, time.perf_counter()))
-            return output
-
-        def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-            start = time.perf_counter()
-            super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
-            if self.has_backward:
-                times.append(ChunkTime("backward", bwd_chunk_id, start, time.perf_counter()))
+    class ReportingStage(PipelineStage):
+        def backward_one_chunk(self, *args: Any, **kwargs: Any) -> None:
+            super().backward_one_chunk(*args, **kwargs)
             report()
 
-    return TimedStage
+    return ReportingStage
 
 
 def refuse_untrue(model: Any) -> None:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from verl.component import BuildContext
 from verl.engines.fsdp import read_slices
 from verl.engines.parallel_degrees import ParallelDegrees, stage_bounds
-from verl.engines.parallel_dims import REPLICATE, SHARD, STAGE, TENSOR, ShardedParallelism
+from verl.engines.parallel_dims import REPLICATE, SHARD, STAGE, TENSOR, ShardedParallelism, buckets
 from verl.engines.pipeline import (
     PipelineRunner,
     Schedule,
@@ -43,7 +43,14 @@ from verl.engines.pipeline import (
     output_head,
     refuse_untrue,
 )
-from verl.engines.tensor_parallel import EXPERT, EXPERT_SHARD, divide_experts, experts_gathered, shard_over
+from verl.engines.tensor_parallel import (
+    EXPERT,
+    EXPERT_SHARD,
+    add_gradient,
+    divide_experts,
+    experts_gathered,
+    shard_over,
+)
 from verl.errors import ConfigError
 from verl.model_paths.context_attention import ContextStyle
 from verl.model_paths.micro_batch import MicroBatch
@@ -51,8 +58,6 @@ from verl.models.heads import head_of
 from verl.models.parallel_info import Autocast
 from verl.ops.resharding.dtensor import at_stage, at_stage_of, is_divided, is_on_other_stage, local, mesh_dims
 from verl.utils.progress import report
-
-BUCKET_BYTES = 25 * 2**20  # per process, gathered by one collective
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,7 @@ class StageShards:
     @torch.no_grad()
     def _gather(self, parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
         """Yield each parameter gathered."""
-        for bucket in _buckets(parameters):
+        for bucket in buckets(parameters):
             weights = [_ShardedWeight(parameter, []) for parameter in bucket]
             sent = torch.cat([_padded(local(w.parameter), w.part_numel) for w in weights])
             received = sent.new_empty(self._size * len(sent))
@@ -183,7 +188,7 @@ class StageShards:
     def _reduce(self, pairs: Sequence[tuple[nn.Parameter, nn.Parameter]]) -> None:
         """Reduce-scatter gradients over the processes; a missing gradient counts as zeros."""
         whole_of = {id(parameter): whole for parameter, whole in pairs}
-        for bucket in _buckets([parameter for parameter, _ in pairs]):
+        for bucket in buckets([parameter for parameter, _ in pairs]):
             weights, columns = [_ShardedWeight(parameter, []) for parameter in bucket], []
             for weight in weights:
                 whole = whole_of[id(weight.parameter)]
@@ -197,35 +202,13 @@ class StageShards:
             shard = sent.new_empty(len(sent) // self._size)
             dist.reduce_scatter_single(shard, sent, group=self._group)
             for weight, x in zip(weights, shard.split([w.part_numel for w in weights]), strict=True):
-                _add_gradient(weight.parameter, x)
+                add_gradient(weight.parameter, x)
             report()
-
-
-def _buckets(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Consecutive parameters of one dtype, up to `BUCKET_BYTES` each."""
-    bucket: list[nn.Parameter] = []
-    size = 0
-    for parameter in parameters:
-        if bucket and (bucket[0].dtype != parameter.dtype or size >= BUCKET_BYTES):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(parameter)
-        size += parameter.numel() * parameter.element_size()
-    if bucket:
-        yield bucket
 
 
 def _padded(x: Tensor, numel: int) -> Tensor:
     flat = x.reshape(-1)
     return flat if len(flat) == numel else torch.cat([flat, flat.new_zeros(numel - len(flat))])
-
-
-def _add_gradient(parameter: nn.Parameter, part: Tensor) -> None:
-    """Add this process's shard of a gradient, which may be padded, to the parameter."""
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-    shard = local(parameter.grad)
-    shard += part[: shard.numel()].view_as(shard)
 
 
 class PipelineParallelism(ShardedParallelism):

@@ -255,7 +255,7 @@ class OwnModuleParts:
             yield
             for number, p in self._parameters.items():
                 if (grad := plain[number].grad) is not None:
-                    _add_gradient(p, grad)
+                    add_gradient(p, grad)
         finally:
             for number, places in self._places.items():
                 for module, key in places:
@@ -263,11 +263,13 @@ class OwnModuleParts:
 
 
 @torch.no_grad()
-def _add_gradient(parameter: nn.Parameter, grad: Tensor) -> None:
+def add_gradient(parameter: nn.Parameter, part: Tensor) -> None:
+    """Add this process's part of a gradient, which may be padded, to that of a divided parameter."""
     assert is_divided(parameter)
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
-    local(parameter.grad).add_(grad)
+    shard = local(parameter.grad)
+    shard += part.reshape(-1)[: shard.numel()].view_as(shard)
 
 
 def experts_fault(model_type: str, experts: int | None, size: int) -> str | None:

@@ -12,7 +12,7 @@ The checks matter because a model that ignores its attention mask or positions t
 
 from __future__ import annotations
 
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -29,22 +29,6 @@ MEANT = {
     "critic": "values [B S], one for each token. Give a language model, or a module that returns values",
 }
 PROBE = 3  # tokens
-
-
-@runtime_checkable
-class ActorModel(Protocol):
-    """A policy: returns logits of the next token, and generates."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any: ...
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any: ...
-
-
-@runtime_checkable
-class ScoringModel(Protocol):
-    """A reward model: its forward returns `scores` [B]; a critic's returns `values` [B S]."""
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Any: ...
 
 
 def check_interface(role: Role, model: Any, name: str | None = None) -> None:

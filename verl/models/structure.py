@@ -20,12 +20,6 @@ def call_model(model: Any, **inputs: Any) -> Any:
     return model(**{name: x for name, x in inputs.items() if name not in OPTIONAL or taken is None or name in taken})
 
 
-def takes(model: Any, name: str) -> bool:
-    """Whether the forward of a model has a parameter of this name, or `**kwargs`."""
-    taken = _parameters(type(unwrapped(model)))
-    return taken is None or name in taken
-
-
 def has_lm_head(model: Any) -> bool:
     """Whether a Hugging Face model returns token logits; critics and reward models do not."""
     return hasattr(model, "lm_head") or model.get_output_embeddings() is not None

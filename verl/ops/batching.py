@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,7 +124,9 @@ class BatchPartition:
     """
 
     def __init__(self, batch: DataProto, parts: int):
-        self.rows: list[Tensor] = _partition_cache.rows(batch, parts)
+        masks = (batch.batch[name] for name in ("attention_mask", "prompt_mask") if name in batch.batch)
+        weights = next((mask.sum(dim=1) for mask in masks), torch.ones(len(batch), dtype=torch.int64))
+        self.rows: list[Tensor] = balance(weights + batch.batch.get("expected_tokens", 0), parts)
 
     def split_rows(self, batch: DataProto) -> list[DataProto]:
         return [batch[rows] for rows in self.rows]
@@ -159,30 +159,3 @@ def answer_rows(rows: Tensor, counts: Tensor, each: int) -> Tensor:
     """
     starts = counts.cumsum(0) - counts
     return (starts[rows][:, None] + torch.arange(each)).flatten()
-
-
-class _PartitionCache:
-    """Divisions by the mask that came last: a step asks all of its roles about the same rows."""
-
-    def __init__(self):
-        self._seen: tuple[Any, int] = (lambda: None, 0)  # the mask, unless it is gone, and how often it was written
-        self._rows: dict[int, list[Tensor]] = {}
-
-    def rows(self, batch: Any, parts: int) -> list[Tensor]:
-        mask = next((batch.batch[name] for name in ("attention_mask", "prompt_mask") if name in batch.batch), None)
-        if mask is None:
-            return balance(torch.ones(len(batch), dtype=torch.int64), parts)
-        if "expected_tokens" in batch.batch:
-            return balance(mask.sum(dim=1) + batch.batch["expected_tokens"], parts)
-        if mask.is_inference():  # nobody counts how often it is written
-            return balance(mask.sum(dim=1), parts)
-        (last, written), known = self._seen, self._rows
-        if last() is not mask or written != mask._version:
-            known = {}
-            self._seen, self._rows = (weakref.ref(mask), mask._version), known
-        if parts not in known:
-            known[parts] = balance(mask.sum(dim=1), parts)
-        return known[parts]
-
-
-_partition_cache = _PartitionCache()

@@ -194,7 +194,7 @@ def pack(
     return PackedRows(
         tokens,
         positions,
-        _take(predictor, size, cut),
+        gather_index(predictor, size, cut),
         _segments(starts, lengths, prompt_of[order] if share else None),
         multiple,
     )
@@ -223,9 +223,9 @@ def block_slots(segments: Sequence[Segment], multiple: int = 1) -> BlockSlots:
     slot_of[queries.index[queries.is_real]] = queries.is_real.nonzero()[:, 0]
     return BlockSlots(
         tuple(blocks),
-        queries=_take(queries.index, size, cut, queries.is_real),
-        keys=_take(keys.index, size, cut, keys.is_real),
-        out=_take(slot_of, len(queries.index), 0),
+        queries=gather_index(queries.index, size, cut, queries.is_real),
+        keys=gather_index(keys.index, size, cut, keys.is_real),
+        out=gather_index(slot_of, len(queries.index), 0),
     )
 
 
@@ -278,10 +278,13 @@ def _ragged_arange(lengths: Tensor) -> Tensor:
     return torch.arange(int(lengths.sum())) - torch.repeat_interleave(ends - lengths, lengths)
 
 
-def _take(index: Tensor, size: int, cut: int, is_real: Tensor | None = None) -> GatherIndex:
-    """Make a gather from a line of `size` entries to slots; entries before `cut` are used more often than the others.
+def gather_index(index: Tensor, size: int, cut: int = 0, is_real: Tensor | None = None) -> GatherIndex:
+    """Make a gather from a line of `size` entries to slots.
 
     Args:
+        index: entry of each slot.
+        size: number of entries.
+        cut: entries before it are used more often than the others.
         is_real: slots that are used; the gradient of the others is zero.
     """
     is_identity = len(index) == size and bool((index == torch.arange(size)).all())
@@ -319,17 +322,6 @@ def sum_rows(slots: Tensor, how: GatherIndex) -> Tensor:
         if len(uses)
     ]
     return torch.cat(parts) if len(parts) > 1 else parts[0]
-
-
-def gather_index(index: Tensor, size: int, is_real: Tensor | None = None) -> GatherIndex:
-    """Make a gather from a line of `size` entries to slots.
-
-    Args:
-        index: entry of each slot.
-        size: number of entries.
-        is_real: slots that are used; the gradient of the others is zero.
-    """
-    return _take(index, size, 0, is_real)
 
 
 def _uses(index: Tensor, slots: Tensor, low: int, high: int) -> Tensor:

@@ -93,11 +93,17 @@ def inverse_cdf(probs: Tensor, u: Tensor) -> Tensor:
         return inverse_cdf_by_blocks(probs, u)
     cumulative = _running_sums(probs)
     total = cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, _below(total, u), right=True).clamp(max=probs.shape[-1] - 1)
+    target = _below(total, u)
+    index = torch.searchsorted(cumulative, target, right=True).clamp(max=probs.shape[-1] - 1)
     is_sound = (probs.gather(-1, index) > 0) & torch.isfinite(total)
     if bool(is_sound.all()):
         return index.squeeze(-1)
-    return inverse_cdf_by_scan(probs, cumulative, u)
+    is_mass = (torch.isfinite(total) & (total > 0)).squeeze(-1)
+    if not bool(is_mass.all()):
+        rows = (~is_mass).nonzero().squeeze(-1).tolist()
+        raise ValueError(f"probs has no positive finite mass in rows {rows}: the logits were NaN, inf or all -inf.")
+    # rounding of a parallel sum has raised an entry of probability zero
+    return first_with_mass(cumulative > target, probs > 0).squeeze(-1)
 
 
 BLOCK_WIDTHS = (1024, 512, 256, 128, 64)
@@ -114,10 +120,10 @@ def inverse_cdf_by_blocks(probs: Tensor, u: Tensor) -> Tensor:
     sums = blocks.sum(-1, dtype=torch.float64)
     ends = _running_sums(sums)
     target = _below(ends[:, -1:], u)
-    block = _first_with_mass(ends > target, sums > 0)
+    block = first_with_mass(ends > target, sums > 0)
     before = torch.where(block > 0, ends.gather(-1, (block - 1).clamp_min(0)), 0.0)
     inside = blocks.gather(1, block[:, :, None].expand(-1, -1, width)).squeeze(1)
-    index = _first_with_mass(_running_sums(inside) + before > target, inside > 0)
+    index = first_with_mass(_running_sums(inside) + before > target, inside > 0)
     return (block * width + index).squeeze(-1)
 
 
@@ -127,22 +133,11 @@ def _running_sums(x: Tensor) -> Tensor:
         return x.cumsum(-1, dtype=torch.float64)
 
 
-def _first_with_mass(exceeds: Tensor, has_mass: Tensor) -> Tensor:
+def first_with_mass(exceeds: Tensor, has_mass: Tensor) -> Tensor:
     """[B, 1]: the first index with both; if rounding leaves none, the last index with mass."""
     both = exceeds & has_mass
     last = has_mass.shape[-1] - 1 - has_mass.flip(-1).to(torch.uint8).argmax(-1, keepdim=True)
     return torch.where(both.any(-1, keepdim=True), both.to(torch.uint8).argmax(-1, keepdim=True), last)
-
-
-def inverse_cdf_by_scan(probs: Tensor, cumulative: Tensor, u: Tensor) -> Tensor:
-    """`inverse_cdf` by a cumulative sum in which parallel rounding may raise an entry of probability zero."""
-    cumulative = cumulative.masked_fill(probs == 0, 0.0)
-    total = cumulative.amax(-1, keepdim=True)
-    is_mass = (torch.isfinite(total) & (total > 0)).squeeze(-1)
-    if not bool(is_mass.all()):
-        rows = (~is_mass).nonzero().squeeze(-1).tolist()
-        raise ValueError(f"probs has no positive finite mass in rows {rows}: the logits were NaN, inf or all -inf.")
-    return (cumulative > _below(total, u)).to(torch.uint8).argmax(-1)
 
 
 def _below(total: Tensor, u: Tensor) -> Tensor:

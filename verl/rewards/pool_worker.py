@@ -141,4 +141,4 @@ def _shown(result: Any) -> str:
 
 if __name__ == "__main__":
     # with the processes that the user's function has started
-    run_child("verl.rewards.pool_worker", on_parent_end=lambda: os.killpg(0, signal.SIGKILL))
+    run_child("verl.rewards.pool_worker")

@@ -108,7 +108,6 @@ class SlotRows:
     Attributes:
         graphs: of steps of decoding.
         keeps_episodes: keys and values of an episode stay for its next turn.
-        evictions: episodes that gave up their slot and had to be computed again.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class SlotRows:
         self.device, self.is_eager = compute_device(model), model.config._attn_implementation == "eager"
         self.cache = SlotCache(model.config, max_slots, max_length)
         self.graphs = StepGraphs(graph_maker(model, self.device, records_experts=routing is not None))
-        self.evictions = self.num_live = 0
+        self.num_live = 0
         self._slots: list[Slot] = []  # by number, those of the live rows first
         self._free: list[Slot] = []
         self._held: dict[int, Slot] = {}  # of episodes that wait, longest unused first
@@ -267,7 +266,6 @@ class SlotRows:
             self._slots.append(Slot(len(self._slots)))
             self._free.append(self._slots[-1])
         if not self._free and self._held:
-            self.evictions += 1
             self.forget(next(iter(self._held)))
         if not self._free:
             return None

@@ -63,7 +63,7 @@ class Progress:
 
     def __init__(self, num_slots: int = NUM_SLOTS):
         size = num_slots * SLOT_BYTES
-        self.fd = _anonymous_file(size)
+        self.fd = nameless_file(size)
         self._map(self.fd, size)
 
     @classmethod
@@ -252,15 +252,15 @@ def processor_wait_s(process_id: int) -> float:
         return 0.0
 
 
-def _anonymous_file(size: int) -> int:
-    """An open file in memory without a name; where the system has none, one on disk whose name is removed."""
+def nameless_file(size: int = 0) -> int:
+    """Descriptor of a new file in memory without a name, of zero bytes; where the system has none, of one on disk."""
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("verl_progress", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("verl", os.MFD_CLOEXEC)
     else:
-        fd, path = tempfile.mkstemp()
-        os.unlink(path)
-    os.ftruncate(fd, size)
-    return fd
+        with tempfile.TemporaryFile() as file:
+            descriptor = os.dup(file.fileno())
+    os.ftruncate(descriptor, size)
+    return descriptor
 
 
 class StoppedTime:

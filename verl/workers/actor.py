@@ -13,7 +13,7 @@ from verl import config
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.functions import built_part
 from verl.component import BuildContext, component
-from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
+from verl.engines.chunked_logprobs import token_log_probs
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
 from verl.environments.base import EnvironmentDescription
@@ -123,7 +123,7 @@ class ActorWorker(TrainedWorker):
         super().__init__(engine, tokenizer, loss)
         self.algorithm, self.sampler, self.temperature = algorithm, sampler, temperature
         self.head = LMHead(engine.model)
-        self.first_batch = FirstBatchCheck("actor.model", engine, self._score_in_parts, self._score_plainly)
+        self.first_batch = FirstBatchCheck.of_tokens("actor.model", engine, self.head, temperature)
         self._version_sampled: int | None = None
         self._engine_follows = True
         self._gap = LogProbGap()
@@ -186,7 +186,7 @@ class ActorWorker(TrainedWorker):
     def plain_log_probs(self, batch: DataProto) -> DataProto:
         """`old_log_probs` [B T] and `is_on_policy` [B], by a forward pass of each row alone."""
         self.sampler.rest()
-        scores = self.engine.infer(batch, self._score_plainly, alone=True)
+        scores = self.engine.infer(batch, self.first_batch.plain, alone=True)
         return self._with_origin({"old_log_probs": scores["log_probs"]} if scores else {}, batch)
 
     @by_rows_to_one
@@ -258,12 +258,6 @@ class ActorWorker(TrainedWorker):
         scores = token_log_probs(model, self.head, micro, self.temperature, entropy="value")
         assert scores.entropies is not None
         return {"old_log_probs": scores.log_probs, "entropies": scores.entropies}
-
-    def _score_in_parts(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        return {"log_probs": token_log_probs(model, self.head, micro, self.temperature, parts=3).log_probs}
-
-    def _score_plainly(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        return {"log_probs": plain_log_probs(model, micro, self.temperature)}
 
     def micro_batch_loss(
         self, model: nn.Module, micro: MicroBatch, totals: LossTotals

@@ -10,12 +10,15 @@ from __future__ import annotations
 import logging
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import Compute, TrainingEngine
 from verl.errors import ConfigError
 from verl.model_paths.check import bound_of, chosen_rows, longest_row, row_gaps
 from verl.model_paths.families import PLAINER, Scoring
+from verl.model_paths.micro_batch import MicroBatch
+from verl.models.heads import LMHead
 from verl.protocol import DataProto
 
 _log = logging.getLogger(__name__)
@@ -36,6 +39,18 @@ class FirstBatchCheck:
     def __init__(self, name: str, engine: TrainingEngine, compute: Compute, plain: Compute):
         self.name, self.engine, self.compute, self.plain = name, engine, compute, plain
         self.longest = -1
+
+    @classmethod
+    def of_tokens(cls, name: str, engine: TrainingEngine, head: LMHead, temperature: float = 1.0) -> FirstBatchCheck:
+        """A check of the log-probs of response tokens, which the role computes in parts."""
+
+        def in_parts(model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+            return {"log_probs": token_log_probs(model, head, micro, temperature, parts=3).log_probs}
+
+        def plain(model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
+            return {"log_probs": plain_log_probs(model, micro, temperature)}
+
+        return cls(name, engine, in_parts, plain)
 
     def look(self, batch: DataProto) -> None:
         """Compare, if a row is longer than those compared before; every process takes part with rows of its own, if it

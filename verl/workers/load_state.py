@@ -28,9 +28,7 @@ from verl.models.hf_state_dict import (
     ADAPTER_BIN,
     ADAPTER_FILE,
     HFStateDict,
-    hf_state_dict,
     live_tensors,
-    load_adapter,
     names_in_files,
 )
 from verl.models.pretrained import ModelSource, Pretrained
@@ -196,31 +194,14 @@ def load_weights(model: Any, component: str, source: CheckpointSelection, parall
     Raises:
         ConfigError: they are not those of this model.
     """
-    if parallel.divides_weights:
-        parallel.free_gathered_parameters(model)
-        _load_parts(model, component, source)
-        return
-    live, saved = hf_state_dict(model).tensors, source.tensors(component)
-    if saved and _are_own(live, model):
-        _refuse_other(component, live, saved)
-        with torch.no_grad():
-            for name, tensor in live.items():
-                tensor.copy_(saved[name])
-    elif hasattr(head_of(model).backbone, "peft_config"):
-        load_adapter(head_of(model).backbone, RestoreSource(source.directory, verify=False).adapter(component))
-    else:
-        # by way of a second model: the file has the weights under other names or in another form
-        head_of(model).backbone.load_state_dict(_loaded(model, component, source).state_dict())
-    head_of(model).load(source.directory / component)
-
-
-def _load_parts(model: Any, component: str, source: CheckpointSelection) -> None:
-    """Every process reads of each tensor what it keeps of it."""
+    parallel.free_gathered_parameters(model)
     live, names = live_tensors(model), names_in_files(model)
-    saved: Mapping[str, ReadableTensor] = source.saved(component)
-    if not saved and hasattr(model, "peft_config"):
+    saved: Mapping[str, ReadableTensor]
+    saved = source.saved(component) if parallel.divides_weights else source.tensors(component)
+    if not saved and hasattr(head_of(model).backbone, "peft_config"):
         saved = torch.load(source.directory / component / ADAPTER_BIN, map_location="cpu", weights_only=True)
     if not saved or names is None:
+        # by way of a second model: the file has the weights under other names or in another form
         saved = head_of(model).joined(_loaded(model, component, source).state_dict())
         names = {name: name for name in live if name in saved}
     _refuse_other(component, {name: live[key] for name, key in names.items()}, saved)
@@ -249,12 +230,6 @@ def _updates(checkpoint: Path, schedule: bytes | memoryview, role: str) -> int:
     except (LookupError, TypeError, ValueError) as error:
         problem = f"it does not say how often {role} was updated ({type(error).__name__}: {error})"
         raise CheckpointCorrupt(checkpoint, [FileFault("scheduler/state.json", problem)]) from error
-
-
-def _are_own(live: Mapping[str, Tensor], model: Any) -> bool:
-    """Whether the tensors under their names in the file are the model's, and not made for saving."""
-    places = {x.data_ptr() for x in model.state_dict().values()}
-    return all(x.data_ptr() in places for x in live.values())
 
 
 def _refuse_other(component: str, live: Mapping[str, Tensor], saved: Mapping[str, ReadableTensor]) -> None:

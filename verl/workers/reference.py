@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from verl.algorithms.distillation import CANDIDATES
 from verl.component import BuildContext, Description, component
-from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
+from verl.engines.chunked_logprobs import token_log_probs
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import Sharding
@@ -112,7 +112,7 @@ class ReferenceWorker:
         self.engine, self.temperature, self.frozen = engine, temperature, frozen
         self.num_candidates, self.num_tokens = 0, 0
         self.head = LMHead(engine.model)
-        self.first_batch = FirstBatchCheck("reference.model", engine, self._score_in_parts, self._score_plainly)
+        self.first_batch = FirstBatchCheck.of_tokens("reference.model", engine, self.head, temperature)
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
@@ -141,9 +141,3 @@ class ReferenceWorker:
         for name, x in zip(CANDIDATES, (scores.candidates, scores.candidate_log_probs), strict=True):
             columns |= {f"{name}.{k}": part for k, part in enumerate(() if x is None else x.unbind(dim=-1))}
         return columns
-
-    def _score_in_parts(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        return {"log_probs": token_log_probs(model, self.head, micro, self.temperature, parts=3).log_probs}
-
-    def _score_plainly(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        return {"log_probs": plain_log_probs(model, micro, self.temperature)}

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from verl.component import BuildContext
-from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
+from verl.engines.chunked_logprobs import token_log_probs
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
 from verl.model_paths.check import paths_for
@@ -31,7 +31,7 @@ class SFTWorker(TrainedWorker):
     def __init__(self, engine: TrainingEngine, tokenizer: Any):
         super().__init__(engine, tokenizer)
         self.head = LMHead(engine.model)
-        self.first_batch = FirstBatchCheck("actor.model", engine, self._score_in_parts, self._score_plainly)
+        self.first_batch = FirstBatchCheck.of_tokens("actor.model", engine, self.head)
 
     @classmethod
     def start(
@@ -75,12 +75,6 @@ class SFTWorker(TrainedWorker):
         """Mean negative log-likelihood: a scalar that sums over micro-batches to that of the mini-batch."""
         log_probs = token_log_probs(model, self.head, micro).log_probs
         return aggregate(-log_probs, micro.tensors["response_mask"], "token-mean", totals), {}
-
-    def _score_in_parts(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        return {"log_probs": token_log_probs(model, self.head, micro, parts=3).log_probs}
-
-    def _score_plainly(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        return {"log_probs": plain_log_probs(model, micro)}
 
     def micro_batch_scores(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         """Negative log-likelihood in nats, and whether the token is the likeliest, each [B T]."""

@@ -65,15 +65,15 @@ def test_a_plan_sends_what_the_simple_one_does_and_burdens_no_sender_more(pair, 
     source, target = pair
     made = reshard_plan(source, target)
     fetched, load = simple_plan(source, target)
-    assert {(move.name, move.box, move.target) for move in made.moves} == fetched
-    assert len(made.moves) == len(fetched)
-    for move in made.moves:
+    assert {(move.name, move.box, move.target) for move in benchmark.moves_of(made)} == fetched
+    assert len(benchmark.moves_of(made)) == len(fetched)
+    for move in benchmark.moves_of(made):
         assert intersection(move.box, source.holds(move.source, move.name)) == move.box
     assert made.num_bytes == lower_bound(source, target)
-    largest = max((move.num_bytes for move in made.moves), default=0)
-    assert max(made.sent.values(), default=0) <= max(load.values(), default=0) + largest
+    largest = max((move.num_bytes for move in benchmark.moves_of(made)), default=0)
+    assert benchmark.traffic(made)[0].max() <= max(load.values(), default=0) + largest
     in_rounds = Counter()
-    for moves, most in zip(made.rounds(limit), made.round_bytes(limit), strict=True):
+    for moves, most in zip(benchmark.rounds_of(made, limit), benchmark.round_bytes(made, limit), strict=True):
         sent, received = Counter(), Counter()
         for move in moves:
             sent[move.source] += move.num_bytes
@@ -86,8 +86,8 @@ def test_a_plan_sends_what_the_simple_one_does_and_burdens_no_sender_more(pair, 
         wanted[name, rank] += volume(box) * 2
     assert in_rounds == wanted
     part = list(target.tensors)[1:]
-    assert {(m.name, m.box, m.source, m.target) for m in made.restricted(part).moves} == {
-        (m.name, m.box, m.source, m.target) for m in made.moves if m.name in part
+    assert {(m.name, m.box, m.source, m.target) for m in benchmark.moves_of(made.restricted(part))} == {
+        (m.name, m.box, m.source, m.target) for m in benchmark.moves_of(made) if m.name in part
     }
 
 
@@ -96,10 +96,12 @@ def test_a_70b_model_over_64_ranks_moves_the_least_in_nearly_the_least_time(name
     source, target = benchmark.pairs(64)[name]
     made = reshard_plan(source, arranged := aligned(source, target))
     assert made.num_bytes == lower_bound(source, arranged)
-    rounds = made.round_bytes(LIMIT)
+    rounds = benchmark.round_bytes(made, LIMIT)
     assert max(rounds) <= LIMIT
-    assert sum(rounds) <= 1.2 * made.least_bytes
-    assert made.least_bytes * 64 <= 1.1 * made.num_bytes  # no rank sends or receives much more than the others
+    assert sum(rounds) <= 1.2 * benchmark.least_bytes(made)
+    assert (
+        benchmark.least_bytes(made) * 64 <= 1.1 * made.num_bytes
+    )  # no rank sends or receives much more than the others
 
 
 @pytest.mark.parametrize("name", [name for name in benchmark.SYNCS if name.startswith("8B")])
@@ -123,10 +125,10 @@ def test_receivers_of_large_slices_are_served_at_the_same_time():
     tensors = {"w": TensorLayout((8 * 64, 64), (("fsdp", 0),))}
     source, target = Layout(Mesh((("fsdp", 8),)), tensors), Layout(Mesh((("dp", 8),)), {"w": TensorLayout((512, 64))})
     made = reshard_plan(source, target)
-    rounds = list(made.rounds(4096))
-    assert sum(made.round_bytes(4096)) == made.least_bytes == 7 * 2**14
+    rounds = list(benchmark.rounds_of(made, 4096))
+    assert sum(benchmark.round_bytes(made, 4096)) == benchmark.least_bytes(made) == 7 * 2**14
     assert all({move.target for move in moves} == set(range(8)) for moves in rounds)
-    assert [len(moves) for moves in made.rounds(4096, rank=3)] == [14] * len(rounds)  # 7 sent, 7 received
+    assert [len(moves) for moves in benchmark.rounds_of(made, 4096, rank=3)] == [14] * len(rounds)  # 7 sent, 7 received
 
 
 def test_stages_of_a_pipeline_send_at_the_same_time():
@@ -138,4 +140,4 @@ def test_stages_of_a_pipeline_send_at_the_same_time():
 
     for source, target in ((layout(2, 2), layout(1, 4)), (layout(1, 4), layout(2, 2))):
         made = reshard_plan(source, aligned(source, target))
-        assert sum(made.round_bytes(1 << 14)) <= 1.2 * made.least_bytes
+        assert sum(benchmark.round_bytes(made, 1 << 14)) <= 1.2 * benchmark.least_bytes(made)

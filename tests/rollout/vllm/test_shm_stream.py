@@ -13,7 +13,7 @@ from verl.models.hf_state_dict import hf_state_dict
 from verl.models.lora import LoRA
 from verl.rollout.vllm.messages import plan_chunks
 from verl.rollout.vllm.shm_stream import StreamBroken, StreamReader, StreamWriter
-from verl.rollout.vllm.state_dict import NamedWeight, WeightSource, weights_of
+from verl.rollout.vllm.state_dict import weights_of
 
 CPU = torch.device("cpu")
 
@@ -23,17 +23,13 @@ def tensors(count=9, rows=50):
     return {f"layer.{i}": torch.randn(rows + i, 7, generator=generator) for i in range(count)}
 
 
-def as_weights(named):
-    return [
-        NamedWeight(name, tensor.shape, WeightSource(name, tensor, lambda t=tensor: t))
-        for name, tensor in named.items()
-    ]
+def shapes_of(named):
+    return {name: tensor.shape for name, tensor in named.items()}
 
 
 def through(named, dtype=torch.float32, chunk_bytes=3000, readers=1):
     """What each reader finds."""
-    weights = as_weights(named)
-    chunks, size = plan_chunks(weights, dtype, chunk_bytes)
+    chunks, size = plan_chunks(shapes_of(named), dtype, chunk_bytes)
     stream = StreamWriter(size, readers, CPU)
     stream.begin()
     found = [{} for _ in range(readers)]
@@ -90,8 +86,7 @@ def test_a_reader_that_was_kept_knows_another_stream_at_the_path_of_its_own():
 
 
 def test_a_reader_that_is_gone_ends_the_sending():
-    weights = as_weights(tensors())
-    chunks, size = plan_chunks(weights, torch.float32, 1)
+    chunks, size = plan_chunks(shapes_of(tensors()), torch.float32, 1)
     stream = StreamWriter(size, 1, CPU)
     stream.begin()
     with pytest.raises(StreamBroken):
@@ -100,7 +95,7 @@ def test_a_reader_that_is_gone_ends_the_sending():
 
 
 def test_a_sender_that_gives_up_ends_the_reading():
-    chunks, size = plan_chunks(as_weights(tensors()), torch.float32, 1)
+    chunks, size = plan_chunks(shapes_of(tensors()), torch.float32, 1)
     stream = StreamWriter(size, 1, CPU)
     stream.begin()
     reader = StreamReader(stream.handle)

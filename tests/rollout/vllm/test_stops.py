@@ -64,7 +64,7 @@ def test_a_killed_engine_is_noticed_where_another_process_holds_its_socket(monke
     monkeypatch.setattr(socket, "socketpair", kept_pair)
     process, _, death = struck_at_start(signal.SIGKILL, call_timeout_s=600.0)
     assert "asked to start, ended with signal SIGKILL" in death.reason
-    process.leave()
+    process.files.remove()
 
 
 def test_an_engine_that_is_stopped_while_it_starts_is_named_with_its_stage_and_ended():
@@ -74,7 +74,7 @@ def test_an_engine_that_is_stopped_while_it_starts_is_named_with_its_stage_and_e
     assert last.startswith(f"The vLLM engine (process {pid}), asked to start, made no progress for 1 s (rollout.call_")
     assert last.endswith("it is stopped (SIGSTOP or SIGTSTP). It was ended.")
     assert not is_running(pid)
-    process.leave()
+    process.files.remove()
     assert not process.files.directory.exists()
     assert not process.files.temporary.exists()
 

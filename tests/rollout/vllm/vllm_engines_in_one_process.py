@@ -59,7 +59,7 @@ def engine_of(model: Any, directory: Path, options: VLLMRollout = OPTIONS) -> An
 def load(engine: Any, model: Any) -> str | None:
     """Send the weights from a thread, as another process would; gives why the engine loaded its model anew."""
     weights = list(weights_of(model))
-    chunks, chunk_bytes = plan_chunks(weights, model.dtype, 100_000)
+    chunks, chunk_bytes = plan_chunks({w.name: w.shape for w in weights}, model.dtype, 100_000)
     stream = StreamWriter(chunk_bytes, 1, model.device)
     stream.begin()
     filling = (chunks, ((weight.name, weight.make()) for weight in weights), model.dtype, lambda: True)

@@ -77,7 +77,8 @@ class Pair:
     def sync(self, change: Callable[[Stream], Stream] = lambda stream: stream, *, mend: bool = True) -> dict[str, Any]:
         """Send all weights, `change` them on the way, and prove."""
         question = self.prover.question()
-        stream = change(self.prover.watch(hf_state_dict(self.model).tensors.items()))
+        tensors = hf_state_dict(self.model).tensors
+        stream = change((name, self.prover.add_fingerprint(name, x)) for name, x in tensors.items())
         if mend:
             self.llm.apply_model(renew_experts)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(stream)})
@@ -205,8 +206,9 @@ def adapter_scenarios(pair: Pair) -> Iterator[tuple[str, dict[str, Any]]]:
         question = pair.prover.question(weights=weights, adapter_rank=RANK)
         if weights:
             held = pair.model.get_base_model().state_dict()
-            for _ in pair.prover.watch((plain_name(n), x) for n, x in held.items() if "lora_" not in n):
-                pass
+            for name, x in held.items():
+                if "lora_" not in name:
+                    pair.prover.add_fingerprint(plain_name(name), x)
         if note:
             pair.prover.add_adapter_fingerprints(live_tensors(pair.model))
         return pair.prove(lambda: answer_request(pair.llm, question, request))

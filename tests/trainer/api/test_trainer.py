@@ -267,12 +267,17 @@ def test_the_way_that_bytes_take_changes_no_bit(options, dir32):
 
 
 @pytest.mark.exhaustive
-def test_weights_for_older_tools_load_too(dir32):
+@pytest.mark.parametrize(
+    ("settings", "file"),
+    [({}, "pytorch_model.bin"), ({"algorithm": "ppo", "lora": {"rank": 2}}, "adapter_model.bin")],
+    ids=["whole", "adapter"],
+)
+def test_weights_for_older_tools_load_too(dir32, settings, file):
     config = {"save_dir": "own", "use_safetensors": False, "save_interval": None}
-    with trainer(dir32, checkpoint_config=config) as made:
+    with trainer(dir32, checkpoint_config=config, **settings) as made:
         made.step()
         saved, end = made.save_checkpoint(), weights(actor_of(made).model)
-        assert (saved / "actor/pytorch_model.bin").is_file()
+        assert (saved / "actor" / file).is_file()
         made.step()
         made.load_checkpoint(saved)
         assert all_equal(weights(actor_of(made).model), end)

@@ -44,7 +44,7 @@ from verl.cluster.worker import refuse_mixed_versions
 from verl.component import BuildContext
 from verl.errors import VerlError, WorkerDied
 from verl.utils.child_process.process import PACKAGE_ROOT, excerpt
-from verl.utils.progress import Progress, StoppedTime, state_of
+from verl.utils.progress import Progress, state_of
 
 START_TIMEOUT_S = 300.0  # of an actor, until it says that it is there
 LOOK_EVERY_S = 5.0
@@ -308,10 +308,6 @@ class RayTransport:
                     with contextlib.suppress(RayError):  # raised where its reply is awaited
                         progress[rank] = ray.get(ref)
         return progress
-
-    def stopped_s(self, ranks: Sequence[int], time_of: StoppedTime) -> float:
-        """Not looked at: an actor may be on another machine, and one that is stopped makes no progress."""
-        return 0.0
 
     def unresponsive(self, ranks: Sequence[int]) -> Sequence[int]:
         return sorted(set(ranks) - self._progress_of(ranks).keys())

@@ -55,14 +55,13 @@ class Host:
         is_alone: it is for one episode.
     Attributes:
         hung: number of calls past their deadline, whose threads may still run.
-        late: number of replies to such calls.
         environments: number of environments in it.
         recovery: what the class, or the file of tools, says of itself; see `verl.environments.base.Environment`.
     """
 
     def __init__(self, options: Mapping[str, Any], python: str, is_alone: bool = False):
         self.options, self.python, self.is_alone = options, python, is_alone
-        self.hung = self.late = self.environments = 0
+        self.hung = self.environments = 0
         self.is_over = False
         self.recovery: Any = None
         self._ids = itertools.count(1)
@@ -206,9 +205,7 @@ class Host:
                     self.recovery = reply.get("recovery")
                 if not {"late", "error", "value"} & reply.keys():
                     raise KeyError("value")
-                if call is None or call.reply.done():
-                    self.late += 1
-                else:
+                if call is not None and not call.reply.done():  # else it comes late
                     call.reply.set_result(reply)
         except Exception as error:  # noqa: BLE001 - of what an environment has written there
             if isinstance(error, ValueError) and "limit" in str(error):

@@ -1,10 +1,8 @@
 """Runs an agent program for each episode: a function of the user, or a command. Standard library only."""
 
-import ctypes
 import inspect
 import json
 import os
-import signal
 import subprocess
 
 import __main__
@@ -30,9 +28,7 @@ class ProgramEpisode:
         variables = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": KEY}
         variables |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": KEY}
         pipe = subprocess.PIPE
-        self.process = subprocess.Popen(
-            self.command, stdin=pipe, stdout=pipe, stderr=pipe, env=variables, text=True, preexec_fn=end_with_parent
-        )
+        self.process = subprocess.Popen(self.command, stdin=pipe, stdout=pipe, stderr=pipe, env=variables, text=True)
         try:
             out, errors = self.process.communicate(json.dumps(row), timeout=self.timeout_s)
         finally:
@@ -66,7 +62,3 @@ async def awaited(found):
 def as_text(found):
     """A reward as a text, which any number is."""
     return None if found is None else repr(__main__.as_reward(found, "the program"))
-
-
-def end_with_parent():
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -178,7 +178,7 @@ class Service:
     def __init__(self, config):
         self.runs, self.tasks = {}, []
         self.loop = asyncio.new_event_loop()
-        self.opened = self.failure = None
+        self.failure = None
         self.ready = threading.Event()
         threading.Thread(target=self._serve, args=(config,), daemon=True).start()
         if not self.ready.wait(OPEN_S):

@@ -19,7 +19,7 @@ from math import prod
 import numpy as np
 
 from verl.ops.resharding.layout import Box, Layout, Mesh, TensorLayout, difference, volume
-from verl.ops.resharding.rounds import Move, MoveTable, Window, windows
+from verl.ops.resharding.rounds import MoveTable, Window, windows
 
 
 @dataclass(frozen=True)
@@ -34,48 +34,14 @@ class Plan:
     table: MoveTable = field(repr=False, compare=False)
 
     @cached_property
-    def moves(self) -> tuple[Move, ...]:
-        """All moves as objects: for small plans."""
-        return tuple(self.table.moves(np.arange(len(self.table))))
-
-    @cached_property
     def num_bytes(self) -> int:
         """Bytes sent between ranks."""
         return int(self.table.num_bytes.sum())
-
-    @cached_property
-    def received(self) -> Counter[int]:
-        """Rank -> bytes that arrive there."""
-        return _summed(self.table.target, self.table.num_bytes)
-
-    @cached_property
-    def sent(self) -> Counter[int]:
-        """Rank -> bytes that leave it."""
-        return _summed(self.table.source, self.table.num_bytes)
-
-    @property
-    def least_bytes(self) -> int:
-        """The most that a rank sends or receives: what the exchange takes at least, in bytes of one rank's link."""
-        return max((*self.received.values(), *self.sent.values()), default=0)
 
     def windows(self, limit_bytes: int) -> Iterator[Window]:
         """The tensors, as their slices travel together; see `verl.ops.resharding.rounds.windows`."""
         stages = [(self.source.tensors[name].stage, self.target.tensors[name].stage) for name in self.table.names]
         return windows(self.table, stages, self.source.mesh.size, limit_bytes)
-
-    def rounds(self, limit_bytes: int, rank: int | None = None) -> Iterator[list[Move]]:
-        """The moves, or those of one rank, in rounds that follow one another: no rank sends or receives more than
-        `limit_bytes` in one of them.
-
-        Raises:
-            ValueError: one element is larger than the limit.
-        """
-        for window in self.windows(limit_bytes):
-            yield from window.rounds(rank)
-
-    def round_bytes(self, limit_bytes: int) -> list[int]:
-        """The most that a rank sends or receives in each round: what the round takes, in bytes of one rank's link."""
-        return [size for window in self.windows(limit_bytes) for size in window.round_bytes(self.source.mesh.size)]
 
     def restricted(self, names: Sequence[str]) -> Plan:
         """The plan for some of the tensors, in the order of `names`."""
@@ -326,11 +292,6 @@ def _ranks(factors: Sequence[tuple[int, int]], order: Sequence[int]) -> tuple[in
     for position, (_, size) in enumerate(factors):
         ranks = [rank + place * strides[position] for rank in ranks for place in range(size)]
     return tuple(ranks)
-
-
-def _summed(ranks: np.ndarray, num_bytes: np.ndarray) -> Counter[int]:
-    totals = np.bincount(ranks, weights=num_bytes) if len(ranks) else np.zeros(0)
-    return Counter({rank: int(total) for rank, total in enumerate(totals.tolist()) if total})
 
 
 def _refuse_unequal(source: Layout, target: Layout) -> None:

@@ -101,25 +101,6 @@ class Window:
         for number in range(self.num_rounds):
             yield moves if self.num_rounds == 1 else list(_parts(moves, number, self.num_rounds))
 
-    def round_bytes(self, ranks: int) -> list[int]:
-        """The most that one of so many ranks sends or receives in each round."""
-        largest = []
-        for moves in self.exact:
-            ends = [np.array([getattr(move, end) for move in moves]) for end in ("source", "target")]
-            sizes = np.array([move.num_bytes for move in moves])
-            largest.append(max(int(np.bincount(x, sizes, ranks).max()) for x in ends))
-        if not self.num_rounds:
-            return largest
-        rows = self.table.rows_of(self.tensors)
-        used, index = np.unique(self.table.box[rows], return_inverse=True)
-        boxes = [self.table.slices[box] for box in used.tolist()]
-        ends = (self.table.source[rows], self.table.target[rows])
-        for number in range(self.num_rounds):
-            share = np.array([_share(box, number, self.num_rounds) for box in boxes])
-            sizes = self.table.num_bytes[rows] * share[index]
-            largest.append(max(int(np.rint(np.bincount(x, sizes, ranks).max())) for x in ends))
-        return largest
-
 
 def windows(
     table: MoveTable, stages: Sequence[tuple[int | None, int | None]], ranks: int, limit_bytes: int
@@ -221,7 +202,7 @@ def _cut(move: Move, limit_bytes: int) -> Iterator[Move]:
 def _parts(moves: list[Move], number: int, num_rounds: int) -> Iterator[Move]:
     """Part of each move that belongs to one of several rounds."""
     for move in moves:
-        axis, first, last, length = _part(move.box, number, num_rounds)
+        axis, first, last, length = part_of_round(move.box, number, num_rounds)
         if first < last:
             box = move.box
             if axis >= 0:
@@ -241,16 +222,10 @@ def _cut_axis(box: Box, num_rounds: int) -> tuple[int, int]:
     return axis, lengths[axis] if lengths else 1
 
 
-def _part(box: Box, number: int, num_rounds: int) -> tuple[int, int, int, int]:
+def part_of_round(box: Box, number: int, num_rounds: int) -> tuple[int, int, int, int]:
     """Axis of the cut; first and last row of one part, counted from the slice's first; rows of the slice."""
     axis, length = _cut_axis(box, num_rounds)
     return axis, length * number // num_rounds, length * (number + 1) // num_rounds, length
-
-
-def _share(box: Box, number: int, num_rounds: int) -> float:
-    """The share of a slice that one part is."""
-    _, first, last, length = _part(box, number, num_rounds)
-    return (last - first) / length
 
 
 def _largest_part(box: Box, num_rounds: int) -> float:

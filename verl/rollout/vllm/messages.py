@@ -7,11 +7,11 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from math import prod
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -183,17 +183,7 @@ class LoadRequest:
     in_place: bool = True
 
 
-class SizedTensor(Protocol):
-    """Name, shape and type of a tensor that will be sent."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def shape(self) -> Sequence[int]: ...
-
-
-def plan_chunks(weights: Iterable[SizedTensor], dtype: torch.dtype, chunk_bytes: int) -> tuple[ChunkPlan, int]:
+def plan_chunks(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, chunk_bytes: int) -> tuple[ChunkPlan, int]:
     """Distribute tensors over chunks. Tensors and blocks that fit in a chunk are not split; a larger tensor is sent in
     several chunks, some rows at a time.
 
@@ -201,26 +191,27 @@ def plan_chunks(weights: Iterable[SizedTensor], dtype: torch.dtype, chunk_bytes:
     """
     chunks: ChunkPlan = [[]]
     end = largest = 0
-    for _, block in groupby(weights, key=lambda weight: block_of(weight.name)):
-        sizes = [(weight, prod(weight.shape) * dtype.itemsize) for weight in block]
-        whole = sum(_aligned(size) for _, size in sizes)
-        for number, (weight, size) in enumerate(sizes):
+    for _, block in groupby(shapes, key=block_of):
+        sizes = {name: prod(shapes[name]) * dtype.itemsize for name in block}
+        whole = sum(map(_aligned, sizes.values()))
+        for number, (name, size) in enumerate(sizes.items()):
+            of_tensor = tuple(shapes[name])
             needed = whole if number == 0 and whole <= chunk_bytes else size
-            rows = weight.shape[0] if len(weight.shape) else 1
+            rows = of_tensor[0] if of_tensor else 1
             if size > chunk_bytes and rows > 1:
                 most = max(1, chunk_bytes // (size // rows))  # rows in a chunk
                 for begin in range(0, rows, most):
                     if chunks[-1]:
                         chunks.append([])
-                    shape = (min(most, rows - begin), *weight.shape[1:])
-                    chunks[-1].append(ChunkEntry(weight.name, shape, 0, begin, tuple(weight.shape)))
+                    shape = (min(most, rows - begin), *of_tensor[1:])
+                    chunks[-1].append(ChunkEntry(name, shape, 0, begin, of_tensor))
                     end = prod(shape) * dtype.itemsize
                     largest, end = max(largest, end), _aligned(end)
                 continue
             if chunks[-1] and end + needed > chunk_bytes:
                 chunks.append([])
                 end = 0
-            chunks[-1].append(ChunkEntry(weight.name, tuple(weight.shape), end))
+            chunks[-1].append(ChunkEntry(name, of_tensor, end))
             largest = max(largest, end + size)
             end += _aligned(size)
     return chunks, largest

@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -24,7 +23,7 @@ from torch import Tensor
 
 from verl.rollout.vllm.messages import ChunkEntry, ChunkPlan, StreamHandle, chunk_view
 from verl.utils.memory import shareable_allocations
-from verl.utils.progress import report
+from verl.utils.progress import nameless_file, report
 
 HEAD_BYTES = mmap.PAGESIZE  # counters: chunks filled, abandoned or not, chunks emptied by each reader
 FILLED, ABANDONED, FIRST_READER = 0, 1, 2
@@ -64,7 +63,8 @@ class StreamWriter:
 
     def __init__(self, chunk_bytes: int, num_readers: int, device: torch.device):
         self.chunk_bytes = chunk_bytes
-        self._fd, size = _nameless(HEAD_BYTES + (0 if device.type == "cuda" else 2 * chunk_bytes))
+        size = HEAD_BYTES + (0 if device.type == "cuda" else 2 * chunk_bytes)
+        self._fd = nameless_file(size)
         self._memory = mmap.mmap(self._fd, size)
         self._head = _head(self._memory)
         self._num_readers = num_readers
@@ -225,17 +225,6 @@ def _wait(is_so: Callable[[], bool], may_go_on: Callable[[], bool]) -> None:
         if look % CHECK_EVERY == 0 and not may_go_on():
             raise StreamBroken("the other side of the stream of weights is gone")
         time.sleep(LOOK_EVERY_S)
-
-
-def _nameless(size: int) -> tuple[int, int]:
-    """An open unnamed file in memory, and its size."""
-    if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("verl_weights")
-    else:
-        fd, path = tempfile.mkstemp()
-        os.unlink(path)
-    os.ftruncate(fd, size)
-    return fd, size
 
 
 def _head(memory: mmap.mmap) -> Tensor:

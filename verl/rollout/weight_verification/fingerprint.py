@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -224,12 +224,6 @@ class FingerprintLog:
         """Fingerprints so far, by name."""
         self._copies.finish()
         return self._fingerprints
-
-    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the same names and tensors, and compute their fingerprints."""
-        for name, tensor in tensors:
-            self.add_fingerprint(name, tensor)
-            yield name, tensor
 
     def add_fingerprint(self, name: str, tensor: Tensor, slack: float = 0.0) -> None:
         """Compute the fingerprint of one tensor."""

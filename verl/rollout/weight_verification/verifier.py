@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -341,11 +341,6 @@ class SyncVerifier:
         """The same question about tensors alone; log-probs are not compared."""
         self._seen = np.zeros(0), 0.0
         return replace(question, rows=())
-
-    def watch(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the same names and tensors, which are sent to the engine, and compute their fingerprints."""
-        assert self._ledger is not None, "question() begins a sync"
-        return self._ledger.watch(tensors)
 
     def add_fingerprint(self, name: str, tensor: Tensor) -> Tensor:
         """Compute the fingerprint of one tensor and return the tensor."""

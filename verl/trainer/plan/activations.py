@@ -315,5 +315,5 @@ def _logits(config: Any, tokens: int, dtype: torch.dtype, siblings: int, device_
         chosen = torch.zeros(num_parts * count, dtype=torch.long)
         with LiveBytes() as counted:
             counted.watch(head)
-            score_in_parts(head, hidden, chosen, count).sum().backward()
+            score_in_parts(head, hidden, chosen, count)[0].sum().backward()
         return counted.peak // siblings

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -428,7 +428,7 @@ def is_parent_alive() -> bool:
 _parent = -1
 
 
-def run_child(module: str, *, on_parent_end: Callable[[], object] | None = None, outlives_parent: bool = False) -> None:
+def run_child(module: str, *, outlives_parent: bool = False) -> None:
     """The main program of a child: runs `serve(channel, setting, progress)` of a module until the parent closes the
     connection. It does not return: the process ends with status 0, or by an exception.
 
@@ -436,9 +436,8 @@ def run_child(module: str, *, on_parent_end: Callable[[], object] | None = None,
 
     Args:
         module: name of the module.
-        on_parent_end: called when the parent has ended, also during a computation, to end this process; by default
-            `os._exit(1)`.
-        outlives_parent: let `serve` finish its current work if the parent has ended.
+        outlives_parent: let `serve` finish its current work if the parent has ended; else this process is killed then
+            with its group, also during a computation.
     """
     global _parent
     _parent = int(os.environ.pop(PARENT_VARIABLE))
@@ -454,7 +453,7 @@ def run_child(module: str, *, on_parent_end: Callable[[], object] | None = None,
     faulthandler.register(signal.SIGUSR2)
     resume_without_parent()
     if not outlives_parent:
-        threading.Thread(target=_end_with, args=(on_parent_end,), name="end with parent", daemon=True).start()
+        threading.Thread(target=_end_with_parent, name="end with parent", daemon=True).start()
     progress = report_to_starter()
     assert progress is not None
     channel = Channel(socket.socket(fileno=int(os.environ.pop(CHANNEL_VARIABLE))), is_parent_alive)
@@ -467,9 +466,7 @@ def run_child(module: str, *, on_parent_end: Callable[[], object] | None = None,
     exit_without_freeing()
 
 
-def _end_with(end: Callable[[], object] | None) -> None:
+def _end_with_parent() -> None:
     while is_parent_alive():
         time.sleep(LOOK_EVERY_S)
-    if end is not None:
-        end()
-    os._exit(1)
+    os.killpg(0, signal.SIGKILL)

@@ -17,7 +17,6 @@ TMPDIR/verl_engine_X.tmp/                TMPDIR of the engine's processes
 
 from __future__ import annotations
 
-import atexit
 import os
 import secrets
 import shutil
@@ -94,7 +93,6 @@ class EngineFiles:
 
 END_TIMEOUT_S = 20.0  # of a process that has hung up or was killed, until the system lets go of it
 CORES_VARIABLE = "VERL_ENGINE_CORES"  # numbers with commas between them
-DIRECTORIES_VARIABLE = "VERL_ENGINE_DIRECTORIES"  # the child removes them where the trainer was killed
 FOREIGN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VERL_RENDEZVOUS")
 TIMEOUT_SETTING = "rollout.call_timeout_s"
 ASKED = {  # a call, as messages say it
@@ -175,7 +173,7 @@ class EngineProcess:
         call_timeout_s: float = 300.0,
     ):
         self.setting, self.environment, self.files, self.log = setting, environment, files, log
-        self.call_timeout_s, self._owner = call_timeout_s, os.getpid()
+        self.call_timeout_s = call_timeout_s
         self._log = ChildLog(log)
         self._child: ChildProcess | None = None
         self._progress: Progress | None = None
@@ -221,17 +219,15 @@ class EngineProcess:
         """
         self._progress = Progress(NUM_SLOTS)
         self._log.start = self._log.size
-        directories = os.pathsep.join(map(str, (self.files.directory, self.files.temporary)))
         child = self._child = ChildProcess(
             "verl.rollout.vllm.server.engine_main",
             self._progress,
-            environment=self.environment | self.files.variables() | {DIRECTORIES_VARIABLE: directories},
+            environment=self.environment | self.files.variables(),
             without=FOREIGN_VARIABLES,
             output=self._log.file,
             is_killed_with_parent=True,
             stuck_s=None,  # `_look` has the limits
         )
-        atexit.register(self.leave)
         if timeout_s is not None:
             self._start_deadline, self._start_timeout_s = time.monotonic() + timeout_s, timeout_s
         try:
@@ -285,7 +281,6 @@ class EngineProcess:
     def kill(self) -> None:
         """Kill the process and its children immediately, even if stopped, and remove their shared files.
         Idempotent."""
-        atexit.unregister(self.leave)
         child, self._child = self._child, None
         if child is not None:
             child.kill()
@@ -293,12 +288,6 @@ class EngineProcess:
         if self._progress is not None:
             self._progress.close()
         self._progress = self._watch = None
-
-    def leave(self) -> None:
-        """Exit hook: if the trainer ends without closing the engine, kill it and remove its files."""
-        if os.getpid() == self._owner:  # and not where a fork of the trainer ends
-            self.kill()
-            self.files.remove()
 
     def _ask(self, method: str, send: Callable[..., None]) -> None:
         assert self._progress is not None

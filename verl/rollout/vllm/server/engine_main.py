@@ -12,7 +12,6 @@ import gc
 import multiprocessing
 import os
 import secrets
-import shutil
 import signal
 import sys
 import threading
@@ -20,12 +19,11 @@ import traceback
 from multiprocessing import shared_memory
 from typing import Any
 
-from verl.rollout.vllm.client.engine_process import CORES_VARIABLE, DIRECTORIES_VARIABLE, NAME_VARIABLE
+from verl.rollout.vllm.client.engine_process import CORES_VARIABLE, NAME_VARIABLE
 from verl.rollout.vllm.messages import EngineCall, EngineReply
 from verl.utils.child_process.channel import Channel, ChannelClosed
 from verl.utils.child_process.interpreter import rare_garbage_collection
 from verl.utils.child_process.process import is_parent_alive, run_child
-from verl.utils.orphan_cleanup import remove_shared_memory
 from verl.utils.progress import Progress, report, report_to
 
 PROGRESS_PATH_VARIABLE = "VERL_ENGINE_PROGRESS_PATH"  # for workers that are spawned
@@ -48,7 +46,7 @@ def serve(channel: Channel, setting: Any, progress: Progress) -> None:
     with contextlib.suppress(ChannelClosed):
         _serve(channel, setting)
     if not is_parent_alive():
-        _end()
+        os.killpg(0, signal.SIGKILL)  # workers too; the clean-up process of the trainer removes the files
     os._exit(0)  # at once: nothing is left to do
 
 
@@ -87,15 +85,6 @@ def _failure(error: BaseException, engine: Any) -> EngineReply:
     return EngineReply(error=f"{type(error).__name__}: {error}", trace=traceback.format_exc(), lost=lost)
 
 
-def _end() -> None:
-    """Remove files and workers after the trainer has exited. The trainer's clean-up process does the same."""
-    for directory in os.environ[DIRECTORIES_VARIABLE].split(os.pathsep):
-        shutil.rmtree(directory, ignore_errors=True)
-    for prefix in (f"{os.environ[NAME_VARIABLE]}_", f"sem.{os.environ[NAME_VARIABLE]}_"):
-        remove_shared_memory(prefix)
-    os.killpg(os.getpgrp(), signal.SIGKILL)
-
-
 def name_shared_memory() -> None:
     """Give shared memory of this process and its forks names with the engine's prefix, so that it can be removed."""
     name = os.environ[NAME_VARIABLE]
@@ -127,7 +116,7 @@ def _worker_slot(progress: Progress) -> int:
 
 
 if __name__ == "__main__":
-    run_child("verl.rollout.vllm.server.engine_main", on_parent_end=_end)
+    run_child("verl.rollout.vllm.server.engine_main")
 elif __name__ == "__mp_main__":  # a worker that vLLM has spawned
     faulthandler.enable()
     name_shared_memory()

@@ -24,7 +24,7 @@ from verl.ops.resharding.dtensor import is_on_other_stage
 from verl.ops.resharding.execute import LIMIT_BYTES, reshard, reshard_parts
 from verl.ops.resharding.layout import Box, Layout, TensorLayout, volume
 from verl.ops.resharding.plan import Plan, gathering_volume, reshard_plan
-from verl.rollout.vllm.messages import ChunkPlan, SizedTensor, SyncOffer, TensorSlice, WantedSlices, plan_chunks
+from verl.rollout.vllm.messages import ChunkPlan, SyncOffer, TensorSlice, WantedSlices, plan_chunks
 from verl.rollout.vllm.state_dict import NamedWeight, WeightSource, weights_of
 from verl.rollout.weight_verification.fingerprint import (
     FingerprintShards,
@@ -253,12 +253,6 @@ class FeedAssignment:
     slices: dict[str, TensorSlice]
 
 
-@dataclass(frozen=True)
-class _SizedSlice:
-    name: str
-    shape: tuple[int, ...]
-
-
 def may_be_sliced(weights: Iterable[NamedWeight]) -> bool:
     """Whether the sent tensors are vectors and matrices of the running model, one to one."""
     return all(weight.form is None and len(weight.shape) <= 2 for weight in weights)
@@ -289,7 +283,7 @@ def feed_assignments(
     """The feed assignments of all siblings, in their order."""
     if offer.wants is None:
         slices = {w.source.name: _all_of(w.source.tensor.shape) for w in weights}
-        chunks, largest = _plan_stream(weights, dtype, chunk_bytes)
+        chunks, largest = _plan_stream({w.name: w.shape for w in weights}, dtype, chunk_bytes)
         whole = FeedAssignment(slices, tuple(range(offer.num_workers)), chunks, largest, {})
         return [whole, *(FeedAssignment({}, (), [], 0, {}) for _ in range(num_siblings - 1))]
     readers = [_readers(sibling, num_siblings, offer.num_workers) for sibling in range(num_siblings)]
@@ -307,7 +301,7 @@ def _sliced(
         return FeedAssignment({}, (), [], 0, {})
     asked = {w.name: [want[w.name] for want in wants if w.name in want] for w in weights}  # of other stages, none
     bounds = {name: _bounding_slice(slices) for name, slices in asked.items() if slices}
-    coming = [_SizedSlice(name, _shape(box)) for name, box in bounds.items() if all(_shape(box))]
+    coming = {name: _shape(box) for name, box in bounds.items() if all(_shape(box))}
     chunks, largest = _plan_stream(coming, dtype, chunk_bytes)
     slices = {
         w.name: TensorSlice(tuple(w.shape), tuple(start for start, _ in bounds[w.name]))
@@ -317,11 +311,11 @@ def _sliced(
     return FeedAssignment(bounds, readers, chunks, largest, slices)
 
 
-def _plan_stream(tensors: Sequence[SizedTensor], dtype: torch.dtype, chunk_bytes: int) -> tuple[ChunkPlan, int]:
+def _plan_stream(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, chunk_bytes: int) -> tuple[ChunkPlan, int]:
     """`plan_chunks` in at least `CHUNKS` chunks, of any but the smallest models: an engine begins when it has the
     first."""
-    num_bytes = sum(math.prod(tensor.shape) for tensor in tensors) * dtype.itemsize
-    return plan_chunks(tensors, dtype, min(chunk_bytes, max(MIB, num_bytes // CHUNKS)))
+    num_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
+    return plan_chunks(shapes, dtype, min(chunk_bytes, max(MIB, num_bytes // CHUNKS)))
 
 
 def _readers(place: int, num_siblings: int, num_workers: int) -> tuple[int, ...]:
