@@ -36,7 +36,7 @@ from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import Parallel
 from verl.model_paths import context_attention
 from verl.model_paths.check import paths_for
-from verl.model_paths.families import FAST
+from verl.model_paths.families import family_table
 from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.models.heads import LMHead
 from verl.models.model_stats import model_stats
@@ -46,6 +46,7 @@ from verl.protocol import DataProto
 from verl.trainer.plan.activations import LiveBytes
 
 SPEED, ACTIVATIONS = 0.9, 0.55  # targets
+FAST = family_table().paths[family_table().families["qwen2"][0].paths]
 
 
 class Counted:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from model_paths.families import FAST
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -35,7 +36,6 @@ from verl.engines.fsdp import units_of
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import FSDP
 from verl.model_paths import packed_attention
-from verl.model_paths.families import FAST
 from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.models import heads
 from verl.models.heads import LMHead

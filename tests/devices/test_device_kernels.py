@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices.device_syncs import DeviceSyncs
+from model_paths.families import FAST
 from random_models import save_random_classifier, save_random_model
 from rewards.rated import built, rollout
 from roles import start_actor
@@ -28,7 +29,6 @@ from verl.engines.parallel_dims import Parallelism
 from verl.model_paths import context_attention
 from verl.model_paths.check import finding_for
 from verl.model_paths.context_attention import ContextGroup
-from verl.model_paths.families import FAST
 from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.model_paths.packed_attention import attend_line
 from verl.models.tiny import TinyModel

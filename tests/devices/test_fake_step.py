@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from devices.shapes import llama_8b
+from model_paths.families import FAST
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -22,7 +23,6 @@ from verl.engines.engine import BLOCK_MULTIPLE, TrainingEngine
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import FSDP
 from verl.model_paths import packed_attention
-from verl.model_paths.families import FAST
 from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.model_paths.packed_attention import MaskShape
 from verl.models.heads import LMHead

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from decimal import Decimal
 from fractions import Fraction
 
 import pytest
@@ -14,19 +13,8 @@ from hypothesis import strategies as st
 from verl.component import BuildContext
 from verl.errors import RewardError
 from verl.protocol import DataProto
-from verl.rewards.math_rules import final_number, gsm8k_score, math_score, number_of
+from verl.rewards.math_rules import decimal_text, final_number, gsm8k_score, math_score, number_of
 from verl.rewards.rules import Format, Length, MathAnswer, Overlong
-
-
-def decimal_text(number: Fraction) -> str:
-    """A number as text: `72`, `18.9`, or `1/3` if no finite decimal is exact. `number_of` is the inverse."""
-    rest = number.denominator
-    for factor in (2, 5):
-        while rest % factor == 0:
-            rest //= factor
-    if rest != 1:
-        return str(number)
-    return f"{Decimal(number.numerator) / Decimal(number.denominator):f}"
 
 
 def batch_of(responses, **columns):

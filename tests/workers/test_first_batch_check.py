@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from model_paths.families import FAST
 from refusals import refusal
 from roles import experience, gap_from_plain_rows, start_actor, start_critic
 from torch import Tensor
 
 from verl.model_paths import packed_attention
 from verl.model_paths.check import chosen_rows
-from verl.model_paths.families import FAST
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 

@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from fractions import Fraction
 from typing import Any
 
@@ -60,6 +61,17 @@ def number_of(text: str) -> Fraction | None:
     """The value of a text that is a single number, with or without currency sign and unit; else None."""
     numbers = _numbers(_plain_text(text), is_marked=True)
     return numbers[0].value if len(numbers) == 1 and numbers[0].starts_the_text else None
+
+
+def decimal_text(number: Fraction) -> str:
+    """A number as text: `72`, `18.9`, or `1/3` if no finite decimal is exact. `number_of` is the inverse."""
+    rest = number.denominator
+    for factor in (2, 5):
+        while rest % factor == 0:
+            rest //= factor
+    if rest != 1:
+        return str(number)
+    return f"{Decimal(number.numerator) / Decimal(number.denominator):f}"
 
 
 def _gold_number(truth: Any, index: int) -> Fraction:
