@@ -179,7 +179,7 @@ def pin(store: CheckpointStore, name: str, reason: str = "") -> None:
     Raises:
         CheckpointNotFound: there is none of this name.
     """
-    with _locked(store), write_errors(f"pinning {name}"):  # else it may be pruned between the look and the pin
+    with write_errors(f"pinning {name}"), _locked(store):  # else it may be pruned between the look and the pin
         checkpoint = store.open(name)
         directory = store.directory / PINS
         make_directories(store.disk, directory, store.directory)
