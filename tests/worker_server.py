@@ -30,22 +30,23 @@ TESTS = Path(__file__).resolve().parent
 MODULE = "verl.cluster.worker"
 CLONE = {"x86_64": 56, "aarch64": 220}  # number of the system call
 CLONE_PARENT = 0x00008000
-MAY_DIFFER = (
-    "COLUMNS",
-    "CUBLAS_",
-    "VERL_",
-    "TESTS_",
-    "PYTEST_",
-    "PYTHONPATH",
-    "RANK",
-    "WORLD_SIZE",
-    "LOCAL_RANK",
-    "GLOO_",
-    "OMP_NUM_THREADS",
-    "TORCHINDUCTOR_",
-    "AWS_",
+READ_AT_IMPORT = (  # beginnings of variables that the interpreter, the loader or a module reads as it starts
+    "VERL_STRICT_DATA_CHECK",
+    "VERL_AUTO_CACHE_CLEAR",
+    "PYTHONHASHSEED",
+    "PYTHONMALLOC",
+    "LD_",
+    "MALLOC_",
+    "MKL_",
+    "KMP_",
+    "OPENBLAS_",
+    "ATEN_",
+    "TORCH_",
+    "PYTORCH_",
+    "CUDA_",
+    "HF_",
+    "TRANSFORMERS_",
 )
-READ_AT_IMPORT = ("VERL_STRICT_DATA_CHECK", "VERL_AUTO_CACHE_CLEAR")
 MOST_BYTES = 1 << 20
 
 forked: dict[int, Mapping[str, str]] = {}  # pids of the workers of this process, and their environments
@@ -119,9 +120,7 @@ def is_as_a_copy(command: Any, options: Mapping[str, Any], environment: Mapping[
     """Whether a process that is started in this way is as a copy of one with this environment."""
     env = options.get("env") or {}
     differing = [name for name in {*env, *environment} if env.get(name) != environment.get(name)]
-    return command == [sys.executable, "-m", MODULE] and all(
-        name.startswith(MAY_DIFFER) and name not in READ_AT_IMPORT for name in differing
-    )
+    return command == [sys.executable, "-m", MODULE] and not any(name.startswith(READ_AT_IMPORT) for name in differing)
 
 
 @contextlib.contextmanager

@@ -36,7 +36,8 @@ class Machine:
     """A directory that is all there is of a machine; its store outlives it."""
 
     def __init__(self, directory: Path, model: Pretrained, machines: ForkServer, url: str, prefix: str):
-        self.directory, self.model, self.machines, self.url, self.prefix = directory, model, machines, url, prefix
+        self.directory, self.model, self.machines, self.url = directory, model, machines, url
+        self.prefix = f"{directory.parent.name}/{prefix}"  # tests share a store
 
     def start(self, name: str, *overrides: str) -> Child:
         self.directory.mkdir(exist_ok=True)
