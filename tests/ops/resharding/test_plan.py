@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -15,8 +14,9 @@ from hypothesis import strategies as st
 from verl.ops.resharding.layout import Layout, Mesh, TensorLayout
 from verl.ops.resharding.plan import Plan, aligned, gathering_volume, lower_bound, reshard_plan
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
-from reshard_plan import moves_of, rounds_of
+with pytest.MonkeyPatch.context() as patched:  # else `rollout` would be the benchmark, not the package of tests
+    patched.syspath_prepend(Path(__file__).resolve().parents[3] / "benchmarks")
+    from reshard_plan import moves_of, rounds_of
 
 SHAPES = {"q": (16, 8), "o": (8, 16), "norm": (8,), "scale": (), "odd": (7, 5)}
 SPLITS = {  # name -> axis under tensor parallelism

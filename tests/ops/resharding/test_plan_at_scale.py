@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,8 +13,9 @@ from hypothesis import strategies as st
 from verl.ops.resharding.layout import Layout, Mesh, TensorLayout, difference, intersection, volume
 from verl.ops.resharding.plan import aligned, lower_bound, reshard_plan
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "benchmarks"))
-import reshard_plan as benchmark
+with pytest.MonkeyPatch.context() as patched:  # else `rollout` would be the benchmark, not the package of tests
+    patched.syspath_prepend(Path(__file__).resolve().parents[3] / "benchmarks")
+    import reshard_plan as benchmark
 
 LIMIT = benchmark.LIMIT_BYTES
 
