@@ -164,9 +164,8 @@ def write_file(
     entries, order = {}, []
     for number, (name, tensor) in enumerate(tensors.items()):
         key = f"__field_{number}__" if name.startswith("__") else name
-        entries[key] = in_order(
-            tensor
-        ).clone()  # safetensors refuses tensors that share memory, as parts of a batch may
+        # safetensors refuses tensors that share memory, as parts of a batch may
+        entries[key] = in_order(tensor).clone()
         order.append([name, key])
     rest = {
         "columns": [[name, array.tolist()] for name, array in arrays.items()],
