@@ -57,12 +57,12 @@ def is_right(path: Path, paths: ModelPaths, field: str) -> bool:
     try:
         actor = start_family(path)
         gap = largest_gaps(actor, path)[field]
-        return gap < TOLERANCE and not actor.sampler._wrong and actor.engine._limit is None
     except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
         print(f"    {type(error).__name__}: {str(error)[:100]}")
         return False
     finally:
         table.families[family] = before  # type: ignore[index]
+    return gap < TOLERANCE and not actor.sampler.engine._wrong and actor.engine._limit is None
 
 
 def decodings(paths: ModelPaths) -> Iterator[ModelPaths]:
