@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.ops.resharding.layout import Layout, Mesh, TensorLayout
-from verl.ops.resharding.plan import Plan, aligned, gathering_volume, lower_bound, reshard_plan
+from verl.ops.resharding.plan import Plan, gathering_volume, lower_bound, reshard_plan
 
 with pytest.MonkeyPatch.context() as patched:  # else `rollout` would be the benchmark, not the package of tests
     patched.syspath_prepend(Path(__file__).resolve().parents[3] / "benchmarks")
@@ -85,13 +85,9 @@ def test_every_pair_of_layouts_ends_right_and_moves_the_least(source, target):
 
 @settings(deadline=None)
 @given(st.data())
-def test_any_two_layouts_with_any_order_of_ranks(data):
-    def drawn() -> Layout:
-        base = data.draw(st.sampled_from(ALL))
-        order = tuple(data.draw(st.permutations(range(4))))
-        return Layout(Mesh(base.mesh.dims, order), base.tensors)
-
-    made = reshard_plan(drawn(), drawn())
+def test_any_two_layouts_with_rounds_of_any_size(data):
+    source, target = (data.draw(st.sampled_from(ALL)) for _ in range(2))
+    made = reshard_plan(source, target)
     carried_out(made, limit_bytes=data.draw(st.sampled_from([4, 12, 40, 1000])))
     assert made.num_bytes == lower_bound(made.source, made.target)
 
@@ -111,15 +107,12 @@ def tensor_parallel(dims, shape=(16, 8)) -> Layout:
     return Layout(Mesh(dims), {"w": TensorLayout(shape, (("tp", 0),))})
 
 
-def test_from_tp4_dp2_to_tp2_dp4_a_third_of_gathering_travels():
-    """Each device needs a half and holds a quarter of it, so a quarter travels; gathering brings three."""
-    training = tensor_parallel((("dp", 2), ("tp", 4)))
-    generation = aligned(training, tensor_parallel((("dp", 4), ("tp", 2))))
-    moved = reshard_plan(training, generation).num_bytes
-    assert moved * 3 == gathering_volume(training)
-    assert reshard_plan(training, tensor_parallel((("dp", 4), ("tp", 2)))).num_bytes > moved  # the usual order of ranks
-    carried = reshard_plan(training, generation)
-    assert set(bytes_by(carried, "target").values()) == {16 * 8}  # a quarter of 16 * 8 * 4 bytes at each
+def test_of_tp4_fsdp2_to_engines_of_four_a_seventh_of_gathering_travels():
+    """Each device needs a quarter and holds half of it, so an eighth travels; gathering brings seven of them."""
+    training = Layout(Mesh((("fsdp", 2), ("tp", 4))), {"w": TensorLayout((16, 8), (("tp", 0), ("fsdp", 0)))})
+    made = reshard_plan(training, tensor_parallel((("dp", 2), ("tp", 4))))
+    assert made.num_bytes * 7 == gathering_volume(training)
+    assert set(bytes_by(made, "target").values()) == {16 * 8 * 4 // 8}
 
 
 def test_senders_share_the_work():
@@ -156,13 +149,12 @@ def test_what_cannot_be_planned_is_named(source, target, says):
 
 
 @pytest.mark.parametrize(
-    ("dims", "order", "says"),
+    ("dims", "says"),
     [
-        ((("a", 2), ("a", 2)), (), "named once"),
-        ((("a", 0),), (), "at least 1"),
-        ((("a", 2),), (0, 0), "stand in it once"),
+        ((("a", 2), ("a", 2)), "named once"),
+        ((("a", 0),), "at least 1"),
     ],
 )
-def test_a_mesh_that_is_none_is_refused(dims, order, says):
+def test_a_mesh_that_is_none_is_refused(dims, says):
     with pytest.raises(ValueError, match=says):
-        Mesh(dims, order)
+        Mesh(dims)

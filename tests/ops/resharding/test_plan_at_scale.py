@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from verl.ops.resharding.layout import Layout, Mesh, TensorLayout, difference, intersection, volume
-from verl.ops.resharding.plan import aligned, lower_bound, reshard_plan
+from verl.ops.resharding.plan import lower_bound, reshard_plan
 
 with pytest.MonkeyPatch.context() as patched:  # else `rollout` would be the benchmark, not the package of tests
     patched.syspath_prepend(Path(__file__).resolve().parents[3] / "benchmarks")
@@ -39,13 +39,13 @@ def simple_plan(source: Layout, target: Layout) -> tuple[set[tuple], Counter]:
 
 
 @st.composite
-def layouts(draw, ranks=8):
+def layouts(draw):
     """Two layouts of some layers that repeat, of tensors of any shape, over one number of ranks."""
     shapes = draw(st.lists(st.lists(st.integers(1, 9), max_size=3).map(tuple), min_size=1, max_size=4))
     repeats, sides = draw(st.integers(1, 3)), []
     for _ in range(2):
         sizes = draw(st.sampled_from([(1, 1, 8), (2, 2, 2), (1, 4, 2), (4, 1, 2), (8, 1, 1), (2, 4, 1), (1, 1, 8)]))
-        mesh = Mesh(tuple(zip(("pp", "fsdp", "tp"), sizes, strict=True)), tuple(draw(st.permutations(range(ranks)))))
+        mesh = Mesh(tuple(zip(("pp", "fsdp", "tp"), sizes, strict=True)))
         kinds = []
         for shape in shapes:
             axes = [draw(st.none() | st.integers(0, len(shape) - 1)) if shape else None for _ in range(2)]
@@ -94,14 +94,13 @@ def test_a_plan_sends_what_the_simple_one_does_and_burdens_no_sender_more(pair, 
 @pytest.mark.parametrize("name", short_where(benchmark.pairs(64), next(iter(benchmark.pairs(64))).__eq__))
 def test_a_70b_model_over_64_ranks_moves_the_least_in_nearly_the_least_time(name):
     source, target = benchmark.pairs(64)[name]
-    made = reshard_plan(source, arranged := aligned(source, target))
-    assert made.num_bytes == lower_bound(source, arranged)
+    made = reshard_plan(source, target)
+    assert made.num_bytes == lower_bound(source, target)
     rounds = benchmark.round_bytes(made, LIMIT)
     assert max(rounds) <= LIMIT
     assert sum(rounds) <= 1.2 * benchmark.least_bytes(made)
-    assert (
-        benchmark.least_bytes(made) * 64 <= 1.1 * made.num_bytes
-    )  # no rank sends or receives much more than the others
+    sent, _ = benchmark.traffic(made)  # what a rank receives, the layouts say
+    assert sent.max() * 64 <= 1.1 * made.num_bytes
 
 
 @pytest.mark.parametrize("name", [name for name in benchmark.SYNCS if name.startswith("8B")])
@@ -139,5 +138,5 @@ def test_stages_of_a_pipeline_send_at_the_same_time():
         )
 
     for source, target in ((layout(2, 2), layout(1, 4)), (layout(1, 4), layout(2, 2))):
-        made = reshard_plan(source, aligned(source, target))
+        made = reshard_plan(source, target)
         assert sum(benchmark.round_bytes(made, 1 << 14)) <= 1.2 * benchmark.least_bytes(made)

@@ -22,13 +22,11 @@ class Mesh:
 
     Args:
         dims: (name, size), from the slowest to the fastest: `(("dp", 2), ("tp", 4))` puts ranks 0-3 into one tp group.
-        order: the ranks in that arrangement; by default 0, 1, 2, ...
         joined: (name, adjacent dimensions) that can also be used as one: tensors may be split over each of them, or
             over all in equal pieces.
     """
 
     dims: tuple[tuple[str, int], ...]
-    order: tuple[int, ...] = ()
     joined: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
     def __post_init__(self) -> None:
@@ -37,8 +35,6 @@ class Mesh:
             raise ValueError(f"mesh dimensions {names}: each may be named once.")
         if any(size < 1 for _, size in self.dims):
             raise ValueError(f"mesh {dict(self.dims)}: sizes must be at least 1.")
-        if self.order and sorted(self.order) != list(range(self.size)):
-            raise ValueError(f"order {self.order} of a mesh of {self.size} ranks: each of them must stand in it once.")
 
     @property
     def size(self) -> int:
@@ -56,8 +52,8 @@ class Mesh:
     @cached_property
     def _places(self) -> dict[int, dict[str, int]]:
         places = {}
-        for index, rank in enumerate(self.order or range(self.size)):
-            coordinates = {}
+        for rank in range(self.size):
+            index, coordinates = rank, {}
             for name, size in reversed(self.dims):
                 index, coordinates[name] = divmod(index, size)
             places[rank] = coordinates

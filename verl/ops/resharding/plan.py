@@ -104,22 +104,6 @@ def gathering_volume(source: Layout) -> int:
     return sum(whole - source.num_bytes(rank) for rank in range(source.mesh.size))
 
 
-def aligned(source: Layout, target: Layout) -> Layout:
-    """`target` with its ranks arranged so that as little as possible travels.
-
-    Training TP4 x DP2 and generation TP2 x DP4: with the usual order of ranks a device's quarter often lies outside of
-    the half that it is to hold; arranged anew it always lies within. Tried are all orders of the prime factors of the
-    mesh's dimensions.
-    """
-    best, least = target, lower_bound(source, target)
-    factors = [(index, prime) for index, (_, size) in enumerate(target.mesh.dims) for prime in _primes(size)]
-    for order in _distinct_orders(factors):
-        tried = Layout(Mesh(target.mesh.dims, _ranks(factors, order)), target.tensors)
-        if (cost := lower_bound(source, tried)) < least:
-            best, least = tried, cost
-    return best
-
-
 class _Slices:
     """Slices, each once, by number."""
 
@@ -255,43 +239,6 @@ def _volumes(boxes: np.ndarray) -> np.ndarray:
 
 def _as_box(sides: np.ndarray) -> Box:
     return tuple((start, stop) for start, stop in sides.tolist())
-
-
-def _primes(number: int) -> Iterator[int]:
-    divisor = 2
-    while number > 1:
-        while number % divisor == 0:
-            yield divisor
-            number //= divisor
-        divisor += 1
-
-
-def _distinct_orders(factors: Sequence[tuple[int, int]]) -> Iterator[tuple[int, ...]]:
-    """Orders of the factors, as positions; those of one dimension stay in their order among themselves."""
-    places: dict[int, list[int]] = {}
-    for position, (of, _) in enumerate(factors):
-        places.setdefault(of, []).append(position)
-
-    def orders(left: dict[int, int]) -> Iterator[tuple[int, ...]]:
-        if not any(left.values()):
-            yield ()
-        for of, count in left.items():
-            if count:
-                first = places[of][len(places[of]) - count]
-                yield from ((first, *rest) for rest in orders({**left, of: count - 1}))
-
-    yield from orders({of: len(found) for of, found in places.items()})
-
-
-def _ranks(factors: Sequence[tuple[int, int]], order: Sequence[int]) -> tuple[int, ...]:
-    """The rank at each place of the mesh if its factors, from the slowest to the fastest, count in this order."""
-    strides, stride = {}, 1
-    for position in reversed(order):
-        strides[position], stride = stride, stride * factors[position][1]
-    ranks = [0]
-    for position, (_, size) in enumerate(factors):
-        ranks = [rank + place * strides[position] for rank in ranks for place in range(size)]
-    return tuple(ranks)
 
 
 def _refuse_unequal(source: Layout, target: Layout) -> None:
