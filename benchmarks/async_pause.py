@@ -2,10 +2,11 @@
 
     python benchmarks/async_pause.py              two minutes; --small for a look
 
-The role `sampler` with 64 open responses of a model of 2.6 million parameters. The pause is the time between the end of
-the last step under the former weights and the end of the first one under the new ones, less the median of the other
-steps. With `recompute` it has the forward pass of all open rows; `vllm, keep` proves the weights by fingerprints alone.
-Prints one JSON line: milliseconds, medians with quartiles over the updates.
+The role `sampler` with 64 open responses of a model of 2.6 million parameters. The sync is what `load` takes with
+nothing open: the weights and their proof. The pause is what the step under way and the three behind it take longer than
+those around them, so that work put off by the update counts too. With `recompute` it has the forward pass of all open
+rows; `vllm, keep` proves the weights by fingerprints alone. Prints one JSON line: milliseconds, medians with quartiles
+over the updates.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -41,7 +43,7 @@ from verl.workers.schedule import ScheduleOptions
 
 PROMPT, RESPONSE, GROUP = 32, 200, 4
 ENGINES = {"hf, keep": "keep", "hf, recompute": "recompute", "vllm, keep": "keep", "vllm, recompute": "recompute"}
-STEPS_BETWEEN = 12
+STEPS_BETWEEN, AFFECTED = 12, 4  # steps
 
 
 def sampler_of(path: Path, name: str, kv_cache: Any, num_threads: int) -> SamplerWorker:
@@ -70,43 +72,42 @@ def measured(sampler: SamplerWorker, rows: int, updates: int) -> dict[str, Any]:
     loop = sampler.loop
     assert loop is not None
     weights = {name: x.clone() for name, x in live_tensors(sampler.model).items()}
-    syncs: list[float] = []
-    take = sampler._take
-
-    def timed(weights: Any) -> None:
-        began = time.perf_counter()
-        take(weights)
-        syncs.append(time.perf_counter() - began)
-
-    sampler._take = timed
+    alone: list[float] = []
     for version in range(updates + 1):
+        began = time.perf_counter()
         sampler.load(version, weights)
-    alone, ends, advance = syncs[1:], [], loop._advance
+        alone.append(time.perf_counter() - began)
+    ends: list[float] = []
+    marks: list[int] = []
+    advance, take = loop._advance, sampler._take
 
     def step() -> None:
         advance()
         ends.append(time.perf_counter())
 
-    loop._advance = step
+    def taken(weights: Any) -> None:
+        marks.append(len(ends))
+        take(weights)
+
+    loop._advance, sampler._take = step, taken
     loop.begin(prompts(rows // GROUP), GenerationRequest(1, GROUP))
-    marks = []
     for version in range(updates):
         wanted = len(ends) + STEPS_BETWEEN
         while len(ends) < wanted:
             time.sleep(0.001)
         sampler.load(100 + version, weights)
-        marks.append(len(ends))  # at most a step after it
+    while len(ends) < marks[-1] + STEPS_BETWEEN:
+        time.sleep(0.001)
     loop.close()
     gaps = [later - before for before, later in itertools.pairwise(ends)]
-    usual = sorted(gaps)[len(gaps) // 2]
-    around = [max(gaps[max(0, mark - 3) : mark + 1]) for mark in marks]
-    pauses = [gap - usual for gap in around]
-    ratios = [pause / sorted(alone)[len(alone) // 2] for pause in pauses]
+    usual = [median(gaps[mark - 6 : mark - 1] + gaps[mark - 1 + AFFECTED : mark + 4 + AFFECTED]) for mark in marks]
+    pauses = [sum(gaps[mark - 1 :][:AFFECTED]) - AFFECTED * step for mark, step in zip(marks, usual, strict=True)]
+    sync = median(alone[1:])
     return {
-        "sync_ms": work.spread([1000 * x for x in alone], 2),
-        "step_ms": round(1000 * usual, 2),
+        "sync_ms": work.spread([1000 * x for x in alone[1:]], 2),
+        "step_ms": round(1000 * median(usual), 2),
         "pause_ms": work.spread([1000 * x for x in pauses], 2),
-        "pause_to_sync": work.spread(ratios, 2),
+        "pause_to_sync": work.spread([pause / sync for pause in pauses], 2),
     }
 
 
