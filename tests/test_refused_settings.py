@@ -232,7 +232,7 @@ REFUSED_RUNS = [  # overrides, and a part of the message
     ([*CORRECTED, "rollout.weight_update=never"], "weight_update"),
     (
         [*CORRECTED, "rollout=server", "rollout.endpoint.base_url=http://localhost:8000", *IN_FLIGHT],
-        "has no steps between which weights can be taken",
+        "does not say which tokens were generated before",
     ),
     (
         [*CORRECTED, *TOOLS, "environment=agent_program", "environment.path=agent.py:run", *IN_FLIGHT],

@@ -119,8 +119,8 @@ def _async_faults(run: Any) -> Iterator[str]:
         )
     if is_in_flight and rollout.location == "server":
         yield (
-            f"rollout.weight_update is in_flight: {kind} has no steps between which weights can be taken. Set "
-            "rollout.weight_update=drain."
+            f"rollout.weight_update is in_flight: the API of {kind} pauses, but does not say which tokens were "
+            "generated before, so that their versions are unknown. Set rollout.weight_update=drain or rollout=vllm."
         )
     if settings.replay_schedule is not None and not (is_in_flight and settings.staleness):
         yield (
