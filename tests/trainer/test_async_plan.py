@@ -124,5 +124,8 @@ def test_the_command_prints_a_table_and_numbers():
     assert sampler["weights"] == actor["actor weights"]  # the copy is in a row of its own, with its cache
     assert sampler["keys and values"] > 0
     assert actor["weights for the sampler"] == 3 * actor["actor weights"]
-    refused = CliRunner().invoke(app, [*arguments, "--lengths", "4,x"])
-    assert (refused.exit_code, "--lengths is '4,x'" in refused.output) == (2, True)
+    for lengths_here in ("4,x", "4,0", ""):
+        refused = CliRunner().invoke(app, [*arguments, "--lengths", lengths_here])
+        assert (refused.exit_code, f"--lengths is '{lengths_here}'" in refused.output) == (2, True)
+    refused = CliRunner().invoke(app, ["plan", *GRPO, *ASYNC_2, "--lengths", "4", "--tool-s", "1"])
+    assert (refused.exit_code, "--lengths, --tool-s: only the simulation" in refused.output) == (2, True)

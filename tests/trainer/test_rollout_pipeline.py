@@ -436,6 +436,19 @@ def test_a_wrong_weight_in_the_sampler_stops_the_run_before_its_rows_are_trained
     assert {version for _, version, _ in schedule.trained} == {0}
 
 
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_tokens_that_are_older_than_the_bound_are_not_trained_on(in_flight, monkeypatch):
+    schedule, chance = Schedule(2, 1, 9, True, frozenset(), in_flight), Paced(99)
+    monkeypatch.setattr(
+        RolloutPipeline,
+        "_send_weights",
+        lambda self, send=RolloutPipeline._send_weights: send(self) if self._sent is None else SyncResult("lost"),
+    )
+    with pytest.raises(AssertionError, match="lags .* exceed 2"):
+        schedule.run(chance)
+    assert len(schedule.trained) == 3
+
+
 def planted(group: FakeSampler, work: Any) -> None:
     """The engine works, and loads a wrong tensor as version 1."""
     if group.calls and group.calls[0][1] == "load" and group.calls[0][2][0] == 1:

@@ -39,7 +39,7 @@ from verl.protocol.serialization import json_text
 from verl.rewards.async_rewards import AsyncRewards
 from verl.rollout.base import GenerationRequest, SyncResult
 from verl.workers.sampler import SamplerWorker, weight_digests
-from verl.workers.schedule import write_lines
+from verl.workers.schedule import FILE, ScheduleFile
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,8 @@ class RolloutPipeline:
         rewards: AsyncRewards | None = None,
     ):
         self._rewards = AsyncRewards() if rewards is None else rewards
-        self._run_dir, self._writes_schedule = run_dir, False
+        self._schedule_file = None if run_dir is None else ScheduleFile(run_dir / FILE)
+        self._writes_schedule = False
         self._actor, self.depth, self._group, self.in_flight = actor, depth, sampler, in_flight
         self._sampler: Any = None if sampler is None else RoleHandle(sampler, "sampler", SamplerWorker)
         self._actor_generates = actor_generates
@@ -293,9 +294,9 @@ class RolloutPipeline:
         return rows
 
     def _write_schedule(self, first: int, lines: list[str]) -> None:
-        if lines and self._run_dir is not None:
+        if lines and self._schedule_file is not None:
             self._writes_schedule = True
-            write_lines(self._run_dir, first, lines)
+            self._schedule_file.write(first, lines)
 
     def _send_weights(self) -> SyncResult:
         """Queue a copy of the present weights for the sampler, behind the batches that were begun."""
