@@ -377,10 +377,10 @@ def test_a_resume_at_a_late_version_begins_no_more_than_the_bound_admits(has_sam
     )
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 1), (3, 0), (1, 3), (0, 2)])
+@pytest.mark.parametrize(("before", "after"), [(3, 1), (3, 0), (6, 1), (1, 3), (0, 2)])
 def test_a_resume_with_another_staleness_trains_on_each_ticket_once_in_order(before, after):
-    schedule = Schedule(before, 2, 9, True, frozenset())
-    for _ in range(3):
+    schedule = Schedule(before, 2, 19, True, frozenset())
+    for _ in range(before + 3):
         schedule.step(Paced(1))
     saved = schedule.save()
     schedule.staleness = after
@@ -389,12 +389,14 @@ def test_a_resume_with_another_staleness_trains_on_each_ticket_once_in_order(bef
         batch, step = schedule._collate(schedule.sampler.next_batch()), len(schedule.trained) + 1
         rows = schedule.pipeline.take(batch, GenerationRequest(step, 2))
         PPOTrainer._draw_ahead(schedule, step)  # type: ignore[arg-type]
-        assert len(schedule.pipeline) <= max(after, before + 3 - step)
-        schedule.trained.append((batch["prompt_ids"].tolist(), int(rows["policy_version"][0]), schedule.actor.version))
+        assert len(schedule.pipeline) <= max(after, 2 * before + 3 - step)
+        version = int(rows["policy_version"][0])
+        assert schedule.pipeline._metrics[f"async/lag_{schedule.actor.version - version}_share"] == 1
+        schedule.trained.append((batch["prompt_ids"].tolist(), version, schedule.actor.version))
         schedule.actor.version += 1
         schedule.pipeline.sync()
     order = EpochSampler(7, 2, seed=3)
-    assert [prompts for prompts, _, _ in schedule.trained] == [order.next_batch().tolist() for _ in range(9)]
+    assert [prompts for prompts, _, _ in schedule.trained] == [order.next_batch().tolist() for _ in range(19)]
     assert [at - version for _, version, at in schedule.trained][-2:] == [after, after]
 
 
