@@ -111,6 +111,11 @@ def test_the_best_split_gives_both_sides_as_much_as_they_need():
     assert {(setting.generate, setting.train) for setting in planned.settings[1:]} == {(4, 4)}
 
 
+def test_a_staleness_without_end_is_planned():
+    planned = plan_async(run_of(*ASYNC_2, "trainer.max_staleness=1000000000"), TIMES, lengths(2, 4))
+    assert [setting.max_staleness for setting in planned.settings] == [None, 0, 1, 2, 4, 64]
+
+
 def test_the_command_prints_a_table_and_numbers():
     arguments = ["plan", *GRPO, *ASYNC_2, "--async", "--lengths", "4,8", "--device", "cpu"]
     text = CliRunner().invoke(app, arguments)

@@ -116,7 +116,9 @@ class Schedule:
         if (expected := self.next) is not None and expected != event:
             why = "this is not the same training, or its engine does not give equal bits."
             if event.event == "save":  # which computes open rows anew
-                why = "a replay leaves saves out or makes them there. Set checkpoint=off, or checkpoint.save_interval back."
+                why = (
+                    "a replay may leave saves out, and adds none. Set checkpoint=off, or checkpoint.save_interval back."
+                )
             raise RolloutError(
                 f"trainer.replay_schedule: event {self._num_events + 1} is {_text(expected)} there and {_text(event)} "
                 f"here: {why}"
