@@ -133,4 +133,4 @@ def test_the_command_prints_a_table_and_numbers():
         refused = CliRunner().invoke(app, [*arguments, "--lengths", lengths_here])
         assert (refused.exit_code, f"--lengths is '{lengths_here}'" in refused.output) == (2, True)
     refused = CliRunner().invoke(app, ["plan", *GRPO, *ASYNC_2, "--lengths", "4", "--tool-s", "1"])
-    assert (refused.exit_code, "--lengths, --tool-s: only the simulation" in refused.output) == (2, True)
+    assert (refused.exit_code, "only the simulation reads them" in refused.output) == (2, True)

@@ -69,9 +69,8 @@ def plan(
     named = [word.removeprefix(DEVICE) for word in words if word.startswith(DEVICE)]
     words = [word for word in words if not word.startswith(DEVICE)]
     with faults_reported():
-        of_async = {"--from": records, "--lengths": lengths, "--tool-calls": tool_calls, "--tool-s": tool_s}
-        if not asynchronous and (given := [name for name, value in of_async.items() if value]):
-            raise ConfigError(f"{', '.join(given)}: only the simulation reads it. Add --async.")
+        if not asynchronous and (records or lengths or tool_calls or tool_s):
+            raise ConfigError("--from, --lengths, --tool-calls, --tool-s: only the simulation reads them. Add --async.")
         run = _validated("sft" if sft else root, words, config_dir)
         rates = _rates(run, device or (named[-1] if named else None), measure)
         run_plan = _planned(run, rates, exact, response_tokens, upload_mib_s)

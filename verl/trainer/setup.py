@@ -424,11 +424,7 @@ class LoopTrainer(ABC):
         return paths
 
     def state(self, without: Collection[str] = ()) -> tuple[dict[str, SavedRoleState], PartStates]:
-        """State for a checkpoint: that of the roles by name, and that of the parts; see `TrainState.of`.
-
-        Args:
-            without: parts that are left out.
-        """
+        """State for a checkpoint: that of the roles by name, and of the parts but for some; see `TrainState.of`."""
         assert self.cluster is not None
         parts = {name: part for name, part in self.parts.items() if name not in without}
         return self.saving.states_of(self.trained, self.cluster.shares_memory), states_of(parts)

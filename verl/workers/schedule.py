@@ -75,9 +75,8 @@ class ScheduleFile:
 
     def write(self, first: int, lines: Sequence[str]) -> None:
         """Put lines behind the first ones, in place of what is there if there are none before."""
-        data = "".join(f"{line}\n" for line in lines).encode()
         try:
-            self._records.add(Record(self._path, data, replaces=not first))
+            self._records.add(Record(self._path, "".join(f"{x}\n" for x in lines).encode(), replaces=not first))
             self._is_refused = False
         except OSError as error:
             if not self._is_refused:
@@ -159,11 +158,7 @@ class Schedule:
 
 
 def read_lines(lines: list[str]) -> tuple[list[dict[str, Any]], list[ScheduledEvent]]:
-    """The heads and the events of a schedule.
-
-    Raises:
-        ExternalInputError: a line is neither.
-    """
+    """The heads and the events of a schedule; an `ExternalInputError` names a line that is neither."""
     heads, events = list[dict[str, Any]](), list[ScheduledEvent]()
     for number, text in enumerate(lines, start=1):
         try:
