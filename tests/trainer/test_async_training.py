@@ -247,12 +247,9 @@ def saves_of(run_dir):
 
 
 def test_a_replay_may_leave_saves_out_and_those_beside_the_training_are_no_others(model32, tmp_path):
-    fit(
-        in_flight(model32, tmp_path / "first", total_steps=3, save={"save_interval": 2, "save_async": True}),
-        tmp_path / "first/run",
-    )
-    assert saves_of(tmp_path / "first/run") == [2, 3]
-    replay = {"replay_schedule": str(tmp_path / "first/run"), "total_steps": 3}
+    fit(in_flight(model32, tmp_path / "first", save={"save_interval": 2, "save_async": True}), tmp_path / "first/run")
+    assert saves_of(tmp_path / "first/run") == [2, 4, 6]
+    replay = {"replay_schedule": str(tmp_path / "first/run")}
     few = in_flight(model32, tmp_path / "few", save={"save_interval": None, "save_async": True}, **replay)
     fit(few, tmp_path / "few/run")
     assert schedule_of(tmp_path / "few/run") == schedule_of(tmp_path / "first/run")
