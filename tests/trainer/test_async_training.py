@@ -246,6 +246,7 @@ def saves_of(run_dir):
     return [event.number for event in events if event.event == "save"]
 
 
+@pytest.mark.exhaustive
 def test_a_replay_may_leave_saves_out_and_those_beside_the_training_are_no_others(model32, tmp_path):
     fit(in_flight(model32, tmp_path / "first", save={"save_interval": 2, "save_async": True}), tmp_path / "first/run")
     assert saves_of(tmp_path / "first/run") == [2, 4, 6]
