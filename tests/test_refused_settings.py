@@ -227,6 +227,11 @@ REFUSED_RUNS = [  # overrides, and a part of the message
         [*CORRECTED, "trainer=ray", "+trainer.placement.pools={s:[sampler]}", "+trainer.placement.workers={s:2}"],
         "workers.s is 2: the sampler has one engine. Set it to 1",
     ),
+    (
+        [*CORRECTED, "rollout=server", "rollout.endpoint.base_url=http://h:1", "trainer.rollout_ahead=0", *ASYNC_2],
+        "nothing faster. Set trainer.max_staleness=1.",
+    ),
+    ([*AHEAD, "trainer.mode=async"], "or trainer.mode=sync, rollout_ahead=0."),
     ([*CORRECTED, "trainer.max_staleness=2"], "rollout_ahead is 1, which means mode=async with max_staleness=1"),
     ([*CORRECTED, "rollout.router_replay=true"], "trainer.rollout_ahead is 1: rollout.router_replay was not tried"),
     ([*CORRECTED, "rollout.weight_update=never"], "weight_update"),

@@ -111,6 +111,11 @@ def test_the_best_split_gives_both_sides_as_much_as_they_need():
     assert {(setting.generate, setting.train) for setting in planned.settings[1:]} == {(4, 4)}
 
 
+def test_a_staleness_without_end_is_planned():
+    planned = plan_async(run_of(*ASYNC_2, "trainer.max_staleness=1000000000"), TIMES, lengths(2, 4))
+    assert [setting.max_staleness for setting in planned.settings] == [None, 0, 1, 2, 4, 64]
+
+
 def test_the_command_prints_a_table_and_numbers():
     arguments = ["plan", *GRPO, *ASYNC_2, "--async", "--lengths", "4,8", "--device", "cpu"]
     text = CliRunner().invoke(app, arguments)
@@ -124,5 +129,8 @@ def test_the_command_prints_a_table_and_numbers():
     assert sampler["weights"] == actor["actor weights"]  # the copy is in a row of its own, with its cache
     assert sampler["keys and values"] > 0
     assert actor["weights for the sampler"] == 3 * actor["actor weights"]
-    refused = CliRunner().invoke(app, [*arguments, "--lengths", "4,x"])
-    assert (refused.exit_code, "--lengths is '4,x'" in refused.output) == (2, True)
+    for lengths_here in ("4,x", "4,0", ""):
+        refused = CliRunner().invoke(app, [*arguments, "--lengths", lengths_here])
+        assert (refused.exit_code, f"--lengths is '{lengths_here}'" in refused.output) == (2, True)
+    refused = CliRunner().invoke(app, ["plan", *GRPO, *ASYNC_2, "--lengths", "4", "--tool-s", "1"])
+    assert (refused.exit_code, "only the simulation reads them" in refused.output) == (2, True)

@@ -377,10 +377,10 @@ def test_a_resume_at_a_late_version_begins_no_more_than_the_bound_admits(has_sam
     )
 
 
-@pytest.mark.parametrize(("before", "after"), [(3, 1), (3, 0), (1, 3), (0, 2)])
+@pytest.mark.parametrize(("before", "after"), [(3, 1), (3, 0), (6, 1), (1, 3), (0, 2)])
 def test_a_resume_with_another_staleness_trains_on_each_ticket_once_in_order(before, after):
-    schedule = Schedule(before, 2, 9, True, frozenset())
-    for _ in range(3):
+    schedule = Schedule(before, 2, 19, True, frozenset())
+    for _ in range(before + 3):
         schedule.step(Paced(1))
     saved = schedule.save()
     schedule.staleness = after
@@ -389,12 +389,14 @@ def test_a_resume_with_another_staleness_trains_on_each_ticket_once_in_order(bef
         batch, step = schedule._collate(schedule.sampler.next_batch()), len(schedule.trained) + 1
         rows = schedule.pipeline.take(batch, GenerationRequest(step, 2))
         PPOTrainer._draw_ahead(schedule, step)  # type: ignore[arg-type]
-        assert len(schedule.pipeline) <= max(after, before + 3 - step)
-        schedule.trained.append((batch["prompt_ids"].tolist(), int(rows["policy_version"][0]), schedule.actor.version))
+        assert len(schedule.pipeline) <= max(after, 2 * before + 3 - step)
+        version = int(rows["policy_version"][0])
+        assert schedule.pipeline._metrics[f"async/lag_{schedule.actor.version - version}_share"] == 1
+        schedule.trained.append((batch["prompt_ids"].tolist(), version, schedule.actor.version))
         schedule.actor.version += 1
         schedule.pipeline.sync()
     order = EpochSampler(7, 2, seed=3)
-    assert [prompts for prompts, _, _ in schedule.trained] == [order.next_batch().tolist() for _ in range(9)]
+    assert [prompts for prompts, _, _ in schedule.trained] == [order.next_batch().tolist() for _ in range(19)]
     assert [at - version for _, version, at in schedule.trained][-2:] == [after, after]
 
 
@@ -434,6 +436,19 @@ def test_a_wrong_weight_in_the_sampler_stops_the_run_before_its_rows_are_trained
     with pytest.raises(RolloutError, match="weights of version 1: 1 of 1 tensors differ, w. What it drew"):
         schedule.run(chance)
     assert {version for _, version, _ in schedule.trained} == {0}
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_tokens_that_are_older_than_the_bound_are_not_trained_on(in_flight, monkeypatch):
+    schedule, chance = Schedule(2, 1, 9, True, frozenset(), in_flight), Paced(99)
+    monkeypatch.setattr(
+        RolloutPipeline,
+        "_send_weights",
+        lambda self, send=RolloutPipeline._send_weights: send(self) if self._sent is None else SyncResult("lost"),
+    )
+    with pytest.raises(AssertionError, match="lags .* exceed 2"):
+        schedule.run(chance)
+    assert len(schedule.trained) == 3
 
 
 def planted(group: FakeSampler, work: Any) -> None:

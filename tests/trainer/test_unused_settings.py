@@ -17,6 +17,7 @@ from verl.compose.validate import validate
 from verl.monitoring.config import WATCHED, Monitoring
 
 GRPO = ["algorithm=grpo", "trainer.group_size=4"]
+ASYNC = [*GRPO, "trainer.mode=async", "algorithm.proximal=behaviour"]
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,14 @@ GRPO = ["algorithm=grpo", "trainer.group_size=4"]
             ["algorithm.policy_loss.clip_high (with one update per batch the ratio of probabilities is 1)"],
         ),
         ([*GRPO, "algorithm.mini_batches=2", "algorithm.policy_loss.clip_high=0.3"], []),
+        ([*ASYNC, "algorithm.mini_batches=1", "algorithm.policy_loss.clip_high=0.3"], []),
+        (["rollout.weight_update=in_flight"], ["rollout.weight_update (trainer.mode is sync)"]),
+        ([*ASYNC, "rollout.kv_cache=recompute"], ["rollout.kv_cache (rollout.weight_update is drain)"]),
+        ([*ASYNC, "rollout.weight_update=in_flight", "rollout.kv_cache=recompute"], []),
+        (
+            [*ASYNC, "trainer.max_staleness=0", "rollout.weight_update=in_flight"],
+            ["rollout.weight_update (trainer.max_staleness is 0)"],
+        ),
         (
             ["trainer.total_steps=3", "actor.optimizer.warmup_updates=5000"],
             ["actor.optimizer.warmup_updates (the run has"],

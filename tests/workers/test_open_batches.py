@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from verl.environments.base import EnvironmentFactory, InfraError
 from verl.errors import RolloutError
 from verl.models.tiny import TinyModel
 from verl.rollout.base import GenerationRequest
-from verl.workers.schedule import FILE, Schedule, ScheduledEvent, read_schedule
+from verl.workers.schedule import FILE, Schedule, ScheduledEvent, ScheduleFile, read_schedule
 from verl.workers.step_loop import StepLoop
 
 STEPS = (1, 2)
@@ -34,6 +35,8 @@ class LateGame:
 
     async def reset(self, row: Any, seed: int) -> Any:
         await asyncio.sleep(random.uniform(0.0, self.games.most_s))
+        while self.games.gate and row["prompt_text"].startswith("9") and Path(self.games.gate).exists():
+            await asyncio.sleep(0.01)
         return self.game.reset(row, seed)
 
     async def step(self, action: Any) -> Any:
@@ -46,11 +49,13 @@ class LateGame:
 
 @component
 class LateGames(DigitGames):
-    """Games of `LateGame`; `lies`: whose answers are others; `fails`: whose turns fail."""
+    """Games of `LateGame`; `lies`: whose answers are others; `fails`: whose turns fail; `gate`: while there is
+    such a file, those whose prompt begins with 9 do not answer."""
 
     most_s: float = 0.05
     lies: bool = False
     fails: bool = False
+    gate: str = ""
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
         return _LateFactory(self)
@@ -85,7 +90,8 @@ class Engine:
         self.model, self.tokenizer = model
         self.sampler._context = replace(self.sampler._context, journal_dir=journal_dir)
         self.first = {name: x.clone() for name, x in self.model.state_dict().items()}
-        self.loop = StepLoop(self.sampler, 100, AtSteps({"setting": 1}, file, events))
+        schedule = AtSteps({"setting": 1}, None if file is None else ScheduleFile(file), events)
+        self.loop = StepLoop(self.sampler, 100, schedule)
 
     def load(self, version: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -194,6 +200,20 @@ def test_answers_that_come_later_are_events_by_which_a_run_is_repeated_and_resum
     same_rows(rows, Engine(slower, kv_cache, events, tmp_path / "cut.jsonl").resume(state))
     for name in ("again.jsonl", "cut.jsonl"):
         assert (tmp_path / name).read_bytes() == (tmp_path / FILE).read_bytes()
+
+
+def test_an_environment_that_does_not_answer_holds_up_its_own_batch_only(tmp_path):
+    (gate := tmp_path / "gate").touch()
+    engine = Engine(LateGames(most_s=0.0, gate=str(gate), **GAMES), "keep")
+    engine.weights(0)
+    engine.loop.begin(prompts_of(engine.tokenizer, ["9+9=", "9-8="]), GenerationRequest(1, 3))
+    engine.loop.begin(engine.prompts(), GenerationRequest(2, 3))
+    engine.weights(1)
+    assert len(engine.loop.finish(2)) >= 6
+    assert engine.loop.finished_groups({1: []}) == (False, {})
+    gate.unlink()
+    assert len(engine.loop.finish(1)) >= 6
+    engine.close()
 
 
 def test_environments_are_made_again_as_their_recovery_says():

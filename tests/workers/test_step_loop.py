@@ -14,7 +14,7 @@ from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
-from verl.workers.schedule import FILE, Schedule, ScheduledEvent, ScheduleOptions, read_schedule, write_lines
+from verl.workers.schedule import FILE, Schedule, ScheduledEvent, ScheduleFile, ScheduleOptions, read_schedule
 from verl.workers.step_loop import StepLoop
 
 TOKENS = 20  # of every response
@@ -37,7 +37,8 @@ class Engine:
         self.actor = start_actor(model, HFRollout(**options))
         self.scale = scale
         self.first = {name: x.clone() for name, x in self.actor.model.state_dict().items()}
-        self.loop = StepLoop(self.actor.sampler, 40, Schedule({"setting": 1}, file, events))
+        schedule = Schedule({"setting": 1}, None if file is None else ScheduleFile(file), events)
+        self.loop = StepLoop(self.actor.sampler, 40, schedule)
 
     def load(self, version: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -155,19 +156,63 @@ def test_responses_that_no_event_would_bring_are_not_awaited(model64, prompts):
 
 def test_lines_of_a_schedule_without_a_directory_are_written_by_the_driver(tmp_path):
     head = {"setting": 1}
-    here, away = Schedule(head, tmp_path / FILE), Schedule(head)
+    here, away = Schedule(head, ScheduleFile(tmp_path / FILE)), Schedule(head)
     assert here.take_unwritten() == (1, [])
     (tmp_path / "driver").mkdir()
+    driver = ScheduleFile(tmp_path / "driver" / FILE)
     for part in (EVENTS[:2], EVENTS[2:3], EVENTS[3:]):
         for event in part:
             here.note(event)
             away.note(event)
-        write_lines(tmp_path / "driver", *away.take_unwritten())
+        driver.write(*away.take_unwritten())
     assert (tmp_path / "driver" / FILE).read_bytes() == (tmp_path / FILE).read_bytes()
     away.load(away.state())  # of a checkpoint: all of it is written again
-    write_lines(tmp_path / "driver", *away.take_unwritten())
+    driver.write(*away.take_unwritten())
     assert (tmp_path / "driver" / FILE).read_bytes() == (tmp_path / FILE).read_bytes()
     elsewhere = ScheduleOptions('{"setting": 1}').build(BuildContext(run_dir=tmp_path / "of another machine"))
     elsewhere.note(EVENTS[0])
     assert elsewhere.take_unwritten()[0] == 0
     assert not (tmp_path / "of another machine").exists()
+
+
+HEAD = '{"head": {"setting": 1}}'
+EVENT = '{"engine_step": 0, "event": "weights", "number": 0, "open_rows": 0}'
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "it has no head"),
+        (f"{EVENT}\n", "it has no head"),
+        (f"{HEAD}\nhello\n{EVENT}\n", "line 2: it is not JSON"),
+        ('{"head": 3}\n', "line 1: it"),
+        (f"{HEAD}\n[]\n", "line 2: it is .* and not a mapping"),
+        (f"{HEAD}\n{EVENT.replace('weights', 'wait')}\n", "line 2: event: Input should be 'begin'"),
+        (f"{HEAD}\n{EVENT.replace('0', 'null')}\n", "line 2: engine_step: .*number: .*open_rows: "),
+    ],
+)
+def test_a_file_that_is_no_schedule_is_refused_with_the_line(text, said, tmp_path):
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(ConfigError, match=rf"trainer.replay_schedule is .* cannot be read: {said}.*Name the directory"):
+        read_schedule(tmp_path, {"setting": 1})
+
+
+@pytest.mark.parametrize("rest", ["", '{"engine_step": 5, "ev', EVENT])
+def test_a_last_line_that_was_cut_off_is_left_out(rest, tmp_path, caplog):
+    (tmp_path / FILE).write_text(f"{HEAD}\n{EVENT}\n{rest}")
+    assert read_schedule(tmp_path, {"setting": 1}) == (EVENTS[0],)
+    assert ("the last line" in caplog.text) == bool(rest)
+
+
+def test_a_schedule_that_cannot_be_written_is_written_once_it_can(tmp_path, caplog):
+    refusing = tmp_path / FILE
+    refusing.mkdir()
+    schedule = Schedule({"setting": 1}, ScheduleFile(refusing))
+    schedule.note(EVENTS[0])
+    schedule.note(EVENTS[1])
+    assert caplog.text.count("The schedule is not written") == 1
+    assert str(refusing) in caplog.text
+    refusing.rmdir()
+    schedule.note(EVENTS[2])
+    assert refusing.read_bytes() == schedule.state()
+    assert list(read_schedule(tmp_path, {"setting": 1})) == EVENTS[:3]

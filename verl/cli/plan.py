@@ -69,6 +69,8 @@ def plan(
     named = [word.removeprefix(DEVICE) for word in words if word.startswith(DEVICE)]
     words = [word for word in words if not word.startswith(DEVICE)]
     with faults_reported():
+        if not asynchronous and (records or lengths or tool_calls or tool_s):
+            raise ConfigError("--from, --lengths, --tool-calls, --tool-s: only the simulation reads them. Add --async.")
         run = _validated("sft" if sft else root, words, config_dir)
         rates = _rates(run, device or (named[-1] if named else None), measure)
         run_plan = _planned(run, rates, exact, response_tokens, upload_mib_s)
@@ -161,7 +163,10 @@ def _simulated(
     if not hasattr(run.trainer, "staleness") or run.rollout.location == "server":
         raise ConfigError("--async: only runs of verl ppo are simulated, and none whose engine is a server.")
     try:
-        draws = async_plan.length_draws(run, None if lengths is None else [int(x) for x in lengths.split(",")], mean)
+        numbers = None if lengths is None else [int(x) for x in lengths.split(",")]
+        if numbers is not None and min(numbers) < 1:
+            raise ValueError
+        draws = async_plan.length_draws(run, numbers, mean)
     except ValueError as error:
         raise ConfigError(f"--lengths is {lengths!r}: expected numbers of tokens, such as 100,200,900.") from error
     if records is None:

@@ -59,7 +59,7 @@ class JsonLinesTracker(ContinuedTracker):
     def __init__(self) -> None:
         self._path = Path("metrics.jsonl")
         self._sampled: set[int] = set()  # steps with a sample file of this run
-        self._metrics, self._tables = _RecordQueue(), _RecordQueue()
+        self._metrics, self._tables = RecordQueue(), RecordQueue()
         self._table_bytes = 0
         self._thread: ThreadPoolExecutor | None = None
         self._pending: deque[Future[None]] = deque()
@@ -74,7 +74,7 @@ class JsonLinesTracker(ContinuedTracker):
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         record = {"step": step, "time_s": round(time.monotonic() - self._begin, 3), **metrics}
-        self._metrics.add(_Record(self._path, json_line(record)))
+        self._metrics.add(Record(self._path, json_line(record)))
         self._raise_failures()
         if self._tables.waiting and not self._pending:
             self._in_thread(self._tables.write)
@@ -124,14 +124,14 @@ class JsonLinesTracker(ContinuedTracker):
         data = b"".join(map(json_line, rows))
         before, self._table_bytes = self._table_bytes, self._table_bytes + len(data)
         if self._table_bytes <= TABLE_BYTES:
-            self._tables.add(_Record(self._path.parent / table / f"step_{step}.jsonl", data, replaces))
+            self._tables.add(Record(self._path.parent / table / f"step_{step}.jsonl", data, replaces))
         elif before <= TABLE_BYTES:
             names, limit = ", ".join(f"{name}/" for name in TABLES), TABLE_BYTES // 2**20
             _log.warning("%s of this run have reached %d MiB: no more of them is written.", names, limit)
 
 
 @dataclass(frozen=True)
-class _Record:
+class Record:
     """Complete lines for one file, which they replace or continue."""
 
     path: Path
@@ -147,7 +147,7 @@ class _Record:
             _append(file, self.path, self.data)
 
 
-class _RecordQueue:
+class RecordQueue:
     """Writes records in order per file; those that a full disk refuses wait, up to `KEPT_BYTES`.
 
     Attributes:
@@ -155,10 +155,10 @@ class _RecordQueue:
     """
 
     def __init__(self) -> None:
-        self.waiting: deque[_Record] = deque()
+        self.waiting: deque[Record] = deque()
         self.num_lost = 0
 
-    def add(self, record: _Record) -> None:
+    def add(self, record: Record) -> None:
         """Write a record after those that wait.
 
         Raises:

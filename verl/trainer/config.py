@@ -159,7 +159,8 @@ class PPOSettings(LoopSettings):
     @property
     def async_setting(self) -> tuple[str, str]:
         """The setting that makes a run asynchronous, and the one that makes it synchronous, for messages."""
-        return ("rollout_ahead is 1", "rollout_ahead=0") if self.rollout_ahead else ("mode is async", "mode=sync")
+        remedies = [*["mode=sync"] * (self.mode == "async"), *["rollout_ahead=0"] * self.rollout_ahead]
+        return "mode is async" if self.mode == "async" else "rollout_ahead is 1", ", ".join(remedies)
 
 
 @component
@@ -236,6 +237,8 @@ def _unread(run: Any) -> Iterator[tuple[str, str]]:
     if settings.staleness is None:
         reason = "trainer.mode is sync"
         yield from ((path, reason) for path in ("trainer.max_staleness", "rollout.weight_update", "rollout.kv_cache"))
+    elif not settings.staleness:
+        yield from ((f"rollout.{name}", "trainer.max_staleness is 0") for name in ("weight_update", "kv_cache"))
     elif run.rollout.weight_update == "drain":
         yield "rollout.kv_cache", "rollout.weight_update is drain"
     if not algorithm.replay_fraction:
@@ -244,6 +247,7 @@ def _unread(run: Any) -> Iterator[tuple[str, str]]:
     if run.updates_per_step == 1:
         clips = ("clip", "clip_low", "clip_high", "dual_clip")
         reason = "with one update per batch the ratio of probabilities is 1"
-        yield from ((f"algorithm.policy_loss.{name}", reason) for name in clips)
+        if algorithm.proximal == "trainer":  # else it is that to the weights which generated
+            yield from ((f"algorithm.policy_loss.{name}", reason) for name in clips)
         if algorithm.needs_values:
             yield "algorithm.value_loss.clip", "with one update per batch values are those before it"

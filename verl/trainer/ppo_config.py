@@ -112,10 +112,10 @@ def _async_faults(run: Any) -> Iterator[str]:
         )
     is_in_flight = rollout.weight_update == "in_flight"
     if rollout.runs_ahead and not is_in_flight and settings.staleness > 1:
+        other = "" if rollout.location == "server" else ", or rollout.weight_update=in_flight"
         yield (
             f"trainer.max_staleness is {settings.staleness}: a sync of {kind} waits for what it has begun, so that "
-            "more than 1 makes responses older and nothing faster. Set trainer.max_staleness=1, or "
-            "rollout.weight_update=in_flight."
+            f"more than 1 makes responses older and nothing faster. Set trainer.max_staleness=1{other}."
         )
     if is_in_flight and rollout.location == "server":
         yield (

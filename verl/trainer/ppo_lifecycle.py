@@ -212,7 +212,7 @@ class PPOLifecycle(LoopTrainer):
         elif sampler is not None:
             with sampler_errors():
                 self.sampler_group = LocalWorkerGroup(sampler, context, 1, torch.get_num_threads(), name=SAMPLER)
-        depth = run.trainer.staleness or 0
+        depth = min(run.trainer.staleness or 0, self.num_steps)
         self.pipeline = RolloutPipeline(
             self.actor,
             depth,

@@ -39,7 +39,7 @@ from verl.protocol.serialization import json_text
 from verl.rewards.async_rewards import AsyncRewards
 from verl.rollout.base import GenerationRequest, SyncResult
 from verl.workers.sampler import SamplerWorker, weight_digests
-from verl.workers.schedule import write_lines
+from verl.workers.schedule import FILE, ScheduleFile
 
 log = logging.getLogger(__name__)
 
@@ -120,12 +120,14 @@ class RolloutPipeline:
         rewards: AsyncRewards | None = None,
     ):
         self._rewards = AsyncRewards() if rewards is None else rewards
-        self._run_dir, self._writes_schedule = run_dir, False
+        self._schedule_file = None if run_dir is None else ScheduleFile(run_dir / FILE)
+        self._writes_schedule = False
         self._actor, self.depth, self._group, self.in_flight = actor, depth, sampler, in_flight
         self._sampler: Any = None if sampler is None else RoleHandle(sampler, "sampler", SamplerWorker)
         self._actor_generates = actor_generates
         self._queue: deque[_BegunBatch] = deque()
         self._versions: list[int] = []  # of the latest syncs, the present one last
+        self._num_versions = depth + 2  # that are kept
         self._sent: int | None = None  # version that the sampler was sent last
         self._loads: deque[tuple[int, dict[str, str], Future[dict[str, str]]]] = deque()  # unverified weights
         self._step = 0  # whose batch was taken last
@@ -256,7 +258,7 @@ class RolloutPipeline:
             texts = {name.removesuffix(JSON): x.numpy().tobytes() for name, x in columns.items()}
             rows = DataProto.from_dict(tensors, {name: json.loads(text) for name, text in texts.items()})
             self._queue.append(_BegunBatch(lambda rows=rows: rows, is_loaded=True))
-        self._versions = state.get(SYNC_VERSIONS, state["policy_version"].unique()).tolist() if state else []
+        self._load_versions(state.get(SYNC_VERSIONS, state["policy_version"].unique()).tolist() if state else [])
 
     def _restore(self, state: Mapping[str, Tensor]) -> None:
         """Have the engine go on from a checkpoint, in flight."""
@@ -268,7 +270,7 @@ class RolloutPipeline:
         self._loads.append((version, weight_digests(weights), loaded))
         steps = state["steps"].tolist() if state else []
         self._queue = deque(_BegunBatch(lambda step=step: self._finish(step), is_loaded=True) for step in steps)
-        self._versions = state[SYNC_VERSIONS].tolist() if state else []
+        self._load_versions(state[SYNC_VERSIONS].tolist() if state else [])
         self._step = int(state[STEP]) if state else 0
 
     def _update_engine(self, version: int) -> None:
@@ -293,9 +295,9 @@ class RolloutPipeline:
         return rows
 
     def _write_schedule(self, first: int, lines: list[str]) -> None:
-        if lines and self._run_dir is not None:
+        if lines and self._schedule_file is not None:
             self._writes_schedule = True
-            write_lines(self._run_dir, first, lines)
+            self._schedule_file.write(first, lines)
 
     def _send_weights(self) -> SyncResult:
         """Queue a copy of the present weights for the sampler, behind the batches that were begun."""
@@ -356,7 +358,11 @@ class RolloutPipeline:
 
     def _note_version(self, version: int) -> None:
         earlier = [known for known in self._versions if known < version]  # others: a checkpoint was loaded
-        self._versions = [*earlier[-self.depth - 1 :], version]
+        self._versions = [*earlier, version][-self._num_versions :]
+
+    def _load_versions(self, versions: list[int]) -> None:
+        """Go on from those of a checkpoint, which may be of a run with a larger `max_staleness`."""
+        self._versions, self._num_versions = versions, max(self.depth + 2, len(versions))
 
     def _add(self, name: str, seconds: float) -> None:
         self._metrics[name] = self._metrics.get(name, 0.0) + seconds

@@ -423,10 +423,11 @@ class LoopTrainer(ABC):
             role.save(path).result()
         return paths
 
-    def state(self) -> tuple[dict[str, SavedRoleState], PartStates]:
-        """State for a checkpoint: that of the roles by name, and that of the parts; see `TrainState.of`."""
+    def state(self, without: Collection[str] = ()) -> tuple[dict[str, SavedRoleState], PartStates]:
+        """State for a checkpoint: that of the roles by name, and of the parts but for some; see `TrainState.of`."""
         assert self.cluster is not None
-        return self.saving.states_of(self.trained, self.cluster.shares_memory), states_of(self.parts)
+        parts = {name: part for name, part in self.parts.items() if name not in without}
+        return self.saving.states_of(self.trained, self.cluster.shares_memory), states_of(parts)
 
     def restart(self, resume: str | None, why: str) -> None:
         """Rebuild everything and continue from a checkpoint, or from the beginning if `resume` is None."""

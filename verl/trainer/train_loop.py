@@ -218,7 +218,7 @@ class TrainLoop:
         result.train_s += took
         is_last = step == trainer.num_steps
         if not self._is_prepared and not is_last and trainer.saving.is_async:  # now the optimizer has its state
-            trainer.saving.prepare(*trainer.state())
+            trainer.saving.prepare(*trainer.state(without=("drawn_ahead",)))  # which would wait for the engine
         self._is_prepared = True
         evaluated: dict[str, float] = {}
         if trainer.evaluates_after(step):

@@ -11,6 +11,7 @@ the same bits. A checkpoint holds the schedule so far, so that the file of the r
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,10 @@ from typing import Any, Literal
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError
+from verl.tracking.jsonl import Record, RecordQueue
+from verl.utils.external_input import ExternalInputError, checked_as, parse_mapping, read_text
+
+log = logging.getLogger(__name__)
 
 FILE = "schedule.jsonl"
 EventKind = Literal["begin", "weights", "save", "generate", "answer", "lost"]
@@ -56,8 +61,27 @@ class ScheduleOptions:
     def build(self, context: BuildContext) -> Schedule:
         """The schedule, in the directory of the run; on a machine that lacks it the driver writes the file."""
         run_dir = context.run_dir
-        file = run_dir / FILE if run_dir is not None and run_dir.is_dir() else None
+        file = ScheduleFile(run_dir / FILE) if run_dir is not None and run_dir.is_dir() else None
         return Schedule(json.loads(self.head), file, self.replayed)
+
+
+class ScheduleFile:
+    """The file of a run. Lines that a full disk refuses are kept, and written behind the next ones; nothing waits for
+    them, because a checkpoint has them too.
+    """
+
+    def __init__(self, path: Path):
+        self._path, self._records, self._is_refused = path, RecordQueue(), False
+
+    def write(self, first: int, lines: Sequence[str]) -> None:
+        """Put lines behind the first ones, in place of what is there if there are none before."""
+        try:
+            self._records.add(Record(self._path, "".join(f"{x}\n" for x in lines).encode(), replaces=not first))
+            self._is_refused = False
+        except OSError as error:
+            if not self._is_refused:
+                log.warning("The schedule is not written: %s. Its lines are kept, and tried again.", error)
+            self._is_refused = True
 
 
 class Schedule:
@@ -65,11 +89,13 @@ class Schedule:
 
     Args:
         head: facts on which the bits depend, beside the events.
-        file: appended to; None for no file.
+        file: takes each line; None for no file.
         replayed: the events of another run, to be carried out at the same steps.
     """
 
-    def __init__(self, head: Mapping[str, Any], file: Path | None = None, replayed: Sequence[ScheduledEvent] = ()):
+    def __init__(
+        self, head: Mapping[str, Any], file: ScheduleFile | None = None, replayed: Sequence[ScheduledEvent] = ()
+    ):
         self._head, self._file, self._replayed = {"head": dict(head)}, file, tuple(replayed)
         self._lines: list[str] = []
         self._num_events = self._num_taken = 0
@@ -87,9 +113,14 @@ class Schedule:
             RolloutError: it is not that of the run that is replayed.
         """
         if (expected := self.next) is not None and expected != event:
+            why = "this is not the same training, or its engine does not give equal bits."
+            if event.event == "save":  # which computes open rows anew
+                why = (
+                    "a replay may leave saves out, and adds none. Set checkpoint=off, or checkpoint.save_interval back."
+                )
             raise RolloutError(
                 f"trainer.replay_schedule: event {self._num_events + 1} is {_text(expected)} there and {_text(event)} "
-                "here: this is not the same training, or its engine does not give equal bits."
+                f"here: {why}"
             )
         self._num_events += 1
         self._write(json.dumps(asdict(event)))
@@ -99,7 +130,7 @@ class Schedule:
         return "".join(f"{line}\n" for line in self._lines).encode()
 
     def take_unwritten(self) -> tuple[int, list[str]]:
-        """Lines since the last call that are in no file, and the number of those before; see `write_lines`."""
+        """Lines since the last call that are in no file, and the number of those before; see `ScheduleFile.write`."""
         first, count = self._num_taken, len(self._lines)
         self._num_taken = count
         return (first, self._lines[first:]) if self._file is None else (count, [])
@@ -116,42 +147,52 @@ class Schedule:
         if self._replayed and tuple(events) != self._replayed[: len(events)]:
             raise RolloutError("trainer.replay_schedule: the checkpoint is of another schedule. Start without resume.")
         if self._file is not None:
-            self._file.write_bytes(state)
+            self._file.write(0, self._lines)
         if heads[-1:] != [self._head["head"]]:
             self._write(json.dumps(self._head))
 
     def _write(self, line: str) -> None:
-        self._lines.append(line)
         if self._file is not None:
-            with self._file.open("a") as file:
-                file.write(f"{line}\n")
-
-
-def write_lines(run_dir: Path, first: int, lines: Sequence[str]) -> None:
-    """Put lines into the schedule of a run, behind its first ones."""
-    file = run_dir / FILE
-    before = file.read_text().splitlines()[:first] if first else []
-    file.write_text("".join(f"{line}\n" for line in [*before, *lines]))
+            self._file.write(len(self._lines), [line])
+        self._lines.append(line)
 
 
 def read_lines(lines: list[str]) -> tuple[list[dict[str, Any]], list[ScheduledEvent]]:
-    """The heads and the events of a schedule."""
-    parsed = [json.loads(line) for line in lines]
-    events = [ScheduledEvent(**line) for line in parsed if "head" not in line]
-    return [line["head"] for line in parsed if "head" in line], events
+    """The heads and the events of a schedule; an `ExternalInputError` names a line that is neither."""
+    heads, events = list[dict[str, Any]](), list[ScheduledEvent]()
+    for number, text in enumerate(lines, start=1):
+        try:
+            line = parse_mapping(text)
+            if "head" in line:
+                heads.append(checked_as(dict, line["head"]))
+            else:
+                events.append(checked_as(ScheduledEvent, line))
+        except ExternalInputError as error:
+            raise ExternalInputError(f"line {number}: {error}") from error
+    return heads, events
 
 
 def read_schedule(run_dir: str | Path, head: Mapping[str, Any]) -> tuple[ScheduledEvent, ...]:
     """The events of a run that is to be replayed under a head.
+
+    A last line that a killed run or a full disk has cut off is left out: a replay goes on freely after the last event.
 
     Raises:
         ConfigError: there is no schedule, or it was made with other hardware, libraries or settings; names them.
     """
     file = Path(run_dir) / FILE
     try:
-        heads, events = read_lines(file.read_text().splitlines())
-    except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"trainer.replay_schedule is {str(run_dir)!r}: {file} cannot be read: {error}.") from error
+        *lines, rest = read_text(file).split("\n")
+        heads, events = read_lines(lines)
+        if not heads:
+            raise ExternalInputError("it has no head")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"trainer.replay_schedule is {str(run_dir)!r}: {file} cannot be read: {error}. Name the directory of a run "
+            "with rollout.weight_update=in_flight."
+        ) from error
+    if rest:
+        log.warning("trainer.replay_schedule: the last line of %s is cut off and left out.", file)
     here = json.loads(json.dumps(head))
     faults = [
         f"trainer.replay_schedule: {name} was {json.dumps(other.get(name))} in {run_dir}, and is "

@@ -27,6 +27,7 @@ from verl.trainer.plan.workload import DeviceRates, role_processes, workload
 
 STEPS = 40  # that are measured
 STALENESS = (0, 1, 2, 4)
+MOST_STALENESS = 64  # that is simulated, for its time; more makes responses older and nothing faster
 MEAN, LONGEST = "rollout/response_length_tokens", "rollout/response_length_max_tokens"
 RUN_COLUMNS = (MEAN, LONGEST, "perf/tokens", "timing/gen_s", "timing/sync_s", "timing/step_s")
 Columns = Mapping[str, Sequence[float]]  # metrics of a run by step: `RUN_COLUMNS`
@@ -261,7 +262,7 @@ def plan_async(run: Any, times: AsyncTimes, lengths: Lengths) -> AsyncPlan:
     """
     drains = run.rollout.weight_update == "drain"
     times = replace(times, drains=drains, sync_waits=drains and run.rollout.runs_ahead)
-    count, each, staleness = times.devices, times.per_engine, run.trainer.max_staleness
+    count, each, staleness = times.devices, times.per_engine, min(MOST_STALENESS, run.trainer.max_staleness)
     splits = [(k, count - k) for k in range(each, count, each)] or [(count, count)]
     tried = (simulate(AsyncSetting(staleness, *split), times, lengths) for split in splits)
     best = max(tried, key=lambda setting: setting.samples_per_s)
