@@ -20,7 +20,7 @@ from verl.checkpoint.read.reader import CheckpointReader
 from verl.cli import resume_check
 from verl.cli.main import app
 from verl.cli.resume_check import RunFailed, RunLauncher, laid_over
-from verl.trainer.state.compare_runs import Tolerance, first_step_apart
+from verl.trainer.state.compare_runs import Tolerance, first_step_apart, steps_of
 
 runner = CliRunner()
 
@@ -48,6 +48,12 @@ def forked(fork_server, monkeypatch):
 
     names = {"Popen": Run, "STDOUT": subprocess.STDOUT, "TimeoutExpired": subprocess.TimeoutExpired}
     monkeypatch.setattr(resume_check, "subprocess", SimpleNamespace(**names))
+
+
+def test_seconds_and_requests_of_a_server_are_not_compared(tmp_path):
+    of_requests = '"reward/remote_latency_p50_s": 0.4, "reward/judge_remote_requests": 3, "reward/remote_cache_hits": 1'
+    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "timing/step_s": 1.0, "reward/mean": 0.5, {of_requests}}}\n')
+    assert steps_of(tmp_path) == {1: {"reward/mean": 0.5}}
 
 
 @pytest.mark.exhaustive

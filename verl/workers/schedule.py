@@ -87,9 +87,12 @@ class Schedule:
             RolloutError: it is not that of the run that is replayed.
         """
         if (expected := self.next) is not None and expected != event:
+            why = "this is not the same training, or its engine does not give equal bits."
+            if event.event == "save":
+                why = "a replay saves at steps where that run did, or at some of them. Set checkpoint.save_interval so."
             raise RolloutError(
                 f"trainer.replay_schedule: event {self._num_events + 1} is {_text(expected)} there and {_text(event)} "
-                "here: this is not the same training, or its engine does not give equal bits."
+                f"here: {why}"
             )
         self._num_events += 1
         self._write(json.dumps(asdict(event)))

@@ -100,9 +100,9 @@ class StepLoop:
         """
         batch = self._batches[step]
         self._await(batch, lambda: batch.is_finished)
+        rows = batch.assembled(self._dtype)
         with self._changed:  # no save reads it meanwhile
             del self._batches[step]
-            rows = batch.assembled(self._dtype)
             batch.close()
         return rows
 

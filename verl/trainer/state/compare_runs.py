@@ -45,6 +45,7 @@ TIMES = (
     "episode/seconds_max",
     "episode/journal_",  # of the run that resumes alone
 )  # metrics with these prefixes differ in every run and are ignored
+OF_REQUESTS = ("remote_requests", "remote_retries", "remote_cache_hits", "remote_latency_")  # so do those with these
 STATES = ("dataloader/state.json", "scheduler/state.json", "rng/python.json", "rng/numpy.json")
 OF_TIME = ("async_rewards",)  # in `scheduler/state.json`: how much there is of it depends on speed
 OF_ONE_LAYOUT = ("rng",)  # generators: roles in the driver's process draw from its own, roles elsewhere have theirs
@@ -175,11 +176,16 @@ def steps_of(run_dir: Path) -> dict[int, dict[str, float]]:
         except ExternalInputError:
             continue
         try:
-            numbers = {key: float(x) for key, x in record.items() if key != "step" and not key.startswith(TIMES)}
+            numbers = {key: float(x) for key, x in record.items() if key != "step" and not is_of_time(key)}
             steps.setdefault(int(record["step"]), {}).update(numbers)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{run_dir / 'metrics.jsonl'} has a line without metrics: {line[:80]}") from error
     return steps
+
+
+def is_of_time(key: str) -> bool:
+    """Whether a metric differs in every run: it says how long something took, or what a server was asked meanwhile."""
+    return key.startswith(TIMES) or any(part in key for part in OF_REQUESTS)
 
 
 def first_step_apart(
