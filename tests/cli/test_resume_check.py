@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -51,8 +52,10 @@ def forked(fork_server, monkeypatch):
 
 
 def test_seconds_and_requests_of_a_server_are_not_compared(tmp_path):
-    of_requests = '"reward/remote_latency_p50_s": 0.4, "reward/judge_remote_requests": 3, "reward/remote_cache_hits": 1'
-    (tmp_path / "metrics.jsonl").write_text(f'{{"step": 1, "timing/step_s": 1.0, "reward/mean": 0.5, {of_requests}}}\n')
+    names = "remote_latency_p50_s", "judge_remote_requests", "remote_cache_hits", "remote_retries"
+    line = {"step": 1, "timing/step_s": 1.0, "replay/memory_mib": 0.5, "reward/mean": 0.5}
+    line |= {f"reward/{name}": 1.0 for name in names}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
     assert steps_of(tmp_path) == {1: {"reward/mean": 0.5}}
 
 

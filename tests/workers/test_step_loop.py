@@ -138,6 +138,10 @@ def test_another_run_than_the_scheduled_one_is_named(model64, prompts, tmp_path)
         engine.play(prompts)
     with pytest.raises(ConfigError, match="setting was 1 in .*, and is 2 here"):
         read_schedule(tmp_path, {"setting": 2})
+    with (tmp_path / FILE).open("a") as file:  # it was resumed under another
+        file.write('{"head": {"setting": 2}}\n')
+    with pytest.raises(ConfigError, match="setting was 1, then 2 in .*, and is 2 here.* no single run repeats it"):
+        read_schedule(tmp_path, {"setting": 2})
     with pytest.raises(ConfigError, match="cannot be read"):
         read_schedule(tmp_path / "nothing", {})
 
