@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ from verl.checkpoint.read.reader import CheckpointReader
 from verl.cli import resume_check
 from verl.cli.main import app
 from verl.cli.resume_check import RunFailed, RunLauncher, laid_over
-from verl.trainer.state.compare_runs import Tolerance, first_step_apart
+from verl.trainer.state.compare_runs import Tolerance, first_step_apart, steps_of
 
 runner = CliRunner()
 
@@ -48,6 +49,14 @@ def forked(fork_server, monkeypatch):
 
     names = {"Popen": Run, "STDOUT": subprocess.STDOUT, "TimeoutExpired": subprocess.TimeoutExpired}
     monkeypatch.setattr(resume_check, "subprocess", SimpleNamespace(**names))
+
+
+def test_seconds_and_requests_of_a_server_are_not_compared(tmp_path):
+    names = "remote_latency_p50_s", "judge_remote_requests", "remote_cache_hits", "remote_retries"
+    line = {"step": 1, "timing/step_s": 1.0, "replay/memory_mib": 0.5, "reward/mean": 0.5}
+    line |= {f"reward/{name}": 1.0 for name in names}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert steps_of(tmp_path) == {1: {"reward/mean": 0.5}}
 
 
 @pytest.mark.exhaustive

@@ -26,6 +26,7 @@ from verl.engines.sharding import FSDP, TP
 from verl.errors import WorkerDied, WorkerError, WorkerHung
 from verl.models.lora import LoRA
 from verl.ops.masking import masked_mean
+from verl.replay.config import TieredReplay
 from verl.rollout.hf import HFRollout
 from verl.trainer.api.load_checkpoint import load_checkpoint
 from verl.trainer.ppo import SEQUENCE_FIELDS, PPOTrainer
@@ -127,6 +128,23 @@ def test_a_running_trainer_that_loads_a_checkpoint_goes_on_with_what_was_drawn_a
             loop.step()
     assert trained_on == [[0], [0], [0], [1], [2], [1], [2]]
     assert numbers(tmp_path / "run") == whole
+
+
+def test_rows_of_the_replay_buffer_are_no_older_than_their_limit_for_the_present_weights(
+    model32, tmp_path, monkeypatch
+):
+    oldest, update = {}, PPOTrainer.update
+
+    def noted(self, experience, step):
+        replayed = experience["policy_version"][experience["is_replayed"]]
+        oldest[step] = int((self.pipeline.current_version() - replayed).max()) if len(replayed) else None
+        return update(self, experience, step)
+
+    monkeypatch.setattr(PPOTrainer, "update", noted)
+    algorithm = dataclasses.replace(CORRECTED, replay_fraction=0.5, replay_max_staleness=3)
+    replay = TieredReplay(memory_mib=8, shard_mib=1)
+    fit(asynchronous(model32, tmp_path, 2, algorithm, replay=replay, total_steps=6), tmp_path / "run")
+    assert oldest == {1: None, 2: 1, 3: 2, 4: 3, 5: 3, 6: 3}
 
 
 def test_behaviour_log_probs_train_as_the_trainers_where_engine_and_trainer_agree(model64, tmp_path, monkeypatch):

@@ -70,6 +70,11 @@ def test_a_limit_that_makes_every_old_row_too_old_is_refused(model32):
     assert fault.startswith("algorithm.replay_max_staleness is 5: a step makes 6 optimizer steps")
     (missing,) = faults_of(model32, reusing(6))
     assert missing.startswith("algorithm.replay_fraction is 0.5: there is no replay buffer")
+    asynchronous = {"replay": TieredReplay(), "mode": "async", "max_staleness": 2}
+    behaviour = dataclasses.replace(reusing(17), proximal="behaviour")
+    (early,) = faults_of(model32, behaviour, **asynchronous)
+    assert "its rows are drawn 2 syncs before (trainer.max_staleness), so even" in early
+    ppo_run(model32, dataclasses.replace(behaviour, replay_max_staleness=18), **asynchronous)
     for limit in (6, None):
         ppo_run(model32, reusing(limit), replay=TieredReplay())
     ppo_run(model32, dataclasses.replace(reusing(5), replay_fraction=0.0))

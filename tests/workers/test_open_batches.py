@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,8 @@ from verl.environments.base import EnvironmentFactory, InfraError
 from verl.errors import RolloutError
 from verl.models.tiny import TinyModel
 from verl.rollout.base import GenerationRequest
+from verl.rollout.hf import GIB, slot_bytes
+from verl.workers.open_batches import EpisodeBatch
 from verl.workers.schedule import FILE, Schedule, ScheduledEvent, ScheduleFile, read_schedule
 from verl.workers.step_loop import StepLoop
 
@@ -114,7 +117,7 @@ class Engine:
         time.sleep(pause_s)
         self.weights(1)
         time.sleep(pause_s)
-        state = self.loop.save(1)
+        state = self.loop.save(0)
         time.sleep(pause_s)
         self.weights(2)
         return self.finish(), state
@@ -162,7 +165,7 @@ KINDS: list[tuple[int, Any, int]] = [
     (0, "begin", 1),
     (0, "begin", 2),
     (7, "weights", 1),
-    (12, "save", 1),
+    (12, "save", 0),
     (15, "weights", 2),
 ]
 AT_ONCE = [ScheduledEvent(step, kind, number, -1) for step, kind, number in KINDS]
@@ -184,6 +187,14 @@ def test_turns_of_an_episode_have_versions_of_their_own_and_equal_events_give_eq
     slow = Engine(games, kv_cache, AT_ONCE, tmp_path / FILE)
     same_rows(rows, slow.play(0.3)[0])
     same_rows(rows, Engine(games, kv_cache, AT_ONCE).resume(state))
+
+
+def test_a_resumed_engine_has_as_many_slots_as_before():
+    model = TinyModel(context_length=128, dtype="float64", hidden_size=32, intermediate_size=64).load_causal_lm("cpu")
+    fitting = 2.5 * slot_bytes(model, 100) / GIB  # of 12 episodes
+    games = DigitGames(answers_at_once=True, kv_cache_gib=fitting, **GAMES)
+    rows, state = Engine(games, "keep", AT_ONCE).play()
+    same_rows(rows, Engine(games, "keep", AT_ONCE).resume(state))
 
 
 @pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
@@ -214,6 +225,36 @@ def test_an_environment_that_does_not_answer_holds_up_its_own_batch_only(tmp_pat
     gate.unlink()
     assert len(engine.loop.finish(1)) >= 6
     engine.close()
+
+
+def test_a_save_of_the_schedule_is_of_what_follows_its_step_whoever_takes_batches_meanwhile(tmp_path, monkeypatch):
+    games, state, begun = DigitGames(answers_at_once=True, **GAMES), EpisodeBatch.state, threading.Event()
+
+    def late(batch: EpisodeBatch, dtype: torch.dtype) -> Any:
+        begun.set()
+        time.sleep(0.3)
+        return state(batch, dtype)
+
+    def finished(engine: Engine) -> Engine:
+        engine.weights(0)
+        for step in STEPS:
+            engine.loop.begin(engine.prompts(), GenerationRequest(step, 3))
+        for step in STEPS:
+            engine.loop.finished_groups({}, step)
+        engine.weights(1)
+        return engine
+
+    first = finished(Engine(games, "keep", file=tmp_path / FILE))
+    rows = [first.loop.finish(1)]
+    assert first.loop.save(1)["steps"].tolist() == [2]
+    rows += [first.loop.finish(2)]
+    first.close()
+    monkeypatch.setattr(EpisodeBatch, "state", late)
+    again = finished(Engine(games, "keep", read_schedule(tmp_path, {"setting": 1})))
+    assert begun.wait(10.0)  # nobody has asked for it
+    same_rows(rows, [again.loop.finish(step) for step in STEPS])
+    assert again.loop.save(1)["steps"].tolist() == [2]
+    again.close()
 
 
 def test_environments_are_made_again_as_their_recovery_says():

@@ -23,7 +23,7 @@ EVENTS = [  # of two batches with 4 responses each
     ScheduledEvent(0, "begin", 1, 0),
     ScheduledEvent(5, "weights", 1, 4),
     ScheduledEvent(5, "begin", 2, 4),
-    ScheduledEvent(9, "save", 1, 8),
+    ScheduledEvent(9, "save", 0, 8),
     ScheduledEvent(12, "weights", 2, 8),
 ]
 
@@ -135,9 +135,13 @@ def test_weights_that_do_not_change_draw_what_a_batch_without_updates_draws(kv_c
 
 def test_another_run_than_the_scheduled_one_is_named(model64, prompts, tmp_path):
     engine = Engine(model64, events=[*EVENTS[:4], ScheduledEvent(9, "weights", 3, 8)], file=tmp_path / FILE)
-    with pytest.raises(RolloutError, match="event 5 is weights 3 before engine step 9 .* and save 1 before engine"):
+    with pytest.raises(RolloutError, match="event 5 is weights 3 before engine step 9 .* and save 0 before engine"):
         engine.play(prompts)
     with pytest.raises(ConfigError, match="setting was 1 in .*, and is 2 here"):
+        read_schedule(tmp_path, {"setting": 2})
+    with (tmp_path / FILE).open("a") as file:  # it was resumed under another
+        file.write('{"head": {"setting": 2}}\n')
+    with pytest.raises(ConfigError, match="setting was 1, then 2 in .*, and is 2 here.* no single run repeats it"):
         read_schedule(tmp_path, {"setting": 2})
     with pytest.raises(ConfigError, match="cannot be read"):
         read_schedule(tmp_path / "nothing", {})

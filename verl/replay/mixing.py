@@ -7,7 +7,7 @@ generate ─> mixed ────────────> score ─> weights ─
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -57,11 +57,15 @@ class ReplayMixing:
         if self.buffer is not None and (request := self._request(step)):
             self.buffer.prefetch(request)
 
-    def mixed(self, rollout: DataProto, step: int) -> DataProto:
-        """Rewarded rows of this step, and behind them the rows of the buffer that it trains on too."""
+    def mixed(self, rollout: DataProto, step: int, current_version: Callable[[], int]) -> DataProto:
+        """Rewarded rows of this step, and behind them the rows of the buffer that it trains on too.
+
+        Args:
+            current_version: of the policy, which asynchronous training has drawn the rows of this step before.
+        """
         if self.buffer is None:
             return rollout
-        self._rows, self._version = len(rollout), int(rollout["policy_version"].max())
+        self._rows, self._version = len(rollout), current_version()
         new = rollout.union(_marked(rollout, is_replayed=False))
         if (request := self._request(step)) is None:
             return new

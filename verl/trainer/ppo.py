@@ -64,7 +64,7 @@ class PPOTrainer(PPOLifecycle):
             if not len(rollout):
                 return selected
         self._rest()
-        scored = self.score(self.reuse.mixed(self._rewarded(rollout), step))
+        scored = self.score(self.reuse.mixed(self._rewarded(rollout), step, self.pipeline.current_version))
         experience, metrics = self.assign_credit(scored)
         metrics |= self.update(self.with_data(experience, batch, step), step)
         metrics |= self.reuse.keep(experience, step, self.saving.is_busy)

@@ -204,11 +204,14 @@ def _replay_faults(run: Any) -> Iterator[str]:
             "from. Set replay=tiered, or algorithm.replay_fraction=0."
         )
     limit, updates = run.algorithm.replay_max_staleness, run.updates_per_step
-    if run.algorithm.replay_fraction and limit is not None and limit < updates:
+    ahead = (run.trainer.staleness or 0) if run.rollout.weight_update == "drain" else 0
+    youngest = updates * (1 + ahead)  # of the step before
+    if run.algorithm.replay_fraction and limit is not None and limit < youngest:
+        older = f" and its rows are drawn {ahead} syncs before (trainer.max_staleness)," if ahead else ""
         yield (
-            f"algorithm.replay_max_staleness is {limit}: a step makes {updates} optimizer steps (algorithm.epochs x "
-            "algorithm.mini_batches), so even the rows of the step before are too old, and none is ever reused. Set it "
-            f"to {updates} or a multiple, or null for any."
+            f"algorithm.replay_max_staleness is {limit}: a step makes {updates} optimizer steps (algorithm.epochs "
+            f"x algorithm.mini_batches),{older} so even the rows of the step before are too old, and none is ever "
+            f"reused. Set it to {youngest} or a multiple, or null for any."
         )
 
 

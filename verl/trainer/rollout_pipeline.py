@@ -146,9 +146,13 @@ class RolloutPipeline:
         """Weights must not change before `collect`."""
         return bool(self.depth) and self._sampler is None
 
+    def current_version(self) -> int:
+        """Version of the policy: its optimizer steps."""
+        return self._actor.current_version().result()
+
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         """Start generating for the next batch; returns immediately."""
-        version = self._actor.current_version().result()
+        version = self.current_version()
         if self._group is not None:
             self._group.step = request.step
         if self.in_flight:
@@ -175,7 +179,7 @@ class RolloutPipeline:
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """New responses by the present weights, beside the pipeline."""
         if not self._actor_generates:
-            self._update_engine(self._actor.current_version().result())
+            self._update_engine(self.current_version())
             return _answer(self._sampler.generate(prompts, request))
         if self.holds_weights:
             self.collect()
@@ -215,7 +219,7 @@ class RolloutPipeline:
         if self._sampler is not None:
             synced = self._send_weights()
         elif self.depth:
-            self._note_version(self._actor.current_version().result())
+            self._note_version(self.current_version())
         metrics, self._metrics = synced.metrics | self._metrics, {}
         return SyncResult(synced.note, metrics, synced.is_current)
 
@@ -223,7 +227,7 @@ class RolloutPipeline:
         """The responses that were not trained on yet, later batches under `INDEX.NAME`; empty if there are none. In
         flight: what `StepLoop.save` gives."""
         if self.in_flight:
-            self._update_engine(self._actor.current_version().result())
+            self._update_engine(self.current_version())
             state = _answer(self._sampler.save_rows(self._step))
             return state | {SYNC_VERSIONS: torch.tensor(self._versions), STEP: torch.tensor([self._step])}
         state = {}
@@ -263,7 +267,7 @@ class RolloutPipeline:
     def _restore(self, state: Mapping[str, Tensor]) -> None:
         """Have the engine go on from a checkpoint, in flight."""
         rows = {name: x for name, x in state.items() if name not in (SYNC_VERSIONS, STEP)}
-        self._sent = self._actor.current_version().result()
+        self._sent = self.current_version()
         version, weights = self._actor.rollout_weights().result()
         loaded = self._sampler.restore_rows(rows, version, weights)
         _answer(loaded)
@@ -345,7 +349,7 @@ class RolloutPipeline:
         if "token_versions" not in rows:
             versions = rows["policy_version"][:, None].expand(rows["responses"].shape)
             rows = rows.union(DataProto.from_dict({"token_versions": versions.clone()}))
-        self._note_version(self._actor.current_version().result())
+        self._note_version(self.current_version())
         drawn = rows["token_versions"][rows["response_mask"]]
         lags = (torch.tensor(self._versions, dtype=torch.int64) > drawn[:, None]).sum(dim=1)
         counts = torch.bincount(lags, minlength=self.depth + 1).tolist()

@@ -194,15 +194,18 @@ def read_schedule(run_dir: str | Path, head: Mapping[str, Any]) -> tuple[Schedul
     if rest:
         log.warning("trainer.replay_schedule: the last line of %s is cut off and left out.", file)
     here = json.loads(json.dumps(head))
-    faults = [
-        f"trainer.replay_schedule: {name} was {json.dumps(other.get(name))} in {run_dir}, and is "
-        f"{json.dumps(here.get(name))} here, which gives other bits. Set it back, or replay there."
-        for other in heads
-        for name in sorted({*other, *here})
-        if other.get(name) != here.get(name)
-    ]
+    faults = []
+    for name in sorted({*here}.union(*heads)):
+        values = list(dict.fromkeys(json.dumps(other.get(name)) for other in heads))
+        if values != [json.dumps(here.get(name))]:
+            was, is_one = ", then ".join(values), len(values) == 1
+            remedy = "Set it back, or replay there." if is_one else "It was resumed so, and no single run repeats it."
+            faults.append(
+                f"trainer.replay_schedule: {name} was {was} in {run_dir}, and is {json.dumps(here.get(name))} here, "
+                f"which gives other bits. {remedy}"
+            )
     if faults:
-        raise ConfigError(list(dict.fromkeys(faults)))
+        raise ConfigError(faults)
     return tuple(events)
 
 

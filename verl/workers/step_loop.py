@@ -68,7 +68,6 @@ class StepLoop:
         self.engine_step, self.version = 0, -1
         self._row_tokens = row_tokens or 0
         self._turns: TurnEngine | None = None
-        self._kv_cache_gib = 0.0
         self._reload: Callable[[], Any] | None = None  # loads the weights that the engine had last
         self._is_lost, self._num_losses = False, 0  # the engine; times since a row was finished
         self._rows: dict[int, OpenRow] = {}  # those that are not finished, by number
@@ -101,9 +100,10 @@ class StepLoop:
         """
         batch = self._batches[step]
         self._await(batch, lambda: batch.is_finished)
-        del self._batches[step]
         rows = batch.assembled(self._dtype)
-        batch.close()
+        with self._changed:  # no save reads it meanwhile
+            del self._batches[step]
+            batch.close()
         return rows
 
     def finished_groups(
@@ -376,7 +376,6 @@ class StepLoop:
 
     def _begin(self, batch: ResponseBatch) -> None:
         limits = self.sampler.limits([batch.prompts], batch.request)
-        self._kv_cache_gib = limits.kv_cache_gib
         if limits.row_tokens > self._row_tokens:
             self._row_tokens = limits.row_tokens
             try:
@@ -392,19 +391,22 @@ class StepLoop:
         return loaded
 
     def _save(self, step: int) -> dict[str, Tensor]:
-        batches = {number: batch for number, batch in sorted(self._batches.items()) if batch.is_begun}
-        state = {"schedule": torch.frombuffer(bytearray(self.schedule.state()), dtype=torch.uint8)}
-        state["engine_step"] = torch.tensor([self.engine_step, self._row_tokens])
-        state["steps"] = torch.tensor(list(batches), dtype=torch.int64)
-        for number, batch in batches.items():
-            fields = {name: batch.prompts[name] for name in PROMPT_FIELDS} | batch.state(self._dtype)
-            state |= {f"{number}.{name}": x for name, x in fields.items()}
-        self._snapshots = {step: state}
+        with self._changed:  # a run that is replayed may have saved where nobody waits for it here
+            later = [(number, batch) for number, batch in sorted(self._batches.items()) if number > step]
+            batches = {number: batch for number, batch in later if batch.is_begun}
+            state = {"schedule": torch.frombuffer(bytearray(self.schedule.state()), dtype=torch.uint8)}
+            state["engine_step"] = torch.tensor([self.engine_step, self._row_tokens])
+            state["steps"] = torch.tensor(list(batches), dtype=torch.int64)
+            for number, batch in batches.items():
+                fields = {name: batch.prompts[name] for name in PROMPT_FIELDS} | batch.state(self._dtype)
+                state |= {f"{number}.{name}": x for name, x in fields.items()}
+            self._snapshots = {step: state}
         return state
 
     def _open_turns(self) -> TurnEngine:
         """Turns of the engine for all open rows, which are computed anew."""
-        limits = TurnLimits(self._row_tokens, self._kv_cache_gib, while_training=True, is_stepwise=True)
+        kv_cache_gib = self.sampler.options.kv_cache_gib if isinstance(self.sampler, EpisodeSampler) else 0.0
+        limits = TurnLimits(self._row_tokens, kv_cache_gib, while_training=True, is_stepwise=True)
         self._turns = turns = self.sampler.engine.turns(limits)
         self._dtype = turns.dtype
         for _, row in sorted(self._rows.items()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from verl.trainer.state.training_identity import ABSENT, differences, identity_of
+from verl.trainer.state.training_identity import ABSENT, differences, identity_of, replay_identity
 
 
 class Letters:
@@ -47,3 +47,8 @@ def test_a_resumed_run_may_compile_its_model_and_one_of_before_that_was_possible
         identity_of(saved(), None) == identity_of(saved(compile=False), None) == identity_of(saved(compile=True), None)
     )
     assert identity_of(saved(), None) != identity_of({"actor": {"model": {"dtype": "bfloat16"}}}, None)
+
+
+def test_a_replay_needs_the_score_by_which_a_curriculum_draws_prompts():
+    config = {"trainer": {"success_score": 0.5, "sample_rows": 3, "seed": 1}}
+    assert replay_identity(config) == {"trainer.success_score": 0.5, "trainer.seed": 1}

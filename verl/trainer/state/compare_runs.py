@@ -45,6 +45,10 @@ TIMES = (
     "episode/seconds_max",
     "episode/journal_",  # of the run that resumes alone
 )  # metrics with these prefixes differ in every run and are ignored
+IN_NAMES_OF_TIMES = (  # so do metrics with these in their names: requests to a server, and where old rows are kept
+    *("remote_requests", "remote_retries", "remote_cache_hits", "remote_latency_"),
+    *("replay/rows_warm", "replay/rows_cold", "replay/memory_mib"),
+)
 STATES = ("dataloader/state.json", "scheduler/state.json", "rng/python.json", "rng/numpy.json")
 OF_TIME = ("async_rewards",)  # in `scheduler/state.json`: how much there is of it depends on speed
 OF_ONE_LAYOUT = ("rng",)  # generators: roles in the driver's process draw from its own, roles elsewhere have theirs
@@ -175,11 +179,16 @@ def steps_of(run_dir: Path) -> dict[int, dict[str, float]]:
         except ExternalInputError:
             continue
         try:
-            numbers = {key: float(x) for key, x in record.items() if key != "step" and not key.startswith(TIMES)}
+            numbers = {key: float(x) for key, x in record.items() if key != "step" and not is_of_time(key)}
             steps.setdefault(int(record["step"]), {}).update(numbers)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigError(f"{run_dir / 'metrics.jsonl'} has a line without metrics: {line[:80]}") from error
     return steps
+
+
+def is_of_time(key: str) -> bool:
+    """Whether a metric differs in every run: of seconds, of requests to a server, or of where rows are kept."""
+    return key.startswith(TIMES) or any(part in key for part in IN_NAMES_OF_TIMES)
 
 
 def first_step_apart(

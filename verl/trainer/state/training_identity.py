@@ -280,7 +280,7 @@ OF_RECORDS = (
     "trainer.replay_schedule",
     *(f"trainer.{name}" for name in ("project_name", "experiment_name", "profile", "save_final", "sample_rows")),
     *(f"trainer.{name}" for name in ("eval_before", "eval_interval", "eval_samples", "eval_without_tools")),
-    *(f"trainer.{name}" for name in ("strict_data_check", "success_score")),
+    "trainer.strict_data_check",
 )
 
 
