@@ -44,11 +44,12 @@ MOST_LOSSES = 2  # of engines, one after another, before a row is finished
 
 @dataclass(eq=False)
 class _Event:
-    """An event that was asked for; `future` is what its action returns."""
+    """An event that was asked for; `future` is what its action returns. It needs rows of `row_tokens`."""
 
     kind: EventKind
     number: int
     action: Callable[[], Any]
+    row_tokens: int = 0
     future: Future[Any] = field(default_factory=Future)
 
 
@@ -87,7 +88,8 @@ class StepLoop:
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         """Ask for the responses of a batch; returns immediately."""
         batch = self._batches[request.step] = self._new_batch(prompts, request)
-        self._ask("begin", request.step, lambda: self._begin(batch))
+        limits = self.sampler.limits([batch.prompts], request)
+        self._ask("begin", request.step, lambda: self._begin(batch, limits), limits.row_tokens)
 
     def take_weights(self, version: int, load: Callable[[], Any]) -> Any:
         """Have `load` change the weights between two steps; returns its result."""
@@ -101,9 +103,10 @@ class StepLoop:
         """
         batch = self._batches[step]
         self._await(batch, lambda: batch.is_finished)
-        del self._batches[step]
         rows = batch.assembled(self._dtype)
-        batch.close()
+        with self._changed:  # not while a replay saves
+            del self._batches[step]
+            batch.close()
         return rows
 
     def finished_groups(
@@ -210,10 +213,10 @@ class StepLoop:
         with self._changed:
             self._changed.notify_all()
 
-    def _ask(self, kind: EventKind, number: int, action: Callable[[], Any]) -> Future[Any]:
+    def _ask(self, kind: EventKind, number: int, action: Callable[[], Any], row_tokens: int = 0) -> Future[Any]:
         with self._changed:
             self._raise_failure()
-            self._events.append(event := _Event(kind, number, action))
+            self._events.append(event := _Event(kind, number, action, row_tokens))
             self._changed.notify_all()
         return event.future
 
@@ -319,7 +322,7 @@ class StepLoop:
 
     def _carry_out(self, event: _Event) -> None:
         try:
-            if event.kind in ("save", "generate", "weights"):
+            if event.kind in ("save", "generate", "weights") or event.row_tokens > self._row_tokens:
                 try:
                     if event.kind == "weights" and self.keeps_cache:
                         self._note_drawn()
@@ -374,15 +377,8 @@ class StepLoop:
             row.begin_anew()
         self._is_lost = True
 
-    def _begin(self, batch: ResponseBatch) -> None:
-        limits = self.sampler.limits([batch.prompts], batch.request)
-        self._kv_cache_gib = limits.kv_cache_gib
-        if limits.row_tokens > self._row_tokens:
-            self._row_tokens = limits.row_tokens
-            try:
-                self._close_turns()
-            except EngineLost as error:
-                self._lose(error)
+    def _begin(self, batch: ResponseBatch, limits: TurnLimits) -> None:
+        self._kv_cache_gib, self._row_tokens = limits.kv_cache_gib, max(self._row_tokens, limits.row_tokens)
         batch.begin()
 
     def _load(self, version: int, load: Callable[[], Any]) -> Any:
@@ -392,6 +388,10 @@ class StepLoop:
         return loaded
 
     def _save(self, step: int) -> dict[str, Tensor]:
+        with self._changed:
+            return self._state(step)
+
+    def _state(self, step: int) -> dict[str, Tensor]:
         batches = {number: batch for number, batch in sorted(self._batches.items()) if batch.is_begun}
         state = {"schedule": torch.frombuffer(bytearray(self.schedule.state()), dtype=torch.uint8)}
         state["engine_step"] = torch.tensor([self.engine_step, self._row_tokens])
