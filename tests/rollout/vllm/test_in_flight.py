@@ -101,11 +101,12 @@ def test_equal_prompts_across_three_updates_have_the_log_probs_of_transformers_w
     engine, prompts = Engine(tmp_path, kv_cache, EVENTS), prompts_of(150)
     try:
         batches, _ = engine.play(prompts, EVENTS)
-        state = engine.actor.sampler.engine.weights.state
+        vllm: Any = engine.actor.sampler.engine
+        state = vllm.weights.state
         assert state.was_probed == (kv_cache == "recompute")
         engine.loop.generate(prompts, GenerationRequest(3, 1, stream=EVALUATION))
         assert state.was_probed
-        assert engine.actor.sampler.engine._turns.cached_tokens == 0  # a new engine would have none of them
+        assert vllm._turns.cached_tokens == 0  # a new engine would have none of them
         engine.loop.close()
         assert batches[0]["token_versions"].tolist() == [[0] * 5 + [1] * 4 + [2] * 3 + [3] * 8] * 4
         assert batches[1]["token_versions"].tolist() == [[1] * 4 + [2] * 3 + [3] * 13] * 4
@@ -138,7 +139,8 @@ def test_rows_that_fill_blocks_of_the_prefix_cache_go_on_from_a_save_with_the_sa
 @pytest.mark.exhaustive
 def test_an_engine_that_is_gone_when_longer_rows_begin_is_lost_before_that_event(tmp_path):
     engine = Engine(tmp_path, "keep", ())
-    sampler, short, longer = engine.actor.sampler, prompts_of(30), prompts_of(60)
+    sampler: Any = engine.actor.sampler
+    short, longer = prompts_of(30), prompts_of(60)
     engine.loop.close()
 
     def play(schedule, last):
