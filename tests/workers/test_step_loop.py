@@ -14,6 +14,7 @@ from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
+from verl.trainer.state.lineage import environment_record
 from verl.workers.schedule import FILE, Schedule, ScheduledEvent, ScheduleFile, ScheduleOptions, read_schedule
 from verl.workers.step_loop import StepLoop
 
@@ -145,6 +146,14 @@ def test_another_run_than_the_scheduled_one_is_named(model64, prompts, tmp_path)
         read_schedule(tmp_path, {"setting": 2})
     with pytest.raises(ConfigError, match="cannot be read"):
         read_schedule(tmp_path / "nothing", {})
+
+
+def test_a_variable_that_chooses_other_kernels_is_named(monkeypatch, tmp_path):
+    Schedule(environment_record(), ScheduleFile(tmp_path / FILE))
+    assert read_schedule(tmp_path, environment_record()) == ()
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    with pytest.raises(ConfigError, match=r'variables was null in .*, and is {"ONEDNN_MAX_CPU_ISA": "AVX2"} here'):
+        read_schedule(tmp_path, environment_record())
 
 
 def test_responses_that_no_event_would_bring_are_not_awaited(model64, prompts):

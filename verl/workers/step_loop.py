@@ -44,11 +44,12 @@ MOST_LOSSES = 2  # of engines, one after another, before a row is finished
 
 @dataclass(eq=False)
 class _Event:
-    """An event that was asked for; `future` is what its action returns."""
+    """An event that was asked for; `future` is what its action returns. It needs rows of `row_tokens`."""
 
     kind: EventKind
     number: int
     action: Callable[[], Any]
+    row_tokens: int = 0
     future: Future[Any] = field(default_factory=Future)
 
 
@@ -86,7 +87,8 @@ class StepLoop:
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         """Ask for the responses of a batch; returns immediately."""
         batch = self._batches[request.step] = self._new_batch(prompts, request)
-        self._ask("begin", request.step, lambda: self._begin(batch))
+        row_tokens = self.sampler.limits([batch.prompts], request).row_tokens
+        self._ask("begin", request.step, lambda: self._begin(batch, row_tokens), row_tokens)
 
     def take_weights(self, version: int, load: Callable[[], Any]) -> Any:
         """Have `load` change the weights between two steps; returns its result."""
@@ -210,10 +212,10 @@ class StepLoop:
         with self._changed:
             self._changed.notify_all()
 
-    def _ask(self, kind: EventKind, number: int, action: Callable[[], Any]) -> Future[Any]:
+    def _ask(self, kind: EventKind, number: int, action: Callable[[], Any], row_tokens: int = 0) -> Future[Any]:
         with self._changed:
             self._raise_failure()
-            self._events.append(event := _Event(kind, number, action))
+            self._events.append(event := _Event(kind, number, action, row_tokens))
             self._changed.notify_all()
         return event.future
 
@@ -319,7 +321,7 @@ class StepLoop:
 
     def _carry_out(self, event: _Event) -> None:
         try:
-            if event.kind in ("save", "generate", "weights"):
+            if event.kind in ("save", "generate", "weights") or event.row_tokens > self._row_tokens:
                 try:
                     if event.kind == "weights" and self.keeps_cache:
                         self._note_drawn()
@@ -374,14 +376,8 @@ class StepLoop:
             row.begin_anew()
         self._is_lost = True
 
-    def _begin(self, batch: ResponseBatch) -> None:
-        limits = self.sampler.limits([batch.prompts], batch.request)
-        if limits.row_tokens > self._row_tokens:
-            self._row_tokens = limits.row_tokens
-            try:
-                self._close_turns()
-            except EngineLost as error:
-                self._lose(error)
+    def _begin(self, batch: ResponseBatch, row_tokens: int) -> None:
+        self._row_tokens = max(self._row_tokens, row_tokens)
         batch.begin()
 
     def _load(self, version: int, load: Callable[[], Any]) -> Any:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
+import signal
+import time
 from typing import Any
 
 import pytest
@@ -26,7 +29,7 @@ from verl.protocol import DataProto
 from verl.rewards.episode_reward import EpisodeReward
 from verl.rollout.base import GenerationRequest
 from verl.rollout.vllm.config import VLLMRollout
-from verl.workers.schedule import FILE, Schedule, ScheduledEvent
+from verl.workers.schedule import FILE, Schedule, ScheduledEvent, read_schedule
 from verl.workers.step_loop import StepLoop
 
 pytestmark = pytest.mark.xdist_group("vllm")
@@ -98,10 +101,12 @@ def test_equal_prompts_across_three_updates_have_the_log_probs_of_transformers_w
     engine, prompts = Engine(tmp_path, kv_cache, EVENTS), prompts_of(150)
     try:
         batches, _ = engine.play(prompts, EVENTS)
-        state = engine.actor.sampler.engine.weights.state
+        vllm: Any = engine.actor.sampler.engine
+        state = vllm.weights.state
         assert state.was_probed == (kv_cache == "recompute")
         engine.loop.generate(prompts, GenerationRequest(3, 1, stream=EVALUATION))
         assert state.was_probed
+        assert vllm._turns.cached_tokens == 0  # a new engine would have none of them
         engine.loop.close()
         assert batches[0]["token_versions"].tolist() == [[0] * 5 + [1] * 4 + [2] * 3 + [3] * 8] * 4
         assert batches[1]["token_versions"].tolist() == [[1] * 4 + [2] * 3 + [3] * 13] * 4
@@ -126,6 +131,43 @@ def test_rows_that_fill_blocks_of_the_prefix_cache_go_on_from_a_save_with_the_sa
         engine.loop.restore(state, 1, lambda: engine.load(1))
         restored, _ = engine.play(prompts, events[5:])
         for one, other in zip(rows, restored, strict=True):
+            assert [name for name, x in one.batch.items() if not x.equal(other[name])] == []
+    finally:
+        engine.close()
+
+
+@pytest.mark.exhaustive
+def test_an_engine_that_is_gone_when_longer_rows_begin_is_lost_before_that_event(tmp_path):
+    engine = Engine(tmp_path, "keep", ())
+    sampler: Any = engine.actor.sampler
+    short, longer = prompts_of(30), prompts_of(60)
+    engine.loop.close()
+
+    def play(schedule, last):
+        engine.loop = loop = StepLoop(sampler, None, schedule)
+        loop.take_weights(0, lambda: engine.load(0))
+        loop.begin(short, GenerationRequest(1, 2))
+        while loop.engine_step < 3:
+            time.sleep(0.001)
+        loop.take_weights(1, lambda: last(loop))
+        if 2 not in loop._batches:
+            loop.begin(longer, GenerationRequest(2, 2))
+        rows = [loop.finish(1), loop.finish(2)]
+        loop.close()
+        return rows
+
+    def load_and_die(loop):
+        synced = engine.load(1)
+        if 2 not in loop._batches:  # also called for the new engine
+            os.kill(sampler.engine.process_id, signal.SIGKILL)
+            loop.begin(longer, GenerationRequest(2, 2))  # carried out before the next step
+        return synced
+
+    try:
+        rows = play(Schedule({}, tmp_path / FILE), load_and_die)
+        events = read_schedule(tmp_path, {})
+        assert [event.event for event in events] == ["weights", "begin", "weights", "lost", "begin"]
+        for one, other in zip(rows, play(Schedule({}, replayed=events), lambda _: engine.load(1)), strict=True):
             assert [name for name, x in one.batch.items() if not x.equal(other[name])] == []
     finally:
         engine.close()

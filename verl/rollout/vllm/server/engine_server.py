@@ -81,6 +81,7 @@ class EngineServer:
         self._lora_request: Any = None
         self._purpose = Purpose()
         self._turns: EngineTurns | None = None
+        self._is_stepwise = False  # the latest turns
         self._prefixes = PrefixVersions(self.llm)
         self._max_num_seqs, self._keeps_cache = setting.options.max_num_seqs, setting.options.kv_cache == "keep"
         self._report_steps(self.llm.llm_engine)
@@ -151,8 +152,10 @@ class EngineServer:
         """
         self.end_turns()
         capacity = self._max_num_seqs
-        if is_stepwise:
+        if is_stepwise or self._is_stepwise:  # so that a new engine has the same bits
             self._prefixes.renew()
+        self._is_stepwise = is_stepwise
+        if is_stepwise:
             capacity = min(capacity, self._num_full_rows) if self._keeps_cache else capacity
         self.llm.collective_rpc("verl_begin", args=(drawing, self._max_num_seqs, width, num_threads))
         self._turns = EngineTurns(
