@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import time
 from typing import Any
@@ -15,6 +16,7 @@ from verl.errors import ConfigError, RolloutError
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 from verl.trainer.state.lineage import environment_record
+from verl.utils.seeding import CUBLAS_WORKSPACE, seed_everything
 from verl.workers.schedule import FILE, Schedule, ScheduledEvent, ScheduleFile, ScheduleOptions, read_schedule
 from verl.workers.step_loop import StepLoop
 
@@ -149,7 +151,10 @@ def test_another_run_than_the_scheduled_one_is_named(model64, prompts, tmp_path)
 
 
 def test_a_variable_that_chooses_other_kernels_is_named(monkeypatch, tmp_path):
+    monkeypatch.delenv(CUBLAS_WORKSPACE[0], raising=False)
     Schedule(environment_record(), ScheduleFile(tmp_path / FILE))
+    seed_everything(0)
+    assert os.environ[CUBLAS_WORKSPACE[0]]
     assert read_schedule(tmp_path, environment_record()) == ()
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     with pytest.raises(ConfigError, match=r'variables was null in .*, and is {"ONEDNN_MAX_CPU_ISA": "AVX2"} here'):

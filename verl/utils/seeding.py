@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
+CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed workspace
 RngState = tuple[dict[str, "torch.Tensor"], dict[str, Any]]  # tensors by name, and the rest as plain JSON values
 
 
@@ -32,7 +33,7 @@ def seed_everything(seed: int) -> None:
     import numpy as np
     import torch
 
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS repeats itself only with a fixed workspace
+    os.environ.setdefault(*CUBLAS_WORKSPACE)
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -37,6 +37,7 @@ from verl.utils.external_input import (
     regular_opener,
     write_text,
 )
+from verl.utils.seeding import CUBLAS_WORKSPACE
 
 if TYPE_CHECKING:
     from verl.checkpoint.resume_point import ResumePoint
@@ -198,7 +199,8 @@ def environment_record() -> dict[str, Any]:
 
     from verl.ops.cpu_matmul import active_library
 
-    variables = {name: os.environ[name] for name in sorted(os.environ) if name.startswith(KERNEL_VARIABLES)}
+    chosen = sorted(item for item in os.environ.items() if item[0].startswith(KERNEL_VARIABLES))
+    variables = dict(item for item in chosen if item != CUBLAS_WORKSPACE)  # which verl itself sets
     return ({"variables": variables} if variables else {}) | {
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := installed(name))},
