@@ -115,7 +115,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--small", action="store_true", help="few rows and updates: to see that it works")
-    parser.add_argument("--threads", type=int, default=2, help="of the engine (default 2)")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="of the engine (default 1, as beside a trainer on two cores)"
+    )
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rows, updates = (8, 3) if options.small else (64, 12)
