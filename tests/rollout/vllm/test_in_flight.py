@@ -29,7 +29,7 @@ from verl.protocol import DataProto
 from verl.rewards.episode_reward import EpisodeReward
 from verl.rollout.base import GenerationRequest
 from verl.rollout.vllm.config import VLLMRollout
-from verl.workers.schedule import FILE, Schedule, ScheduledEvent, read_schedule
+from verl.workers.schedule import FILE, Schedule, ScheduledEvent, ScheduleFile, read_schedule
 from verl.workers.step_loop import StepLoop
 
 pytestmark = pytest.mark.xdist_group("vllm")
@@ -124,7 +124,7 @@ def test_equal_prompts_across_three_updates_have_the_log_probs_of_transformers_w
 @pytest.mark.exhaustive
 @KV_CACHES
 def test_rows_that_fill_blocks_of_the_prefix_cache_go_on_from_a_save_with_the_same_bits(kv_cache, tmp_path):
-    events = [*EVENTS[:4], ScheduledEvent(14, "save", 1, 8), ScheduledEvent(16, "weights", 2, 8)]
+    events = [*EVENTS[:4], ScheduledEvent(14, "save", 0, 8), ScheduledEvent(16, "weights", 2, 8)]
     engine, prompts = Engine(tmp_path, kv_cache, events), prompts_of(121)
     try:
         rows, state = engine.play(prompts, events)
@@ -164,7 +164,7 @@ def test_an_engine_that_is_gone_when_longer_rows_begin_is_lost_before_that_event
         return synced
 
     try:
-        rows = play(Schedule({}, tmp_path / FILE), load_and_die)
+        rows = play(Schedule({}, ScheduleFile(tmp_path / FILE)), load_and_die)
         events = read_schedule(tmp_path, {})
         assert [event.event for event in events] == ["weights", "begin", "weights", "lost", "begin"]
         for one, other in zip(rows, play(Schedule({}, replayed=events), lambda _: engine.load(1)), strict=True):
