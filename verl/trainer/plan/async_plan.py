@@ -232,6 +232,7 @@ class AsyncPlan:
 
     settings: tuple[AsyncSetting, ...]
     source: str
+    per_engine: int
 
     @property
     def best(self) -> AsyncSetting:
@@ -250,6 +251,8 @@ class AsyncPlan:
             mark = "*" if s is self.best else " "
             yield f"{mark}{name:<14}{split:>15}{s.samples_per_s:>11.3g}{idle}{s.staleness:>7.2f}"
         yield "* the best; lag: mean age of a token in weight syncs"
+        if any(s.max_staleness is not None and s.generate > self.per_engine for s in self.settings):
+            yield "The role sampler has one engine: a split with several is what no run carries out yet."
 
     def to_json(self) -> dict[str, Any]:
         return {"source": self.source, "settings": [asdict(s) for s in self.settings], "best": asdict(self.best)}
@@ -268,7 +271,7 @@ def plan_async(run: Any, times: AsyncTimes, lengths: Lengths) -> AsyncPlan:
     best = max(tried, key=lambda setting: setting.samples_per_s)
     bounds = sorted({*STALENESS, staleness} if not times.sync_waits else {0, min(1, staleness)})
     settings = [AsyncSetting(None, count, count), *(replace(best, max_staleness=bound) for bound in bounds)]
-    return AsyncPlan(tuple(simulate(setting, times, lengths) for setting in settings), times.source)
+    return AsyncPlan(tuple(simulate(setting, times, lengths) for setting in settings), times.source, each)
 
 
 def length_draws(run: Any, lengths: Sequence[int] | None, mean: int | None) -> Lengths:
