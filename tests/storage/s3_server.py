@@ -25,13 +25,25 @@ IMPASSABLE = {"connection", "transfer-encoding", "content-length", "keep-alive"}
 
 @contextlib.contextmanager
 def s3_server() -> Iterator[str]:
-    """The address of a server with the bucket BUCKET; credentials are in the environment meanwhile."""
+    """The address of a server with the bucket BUCKET; credentials are in the environment meanwhile.
+
+    moto looks for an object and then puts it, in as many threads as there are requests. S3 does so in one: puts wait for
+    each other here, since `If-None-Match` promises that one of many creates an object.
+    """
+    from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # else a failing test tells of requests and little else
     before = {name: os.environ.get(name) for name in CREDENTIALS}
     os.environ |= CREDENTIALS
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    put, one_at_a_time = S3Response.put_object, threading.Lock()
+
+    def put_object(response: S3Response) -> Any:
+        with one_at_a_time:
+            return put(response)
+
+    S3Response.put_object = put_object
     server.start()
     host, port = server.get_host_and_port()
     try:
@@ -42,6 +54,7 @@ def s3_server() -> Iterator[str]:
         yield f"http://{host}:{port}"
     finally:
         server.stop()
+        S3Response.put_object = put
         for name, value in before.items():
             os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
 
