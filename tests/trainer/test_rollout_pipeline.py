@@ -72,19 +72,20 @@ class FakeSampler:
             answer, method, args = self.calls.popleft()
             if method == "load":
                 self.version = args[0]
-                answer.set_result(weight_digests(args[1]))
+                answer.set_result([weight_digests(args[1])])
             else:
                 answer.set_result(drawn(args[0], args[1], self.version))
 
 
 class FakeStepSampler(FakeSampler):
-    """A group with the role `sampler` in flight: each piece of work is one call, or one step of rows of 1 to 6 tokens.
+    """A process of the role `sampler` in flight: each piece of work is one call, or one step of rows of 1 to 6 tokens.
 
     It begins no more rows than three, in their order.
     """
 
-    def __init__(self):
+    def __init__(self, rank: int, size: int):
         super().__init__()
+        self.rank, self.size = rank, size
         self.rows: list[tuple[int, int, list[int]]] = []  # step of the batch, length, and versions of the tokens so far
         self.batches: dict[int, tuple[DataProto, GenerationRequest]] = {}
 
@@ -107,9 +108,10 @@ class FakeStepSampler(FakeSampler):
 
     def _begin_batch(self, prompts: DataProto, request: GenerationRequest) -> None:
         assert request.step not in self.batches
+        prompts = prompts[list(range(self.rank, len(prompts), self.size))]
         self.batches[request.step] = prompts, request
         for index in range(len(prompts) * request.num_samples):
-            self.rows.append((request.step, 1 + (7 * request.step + 5 * index) % 6, []))
+            self.rows.append((request.step, 1 + (7 * request.step + 5 * index + self.rank) % 6, []))
 
     def _finish_batch(self, step: int) -> tuple[DataProto, float, tuple[int, list[str]]]:
         prompts, request = self.batches.pop(step)
@@ -130,10 +132,30 @@ class FakeStepSampler(FakeSampler):
         state = {"schedule": torch.tensor([step]), "steps": torch.tensor(sorted(self.batches), dtype=torch.int64)}
         return state | {"fake": (rows, dict(self.batches))}  # as the real one, opaque to the pipeline
 
-    def _restore_rows(self, state: dict[str, Any], version: int, weights: dict[str, torch.Tensor]) -> dict[str, str]:
-        rows, batches = state.get("fake", ([], {}))
+    def _restore_rows(self, states: list[Any], version: int, weights: dict[str, torch.Tensor]) -> dict[str, str]:
+        rows, batches = states[self.rank]["fake"] if states else ([], {})
         self.rows, self.batches = [(number, length, list(drawn)) for number, length, drawn in rows], dict(batches)
         return self._load(version, weights)
+
+
+class FakeStepSamplers:
+    """The group of several of these, of which one or another works."""
+
+    shares_memory = False
+
+    def __init__(self, size: int):
+        self.world_size, self.step = size, None
+        self.engines = [FakeStepSampler(rank, size) for rank in range(size)]
+        self.chance = random.Random(size)
+
+    def submit(self, role: str, method: str, args: tuple) -> Any:
+        answers = [engine.submit(role, method, args) for engine in self.engines]
+        return SimpleNamespace(
+            result=lambda: [answer.result() for answer in answers], done=lambda: all(answer.done() for answer in answers)
+        )
+
+    def work(self) -> None:
+        self.chance.choice(self.engines).work()
 
 
 @dataclass
@@ -183,6 +205,7 @@ class Schedule:
     has_sampler: bool
     skipped: frozenset[int]
     in_flight: bool = False
+    num_engines: int = 1
     trained: list[tuple[list[int], int, int]] = field(default_factory=list)
     _request = PPOTrainer._request
 
@@ -195,7 +218,8 @@ class Schedule:
     def start(self, saved: Any = None) -> None:
         """Begin, or go on from what `save` gave, with new engines."""
         self.actor = FakeActor()
-        self.group: Any = (FakeStepSampler if self.in_flight else FakeSampler)() if self.has_sampler else None
+        samplers = FakeStepSamplers(self.num_engines) if self.in_flight else FakeSampler()
+        self.group: Any = samplers if self.has_sampler else None
         self.sampler = EpochSampler(7, self.prompts_per_step, seed=3)
         self.pipeline: Any = RolloutPipeline(self.actor, self.staleness, self.group, in_flight=self.in_flight)
         self.trained = []
@@ -219,7 +243,7 @@ class Schedule:
         self._engine_works(chance)
         versions = rows["token_versions"] if "token_versions" in rows else rows["policy_version"]
         assert rows["prompt_ids"].tolist() == [i for i in batch["prompt_ids"].tolist() for _ in range(2)]
-        assert set(rows["responses"].flatten().tolist()) == {step}
+        assert set(rows["responses"][rows["response_mask"].bool()].tolist()) == {step}
         drawn_by = set(versions[rows["response_mask"]].tolist() if self.in_flight else versions.flatten().tolist())
         version = min(drawn_by)
         assert self.actor.version - version <= self.staleness
@@ -264,7 +288,8 @@ def test_any_schedule_in_flight_trains_on_each_ticket_once_in_order_and_within_t
         chance = random.Random(seed)
         staleness, prompts, steps = chance.randint(1, 4), chance.randint(1, 3), chance.randint(1, 6)
         skipped = frozenset(step for step in range(1, steps + 1) if chance.random() < 0.1)
-        schedule = Schedule(staleness, prompts, steps, True, skipped, in_flight=True)
+        engines = chance.randint(1, prompts)
+        schedule = Schedule(staleness, prompts, steps, True, skipped, in_flight=True, num_engines=engines)
         saved, kills = None, chance.randrange(3)
         while len(schedule.trained) < steps:
             metrics = schedule.step(chance)

@@ -137,7 +137,8 @@ class DeviceMesh(Placement):
     Args:
         devices: `cuda:N`, or `cpu:N` for a process that keeps to the N-th core that this one may use.
         sub_meshes: role (actor, critic, reference, rm, sampler) -> its devices, which may be some of `devices` or
-            others. On several of them the role is sharded; the sampler has one, by default the first that is free.
+            others. On several of them the role is sharded; the sampler has an engine on each, by default one on the
+            first that is free.
     """
 
     devices: tuple[str, ...]
@@ -171,9 +172,7 @@ class DeviceMesh(Placement):
         if size != 1:
             yield f"devices: the mesh says how many processes there are. Set trainer.n_gpus_per_node=1, not {size}."
         for devices, members in self.groups(shardings):
-            if len(devices) > 1 and members == (SAMPLER,):
-                yield f"sub_meshes.sampler is {', '.join(devices)}: the sampler has one engine. Name one device."
-            elif len(devices) > 1 and (whole := single_process_roles(shardings, members)):
+            if members != (SAMPLER,) and len(devices) > 1 and (whole := single_process_roles(shardings, members)):
                 yield (
                     f"sub_meshes puts {', '.join(whole)} on {', '.join(devices)}: sharding=none is for one device. "
                     "Set sharding=ddp, or give each role one device."
@@ -216,7 +215,8 @@ class DeviceMesh(Placement):
         with ExitStack() as undo:
             for devices, members in groups:
                 count, part = len(devices), host.only(members, len(devices))
-                is_pinned, allowed = devices[0].startswith("cpu"), max_threads if SAMPLER in members else threads
+                is_pinned = devices[0].startswith("cpu")
+                allowed = max(1, max_threads // len(devices)) if SAMPLER in members else threads
                 cluster = LocalWorkerGroup(
                     part,
                     replace(context, shares_device=any(uses[name] > 1 for name in devices)),

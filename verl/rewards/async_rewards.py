@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.05  # between questions for finished groups
 Rating = tuple[dict[int, str], RewardResult]  # of some groups: their digests, in the order of the rows
-FinishedGroups = tuple[bool, dict[int, DataProto]]  # whether an awaited batch is finished; rows by training step
+FinishedGroups = list[tuple[bool, dict[int, DataProto]]]  # by engine: is an awaited batch finished; rows by step
 
 
 class AsyncRewards:
@@ -172,7 +172,8 @@ class AsyncRewards:
 
     def _take(self, asked: Future[FinishedGroups]) -> None:
         with suppress(Exception):
-            self.note(asked.result()[1])
+            for _, groups in asked.result():
+                self.note(groups)
 
     def _rate(self) -> bool:
         """Rate all groups of the first step that has some, by one call; all of its batch, where the reward does not

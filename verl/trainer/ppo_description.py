@@ -84,6 +84,13 @@ class PPODescription(Description):
         return self.shardings() | ({SAMPLER: NoSharding()} if self.has_sampler else {})
 
     @property
+    def num_samplers(self) -> int:
+        """Processes of the role `sampler`, an engine in each; 0 without it."""
+        placement, world = self.trainer.placement, self.trainer.nnodes * self.trainer.n_gpus_per_node
+        counts = {SAMPLER: 1} if placement is None else placement.sizes(tuple(self.placed_roles), world)
+        return counts[SAMPLER] if self.has_sampler else 0
+
+    @property
     def is_in_flight(self) -> bool:
         """Whether weights change while responses are open."""
         return bool(self.trainer.staleness) and self.rollout.weight_update == "in_flight"

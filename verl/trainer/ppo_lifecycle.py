@@ -340,4 +340,5 @@ def _schedule_options(run: PPODescription) -> ScheduleOptions | None:
         return None
     head = replay_identity(redact_tree(as_plain(run))) | environment_record()
     source = run.trainer.replay_schedule
-    return ScheduleOptions(json.dumps(head), () if source is None else read_schedule(source, head))
+    engines = range(0 if source is None else run.num_samplers)
+    return ScheduleOptions(json.dumps(head), tuple(read_schedule(source, head, engine) for engine in engines))

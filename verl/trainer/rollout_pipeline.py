@@ -22,7 +22,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -39,7 +39,7 @@ from verl.protocol.serialization import json_text
 from verl.rewards.async_rewards import AsyncRewards
 from verl.rollout.base import GenerationRequest, SyncResult
 from verl.workers.sampler import SamplerWorker, weight_digests
-from verl.workers.schedule import FILE, ScheduleFile
+from verl.workers.schedule import ScheduleFile, schedule_path
 
 log = logging.getLogger(__name__)
 
@@ -101,10 +101,10 @@ class RolloutPipeline:
     Args:
         actor: handle of the role that trains.
         depth: batches that are begun ahead; more than 1 with a sampler only.
-        sampler: the process of the role `sampler`; None for an engine of the actor's.
-        in_flight: it has a `verl.workers.step_loop.StepLoop`.
+        sampler: the processes of the role `sampler`, an engine in each; None for an engine of the actor's.
+        in_flight: each has a `verl.workers.step_loop.StepLoop`.
         actor_generates: the actor has an engine too, for evaluations.
-        run_dir: for the schedule of an engine that is on a machine without it.
+        run_dir: for the schedules of engines that are on machines without it.
         rewards: is given the groups that a sampler has finished.
     """
 
@@ -120,7 +120,9 @@ class RolloutPipeline:
         rewards: AsyncRewards | None = None,
     ):
         self._rewards = AsyncRewards() if rewards is None else rewards
-        self._schedule_file = None if run_dir is None else ScheduleFile(run_dir / FILE)
+        self._num_engines = 1 if sampler is None else sampler.world_size
+        paths = [] if run_dir is None else [schedule_path(run_dir, engine) for engine in range(self._num_engines)]
+        self._schedule_files = [ScheduleFile(path) for path in paths]
         self._writes_schedule = False
         self._actor, self.depth, self._group, self.in_flight = actor, depth, sampler, in_flight
         self._sampler: Any = None if sampler is None else RoleHandle(sampler, "sampler", SamplerWorker)
@@ -129,7 +131,7 @@ class RolloutPipeline:
         self._versions: list[int] = []  # of the latest syncs, the present one last
         self._num_versions = depth + 2  # that are kept
         self._sent: int | None = None  # version that the sampler was sent last
-        self._loads: deque[tuple[int, dict[str, str], Future[dict[str, str]]]] = deque()  # unverified weights
+        self._loads: deque[tuple[int, dict[str, str], Future[list[dict[str, str]]]]] = deque()  # unverified weights
         self._step = 0  # whose batch was taken last
         self._last_call: Future[Any] | None = None
         self._idle_since = time.monotonic()
@@ -209,7 +211,7 @@ class RolloutPipeline:
         """Write what is left of the schedule."""
         if self._writes_schedule:
             with suppress(VerlError):  # the run may end because of that process
-                self._write_schedule(*self._sampler.take_schedule().result())
+                self._write_schedules(self._sampler.take_schedule().result())
 
     def sync(self) -> SyncResult:
         """Send the present weights to the engine, and the metrics since the last sync."""
@@ -225,10 +227,11 @@ class RolloutPipeline:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The responses that were not trained on yet, later batches under `INDEX.NAME`; empty if there are none. In
-        flight: what `StepLoop.save` gives."""
+        flight: what `StepLoop.save` gives, of other engines than the first under `RANK/NAME`."""
         if self.in_flight:
             self._update_engine(self.current_version())
-            state = _answer(self._sampler.save_rows(self._step))
+            states = _answer(self._sampler.save_rows(self._step))
+            state = {f"{rank}/{name}" if rank else name: x for rank, of in enumerate(states) for name, x in of.items()}
             return state | {SYNC_VERSIONS: torch.tensor(self._versions), STEP: torch.tensor([self._step])}
         state = {}
         for index, batch in enumerate(self._queue):
@@ -256,7 +259,7 @@ class RolloutPipeline:
             if name != SYNC_VERSIONS:
                 index, _, field = name.rpartition(".")
                 batches.setdefault(index, {})[field] = x
-        for index in sorted(batches, key=lambda index: int(index or 0)):
+        for index in sorted(batches, key=_number):
             columns = {name: x for name, x in batches[index].items() if name.endswith(JSON)}
             tensors = {name: x for name, x in batches[index].items() if name not in columns}
             texts = {name.removesuffix(JSON): x.numpy().tobytes() for name, x in columns.items()}
@@ -266,10 +269,21 @@ class RolloutPipeline:
 
     def _restore(self, state: Mapping[str, Tensor]) -> None:
         """Have the engine go on from a checkpoint, in flight."""
-        rows = {name: x for name, x in state.items() if name not in (SYNC_VERSIONS, STEP)}
+        states: dict[str, dict[str, Tensor]] = {}
+        for name, x in state.items():
+            if name not in (SYNC_VERSIONS, STEP):
+                rank, _, field = name.rpartition("/")
+                states.setdefault(rank, {})[field] = x
+        if states and len(states) != self._num_engines:
+            log.warning(
+                "The responses generated ahead in the checkpoint are of %d engines; they are generated again by %d.",
+                len(states),
+                self._num_engines,
+            )
+            state, states = {}, {}
         self._sent = self.current_version()
         version, weights = self._actor.rollout_weights().result()
-        loaded = self._sampler.restore_rows(rows, version, weights)
+        loaded = self._sampler.restore_rows([states[rank] for rank in sorted(states, key=_number)], version, weights)
         _answer(loaded)
         self._loads.append((version, weight_digests(weights), loaded))
         steps = state["steps"].tolist() if state else []
@@ -291,17 +305,23 @@ class RolloutPipeline:
             _answer(begun)
         is_finished = False
         while not is_finished and (known := self._rewards.known):
-            is_finished, groups = _answer(self._sampler.finished_groups(known, step))
-            self._rewards.note(groups)
-        rows, idle_s, unwritten = _answer(self._sampler.finish_batch(step))
-        self._write_schedule(*unwritten)
-        self._add("async/sampler_idle_s", idle_s)
-        return rows
+            finished = _answer(self._sampler.finished_groups(known, step))
+            for _, groups in finished:
+                self._rewards.note(groups)
+            is_finished = all(is_whole for is_whole, _ in finished)
+        parts, idle_s, unwritten = zip(*_answer(self._sampler.finish_batch(step)), strict=True)
+        self._write_schedules(unwritten)
+        self._add("async/sampler_idle_s", sum(idle_s) / len(idle_s))
+        if len(parts) == 1:
+            return parts[0]
+        rows = DataProto.concat(parts)
+        return rows[rows["group_ids"].argsort(stable=True)]
 
-    def _write_schedule(self, first: int, lines: list[str]) -> None:
-        if lines and self._schedule_file is not None:
-            self._writes_schedule = True
-            self._schedule_file.write(first, lines)
+    def _write_schedules(self, unwritten: Sequence[tuple[int, list[str]]]) -> None:
+        for file, (first, lines) in zip(self._schedule_files, unwritten, strict=False):
+            if lines:
+                self._writes_schedule = True
+                file.write(first, lines)
 
     def _send_weights(self) -> SyncResult:
         """Queue a copy of the present weights for the sampler, behind the batches that were begun."""
@@ -323,7 +343,7 @@ class RolloutPipeline:
         while self._loads and self._loads[0][2].done():
             version, sent, load = self._loads.popleft()
             loaded = _answer(load)
-            if wrong := [name for name, digest in sent.items() if loaded.get(name) != digest]:
+            if wrong := [x for x, digest in sent.items() if any(weights.get(x) != digest for weights in loaded)]:
                 raise RolloutError(
                     f"the sampler does not hold the trainer's weights of version {version}: {len(wrong)} of "
                     f"{len(sent)} tensors differ, {', '.join(wrong[:8])}{', ...' if wrong[8:] else ''}. What it drew "
@@ -370,6 +390,10 @@ class RolloutPipeline:
 
     def _add(self, name: str, seconds: float) -> None:
         self._metrics[name] = self._metrics.get(name, 0.0) + seconds
+
+
+def _number(rank: str) -> int:
+    return int(rank or 0)
 
 
 def _json_tensor(name: str, column: Iterable[Any]) -> Tensor:

@@ -12,11 +12,14 @@ batches, never within one. With `in_flight` a `StepLoop` generates, and they cha
 
 An engine with weights of its own (`rollout=vllm`) gets those of the copy, and verifies them, as at any sync. It is the
 only engine of the run, and generates for evaluations too.
+
+With several processes each has a copy, an engine and a schedule, and generates for every so many-th prompt of a batch.
+Calls whose result is that of an engine give a list by rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,7 +34,7 @@ from verl.model_paths.check import paths_for
 from verl.models.hf_state_dict import live_tensors
 from verl.ops.cpu_matmul import use_library
 from verl.protocol import DataProto
-from verl.protocol.dispatch import by_rows, on_all
+from verl.protocol.dispatch import by_rows, on_all, on_each
 from verl.protocol.serialization import raw_bytes
 from verl.rollout.base import GenerationRequest, Rollout
 from verl.rollout.responses import ResponseSampler
@@ -49,12 +52,16 @@ class SamplerWorker:
 
     Args:
         model: the copy; its weights mean nothing before the first `load`.
+        place: rank and number of the processes of the role.
     """
 
-    def __init__(self, model: Any, sampler: ResponseSampler, loop: StepLoop | None = None):
+    def __init__(
+        self, model: Any, sampler: ResponseSampler, loop: StepLoop | None = None, place: tuple[int, int] = (0, 1)
+    ):
         self.model, self.sampler, self.loop, self.version = model, sampler, loop, -1
+        self._rank, self._size = place
 
-    @on_all
+    @on_each
     def load(self, version: int, weights: Mapping[str, Tensor]) -> dict[str, str]:
         """Take the weights of `ActorWorker.rollout_weights`; returns the digest of each tensor of the model then."""
         if self.loop is None:
@@ -73,11 +80,11 @@ class SamplerWorker:
 
     @on_all
     def begin_batch(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Begin to draw the responses of a batch, beside those of earlier batches."""
+        """Begin to draw the responses to this process's prompts of a batch, beside those of earlier batches."""
         assert self.loop is not None
-        self.loop.begin(prompts, request)
+        self.loop.begin(prompts[list(range(self._rank, len(prompts), self._size))], request)
 
-    @on_all
+    @on_each
     def finish_batch(self, step: int) -> tuple[DataProto, float, tuple[int, list[str]]]:
         """The responses of the batch of a training step; idle seconds and `Schedule.take_unwritten` since the last
         call."""
@@ -86,7 +93,7 @@ class SamplerWorker:
         self._refuse_wrong(rows)
         return rows, self.loop.take_idle_s(), self.loop.schedule.take_unwritten()
 
-    @on_all
+    @on_each
     def finished_groups(
         self, known: Mapping[int, Collection[int]], awaited: int | None = None
     ) -> tuple[bool, dict[int, DataProto]]:
@@ -94,23 +101,26 @@ class SamplerWorker:
         assert self.loop is not None
         return self.loop.finished_groups(known, awaited)
 
-    @on_all
+    @on_each
     def take_schedule(self) -> tuple[int, list[str]]:
         """See `Schedule.take_unwritten`."""
         assert self.loop is not None
         return self.loop.schedule.take_unwritten()
 
-    @on_all
+    @on_each
     def save_rows(self, step: int) -> dict[str, Tensor]:
         """Open rows and finished ones after a training step; see `StepLoop.save`."""
         assert self.loop is not None
         return self.loop.save(step)
 
-    @on_all
-    def restore_rows(self, state: Mapping[str, Tensor], version: int, weights: Mapping[str, Tensor]) -> dict[str, str]:
-        """Go on from what `save_rows` gave, with the weights of then; returns the digest of each tensor."""
+    @on_each
+    def restore_rows(
+        self, states: Sequence[Mapping[str, Tensor]], version: int, weights: Mapping[str, Tensor]
+    ) -> dict[str, str]:
+        """Go on from what `save_rows` gave, nothing from none, with the weights of then; returns the digest of each
+        tensor."""
         assert self.loop is not None
-        self.loop.restore(state, version, lambda: self._take(weights))
+        self.loop.restore(states[self._rank] if states else {}, version, lambda: self._take(weights))
         self.version = version
         return self._digests(weights)
 
@@ -144,11 +154,11 @@ class SamplerWorker:
 
 @component
 class SamplerHost(Description):
-    """The role `sampler`, alone in its process.
+    """The role `sampler`, alone in its processes.
 
     Args:
         actor: whose model is copied.
-        environment: of the episodes, which are played in this process; None where a response is one turn.
+        environment: of the episodes, which are played in these processes; None where a response is one turn.
         schedule: of weights that change between two tokens; None: between two batches.
     """
 
@@ -182,7 +192,7 @@ class SamplerHost(Description):
         sampler = actor.sampler(model, rollout, self.environment, context)
         if self.schedule is not None:
             loop = StepLoop(sampler, context.row_tokens, self.schedule.build(context))
-        host.workers["sampler"] = SamplerWorker(model, sampler, loop)
+        host.workers["sampler"] = SamplerWorker(model, sampler, loop, (context.rank, context.world_size))
         return host
 
 

@@ -53,16 +53,22 @@ class ScheduleOptions:
 
     Attributes:
         head: as JSON.
+        replayed: by engine; empty for none.
     """
 
     head: str
-    replayed: tuple[ScheduledEvent, ...] = ()
+    replayed: tuple[tuple[ScheduledEvent, ...], ...] = ()
 
     def build(self, context: BuildContext) -> Schedule:
         """The schedule, in the directory of the run; on a machine that lacks it the driver writes the file."""
-        run_dir = context.run_dir
-        file = ScheduleFile(run_dir / FILE) if run_dir is not None and run_dir.is_dir() else None
-        return Schedule(json.loads(self.head), file, self.replayed)
+        run_dir, engine = context.run_dir, context.rank
+        file = ScheduleFile(schedule_path(run_dir, engine)) if run_dir is not None and run_dir.is_dir() else None
+        return Schedule(json.loads(self.head), file, self.replayed[engine] if self.replayed else ())
+
+
+def schedule_path(run_dir: str | Path, engine: int = 0) -> Path:
+    """The schedule of the engine of this rank."""
+    return Path(run_dir) / (f"schedule_{engine}.jsonl" if engine else FILE)
 
 
 class ScheduleFile:
@@ -172,15 +178,15 @@ def read_lines(lines: list[str]) -> tuple[list[dict[str, Any]], list[ScheduledEv
     return heads, events
 
 
-def read_schedule(run_dir: str | Path, head: Mapping[str, Any]) -> tuple[ScheduledEvent, ...]:
-    """The events of a run that is to be replayed under a head.
+def read_schedule(run_dir: str | Path, head: Mapping[str, Any], engine: int = 0) -> tuple[ScheduledEvent, ...]:
+    """The events of an engine of a run that is to be replayed under a head.
 
     A last line that a killed run or a full disk has cut off is left out: a replay goes on freely after the last event.
 
     Raises:
         ConfigError: there is no schedule, or it was made with other hardware, libraries or settings; names them.
     """
-    file = Path(run_dir) / FILE
+    file = schedule_path(run_dir, engine)
     try:
         *lines, rest = read_text(file).split("\n")
         heads, events = read_lines(lines)

@@ -111,16 +111,18 @@ class StepLoop:
     def finished_groups(
         self, known: Mapping[int, Collection[int]], awaited: int | None = None
     ) -> tuple[bool, dict[int, DataProto]]:
-        """Rows of finished groups other than the `known` ones of these training steps; with `awaited`, a step, wait
-        until its batch is finished or there are some. Returns whether it is finished, and the rows, by step.
+        """Rows of finished groups other than the `known` ones (`group_ids`) of these training steps; with `awaited`, a
+        step, wait until its batch is finished or there are some. Returns whether it is finished, and the rows, by step.
         """
 
         def new() -> dict[int, list[int]]:
-            finished = {step: self._batches[step].finished_groups() for step in known if step in self._batches}
+            batches = {step: self._batches[step] for step in known if step in self._batches}
+            ids = {step: batch.prompts["group_ids"].tolist() for step, batch in batches.items()}
             chosen = {
-                step: [group for group in groups if group not in known[step]] for step, groups in finished.items()
+                step: [place for place in batch.finished_groups() if ids[step][place] not in known[step]]
+                for step, batch in batches.items()
             }
-            return {step: groups for step, groups in chosen.items() if groups}
+            return {step: places for step, places in chosen.items() if places}
 
         is_finished = False
         if awaited is not None:

@@ -34,8 +34,8 @@ class RayPlacement(Placement):
             null starts one on this machine and ends it with the run.
         pools: which roles live together, by a name for each pool. A role that is named nowhere is in the pool of the
             actor, and one pool of all roles is the default. `rm` is a reward that is a model; `sampler` has a pool of
-            its own, of one worker.
-        workers: of a pool, where it is not trainer.nnodes x trainer.n_gpus_per_node.
+            its own, with an engine in each worker.
+        workers: of a pool, where it is not trainer.nnodes x trainer.n_gpus_per_node, or 1 of the sampler's.
         in_driver: roles that stay in the driver's own process.
         num_cpus: logical CPUs of each worker.
         num_gpus: of each worker; null for 1 where trainer.device is a GPU. A fraction lets pools share GPUs: with 0.5
@@ -99,9 +99,7 @@ class RayPlacement(Placement):
                     f"pools: the pool {pool} has {', '.join(members)}: the sampler generates while the others work. "
                     "Give it a pool of its own, or leave it out of pools."
                 )
-            if count > 1 and members == (SAMPLER,):
-                yield f"workers.{pool} is {count}: the sampler has one engine. Set it to 1."
-            elif count > 1 and (whole := single_process_roles(shardings, members)):
+            if members != (SAMPLER,) and count > 1 and (whole := single_process_roles(shardings, members)):
                 yield (
                     f"{field_name}: the pool {pool} ({', '.join(whole)}) has {count} workers, and sharding=none is "
                     "for one. Set sharding=ddp, or one worker."
@@ -213,7 +211,7 @@ class RayPlacement(Placement):
         built: list[tuple[Collection[str], WorkerGroup]] = []
         with ExitStack() as undo:
             for name, members in pools.items():
-                threads = max_threads if SAMPLER in members else max(1, max_threads // sharing)
+                threads = max(1, max_threads // (sizes[name] if SAMPLER in members else sharing))
                 group = RayRoleGroup(
                     name, sizes[name], self.num_cpus, gpus, threads, self.strategy, self.call_timeout_s
                 )

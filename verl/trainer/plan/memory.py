@@ -170,19 +170,19 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
     if step.generates and run.rollout.runs_ahead:  # an engine or a server with weights of its own has the cache
         naps = getattr(run.rollout, "sleep", False) and not settings.staleness
         stays_awake = run.rollout.location == "process" and on_gpu and not naps
-    saves, has_sampler = run.checkpoint, getattr(run, "has_sampler", False)
+    saves, samplers = run.checkpoint, getattr(run, "num_samplers", 0)
     saved = sum(role.saved for role in roles) if saves is not None else 0
     return MemoryEstimate(
         roles=tuple(roles),
         cache=cache,
-        processes=-(-sum(count for _, count in groups) // settings.nnodes) + (has_sampler and not on_gpu),
+        processes=-(-sum(count for _, count in groups) // settings.nnodes) + (0 if on_gpu else samplers),
         machines=settings.nnodes,
         saving=saved,
         num_checkpoints=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         copied=saved // settings.nnodes if saves is not None and saves.save_async else 0,
         on_host=not on_gpu,
         stays_awake=stays_awake,
-        sent=(1 + settings.staleness) * roles[0].weights if has_sampler else 0,
+        sent=(1 + settings.staleness) * roles[0].weights if samplers else 0,
     )
 
 
@@ -463,8 +463,8 @@ def _phases(
 def _sampler_phase(
     run: Any, actor: RolePlan, estimate: MemoryEstimate, device: DeviceRates, limit: int, other: dict[str, int]
 ) -> PhaseMemory:
-    """The process of the role `sampler`, with a whole copy of the actor's model, beside `other` on its device."""
-    memory = _role_memory(run, "actor", RoleLayout(NoSharding(), 1))
+    """A process of the role `sampler`, with a whole copy of the actor's model, beside `other` on its device."""
+    memory = _role_memory(run, "actor", RoleLayout(NoSharding(), run.num_samplers))
     if not run.actor_generates:  # it computes nothing with the copy: there is none in the type of autocast
         memory = replace(memory, weights=memory.sizes.parameters * getattr(torch, run.actor.model.dtype).itemsize)
     estimate = replace(estimate, cache=_cache_bytes(run, memory))
