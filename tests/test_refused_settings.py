@@ -220,12 +220,14 @@ REFUSED_RUNS = [  # overrides, and a part of the message
     ),
     ([*CORRECTED, "trainer=ray", "trainer.placement.in_driver=[sampler]"], "it generates while the driver works"),
     (
-        [*CORRECTED, "trainer=mesh", "+trainer.placement.sub_meshes={sampler:[cpu:0,cpu:1]}", "trainer.device=cpu"],
-        "sub_meshes.sampler is cpu:0, cpu:1: the sampler has one engine. Name one device",
-    ),
-    (
-        [*CORRECTED, "trainer=ray", "+trainer.placement.pools={s:[sampler]}", "+trainer.placement.workers={s:2}"],
-        "workers.s is 2: the sampler has one engine. Set it to 1",
+        [
+            *CORRECTED,
+            "trainer=ray",
+            "+trainer.placement.pools={s:[sampler]}",
+            "+trainer.placement.workers={s:3}",
+            "trainer.prompts_per_step=2",
+        ],
+        "gives the role sampler 3 engines, and trainer.prompts_per_step is 2",
     ),
     (
         [*CORRECTED, "rollout=server", "rollout.endpoint.base_url=http://h:1", "trainer.rollout_ahead=0", *ASYNC_2],

@@ -27,8 +27,8 @@ IMPASSABLE = {"connection", "transfer-encoding", "content-length", "keep-alive"}
 def s3_server() -> Iterator[str]:
     """The address of a server with the bucket BUCKET; credentials are in the environment meanwhile.
 
-    moto looks for an object and then puts it, in as many threads as there are requests. S3 does so in one: puts wait for
-    each other here, since `If-None-Match` promises that one of many creates an object.
+    moto looks for an object and then puts it, in as many threads as there are requests. S3 does so in one: puts
+    wait for each other here, since `If-None-Match` promises that one of many creates an object.
     """
     from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer

@@ -107,10 +107,10 @@ def test_the_best_split_gives_both_sides_as_much_as_they_need():
     assert {(setting.generate, setting.train) for setting in planned.settings[1:]} == {(2, 6)}  # 3.8 and 4 seconds
     assert [setting.max_staleness for setting in planned.settings] == [None, 0, 1, 2, 4]
     assert planned.best.max_staleness == 1
-    assert "has one engine" in [*planned.lines()][-1]
+    assert "an engine on each of 2" in [*planned.lines()][-1]
     planned = plan_async(run_of(*ASYNC_2), replace(times, per_engine=4), lengths(*[10] * 16))
     assert {(setting.generate, setting.train) for setting in planned.settings[1:]} == {(4, 4)}
-    assert "has one engine" not in [*planned.lines()][-1]
+    assert "was not tried with engines of several devices" in [*planned.lines()][-1]
 
 
 def test_a_staleness_without_end_is_planned():

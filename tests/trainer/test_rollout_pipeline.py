@@ -151,7 +151,8 @@ class FakeStepSamplers:
     def submit(self, role: str, method: str, args: tuple) -> Any:
         answers = [engine.submit(role, method, args) for engine in self.engines]
         return SimpleNamespace(
-            result=lambda: [answer.result() for answer in answers], done=lambda: all(answer.done() for answer in answers)
+            result=lambda: [answer.result() for answer in answers],
+            done=lambda: all(answer.done() for answer in answers),
         )
 
     def work(self) -> None:

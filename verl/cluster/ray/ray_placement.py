@@ -78,9 +78,10 @@ class RayPlacement(Placement):
             yield "in_driver names the sampler: it generates while the driver works. Leave it out."
         if self.num_gpus is not None and self.num_gpus > 1 and self.num_gpus % 1:
             yield f"num_gpus is {self.num_gpus:g}: a worker has a part of one GPU, or whole ones. Set 1 or a fraction."
+        known = [*(self.pools or [MAIN]), *([] if SAMPLER in named else [SAMPLER])]
         for pool in self.workers:
-            if pool not in self.pools and pool != MAIN:
-                yield f"workers names the pool {pool!r}: there are {', '.join(self.pools) or MAIN}."
+            if pool not in known and pool != MAIN:
+                yield f"workers names the pool {pool!r}: there are {', '.join(known)}."
         if self.address is not None and self.address.startswith("ray://"):
             yield (
                 f"address is {self.address!r}: a driver outside the cluster is not supported, for it shares no memory "

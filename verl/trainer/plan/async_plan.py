@@ -251,8 +251,14 @@ class AsyncPlan:
             mark = "*" if s is self.best else " "
             yield f"{mark}{name:<14}{split:>15}{s.samples_per_s:>11.3g}{idle}{s.staleness:>7.2f}"
         yield "* the best; lag: mean age of a token in weight syncs"
-        if any(s.max_staleness is not None and s.generate > self.per_engine for s in self.settings):
-            yield "The role sampler has one engine: a split with several is what no run carries out yet."
+        split = self.settings[-1]
+        if self.per_engine > 1:
+            yield "The role sampler was not tried with engines of several devices."
+        elif split.generate + split.train > 2:
+            yield (
+                f"The role sampler has an engine on each of {split.generate} devices with trainer=mesh and "
+                "trainer.placement.sub_meshes.sampler, or trainer=ray and trainer.placement.workers.sampler."
+            )
 
     def to_json(self) -> dict[str, Any]:
         return {"source": self.source, "settings": [asdict(s) for s in self.settings], "best": asdict(self.best)}

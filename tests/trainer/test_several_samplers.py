@@ -1,0 +1,158 @@
+"""The role `sampler` in several processes: each has an engine, a schedule, and every so many-th prompt of a batch."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+from typing import Any
+
+import pytest
+from cluster.ray_here import placed
+from same_training import ROUNDING, compared, same_training, saved
+from trainer.runs import fit
+from trainer.test_async_episodes import in_flight as playing_in_flight
+from trainer.test_async_training import asynchronous, in_flight
+
+from verl.cluster.placement import DeviceMesh
+from verl.component import BuildContext
+from verl.errors import RolloutError, WorkerDied
+from verl.models.hf_state_dict import live_tensors
+from verl.trainer.ppo import PPOTrainer
+from verl.trainer.train_loop import TrainLoop
+from verl.workers import sampler as sampler_module
+from verl.workers.sampler import SamplerWorker
+from verl.workers.schedule import read_lines, schedule_path
+
+RAY, TWO = pytest.mark.xdist_group("ray"), pytest.mark.xdist_group("two processes")
+needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+ENGINES = ("cpu:0", "cpu:1")
+
+
+def mesh(*engines):
+    return DeviceMesh(devices=("cpu:0",), sub_meshes={"sampler": engines})
+
+
+def schedules(run_dir):
+    return [schedule_path(run_dir, engine).read_bytes() for engine in range(2)]
+
+
+def where_options(where, request):
+    if where == "mesh":
+        return {"placement": mesh(*ENGINES)}
+    request.getfixturevalue("ray_here")
+    return {"placement": placed(workers={"sampler": 2})}
+
+
+ANYWHERE = [
+    pytest.param("mesh", marks=[TWO, needs_two_cores]),
+    pytest.param("ray", marks=[RAY, pytest.mark.exhaustive]),
+]
+
+
+@TWO
+@needs_two_cores
+def test_two_engines_that_drain_train_what_one_does(model64, tmp_path):
+    for name, engines in (("one", ENGINES[1:]), ("two", ENGINES)):
+        run = asynchronous(model64, tmp_path / name, placement=mesh(*engines), prompts_per_step=3)
+        fit(run, tmp_path / name / "run")
+    same_training(compared(tmp_path / "two"), compared(tmp_path / "one"), ROUNDING)
+    logs = tmp_path / "two/run/workers/sampler"
+    assert sorted(path.name for path in logs.iterdir()) == ["rank_0.log", "rank_1.log"]
+
+
+@pytest.mark.parametrize("where", ANYWHERE)
+def test_replayed_and_resumed_runs_of_two_engines_have_the_bits_of_the_first(where, model32, tmp_path, request):
+    options: dict[str, Any] = {"prompts_per_step": 3, **where_options(where, request)}
+    fit(in_flight(model32, tmp_path / "first", **options), tmp_path / "first/run")
+    first, lines = saved(tmp_path / "first"), schedules(tmp_path / "first/run")
+    for schedule in lines:
+        _, events = read_lines(schedule.decode().splitlines())
+        assert [event.number for event in events if event.event == "begin"] == [1, 2, 3, 4, 5, 6]
+    options["replay_schedule"] = str(tmp_path / "first/run")
+    fit(in_flight(model32, tmp_path / "again", **options), tmp_path / "again/run")
+    assert schedules(tmp_path / "again/run") == lines
+    same_training(saved(tmp_path / "again"), first)
+    resume = tmp_path / "first/checkpoints/global_step_3"
+    fit(in_flight(model32, tmp_path / "cut", resume=resume, **options), tmp_path / "cut/run")
+    assert schedules(tmp_path / "cut/run") == lines
+    same_training(saved(tmp_path / "cut"), first, after=3)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("where", ANYWHERE)
+def test_episodes_of_two_engines_are_repeated_and_resumed_bit_by_bit(where, model32, tmp_path, request):
+    options: dict[str, Any] = {"prompts_per_step": 3, **where_options(where, request)}
+    fit(playing_in_flight(model32, tmp_path / "first", **options), tmp_path / "first/run")
+    first, lines = saved(tmp_path / "first"), schedules(tmp_path / "first/run")
+    options["replay_schedule"] = str(tmp_path / "first/run")
+    resume = tmp_path / "first/checkpoints/global_step_2"
+    fit(playing_in_flight(model32, tmp_path / "cut", resume=resume, **options), tmp_path / "cut/run")
+    assert schedules(tmp_path / "cut/run") == lines
+    same_training(saved(tmp_path / "cut"), first, after=2)
+
+
+@TWO
+@needs_two_cores
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_resume_with_another_number_of_engines_says_so_and_trains_each_batch_once(
+    before, after, model32, tmp_path, monkeypatch, caplog
+):
+    prompts, update = [], PPOTrainer.update
+
+    def noted(self, experience, step):
+        prompts.append(experience["prompt_ids"].tolist())
+        return update(self, experience, step)
+
+    monkeypatch.setattr(PPOTrainer, "update", noted)
+    fit(in_flight(model32, tmp_path / "first", placement=mesh(*ENGINES[:before])), tmp_path / "first/run")
+    resume = tmp_path / "first/checkpoints/global_step_3"
+    with caplog.at_level(logging.WARNING):
+        run = in_flight(model32, tmp_path / "other", placement=mesh(*ENGINES[:after]), resume=resume)
+        fit(run, tmp_path / "other/run")
+    assert f"are of {before} engines; they are generated again by {after}" in caplog.text
+    assert prompts[6:] == prompts[3:6]
+
+
+@TWO
+@needs_two_cores
+def test_a_dead_engine_of_two_ends_the_run_by_its_rank(model32, tmp_path):
+    with in_flight(model32, tmp_path, placement=mesh(*ENGINES)).build(
+        BuildContext(run_dir=tmp_path / "run")
+    ) as trainer:
+        loop = TrainLoop(trainer, {})
+        loop.open()
+        loop.step()
+        os.kill(trainer.sampler_group.pids[1], signal.SIGKILL)
+        steps = iter(loop.step, None)
+        with pytest.raises(WorkerDied, match=r"the sampler failed in .*") as error:
+            list(itertools.islice(steps, 3))  # one batch may be there already
+    assert error.value.rank == 1
+
+
+class OneWrong(SamplerWorker):
+    """Changes a value of its copy where it is the second engine."""
+
+    def _take(self, weights):
+        super()._take(weights)
+        if self._rank == 1:
+            live_tensors(self.model)[next(iter(weights))].detach().view(-1)[0] += 1
+
+
+class WrongHost(sampler_module.SamplerHost):
+    def build(self, context):
+        host = super().build(context)
+        host.workers["sampler"].__class__ = OneWrong
+        return host
+
+
+@TWO
+@needs_two_cores
+@pytest.mark.exhaustive
+def test_wrong_weights_in_the_second_engine_stop_the_run(model32, tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.trainer.ppo_lifecycle.SamplerHost", WrongHost)
+    run = in_flight(model32, tmp_path, placement=mesh(*ENGINES))
+    with pytest.raises(RolloutError, match=r"does not hold the trainer's weights of version 0: 1 of \d+ tensors"):
+        fit(run, tmp_path / "run")
