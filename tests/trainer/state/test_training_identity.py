@@ -52,3 +52,23 @@ def test_a_resumed_run_may_compile_its_model_and_one_of_before_that_was_possible
 def test_a_replay_needs_the_score_by_which_a_curriculum_draws_prompts():
     config = {"trainer": {"success_score": 0.5, "sample_rows": 3, "seed": 1}}
     assert replay_identity(config) == {"trainer.success_score": 0.5, "trainer.seed": 1}
+
+
+def test_a_replay_needs_the_code_of_functions_and_components_that_are_not_of_verl(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "their_rewards.py"
+    config = {
+        "reward": {"_target_": "their_rewards.Mine", "path": "their_rewards:score"},
+        "tracker": {"_target_": "a.B"},
+    }
+
+    def identity(text):
+        module.write_text(text)
+        return replay_identity(config)
+
+    before, after = identity("x = 1"), identity("x = 2")
+    assert [name for name in before if before[name] != after[name]] == [
+        "source of reward._target_",
+        "source of reward.path",
+    ]
+    assert before == identity("x = 1")

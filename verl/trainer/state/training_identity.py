@@ -285,9 +285,12 @@ OF_RECORDS = (
 
 
 def replay_identity(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings, by path, that a run must share with one whose schedule it replays; files as their contents."""
+    """The settings, by path, that a run must share with one whose schedule it replays; files as their contents, and the
+    files of functions and components that are not verl's own.
+    """
     flat = {path: value for path, value in _flat(config) if not _below(path, (*OF_THIS_START, *OF_RECORDS))}
-    return {path: _function_content(value) for path, value in flat.items()}
+    code = {f"source of {path}": digest for path, digest in sources_of(config).items() if path in flat}
+    return {path: _function_content(value) for path, value in flat.items()} | code
 
 
 def training_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, list[Any]]:
