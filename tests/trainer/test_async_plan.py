@@ -29,6 +29,9 @@ ASYNC_2 = ["trainer.mode=async", "trainer.max_staleness=2"]
 TIMES = AsyncTimes(token_s=lambda rows: 1.0, slots=99, train_s=10.0, source="a test")
 
 
+EIGHT = f"trainer.placement.devices=[{','.join(f'cuda:{n}' for n in range(8))}]"
+
+
 def run_of(*overrides):
     return validate(compose_root("ppo", [*GRPO, *overrides]))
 
@@ -111,6 +114,25 @@ def test_the_best_split_gives_both_sides_as_much_as_they_need():
     planned = plan_async(run_of(*ASYNC_2), replace(times, per_engine=4), lengths(*[10] * 16))
     assert {(setting.generate, setting.train) for setting in planned.settings[1:]} == {(4, 4)}
     assert "was not tried with engines of several devices" in [*planned.lines()][-1]
+
+
+def test_the_devices_of_a_sampler_apart_are_divided_with_those_that_train_and_their_own_split_is_shown():
+    mesh = ["trainer=mesh", "sharding=ddp", "trainer.placement.devices=[cuda:0,cuda:1,cuda:2,cuda:3,cuda:4,cuda:5]"]
+    arguments = ["plan", *GRPO, *ASYNC_2, "--async", "--lengths", "5,20", "--json"]
+    runs = {
+        "placed": [*mesh, "+trainer.placement.sub_meshes={sampler:[cuda:6,cuda:7]}"],
+        "within": [mesh[0], mesh[1], EIGHT, "+trainer.placement.sub_meshes={sampler:[cuda:6,cuda:7]}"],
+        "free": ["sharding=ddp", "trainer.n_gpus_per_node=8", "trainer.device=cpu"],
+    }
+    planned = {}
+    for name, overrides in runs.items():
+        result = CliRunner().invoke(app, [*arguments, *overrides])
+        assert result.exit_code == 0, result.output
+        planned[name] = json.loads(result.stdout)["async"]["settings"]
+    splits = {name: [(x["generate"], x["train"]) for x in settings[1:]] for name, settings in planned.items()}
+    assert {sum(split) for split in splits["free"]} == {8}
+    assert splits["placed"] == [*splits["free"], (2, 6)]
+    assert splits["within"] == splits["free"] + [(2, 6)]
 
 
 def test_a_staleness_without_end_is_planned():

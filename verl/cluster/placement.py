@@ -75,6 +75,10 @@ class Placement(Description):
         sizes = self.sizes(roles, size)
         return [(tuple(sizes), max(sizes.values()))] if sizes else []
 
+    def apart(self, roles: Collection[str], size: int) -> int:
+        """Devices on which the sampler is alone."""
+        return self.sizes(roles, size).get(SAMPLER, 0)
+
     def holds_reward(self) -> bool:
         """Whether the reward model is a separate role `rm`, not part of the driver."""
         return False
@@ -195,6 +199,11 @@ class DeviceMesh(Placement):
 
     def worker_groups(self, roles: Collection[str], size: int) -> list[tuple[tuple[str, ...], int]]:
         return [(members, len(devices)) for devices, members in self.groups(roles)]
+
+    def apart(self, roles: Collection[str], size: int) -> int:
+        groups = self.groups(roles)
+        others = {name for devices, members in groups if members != (SAMPLER,) for name in devices}
+        return sum(name not in others for devices, members in groups if members == (SAMPLER,) for name in devices)
 
     def groups(self, roles: Collection[str]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
         """Devices, and the roles that share processes on just these."""

@@ -91,6 +91,12 @@ class PPODescription(Description):
         return counts[SAMPLER] if self.has_sampler else 0
 
     @property
+    def devices_apart(self) -> int:
+        """Devices of the sampler alone, beside those of the other roles."""
+        placement, world = self.trainer.placement, self.trainer.nnodes * self.trainer.n_gpus_per_node
+        return 0 if placement is None else placement.apart(tuple(self.placed_roles), world)
+
+    @property
     def is_in_flight(self) -> bool:
         """Whether weights change while responses are open."""
         return bool(self.trainer.staleness) and self.rollout.weight_update == "in_flight"

@@ -41,7 +41,7 @@ class AsyncTimes:
     Attributes:
         token_s: in which an engine with so many rows draws a token of each.
         slots: most rows of an engine.
-        prompts_s: of a batch before its first token.
+        prompts_s: of a batch before its first token, on all devices.
         train_s: of a step without generation and sync, on all devices.
         sync_s: of a sync, for which the trainer waits.
         load_s: of a sync, in which the engine does not draw.
@@ -109,6 +109,7 @@ class _Simulation:
         self.times, self.lengths, self.chance = times, lengths, random.Random(0)
         self.ahead, self.engines = setting.max_staleness or 0, setting.generate / times.per_engine
         self.train_s = times.train_s * times.devices / setting.train
+        self.prompts_s = times.prompts_s * times.devices / setting.generate
         self.now = self.tokens = self.trainer_s = self.engine_s = 0.0
         self.events: list[tuple[float, int, int | None, Callable[[], None]]] = []
         self.order, self.stamp = itertools.count(), 0
@@ -158,7 +159,7 @@ class _Simulation:
         is_free = not self.is_paused and not (self.times.drains and self.open)
         if self.jobs and is_free:
             job, self.is_paused = self.jobs.popleft(), True
-            self._after(self.times.load_s if job is None else self.times.prompts_s, lambda: self._start(job))
+            self._after(self.times.load_s if job is None else self.prompts_s, lambda: self._start(job))
 
     def _start(self, job: int | None) -> None:
         self.is_paused = False
@@ -251,10 +252,10 @@ class AsyncPlan:
             mark = "*" if s is self.best else " "
             yield f"{mark}{name:<14}{split:>15}{s.samples_per_s:>11.3g}{idle}{s.staleness:>7.2f}"
         yield "* the best; lag: mean age of a token in weight syncs"
-        split = self.settings[-1]
+        split = self.best
         if self.per_engine > 1:
             yield "The role sampler was not tried with engines of several devices."
-        elif split.generate + split.train > 2:
+        elif split.max_staleness is not None and split.generate + split.train > 2:
             yield (
                 f"The role sampler has an engine on each of {split.generate} devices with trainer=mesh and "
                 "trainer.placement.sub_meshes.sampler, or trainer=ray and trainer.placement.workers.sampler."
@@ -265,7 +266,8 @@ class AsyncPlan:
 
 
 def plan_async(run: Any, times: AsyncTimes, lengths: Lengths) -> AsyncPlan:
-    """Simulate the synchronous run, the best split of the devices for its `max_staleness`, and other bounds with it.
+    """Simulate the synchronous run, the best split of the devices for its `max_staleness`, other bounds with it, and
+    the split that `trainer.placement` gives.
 
     Where one engine takes all devices, as many others generate.
     """
@@ -277,6 +279,8 @@ def plan_async(run: Any, times: AsyncTimes, lengths: Lengths) -> AsyncPlan:
     best = max(tried, key=lambda setting: setting.samples_per_s)
     bounds = sorted({*STALENESS, staleness} if not times.sync_waits else {0, min(1, staleness)})
     settings = [AsyncSetting(None, count, count), *(replace(best, max_staleness=bound) for bound in bounds)]
+    own = AsyncSetting(staleness, run.devices_apart, count - run.devices_apart)
+    settings += [own] if own.generate and own.generate != best.generate else []
     return AsyncPlan(tuple(simulate(setting, times, lengths) for setting in settings), times.source, each)
 
 
@@ -306,16 +310,18 @@ def planned_times(run: Any, memory: MemoryPlan, stages: Sequence[StageTime], dev
     engine, by_name = engine_of(run, memory, device), {stage.name: stage.seconds for stage in stages}
     length = engine.prompt + run.response_tokens / 2
     sync_s = by_name.get("sync", memory.roles[0].memory.weights / device.link)
-    devices = role_processes(run)["actor"]
+    training = role_processes(run)["actor"]
+    devices = training + run.devices_apart
+    train_s = sum(seconds for name, seconds in by_name.items() if name not in ("generate", "sync"))
     return AsyncTimes(
         token_s=lambda count: engine.token_s(count, length)[0],
-        slots=engine.slots,
-        prompts_s=engine.prompts_s(run.trainer.group_size),
-        train_s=sum(seconds for name, seconds in by_name.items() if name not in ("generate", "sync")),
+        slots=min(workload(run).rows, engine.most_slots),
+        prompts_s=engine.prompts_s(run.trainer.group_size) * training / devices,
+        train_s=train_s * training / devices,
         sync_s=sync_s,
         load_s=sync_s,
         devices=devices,
-        per_engine=max(1, devices // engine.engines),
+        per_engine=max(1, training // engine.engines),
         source=f"the plan for {device.name}",
     )
 
@@ -328,12 +334,13 @@ def recorded_times(run: Any, columns: Columns, source: str) -> AsyncTimes:
     by_step, by_token = np.linalg.lstsq(np.stack([longest, x["perf/tokens"]], 1), generate_s, rcond=None)[0]
     if by_step < 0 or by_token < 0:  # lengths that hardly vary do not tell one from the other
         by_step, by_token = generate_s.sum() / longest.sum(), 0.0
-    sync_s, count = float(x["timing/sync_s"].mean()), role_processes(run)["actor"]  # a rate is one over a mean
+    sync_s, training = float(x["timing/sync_s"].mean()), role_processes(run)["actor"]  # a rate is one over a mean
+    devices, engines = training + run.devices_apart, run.num_samplers or training
     return AsyncTimes(
-        token_s=lambda rows: by_step + by_token * count * rows,
+        token_s=lambda rows: by_step + by_token * engines * rows,
         slots=workload(run).rows,
-        train_s=float((x["timing/step_s"] - generate_s).mean()) - sync_s,
+        train_s=(float((x["timing/step_s"] - generate_s).mean()) - sync_s) * training / devices,
         sync_s=sync_s,
-        devices=count,
+        devices=devices,
         source=source,
     )

@@ -20,7 +20,7 @@ from verl.models.model_stats import ModelStats, model_stats, sizes_config
 from verl.ops.cpu_matmul import chosen_library
 from verl.rollout.vllm.client.gpu_memory import cache_bytes, engine_shape
 from verl.trainer.plan.activations import Activations, num_experts, trace_activations
-from verl.trainer.plan.workload import DeviceRates, RoleLayout, Workload, role_layouts, workload
+from verl.trainer.plan.workload import DeviceRates, RoleLayout, Workload, placed_roles, role_layouts, workload
 from verl.utils.memory import DeviceMemory
 from verl.workers.base import TrainedRole, roles_on_device
 
@@ -158,7 +158,7 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
     run = roles_on_device(run, on_gpu)
     settings, layouts, step = run.trainer, role_layouts(run), workload(run)
     world, placement, in_run = settings.n_gpus_per_node * settings.nnodes, settings.placement, tuple(layouts)
-    groups = [(in_run, world)] if placement is None else placement.worker_groups(in_run, world)
+    groups = [(in_run, world)] if placement is None else placement.worker_groups(placed_roles(run), world)
     group_of = {role: number for number, (members, _) in enumerate(groups) for role in members}
     group_of["reward"] = group_of["actor"] if placement is None else group_of.get("rm", group_of["actor"])
     roles = [replace(_role_memory(run, *role), group=group_of[role[0]]) for role in _layouts_of_models(run, layouts)]
@@ -171,11 +171,12 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
         naps = getattr(run.rollout, "sleep", False) and not settings.staleness
         stays_awake = run.rollout.location == "process" and on_gpu and not naps
     saves, samplers = run.checkpoint, getattr(run, "num_samplers", 0)
+    beside = samplers if placement is None and not on_gpu else 0
     saved = sum(role.saved for role in roles) if saves is not None else 0
     return MemoryEstimate(
         roles=tuple(roles),
         cache=cache,
-        processes=-(-sum(count for _, count in groups) // settings.nnodes) + (0 if on_gpu else samplers),
+        processes=-(-sum(count for _, count in groups) // settings.nnodes) + beside,
         machines=settings.nnodes,
         saving=saved,
         num_checkpoints=(saves.keep_last_n or 0) + 1 if saves is not None else 0,

@@ -127,7 +127,8 @@ class EngineTimes:
 
     Attributes:
         work: of the model; an engine's stages take turns, so that only its tensor-parallel processes share the time.
-        rows, slots: of a step in this engine, and the most of them together.
+        rows, slots: of a step in this engine, and those of them that are drawn together.
+        most_slots: of any rows.
         engines: that share the rows of a step.
         prompt: tokens.
     """
@@ -135,6 +136,7 @@ class EngineTimes:
     work: _Work
     rows: int
     slots: int
+    most_slots: int
     engines: int
     prompt: int
 
@@ -169,7 +171,8 @@ def engine_of(run: Any, memory: MemoryPlan, device: DeviceRates) -> EngineTimes:
     rows = in_process * max(1, ways // same)
     work = _work(memory.roles[0], device)
     engine = replace(work, ways=max(siblings, layout.siblings))
-    return EngineTimes(engine, rows, max(1, min(rows, together)), max(1, step.rows // rows), step.prompt)
+    together = max(1, together)
+    return EngineTimes(engine, rows, min(rows, together), together, max(1, step.rows // rows), step.prompt)
 
 
 def _update(

@@ -68,9 +68,14 @@ class RoleLayout:
 
 def role_processes(run: Any) -> dict[str, int]:
     """Number of processes of each role, by `trainer.placement` if it is set."""
-    settings, roles = run.trainer, tuple(run.shardings())
+    settings, placement = run.trainer, run.trainer.placement
     world: int = settings.n_gpus_per_node * settings.nnodes
-    return dict.fromkeys(roles, world) if settings.placement is None else settings.placement.sizes(roles, world)
+    return dict.fromkeys(run.shardings(), world) if placement is None else placement.sizes(placed_roles(run), world)
+
+
+def placed_roles(run: Any) -> tuple[str, ...]:
+    """The roles of a run, a sampler too, which is not sharded."""
+    return tuple(getattr(run, "placed_roles", None) or run.shardings())
 
 
 def role_layouts(run: Any) -> dict[str, RoleLayout]:
