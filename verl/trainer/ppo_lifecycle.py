@@ -340,5 +340,7 @@ def _schedule_options(run: PPODescription) -> ScheduleOptions | None:
         return None
     head = replay_identity(redact_tree(as_plain(run))) | environment_record()
     source = run.trainer.replay_schedule
-    engines = range(0 if source is None else run.num_samplers)
+    if source is None:
+        return ScheduleOptions(json.dumps(head))
+    engines = range(run.num_samplers)
     return ScheduleOptions(json.dumps(head), tuple(read_schedule(source, head, engine) for engine in engines))
