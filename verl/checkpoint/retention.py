@@ -9,17 +9,22 @@ import contextlib
 import json
 import secrets
 import sys
-from collections.abc import Iterable
+import time
+import weakref
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from pydantic import PositiveInt
 
+from verl.checkpoint.commit.fencing import LOCK_POLL_S
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.commit.upload_state import forget_removed_uploads, waiting_for_upload
 from verl.checkpoint.core.checkpoint import Checkpoint, read_state
 from verl.checkpoint.core.filesystem import (
+    NO_LOCK,
+    FileSystem,
     files_below,
     is_directory,
     make_directories,
@@ -161,16 +166,57 @@ def prune(store: CheckpointStore, retention: Retention, of_each_line: bool = Fal
         dropped = [checkpoint for checkpoint in complete if checkpoint.name not in reasons]
         if not dropped:
             return []
-        trash = store.directory / TRASH
+        trash, removed = store.directory / TRASH, list[str]()
         make_directories(store.disk, trash, store.directory)
         for checkpoint in dropped:
-            store.disk.rename(checkpoint.directory, trash / f"{checkpoint.name}-{secrets.token_hex(6)}")
+            with _unless_read(store, checkpoint) as is_free:
+                if is_free:
+                    store.disk.rename(checkpoint.directory, trash / f"{checkpoint.name}-{secrets.token_hex(6)}")
+                    removed.append(checkpoint.name)
         store.disk.sync_directory(trash)
         store.disk.sync_directory(store.directory)
     with write_errors("emptying the trash"):
         remove_content(store.disk, trash)  # not the directory: another process may be moving something there
         forget_removed_uploads(store)
-    return [checkpoint.name for checkpoint in dropped]
+    return removed
+
+
+@contextlib.contextmanager
+def _unless_read(store: CheckpointStore, checkpoint: Checkpoint) -> Iterator[bool]:
+    """Whether no run holds a `ReadLock` of a checkpoint, nor takes one meanwhile."""
+    try:
+        lock, is_free = store.disk.lock(checkpoint.directory), False
+    except OSError as error:
+        if error.errno not in NO_LOCK:
+            raise
+        lock, is_free = None, True
+    try:
+        yield is_free or lock is not None
+    finally:
+        if lock is not None:
+            store.disk.close(lock)
+
+
+class ReadLock:
+    """Keeps retention from removing a checkpoint that is read, until `release` or the end of the process.
+
+    Raises:
+        CheckpointNotFound: it is gone.
+    """
+
+    def __init__(self, checkpoint: Checkpoint):
+        disk, self.release = FileSystem(), lambda: None
+        try:
+            while (lock := disk.lock(checkpoint.directory, shared=True)) is None:
+                time.sleep(LOCK_POLL_S)  # retention is about to rename it
+            self.release = weakref.finalize(self, disk.close, lock)
+        except FileNotFoundError as error:
+            raise CheckpointNotFound(
+                f"{checkpoint.directory} was removed by the retention of its run while it was looked at. Start again."
+            ) from error
+        except OSError as error:
+            if error.errno not in NO_LOCK:
+                raise
 
 
 def pin(store: CheckpointStore, name: str, reason: str = "") -> None:
@@ -273,7 +319,8 @@ def clean(store: CheckpointStore, retention: Retention) -> CleanupPlan:
     store.borrow_claim()
     removed = prune(store, retention, of_each_line=True)
     store.remove_leftovers()
-    reasons = {name: reason for name, reason in planned.kept.items() if name not in removed}
+    reasons = dict.fromkeys(planned.removed, "a run was resumed from it and goes on") | planned.kept
+    reasons = {name: reason for name, reason in reasons.items() if name not in removed}
     return replace(planned, removed=tuple(removed), kept=reasons)
 
 

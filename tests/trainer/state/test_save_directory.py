@@ -27,10 +27,10 @@ from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.filesystem import FileSystem, FreeSpace
 from verl.checkpoint.read.discovery import RUN_LOCK, CheckpointDirectory
-from verl.checkpoint.retention import Retention, prune
+from verl.checkpoint.retention import ReadLock, Retention, clean, prune
 from verl.cli.checkpoint import app as checkpoint_commands
 from verl.component import BuildContext
-from verl.errors import CheckpointFenced, ConfigError, NoSpaceForCheckpoint
+from verl.errors import CheckpointFenced, CheckpointNotFound, ConfigError, NoSpaceForCheckpoint
 from verl.storage.config import LocalStorage, S3Storage
 from verl.trainer.state.save_directory import SaveDirectoryChoice, job_name, run_dir_faults
 from verl.trainer.train_loop import TrainLoop
@@ -341,6 +341,27 @@ def test_what_a_run_saves_until_it_lets_go_of_the_directory_is_where_the_next_on
     assert chosen.resumed.step == 4
     chosen.release()
     assert not (directory / RUN_LOCK).exists()
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_the_retention_of_a_living_run_leaves_what_another_run_goes_on_from(saves):
+    directory = Path("saved").absolute()
+    for step in (1, 2, 3, 4):
+        saved_step(directory, step)
+    store, rules = CheckpointStore(directory), Retention(keep_last_n=2)
+    settings = Checkpointing(save_dir="mine") if saves else None
+    choice = SaveDirectoryChoice(settings, TRAINER, "", None, {"seed": 1}, "second")
+    chosen = choice.choose("saved/global_step_1")
+    assert chosen.resumed is not None
+    assert prune(store, rules) == ["global_step_2"]
+    assert choice.choose("saved/global_step_1", dry=True).reading is None
+    assert clean(store, rules).kept["global_step_1"] == "a run was resumed from it and goes on"
+    chosen.release()
+    assert prune(store, rules) == ["global_step_1"]
+    with pytest.raises(
+        CheckpointNotFound, match=r"global_step_1 was removed by the retention of its run.* Start again"
+    ):
+        ReadLock(chosen.resumed.checkpoint)
 
 
 def test_a_choice_that_fails_lets_go_of_the_directory(monkeypatch):

@@ -227,16 +227,16 @@ class FileSystem:
         return FreeSpace(stats.f_bavail * stats.f_frsize, stats.f_favail if stats.f_files else None)
 
     @_operation
-    def lock(self, path: Path) -> FileHandle | None:
-        """Lock a file or directory exclusively until it is closed or the process ends; None if another process holds
-        it, or has replaced it meanwhile.
+    def lock(self, path: Path, shared: bool = False) -> FileHandle | None:
+        """Lock a file or directory, exclusively or not, until it is closed or the process ends; None if another process
+        holds it, or has replaced it meanwhile.
 
         Raises:
             OSError: one of NO_LOCK if the file system has no locks.
         """
         fd = self._open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             with self._at(path) as (parent, name):
                 if not os.path.samestat(os.fstat(fd), os.stat(name, dir_fd=parent)):
                     raise BlockingIOError

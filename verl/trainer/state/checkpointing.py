@@ -95,7 +95,7 @@ class CheckpointSaver:
         self._config, self.identity = redact_tree(dict(config)), dict(identity)
         self.run_dir_lock: RunLock | None = None
         self._longest_step_s = 0.0
-        self._tier, self._lease = place.tier, place.lease
+        self._tier, self._lease, self._reading = place.tier, place.lease, place.reading
         self._uploader: Uploader | None = None
         self._num_waiting = 0  # checkpoints that were not yet uploaded at the last report
         self._writer: CheckpointWriter | None = None
@@ -418,7 +418,7 @@ class CheckpointSaver:
             self._close_uploader(waits=status is not None)
             if status is not None:
                 self.lineage.add("end", status=status, step=step)
-        for held in (self._lease, self._lock, self.run_dir_lock):
+        for held in (self._reading, self._lease, self._lock, self.run_dir_lock):
             if held is not None:
                 held.release()
 

@@ -35,6 +35,7 @@ from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory, read_poi
 from verl.checkpoint.remote.commit_log import LEASE_S, RENEW_EVERY_S, LeaseRecord, StoreLease, living_holder
 from verl.checkpoint.remote.transfer import CheckpointTier, find_at, tier_of
 from verl.checkpoint.resume_point import ResumePoint, find
+from verl.checkpoint.retention import ReadLock
 from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError, StorageError, StorageRefused
 from verl.storage.config import Storage, is_address, storage_at
 from verl.tracking.console import shown_path
@@ -60,6 +61,7 @@ class SaveDirectory:
         resumed: the checkpoint that it resumes from, or None.
         lock: the lock that is held; None if nothing is saved.
         lease: the lease in object storage; None without storage, or if it did not answer.
+        reading: keeps a checkpoint of another directory that it resumes from.
         messages: information for the user, one sentence each.
     """
 
@@ -68,11 +70,12 @@ class SaveDirectory:
     resumed: ResumePoint | None = None
     lock: RunLock | None = None
     lease: StoreLease | None = None
+    reading: ReadLock | None = None
     messages: list[str] = field(default_factory=list)
 
     def release(self) -> None:
         """Release what is held of it."""
-        for held in (self.lease, self.lock):
+        for held in (self.reading, self.lease, self.lock):
             if held is not None:
                 held.release()
 
@@ -137,9 +140,11 @@ class SaveDirectoryChoice:
                 undo.callback(chosen.release)
             point = self._latest(dry) if resume == LATEST else None if resume is None else self._named(resume, dry)
             chosen.resumed = point
+            is_inside = point is not None and point.checkpoint.directory.parent == self.directory
+            if point is not None and not dry and not (self._saves and is_inside):
+                chosen.reading = ReadLock(point.checkpoint)
             if not self._saves:
                 return chosen
-            is_inside = point is not None and point.checkpoint.directory.parent == self.directory
             is_checked = resume != LATEST and not is_inside and not self._may_move
             if is_checked and (fault := self._fault_of_owner()) is not None:
                 raise ConfigError(fault)
