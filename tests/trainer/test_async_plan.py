@@ -113,6 +113,14 @@ def test_the_best_split_gives_both_sides_as_much_as_they_need():
     assert "was not tried with engines of several devices" in [*planned.lines()][-1]
 
 
+def test_a_placement_is_the_split_that_is_simulated():
+    ray = ["trainer=ray", "sharding=ddp", "trainer.n_gpus_per_node=6", "+trainer.placement.workers={sampler:2}"]
+    times = replace(TIMES, devices=6, train_s=40.0)
+    planned = plan_async(run_of(*ASYNC_2, *ray), times, lengths(*[10] * 16))
+    assert {(setting.generate, setting.train) for setting in planned.settings[1:]} == {(2, 6)}
+    assert planned.best.samples_per_s == pytest.approx(16 / 40)  # six devices train as long as they do alone
+
+
 def test_a_staleness_without_end_is_planned():
     planned = plan_async(run_of(*ASYNC_2, "trainer.max_staleness=1000000000"), TIMES, lengths(2, 4))
     assert [setting.max_staleness for setting in planned.settings] == [None, 0, 1, 2, 4, 64]
@@ -131,6 +139,7 @@ def test_the_command_prints_a_table_and_numbers():
     assert sampler["weights"] == actor["actor weights"]  # the copy is in a row of its own, with its cache
     assert sampler["keys and values"] > 0
     assert actor["weights for the sampler"] == 3 * actor["actor weights"]
+    assert actor["copy for the writer"] == 3 * actor["actor weights"]  # of its moments too; the sampler saves nothing
     for lengths_here in ("4,x", "4,0", ""):
         refused = CliRunner().invoke(app, [*arguments, "--lengths", lengths_here])
         assert (refused.exit_code, f"--lengths is '{lengths_here}'" in refused.output) == (2, True)

@@ -267,12 +267,15 @@ class AsyncPlan:
 def plan_async(run: Any, times: AsyncTimes, lengths: Lengths) -> AsyncPlan:
     """Simulate the synchronous run, the best split of the devices for its `max_staleness`, and other bounds with it.
 
-    Where one engine takes all devices, as many others generate.
+    Where one engine takes all devices, as many others generate; where `trainer.placement` divides them, those of the
+    sampler.
     """
     drains = run.rollout.weight_update == "drain"
     times = replace(times, drains=drains, sync_waits=drains and run.rollout.runs_ahead)
     count, each, staleness = times.devices, times.per_engine, min(MOST_STALENESS, run.trainer.max_staleness)
     splits = [(k, count - k) for k in range(each, count, each)] or [(count, count)]
+    if run.trainer.placement is not None and run.num_samplers:
+        splits = [(each * run.num_samplers, count)]
     tried = (simulate(AsyncSetting(staleness, *split), times, lengths) for split in splits)
     best = max(tried, key=lambda setting: setting.samples_per_s)
     bounds = sorted({*STALENESS, staleness} if not times.sync_waits else {0, min(1, staleness)})
