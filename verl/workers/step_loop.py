@@ -77,7 +77,7 @@ class StepLoop:
         self._environments: Environments | None = None
         self._snapshots: dict[
             int, dict[str, Tensor]
-        ] = {}  # of the latest save, by training step; asked for or not
+        ] = {}  # of saves since a begin or weights, by step; asked for or not
         self._idle_s = 0.0
         self._events: deque[_Event] = deque()
         self._changed = threading.Condition()
@@ -388,6 +388,7 @@ class StepLoop:
         self._is_lost = True
 
     def _begin(self, batch: ResponseBatch, row_tokens: int) -> None:
+        self._snapshots.clear()
         self._row_tokens = max(self._row_tokens, row_tokens)
         batch.begin()
 
@@ -395,6 +396,7 @@ class StepLoop:
         with nullcontext() if self._turns is None else self._turns.paused():
             loaded = load()
         self.version, self._reload, self._is_lost = version, load, False
+        self._snapshots.clear()
         return loaded
 
     def _save(self, step: int) -> dict[str, Tensor]:
@@ -407,7 +409,7 @@ class StepLoop:
             for number, batch in batches.items():
                 fields = {name: batch.prompts[name] for name in PROMPT_FIELDS} | batch.state(self._dtype)
                 state |= {f"{number}.{name}": x for name, x in fields.items()}
-            self._snapshots = {step: state}
+            self._snapshots[step] = state
         return state
 
     def _open_turns(self) -> TurnEngine:
