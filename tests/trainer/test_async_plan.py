@@ -153,6 +153,7 @@ def test_the_command_prints_a_table_and_numbers():
     assert sampler["weights"] == actor["actor weights"]  # the copy is in a row of its own, with its cache
     assert sampler["keys and values"] > 0
     assert actor["weights for the sampler"] == 3 * actor["actor weights"]
+    assert actor["copy for the writer"] == 3 * actor["actor weights"]  # of its moments too; the sampler saves nothing
     for lengths_here in ("4,x", "4,0", ""):
         refused = CliRunner().invoke(app, [*arguments, "--lengths", lengths_here])
         assert (refused.exit_code, f"--lengths is '{lengths_here}'" in refused.output) == (2, True)

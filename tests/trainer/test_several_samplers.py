@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import os
@@ -10,17 +11,21 @@ from typing import Any
 
 import pytest
 from cluster.ray_here import placed
+from environments.waiting_game import WaitingGames
 from same_training import ROUNDING, compared, same_training, saved
-from trainer.runs import fit
+from trainer.runs import Prompts, fit
 from trainer.test_async_episodes import in_flight as playing_in_flight
+from trainer.test_async_rewards import Waiting, ahead, engine_of
 from trainer.test_async_training import asynchronous, in_flight
 
 from verl.cluster.placement import DeviceMesh
 from verl.component import BuildContext
+from verl.data.sampler import EpochSampler
 from verl.errors import RolloutError, WorkerDied
 from verl.models.hf_state_dict import live_tensors
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.train_loop import TrainLoop
+from verl.utils.seeding import derive_seed
 from verl.workers import sampler as sampler_module
 from verl.workers.sampler import SamplerWorker
 from verl.workers.schedule import read_lines, schedule_path
@@ -132,6 +137,18 @@ def test_a_dead_engine_of_two_ends_the_run_by_its_rank(model32, tmp_path):
     assert error.value.rank == 1
 
 
+@TWO
+@needs_two_cores
+def test_a_group_of_one_engine_is_rated_while_another_has_none(model32, tmp_path):
+    slow, awaited = [1 + row for row in EpochSampler(8, 2, seed=derive_seed(0, "data order")).next_batch().tolist()]
+    games = WaitingGames(slow=slow, awaited=awaited, directory=str(tmp_path), max_tokens=20, max_turns=2)
+    data = Prompts(train=tuple("1" * length for length in range(1, 9)), eval=())
+    options: dict[str, Any] = {"rollout": engine_of("in_flight"), "data": data, "eval_samples": 0, "total_steps": 1}
+    run = ahead(model32, tmp_path, Waiting(fails_on=(str(tmp_path),)), placement=mesh(*ENGINES), **options)
+    fit(dataclasses.replace(run, environment=games), tmp_path / "run")
+    assert [path.name for path in tmp_path.glob("waited_*")] == ["waited_for_it"]
+
+
 class OneWrong(SamplerWorker):
     """Changes a value of its copy where it is the second engine."""
 
@@ -154,5 +171,5 @@ class WrongHost(sampler_module.SamplerHost):
 def test_wrong_weights_in_the_second_engine_stop_the_run(model32, tmp_path, monkeypatch):
     monkeypatch.setattr("verl.trainer.ppo_lifecycle.SamplerHost", WrongHost)
     run = in_flight(model32, tmp_path, placement=mesh(*ENGINES))
-    with pytest.raises(RolloutError, match=r"does not hold the trainer's weights of version 0: 1 of \d+ tensors"):
+    with pytest.raises(RolloutError, match=r"rank 1 of the sampler does not hold .* weights of version 0: 1 of \d+ te"):
         fit(run, tmp_path / "run")

@@ -172,6 +172,20 @@ def test_responses_that_no_event_would_bring_are_not_awaited(model64, prompts):
     engine.loop.close()
 
 
+def test_saves_side_by_side_that_a_replay_is_asked_for_late_are_each_of_its_own_step(model64, prompts):
+    """Steps that are skipped at the end of a run have neither weights nor a batch between their saves."""
+    events = [*EVENTS[:4], ScheduledEvent(9, "save", 1, 8), ScheduledEvent(12, "save", 2, 8)]
+    engine = Engine(model64, events=events)
+    for version, step in enumerate((1, 2)):
+        engine.loop.take_weights(version, lambda v=version: engine.load(v))
+        engine.loop.begin(prompts("ab", "cde"), GenerationRequest(step, 2))
+    until = time.monotonic() + 30
+    while engine.loop.schedule.next is not None and time.monotonic() < until:
+        time.sleep(0.01)
+    assert [int(engine.loop.save(step)["engine_step"][0]) for step in (1, 2, 2)] == [9, 12, 12]
+    engine.finish()
+
+
 def test_lines_of_a_schedule_without_a_directory_are_written_by_the_driver(tmp_path):
     head = {"setting": 1}
     here, away = Schedule(head, ScheduleFile(tmp_path / FILE)), Schedule(head)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.cluster.placement import ROLES, DeviceMesh
+from verl.cluster.placement import ROLES, SAMPLER, DeviceMesh
 from verl.component import Description, as_plain
 from verl.compose.command_line import parse_overrides
 from verl.compose.compose import choices_of
@@ -89,7 +89,7 @@ def sharding_for_devices(
         return [], []
     if device_mesh is not None:
         sizes = device_mesh.sizes(ROLES, 1)
-        if max(sizes.values()) == 1:
+        if all(size == 1 for role, size in sizes.items() if role != SAMPLER):
             return [], []
         return ["sharding=ddp"], ["device_mesh has roles on several devices, and no backend is named: sharding=ddp."]
     count, there = named.get("trainer.n_gpus_per_node", 1), torch.cuda.device_count()

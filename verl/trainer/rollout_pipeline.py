@@ -342,13 +342,14 @@ class RolloutPipeline:
         """
         while self._loads and self._loads[0][2].done():
             version, sent, load = self._loads.popleft()
-            loaded = _answer(load)
-            if wrong := [x for x, digest in sent.items() if any(weights.get(x) != digest for weights in loaded)]:
-                raise RolloutError(
-                    f"the sampler does not hold the trainer's weights of version {version}: {len(wrong)} of "
-                    f"{len(sent)} tensors differ, {', '.join(wrong[:8])}{', ...' if wrong[8:] else ''}. What it drew "
-                    "with them was not trained on. Resume from the last checkpoint."
-                )
+            for rank, held in enumerate(_answer(load)):
+                if wrong := [name for name, digest in sent.items() if held.get(name) != digest]:
+                    raise RolloutError(
+                        f"rank {rank} of the sampler does not hold the trainer's weights of version {version}: "
+                        f"{len(wrong)} of {len(sent)} tensors differ, {', '.join(wrong[:8])}"
+                        f"{', ...' if wrong[8:] else ''}. What it drew with them was not trained on. Resume from the "
+                        "last checkpoint."
+                    )
 
     def _call(self, method: Callable[..., Future[Any]], *args: Any) -> Future[Any]:
         """Ask the sampler, and count the time in which it had nothing to do."""

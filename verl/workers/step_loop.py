@@ -39,6 +39,7 @@ from verl.workers.schedule import EventKind, Schedule, ScheduledEvent
 log = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.05  # for groups that are finished
+AWAIT_GROUPS_S = 0.5  # of this engine, before those of others are asked for again
 MOST_LOSSES = 2  # of engines, one after another, before a row is finished
 
 
@@ -74,7 +75,9 @@ class StepLoop:
         self._rows: dict[int, OpenRow] = {}  # those that are not finished, by number
         self._batches: dict[int, ResponseBatch] = {}  # that were not taken, by training step
         self._environments: Environments | None = None
-        self._snapshots: dict[int, dict[str, Tensor]] = {}  # of the latest save, by training step; asked for or not
+        self._snapshots: dict[
+            int, dict[str, Tensor]
+        ] = {}  # of saves since a begin or weights, by step; asked for or not
         self._idle_s = 0.0
         self._events: deque[_Event] = deque()
         self._changed = threading.Condition()
@@ -112,7 +115,8 @@ class StepLoop:
         self, known: Mapping[int, Collection[int]], awaited: int | None = None
     ) -> tuple[bool, dict[int, DataProto]]:
         """Rows of finished groups other than the `known` ones (`group_ids`) of these training steps; with `awaited`, a
-        step, wait until its batch is finished or there are some. Returns whether it is finished, and the rows, by step.
+        step, wait until its batch is finished or there are some, or a while if the engine goes on. Returns whether it
+        is finished, and the rows, by step.
         """
 
         def new() -> dict[int, list[int]]:
@@ -126,8 +130,13 @@ class StepLoop:
 
         is_finished = False
         if awaited is not None:
-            batch = self._batches[awaited]
-            self._await(batch, lambda: batch.is_finished or bool(new()))
+            batch, began, until = self._batches[awaited], self.engine_step, time.monotonic() + AWAIT_GROUPS_S
+
+            def may_return() -> bool:
+                goes_on = self.engine_step > began or self._num_called > 0  # one that hangs keeps the call open
+                return batch.is_finished or bool(new()) or (goes_on and time.monotonic() > until)
+
+            self._await(batch, may_return)
             is_finished = batch.is_finished  # before its groups are read
         self._raise_failure()
         return is_finished, {step: self._batches[step].assembled(self._dtype, groups) for step, groups in new().items()}
@@ -379,6 +388,7 @@ class StepLoop:
         self._is_lost = True
 
     def _begin(self, batch: ResponseBatch, row_tokens: int) -> None:
+        self._snapshots.clear()
         self._row_tokens = max(self._row_tokens, row_tokens)
         batch.begin()
 
@@ -386,6 +396,7 @@ class StepLoop:
         with nullcontext() if self._turns is None else self._turns.paused():
             loaded = load()
         self.version, self._reload, self._is_lost = version, load, False
+        self._snapshots.clear()
         return loaded
 
     def _save(self, step: int) -> dict[str, Tensor]:
@@ -398,7 +409,7 @@ class StepLoop:
             for number, batch in batches.items():
                 fields = {name: batch.prompts[name] for name in PROMPT_FIELDS} | batch.state(self._dtype)
                 state |= {f"{number}.{name}": x for name, x in fields.items()}
-            self._snapshots = {step: state}
+            self._snapshots[step] = state
         return state
 
     def _open_turns(self) -> TurnEngine:

@@ -71,8 +71,9 @@ def test_gpus_of_an_engine_begin_with_the_trainers_own(monkeypatch):
     two = engine_args.BuildContext(device="cuda:1", rank=1, world_size=2)
     assert engine_args.engine_gpus(two, rollout) == ["5"]
     for key in ("tensor_parallel_size", "pipeline_parallel_size"):
-        with refusal(f"rollout.{key}"):
+        with refusal(f"rollout.{key}") as refused:
             engine_args.engine_gpus(two, VLLMRollout(**{key: 2}))
+        assert "or as the role sampler, each of 2 processes" in str(refused.value)
 
 
 @pytest.mark.parametrize(

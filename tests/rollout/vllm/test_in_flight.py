@@ -179,18 +179,22 @@ def in_flight(model, directory, kv_cache, kind=VLLMRollout, **options):
     return course(model, directory, CORRECTED, **options)
 
 
+def schedules(run_dir):
+    return b"".join(path.read_bytes() for path in sorted(run_dir.glob("schedule*.jsonl")))
+
+
 def repeated(make, directory, resume=None):
-    """The schedule of a run; asserts that a replay, and one that is resumed after step `resume`, have its bits."""
+    """The schedules of a run; asserts that a replay, and one that is resumed after step `resume`, have its bits."""
     fit(make("first"), directory / "first/run")
-    first, schedule = saved(directory / "first"), (directory / "first/run" / FILE).read_bytes()
+    first, schedule = saved(directory / "first"), schedules(directory / "first/run")
     replay = {"replay_schedule": str(directory / "first/run")}
     fit(make("again", **replay), directory / "again/run")
-    assert (directory / "again/run" / FILE).read_bytes() == schedule
+    assert schedules(directory / "again/run") == schedule
     same_training(saved(directory / "again"), first)
     if resume is not None:
         checkpoint = directory / f"first/checkpoints/global_step_{resume}"
         fit(make("cut", resume=checkpoint, **replay), directory / "cut/run")
-        assert (directory / "cut/run" / FILE).read_bytes() == schedule
+        assert schedules(directory / "cut/run") == schedule
         same_training(saved(directory / "cut"), first, after=resume)
     return schedule
 
@@ -229,6 +233,8 @@ def test_episodes_go_on_across_updates_and_evaluations_and_are_repeated_by_their
         ("fsdp, adapter", "recompute"),
         ("fsdp, adapter", "keep"),
         ("mesh", "keep"),
+        ("two engines", "keep"),
+        ("two engines", "recompute"),
         pytest.param("ray", "recompute", marks=RAY),
         pytest.param("ray", "keep", marks=RAY),
     ],
@@ -236,7 +242,9 @@ def test_episodes_go_on_across_updates_and_evaluations_and_are_repeated_by_their
 def test_the_sampler_has_the_engine_of_a_sharded_or_placed_actor(where, kv_cache, tmp_path, request):
     sharded = {"sharding": FSDP(), "n_gpus_per_node": 2}
     mesh = DeviceMesh(devices=("cpu:0", "cpu:1"), sub_meshes={"sampler": ("cpu:1",)})
-    of_actor = {"fsdp": sharded, "mesh": {"placement": mesh}, "ray": {"placement": placed()}}
+    two = DeviceMesh(devices=("cpu:0",), sub_meshes={"sampler": ("cpu:0", "cpu:1")})
+    of_actor = {"fsdp": sharded, "mesh": {"placement": mesh}, "two engines": {"placement": two}}
+    of_actor["ray"] = {"placement": placed()}
     if where == "ray":
         request.getfixturevalue("ray_here")
     model = save_family(tmp_path / "model", "qwen2")

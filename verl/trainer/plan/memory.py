@@ -121,6 +121,7 @@ class MemoryEstimate:
         cache: key-value cache in a process of the actor during generation; 0 if an engine or a server has it, or
             nothing is generated.
         processes: number of processes with roles on this machine.
+        samplers: of these, with the role `sampler` alone, which saves nothing; not counted on the actor's GPU.
         machines: number of machines with as many processes.
         saving: bytes of one checkpoint.
         num_checkpoints: checkpoints on disk at a time.
@@ -140,6 +141,7 @@ class MemoryEstimate:
     machines: int = 1
     stays_awake: bool = False
     sent: int = 0
+    samplers: int = 0
 
     @property
     def host(self) -> int:
@@ -171,12 +173,12 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
         naps = getattr(run.rollout, "sleep", False) and not settings.staleness
         stays_awake = run.rollout.location == "process" and on_gpu and not naps
     saves, samplers = run.checkpoint, getattr(run, "num_samplers", 0)
-    beside = samplers if placement is None and not on_gpu else 0
+    counted = 0 if on_gpu and placement is None else samplers  # on the actor's GPU
     saved = sum(role.saved for role in roles) if saves is not None else 0
     return MemoryEstimate(
         roles=tuple(roles),
         cache=cache,
-        processes=-(-sum(count for _, count in groups) // settings.nnodes) + beside,
+        processes=-(-sum(count for _, count in groups) // settings.nnodes) + (counted if placement is None else 0),
         machines=settings.nnodes,
         saving=saved,
         num_checkpoints=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
@@ -184,6 +186,7 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
         on_host=not on_gpu,
         stays_awake=stays_awake,
         sent=(1 + settings.staleness) * roles[0].weights if samplers else 0,
+        samplers=counted,
     )
 
 
@@ -419,7 +422,7 @@ def _phases(
         if role.name == "actor" and estimate.sent and not device.is_gpu:
             resting["weights for the sampler"] = estimate.sent
     if not device.is_gpu and estimate.copied:
-        resting["copy for the writer"] = estimate.copied // max(1, estimate.processes)
+        resting["copy for the writer"] = estimate.copied // max(1, estimate.processes - estimate.samplers)
     asleep = {part: size for part, size in engine.items() if part == ASLEEP}
     engine = {part: size for part, size in engine.items() if part != ASLEEP}
     is_awake = "engine weights" in engine and not asleep
