@@ -47,19 +47,21 @@ def test_cases_and_unit_tests_decide_and_outcomes_are_told():
         "```\nprint(3)\n```",
         "def add(a, b): return a + b",
         "def add(a, b): return 3",
-        "while True: pass",
         "x = [0] * (1 << 34)",
         "import os\nos._exit(0)",
         "raise SystemExit(0)",
     ]
-    tests = [CASES, json.dumps(CASES), UNIT, UNIT, CASES, CASES, UNIT, UNIT]
-    result = rated(responses, tests, timeout_s=1.0)
-    assert result.scores.tolist() == [1, 0, 1, 0, 0, 0, 0, 0]
-    assert result.parts["tests_passed"].tolist() == [1, 0.5, 1, 0.5, 0, 0, 0, 0]
-    assert result.parts["test_timeouts"].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
+    tests = [CASES, json.dumps(CASES), UNIT, UNIT, CASES, UNIT, UNIT]
+    result = rated(responses, tests)
+    assert result.scores.tolist() == [1, 0, 1, 0, 0, 0, 0]
+    assert result.parts["tests_passed"].tolist() == [1, 0.5, 1, 0.5, 0, 0, 0]
+    assert result.parts["test_timeouts"].tolist() == [0] * 7
     assert result.columns["tests"].tolist() == [
-        "pass pass", "pass fail", "pass pass", "pass error", "timeout", "memory", "fail", "fail"
+        "pass pass", "pass fail", "pass pass", "pass error", "memory", "fail", "fail"
     ]  # fmt: skip
+    endless = rated(["while True: pass"], [CASES], timeout_s=1.0)
+    assert (endless.scores.tolist(), endless.columns["tests"].tolist()) == ([0], ["timeout"])
+    assert [endless.parts[name].tolist() for name in ("tests_passed", "test_timeouts")] == [[0], [1]]
 
 
 def test_partial_credit_is_the_share_of_tests_that_pass():

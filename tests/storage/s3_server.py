@@ -27,8 +27,8 @@ IMPASSABLE = {"connection", "transfer-encoding", "content-length", "keep-alive"}
 def s3_server() -> Iterator[str]:
     """The address of a server with the bucket BUCKET; credentials are in the environment meanwhile.
 
-    moto looks for an object and then puts it, in as many threads as there are requests. S3 does so in one: puts wait for
-    each other here, since `If-None-Match` promises that one of many creates an object.
+    moto looks for an object and then puts it, in as many threads as there are requests. S3 does so in one: puts wait
+    for each other here, since `If-None-Match` promises that one of many creates an object.
     """
     from moto.s3.responses import S3Response
     from moto.server import ThreadedMotoServer
@@ -101,9 +101,11 @@ class Proxy(ThreadingHTTPServer):
     """Attributes:
     misbehave: is asked for each request; None passes it on.
     seen: all requests so far, without their bodies.
+    is_serial: the store has done what it is asked before the next request is looked at.
     """
 
-    daemon_threads = True
+    daemon_threads, is_serial = True, False
+    request_queue_size = 128  # else a connection that is one too many waits a second
 
     def __init__(self, upstream: str):
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -148,15 +150,14 @@ class _Handler(BaseHTTPRequestHandler):
             request.body = body
             fault = self.server.misbehave(request) or Fault(passed_on=True)
             request.body = b""
+            is_asked = fault.status is None and (fault.passed_on or fault.body is not None or fault.cut is not None)
+            answered = self._ask(body) if is_asked and self.server.is_serial else None
         if fault.status is not None:
             self._answer(fault.status, {"Content-Type": "application/xml"}, fault.body or b"")
             return
-        if fault.passed_on or fault.body is not None or fault.cut is not None:
-            status, headers, answer = self._ask(body)
-        else:
-            status, headers, answer = 500, {}, b""
+        status, headers, answer = answered or (self._ask(body) if is_asked else (500, {}, b""))
         self.server.over.wait(fault.delay_s)
-        if fault.hang_up or not (fault.passed_on or fault.body is not None or fault.cut is not None):
+        if fault.hang_up or not is_asked:
             self.close_connection = True
             return
         self._answer(status, headers, fault.translated(answer) if fault.body is None else fault.body, fault.cut)
