@@ -252,11 +252,13 @@ def test_broken_tests_are_told_with_their_rows_before_the_run():
         "import no_such_module\nassert f(1)": "ModuleNotFoundError",
         "def test_f():\n    assert f(1)": "without a call",
         "open('cases.txt')\nassert f(1)": "FileNotFoundError",
-        "while True:\n    pass\nf(1)": "does not call the program in time",
         "import os\nos._exit(0)\nf()": "ends before a call",
     }
-    reward = CodeTests(sandbox=replace(SANDBOX, timeout_s=2.0)).build(BuildContext())
+    reward = CodeTests(sandbox=SANDBOX).build(BuildContext())
+    hasty = CodeTests(sandbox=replace(SANDBOX, timeout_s=1.0)).build(BuildContext())
     try:
+        (told,) = hasty.check_rows("training rows", [{"tests": "while True:\n    pass\nf(1)"}])
+        assert "does not call the program in time" in told
         for test, why in broken.items():
             (told,) = reward.check_rows("training rows", [{"tests": UNIT}, {"tests": test}])
             assert told.startswith("1 of 3 unit tests of the training rows are broken"), told
@@ -266,6 +268,7 @@ def test_broken_tests_are_told_with_their_rows_before_the_run():
             reward.check_rows("training rows", [{"tests": UNIT}, {"tests": 3}])
     finally:
         reward.close()
+        hasty.close()
 
 
 def test_a_program_with_characters_that_no_file_holds_fails_its_test():
