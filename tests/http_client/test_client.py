@@ -234,7 +234,7 @@ except KeyboardInterrupt:
         )
         assert begun.wait(60)
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=30)[0] == "interrupted\n"
+        assert process.communicate(timeout=120)[0] == "interrupted\n"
     assert process.returncode == 0
 
 
