@@ -16,7 +16,6 @@ import shlex
 import shutil
 import signal
 import threading
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -219,16 +218,24 @@ def finished(model32, tmp_path_factory) -> Path:
     return directory
 
 
-def ended_when_it_listens() -> None:
-    """Send this process a SIGTERM once somebody handles it: a server goes on until then."""
-    before, deadline = signal.getsignal(signal.SIGTERM), time.monotonic() + 60
+@contextlib.contextmanager
+def ended_when_it_listens() -> Iterator[None]:
+    """Send this process a SIGTERM once somebody within handles it: a server goes on until then."""
+    before, is_over = signal.getsignal(signal.SIGTERM), threading.Event()
 
     def end() -> None:
-        while signal.getsignal(signal.SIGTERM) == before and time.monotonic() < deadline:
-            time.sleep(0.05)
+        while signal.getsignal(signal.SIGTERM) == before:
+            if is_over.wait(0.05):
+                return
         os.kill(os.getpid(), signal.SIGTERM)
 
-    threading.Thread(target=end, daemon=True).start()
+    thread = threading.Thread(target=end)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def serve_one_page(server: RunServer) -> None:
@@ -252,10 +259,9 @@ def test_a_command_that_looks_at_a_run_is_done_with_it(command, finished, model3
         "plan": [f"actor.model.path={model32.path}"],
         "serve-policy": ["--port", "0"],
     }.get(words[0], [])
-    if words[0] == "serve-policy":
-        ended_when_it_listens()
     monkeypatch.setattr(RunServer, "serve_forever", serve_one_page)  # of `verl watch --web`
-    result = CliRunner().invoke(app, [*words, *own])
+    with ended_when_it_listens() if words[0] == "serve-policy" else contextlib.nullcontext():
+        result = CliRunner().invoke(app, [*words, *own])
     assert result.exit_code == 0, result.output
 
 

@@ -89,7 +89,7 @@ class WorkerServer:
 
     def close(self) -> None:
         self._socket.close()
-        self._process.wait(timeout=10)
+        self._process.wait(timeout=60)
 
 
 class WithCopies:
@@ -97,14 +97,15 @@ class WithCopies:
 
     def __init__(self) -> None:
         self.server: WorkerServer | None = None
-        modules, environment = self, dict(os.environ)
+        modules, environment, one_at_a_time = self, dict(os.environ), threading.Lock()
 
         class Popen(subprocess.Popen):
             def __init__(self, command: Any, **options: Any):
                 if not is_as_a_copy(command, options, environment):
                     super().__init__(command, **options)
                     return
-                modules.server = modules.server or WorkerServer(environment)
+                with one_at_a_time:
+                    modules.server = modules.server or WorkerServer(environment)
                 self.args, self.returncode, self._child_created = command, None, True
                 self._waitpid_lock = threading.Lock()
                 self.stdin = self.stdout = self.stderr = None

@@ -17,7 +17,7 @@ def workers_of(driver: int) -> list[int]:
 
     The processes that write checkpoints for a worker are none, nor are those of a laboratory.
     """
-    forked = worker_server.forked.items() if driver == os.getpid() else ()
+    forked = list(worker_server.forked.items()) if driver == os.getpid() else ()  # another thread may start one
     copies = [pid for pid, variables in forked if LABORATORY not in variables and is_running(pid)]
     return sorted([*copies, *_children_of(driver, b"verl.cluster.worker")])
 

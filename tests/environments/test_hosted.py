@@ -257,7 +257,7 @@ def test_processes_that_an_environment_started_end_with_it_however_it_ends(tmp_p
 
         asyncio.run(play())
     """)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == -signal.SIGKILL, done.stderr
     pids = [int((tmp_path / name).read_text()) for name in ("dies", "closed", "killed")]
     assert wait_until_gone(pids) == []

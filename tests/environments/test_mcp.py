@@ -53,9 +53,7 @@ class HTTPServer:
     """The server in a thread, on a port that it keeps when it is started again."""
 
     def __init__(self):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}/mcp"
+        self.port = 0
         self.headers: list[str | None] = []
 
     def start(self):
@@ -69,9 +67,11 @@ class HTTPServer:
             self.headers.append(dict(scope.get("headers") or []).get(b"authorization", b"").decode() or None)
             await app(scope, receive, send)
 
-        config = uvicorn.Config(watched, port=self.port, log_level="error", timeout_graceful_shutdown=1)
-        self.server = uvicorn.Server(config)
-        self.thread = threading.Thread(target=self.server.run, daemon=True)
+        listener = socket.create_server(("127.0.0.1", self.port))  # of its own from the beginning
+        self.port = listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}/mcp"
+        self.server = uvicorn.Server(uvicorn.Config(watched, log_level="error", timeout_graceful_shutdown=1))
+        self.thread = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
         self.thread.start()
         deadline = time.monotonic() + 60
         while not self.server.started:

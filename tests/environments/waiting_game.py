@@ -11,7 +11,7 @@ from typing import Any
 from verl.component import BuildContext, component
 from verl.environments.base import EnvironmentDescription, EnvironmentFactory, StepResult
 
-PATIENCE_S = 20.0
+PATIENCE_S = 50.0  # less than a reset may take
 
 
 class WaitingGame:

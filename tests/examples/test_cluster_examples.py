@@ -134,9 +134,9 @@ def test_the_script_for_several_nodes_waits_for_the_save_and_puts_back_only_what
     job = subprocess.Popen(["bash", EXAMPLES / "slurm/several_nodes.sbatch"], env=environment, cwd=tmp_path)
     if requests:
         until(lambda: (tmp_path / "log").exists(), job)
-        time.sleep(0.1)  # the script sets its trap after it has started the driver
+        until(lambda: catches(job.pid, signal.SIGTERM), job)  # it sets its trap after it has started the driver
         job.send_signal(signal.SIGTERM)
-    assert job.wait(20) == status
+    assert job.wait(60) == status
     told = tmp_path / "requests"
     assert (told.read_text().splitlines() if told.exists() else []) == requests
     if requests:
@@ -173,6 +173,13 @@ def test_a_job_at_its_time_limit_is_saved_put_back_and_goes_on(model32, tmp_path
     assert requests.read_text() == "requeue 7\n"  # not again
     assert CheckpointManager(saved).step == 60
     assert f"global_step_{stopped}" in (tmp_path / "log").read_text()
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler of a signal."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
 def until(is_so, job: subprocess.Popen, timeout_s: float = 120) -> None:

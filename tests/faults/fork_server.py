@@ -84,7 +84,7 @@ class Child:
     def is_running(self) -> bool:
         return self._status is None and self._end(0.0) is None
 
-    def wait(self, timeout_s: float = 120.0) -> int:
+    def wait(self, timeout_s: float = 300.0) -> int:
         """Exit status, or the negative number of the signal."""
         status = self._end(timeout_s)
         assert status is not None, f"still running after {timeout_s} s:\n{self.said()}"
@@ -179,7 +179,7 @@ class ForkServer:
             child.kill()
         self.process.stdin.close()
         try:
-            self.process.wait(timeout=10)
+            self.process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()

@@ -34,7 +34,7 @@ from verl.tracking.plots import MetricSeries, draw
 from verl.trainer.state.lineage import Lineage, read_events
 from verl.utils.external_input import open_regular, write_text
 
-LIMIT_S = 20  # against hangs
+LIMIT_S = 120  # against hangs
 
 
 @contextlib.contextmanager

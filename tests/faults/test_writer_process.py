@@ -297,7 +297,7 @@ class TrainerProcess:
 def test_a_trainer_that_ends_without_closing_has_its_saves_finished_and_leaves_no_process(tmp_path, ending):
     with TrainerProcess(tmp_path / "checkpoints", ending, sleep_s=0.03) as trainer:
         pids = {trainer.next_step()[1] for _ in (1, 2)}
-        assert trainer.process.wait(timeout=30) == (ending == "raised")
+        assert trainer.process.wait(timeout=120) == (ending == "raised")
         for pid in pids:
             assert not is_running(pid)
     check(CheckpointStore(tmp_path / "checkpoints"), [1, 2])
@@ -308,7 +308,7 @@ def test_a_terminated_trainer_leaves_no_process_and_the_save_under_way_is_finish
     with TrainerProcess(tmp_path / "checkpoints", "terminated", sleep_s=0.1) as trainer:
         _, pid = trainer.next_step()
         trainer.next_step()
-        assert trainer.process.wait(timeout=30) == -signal.SIGTERM
+        assert trainer.process.wait(timeout=120) == -signal.SIGTERM
         assert wait_until_gone([pid]) == []
     good, bad = CheckpointStore(tmp_path / "checkpoints").survey("full")
     assert bad == []
@@ -320,7 +320,7 @@ def test_a_writer_notices_the_death_of_its_trainer_even_while_a_forked_child_liv
     with TrainerProcess(tmp_path / "checkpoints", "forked", sleep_s=0.01) as trainer:
         pids = {trainer.next_step()[1] for _ in (1, 2)}
         trainer.next_step()
-        assert trainer.process.wait(timeout=30) == -signal.SIGKILL
+        assert trainer.process.wait(timeout=120) == -signal.SIGKILL
         for pid in pids:
             assert wait_until_gone([pid]) == []
     good, bad = CheckpointStore(tmp_path / "checkpoints").survey("full")

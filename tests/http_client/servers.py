@@ -43,6 +43,7 @@ class Server(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128  # else a connection that is one too many waits a second
 
     def __init__(self, answer: Callable[[Asked], Any], page: Callable[[str], Any]):
         super().__init__(("127.0.0.1", 0), _Handler)
@@ -74,18 +75,21 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self):
         said = self.server.page(self.path)
-        self._send(said if isinstance(said, Say) else Say(body=said))
+        said = said if isinstance(said, Say) else Say(body=said)
+        time.sleep(said.delay_s)
+        self._send(said)
 
     def do_POST(self):
         content = self.rfile.read(int(self.headers["Content-Length"]))
         headers = {name.lower(): value for name, value in self.headers.items()}
         asked = Asked(self.path, headers, json.loads(content), time.monotonic())
-        with self.server.counted(asked):
+        with self.server.counted(asked):  # to the end of its work: once it is sent, the next request may be there first
             said = Say(hang_up=True) if self.server.is_over else self.server.answer(asked)
-            self._send(said if isinstance(said, Say) else Say(body=said))
+            said = said if isinstance(said, Say) else Say(body=said)
+            time.sleep(said.delay_s)
+        self._send(said)
 
     def _send(self, say: Say) -> None:
-        time.sleep(say.delay_s)
         if say.hang_up:
             self.close_connection = True
             return

@@ -104,8 +104,9 @@ import sys, os, threading, time
 from pathlib import Path
 from verl.http_client.request import AnswerCache
 cache = AnswerCache(Path(sys.argv[1]), 1.0)
+cache.put("0", "0" * 1000)
 threading.Thread(target=lambda: (time.sleep(0.2), os.kill(os.getpid(), 9)), daemon=True).start()
-i = 0
+i = 1
 while True:
     cache.put(str(i), str(i) * 1000)
     i += 1
@@ -115,5 +116,5 @@ while True:
     with sqlite3.connect(tmp_path / CACHE_NAME) as connection:
         assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
         rows = connection.execute("SELECT key, text FROM answers").fetchall()
-    assert rows
+    assert ("0", "0" * 1000) in rows
     assert all(text == key * 1000 for key, text in rows)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import signal
 import subprocess
@@ -84,16 +85,19 @@ def test_answers_go_to_their_questions_at_most_so_many_at_a_time(asked_of):
     ],
 )
 def test_what_may_pass_is_asked_again_and_says_why_it_failed_in_the_end(bad, why, asked_of):
-    settings = {"timeout_s": 1.0 if why.startswith("no answer") else 60.0, "max_answer_mib": 1.0}
+    is_late = why.startswith("no answer")  # so may any answer be on a slow machine
+    settings = {"timeout_s": 1.0 if is_late else 60.0, "max_answer_mib": 1.0}
     with serving(in_turn(bad, 7)) as server:
         ask = Number()
-        report = asked_of(server, [ask], **settings)[0]
-        assert (report.failure, report.attempts, ask.answer) == (None, 2, 7)
-        assert len(server.asked) == 2
+        report = asked_of(server, [ask], **settings, **({"retries": 20} if is_late else {}))[0]
+        assert (report.failure, ask.answer) == (None, 7)
+        assert report.attempts == 2 or (is_late and report.attempts > 2)
+        assert len(server.asked) == 2 or is_late
     with serving(in_turn(bad)) as server:
         report = asked_of(server, [Number()], **settings)[0]
         assert why in report.failure
-        assert report.attempts == len(server.asked) == 3
+        assert report.attempts == 3
+        assert len(server.asked) == 3 or is_late
         assert len(report.failure) < 400
 
 
@@ -142,8 +146,14 @@ def test_all_that_is_not_answered_in_total_time_fails(asked_of):
 
 
 def test_the_first_failure_may_end_the_others(asked_of):
-    with serving(lambda asked: Say(status=400) if asked.body["number"] == 0 else Say(1, delay_s=0.3)) as server:
+    ended = threading.Event()
+
+    def answer(asked):
+        return Say(status=400) if asked.body["number"] == 0 else Say(1 if ended.wait(60) else None)
+
+    with serving(answer) as server:
         reports = asked_of(server, [Number(i) for i in range(8)], stop_at_failure=True, max_concurrency=2)
+        ended.set()
     assert reports[0].kind == "answer"
     assert reports[2:] == [None] * 6
     assert len(server.asked) < 8
@@ -224,7 +234,7 @@ except KeyboardInterrupt:
         )
         assert begun.wait(60)
         process.send_signal(signal.SIGINT)
-        assert process.communicate(timeout=30)[0] == "interrupted\n"
+        assert process.communicate(timeout=120)[0] == "interrupted\n"
     assert process.returncode == 0
 
 
@@ -269,16 +279,23 @@ def test_bodies_are_json_whatever_numbers_they_are_made_of():
         encoded(object())
 
 
-def test_code_that_reads_an_answer_and_does_not_return_is_named(asked_of):
-    end = threading.Event()
+def test_code_that_reads_an_answer_and_does_not_return_is_named():
+    reading, end = threading.Event(), threading.Event()
 
     class Endless(Number):
         def read(self, answer):
-            end.wait(30.0)
+            reading.set()
+            end.wait(300)
 
-    with serving(in_turn(1)) as server, pytest.raises(ComponentHung, match=r"not returned for 0\.3 s:[\s\S]*in read"):
-        asked_of(server, [Endless()], total_timeout_s=0.3)
-    end.set()
+    with serving(in_turn(1)) as server:
+        client = server.endpoint().build(BuildContext())
+        begun = client.begin([Endless()])
+        assert reading.wait(60)
+        client.endpoint = dataclasses.replace(client.endpoint, total_timeout_s=0.3)
+        with pytest.raises(ComponentHung, match=r"not returned for 0\.3 s:[\s\S]*in read"):
+            client.wait(begun)
+        end.set()
+        client.close()
 
 
 @pytest.mark.exhaustive

@@ -25,13 +25,13 @@ CONF = Path(__file__).parents[2] / "conf"
 
 @pytest.fixture
 def no_hub(monkeypatch, tmp_path):
-    """An empty cache, and a hub at a port where nothing listens."""
-    with socket.socket() as closed:
-        closed.bind(("127.0.0.1", 0))
-        port = closed.getsockname()[1]
+    """An empty cache, and a hub at a port where nothing listens, nor anybody else can."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{deaf.getsockname()[1]}")
+        yield
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def test_a_full_disk_keeps_a_shard_that_the_store_has_without_sending_it_again(t
 
     def send(key, path):
         sent.append(key)
-        assert may_send.wait(30)
+        assert may_send.wait(60)
         return put_file(key, path)
 
     monkeypatch.setattr(cold.store, "put_file", send)

@@ -30,7 +30,7 @@ def tiered(directory: Path, store: Path, timeout_s: float = 60.0) -> TieredBuffe
 
 def uploaded(buffer: TieredBuffer) -> None:
     """Wait for uploads, and let the buffer see that they are over."""
-    wait([shard.upload for shard in buffer.index.shards if shard.upload is not None], timeout=30)
+    wait([shard.upload for shard in buffer.index.shards if shard.upload is not None], timeout=60)
     buffer.settle()
 
 
@@ -194,7 +194,7 @@ def test_a_shard_that_expires_on_its_way_to_the_store_stays_nowhere(is_swept, tm
         buffer.sweep()
     buffer.cold.delete(buffer.released)  # while the upload is on its way
     begins.set()
-    assert is_deleted.wait(30)
+    assert is_deleted.wait(60)
     assert buffer.cold.is_reachable, "the store has done nothing wrong"
     assert store.find(f"replay/{expired}") is None
     buffer.close()

@@ -47,19 +47,21 @@ def test_cases_and_unit_tests_decide_and_outcomes_are_told():
         "```\nprint(3)\n```",
         "def add(a, b): return a + b",
         "def add(a, b): return 3",
-        "while True: pass",
         "x = [0] * (1 << 34)",
         "import os\nos._exit(0)",
         "raise SystemExit(0)",
     ]
-    tests = [CASES, json.dumps(CASES), UNIT, UNIT, CASES, CASES, UNIT, UNIT]
-    result = rated(responses, tests, timeout_s=1.0)
-    assert result.scores.tolist() == [1, 0, 1, 0, 0, 0, 0, 0]
-    assert result.parts["tests_passed"].tolist() == [1, 0.5, 1, 0.5, 0, 0, 0, 0]
-    assert result.parts["test_timeouts"].tolist() == [0, 0, 0, 0, 1, 0, 0, 0]
+    tests = [CASES, json.dumps(CASES), UNIT, UNIT, CASES, UNIT, UNIT]
+    result = rated(responses, tests)
+    assert result.scores.tolist() == [1, 0, 1, 0, 0, 0, 0]
+    assert result.parts["tests_passed"].tolist() == [1, 0.5, 1, 0.5, 0, 0, 0]
+    assert result.parts["test_timeouts"].tolist() == [0] * 7
     assert result.columns["tests"].tolist() == [
-        "pass pass", "pass fail", "pass pass", "pass error", "timeout", "memory", "fail", "fail"
+        "pass pass", "pass fail", "pass pass", "pass error", "memory", "fail", "fail"
     ]  # fmt: skip
+    endless = rated(["while True: pass"], [CASES], timeout_s=1.0)
+    assert (endless.scores.tolist(), endless.columns["tests"].tolist()) == ([0], ["timeout"])
+    assert [endless.parts[name].tolist() for name in ("tests_passed", "test_timeouts")] == [[0], [1]]
 
 
 def test_partial_credit_is_the_share_of_tests_that_pass():
@@ -250,11 +252,13 @@ def test_broken_tests_are_told_with_their_rows_before_the_run():
         "import no_such_module\nassert f(1)": "ModuleNotFoundError",
         "def test_f():\n    assert f(1)": "without a call",
         "open('cases.txt')\nassert f(1)": "FileNotFoundError",
-        "while True:\n    pass\nf(1)": "does not call the program in time",
         "import os\nos._exit(0)\nf()": "ends before a call",
     }
-    reward = CodeTests(sandbox=replace(SANDBOX, timeout_s=2.0)).build(BuildContext())
+    reward = CodeTests(sandbox=SANDBOX).build(BuildContext())
+    hasty = CodeTests(sandbox=replace(SANDBOX, timeout_s=1.0)).build(BuildContext())
     try:
+        (told,) = hasty.check_rows("training rows", [{"tests": "while True:\n    pass\nf(1)"}])
+        assert "does not call the program in time" in told
         for test, why in broken.items():
             (told,) = reward.check_rows("training rows", [{"tests": UNIT}, {"tests": test}])
             assert told.startswith("1 of 3 unit tests of the training rows are broken"), told
@@ -264,6 +268,7 @@ def test_broken_tests_are_told_with_their_rows_before_the_run():
             reward.check_rows("training rows", [{"tests": UNIT}, {"tests": 3}])
     finally:
         reward.close()
+        hasty.close()
 
 
 def test_a_program_with_characters_that_no_file_holds_fails_its_test():

@@ -151,21 +151,22 @@ def test_time_in_which_a_worker_waits_for_a_processor_is_not_charged_to_its_samp
     assert list(reward.score(batch[[1]])["score"]) == [1.0]
 
 
-def test_a_process_started_by_a_hanging_sample_ends_with_it(made, batch, tmp_path):
+def test_a_process_started_by_a_hanging_sample_ends_with_it(made, batch, tmp_path, monkeypatch):
+    told = tmp_path / "child"
     reward = made(
         f"""
         import subprocess, sys
         def my_reward(prompt, response):
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
-            open({str(tmp_path / "child")!r}, "w").write(str(child.pid))
+            open({str(told)!r}, "w").write(str(child.pid))
             child.wait()
         """,
-        timeout_s=1.0,
         on_error="score",
     )
+    spent_s = property(lambda worker: 1e9 if told.exists() and told.read_text() else 0.0)  # late once it is there
+    monkeypatch.setattr(process_pool._PoolProcess, "spent_s", spent_s)
     assert list(reward.score(batch[[0]])["score"]) == [0.0]
-    child = int((tmp_path / "child").read_text())
-    assert wait_until_gone([child]) == []
+    assert wait_until_gone([int(told.read_text())]) == []
 
 
 @pytest.mark.parametrize(

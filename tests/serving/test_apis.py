@@ -11,6 +11,7 @@ import pytest
 from environments.episodes import tiny
 from environments.test_damaged_calls import HERMES, hermes
 from serving.test_token_bytes import byte_fallback, byte_level
+from storage.s3_server import wait_until
 from transformers import PreTrainedTokenizerFast
 
 from verl.environments.tools import Tool
@@ -333,11 +334,8 @@ def test_generation_ends_soon_after_a_stop_text(model):
         options = {"model": "policy", "messages": [{"role": "user", "content": "1"}]}
         assert chat.chat.completions.create(**options, stop="45").choices[0].message.content == "123"
         assert chat.chat.completions.create(**options).choices[0].message.content == "7"
-        for _ in range(500):
-            if not engine.live:
-                break
-            threading.Event().wait(0.02)
-        assert (len(engine.ended), engine.live, engine.num_drawn < 30) == (1, {}, True)
+        wait_until(lambda: not engine.live, 60)
+        assert (len(engine.ended), engine.num_drawn < 30) == (1, True)
 
 
 def test_choices_are_drawn_side_by_side_each_with_noise_of_its_own(model):
@@ -409,10 +407,7 @@ def test_a_turn_whose_client_has_left_is_recorded(model):
         with chat.chat.completions.create(**asked, stream=True) as stream:
             next(iter(stream))
         assert chat.chat.completions.create(**asked).choices[0].message.content == "2"
-        for _ in range(500):
-            if len(server.endpoint.recorded) == 2:
-                break
-            threading.Event().wait(0.02)
+        wait_until(lambda: len(server.endpoint.recorded) == 2, 60)
         assert {turn.text for turn in server.endpoint.recorded} == {"1" * 390, "2"}
 
 

@@ -25,7 +25,7 @@ def gcs_server() -> Iterator[str]:
     before = os.environ.get(EMULATOR)
     try:
         with proxy_before(f"http://{host}:{port}") as proxy:
-            proxy.misbehave = Conditions(proxy)
+            proxy.misbehave, proxy.is_serial = Conditions(proxy), True  # what is refused as being there can be read
             os.environ[EMULATOR] = proxy.url
             yield proxy.url
     finally:

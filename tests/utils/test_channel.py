@@ -35,13 +35,15 @@ def test_what_is_sent_arrives_in_order_with_its_files(ends):
         os.close(file)
 
 
-def test_a_message_longer_than_the_socket_holds_arrives(ends):
-    left, right = ends
+def test_a_message_longer_than_the_socket_holds_arrives():
+    left, right = (Channel(end, lambda: True) for end in socket.socketpair())
     message = os.urandom(5_000_000)
     sender = threading.Thread(target=left.send, args=(message,))
     sender.start()
     assert right.receive(timeout_s=60) == message
     sender.join()
+    left.close()
+    right.close()
 
 
 def test_a_reader_that_does_not_read_is_not_waited_for(ends):

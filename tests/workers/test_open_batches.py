@@ -251,7 +251,7 @@ def test_a_save_of_the_schedule_is_of_what_follows_its_step_whoever_takes_batche
     first.close()
     monkeypatch.setattr(EpisodeBatch, "state", late)
     again = finished(Engine(games, "keep", read_schedule(tmp_path, {"setting": 1})))
-    assert begun.wait(10.0)  # nobody has asked for it
+    assert begun.wait(60)  # nobody has asked for it
     same_rows(rows, [again.loop.finish(step) for step in STEPS])
     assert again.loop.save(1)["steps"].tolist() == [2]
     again.close()

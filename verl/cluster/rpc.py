@@ -312,6 +312,7 @@ class RemoteWorkerGroup:
         self._pending: dict[int, PendingCall] = {}
         self._next_number = 0
         self._failure: VerlError | None = None
+        self._is_ending = False  # a process has ended, and its end is about to be the failure
         self._joined, self._is_closed = ShmBlockPool(shared=False), threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         try:
@@ -385,6 +386,7 @@ class RemoteWorkerGroup:
         with self._lock:
             if self._failure is not None or any(rank in pending.raised for pending in self._pending.values()):
                 return
+            self._is_ending = True
             unanswered = [number for number, pending in self._pending.items() if rank not in pending.answers]
             pending = self._pending[min(unanswered)] if unanswered else None
         name, step = ("idle", self.step) if pending is None else (pending.name, pending.step)
@@ -413,8 +415,10 @@ class RemoteWorkerGroup:
 
     def _blame(self, pending: PendingCall, rank: int, error: str) -> None:
         time.sleep(GRACE_S)
-        if self._failure is None:
-            self._fail(self._failure_of(pending, rank, error))
+        if self._failure is None and not self._is_ending:
+            failure = self._failure_of(pending, rank, error)
+            if not self._is_ending:  # nor meanwhile
+                self._fail(failure)
 
     def _failure_of(self, pending: PendingCall, rank: int, error: str) -> VerlError:
         """The error of a worker; if it waited in vain for a sibling that is stopped or hangs, that of the sibling.

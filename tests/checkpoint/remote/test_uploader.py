@@ -220,7 +220,7 @@ def test_a_trainer_that_is_gone_takes_its_uploader_along(near: CheckpointTier, t
     uploading = uploader(near, tmp_path / "here")
     child = uploading.child
     child.channel.close()  # as the end of the trainer's process would
-    assert child.await_exit(timeout_s=30) == 0
+    assert child.await_exit(timeout_s=120) == 0
     uploading.close(wait_s=0.0)
 
 

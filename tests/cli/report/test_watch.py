@@ -84,7 +84,7 @@ def test_the_lines_of_a_running_run_are_shown_once_each_as_they_come_until_it_en
         wait_for(lambda: any("step 4/30" in line for line in shown))
         add_lines(directory, rows[5:])
         lock.release()
-        assert watching.wait(30) == 0
+        assert watching.wait(120) == 0
         reader.join()
     steps = [int(match[1]) for line in shown if (match := re.match(r"step (\d+)/30", line))]
     assert steps == [1, 2, 3, 4, 5, 6]
@@ -140,7 +140,7 @@ def test_the_command_prints_an_address_that_can_be_opened(tmp_path):
         status, _, body = ask(serving.stdout.readline().strip())
         assert (status, b"verl/small" in body) == (200, True)
         serving.send_signal(signal.SIGINT)
-        assert (serving.wait(30), serving.stderr.read() if serving.stderr else "") == (0, "")
+        assert (serving.wait(120), serving.stderr.read() if serving.stderr else "") == (0, "")
 
 
 def test_new_lines_are_sent_whole_from_the_asked_byte_on(served):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -197,8 +198,9 @@ def test_a_server_that_refuses_all_or_is_gone_ends_the_run_whatever_may_fail(mad
 @pytest.mark.parametrize("how", ["gone", "silent"])
 def test_a_server_that_is_gone_is_noticed_where_a_part_of_the_batch_comes_from_the_cache(how, made):
     with serving(scored_by_value) as server:
-        reward = made(server, on_error="score", endpoint={"timeout_s": 0.2, "retries": 1})
+        reward = made(server, on_error="score", endpoint={"retries": 1})
         reward.score(batch_of(RESPONSES[:2]))
+        reward.client.endpoint = dataclasses.replace(reward.client.endpoint, timeout_s=0.2)
         if how == "silent":
             server.answer, server.page = (lambda asked: Say(delay_s=60.0)), (lambda path: Say(delay_s=60.0))
             with pytest.raises(RewardError, match="the server seems to be down"):

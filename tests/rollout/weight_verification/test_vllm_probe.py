@@ -42,7 +42,7 @@ def found(request, tmp_path_factory):
         save_random_model(path, family, torch.float32, hidden_size=128, intermediate_size=192, **options)
         arguments[name] = f"{path}:{dtype}:{kind}"
     script = Path(__file__).with_name("vllm_scenarios.py")
-    done = subprocess.run([sys.executable, script, *arguments.values()], capture_output=True, text=True, timeout=600)
+    done = subprocess.run([sys.executable, script, *arguments.values()], capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
     outcomes = json.loads(done.stdout.splitlines()[-1])
     return {name: outcomes[argument] for name, argument in arguments.items()}
