@@ -140,7 +140,7 @@ def test_a_dead_or_stopped_engine_of_two_ends_the_run_by_its_rank(run_of, number
         trainer.sampler_group._call_timeout_s = 3.0
         os.kill(trainer.sampler_group.pids[rank], number)
         steps = iter(loop.step, None)
-        with pytest.raises(kind, match=r"the sampler failed in .*") as error:
+        with pytest.raises(kind, match=rf"^rank {rank} of the sampler failed in .*") as error:
             list(itertools.islice(steps, 3))  # one batch may be there already
     assert error.value.rank == rank
 
