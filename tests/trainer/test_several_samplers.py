@@ -181,3 +181,19 @@ def test_wrong_weights_in_the_second_engine_stop_the_run(model32, tmp_path, monk
     run = in_flight(model32, tmp_path, placement=mesh(*ENGINES))
     with pytest.raises(RolloutError, match=r"rank 1 of the sampler does not hold .* weights of version 0: 1 of \d+ te"):
         fit(run, tmp_path / "run")
+
+
+class DyingHost(sampler_module.SamplerHost):
+    def build(self, context):
+        if context.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().build(context)
+
+
+@TWO
+@needs_two_cores
+@pytest.mark.exhaustive
+def test_an_engine_that_dies_while_it_starts_is_named_by_role_and_rank(model32, tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.trainer.ppo_lifecycle.SamplerHost", DyingHost)
+    with pytest.raises(WorkerDied, match=r"rank 1 failed in start:\nit held the role sampler; .* SIGKILL"):
+        fit(in_flight(model32, tmp_path, placement=mesh(*ENGINES)), tmp_path / "run")
