@@ -21,7 +21,7 @@ from trainer.test_async_training import asynchronous, in_flight
 from verl.cluster.placement import DeviceMesh
 from verl.component import BuildContext
 from verl.data.sampler import EpochSampler
-from verl.errors import RolloutError, WorkerDied
+from verl.errors import RolloutError, WorkerDied, WorkerHung
 from verl.models.hf_state_dict import live_tensors
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.train_loop import TrainLoop
@@ -123,18 +123,26 @@ def test_a_resume_with_another_number_of_engines_says_so_and_trains_each_batch_o
 
 @TWO
 @needs_two_cores
-def test_a_dead_engine_of_two_ends_the_run_by_its_rank(model32, tmp_path):
-    with in_flight(model32, tmp_path, placement=mesh(*ENGINES)).build(
-        BuildContext(run_dir=tmp_path / "run")
-    ) as trainer:
+@pytest.mark.parametrize(
+    ("run_of", "number", "kind", "rank"),
+    [
+        (in_flight, signal.SIGKILL, WorkerDied, 1),
+        pytest.param(asynchronous, signal.SIGKILL, WorkerDied, 0, marks=pytest.mark.exhaustive),
+        pytest.param(in_flight, signal.SIGSTOP, WorkerHung, 0, marks=pytest.mark.exhaustive),
+        pytest.param(asynchronous, signal.SIGSTOP, WorkerHung, 1, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_dead_or_stopped_engine_of_two_ends_the_run_by_its_rank(run_of, number, kind, rank, model32, tmp_path):
+    with run_of(model32, tmp_path, placement=mesh(*ENGINES)).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         loop = TrainLoop(trainer, {})
         loop.open()
         loop.step()
-        os.kill(trainer.sampler_group.pids[1], signal.SIGKILL)
+        trainer.sampler_group._call_timeout_s = 3.0
+        os.kill(trainer.sampler_group.pids[rank], number)
         steps = iter(loop.step, None)
-        with pytest.raises(WorkerDied, match=r"the sampler failed in .*") as error:
+        with pytest.raises(kind, match=rf"^rank {rank} of the sampler failed in .*") as error:
             list(itertools.islice(steps, 3))  # one batch may be there already
-    assert error.value.rank == 1
+    assert error.value.rank == rank
 
 
 @TWO
@@ -173,3 +181,19 @@ def test_wrong_weights_in_the_second_engine_stop_the_run(model32, tmp_path, monk
     run = in_flight(model32, tmp_path, placement=mesh(*ENGINES))
     with pytest.raises(RolloutError, match=r"rank 1 of the sampler does not hold .* weights of version 0: 1 of \d+ te"):
         fit(run, tmp_path / "run")
+
+
+class DyingHost(sampler_module.SamplerHost):
+    def build(self, context):
+        if context.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().build(context)
+
+
+@TWO
+@needs_two_cores
+@pytest.mark.exhaustive
+def test_an_engine_that_dies_while_it_starts_is_named_by_role_and_rank(model32, tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.trainer.ppo_lifecycle.SamplerHost", DyingHost)
+    with pytest.raises(WorkerDied, match=r"rank 1 failed in start:\nit held the role sampler; .* SIGKILL"):
+        fit(in_flight(model32, tmp_path, placement=mesh(*ENGINES)), tmp_path / "run")

@@ -17,6 +17,7 @@ from verl.compose.validate import validate
 from verl.monitoring.config import WATCHED, Monitoring
 
 GRPO = ["algorithm=grpo", "trainer.group_size=4"]
+TWO_SAMPLERS = ["trainer=ray", "+trainer.placement.workers={sampler:2}"]
 ASYNC = [*GRPO, "trainer.mode=async", "algorithm.proximal=behaviour"]
 
 
@@ -39,6 +40,11 @@ ASYNC = [*GRPO, "trainer.mode=async", "algorithm.proximal=behaviour"]
         (
             [*ASYNC, "trainer.max_staleness=0", "rollout.weight_update=in_flight"],
             ["rollout.weight_update (trainer.max_staleness is 0)"],
+        ),
+        ([*ASYNC, *TWO_SAMPLERS], []),
+        (
+            TWO_SAMPLERS,
+            ["trainer.placement.workers.sampler (the actor's processes generate: there is no role sampler)"],
         ),
         (
             ["trainer.total_steps=3", "actor.optimizer.warmup_updates=5000"],

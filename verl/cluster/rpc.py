@@ -390,7 +390,7 @@ class RemoteWorkerGroup:
             unanswered = [number for number, pending in self._pending.items() if rank not in pending.answers]
             pending = self._pending[min(unanswered)] if unanswered else None
         name, step = ("idle", self.step) if pending is None else (pending.name, pending.step)
-        held = "" if pending is not None else f"it held the role {', '.join(self._types)}; "
+        held = "" if name not in ("idle", START) else f"it held the role {', '.join(self._types)}; "
         self._fail(WorkerDied(rank, name, step, held + words()))
 
     def fail_reply(self, rank: int, error: str) -> None:

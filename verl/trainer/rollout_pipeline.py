@@ -49,8 +49,8 @@ STEP = "step"  # in a checkpoint, in flight: whose batch was taken last
 
 
 @contextmanager
-def sampler_errors() -> Iterator[None]:
-    """Errors of the process of the role `sampler`, by its name and with what to do."""
+def sampler_errors(size: int = 1) -> Iterator[None]:
+    """Errors of a process of the role `sampler`, of which there are `size`, by its name and with what to do."""
     try:
         yield
     except WorkerError as error:
@@ -59,12 +59,8 @@ def sampler_errors() -> Iterator[None]:
             "workers/ of the run directory. Go on with resume=DIRECTORY: a checkpoint holds the responses that "
             "were begun before it. Where memory ran out, lower rollout.max_rows or trainer.max_staleness."
         )
-        raise type(error)(error.rank, error.call, error.step, detail, "the sampler") from error
-
-
-def _answer(call: Future[Any]) -> Any:
-    with sampler_errors():
-        return call.result()
+        process = "the sampler" if size == 1 else f"rank {error.rank} of the sampler"
+        raise type(error)(error.rank, error.call, error.step, detail, process) from error
 
 
 class _BegunBatch:
@@ -171,7 +167,7 @@ class RolloutPipeline:
         self._update_engine(version)
         drawn = self._call(self._sampler.generate, prompts, request)
         drawn.add_done_callback(partial(self._note_drawn, request.step))
-        self._queue.append(_BegunBatch(partial(_answer, drawn)))
+        self._queue.append(_BegunBatch(partial(self._answer, drawn)))
 
     def collect(self) -> None:
         """Wait for all responses that were begun. Idempotent."""
@@ -182,7 +178,7 @@ class RolloutPipeline:
         """New responses by the present weights, beside the pipeline."""
         if not self._actor_generates:
             self._update_engine(self.current_version())
-            return _answer(self._sampler.generate(prompts, request))
+            return self._answer(self._sampler.generate(prompts, request))
         if self.holds_weights:
             self.collect()
         return self._actor.generate(prompts, request).result()
@@ -230,7 +226,7 @@ class RolloutPipeline:
         flight: what `StepLoop.save` gives, of other engines than the first under `RANK/NAME`."""
         if self.in_flight:
             self._update_engine(self.current_version())
-            states = _answer(self._sampler.save_rows(self._step))
+            states = self._answer(self._sampler.save_rows(self._step))
             state = {f"{rank}/{name}" if rank else name: x for rank, of in enumerate(states) for name, x in of.items()}
             return state | {SYNC_VERSIONS: torch.tensor(self._versions), STEP: torch.tensor([self._step])}
         state = {}
@@ -284,12 +280,16 @@ class RolloutPipeline:
         self._sent = self.current_version()
         version, weights = self._actor.rollout_weights().result()
         loaded = self._sampler.restore_rows([states[rank] for rank in sorted(states, key=_number)], version, weights)
-        _answer(loaded)
+        self._answer(loaded)
         self._loads.append((version, weight_digests(weights), loaded))
         steps = state["steps"].tolist() if state else []
         self._queue = deque(_BegunBatch(lambda step=step: self._finish(step), is_loaded=True) for step in steps)
         self._load_versions(state[SYNC_VERSIONS].tolist() if state else [])
         self._step = int(state[STEP]) if state else 0
+
+    def _answer(self, call: Future[Any]) -> Any:
+        with sampler_errors(self._num_engines):
+            return call.result()
 
     def _update_engine(self, version: int) -> None:
         """Send the weights if this version was not sent: at the start, and after a step that was cut short."""
@@ -302,14 +302,14 @@ class RolloutPipeline:
 
     def _finish(self, step: int, begun: Future[None] | None = None) -> DataProto:
         if begun is not None:
-            _answer(begun)
+            self._answer(begun)
         is_finished = False
         while not is_finished and (known := self._rewards.known):
-            finished = _answer(self._sampler.finished_groups(known, step))
+            finished = self._answer(self._sampler.finished_groups(known, step))
             for _, groups in finished:
                 self._rewards.note(groups)
             is_finished = all(is_whole for is_whole, _ in finished)
-        parts, idle_s, unwritten = zip(*_answer(self._sampler.finish_batch(step)), strict=True)
+        parts, idle_s, unwritten = zip(*self._answer(self._sampler.finish_batch(step)), strict=True)
         self._write_schedules(unwritten)
         self._add("async/sampler_idle_s", sum(idle_s) / len(idle_s))
         if len(parts) == 1:
@@ -342,7 +342,7 @@ class RolloutPipeline:
         """
         while self._loads and self._loads[0][2].done():
             version, sent, load = self._loads.popleft()
-            for rank, held in enumerate(_answer(load)):
+            for rank, held in enumerate(self._answer(load)):
                 if wrong := [name for name, digest in sent.items() if held.get(name) != digest]:
                     raise RolloutError(
                         f"rank {rank} of the sampler does not hold the trainer's weights of version {version}: "
