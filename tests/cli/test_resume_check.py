@@ -22,6 +22,7 @@ from verl.cli import resume_check
 from verl.cli.main import app
 from verl.cli.resume_check import RunFailed, RunLauncher, laid_over
 from verl.trainer.state.compare_runs import Tolerance, first_step_apart, steps_of
+from verl.utils.progress import ProgressWatch
 
 runner = CliRunner()
 
@@ -119,6 +120,14 @@ os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def test_a_run_that_stands_still_is_named_with_its_stage_and_ended(tmp_path, monkeypatch):
+    class OnceItWorks(ProgressWatch):
+        """The time in which the process starts does not count."""
+
+        @property
+        def is_overdue(self) -> bool:
+            return bool(self.progress.stage(0)) and super().is_overdue
+
+    monkeypatch.setattr(resume_check, "ProgressWatch", OnceItWorks)
     monkeypatch.setattr(resume_check, "COMMAND", (sys.executable, "-c", STOPPING))
     legs = RunLauncher(root="ppo", steps=1, directory=tmp_path, timeout_s=2.0)
     told = r"the straight run made no progress for 2 s \(--timeout\) at: generating; it is stopped .*; it was ended"

@@ -7,12 +7,12 @@ from cluster.processes_of import wait_until_gone
 from verl.cluster.ray.ray_init import RaySession, RaySettings
 from verl.cluster.ray.ray_placement import RayPlacement
 
-SMALL = {"num_cpus": 0.5, "object_store_mib": 80, "start_timeout_s": 60.0}
+SMALL = {"num_cpus": 0.5, "object_store_mib": 80, "start_timeout_s": 300.0}
 _sessions: list[RaySession] = []
 
 
 def small_session() -> RaySession:
-    return RaySession(RaySettings(None, 4, 0, 80, 60.0))
+    return RaySession(RaySettings(None, 4, 0, 80, 300.0))
 
 
 def start() -> None:

@@ -51,7 +51,7 @@ def in_ray(host: ToyHost, context: BuildContext, size: int, timeout_s: float) ->
     from verl.cluster.ray.ray_init import RaySession, RaySettings
     from verl.cluster.ray.ray_worker_group import RayRoleGroup, RayWorkerGroup
 
-    session = RaySession(RaySettings(None, 4, 0, 80, 3.0))
+    session = RaySession(RaySettings(None, 4, 0, 80, 60.0))
     return RayWorkerGroup(session, RayRoleGroup("main", size, 0.5, 0, 1, "PACK", timeout_s), host, context)
 
 
