@@ -59,7 +59,7 @@ def test_a_worker_killed_while_idle_fails_the_next_call(own_tmp):
     assert wait_until_gone([pid]) == []
     try:
         with pytest.raises(WorkerDied, match="SIGUSR1") as caught:
-            toy.where().result(timeout=30)
+            toy.where().result(timeout=120)
         assert caught.value.rank == 0
         assert caught.value.call in ("idle", "toy.where")
     finally:

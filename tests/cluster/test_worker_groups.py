@@ -81,14 +81,14 @@ def groups(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
 def test_calls_are_divided_joined_and_ended_with_nothing_left(groups, tmp_path):
     cluster, toy = groups.start(2, run_dir=tmp_path)
     answers = [toy.double(rows(count)) for count in (7, 1, 0)]  # more rows than processes, fewer, none
-    seven, one, none = (answer.result(timeout=30) for answer in answers)
+    seven, one, none = (answer.result(timeout=120) for answer in answers)
     assert seven["doubled"].tolist() == [0, 2, 4, 6, 8, 10, 12]
     assert seven["text"].tolist() == [f"row {row}" for row in range(7)]
     assert sorted(seven["by_rank"].tolist().count(rank) for rank in range(2)) == [3, 4]
     assert one["doubled"].tolist() == [0]
     assert len(none) == 0
-    assert toy.count(rows(7)).result(timeout=30) == {"rows": seven["by_rank"].tolist().count(0), "rank": 0}
-    assert toy.where().result(timeout=30) == {"pid": cluster.pids[0], "rank": 0, "threads": 1}
+    assert toy.count(rows(7)).result(timeout=120) == {"rows": seven["by_rank"].tolist().count(0), "rank": 0}
+    assert toy.where().result(timeout=120) == {"pid": cluster.pids[0], "rank": 0, "threads": 1}
     with pytest.raises(AttributeError, match="no_such_method"):
         toy.no_such_method()
     with pytest.raises(AttributeError, match=r"Toy\.unspoken cannot be called from the driver"):
@@ -111,7 +111,7 @@ def test_an_exception_in_one_worker_fails_the_call_by_name_and_ends_all(groups):
     cluster.step = 17
     failing, waiting = toy.fail_on(1), toy.where()
     with pytest.raises(WorkerError) as caught:
-        failing.result(timeout=30)
+        failing.result(timeout=120)
     error = caught.value
     assert not isinstance(error, WorkerDied)
     assert (error.rank, error.call, error.step) == (1, "toy.fail_on", 17)
@@ -120,7 +120,7 @@ def test_an_exception_in_one_worker_fails_the_call_by_name_and_ends_all(groups):
     assert "toy_roles.py" in str(error)  # the worker's own traceback
     for later in (waiting, toy.where()):  # calls behind it fail too, and so do later ones
         with pytest.raises(WorkerError):
-            later.result(timeout=30)
+            later.result(timeout=120)
     assert groups.is_gone(list(cluster.pids))
 
 
@@ -128,7 +128,7 @@ def test_an_exception_in_one_worker_fails_the_call_by_name_and_ends_all(groups):
 def test_an_exit_of_a_role_is_its_error_and_names_the_line(groups):
     _, toy = groups.start(2)
     with refusal("toy.exit_on", 1, kind=WorkerError) as caught:
-        toy.exit_on(1).result(timeout=30)
+        toy.exit_on(1).result(timeout=120)
     assert not isinstance(caught.value, WorkerDied)
     assert "toy_roles.py" in str(caught.value)
     assert str(caught.value).endswith("sys.exit(0)\nSystemExit: 0")
@@ -139,7 +139,7 @@ def test_a_worker_that_dies_in_a_call_is_named_and_not_the_sibling_that_noticed(
     cluster, toy = groups.start(2)
     cluster.step = 3
     with pytest.raises(WorkerDied) as caught:
-        toy.die_on(1).result(timeout=30)
+        toy.die_on(1).result(timeout=120)
     error = caught.value
     assert (error.rank, error.call, error.step) == (1, "toy.die_on", 3)
     assert "SIGKILL" in str(error) or (groups.name == "ray" and "the process ended" in str(error))

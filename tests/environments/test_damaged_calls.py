@@ -141,19 +141,19 @@ def test_the_endpoint_answers_whatever_the_model_writes(text, num_faults, model)
     endpoint = PolicyEndpoint(lambda: dictated, tokenizer, HERMES, [tokenizer.eos_token_id], 6000, 20_000)
     messages, tools = [{"role": "user", "content": "1+1="}], [tool.schema for tool in TOOLS.values()]
     try:
-        found = endpoint.complete(messages, tools, timeout_s=30)
+        found = endpoint.complete(messages, tools, timeout_s=120)
         json.dumps(found.message).encode()
         assert len(found.message.get("tool_call_errors", ())) == num_faults
         assert ("tool_calls" in found.message) == (num_faults == 0)
         calls = found.message.get("tool_calls", ())
         answers = [{"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in calls]
         more = [*messages, found.message, *answers, {"role": "user", "content": "?"}]
-        again = endpoint.complete(more, tools, timeout_s=30)
+        again = endpoint.complete(more, tools, timeout_s=120)
         assert again.continues
         assert again.message["content"] == "5"
         for content in ("\ud800", [{"type": "text", "text": "\udfff"}]):
             with pytest.raises(ValueError, match="not valid Unicode"):
-                endpoint.complete([*more, again.message, {"role": "user", "content": content}], tools, timeout_s=30)
+                endpoint.complete([*more, again.message, {"role": "user", "content": content}], tools, timeout_s=120)
     finally:
         endpoint.close()
 
@@ -164,8 +164,8 @@ def test_requests_with_tools_are_refused_where_no_format_reads_what_the_template
     endpoint = PolicyEndpoint(lambda: Dictated(tokenizer, []), tokenizer, template, [tokenizer.eos_token_id], 60, 2000)
     messages = [{"role": "user", "content": "1+1="}]
     try:
-        assert endpoint.complete(messages, timeout_s=30).message["content"] == "5"
+        assert endpoint.complete(messages, timeout_s=120).message["content"] == "5"
         with pytest.raises(ConfigError, match="tools: tool_format is auto, and calls .* cannot be read back: one call"):
-            endpoint.complete(messages, [tool.schema for tool in TOOLS.values()], timeout_s=30)
+            endpoint.complete(messages, [tool.schema for tool in TOOLS.values()], timeout_s=120)
     finally:
         endpoint.close()
