@@ -121,7 +121,8 @@ class MemoryEstimate:
         cache: key-value cache in a process of the actor during generation; 0 if an engine or a server has it, or
             nothing is generated.
         processes: number of processes with roles on this machine.
-        samplers: of these, with the role `sampler` alone, which saves nothing; not counted beside GPUs.
+        samplers: those with the role `sampler` alone, which saves nothing; among the former without GPUs, else beside
+            them.
         machines: number of machines with as many processes.
         saving: bytes of one checkpoint.
         num_checkpoints: checkpoints on disk at a time.
@@ -173,19 +174,18 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
         naps = getattr(run.rollout, "sleep", False) and not settings.staleness
         stays_awake = run.rollout.location == "process" and on_gpu and not naps
     saves, samplers = run.checkpoint, getattr(run, "num_samplers", 0)
-    has_sampler, samplers = samplers > 0, 0 if on_gpu else samplers
     saved = sum(role.saved for role in roles) if saves is not None else 0
     return MemoryEstimate(
         roles=tuple(roles),
         cache=cache,
-        processes=-(-sum(count for _, count in groups) // settings.nnodes) + samplers,
+        processes=-(-sum(count for _, count in groups) // settings.nnodes) + (0 if on_gpu else samplers),
         machines=settings.nnodes,
         saving=saved,
         num_checkpoints=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         copied=saved // settings.nnodes if saves is not None and saves.save_async else 0,
         on_host=not on_gpu,
         stays_awake=stays_awake,
-        sent=(1 + settings.staleness) * roles[0].weights if has_sampler else 0,
+        sent=(1 + settings.staleness) * roles[0].weights if samplers else 0,
         samplers=samplers,
     )
 

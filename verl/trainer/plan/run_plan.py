@@ -205,7 +205,8 @@ class RunPlan:
     def _sentences(self) -> Iterator[str]:
         estimate = self.memory.estimate
         machines = f" on each of {estimate.machines} machines" if estimate.machines > 1 else ""
-        yield f"{estimate.processes} process{'es' * (estimate.processes > 1)}{machines}, device {self.device.name}"
+        count = estimate.processes + (0 if estimate.on_host else estimate.samplers)
+        yield f"{count} process{'es' * (count > 1)}{machines}, device {self.device.name}"
         if self.shipped:
             yield f"Shapes of {', '.join(self.shipped)} are those shipped with verl: no config.json is here."
         yield ""
