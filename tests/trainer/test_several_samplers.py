@@ -69,7 +69,8 @@ def test_two_engines_that_drain_train_what_one_does(model64, tmp_path):
 
 
 @pytest.mark.parametrize("where", ANYWHERE)
-def test_replayed_and_resumed_runs_of_two_engines_have_the_bits_of_the_first(where, model32, tmp_path, request):
+def test_replayed_and_resumed_runs_of_two_engines_have_the_bits_of_the_first(where, model32, tmp_path, request, caplog):
+    caplog.set_level(logging.INFO)
     options: dict[str, Any] = {"prompts_per_step": 3, **where_options(where, request)}
     fit(in_flight(model32, tmp_path / "first", **options), tmp_path / "first/run")
     first, lines = saved(tmp_path / "first"), schedules(tmp_path / "first/run")
@@ -84,6 +85,7 @@ def test_replayed_and_resumed_runs_of_two_engines_have_the_bits_of_the_first(whe
     fit(in_flight(model32, tmp_path / "cut", resume=resume, **options), tmp_path / "cut/run")
     assert schedules(tmp_path / "cut/run") == lines
     same_training(saved(tmp_path / "cut"), first, after=3)
+    assert "random generators" not in caplog.text  # they are those of the actor's one process
 
 
 @pytest.mark.exhaustive
