@@ -154,6 +154,14 @@ def test_the_command_prints_a_table_and_numbers():
     assert sampler["keys and values"] > 0
     assert actor["weights for the sampler"] == 3 * actor["actor weights"]
     assert actor["copy for the writer"] == 3 * actor["actor weights"]  # of its moments too; the sampler saves nothing
+    mesh = [
+        "trainer=mesh",
+        "trainer.placement.devices=[cuda:0]",
+        "+trainer.placement.sub_meshes={sampler:[cuda:1,cuda:2]}",
+    ]
+    for device in ("cpu", "h100"):
+        text = CliRunner().invoke(app, ["plan", *GRPO, *ASYNC_2, *mesh, "--device", device]).output
+        assert text.startswith("3 processes, device")
     for lengths_here in ("4,x", "4,0", ""):
         refused = CliRunner().invoke(app, [*arguments, "--lengths", lengths_here])
         assert (refused.exit_code, f"--lengths is '{lengths_here}'" in refused.output) == (2, True)

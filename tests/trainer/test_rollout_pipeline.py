@@ -464,6 +464,24 @@ def test_a_wrong_weight_in_the_sampler_stops_the_run_before_its_rows_are_trained
     assert {version for _, version, _ in schedule.trained} == {0}
 
 
+def test_digests_that_come_behind_the_rows_of_their_weights_are_awaited(monkeypatch):
+    """Transports promise no order of answers: those of a process may overtake each other."""
+    schedule, late, wait = Schedule(1, 1, 6, True, frozenset()), set(), Answer.result
+    monkeypatch.setattr(Answer, "done", lambda self: Future.done(self) and self not in late)
+    monkeypatch.setattr(Answer, "result", lambda self: late.discard(self) or wait(self))
+    work = schedule.group.work
+
+    def planted_and_late():
+        if schedule.group.calls and schedule.group.calls[0][1] == "load":
+            late.add(schedule.group.calls[0][0])
+        planted(schedule.group, work)
+
+    monkeypatch.setattr(schedule.group, "work", planted_and_late)
+    with pytest.raises(RolloutError, match="weights of version 1: 1 of 1 tensors differ"):
+        schedule.run(Paced(99))
+    assert {version for _, version, _ in schedule.trained} == {0}
+
+
 @pytest.mark.parametrize("in_flight", [False, True])
 def test_tokens_that_are_older_than_the_bound_are_not_trained_on(in_flight, monkeypatch):
     schedule, chance = Schedule(2, 1, 9, True, frozenset(), in_flight), Paced(99)

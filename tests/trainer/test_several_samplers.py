@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from environments.waiting_game import WaitingGames
 from same_training import ROUNDING, compared, same_training, saved
 from trainer.runs import Prompts, fit
 from trainer.test_async_episodes import in_flight as playing_in_flight
-from trainer.test_async_rewards import Waiting, ahead, engine_of
+from trainer.test_async_rewards import Counted, Waiting, ahead, engine_of
 from trainer.test_async_training import asynchronous, in_flight
 
 from verl.cluster.placement import DeviceMesh
@@ -68,7 +69,8 @@ def test_two_engines_that_drain_train_what_one_does(model64, tmp_path):
 
 
 @pytest.mark.parametrize("where", ANYWHERE)
-def test_replayed_and_resumed_runs_of_two_engines_have_the_bits_of_the_first(where, model32, tmp_path, request):
+def test_replayed_and_resumed_runs_of_two_engines_have_the_bits_of_the_first(where, model32, tmp_path, request, caplog):
+    caplog.set_level(logging.INFO)
     options: dict[str, Any] = {"prompts_per_step": 3, **where_options(where, request)}
     fit(in_flight(model32, tmp_path / "first", **options), tmp_path / "first/run")
     first, lines = saved(tmp_path / "first"), schedules(tmp_path / "first/run")
@@ -83,6 +85,7 @@ def test_replayed_and_resumed_runs_of_two_engines_have_the_bits_of_the_first(whe
     fit(in_flight(model32, tmp_path / "cut", resume=resume, **options), tmp_path / "cut/run")
     assert schedules(tmp_path / "cut/run") == lines
     same_training(saved(tmp_path / "cut"), first, after=3)
+    assert "random generators" not in caplog.text  # they are those of the actor's one process
 
 
 @pytest.mark.exhaustive
@@ -197,3 +200,28 @@ def test_an_engine_that_dies_while_it_starts_is_named_by_role_and_rank(model32, 
     monkeypatch.setattr("verl.trainer.ppo_lifecycle.SamplerHost", DyingHost)
     with pytest.raises(WorkerDied, match=r"rank 1 failed in start:\nit held the role sampler; .* SIGKILL"):
         fit(in_flight(model32, tmp_path, placement=mesh(*ENGINES)), tmp_path / "run")
+
+
+class HangingHost(sampler_module.SamplerHost):
+    """The second engine hangs in its tenth step, in a process that answers."""
+
+    def build(self, context):
+        host = super().build(context)
+        loop = host.workers["sampler"].loop
+        if context.rank == 1:
+            advance = loop._advance
+            loop._advance = lambda: time.sleep(1e9) if loop.engine_step == 10 else advance()
+        return host
+
+
+@TWO
+@needs_two_cores
+@pytest.mark.exhaustive
+def test_an_engine_that_hangs_beside_one_that_goes_on_is_named_by_its_rank(model32, tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.trainer.ppo_lifecycle.SamplerHost", HangingHost)
+    run = in_flight(model32, tmp_path, placement=mesh(*ENGINES), reward=Counted())  # whose groups are asked for
+    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        trainer.sampler_group._call_timeout_s = 3.0
+        with pytest.raises(WorkerHung, match=r"rank 1 of the sampler failed in sampler.finished_groups") as error:
+            trainer.fit()
+    assert error.value.rank == 1

@@ -200,7 +200,8 @@ class RolloutPipeline:
             self.begin(prompts, request)
         batch = self._queue.popleft()
         rows = self._wait(batch)
-        self._verify()
+        versions = rows["token_versions" if "token_versions" in rows else "policy_version"]
+        self._verify(int(versions.max()) if versions.numel() else -1)
         return self._measured(rows, batch.begun_s, is_bounded=not batch.is_loaded)
 
     def close(self) -> None:
@@ -334,13 +335,15 @@ class RolloutPipeline:
         note = f"{len(weights)} tensors, {num_bytes / 2**20:.1f} MiB, to the sampler"
         return SyncResult(note, {"sync/bytes": float(num_bytes)})
 
-    def _verify(self) -> None:
-        """Compare what the sampler has loaded with what was sent.
+    def _verify(self, drawn_by: int) -> None:
+        """Compare what the sampler has loaded with what was sent: the weights up to those of the youngest token that is
+        to be trained on, whose answer may come behind that token's, and others that are there.
 
         Raises:
             RolloutError: a tensor differs.
         """
-        while self._loads and self._loads[0][2].done():
+        version = -1
+        while self._loads and (version < drawn_by >= self._loads[0][0] or self._loads[0][2].done()):
             version, sent, load = self._loads.popleft()
             for rank, held in enumerate(self._answer(load)):
                 if wrong := [name for name, digest in sent.items() if held.get(name) != digest]:

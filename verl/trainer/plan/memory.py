@@ -121,7 +121,7 @@ class MemoryEstimate:
         cache: key-value cache in a process of the actor during generation; 0 if an engine or a server has it, or
             nothing is generated.
         processes: number of processes with roles on this machine.
-        samplers: of these, with the role `sampler` alone, which saves nothing; not counted on the actor's GPU.
+        samplers: of these, with the role `sampler` alone, which saves nothing.
         machines: number of machines with as many processes.
         saving: bytes of one checkpoint.
         num_checkpoints: checkpoints on disk at a time.
@@ -147,7 +147,7 @@ class MemoryEstimate:
     def host(self) -> int:
         """Bytes of main memory on each machine that a run on GPUs takes beside them."""
         offloaded = sum(role.weights + role.optimizer + role.gradients for role in self.roles if role.is_offloaded)
-        return 0 if self.on_host else self.copied + self.sent + offloaded * self.processes
+        return 0 if self.on_host else self.copied + self.sent + offloaded * (self.processes - self.samplers)
 
 
 def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
@@ -173,12 +173,11 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
         naps = getattr(run.rollout, "sleep", False) and not settings.staleness
         stays_awake = run.rollout.location == "process" and on_gpu and not naps
     saves, samplers = run.checkpoint, getattr(run, "num_samplers", 0)
-    counted = 0 if on_gpu and placement is None else samplers  # on the actor's GPU
     saved = sum(role.saved for role in roles) if saves is not None else 0
     return MemoryEstimate(
         roles=tuple(roles),
         cache=cache,
-        processes=-(-sum(count for _, count in groups) // settings.nnodes) + (counted if placement is None else 0),
+        processes=-(-sum(count for _, count in groups) // settings.nnodes) + (samplers if placement is None else 0),
         machines=settings.nnodes,
         saving=saved,
         num_checkpoints=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
@@ -186,7 +185,7 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
         on_host=not on_gpu,
         stays_awake=stays_awake,
         sent=(1 + settings.staleness) * roles[0].weights if samplers else 0,
-        samplers=counted,
+        samplers=samplers,
     )
 
 

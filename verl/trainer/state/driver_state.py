@@ -340,12 +340,13 @@ class GeneratorStates:
         set_rng_state(*state["driver"])
 
     def _load_ranks(self, ranks: Sequence[RngState], seed: int) -> None:
-        if len(ranks) != self._cluster.world_size:
-            new = [str(rank) for rank in range(len(ranks), self._cluster.world_size)]
+        size = len(self._role.rng_states().result())  # other roles may have more processes
+        if len(ranks) != size:
+            new = [str(rank) for rank in range(len(ranks), size)]
             treatment = f"of rank {', '.join(new)} are seeded anew" if new else "of its further ranks are left out"
             _log.info(
                 "The checkpoint has the random generators of %d processes, and this run %d: those %s.",
-                len(ranks), self._cluster.world_size, treatment,
+                len(ranks), size, treatment,
             )  # fmt: skip
         self._role.set_rng_states(ranks, seed).result()
 
