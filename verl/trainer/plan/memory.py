@@ -164,14 +164,12 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
     group_of = {role: number for number, (members, _) in enumerate(groups) for role in members}
     group_of["reward"] = group_of["actor"] if placement is None else group_of.get("rm", group_of["actor"])
     roles = [replace(_role_memory(run, *role), group=group_of[role[0]]) for role in _layouts_of_models(run, layouts)]
-    actor, cache, stays_awake = roles[0], 0, False
-    if step.generates and not run.rollout.runs_ahead:
-        cache = _cache_bytes(run, actor)
-    else:
-        roles[0] = replace(actor, generating=0)
-    if step.generates and run.rollout.runs_ahead:  # an engine or a server with weights of its own has the cache
-        naps = getattr(run.rollout, "sleep", False) and not settings.staleness
-        stays_awake = run.rollout.location == "process" and on_gpu and not naps
+    has_engine = step.generates and run.rollout.runs_ahead  # or a server, with weights and a cache of its own
+    cache = _cache_bytes(run, roles[0]) if step.generates and not has_engine else 0
+    if not cache:
+        roles[0] = replace(roles[0], generating=0)
+    naps = has_engine and getattr(run.rollout, "sleep", False) and not settings.staleness
+    stays_awake = has_engine and run.rollout.location == "process" and on_gpu and not naps
     saves, samplers = run.checkpoint, getattr(run, "num_samplers", 0)
     saved = sum(role.saved for role in roles) if saves is not None else 0
     return MemoryEstimate(
@@ -355,8 +353,9 @@ def memory_plan(
     run, step = roles_on_device(run, device.is_gpu), workload(run)
     estimate = estimate_memory(run, device.is_gpu)
     roles = [_role_plan(run, memory, step, device, exact, counted_below) for memory in estimate.roles]
-    if limit is None:
-        limit = device.memory if device.is_gpu else device.memory // max(1, estimate.processes)
+    limit = (
+        (device.memory if device.is_gpu else device.memory // max(1, estimate.processes)) if limit is None else limit
+    )
     phases: list[PhaseMemory] = []
     unbalanced: list[PhaseMemory] = []
     beside = 0
