@@ -118,8 +118,7 @@ class MemoryEstimate:
 
     Attributes:
         roles: that the run has.
-        cache: key-value cache in a process of the actor during generation; 0 if an engine or a server has it, or
-            nothing is generated.
+        cache: key-value cache in a process of the actor during generation; 0 if nothing is generated there.
         processes: number of processes with roles on this machine.
         samplers: of these, with the role `sampler` alone, which saves nothing.
         machines: number of machines with as many processes.
@@ -353,9 +352,8 @@ def memory_plan(
     run, step = roles_on_device(run, device.is_gpu), workload(run)
     estimate = estimate_memory(run, device.is_gpu)
     roles = [_role_plan(run, memory, step, device, exact, counted_below) for memory in estimate.roles]
-    limit = (
-        (device.memory if device.is_gpu else device.memory // max(1, estimate.processes)) if limit is None else limit
-    )
+    if limit is None:
+        limit = device.memory if device.is_gpu else device.memory // max(1, estimate.processes)
     phases: list[PhaseMemory] = []
     unbalanced: list[PhaseMemory] = []
     beside = 0
