@@ -72,8 +72,7 @@ class RolePlan:
     Attributes:
         tokens: of a micro-batch, at most.
         micro_batches: of an update.
-        activations: of that micro-batch; of a mixture whose experts are divided over processes, where each gets its
-            share of the tokens.
+        activations: of that micro-batch; where experts are divided over processes, with an equal share of tokens each.
         unbalanced: likewise, where the experts of this process get twice their share; None without such experts.
     """
 
@@ -118,11 +117,9 @@ class MemoryEstimate:
 
     Attributes:
         roles: that the run has.
-        cache: key-value cache in a process of the actor during generation; 0 if an engine or a server has it, or
-            nothing is generated.
+        cache: key-value cache in a process of the actor that generates; 0 if an engine or a server has it.
         processes: number of processes with roles on this machine.
-        samplers: those with the role `sampler` alone, which saves nothing; among the former without GPUs, else beside
-            them.
+        samplers: those of the role `sampler`, which saves nothing; with GPUs they are not among the former.
         machines: number of machines with as many processes.
         saving: bytes of one checkpoint.
         num_checkpoints: checkpoints on disk at a time.
@@ -400,8 +397,7 @@ def _reductions(run: Any, roles: Sequence[RolePlan], phases: Sequence[PhaseMemor
 
 
 def _beside_engine(phases: Sequence[PhaseMemory], members: Sequence[RolePlan], estimate: MemoryEstimate) -> int:
-    """Bytes that the roles in the actor's processes need while their engine is awake: resting state and the weights
-    that a sync gathers, or the maximum over all phases if the engine never sleeps."""
+    """Bytes of the roles in the actor's processes while their engine is awake: at rest and in a sync, or ever."""
     at_rest = phases[0].total + max(role.memory.gathered for role in members)
     return max([at_rest, *(phase.total for phase in phases)]) if estimate.stays_awake else at_rest
 
