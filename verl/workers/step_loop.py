@@ -75,9 +75,7 @@ class StepLoop:
         self._rows: dict[int, OpenRow] = {}  # those that are not finished, by number
         self._batches: dict[int, ResponseBatch] = {}  # that were not taken, by training step
         self._environments: Environments | None = None
-        self._snapshots: dict[
-            int, dict[str, Tensor]
-        ] = {}  # of saves since a begin or weights, by step; asked for or not
+        self._snapshots: dict[int, dict[str, Tensor]] = {}  # of saves since a begin or weights, by step
         self._idle_s = 0.0
         self._events: deque[_Event] = deque()
         self._changed = threading.Condition()
