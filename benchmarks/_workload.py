@@ -149,5 +149,5 @@ def forced_vllm(lengths: Sequence[int], group_size: int, **options: Any) -> Any:
 
 def spread(samples: Sequence[float], digits: int = 3) -> tuple[float, list[float]]:
     """The median, and the quartiles."""
-    low, median, high = statistics.quantiles(samples, n=4)
+    low, median, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else [*samples] * 3
     return round(median, digits), [round(low, digits), round(high, digits)]
