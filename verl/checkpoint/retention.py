@@ -18,7 +18,7 @@ from typing import Literal
 
 from pydantic import PositiveInt
 
-from verl.checkpoint.commit.fencing import LOCK_POLL_S
+from verl.checkpoint.commit.fencing import LOCK_POLL_S, LOCK_TIMEOUT_S
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.commit.upload_state import forget_removed_uploads, waiting_for_upload
 from verl.checkpoint.core.checkpoint import Checkpoint, read_state
@@ -33,7 +33,7 @@ from verl.checkpoint.core.filesystem import (
     write_by_rename,
     write_errors,
 )
-from verl.checkpoint.core.manifest import utc_now
+from verl.checkpoint.core.manifest import COMMIT, utc_now
 from verl.checkpoint.read.discovery import FORMAT, PINS, TRASH
 from verl.component import Description, component
 from verl.errors import BadCheckpoint, CheckpointNotFound
@@ -185,7 +185,7 @@ def prune(store: CheckpointStore, retention: Retention, of_each_line: bool = Fal
 def _unless_read(store: CheckpointStore, checkpoint: Checkpoint) -> Iterator[bool]:
     """Whether no run holds a `ReadLock` of a checkpoint, nor takes one meanwhile."""
     try:
-        lock, is_free = store.disk.lock(checkpoint.directory), False
+        lock, is_free = store.disk.lock(checkpoint.directory / COMMIT), False
     except OSError as error:
         if error.errno not in NO_LOCK:
             raise
@@ -205,11 +205,18 @@ class ReadLock:
     """
 
     def __init__(self, checkpoint: Checkpoint):
-        disk, self.release = FileSystem(), lambda: None
+        disk, self.release, deadline = FileSystem(), lambda: None, time.monotonic() + LOCK_TIMEOUT_S
         try:
-            while (lock := disk.lock(checkpoint.directory, shared=True)) is None:
-                time.sleep(LOCK_POLL_S)  # retention is about to rename it
+            while (lock := disk.lock(checkpoint.directory / COMMIT, shared=True)) is None:
+                if time.monotonic() > deadline:
+                    raise CheckpointNotFound(
+                        f"{checkpoint.directory} has been about to be removed for {LOCK_TIMEOUT_S:.0f} s: is a trainer "
+                        "that saves there suspended? Start again when it goes on, or give another checkpoint."
+                    )
+                time.sleep(LOCK_POLL_S)
             self.release = weakref.finalize(self, disk.close, lock)
+        except CheckpointNotFound:
+            raise
         except FileNotFoundError as error:
             raise CheckpointNotFound(
                 f"{checkpoint.directory} was removed by the retention of its run while it was looked at. Start again."

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import time
@@ -21,11 +24,14 @@ from storage.s3_server import Fault
 from trainer.runs import BRIEF, BRIEF_GRPO, JSONL, PPO_ALGORITHM, Prompts, ppo_run
 from typer.testing import CliRunner
 
+from verl.checkpoint import retention
 from verl.checkpoint.commit.fencing import RunLock
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.config import Checkpointing
+from verl.checkpoint.core import filesystem
 from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.filesystem import FileSystem, FreeSpace
+from verl.checkpoint.core.manifest import COMMIT
 from verl.checkpoint.read.discovery import RUN_LOCK, CheckpointDirectory
 from verl.checkpoint.retention import ReadLock, Retention, clean, prune
 from verl.cli.checkpoint import app as checkpoint_commands
@@ -362,6 +368,38 @@ def test_the_retention_of_a_living_run_leaves_what_another_run_goes_on_from(save
         CheckpointNotFound, match=r"global_step_1 was removed by the retention of its run.* Start again"
     ):
         ReadLock(chosen.resumed.checkpoint)
+
+
+def test_a_checkpoint_that_a_suspended_trainer_is_about_to_remove_is_not_waited_for_without_end(monkeypatch):
+    directory = Path("saved").absolute()
+    saved_step(directory, 1)
+    checkpoint, disk = CheckpointDirectory(directory).open("global_step_1"), FileSystem()
+    monkeypatch.setattr(retention, "LOCK_TIMEOUT_S", 0.0)
+    lock = disk.lock(checkpoint.directory / COMMIT)
+    assert lock is not None
+    with pytest.raises(CheckpointNotFound, match="is a trainer that saves there suspended"):
+        ReadLock(checkpoint)
+    disk.close(lock)
+    ReadLock(checkpoint).release()
+
+
+def test_files_are_locked_as_nfs_wants_it(monkeypatch):
+    lock_here = fcntl.flock
+
+    def as_nfs(fd, operation):
+        is_file = stat.S_ISREG(os.fstat(fd).st_mode)
+        if is_file and operation & fcntl.LOCK_EX and not fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_RDWR:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        lock_here(fd, operation)
+
+    for step in (1, 2, 3):
+        saved_step(Path("saved").absolute(), step)
+    monkeypatch.setattr(filesystem.fcntl, "flock", as_nfs)
+    store = CheckpointStore(Path("saved").absolute())
+    held = ReadLock(store.open("global_step_1"))
+    assert prune(store, Retention(keep_last_n=2)) == []
+    held.release()
+    assert prune(store, Retention(keep_last_n=2)) == ["global_step_1"]
 
 
 def test_a_choice_that_fails_lets_go_of_the_directory(monkeypatch):

@@ -234,7 +234,10 @@ class FileSystem:
         Raises:
             OSError: one of NO_LOCK if the file system has no locks.
         """
-        fd = self._open(path, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            fd = self._open(path, os.O_RDWR | os.O_NONBLOCK)  # NFS locks a file exclusively only for who may write it
+        except OSError:  # a directory, or a file of somebody else
+            fd = self._open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
             with self._at(path) as (parent, name):
