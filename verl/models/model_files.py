@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -35,6 +36,7 @@ INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 MAPPINGS = ("config.json", "adapter_config.json", "generation_config.json", "tokenizer_config.json", *INDEXES)
 JSON = (*MAPPINGS, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json")
 DOWNLOAD = "Download it again"
+CONNECT_S = 5.0  # timeout of the request that shows whether the hub can be reached
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WARM_START = "warm-start://"
 LONG_NAME = "model.layers.10.self_attn.q_proj.base_layer.weight"
@@ -176,6 +178,27 @@ def unloadable_error(path: str, what: str, error: BaseException) -> ConfigError:
 def is_local(path: str) -> bool:
     """Whether a path is local: it exists, or does not have the form `name` or `owner/name`."""
     return Path(path).exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1
+
+
+def in_hub_cache(name: str, revision: str | None = None) -> bool:
+    """Whether a hub model was downloaded to this machine before."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
+
+
+@functools.cache
+def hub_failure() -> str | None:
+    """Why the hub cannot be reached, found within `CONNECT_S` seconds; None if it can."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=CONNECT_S)
+    except Exception as error:  # noqa: BLE001 - a proxy or certificate may fail in many ways
+        return f"{constants.ENDPOINT} cannot be reached ({type(error).__name__})"
+    return None
 
 
 def path_faults(path: str) -> Iterator[str]:
