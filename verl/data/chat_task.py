@@ -71,15 +71,18 @@ class ChatTaskPrompts(ChatTask, PromptSource):
 
     Args:
         max_prompt_length: the most tokens of a prompt with its chat template.
+        system_prompt: system message; None for that of the chat template.
     """
 
     max_prompt_length: PositiveInt = 160
+    system_prompt: str | None = None
 
     def columns(self) -> dict[str, frozenset[str]]:
         return {"data": frozenset({"answer"})}
 
     def build(self, context: BuildContext) -> DataSplits:
-        return DataSplits.generated(RLHFDataset, self.rows, context, max_prompt_length=self.max_prompt_length)
+        options = {"max_prompt_length": self.max_prompt_length, "system_prompt": self.system_prompt}
+        return DataSplits.generated(RLHFDataset, self.rows, context, **options)
 
 
 @component
