@@ -1,14 +1,15 @@
-"""Runs the recipes on SmolLM2-135M-Instruct over several seeds, TRL with the same work beside them, and draws the curves.
+"""Runs the recipes on SmolLM2-135M-Instruct over several seeds, TRL with the same work beside them, and draws curves.
 
     python benchmarks/reproduce.py [NAME ...] [--seeds 0 1 2] [--steps N] [--trl] [--overrides KEY=VALUE ...]
 
 NAME is an experiment of conf/experiment/ (`make reproduce NAME=smollm2_json`). Each run is a process; what has finished
-below build/reproduce/ is not run again. Writes docs/results/NAME.json and NAME.png, and the table docs/results/README.md.
+below build/reproduce/ is not run again. Writes docs/results/NAME.json, NAME.png and the table docs/results/README.md.
 
 The same on both sides: prompts and samples of a step, one optimizer step for each batch, the loss (clipped at 0.2, mean
-over the tokens of a response and over responses, no KL term), advantages over the standard deviation of the group, AdamW
-without decay, norm clipped at 1, a constant rate, temperature 1, the chat template, the reward, threads, the dtype of the
-computation. Different: the order of the prompts and random numbers. TRL comes with `pip install -r requirements-bench.txt`.
+over the tokens of a response and over responses, no KL term), advantages over the standard deviation of the group,
+AdamW without decay, norm clipped at 1, a constant rate, temperature 1, the chat template, the reward, threads, the
+dtype of the computation. Different: the order of the prompts and random numbers. TRL comes with
+`pip install -r requirements-bench.txt`.
 """
 
 from __future__ import annotations
@@ -102,10 +103,13 @@ def run_trl(name: str, seed: int, overrides: list[str], file: Path) -> None:
 
     narrow = run.actor.autocast == "bfloat16" or (run.actor.autocast == "auto" and computes_bfloat16(device))
     rows = settings.prompts_per_step * settings.group_size
+    peft_config = None
+    if lora is not None:
+        peft_config = LoraConfig(r=lora.rank, lora_alpha=int(lora.alpha), target_modules="all-linear")
     trainer = trl.GRPOTrainer(
         model=model.load_causal_lm(device).train(), processing_class=AutoTokenizer.from_pretrained(model.files()),
         train_dataset=Dataset.from_list(run.data.rows("train")), reward_funcs=[reward], callbacks=[Watch()],
-        peft_config=None if lora is None else LoraConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules="all-linear"),
+        peft_config=peft_config,
         args=trl.GRPOConfig(
             output_dir=str(file.parent / "trl"), use_cpu=device == "cpu", bf16=narrow, seed=seed, max_steps=settings.total_steps,
             per_device_train_batch_size=rows, num_generations=settings.group_size,
@@ -132,28 +136,22 @@ def run_trl(name: str, seed: int, overrides: list[str], file: Path) -> None:
 
 def spread(values: list[float]) -> list[float]:
     """Median and quartiles."""
-    values = values[WARM_UP:] if len(values) > WARM_UP + 1 else values
     low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
     return [round(middle, 3), round(low, 3), round(high, 3)]
 
 
 def machine() -> str:
-    """The name of the processor or GPU, and the number of threads."""
+    """The name of the processor or GPU, and the number of processors."""
     import torch
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    has = [
-        x
-        for x, yes in (
-            ("AMX", torch.cpu._is_amx_tile_supported()),
-            ("AVX512-BF16", torch.cpu._is_avx512_bf16_supported()),
-        )
-        if yes
-    ]
-    return f"{names[0] if names else 'CPU'}{' with ' + ' and '.join(has) if has else ''}, {os.cpu_count()} processors"
+    name = names[0] if names else "CPU"
+    name += " with AMX" if torch.cpu._is_amx_tile_supported() else ""
+    name += " with AVX512-BF16" if torch.cpu._is_avx512_bf16_supported() else ""
+    return f"{name}, {os.cpu_count()} processors"
 
 
 def reproduce(name: str, options: argparse.Namespace) -> None:
@@ -205,35 +203,55 @@ def draw(found: dict[str, Any]) -> None:
     pyplot.close(figure)
 
 
+HEADER = (
+    "| | steps | reward, first step | last 3 steps: mean [least, most] of seeds | held-out greedy, before and after | "
+    "s a step, median [quartiles] | of it |"
+)
+
+
 def table() -> str:
     """The page of all recipes that were run."""
     lines = ["# Recipes on SmolLM2-135M-Instruct", "", "Made by `make reproduce`; see `benchmarks/reproduce.py`.", ""]
     for file in sorted(OUT.glob("*.json")):
         found = json.loads(file.read_text())
-        lines += [f"## {found['name']}", "", f"{found['machine']}; seeds {', '.join(map(str, found['seeds']))}"
-                  + (f"; {' '.join(found['overrides'])}" if found["overrides"] else "") + ".", "",
-                  f"![reward against steps]({found['name']}.png)", "",
-                  "| | steps | reward, first step | last 3 steps: mean [least, most] of seeds | held-out greedy, before and after "
-                  "| s a step, median [quartiles] | of it |", "|---|---|---|---|---|---|---|"]  # fmt: skip
-        medians = {}
-        for side, runs in found["sides"].items():
-            first, last = ([run["reward"][0] for run in runs], [statistics.mean(run["reward"][-3:]) for run in runs])
-            seconds = spread([x for run in runs for x in run["seconds"]["step"][WARM_UP:]])
-            medians[side] = seconds[0]
-            stages = [f"{stage} {spread([x for run in runs for x in run['seconds'][stage][WARM_UP:]])[0]}"
-                      for stage in runs[0]["seconds"] if stage in ("gen", "update_actor", "rest", "ref")]  # fmt: skip
-            evaluated = [run["eval"] for run in runs if run["eval"]]
-            held = " to ".join(
-                f"{statistics.mean(x['accuracy'] for x in at):.3f}"
-                for at in zip(*((e[0], e[-1]) for e in evaluated), strict=True)
-            )
-            lines.append(f"| {side} | {len(runs[0]['reward'])} | {statistics.mean(first):.3f} | {statistics.mean(last):.3f} "
-                         f"[{min(last):.3f}, {max(last):.3f}] | {held or '-'} | {seconds[0]} [{seconds[1]}, {seconds[2]}] "
-                         f"| {', '.join(stages)} |")  # fmt: skip
-        if len(medians) == 2:
-            lines += ["", f"A step of TRL takes {medians['TRL'] / medians['verl']:.2f} times as long."]
+        changed = f"; {' '.join(found['overrides'])}" if found["overrides"] else ""
+        lines += [
+            f"## {found['name']}",
+            "",
+            f"{found['machine']}; seeds {', '.join(map(str, found['seeds']))}{changed}.",
+        ]
+        lines += ["", f"![reward against steps]({found['name']}.png)", "", HEADER, "|---|---|---|---|---|---|---|"]
+        lines += [row(side, runs) for side, runs in found["sides"].items()]
+        middle = {side: spread(step_seconds(runs, "step"))[0] for side, runs in found["sides"].items()}
+        if len(middle) == 2:
+            lines += ["", f"A step of TRL takes {middle['TRL'] / middle['verl']:.2f} times as long."]
         lines.append("")
     return "\n".join(lines)
+
+
+def step_seconds(runs: list[dict[str, Any]], stage: str) -> list[float]:
+    """Of all runs, without the steps that warm up."""
+    return [x for run in runs for x in run["seconds"][stage][WARM_UP:]]
+
+
+def row(side: str, runs: list[dict[str, Any]]) -> str:
+    """A side's row of the table."""
+    first, last = ([run["reward"][0] for run in runs], [statistics.mean(run["reward"][-3:]) for run in runs])
+    evaluated = [(run["eval"][0], run["eval"][-1]) for run in runs if len(run["eval"]) > 1]
+    held = [statistics.mean(x["accuracy"] for x in at) for at in zip(*evaluated, strict=True)]
+    named = [stage for stage in ("gen", "update_actor", "rest") if stage in runs[0]["seconds"]]
+    seconds, low, high = spread(step_seconds(runs, "step"))
+    return " | ".join(
+        [
+            f"| {side}",
+            f"{len(runs[0]['reward'])}",
+            f"{statistics.mean(first):.3f}",
+            f"{statistics.mean(last):.3f} [{min(last):.3f}, {max(last):.3f}]",
+            " to ".join(f"{x:.3f}" for x in held) or "-",
+            f"{seconds} [{low}, {high}]",
+            ", ".join(f"{stage} {spread(step_seconds(runs, stage))[0]}" for stage in named) + " |",
+        ]
+    )
 
 
 def main() -> None:
