@@ -111,7 +111,8 @@ def run_trl(name: str, seed: int, overrides: list[str], file: Path) -> None:
         train_dataset=Dataset.from_list(run.data.rows("train")), reward_funcs=[reward], callbacks=[Watch()],
         peft_config=peft_config,
         args=trl.GRPOConfig(
-            output_dir=str(file.parent / "trl"), use_cpu=device == "cpu", bf16=narrow, seed=seed, max_steps=settings.total_steps,
+            output_dir=str(file.parent / "trl"), use_cpu=device == "cpu", bf16=narrow, seed=seed,
+            max_steps=settings.total_steps,
             per_device_train_batch_size=rows, num_generations=settings.group_size,
             max_completion_length=run.rollout.max_new_tokens, temperature=1.0, top_p=1.0, top_k=0, num_iterations=1,
             beta=0.0, epsilon=0.2, loss_type="grpo", scale_rewards="group", learning_rate=run.actor.optimizer.lr,
