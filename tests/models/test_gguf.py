@@ -194,7 +194,9 @@ def test_the_real_model_is_that_of_the_reference_with_its_chat(smollm2: Pretrain
     tokenizer: Any = smollm2.load_tokenizer()
     assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
     splits = ChatTaskPrompts(task="json", train_size=4, held_out=2).build(BuildContext(tokenizer=tokenizer))
-    prompt = tokenizer.decode(splits.train[0]["prompts"] if "prompts" in splits.train[0] else splits.train[0]["input_ids"])
+    prompt = tokenizer.decode(
+        splits.train[0]["prompts"] if "prompts" in splits.train[0] else splits.train[0]["input_ids"]
+    )
     assert prompt.startswith("<|im_start|>system\n")
     assert prompt.endswith("<|im_start|>assistant\n")
     inputs = tokenizer.apply_chat_template(
@@ -204,6 +206,8 @@ def test_the_real_model_is_that_of_the_reference_with_its_chat(smollm2: Pretrain
         return_dict=True,
     )
     model = smollm2.load_causal_lm("cpu")
-    answer = tokenizer.decode(model.generate(**inputs, max_new_tokens=40, do_sample=False)[0, inputs.input_ids.shape[1] :])
+    answer = tokenizer.decode(
+        model.generate(**inputs, max_new_tokens=40, do_sample=False)[0, inputs.input_ids.shape[1] :]
+    )
     assert "7" in answer
     assert json.loads((Path(smollm2.files()) / "config.json").read_text())["eos_token_id"] == tokenizer.eos_token_id

@@ -46,7 +46,7 @@ class ChatTask(Description):
         seed: of the problems.
     """
 
-    task: TaskName
+    task: TaskName = "json"
     train_size: PositiveInt = 4000
     held_out: PositiveInt = 256
     seed: int = 0
