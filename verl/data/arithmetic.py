@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, ClassVar
 
 from pydantic import Field, PositiveInt
@@ -133,7 +134,9 @@ class ArithmeticSFT(Arithmetic, TextSource):
         yield from length_faults(self.digits, self.max_length)
 
     def build(self, context: BuildContext) -> DataSplits:
-        return DataSplits.generated(SFTDataset, self.rows, context, max_length=self.max_length, completion_key="answer")
+        options = {"max_length": self.max_length, "completion_key": "answer"}
+        splits = DataSplits.generated(SFTDataset, self.rows, context, **options)
+        return replace(splits, fills_last=False)  # as in the runs that are recorded
 
 
 @component
