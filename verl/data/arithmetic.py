@@ -116,7 +116,8 @@ class ArithmeticPrompts(Arithmetic, PromptSource):
         return {"data": frozenset({"answer"})}
 
     def build(self, context: BuildContext) -> DataSplits:
-        return DataSplits.generated(RLHFDataset, self.rows, context, max_prompt_length=self.max_prompt_length)
+        splits = DataSplits.generated(RLHFDataset, self.rows, context, max_prompt_length=self.max_prompt_length)
+        return replace(splits, fills_last=self.train_size is not None)  # of chosen rows all are seen
 
 
 @component
@@ -134,9 +135,7 @@ class ArithmeticSFT(Arithmetic, TextSource):
         yield from length_faults(self.digits, self.max_length)
 
     def build(self, context: BuildContext) -> DataSplits:
-        options = {"max_length": self.max_length, "completion_key": "answer"}
-        splits = DataSplits.generated(SFTDataset, self.rows, context, **options)
-        return replace(splits, fills_last=False)  # as in the runs that are recorded
+        return DataSplits.generated(SFTDataset, self.rows, context, max_length=self.max_length, completion_key="answer")
 
 
 @component

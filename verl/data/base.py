@@ -159,7 +159,7 @@ class DataSplits:
             config: options of `kind`.
         """
         train, held_out = (kind.from_rows(rows(split), context.tokenizer, config) for split in SPLITS)
-        return cls(train, held_out, may_repeat=may_repeat)
+        return cls(train, held_out, may_repeat=may_repeat, fills_last=False)  # as in the runs that are recorded
 
 
 Truncation = Literal["error", "left", "right", "drop"]

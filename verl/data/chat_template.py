@@ -197,7 +197,8 @@ def render_prompts(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors)
             )
         if fault is not None:
             bad.add(fault)
-    _tell_of_template(texts, is_chat, key, chat)
+    if rows.places is not None:  # rows of files
+        _tell_of_template(texts, is_chat, key, chat)
     tokens = _tokens(texts, is_chat, chat.tokenizer)
     for index, (text, ids) in enumerate(zip(texts, tokens, strict=True)):
         if text and not ids:
