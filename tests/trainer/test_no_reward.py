@@ -69,12 +69,14 @@ def test_a_response_without_a_reward_enters_no_baseline_and_no_loss(estimator, m
 
 
 @pytest.mark.parametrize("estimator", [GAE(), GRPO(), ReMax()], ids=lambda x: type(x).__name__)
-def test_a_step_in_which_no_response_has_a_reward_says_so_and_updates_nothing(estimator, model32, tmp_path):
+def test_a_step_in_which_no_response_has_a_reward_says_so_and_updates_nothing(
+    estimator, model32, tmp_path, monkeypatch
+):
     run = ppo_run(model32, algorithm(estimator), reward=Sometimes(every=1), total_steps=2, **SIZES)
     described = dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, save_final=True))
     messages = []
     with described.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        trainer.tracker.message = messages.append
+        monkeypatch.setattr(trainer.tracker, "message", messages.append)
         trainer.fit()
     assert sum("12 of 12 responses" in message for message in messages) == 2
     assert not step_lines(tmp_path / "run")
@@ -105,8 +107,8 @@ def test_asynchronous_training_leaves_them_out_too(every, staleness, model32, tm
 
 
 def test_dynamic_sampling_selects_among_the_rated(model32, tmp_path):
-    for every, on_none in ((2, "error"), (1, "error")):
-        selection = DynamicSampling(max_rounds=2, on_none=on_none)
+    for every in (2, 1):
+        selection = DynamicSampling(max_rounds=2)
         run = ppo_run(
             model32, algorithm(GRPO(), selection=selection), reward=Sometimes(every=every), total_steps=2, **SIZES
         )
