@@ -13,7 +13,7 @@ from typing import Any
 from verl.checkpoint.read.discovery import LATEST
 from verl.errors import ConfigError
 from verl.storage.config import is_address
-from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping, read_text
+from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping, read_lines
 
 _log = logging.getLogger(__name__)
 
@@ -101,13 +101,8 @@ def read_tables(files: Iterable[Path]) -> Iterator[DumpedSample]:
     left out with a warning."""
     for file in files:
         number = file.stem.removeprefix("step_")
-        try:
-            lines = read_text(file).split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            _log.warning("%a is left out: %s", str(file), error)
-            continue
         bad = 0
-        for line in filter(str.strip, lines):
+        for line in _lines(file):
             try:
                 row = parse_mapping(line)
                 table, score = str(row.pop("table", "samples")), row.pop("score", None)
@@ -118,6 +113,13 @@ def read_tables(files: Iterable[Path]) -> Iterator[DumpedSample]:
                 bad += 1
         if bad:
             _log.warning("%a: %d lines are not samples, and are left out.", str(file), bad)
+
+
+def _lines(file: Path) -> Iterator[bytes]:
+    try:
+        yield from filter(bytes.strip, read_lines(file))
+    except OSError as error:
+        _log.warning("%a is not read further: %s", str(file), error)
 
 
 def _text(value: Any) -> str:

@@ -28,6 +28,7 @@ from verl.utils.external_input import ExternalInputError, open_regular, parse_ma
 
 INTERVAL_S = 1.0  # between two looks at the files
 FIRST_LINES = 10  # shown of what was there before
+LARGEST_METRICS = 2**30  # bytes that are read at once of a file, which may be sparse
 CHUNK_BYTES = 2**22  # of one answer with new lines
 LOOPBACK = "127.0.0.1"
 HOSTS = (LOOPBACK, "localhost")  # a page of another name that resolves to this machine may not read it
@@ -116,12 +117,12 @@ def _new_lines(file: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
     return rows, offset + len(data)
 
 
-def _new_bytes(file: Path, offset: int, most: int | None = None) -> bytes:
+def _new_bytes(file: Path, offset: int, most: int = LARGEST_METRICS) -> bytes:
     """The whole lines of a file from an offset on, at most `most` bytes of them; nothing if there is no file."""
     try:
         with open(open_regular(file), "rb") as lines:
             lines.seek(offset)
-            data = lines.read(-1 if most is None else most)
+            data = lines.read(most)
     except OSError:
         return b""
     return data[: data.rfind(b"\n") + 1]

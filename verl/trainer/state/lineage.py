@@ -33,7 +33,7 @@ from verl.utils.external_input import (
     checked_name,
     ends_with_partial_line,
     parse_mapping,
-    read_text,
+    read_lines,
     regular_opener,
     write_text,
 )
@@ -136,10 +136,14 @@ class EndEvent(LineageEvent):
 _KINDS: dict[Any, type[LineageEvent]] = {"run": RunEvent, "checkpoint": CheckpointEvent, "end": EndEvent}
 
 
-def read_events(directory: Path) -> list[dict[str, Any]]:
-    """The events recorded in a directory and all below it, in order of time; half a line is passed over."""
+def read_events(directory: Path, below: bool = True) -> list[dict[str, Any]]:
+    """The events recorded in a directory and all below it, in order of time; half a line is passed over.
+
+    Args:
+        below: False for the directory alone, as of a name that a file of others gives: it may be `/`.
+    """
     events = []
-    for file in sorted(Path(directory).rglob(FILE)):
+    for file in sorted(Path(directory).rglob(FILE)) if below else [Path(directory) / FILE]:
         for line in _lines(file):
             try:
                 entry = parse_mapping(line)
@@ -157,16 +161,15 @@ def events_of(pointer: RunPointer, run_dir: Path) -> list[dict[str, Any]]:
     """The events of the last start of a training in a run directory, in order of time; empty if there is no record."""
     for directory in pointer.places(run_dir.absolute())[:2]:
         if (directory / FILE).is_file():
-            return [event for event in read_events(directory) if event["run_id"] == pointer.run_id]
+            return [event for event in read_events(directory, below=False) if event["run_id"] == pointer.run_id]
     return []
 
 
-def _lines(file: Path) -> list[str]:
+def _lines(file: Path) -> Iterator[bytes]:
     try:
-        return read_text(file, errors="replace").splitlines()
+        yield from read_lines(file)
     except OSError as error:
         _log.warning("%s is not read: %s", file, error)
-        return []
 
 
 def code_version() -> dict[str, Any]:
