@@ -213,6 +213,9 @@ def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]
         try:
             with _clean_end(run_dir), _refused_once(refusals, running.job.num) if is_sweep else nullcontext():
                 try:
+                    _refuse_no_directory(
+                        *("hydra.sweep.dir", running.sweep.dir) if is_sweep else ("hydra.run.dir", running.run.dir)
+                    )
                     with job.closing, component_exits(directly=False):
                         _with_log(main, job)
                 except OmegaConfBaseException as error:
@@ -222,8 +225,8 @@ def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]
                         job.withdraw()
                     raise
                 finally:
-                    _remove_if_empty(run_dir)
-                    _remove_if_empty(Path(running.run.dir).parts[0])  # `outputs`, of `outputs/../x`
+                    for directory in (run_dir, *Path(running.run.dir).parents):  # `outputs`, of `outputs/../x`
+                        _remove_if_empty(directory)
         except SystemExit as end:
             statuses.append(int(end.code or 0))
             if running.mode != RunMode.MULTIRUN or statuses[-1] in (INTERRUPTED, HUNG_UP, TERMINATED):
@@ -261,6 +264,11 @@ def _refused_once(refusals: dict[str, int], number: int) -> Iterator[None]:
             raise
         _tell(f"Job {number} of the sweep is refused for the reason given for job {first}.")
         sys.exit(2)
+
+
+def _refuse_no_directory(key: str, given: str) -> None:
+    if not given.strip() or given[0] == "~" or Path(given).resolve() == Path("/"):
+        raise ConfigError(f"{key} is {given!r}: expected the path of a directory for the files of this run.")
 
 
 def _of_hydra_itself(error: Exception) -> str:

@@ -92,7 +92,7 @@ def parse_json(data: bytes | bytearray | memoryview | str) -> Any:
 
 
 def _depth(value: Any) -> int:
-    level, depth = [value], 0
+    level, depth = [[value]], -1
     while level and depth <= MAX_NESTING:
         inside = (node.values() if isinstance(node, dict) else node for node in level)
         level, depth = [x for items in inside for x in items if isinstance(x, (dict, list))], depth + 1

@@ -164,7 +164,8 @@ def read_run(directory: str | Path) -> RunRecord:
     if chain:
         run.code, run.identity = chain[-1]["code"], chain[-1]["identity"]
     for folder, rows in (("evals", run.evals), ("tokens", run.tokens)):
-        rows |= {step: [*json_lines(file)] for step, file in step_files(run, folder).items()}
+        for step, file in step_files(run, folder).items():
+            rows[step] = [row for row in json_lines(file) if isinstance(row.get("kind", ""), str)]
     return run
 
 

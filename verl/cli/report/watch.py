@@ -9,6 +9,7 @@ metrics.jsonl ── new lines ──> the console of the run            termina
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import sys
 import time
@@ -64,7 +65,7 @@ def _follow(record: RunRecord) -> None:
     for row in lines[:-FIRST_LINES]:
         clock.set(row)
     tracker = ConsoleTracker(Console(), clock=clock.read)
-    tracker.start(record.name, {}, run_dir, total if isinstance(total, int) else None)
+    tracker.start(record.name, {}, run_dir, total if isinstance(total, int) and total < 2**53 else None)
     is_running, lines = True, lines[-FIRST_LINES:]
     try:
         while is_running or lines:
@@ -91,7 +92,7 @@ class _RunClock:
         time_s = as_number(row.get("time_s"))
         if time_s < self._last_s:  # the run was started again
             self._before_s += self._last_s
-        self._last_s = time_s if time_s >= 0 else self._last_s
+        self._last_s = time_s if 0 <= time_s < math.inf else self._last_s
 
     def read(self) -> float:
         return self._before_s + self._last_s
