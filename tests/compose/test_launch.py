@@ -441,3 +441,15 @@ def test_a_refused_run_removes_what_its_run_directory_added(given, run_script, t
     assert (done.returncode, "trainer.seed" in done.stderr) == (2, True), done.stderr
     assert "IndexError" not in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_an_error_whose_text_cannot_be_formed_is_told_by_its_type():
+    try:
+        raise Unprintable
+    except Unprintable as error:
+        assert end_message(error).startswith("Unprintable")

@@ -40,7 +40,7 @@ from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, com
 from verl.compose.overrides import Overrides
 from verl.compose.run_start import RunStart
 from verl.compose.schema import ROOTS, conf_dir, group_options, own_conf_dirs, root_keys
-from verl.errors import CheckpointError, ConfigError, VerlError, WorkerError, root_cause
+from verl.errors import CheckpointError, ConfigError, VerlError, WorkerError, error_text, root_cause
 from verl.tracking.console import reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.utils import torchrun
@@ -370,7 +370,8 @@ def end_message(error: BaseException, log: Path | None = None) -> str:
     message = out_of_memory_message(error)
     if message is not None and (isinstance(cause, MemoryError) or not _is_of_code(cause)):
         return f"{message}{_in_log(log)}"
-    sentence, _, detail = str(error).strip().partition("\n")
+    text = str(error).strip() if isinstance(error, VerlError) else ""
+    sentence, _, detail = text.partition("\n")
     if isinstance(error, WorkerError) and _TRACEBACK in detail:  # the traceback of the worker
         if (refusal := getattr(error.detail, "refusal", None)) is not None:
             return f"{sentence} {refusal}{_in_log(log)}"
@@ -378,7 +379,7 @@ def end_message(error: BaseException, log: Path | None = None) -> str:
         return f"{sentence} {last.strip()}\n\n{detail[detail.rindex(_TRACEBACK) :]}{_in_log(log)}"
     if isinstance(error, VerlError) and (isinstance(cause, (VerlError, OSError)) or not _is_of_code(cause)):
         return f"{error}{_in_log(log)}"
-    named = str(error) if isinstance(error, VerlError) else f"{type(error).__name__}: {error}"
+    named = str(error) if isinstance(error, VerlError) else error_text(error)
     trace = "".join(traceback.format_exception(type(cause), cause, _from_users_code(cause), chain=False))
     return f"{named}\n\n{trace.rstrip()}{_in_log(log)}"
 

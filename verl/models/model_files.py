@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, error_text
 from verl.ops.resharding.layout import Box
 from verl.utils.child_process.trial import pattern_fault
 from verl.utils.external_input import (
@@ -167,7 +167,7 @@ def damage_explained(path: str) -> Iterator[None]:
 
 def unloadable_error(path: str, what: str, error: BaseException) -> ConfigError:
     """A file of a model that a library cannot read, such as a value of another type."""
-    reason = printable(" ".join(f"{type(error).__name__}: {error}".split()))[:500]
+    reason = printable(" ".join(error_text(error).split()))[:500]
     return ConfigError(
         f"path is {path!r}: {what} cannot be loaded ({reason}). Give a directory made by save_pretrained."
     )
