@@ -449,7 +449,6 @@ class Unprintable(Exception):
 
 
 def test_an_error_whose_text_cannot_be_formed_is_told_by_its_type():
-    try:
+    with pytest.raises(Unprintable) as raised:
         raise Unprintable
-    except Unprintable as error:
-        assert end_message(error).startswith("Unprintable")
+    assert end_message(raised.value).startswith("Unprintable")

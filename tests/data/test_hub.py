@@ -163,9 +163,11 @@ def test_a_column_of_images_or_sounds_by_path_opens_no_file(tmp_path, context):
 @pytest.mark.parametrize(
     ("file", "split", "name", "is_there"),
     [
-        ("data/train-00000-of-00002.parquet", "train", None, True), ("main/test-00000-of-00001.parquet", "test", "main", True),
+        ("data/train-00000-of-00002.parquet", "train", None, True),
+        ("main/test-00000-of-00001.parquet", "test", "main", True),
         ("questions.parquet", "train", None, True), ("questions.parquet", "test", None, False),
-        ("dev.parquet", "validation", None, True), ("val/a.parquet", "dev", None, True), ("my_test.parquet", "train", None, False),
+        ("dev.parquet", "validation", None, True), ("val/a.parquet", "dev", None, True),
+        ("my_test.parquet", "train", None, False),
         ("constraints.parquet", "test", None, False), ("level3-00000-of-00001.parquet", "level3", None, True),
     ],
 )  # fmt: skip

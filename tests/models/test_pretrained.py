@@ -252,3 +252,13 @@ def test_attention_that_is_code_of_the_hub_is_refused_before_the_package_for_it_
     file.write_text(json.dumps({**json.loads(file.read_text()), "text_config": {"attn_implementation": "a/b@main"}}))
     with pytest.raises(ConfigError, match=r"trust_remote_code is false.*'a/b@main'"):
         Pretrained(path=str(tmp_path / "model")).load_causal_lm("cpu")
+
+
+@pytest.mark.parametrize("is_asked_for", [True, False])
+def test_without_the_hub_a_name_that_is_not_in_the_cache_is_told_at_once(is_asked_for, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_asked_for)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError) as refusal:
+        Pretrained(path="absent/model").load_tokenizer()
+    assert [word for word in ("absent/model", "HF_HUB_OFFLINE", "hf download") if word not in str(refusal.value)] == []
+    assert "connect" not in str(refusal.value)

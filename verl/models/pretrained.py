@@ -14,6 +14,7 @@ from verl.errors import ConfigError
 from verl.models.lora import head_options
 from verl.models.model_files import (
     SafetensorsReader,
+    asks_hub,
     damage_explained,
     directory_faults,
     is_local,
@@ -234,6 +235,7 @@ class Pretrained(ModelSource):
         from huggingface_hub import snapshot_download
 
         try:
+            asks_hub()
             files = ["*.safetensors", "*.json"]
             return Path(snapshot_download(self.path, revision=self.revision, allow_patterns=files))
         except Exception:  # noqa: BLE001 - no network, no such name, gated: loading reports it
@@ -313,6 +315,8 @@ class Pretrained(ModelSource):
         """Around loading a part with transformers or peft: any error but a lack of memory becomes one about `path`."""
         try:
             with damage_explained(path):
+                if not is_local(path):
+                    asks_hub()
                 yield
         except ConfigError:
             raise
@@ -388,8 +392,8 @@ class Pretrained(ModelSource):
             for key, value in text.items():
                 if key.endswith("attn_implementation") and "/" in str(value) and not self.trust_remote_code:
                     raise ConfigError(
-                        f"trust_remote_code is false: {key} in config.json of {self.path} is {value!r}, code of the hub. "
-                        "Remove it there, or set trust_remote_code if you trust its author."
+                        f"trust_remote_code is false: {key} in config.json of {self.path} is {value!r}, code of the "
+                        "hub. Remove it there, or set trust_remote_code if you trust its author."
                     )
 
     def _load_whole(self, auto_class: Any, device: str, absent: Sequence[str] = (), **options: Any) -> Any:
