@@ -22,8 +22,8 @@ from pydantic import PositiveInt
 
 from verl.component import BuildContext, component, package_fault
 from verl.data.base import DataSplits, PromptOptions, PromptRendering
-from verl.data.chat_template import shortened
-from verl.data.readers import FILE_TYPES, DataRows, RowErrors, read_rows
+from verl.data.chat_template import as_chat, shortened
+from verl.data.readers import FILE_TYPES, DataRows, RowErrors, from_arrow, read_rows
 from verl.data.rlhf_dataset import RESERVED_COLUMNS, RLHFDataset
 from verl.errors import ConfigError
 from verl.protocol.fields import FIELDS
@@ -169,7 +169,7 @@ class HubPrompts(PromptRendering):
                 import pyarrow as pa
 
                 with open(open_regular(file), "rb") as stream:
-                    yield from pa.ipc.open_stream(stream).read_all().to_pylist()
+                    yield from map(from_arrow, pa.ipc.open_stream(stream).read_all().to_pylist())
             else:
                 yield from read_rows([file], bad, "dataset").values
 
@@ -183,7 +183,7 @@ class HubPrompts(PromptRendering):
     ) -> DataRows:
         place = f"{self.dataset}, split {split}"
         try:
-            loaded = self._local_rows(split, bad) if self.is_local else self._hub_rows(split, commit)
+            loaded = self._local_rows(split, bad) if self.is_local else map(from_arrow, self._hub_rows(split, commit))
             rows = list(itertools.islice(loaded, max_rows))
         except Exception as error:
             raise ConfigError(
@@ -222,7 +222,7 @@ class HubPrompts(PromptRendering):
 
     def _converted(self, row: Mapping[str, Any], is_chat: bool) -> dict[str, Any] | str:
         """A row as `RLHFDataset` takes it, or its fault."""
-        prompt, kept = row.get(self.prompt), row if self.keep_columns is None else self.keep_columns
+        prompt, kept = as_chat(row.get(self.prompt)), row if self.keep_columns is None else self.keep_columns
         others = {name: row.get(name) for name in kept if name not in (self.prompt, self.answer, "prompt")}
         if isinstance(prompt, str) and prompt:
             prompt = prompt if self.instruction is None else f"{prompt}\n{self.instruction}"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from verl.component import Description, component
 from verl.errors import ConfigError
-from verl.models.lora import head_options
+from verl.models.lora import head_options, merged_model
 from verl.models.model_files import (
     SafetensorsReader,
     asks_hub,
@@ -382,8 +382,7 @@ class Pretrained(ModelSource):
 
             refuse_endless_patterns(adapter, self.path)
             below = base._load(auto_class, device, **head_options(self.path, adapter))
-            adapted = PeftModel.from_pretrained(below, self.path)
-            return adapted.merge_and_unload().requires_grad_(True).eval()
+            return merged_model(PeftModel.from_pretrained(below, self.path)).requires_grad_(True).eval()
 
     def _refuse_kernels(self) -> None:
         """Attention such as `owner/kernel` is code of the hub, which transformers would download and run."""
