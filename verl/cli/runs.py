@@ -234,10 +234,9 @@ def _removable(roots: Sequence[Path], older_than_s: float) -> tuple[list[ListedR
     _passed.cache_clear()
     tops = {Path.cwd(), *(path.parent for root in roots for path in _upwards(root) if Path(path.name) in ROOTS)}
     listed = list_runs(roots)
-    known = {_inode(run.directory) for run in listed}
-    every = listed + [
-        run for run in list_runs([top / x for top in tops for x in ROOTS]) if _inode(run.directory) not in known
-    ]
+    every = {
+        _inode(run.directory): run for run in (*list_runs([top / x for top in tops for x in ROOTS]), *listed)
+    }.values()
     chosen = [run for run in listed if run.status != RUNNING and time.time() - run.updated >= older_than_s]
     reasons = {run.directory: why for run in chosen if (why := _protected(run)) is not None}
     events = _all_events(roots, every)
@@ -342,7 +341,7 @@ def _is_read(checkpoint: Checkpoint) -> bool:
 
 
 def _named_in(run_dir: Path) -> frozenset[Inode]:
-    """What the settings and the links of a run lead to, see `_passed`."""
+    """Files and directories that the settings and the links of a run lead to, see `_passed`."""
     tree, raw = json_object(run_dir / "config.yaml"), ""
     for name in ("config.yaml", "overrides.yaml"):
         with contextlib.suppress(OSError):
@@ -355,7 +354,7 @@ def _named_in(run_dir: Path) -> frozenset[Inode]:
 
 
 def _named_in_checkpoint(checkpoint: Checkpoint, run_dir: Path) -> frozenset[Inode]:
-    """As of a run: the model of an adapter, or the reference, may be in the directory of another run."""
+    """The same of a checkpoint: the base of its adapter, or the reference, may be in the directory of a run."""
     with contextlib.suppress(BadCheckpoint, OSError):
         return _inodes(map(str, _leaves(read_state(FileSystem(), checkpoint).get("config"))), run_dir)
     return frozenset()
@@ -370,7 +369,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _inodes(texts: Iterable[str], run_dir: Path) -> frozenset[Inode]:
-    """What those of the texts that may be paths lead to. A run was started in a directory above its own, or here."""
+    """Where texts lead that may be paths. A run was started in a directory above its own, or in this one."""
     paths = [text.removeprefix("file://") for text in {*texts} if "/" in text and "\0" not in text]
     used: set[Inode] = set()
     for place in dict.fromkeys([Path.cwd(), *run_dir.resolve().parents]):
@@ -381,12 +380,12 @@ def _inodes(texts: Iterable[str], run_dir: Path) -> frozenset[Inode]:
 
 
 @functools.lru_cache(maxsize=2**18)
-def _passed(path: Path, links: int = 0) -> frozenset[Inode]:
+def _passed(path: Path) -> frozenset[Inode]:
     """Every directory and file that the resolution of a path passes, as far as it exists, symbolic links followed."""
-    passed = frozenset() if path == path.parent else _passed(path.parent, links)  # not normalised: a/../b needs a
+    passed = frozenset() if path == path.parent else _passed(path.parent)  # not normalised: a/../b needs a
     if (inode := _inode(path)) is None:
         return passed
-    target = _passed(path.parent / os.readlink(path), links + 1) if path.is_symlink() else frozenset()
+    target = _passed(path.parent / os.readlink(path)) if path.is_symlink() else frozenset()
     return passed | target | {inode}
 
 

@@ -19,10 +19,11 @@ from typing import Any, BinaryIO
 from verl.component import BuildContext, component
 from verl.tracking.base import ContinuedTracker, TrackerDescription
 from verl.utils.external_input import (
+    LARGEST_RECORD,
     ExternalInputError,
     ends_with_partial_line,
+    open_regular,
     parse_mapping,
-    read_lines,
     read_record,
     regular_opener,
     write_whole,
@@ -232,12 +233,21 @@ def plain(value: Any) -> Any:
 
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects in a file. Lines that are none, such as half a line at the end, are left out."""
+    for line in lines_of(file):
+        with contextlib.suppress(ExternalInputError):
+            yield parse_mapping(line)
+
+
+def lines_of(file: Path) -> Iterator[bytes]:
+    """The lines of a file until the first that is longer than `LARGEST_RECORD`; none where it cannot be read."""
     try:
-        for line in read_lines(file):
-            with contextlib.suppress(ExternalInputError):
-                yield parse_mapping(line)
+        with open(open_regular(file), "rb") as lines:
+            while line := lines.readline(LARGEST_RECORD + 1):
+                if len(line) > LARGEST_RECORD:
+                    raise OSError(errno.EFBIG, f"it has a line of more than {LARGEST_RECORD} bytes")
+                yield line
     except OSError as error:
-        _log.warning("%s is not read: %s", file, error)
+        _log.warning("%a is not read further: %s", str(file), error)
 
 
 def json_object(file: Path) -> dict[str, Any]:

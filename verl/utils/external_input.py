@@ -3,7 +3,7 @@
 A name becomes part of a path only by `checked_name` or `checked_path`, and a record becomes an object only by
 `parse_json`, `parse_yaml` or `parse_as`. Any fault is an `ExternalInputError`. A file is opened only by `open_regular`,
 which neither waits for the writer of a FIFO nor opens a device; the files of a run directory are read by `read_record`
-and `read_lines`, with limits on size and nesting.
+and `verl.tracking.jsonl`, with limits on size and nesting.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
@@ -277,19 +276,6 @@ def read_record(file: Path) -> Any:
         return None
     except (OSError, ExternalInputError) as error:
         raise ExternalInputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-
-
-def read_lines(path: str | Path) -> Iterator[bytes]:
-    """The lines of a regular file, one at a time.
-
-    Raises:
-        OSError: see `open_regular`; EFBIG at a line of more than `LARGEST_RECORD` bytes.
-    """
-    with open(open_regular(path), "rb") as file:
-        while line := file.readline(LARGEST_RECORD + 1):
-            if len(line) > LARGEST_RECORD:
-                raise OSError(errno.EFBIG, f"it has a line of more than {LARGEST_RECORD} bytes", str(path))
-            yield line
 
 
 def read_text(path: str | Path, errors: str = "strict", most: int | None = None) -> str:

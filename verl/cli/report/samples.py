@@ -13,7 +13,8 @@ from typing import Any
 from verl.checkpoint.read.discovery import LATEST
 from verl.errors import ConfigError
 from verl.storage.config import is_address
-from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping, read_lines
+from verl.tracking.jsonl import lines_of
+from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping
 
 _log = logging.getLogger(__name__)
 
@@ -102,7 +103,7 @@ def read_tables(files: Iterable[Path]) -> Iterator[DumpedSample]:
     for file in files:
         number = file.stem.removeprefix("step_")
         bad = 0
-        for line in _lines(file):
+        for line in filter(bytes.strip, lines_of(file)):
             try:
                 row = parse_mapping(line)
                 table, score = str(row.pop("table", "samples")), row.pop("score", None)
@@ -113,13 +114,6 @@ def read_tables(files: Iterable[Path]) -> Iterator[DumpedSample]:
                 bad += 1
         if bad:
             _log.warning("%a: %d lines are not samples, and are left out.", str(file), bad)
-
-
-def _lines(file: Path) -> Iterator[bytes]:
-    try:
-        yield from filter(bytes.strip, read_lines(file))
-    except OSError as error:
-        _log.warning("%a is not read further: %s", str(file), error)
 
 
 def _text(value: Any) -> str:

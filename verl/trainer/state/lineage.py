@@ -25,6 +25,7 @@ from verl.checkpoint.core.checkpoint import open_checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory, RunPointer
 from verl.errors import BadCheckpoint
+from verl.tracking.jsonl import lines_of
 from verl.trainer.state.training_identity import DIGEST, differences, training_differences
 from verl.utils.env_check import accelerator, installed, num_cores, processor_name
 from verl.utils.external_input import (
@@ -33,7 +34,6 @@ from verl.utils.external_input import (
     checked_name,
     ends_with_partial_line,
     parse_mapping,
-    read_lines,
     regular_opener,
     write_text,
 )
@@ -144,7 +144,7 @@ def read_events(directory: Path, below: bool = True) -> list[dict[str, Any]]:
     """
     events = []
     for file in sorted(Path(directory).rglob(FILE)) if below else [Path(directory) / FILE]:
-        for line in _lines(file):
+        for line in lines_of(file):
             try:
                 entry = parse_mapping(line)
                 checked_as(_KINDS.get(entry.get("event"), LineageEvent), entry)
@@ -163,13 +163,6 @@ def events_of(pointer: RunPointer, run_dir: Path) -> list[dict[str, Any]]:
         if (directory / FILE).is_file():
             return [event for event in read_events(directory, below=False) if event["run_id"] == pointer.run_id]
     return []
-
-
-def _lines(file: Path) -> Iterator[bytes]:
-    try:
-        yield from read_lines(file)
-    except OSError as error:
-        _log.warning("%s is not read: %s", file, error)
 
 
 def code_version() -> dict[str, Any]:
