@@ -234,9 +234,8 @@ def _removable(roots: Sequence[Path], older_than_s: float) -> tuple[list[ListedR
     _passed.cache_clear()
     tops = {Path.cwd(), *(path.parent for root in roots for path in _upwards(root) if Path(path.name) in ROOTS)}
     listed = list_runs(roots)
-    every = {
-        _inode(run.directory): run for run in (*list_runs([top / x for top in tops for x in ROOTS]), *listed)
-    }.values()
+    beside = list_runs([top / root for top in tops for root in ROOTS])
+    every = [*{_inode(run.directory): run for run in (*beside, *listed)}.values()]
     chosen = [run for run in listed if run.status != RUNNING and time.time() - run.updated >= older_than_s]
     reasons = {run.directory: why for run in chosen if (why := _protected(run)) is not None}
     events = _all_events(roots, every)
@@ -369,7 +368,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _inodes(texts: Iterable[str], run_dir: Path) -> frozenset[Inode]:
-    """Where texts lead that may be paths. A run was started in a directory above its own, or in this one."""
+    """Files and directories that texts name, if they are paths. A run was started in a directory above its own, or in this one."""
     paths = [text.removeprefix("file://") for text in {*texts} if "/" in text and "\0" not in text]
     used: set[Inode] = set()
     for place in dict.fromkeys([Path.cwd(), *run_dir.resolve().parents]):
