@@ -368,7 +368,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _inodes(texts: Iterable[str], run_dir: Path) -> frozenset[Inode]:
-    """Files and directories that texts name, if they are paths. A run was started in a directory above its own, or in this one."""
+    """Files and directories that texts name. A run was started in a directory above its own, or in this one."""
     paths = [text.removeprefix("file://") for text in {*texts} if "/" in text and "\0" not in text]
     used: set[Inode] = set()
     for place in dict.fromkeys([Path.cwd(), *run_dir.resolve().parents]):
