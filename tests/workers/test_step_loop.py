@@ -275,7 +275,7 @@ def test_a_schedule_with_lines_lost_or_moved_is_refused(change, tmp_path):
         read_schedule(tmp_path, {"setting": 1})
 
 
-@pytest.mark.parametrize(("steps", "open_rows"), [((-1,), 0), ((5, 3), 0), ((10**8,), 0), ((1, 2), -1)])
+@pytest.mark.parametrize(("steps", "open_rows"), [((-1,), 0), ((5, 3), 0), ((10**8,), 0), ((1, 2), -9)])
 def test_an_impossible_schedule_without_checksums_is_refused_at_the_start(steps, open_rows, tmp_path):
     lines = ['{"head": {"setting": 1}}']
     lines += [f'{{"engine_step": {n}, "event": "weights", "number": 0, "open_rows": {open_rows}}}' for n in steps]

@@ -189,7 +189,7 @@ def read_lines(lines: Sequence[str]) -> tuple[list[dict[str, Any]], list[Schedul
                 heads.append(checked_as(dict, line["head"]))
                 continue
             event, last = checked_as(ScheduledEvent, line), events[-1].engine_step if events else 0
-            if not last <= event.engine_step <= last + MOST_STEPS or event.open_rows < 0 or {*line} != fields:
+            if not last <= event.engine_step <= last + MOST_STEPS or event.open_rows < -1 or {*line} != fields:
                 raise ExternalInputError(f"{_text(event)} cannot follow engine step {last}")
             events.append(event)
         except ExternalInputError as error:
