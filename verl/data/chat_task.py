@@ -101,7 +101,7 @@ class ChatTaskSFT(ChatTask, TextSource):
 
 def _json(draw: random.Random) -> tuple[str, str]:
     values = (draw.choice(NAMES), draw.randint(18, 80), *map(draw.choice, (CITIES, JOBS, PETS)))
-    facts = dict(zip(("name", "age", "city", "job", "pet"), values, strict=True))
+    facts: dict[str, Any] = dict(zip(("name", "age", "city", "job", "pet"), values, strict=True))
     asked = {key: facts[key] for key in ["name", *draw.sample(sorted({*facts} - {"name"}), 2)]}
     listed = ", ".join(f"{key} is {json.dumps(value)}" for key, value in asked.items())
     return f"Write a JSON object with three keys: {listed}. Nothing else.", json.dumps(asked)

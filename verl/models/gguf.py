@@ -210,8 +210,9 @@ def _write(file: Path, stored: str, directory: Path) -> None:
     model.generation_config = GenerationConfig(
         **{**special, "eos_token_id": tokenizer.convert_tokens_to_ids(ends) if ends else None}
     )
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    with quiet_transformers():
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
 
 
 def _end_of_turn(tokenizer: Any, template: str, names: dict[str, str]) -> str | None:
