@@ -461,9 +461,11 @@ def _write_model(path: str, name: str, out: Path, dtype: str | None) -> None:
         model = source.load_classifier("cpu") if is_classifier else source.load_causal_lm("cpu")
         stored = source.load_config().dtype if dtype is None else getattr(torch, dtype)
     except (OSError, ConfigError) as error:
+        if not (Path(path) / ADAPTER_CONFIG).is_file():
+            raise
         raise ConfigError(
-            f"{name}, or the base model of an adapter, cannot be opened ({str(error).splitlines()[0]}). Put it there, "
-            f"or set base_model_name_or_path in {ADAPTER_CONFIG}, of a copy made by export without --merge."
+            f"the base model of {name} cannot be opened ({str(error).splitlines()[0]}). Put it there, or set "
+            f"base_model_name_or_path in {ADAPTER_CONFIG}, of a copy made by export without --merge."
         ) from error
     tokenizer = source.load_tokenizer()
     with atomic_directory(FileSystem(), out, f"writing {name} to {out}") as staged, quiet_transformers():
