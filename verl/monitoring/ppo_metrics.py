@@ -5,6 +5,7 @@ All responses of an evaluation are recorded, and some of a training step, token 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from verl.protocol import DataProto
 
 OUTCOMES = ("ok", "tool_error", "timeout", "infra")  # of the calls of episodes
 ENDS = ("terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens")  # of episodes
+EVALUATED = ("greedy", "drawn", "without_tools")  # kinds of responses of an evaluation
 MAX_TOKENS = 4096  # of a row; the rest is cut
 NUMBERS = ("rollout_log_probs", "old_log_probs", "entropies", "advantages")
 DECIMALS = 6
@@ -59,36 +61,87 @@ def evaluation_keys(k: int, has_episodes: bool) -> list[str]:
     return keys + [f"eval/{name}" for name in of_episodes if has_episodes]
 
 
-def evaluation_metrics(
-    greedy: DataProto,
-    drawn: DataProto | None,
-    k: int,
-    success: float,
-    without_tools: DataProto | None = None,
-    has_tools: bool = True,
-) -> dict[str, float]:
+def evaluation_metrics(records: Sequence[Mapping[str, Any]], has_tools: bool = True) -> dict[str, float]:
     """Metrics of an evaluation.
 
     Args:
-        greedy: one scored response per prompt.
-        drawn: k scored responses per prompt, side by side, or None.
-        success: a score that counts as right.
-        without_tools: one scored response per prompt, where the policy had no tools; or None.
+        records: of every response, as `evaluated_rows` makes them: one greedy response per prompt, k drawn ones side by
+            side or none, and one per prompt without tools or none.
         has_tools: whether there are tools to call.
     """
-    scores = _scores(greedy)
+    of_kind = {kind: [row for row in records if row["kind"] == kind] for kind in EVALUATED}
+    greedy = of_kind["greedy"]
     metrics = {
-        "eval/accuracy": float((scores >= success).double().mean()),
-        "eval/score": float(scores.mean()),
-        "eval/response_length_tokens": float(greedy["response_mask"].sum(dim=1).double().mean()),
+        "eval/accuracy": _mean_of(greedy, "success"),
+        "eval/score": _mean_of(greedy, "score"),
+        "eval/response_length_tokens": _mean_of(greedy, "tokens"),
     }
-    metrics |= accuracy_by_calls(greedy, (scores >= success).tolist(), has_tools)
-    if without_tools is not None:
-        metrics["eval/accuracy_without_tools"] = float((_scores(without_tools) >= success).double().mean())
-    if drawn is not None:
-        right = (_scores(drawn) >= success).double().view(-1, k)
+    metrics |= accuracy_by_calls(greedy, has_tools)
+    if of_kind["without_tools"]:
+        metrics["eval/accuracy_without_tools"] = _mean_of(of_kind["without_tools"], "success")
+    if drawn := of_kind["drawn"]:
+        right = successes_by_prompt(drawn)
+        k = right.shape[1]
         metrics |= {f"eval/mean@{k}": float(right.mean()), f"eval/best@{k}": float(right.amax(dim=1).mean())}
     return metrics
+
+
+def successes_by_prompt(drawn: Sequence[Mapping[str, Any]]) -> Tensor:
+    """Whether each of k drawn responses is right, [prompts, k] of 0.0 and 1.0."""
+    k = 1 + max(row["sample_id"] for row in drawn)
+    return torch.tensor([row["success"] for row in drawn], dtype=torch.float64).view(-1, k)
+
+
+def pass_at_k(num_right: Tensor, num_samples: int, k: int) -> Tensor:
+    """Probability that one of k responses is right, estimated without bias from n drawn ones of which c are right.
+
+        pass@k = 1 - C(n - c, k) / C(n, k)
+
+    Source: Chen et al. 2021, arXiv:2107.03374, eq. 1.
+    Degenerate: 1 where fewer than k of the n are wrong.
+
+    Args:
+        num_right: c of each prompt [B].
+        num_samples: n, at least k.
+    Returns:
+        [B] float64.
+    """
+    total = math.comb(num_samples, k)
+    missed = [math.comb(num_samples - int(c), k) / total for c in num_right.tolist()]
+    return 1.0 - torch.tensor(missed, dtype=torch.float64)
+
+
+def interval_of_mean(values: Tensor, samples: int = 1) -> tuple[float, float]:
+    """95% interval of the mean of values in [0, 1], one for each prompt: Wilson's, for an effective number of draws.
+
+        n_eff = p (1 - p) n / Var(values), between n prompts and n * samples responses
+
+    Source: Wilson 1927, eq. 4; prompts as clusters of responses: Miller 2024, arXiv:2411.00640, section 2.2.
+
+    Args:
+        values: [B], the share of a prompt's responses that are right, or a probability of it.
+        samples: responses behind each value.
+    """
+    n, p, z = len(values), float(values.double().mean()), 1.959964
+    variance = float(values.double().var()) if n > 1 else 0.0
+    between = p * (1 - p) * n / variance if variance > 0 else float(n)
+    count = min(max(between, n), n * samples)
+    middle, half = p + z * z / (2 * count), z * math.sqrt(p * (1 - p) / count + (z / (2 * count)) ** 2)
+    low, high = ((middle + sign * half) / (1 + z * z / count) for sign in (-1, 1))
+    return max(0.0, low), min(1.0, high)
+
+
+def evaluation_estimates(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float, float]]:
+    """Accuracy, mean@n and pass@k for k = 1, 2, 4, ... n, each with the ends of its 95% interval."""
+    greedy = torch.tensor([row["success"] for row in records if row["kind"] == "greedy"], dtype=torch.float64)
+    values = {"eval/accuracy": (greedy, 1)}
+    if drawn := [row for row in records if row["kind"] == "drawn"]:
+        right = successes_by_prompt(drawn)
+        n, counts = right.shape[1], right.sum(dim=1)
+        values[f"eval/mean@{n}"] = right.mean(dim=1), n
+        for k in sorted({n, *(2**i for i in range(n.bit_length()))}):
+            values[f"eval/pass@{k}"] = pass_at_k(counts, n, k), n if k == 1 else 1
+    return {key: (float(x.mean()), *interval_of_mean(x, samples)) for key, (x, samples) in values.items()}
 
 
 def sample_rows(batch: DataProto, count: int) -> list[dict[str, Any]]:
@@ -152,26 +205,26 @@ def episode_metrics(batch: DataProto) -> dict[str, float]:
     return {f"episode/{name}": value for name, value in metrics.items()}
 
 
-def accuracy_by_calls(batch: DataProto, is_right: Sequence[bool], has_tools: bool) -> dict[str, float]:
+def accuracy_by_calls(records: Sequence[Mapping[str, Any]], has_tools: bool) -> dict[str, float]:
     """Accuracy of the episodes of an evaluation that made a call, and of those that made none, if there are tools."""
-    records: Any = batch.non_tensor_batch.get("episode")
-    if records is None:
+    if not records or "turns" not in records[0]:
         return {}
-    has_call = np.array([bool(calls_of(record)) for record in records])
-    right = np.asarray(is_right, dtype=float)
-    metrics = {"eval/turns": _mean_or_zero([len(record["turns"]) for record in records])}
-    if not has_tools and not has_call.any():
+    metrics = {"eval/turns": _mean_of(records, "turns")}
+    calling = {has_call: [row for row in records if bool(row["calls"]) == has_call] for has_call in (True, False)}
+    if not has_tools and not calling[True]:
         return metrics
-    metrics["eval/call_share"] = _mean_or_zero(has_call)
-    for name, chosen in (("with_call", has_call), ("without_call", ~has_call)):
-        if chosen.any():
-            metrics[f"eval/accuracy_{name}"] = float(right[chosen].mean())
-    return metrics
+    metrics["eval/call_share"] = len(calling[True]) / len(records)
+    names = {True: "eval/accuracy_with_call", False: "eval/accuracy_without_call"}
+    return metrics | {names[key]: _mean_of(rows, "success") for key, rows in calling.items() if rows}
 
 
 def calls_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The calls of tools of an episode."""
     return [call for turn in record["turns"] for call in turn["calls"] if call["name"]]
+
+
+def _mean_of(records: Sequence[Mapping[str, Any]], key: str) -> float:
+    return float(torch.tensor([row[key] for row in records], dtype=torch.float64).mean())
 
 
 def _mean_or_zero(values: Any) -> float:
@@ -192,7 +245,10 @@ def evaluated_rows(evaluated: Mapping[str, DataProto | None], success: float) ->
         scores, tokens = batch["score"].astype(float).tolist(), batch["response_mask"].sum(dim=1).tolist()
         rows = zip(batch["prompt_ids"].tolist(), batch["sample_ids"].tolist(), scores, tokens, strict=True)
         names = ("kind", "prompt_id", "sample_id", "score", "tokens")
-        records += [{**dict(zip(names, (kind, *row), strict=True)), "success": row[2] >= success} for row in rows]
+        made = [{**dict(zip(names, (kind, *row), strict=True)), "success": row[2] >= success} for row in rows]
+        for record, episode in zip(made, batch.non_tensor_batch.get("episode", ()), strict=False):
+            record |= {"turns": len(episode["turns"]), "calls": len(calls_of(episode))}
+        records += made
     return records
 
 
