@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,21 +27,29 @@ from verl.data.arithmetic import ArithmeticPreferences, ArithmeticPrompts
 from verl.data.base import PromptSource
 from verl.data.calculator import CalculatorPrompts
 from verl.data.guess_number import GuessNumberPrompts
+from verl.data.readers import columns_of, first_row
 from verl.environments.base import EnvironmentDescription
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.models.pretrained import Pretrained
 from verl.rollout.base import Rollout
+from verl.tracking.jsonl import json_object
+from verl.trainer.train_loop import RECORD
 from verl.utils.redact import redact
 from verl.workers.load_state import RestoreSource
 
 _log = logging.getLogger(__name__)
 
 UNKNOWN_CONTEXT = 4096  # tokens of prompt and response, for a model without a known context length
+MOST_NEW_TOKENS = 1024  # of a response, where neither the model nor a run says how many
 BUILT_IN: tuple[type[PromptSource], ...] = (ArithmeticPrompts, CalculatorPrompts, GuessNumberPrompts)
+OF_RESPONSES = ("reward", "rollout", "environment")  # groups of which an evaluation by loss has none
+SAMPLING = ("temperature", "top_k", "top_p", "max_new_tokens", "min_new_tokens", "stop_token_ids")
 AGENT_PROGRAM = "verl.serving.agent_program.AgentProgram"
 OF_FILES = {"ppo": "verl.data.files.PromptFiles", "sft": "verl.data.files.SFTFiles"}
+FILES_OPTION = {"ppo": "files", "sft": "sft_files"}
 EVALUATED = {"ppo": "verl.data.files.EvaluatedPrompts", "sft": "verl.data.files.EvaluatedSequences"}
 UNTRAINED: dict[str, Any] = {  # replaces the parts that only training needs
+    "actor._target_": "verl.workers.actor.EvaluatedActor",
     "actor.lora": None,
     "sharding": {"_target_": "verl.engines.sharding.NoSharding"},
     "tracker": {"_target_": "verl.tracking.base.Trackers"},
@@ -74,15 +82,31 @@ class SavedPolicy:
     Attributes:
         actor: Hugging Face directory of a model or an adapter.
         point: the checkpoint of the weights; None for plain weights.
+        record: `policy.json` of the run that wrote plain weights (`verl.trainer.train_loop`); empty if there is none.
     """
 
     actor: Path
     point: ResumePoint | None = None
+    record: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
         """Training step of the weights; 0 if unknown."""
-        return 0 if self.point is None else self.point.step
+        step = self.record.get("step", 0) if self.point is None else self.point.step
+        return step if type(step) is int and step >= 0 else 0
+
+    @property
+    def config(self) -> Any:
+        """The configuration that trained the weights; None if unknown. Anybody may have written it."""
+        return (self.record if self.point is None else self.point.state).get("config")
+
+    @property
+    def reward_state(self) -> Any:
+        """Statistics that the reward of the training has learned."""
+        if self.point is None:
+            return self.record.get("reward", {})
+        with self.point.understanding("scheduler/state.json"):
+            return self.point.read_json("scheduler/state.json").get("reward", {})
 
     @property
     def origin(self) -> Path:
@@ -91,7 +115,7 @@ class SavedPolicy:
 
     def saved(self, *path: str) -> Any:
         """The node of the saved configuration at some keys; None if there is none."""
-        node: Any = None if self.point is None else self.point.state.get("config")
+        node: Any = self.config
         for key in path:
             node = node.get(key) if isinstance(node, dict) else None
         return node
@@ -115,10 +139,12 @@ def locate_policy(path: str) -> SavedPolicy:
     directory = _last_trained() if path == LATEST else Path(path).expanduser().absolute()
     if not directory.is_dir():
         raise ConfigError(f"PATH is {path!r}: no such directory. Give a checkpoint, a run, or a directory of a model.")
+    if directory.name == "actor" and (directory.parent / MANIFEST).exists():
+        directory = directory.parent
     if _is_model(directory):
-        return SavedPolicy(directory)
+        return SavedPolicy(directory, record=json_object(directory.parent / RECORD))
     if not any((directory / name).exists() for name in (POINTER, MANIFEST)) and _is_model(directory / "actor"):
-        return SavedPolicy(directory / "actor")  # final weights of a run without checkpoints
+        return SavedPolicy(directory / "actor", record=json_object(directory / RECORD))  # a run without checkpoints
     point = find(str(directory), directory, verify=False)  # the files in use are hashed below
     assert point is not None, "only `latest` may find nothing"
     saved = SavedPolicy(point.checkpoint.directory / "actor", point)
@@ -129,26 +155,56 @@ def locate_policy(path: str) -> SavedPolicy:
     return saved
 
 
-def root_of(saved: SavedPolicy) -> str:
-    """The root that evaluates a policy: `sft` if it was trained by that, else `ppo`."""
-    root = root_of_run(saved.saved("_target_"))
-    return root if root in UNTRAINED_OF else "ppo"
+def root_of(saved: SavedPolicy, overrides: Sequence[str] = (), file: Path | None = None) -> str:
+    """The root that evaluates a policy: `sft`, by its loss, if it was trained by that, unless a reward or a rollout is
+    asked for or the file has no texts to learn; else `ppo`, by its responses."""
+    if root_of_run(saved.saved("_target_")) != "sft" or any(text.startswith(OF_RESPONSES) for text in overrides):
+        return "ppo"
+    columns = None if file is None else columns_of([file])
+    keys = {saved.saved("data", key) or key.removesuffix("_key") for key in ("completion_key", "messages_key")}
+    return "sft" if columns is None or columns & {*keys, "response"} else "ppo"
 
 
-def has_own_rows(saved: SavedPolicy) -> bool:
+def has_own_config(saved: SavedPolicy, root: str) -> bool:
+    """Whether a run of this root trained the policy, so that data, reward and sampling are those of the run."""
+    return saved.config is not None and root_of_run(saved.saved("_target_")) == root
+
+
+def has_own_rows(saved: SavedPolicy, root: str) -> bool:
     """Whether `policy_run` takes data of the run; those of preferences are none, but sums are in the built-in pairs."""
-    is_run = saved.point is not None and root_of_run(saved.saved("_target_")) in UNTRAINED_OF
-    return is_run or saved.saved("data", "_target_") == f"{ArithmeticPreferences.__module__}.ArithmeticPreferences"
+    built_in_pairs = f"{ArithmeticPreferences.__module__}.{ArithmeticPreferences.__qualname__}"
+    return has_own_config(saved, root) or saved.saved("data", "_target_") == built_in_pairs
 
 
 def trained_on_texts(saved: SavedPolicy) -> bool:
     """Whether the prompts of the training were texts, as those of the built-in data are, so that its policy has never
     seen a chat template. An agent program talks to an endpoint, which renders chats."""
-    texts = {f"{source.__module__}.{source.__qualname__}" for source in BUILT_IN if source.prompts_are_texts}
-    return saved.saved("data", "_target_") in texts and saved.saved("environment", "_target_") != AGENT_PROGRAM
+    data, modules = saved.saved("data"), {source.__module__ for source in BUILT_IN if source.prompts_are_texts}
+    if not isinstance(data, dict) or saved.saved("environment", "_target_") == AGENT_PROGRAM:
+        return False
+    if str(data.get("_target_")).rpartition(".")[0] in modules:
+        return True
+    keys = [data.get("messages_key") or data.get("prompt_key") or "prompt", data.get("chosen_key") or "chosen"]
+    row = first_row(data.get("train_files")) if data.get("system_prompt") is None else {}
+    return isinstance(next((row[key] for key in keys if key in row), None), str)
 
 
-def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), file: Path | None = None) -> Any:
+def response_limit(model: Path) -> int:
+    """The most tokens of a response of a model: of its `generation_config.json`, or half of its context, at most
+    `MOST_NEW_TOKENS`."""
+    context = Pretrained(path=str(model)).max_positions() or UNKNOWN_CONTEXT
+    named = json_object(model / "generation_config.json").get("max_new_tokens")
+    is_usable = type(named) is int and 0 < named < context
+    return named if is_usable else max(1, min(MOST_NEW_TOKENS, context // 2))
+
+
+def policy_run(
+    saved: SavedPolicy,
+    root: str,
+    overrides: Sequence[str] = (),
+    file: Path | None = None,
+    as_chats: bool | None = None,
+) -> Any:
     """Compose a run that evaluates a policy, from the configuration that trained it without the parts for training.
 
     Args:
@@ -156,6 +212,8 @@ def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), fil
         root: `ppo` or `sft`; if another root trained the policy, the default configuration of `root` is used.
         overrides: as on the command line.
         file: data file that replaces the data of the configuration.
+        as_chats: texts in the file become user messages of the chat template, if there is one; None unless the policy
+            was trained on texts.
     Returns:
         A `PPORun` or an `SFTRun`.
     Raises:
@@ -169,22 +227,32 @@ def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), fil
     options = [(group, text) for group, _, text in (option.partition("=") for option in assigned.options)]
     named = {**dict(options), **dict(assigned.values)}
     used = AllowedConfig()
-    if saved.point is not None and root_of_run(saved.saved("_target_")) == root:
+    if is_own := has_own_config(saved, root):
         replaced = () if file is None else ("data",)
-        used = allowed_config(saved.saved(), root, named, saved.description, replaced)
+        used = allowed_config(saved.config, root, named, saved.description, replaced)
         _warn_of_own_code(saved, named)
     if problems := [*used.faults, *_model_faults(saved, named)]:
         raise ConfigError([*faults, *assigned.faults, *problems])
-    config = compose_root(root, ["actor=pretrained"])
+    # Nothing of another run: the option of the built-in sums also sets lengths and a temperature
+    data = [f"data={FILES_OPTION[root]}"] if file is not None or is_own else []
+    base = ["actor=pretrained", *data, *(f"data={text}" for group, text in options if group == "data" and not file)]
+    config = compose_root(root, base)
     apply_values(config, [*UNTRAINED.items(), *UNTRAINED_OF[root].items(), *_flat(used.parts)])
     settings = used.parts.get("actor", {}).get("model", {})  # dtype and attention as in training
     target = f"{Pretrained.__module__}.{Pretrained.__name__}"
     apply_values(config, [("actor.model", {"_target_": target, **settings, "path": str(saved.actor)})])
-    chosen = compose_root(root, [f"{group}={text}" for group, text in options])
+    chosen = compose_root(root, [*base, *(f"{group}={text}" for group, text in options)])
     apply_values(config, [(group, OmegaConf.to_container(chosen, resolve=False)[group]) for group, _ in options])  # type: ignore[index]
+    if is_own and "rollout" in dict(options):  # another engine, which samples as the run did
+        known = {key: saved.saved("rollout", key) for key in SAMPLING}
+        apply_values(config, [(f"rollout.{key}", value) for key, value in known.items() if value is not None])
+    if file is not None and root == "ppo" and not is_own:
+        apply_values(config, [("rollout.max_new_tokens", response_limit(saved.actor))])
     if file is not None:
         assigned.values = [pair for pair in assigned.values if pair[0] not in ("data", "data._target_")]  # replaced
         apply_values(config, [("data", _data(config, root, file, dict(assigned.values)))])
+        if root == "ppo":
+            apply_values(config, [("data.as_chats", not trained_on_texts(saved) if as_chats is None else as_chats)])
     apply_values(config, assigned.values)
     return validate(config, [*faults, *assigned.faults])
 

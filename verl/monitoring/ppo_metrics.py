@@ -231,12 +231,15 @@ def _mean_or_zero(values: Any) -> float:
     return float(np.mean(values)) if len(values) else 0.0
 
 
-def evaluated_rows(evaluated: Mapping[str, DataProto | None], success: float) -> list[dict[str, Any]]:
+def evaluated_rows(
+    evaluated: Mapping[str, DataProto | None], success: float, has_texts: bool = False
+) -> list[dict[str, Any]]:
     """One record for each response of an evaluation.
 
     Args:
         evaluated: scored responses by kind: `greedy`, `drawn`, `without_tools`; None if there are none.
         success: a score that counts as right.
+        has_texts: add prompt and response.
     """
     records = []
     for kind, batch in evaluated.items():
@@ -248,6 +251,9 @@ def evaluated_rows(evaluated: Mapping[str, DataProto | None], success: float) ->
         made = [{**dict(zip(names, (kind, *row), strict=True)), "success": row[2] >= success} for row in rows]
         for record, episode in zip(made, batch.non_tensor_batch.get("episode", ()), strict=False):
             record |= {"turns": len(episode["turns"]), "calls": len(calls_of(episode))}
+        for name in ("prompt", "response") if has_texts else ():
+            for record, text in zip(made, batch[f"{name}_text"], strict=True):
+                record[name] = text
         records += made
     return records
 

@@ -9,7 +9,7 @@ y ~ pi(.|x)  reward,    KL, advantages,  critic,    the rollout engine
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -196,6 +196,13 @@ class PPOTrainer(PPOLifecycle):
         assert responses["greedy"] is not None
         self.tracker.samples(sample_rows(responses["greedy"], self.settings.sample_rows), step, "eval")
         self.tracker.evaluated_rows(records, step)
+        return self.evaluation_metrics(records)
+
+    def evaluation_records(self, rows: Sequence[int], step: int) -> list[dict[str, Any]]:
+        """A record for each response to some held-out prompts, with its text."""
+        return evaluated_rows(self.evaluated(rows, step), self.settings.success_score, has_texts=True)
+
+    def evaluation_metrics(self, records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         return evaluation_metrics(records, self.has_tools)
 
     def evaluated(self, rows: Sequence[int], step: int) -> dict[str, DataProto | None]:

@@ -409,7 +409,9 @@ class LoopTrainer(ABC):
         return step == self.num_steps or (interval > 0 and step % interval == 0)
 
     def _plan(self, context: BuildContext) -> RunPlan | None:
-        """Plan the run, with messages for its start."""
+        """Plan the run, with messages for its start; None where nothing trains."""
+        if not self.description.actor.trains:
+            return None
         plan = log_plan(self.description, context, self.saving.directory)
         self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
         self.saving.messages += library_messages(context)

@@ -25,9 +25,11 @@ from torch import Tensor
 from verl.checkpoint.core.filesystem import write_errors
 from verl.checkpoint.resume_point import ResumePoint
 from verl.checkpoint.save.save_request import SaveOutcome
+from verl.component import as_plain
 from verl.errors import CheckpointFenced, VerlError, WorkerDied, WorkerError
 from verl.monitoring.nonfinite import StepSkipped
 from verl.protocol import DataProto
+from verl.tracking.jsonl import plain
 from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.trainer.setup import LoopTrainer
 from verl.trainer.state.driver_state import PartStates, load_parts
@@ -35,11 +37,12 @@ from verl.trainer.state.lineage import record_environment
 from verl.trainer.timers import Profiler
 from verl.utils.external_input import write_whole
 from verl.utils.memory import forget_peak, peak_memory
-from verl.utils.redact import redact
+from verl.utils.redact import redact, redact_tree
 from verl.utils.signals import StopRequest, component_exits, interruption
 from verl.workers.load_state import SavedRoleState
 
 _log = logging.getLogger(__name__)
+RECORD = "policy.json"  # in a run's directory, with `step`, `config` and the statistics of the reward
 
 
 @dataclass
@@ -450,7 +453,11 @@ def _whole_or_nothing(run_dir: Path) -> Iterator[None]:
 
 
 def _save(trainer: LoopTrainer, result: TrainResult) -> None:
+    """Write the weights, and beside them what trained them, by which `verl eval` evaluates them."""
     with trainer.stages.stage("save") as note:
         with _whole_or_nothing(trainer.run_dir):
             result.saved = trainer.save(trainer.run_dir)
+            reward = trainer.parts["reward"].state_dict() if "reward" in trainer.parts else {}
+            record = {"step": result.steps, "config": as_plain(trainer.description), **reward}
+            write_whole(trainer.run_dir / RECORD, (json.dumps(plain(redact_tree(record)), indent=1) + "\n").encode())
         note.say(", ".join(str(path) for path in result.saved))
