@@ -27,7 +27,7 @@ from verl.data.arithmetic import ArithmeticPreferences, ArithmeticPrompts
 from verl.data.base import PromptSource
 from verl.data.calculator import CalculatorPrompts
 from verl.data.guess_number import GuessNumberPrompts
-from verl.data.readers import columns_of, first_row
+from verl.data.readers import columns_of
 from verl.environments.base import EnvironmentDescription
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.models.pretrained import Pretrained
@@ -99,6 +99,12 @@ class SavedPolicy:
     def config(self) -> Any:
         """The configuration that trained the weights; None if unknown. Anybody may have written it."""
         return (self.record if self.point is None else self.point.state).get("config")
+
+    @property
+    def has_chats(self) -> bool | None:
+        """Whether the training rendered rows by the chat template; None if unknown."""
+        found = (self.record if self.point is None else self.point.state.get("progress", {})).get("has_chats")
+        return found if isinstance(found, bool) else None
 
     @property
     def reward_state(self) -> Any:
@@ -177,16 +183,13 @@ def has_own_rows(saved: SavedPolicy, root: str) -> bool:
 
 
 def trained_on_texts(saved: SavedPolicy) -> bool:
-    """Whether the prompts of the training were texts, as those of the built-in data are, so that its policy has never
-    seen a chat template. An agent program talks to an endpoint, which renders chats."""
-    data, modules = saved.saved("data"), {source.__module__ for source in BUILT_IN if source.prompts_are_texts}
-    if not isinstance(data, dict) or saved.saved("environment", "_target_") == AGENT_PROGRAM:
+    """Whether the prompts of the training were texts, so that its policy has never seen a chat template. An agent
+    program talks to an endpoint, which renders chats."""
+    if saved.saved("environment", "_target_") == AGENT_PROGRAM:
         return False
-    if str(data.get("_target_")).rpartition(".")[0] in modules:
-        return True
-    keys = [data.get("messages_key") or data.get("prompt_key") or "prompt", data.get("chosen_key") or "chosen"]
-    row = first_row(data.get("train_files")) if data.get("system_prompt") is None else {}
-    return isinstance(next((row[key] for key in keys if key in row), None), str)
+    modules = {source.__module__ for source in BUILT_IN if source.prompts_are_texts}
+    is_built_in = str(saved.saved("data", "_target_")).rpartition(".")[0] in modules
+    return is_built_in if saved.has_chats is None else not saved.has_chats
 
 
 def response_limit(model: Path) -> int:

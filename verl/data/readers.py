@@ -192,21 +192,6 @@ def columns_of(files: Sequence[str | Path]) -> frozenset[str] | None:
     return frozenset(names)
 
 
-def first_row(files: Any) -> Mapping[str, Any]:
-    """The first row of a list of files; empty if they are not here or cannot be read."""
-    path = Path(str(files[0])) if isinstance(files, (list, tuple)) and files else Path()
-    try:
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            row: Any = next(pyarrow.parquet.ParquetFile(path).iter_batches(batch_size=1)).to_pylist()[0]
-        else:
-            row = next(_read_jsonl(path))[1]
-    except (OSError, ValueError, StopIteration, IndexError):
-        return {}
-    return row if isinstance(row, dict) else {}
-
-
 def _read_parquet(path: Path, seen: str) -> Iterator[tuple[int, dict[str, Any] | str]]:
     import pyarrow
     import pyarrow.parquet

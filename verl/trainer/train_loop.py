@@ -350,6 +350,7 @@ def _to_save(
         "samples": result.samples,
         "train_s": result.train_s,
         "evaluations": result.evaluations,
+        "has_chats": getattr(trainer.train_data, "has_chats", None),
     }
     return roles, state, {"learning_rate": rate, "progress": progress, "trackers": trainer.tracker.identity()}
 
@@ -458,6 +459,7 @@ def _save(trainer: LoopTrainer, result: TrainResult) -> None:
         with _whole_or_nothing(trainer.run_dir):
             result.saved = trainer.save(trainer.run_dir)
             reward = trainer.parts["reward"].state_dict() if "reward" in trainer.parts else {}
-            record = {"step": result.steps, "config": as_plain(trainer.description), **reward}
+            has_chats = getattr(trainer.train_data, "has_chats", None)
+            record = {"step": result.steps, "config": as_plain(trainer.description), "has_chats": has_chats, **reward}
             write_whole(trainer.run_dir / RECORD, (json.dumps(plain(redact_tree(record)), indent=1) + "\n").encode())
         note.say(", ".join(str(path) for path in result.saved))
