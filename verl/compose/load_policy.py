@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from verl.checkpoint.core.manifest import MANIFEST
 from verl.checkpoint.read.discovery import FORMAT, LATEST, POINTER, CheckpointDirectory
 from verl.checkpoint.resume_point import ResumePoint, find
+from verl.component import as_plain
 from verl.compose.command_line import parse_overrides
 from verl.compose.compose import apply_values, compose_root
 from verl.compose.overrides import assign
@@ -30,6 +31,7 @@ from verl.data.guess_number import GuessNumberPrompts
 from verl.data.readers import columns_of
 from verl.environments.base import EnvironmentDescription
 from verl.errors import CheckpointNotFound, ConfigError
+from verl.models.own_module import ModuleModel
 from verl.models.pretrained import Pretrained
 from verl.rollout.base import Rollout
 from verl.tracking.jsonl import json_object
@@ -167,8 +169,9 @@ def root_of(saved: SavedPolicy, overrides: Sequence[str] = (), file: Path | None
     if root_of_run(saved.saved("_target_")) != "sft" or any(text.startswith(OF_RESPONSES) for text in overrides):
         return "ppo"
     columns = None if file is None else columns_of([file])
-    keys = {saved.saved("data", key) or key.removesuffix("_key") for key in ("completion_key", "messages_key")}
-    return "sft" if columns is None or columns & {*keys, "response"} else "ppo"
+    named = [saved.saved("data", key) for key in ("completion_key", "messages_key")]
+    learned = {"completion", "response", "messages", *(name for name in named if isinstance(name, str))}
+    return "sft" if columns is None or columns & learned else "ppo"
 
 
 def has_own_config(saved: SavedPolicy, root: str) -> bool:
@@ -258,6 +261,20 @@ def policy_run(
             apply_values(config, [("data.as_chats", not trained_on_texts(saved) if as_chats is None else as_chats)])
     apply_values(config, assigned.values)
     return validate(config, [*faults, *assigned.faults])
+
+
+def policy_words(run: Any) -> dict[str, list[str]]:
+    """Words that `verl eval` and `verl generate` need beside the directory of a run, because its saved configuration is
+    not trusted to name code, files or servers; without a command that cannot use the run."""
+    config, root, model = as_plain(run), root_of_run(as_plain(run)["_target_"]), run.actor.model
+    if isinstance(model, ModuleModel):
+        return {}
+    trusted = ["actor.model.trust_remote_code=true"] * bool(getattr(model, "trust_remote_code", False))
+    of_episodes = allowed_config(config, root, {"reward": ""}, "", ("data",)).words if root == "ppo" else []
+    words = {"generate": [*of_episodes, *trusted]}
+    if root in UNTRAINED_OF:
+        words["eval"] = [*allowed_config(config, root, {}, "").words, *trusted]
+    return words
 
 
 def _flat(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

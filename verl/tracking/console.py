@@ -82,7 +82,7 @@ class Console(TrackerDescription):
     sample_rows: NonNegativeInt = 3
 
     def build(self, context: BuildContext) -> ConsoleTracker:
-        return ConsoleTracker(self)
+        return ConsoleTracker(self, policy_words=context.policy_words)
 
 
 _command: tuple[str, ...] = ()  # the command that started this process
@@ -101,6 +101,7 @@ class ConsoleTracker(Tracker):
         settings: what to show.
         console: the rich console; None for the global one.
         clock: seconds, for the remaining time and the interval of lines.
+        policy_words: as in `BuildContext`.
     """
 
     def __init__(
@@ -108,10 +109,11 @@ class ConsoleTracker(Tracker):
         settings: Console,
         console: RichConsole | None = None,
         clock: Callable[[], float] = time.monotonic,
+        policy_words: Mapping[str, Sequence[str]] = BuildContext().policy_words,
     ):
         import rich
 
-        self._settings, self._clock = settings, clock
+        self._settings, self._clock, self._policy_words = settings, clock, policy_words
         self._console = console or rich.get_console()
         self._progress: Progress | None = None
         self._total: int | None = None
@@ -184,7 +186,7 @@ class ConsoleTracker(Tracker):
         if self._result is None:
             self._print(f"run {status}", "bold")
             return
-        head, *lines = result_lines(self._result, self._total, self._run_dir, _command)
+        head, *lines = result_lines(self._result, self._total, self._run_dir, _command, self._policy_words)
         self._print(f"run {head}", "bold")
         for line in lines:
             self._print(line, wraps=False)
@@ -285,7 +287,11 @@ def sample_line(head: str, row: Mapping[str, Any], width: int) -> str:
 
 
 def result_lines(
-    result: Mapping[str, Any], total: int | None, run_dir: Path, command: Sequence[str] = ()
+    result: Mapping[str, Any],
+    total: int | None,
+    run_dir: Path,
+    command: Sequence[str],
+    policy_words: Mapping[str, Sequence[str]],
 ) -> Iterator[str]:
     """Lines about the result of a run: status, metrics before -> after, directories, and commands to continue with.
 
@@ -294,6 +300,7 @@ def result_lines(
         total: number of steps of the whole run, or None.
         run_dir: of the run.
         command: the command that started the run.
+        policy_words: as in `BuildContext`.
     """
     steps = f"{result['steps']}" if total is None else f"{result['steps']} of {total}"
     error = (result.get("error") or "").strip().partition("\n")[0]
@@ -310,9 +317,8 @@ def result_lines(
         yield f"  last checkpoint {shown_path(Path(last))}"
     if result["status"] == "restarting":
         return
-    yield "  next:"
-    for line in _next_commands(result, directory, run_dir, command):
-        yield f"    {line}"
+    if commands := _next_commands(result, directory, run_dir, command, policy_words):
+        yield from ("  next:", *(f"    {line}" for line in commands))
 
 
 def shown_path(path: Path) -> str:
@@ -338,11 +344,21 @@ def _before_and_after(evaluations: Mapping[Any, Mapping[str, float]]) -> str:
     )
 
 
-def _next_commands(result: Mapping[str, Any], directory: str, run_dir: Path, command: Sequence[str]) -> list[str]:
-    """At most three commands, most useful first."""
+def _next_commands(
+    result: Mapping[str, Any],
+    directory: str,
+    run_dir: Path,
+    command: Sequence[str],
+    policy_words: Mapping[str, Sequence[str]],
+) -> list[str]:
+    """At most three commands, most useful first, each of which works as it is printed."""
     where = shlex.quote(directory)
     is_over = result["status"] == "finished"
-    has_weights = bool(result.get("saved")) or bool(result.get("checkpoints"))
+    last = result.get("last_checkpoint")
+    policies = [str(path) for path in result.get("saved") or () if os.path.basename(path) == "actor"]
+    policies += [actor for actor in [f"{last}/actor"] if os.path.isdir(actor)]
+    has_policy = any(map(_has_base, policies))
+    policy = {name: " ".join(["verl", name, where, *words]) for name, words in policy_words.items()}
     saved = [str(path) for path in result.get("saved") or ()]
     rates = [path for path in saved if os.path.basename(path) == "reward_model"]
     can_go_on = not is_over and bool(command) and (bool(result.get("checkpoints")) or result["steps"] == 0)
@@ -355,9 +371,9 @@ def _next_commands(result: Mapping[str, Any], directory: str, run_dir: Path, com
         ((run_dir / PAGE).is_file(), f"verl report {where}"),
         ((run_dir / "samples").is_dir(), f"verl samples {where}"),
         (any(map(_has_base, rates)), f"verl ppo reward=model reward.model.path={shlex.quote(''.join(rates[:1]))}"),
-        (has_weights and not rates, f"verl eval {where}"),
-        (has_weights and not rates, f'verl generate {where} --prompt "..."'),
-        (True, "verl lineage"),
+        (has_policy and "eval" in policy and bool(result["evaluations"]), policy.get("eval", "")),
+        (has_policy and "generate" in policy, f'{policy.get("generate", "")} --prompt "..."'),
+        (bool(last), f"verl lineage {shlex.quote(shown_path(Path(str(last)).parent))}"),
     ]
     return [line for is_of_use, line in commands if is_of_use][:3]
 
