@@ -118,6 +118,12 @@ class PreferenceDataset:
         return cls([tokens[i] for i in kept], pad_id_of(tokenizer), rows.only(kept).sources, has_chats)
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with a response."""
+        prompts = self._prompts.lengths.repeat(1 + self.is_paired)
+        return int((prompts + self._responses.lengths).max()) if len(self) else 0
+
+    @property
     def digests(self) -> list[bytes]:
         """A hash of each row's tokens, to find duplicates."""
         responses = self._responses.digests()

@@ -233,6 +233,11 @@ class SFTDataset:
         return self._tokens.lengths
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self.lengths.max()) if len(self) else 0
+
+    @property
     def digests(self) -> list[bytes]:
         """A hash of each row's tokens, to find duplicates."""
         return self._tokens.digests()

@@ -53,6 +53,15 @@ def experience_metrics(batch: DataProto) -> dict[str, float]:
     return metrics
 
 
+def clipped_ratio(batch: DataProto, max_new_tokens: int, stops: Sequence[int]) -> float:
+    """Share of the responses that the limit has cut: as long as it, without a stop token at the end."""
+    lengths = batch["response_mask"].sum(dim=1)
+    last = batch["responses"].gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
+    return float(
+        ((lengths >= max_new_tokens) & ~torch.isin(last, torch.tensor(stops, dtype=last.dtype))).double().mean()
+    )
+
+
 def evaluation_keys(k: int, has_episodes: bool) -> list[str]:
     """The keys that `evaluation_metrics` may have, for k responses per prompt."""
     keys = ["eval/accuracy", "eval/score", "eval/response_length_tokens"]
@@ -145,11 +154,16 @@ def evaluation_estimates(records: Sequence[Mapping[str, Any]]) -> dict[str, tupl
 
 
 def sample_rows(batch: DataProto, count: int) -> list[dict[str, Any]]:
-    """The first rows of a scored batch as a table: prompt, response, score and the columns of the data."""
+    """The first rows of a scored batch as a table: prompt, response, score, the columns of the data, and of a chat its
+    last message as `last_turn`."""
     columns = batch.non_tensor_batch
     first = ["prompt_text", "response_text", "score"]
     names = [*first, *(name for name in columns if name not in (*first, "prompt_messages"))]  # the text says the same
-    return [{name: columns[name][row] for name in names} for row in range(min(count, len(batch)))]
+    rows = [{name: columns[name][row] for name in names} for row in range(min(count, len(batch)))]
+    for row, messages in zip(rows, columns.get("prompt_messages", ()), strict=False):
+        if messages and isinstance(messages[-1].get("content"), str):
+            row["last_turn"] = messages[-1]["content"]
+    return rows
 
 
 def mean_of(metrics: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -32,18 +32,23 @@ if TYPE_CHECKING:
 _RECENT_STEPS = 20  # the remaining time is estimated from this many
 _DIGITS = 3
 _CUT = "..."
+WORTH_A_COLUMN = 0.1  # share of cut responses above which the line of a step has it
+LEAST_CELL = 24  # characters of a text in the line of a sample; columns that leave less are left out
+_CLIPPED = "rollout/clipped_ratio"
 _LABELS = {  # shorter than the keys, so that the line of a step fits 80 columns
     "reward/mean": "reward",
     "kl/reference_nats": "kl",
     "distill/divergence_nats": "teacher",
     "rollout/entropy_nats": "entropy",
     "rollout/response_length_tokens": "length",
+    _CLIPPED: "clipped",
     "sft/loss": "loss",
     "preference/loss": "loss",
     "rewards/accuracies": "accuracy",
     "eval/response_length_tokens": "length",
 }
 _STEP_S = "timing/step_s"
+_SAMPLE = ("prompt", "response", "score")  # columns of every sample; those of the data follow
 PAGE = "report.html"  # of a run, where a tracker writes it
 _FROM_BOTH_ENDS = ("prompt", "prompt_text")  # truncated in the middle: prompts often begin alike
 
@@ -214,7 +219,10 @@ class ConsoleTracker(Tracker):
         return f"{word}{step}" if self._total is None else f"{word}{step}/{self._total}"
 
     def _shown(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        shown = {key: metrics[key] for key in self._settings.columns if key in metrics}
+        columns = [*self._settings.columns]
+        if metrics.get(_CLIPPED, 0.0) > WORTH_A_COLUMN:
+            columns.insert(1, _CLIPPED)
+        shown = {key: metrics[key] for key in columns if key in metrics}
         return shown or dict(list(metrics.items())[:4])
 
     def _print(self, text: str, style: str = "", *, wraps: bool = True) -> None:
@@ -277,11 +285,19 @@ def stage_columns(seconds: Mapping[str, float], width: int) -> list[str]:
 
 
 def sample_line(head: str, row: Mapping[str, Any], width: int) -> str:
-    """A row as `key=value` cells; long values are truncated to fit, prompts in the middle."""
+    """A row as `key=value` cells; long values are truncated to fit, prompts in the middle. Of a chat the last message
+    stands for the prompt, and columns of the data are left out before prompt and response become short."""
+    if "last_turn" in row:
+        rest = {key: value for key, value in row.items() if key not in ("prompt_text", "last_turn")}
+        row = {"last_turn": row["last_turn"], **rest}
     texts = {key: _text(value) for key, value in row.items()}
     label = {key: key.removesuffix("_text") for key in texts}
-    room = width - len(head) - sum(len(label[key]) + 3 for key in texts)
-    share = equal_share([len(text) for text in texts.values()], room, 8)
+    while True:
+        widths, room = [*map(len, texts.values())], width - len(head) - sum(len(label[key]) + 3 for key in texts)
+        share = equal_share(widths, room, 8)
+        if share >= min(LEAST_CELL, max(widths, default=0)) or len(texts) <= len(_SAMPLE):
+            break
+        texts.popitem()
     cut = {key: (middle_cut if key in _FROM_BOTH_ENDS else end_cut)(text, share) for key, text in texts.items()}
     return end_cut("  ".join([head, *(f"{label[key]}={text}" for key, text in cut.items())]), width)
 

@@ -409,10 +409,14 @@ class LoopTrainer(ABC):
         return step == self.num_steps or (interval > 0 and step % interval == 0)
 
     def _plan(self, context: BuildContext) -> RunPlan | None:
-        """Plan the run, with messages for its start; None where nothing trains."""
-        if not self.description.actor.trains:
+        """Plan the run, with the lengths of its rows and messages for its start; None where nothing trains."""
+        run, data = self.description, [rows for rows in (self.train_data, self.eval_data) if rows is not None]
+        if not run.actor.trains:
             return None
-        plan = log_plan(self.description, context, self.saving.directory)
+        longest = [getattr(rows, "longest", None) for rows in data]
+        if None not in longest and hasattr(run.data, run.length_key):
+            run = replace(run, data=replace(run.data, **{run.length_key: max(2, *longest)}))
+        plan = log_plan(run, context, self.saving.directory)
         self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
         self.saving.messages += library_messages(context)
         return plan

@@ -32,6 +32,7 @@ from verl.protocol import DataProto
 from verl.tracking.jsonl import plain
 from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.trainer.setup import LoopTrainer
+from verl.trainer.state.checkpointing import rate_of
 from verl.trainer.state.driver_state import PartStates, load_parts
 from verl.trainer.state.lineage import record_environment
 from verl.trainer.timers import Profiler
@@ -345,14 +346,17 @@ def _to_save(
 ) -> tuple[dict[str, SavedRoleState], PartStates, dict[str, Any]]:
     """State of the roles, of the driver's parts, and metadata for a checkpoint."""
     roles, state = trainer.state()
-    rate = next((metrics[key] for key in ("actor/lr", "sft/lr", "preference/lr") if key in metrics), None)
     progress = {
         "samples": result.samples,
         "train_s": result.train_s,
         "evaluations": result.evaluations,
         "has_chats": getattr(trainer.train_data, "has_chats", None),
     }
-    return roles, state, {"learning_rate": rate, "progress": progress, "trackers": trainer.tracker.identity()}
+    return (
+        roles,
+        state,
+        {"learning_rate": rate_of(metrics), "progress": progress, "trackers": trainer.tracker.identity()},
+    )
 
 
 def _handle_outcomes(trainer: LoopTrainer, result: TrainResult, outcomes: list[SaveOutcome], is_end: bool) -> None:
