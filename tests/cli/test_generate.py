@@ -103,7 +103,7 @@ def test_plain_weights_are_evaluated_on_a_file_by_the_default_reward(model32, tm
     told = json.loads(asked("eval", model32.path, "--data", file, *options, "--json"))
     assert (told["step"], told["rows"]) == (0, 3)
     assert set(told["metrics"]) == {"eval/accuracy", "eval/score", "eval/response_length_tokens"}
-    assert told["settings"]["chat template"] == "that of the model"
+    assert told["settings"]["prompts"] == "by a chat template"
     assert told["settings"]["temperature"] == 1.0
     assert set(told["intervals"]) == {"eval/accuracy"}
 

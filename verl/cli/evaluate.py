@@ -9,12 +9,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,6 +26,7 @@ from verl.monitoring.ppo_metrics import evaluation_estimates
 from verl.storage.config import is_address
 from verl.tracking.base import short
 from verl.tracking.jsonl import plain
+from verl.utils.external_input import ExternalInputError, parse_mapping, read_bytes, write_whole
 from verl.utils.redact import redact_tree
 
 if TYPE_CHECKING:
@@ -62,8 +61,8 @@ def evaluate(
 
     words = [*(overrides or []), *([] if samples is None else [f"trainer.eval_samples={samples}"])]
     with faults_reported(), located(path) as saved:
-        root = root_of(saved, words, data)
-        if data is None and not has_own_rows(saved, root) and not any(text.startswith("data") for text in words):
+        root, origin = root_of(saved, words, data), path if is_address(path) else str(saved.origin)
+        if data is None and not has_own_rows(saved, root) and not any(word.startswith("data") for word in words):
             raise ConfigError(
                 f"PATH is {path!r}: it names no rows to answer. Give --data FILE, or data=arithmetic for built-in sums."
             )
@@ -72,162 +71,98 @@ def evaluate(
                 raise ConfigError("the run has no evaluation data. Give --data FILE, or data.eval_files=[...].")
             if data is not None and saved.config is not None:
                 _tell_overlap(saved, words, trainer, root)
-            settings = _settings(path, saved, trainer, root)
+            settings = {"policy": origin, "step": saved.step, **_settings(trainer.description, trainer.eval_data)}
+            settings["identity"] = _identity(trainer.description, str(saved.actor), origin)
             if not as_json:
                 print_table(["setting", "value"], [[key, str(value)] for key, value in settings.items()])
-            batch_rows = batch_rows or (len(trainer.eval_data) if data is None else BATCH_ROWS)
-            identity = _identity(path, saved, trainer)
-            file = out or RESULTS / f"{_name(path)}-{identity[:12]}.jsonl"
-            with _ResultsFile(file, {**settings, "identity": identity}) as results:
-                _answer(trainer, results, saved.step, batch_rows)
-                metrics = trainer.evaluation_metrics(results.records)
-                estimates = evaluation_estimates(results.records) if root == "ppo" else {}
-                results.finish(metrics | {key: mean for key, (mean, _, _) in estimates.items()})
-        cut = _share_cut(trainer, results.records) if root == "ppo" else 0.0
-    intervals = {key: ends for key, (_, *ends) in estimates.items()}
+            file = out or RESULTS / f"{_name(origin)}-{settings['identity']}.jsonl"
+            size = batch_rows or (len(trainer.eval_data) if data is None else BATCH_ROWS)
+            records = _records(trainer, saved.step, size, file, settings)
+    metrics = trainer.evaluation_metrics(records)
+    estimates = evaluation_estimates(records) if root == "ppo" else {}
     metrics |= {key: mean for key, (mean, _, _) in estimates.items() if key not in metrics}
-    if cut > 0.1:
-        most = settings["max_new_tokens"]
-        log.warning("%.0f%% of the responses were cut at rollout.max_new_tokens=%d: set it higher.", 100 * cut, most)
+    intervals = {key: ends for key, (_, *ends) in estimates.items()}
+    most = settings.get("max_new_tokens", float("inf"))
+    if (cut := sum(row["tokens"] >= most for row in records) / len(records)) > 0.1:
+        echo(f"{cut:.0%} of the responses were cut at rollout.max_new_tokens={most}: set it higher.", err=True)
     if as_json:
-        source = {"actor": path if is_address(path) else str(saved.origin), "step": saved.step}
-        found = {"rows": len(trainer.eval_data), "metrics": metrics, "intervals": intervals}
-        echo(json.dumps({**source, **found, "settings": settings, "results": str(file)}, indent=2))
+        found = {"actor": origin, "step": saved.step, "rows": len(trainer.eval_data), "metrics": metrics}
+        echo(json.dumps({**found, "intervals": intervals, "settings": settings, "results": str(file)}, indent=2))
         return
-    where = f"{path}, step {saved.step}" if is_address(path) else saved.description
-    echo(f"{where}, on {len(trainer.eval_data)} rows; every response is in {file}")
+    echo(f"{origin}, step {saved.step}, on {len(trainer.eval_data)} rows; every response is in {file}")
     shown = {key: "{} to {}".format(*map(short, ends)) for key, ends in intervals.items()}
     print_table(["metric", "value", "95% interval"], [[k, short(v), shown.get(k, "")] for k, v in metrics.items()])
 
 
-def _answer(trainer: Any, results: _ResultsFile, step: int, batch_rows: int) -> None:
-    """Evaluate the rows that have no results, batch by batch, with a line of progress after each."""
-    total, first, started = len(trainer.eval_data), results.rows, time.monotonic()
+def _records(trainer: Any, step: int, size: int, path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Records of all rows, batch by batch, each batch appended to a file; an evaluation of the same settings that has
+    not ended is continued. The last record of a batch has the number of rows that are done."""
+    head, *lines = [*_whole_lines(path)] or [{}]
+    done = [number for number, line in enumerate(lines, 1) if "rows_done" in line] if head == settings else []
+    records, total = lines[: done[-1]] if done else [], len(trainer.eval_data)
+    first = records[-1]["rows_done"] if done else 0
+    if first >= total:
+        records, first = [], 0
     if first:
-        echo(f"{first} of {total} rows were evaluated before, in {results.path}", err=True)
-    for start in range(first, total, batch_rows):
-        rows = range(start, min(start + batch_rows, total))
-        results.append(trainer.evaluation_records(rows, step), rows.stop)
-        left = (time.monotonic() - started) / (rows.stop - first) * (total - rows.stop)
-        if left:
-            key, value = next(iter(trainer.evaluation_metrics(results.records).items()))
-            so_far = f"{key.removeprefix('eval/')} {short(value)}"
-            echo(f"{rows.stop} of {total} rows  {so_far}  about {duration(left)} left", err=True)
+        echo(f"{first} of {total} rows were evaluated before, in {path}", err=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, _as_lines([settings, *records]))
+    started = time.monotonic()
+    with open(path, "ab") as file:
+        for start in range(first, total, size):
+            rows = range(start, min(start + size, total))
+            found = trainer.evaluation_records(rows, step)
+            found[-1]["rows_done"] = rows.stop
+            records += found
+            file.write(_as_lines(found))
+            file.flush()
+            if left := (time.monotonic() - started) / (rows.stop - first) * (total - rows.stop):
+                key, value = next(iter(trainer.evaluation_metrics(records).items()))
+                echo(f"{rows.stop} of {total} rows  {key} {short(value)}  about {duration(left)} left", err=True)
+    return records
 
 
-class _ResultsFile:
-    """Results in JSON lines: the settings, records of each batch with a mark behind them, and at the end the metrics.
-
-    A file of the same settings without an end is continued after its last mark; any other is replaced.
-
-    Attributes:
-        records: of all responses so far.
-        rows: number of rows that have theirs.
-    """
-
-    def __init__(self, path: Path, settings: Mapping[str, Any]):
-        self.path = path
-        self.records: list[dict[str, Any]] = []
-        self.rows = size = 0
-        lines = _whole_lines(path)
-        if next(lines, (0, {}))[1] == plain({"kind": "settings", **settings}):
-            pending = []
-            for end, line in lines:
-                if line.get("kind") == "metrics":
-                    self.records, self.rows, size = [], 0, 0
-                elif line.get("kind") == "rows":
-                    self.records, self.rows, size, pending = [*self.records, *pending], line["done"], end, []
-                else:
-                    pending.append(line)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = open(path, "r+b" if size else "wb")  # noqa: SIM115 - closed by __exit__
-        self._file.truncate(size)
-        self._file.seek(size)
-        if not size:
-            self._write([{"kind": "settings", **settings}])
-
-    def append(self, records: Sequence[dict[str, Any]], rows: int) -> None:
-        """Append the records of a batch; `rows` have theirs then."""
-        self._write([*records, {"kind": "rows", "done": rows}])
-        self.records += records
-        self.rows = rows
-
-    def finish(self, metrics: Mapping[str, float]) -> None:
-        self._write([{"kind": "metrics", **metrics}])
-
-    def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        self._file.write("".join(json.dumps(plain(redact_tree(line))) + "\n" for line in lines).encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def __enter__(self) -> _ResultsFile:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._file.close()
+def _as_lines(records: Sequence[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(plain(redact_tree(record))) + "\n" for record in records).encode()
 
 
-def _whole_lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of a JSON-lines file, with the position behind each, up to the first line that is not whole."""
-    if not path.is_file():
-        return
-    with open(path, "rb") as file:
-        while (line := file.readline()).endswith(b"\n"):
-            try:
-                value = json.loads(line)
-            except ValueError:
-                return
-            if not isinstance(value, dict):
-                return
-            yield file.tell(), value
+def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a JSON-lines file, up to the first line that is not whole."""
+    for line in read_bytes(path).splitlines() if path.is_file() else ():
+        try:
+            yield parse_mapping(line)
+        except ExternalInputError:
+            return
 
 
-def _settings(path: str, saved: SavedPolicy, trainer: Any, root: str) -> dict[str, Any]:
+def _settings(run: Any, rows: Any) -> dict[str, Any]:
     """The settings by which an evaluation can be judged and repeated."""
-    run = trainer.description
-    files = getattr(run.data, "eval_files", ())
-    settings = {
-        "policy": path if is_address(path) else str(saved.origin),
-        "data": ", ".join(map(str, files)) or type(run.data).__name__,
-        "dtype": run.actor.model.dtype,
-        "seed": run.trainer.seed,
-    }
-    if root != "ppo":
+    data = ", ".join(getattr(run.data, "eval_files", ())) or type(run.data).__name__
+    settings = {"data": data, "dtype": run.actor.model.dtype, "seed": run.trainer.seed}
+    if not hasattr(run, "rollout"):
         return settings
-    is_chat = "prompt_messages" in getattr(trainer.eval_data, "columns", ())
-    template = "that of the data" if getattr(run.data, "chat_template", None) else "that of the model"
     return settings | {
         "reward": f"{type(run.reward).__name__}, right from {run.trainer.success_score:g}",
-        "chat template": template if is_chat else "none: prompts are texts",
+        "prompts": "by a chat template" if getattr(rows, "has_chats", False) else "texts, without a chat template",
         "temperature": run.rollout.temperature,
         "max_new_tokens": run.rollout.max_new_tokens,
         "samples": f"1 greedy, {run.trainer.eval_samples} drawn",
     }
 
 
-def _identity(path: str, saved: SavedPolicy, trainer: Any) -> str:
-    """A hash of everything that results depend on: all settings, and size and time of the files that they name."""
-    described = as_plain(trainer.description)
-    files: dict[str, tuple[int, int]] = {}
-    texts = re.findall(r'"((?:[^"\\]|\\.)+)"(?!:)', json.dumps(plain(described)))  # values, without keys
-    for found in {Path(name) for text in texts if (name := text.partition(":")[0])}:
-        for file in sorted(found.iterdir()) if found.is_dir() else [found]:
-            if file.is_file():
-                files[str(file)] = (file.stat().st_size, file.stat().st_mtime_ns)
-    text = json.dumps([plain(described), {} if is_address(path) else files, saved.step, verl.__version__])
-    text = text.replace(str(saved.actor), path) if is_address(path) else text  # it is fetched to another directory
-    return hashlib.sha256(text.encode()).hexdigest()
+def _name(origin: str) -> str:
+    return re.sub(r"[^\w.-]", "_", next(x for x in [*reversed(origin.split("/")), "policy"] if x not in ("", "actor")))
 
 
-def _name(path: str) -> str:
-    parts = [re.sub(r"[^\w.-]", "_", part) for part in path.rstrip("/").split("/") if part not in (".", "..", "actor")]
-    return parts[-1][:80] if parts else "policy"
-
-
-def _share_cut(trainer: Any, records: Sequence[Mapping[str, Any]]) -> float:
-    """Share of the responses that are as long as they may be."""
-    most = trainer.description.rollout.max_new_tokens
-    return sum(row["tokens"] >= most and "turns" not in row for row in records) / len(records)
+def _identity(run: Any, actor: str, origin: str) -> str:
+    """A hash of all that results depend on: settings, size and time of the files that they name, and the version."""
+    text = json.dumps(plain(as_plain(run)))
+    named = {Path(name) for value in re.findall(r'"([^"\\]+)"(?!:)', text) if (name := value.partition(":")[0])}
+    files = [file for path in named for file in (path.iterdir() if path.is_dir() else [path]) if file.is_file()]
+    stamps = sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    kept = [stamp for stamp in stamps if not is_address(origin) or not stamp[0].startswith(actor)]
+    text = json.dumps([text, kept, verl.__version__]).replace(actor, origin)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
 def _tell_overlap(saved: SavedPolicy, overrides: Sequence[str], trainer: Any, root: str) -> None:

@@ -132,9 +132,9 @@ def interval_of_mean(values: Tensor, samples: int = 1) -> tuple[float, float]:
         samples: responses behind each value.
     """
     n, p, z = len(values), float(values.double().mean()), 1.959964
-    variance = float(values.double().var()) if n > 1 else 0.0
-    between = p * (1 - p) * n / variance if variance > 0 else float(n)
-    count = min(max(between, n), n * samples)
+    variance = float(values.double().var()) if n > 1 else math.inf
+    effective = p * (1 - p) * n / variance if variance > 0 else n * samples * (0 < p < 1)
+    count = min(max(effective, n), n * samples)
     middle, half = p + z * z / (2 * count), z * math.sqrt(p * (1 - p) / count + (z / (2 * count)) ** 2)
     low, high = ((middle + sign * half) / (1 + z * z / count) for sign in (-1, 1))
     return max(0.0, low), min(1.0, high)
