@@ -134,7 +134,7 @@ def running(
         run.build(BuildContext(run_dir=Path(directory))) as trainer,
     ):
         if is_own_reward:
-            trainer.reward.load_state_dict(saved.reward_state)
+            saved.load_reward(trainer.reward)
         yield trainer
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.checkpoint.core.manifest import MANIFEST
-from verl.checkpoint.read.discovery import FORMAT, LATEST, POINTER, CheckpointDirectory
+from verl.checkpoint.read.discovery import FORMAT, LATEST, POINTER, POLICY_RECORD, CheckpointDirectory
 from verl.checkpoint.resume_point import ResumePoint, find
 from verl.component import as_plain
 from verl.compose.command_line import parse_overrides
@@ -33,9 +33,9 @@ from verl.environments.base import EnvironmentDescription
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.models.own_module import ModuleModel
 from verl.models.pretrained import Pretrained
+from verl.rewards.base import Reward
 from verl.rollout.base import Rollout
 from verl.tracking.jsonl import json_object
-from verl.trainer.train_loop import RECORD
 from verl.utils.redact import redact
 from verl.workers.load_state import RestoreSource
 
@@ -46,6 +46,7 @@ MOST_NEW_TOKENS = 1024  # of a response, where neither the model nor a run says 
 BUILT_IN: tuple[type[PromptSource], ...] = (ArithmeticPrompts, CalculatorPrompts, GuessNumberPrompts)
 OF_RESPONSES = ("reward", "rollout", "environment")  # groups of which an evaluation by loss has none
 SAMPLING = ("temperature", "top_k", "top_p", "max_new_tokens", "min_new_tokens", "stop_token_ids")
+IN_MEMORY = "verl.trainer.api.from_objects."  # components that no command can name
 AGENT_PROGRAM = "verl.serving.agent_program.AgentProgram"
 OF_FILES = {"ppo": "verl.data.files.PromptFiles", "sft": "verl.data.files.SFTFiles"}
 FILES_OPTION = {"ppo": "files", "sft": "sft_files"}
@@ -84,7 +85,7 @@ class SavedPolicy:
     Attributes:
         actor: Hugging Face directory of a model or an adapter.
         point: the checkpoint of the weights; None for plain weights.
-        record: `policy.json` of the run that wrote plain weights (`verl.trainer.train_loop`); empty if there is none.
+        record: `policy.json` of the run that wrote plain weights (`verl/trainer/train_loop.py`); empty if there is none.
     """
 
     actor: Path
@@ -100,21 +101,29 @@ class SavedPolicy:
     @property
     def config(self) -> Any:
         """The configuration that trained the weights; None if unknown. Anybody may have written it."""
-        return (self.record if self.point is None else self.point.state).get("config")
+        return self._recorded("config")
 
     @property
     def has_chats(self) -> bool | None:
         """Whether the training rendered rows by the chat template; None if unknown."""
-        found = (self.record if self.point is None else self.point.state.get("progress", {})).get("has_chats")
+        found = self._recorded("progress", "has_chats")
         return found if isinstance(found, bool) else None
 
-    @property
-    def reward_state(self) -> Any:
-        """Statistics that the reward of the training has learned."""
-        if self.point is None:
-            return self.record.get("reward", {})
-        with self.point.understanding("scheduler/state.json"):
-            return self.point.read_json("scheduler/state.json").get("reward", {})
+    def load_reward(self, reward: Reward) -> None:
+        """Load the statistics that the reward of the training has learned.
+
+        Raises:
+            CheckpointCorrupt, ConfigError: what was saved is of another form.
+        """
+        if self.point is not None:
+            with self.point.understanding("scheduler/state.json"):
+                reward.load_state_dict(self.point.read_json("scheduler/state.json").get("reward", {}))
+        elif learned := self.record.get("reward"):
+            try:
+                reward.load_state_dict(learned)
+            except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+                file = self.actor.parent / POLICY_RECORD
+                raise ConfigError(f"reward of {file} is no state of {type(reward).__name__}: remove it.") from error
 
     @property
     def origin(self) -> Path:
@@ -123,7 +132,10 @@ class SavedPolicy:
 
     def saved(self, *path: str) -> Any:
         """The node of the saved configuration at some keys; None if there is none."""
-        node: Any = self.config
+        return self._recorded("config", *path)
+
+    def _recorded(self, *path: str) -> Any:
+        node: Any = self.record if self.point is None else self.point.state
         for key in path:
             node = node.get(key) if isinstance(node, dict) else None
         return node
@@ -150,9 +162,11 @@ def locate_policy(path: str) -> SavedPolicy:
     if directory.name == "actor" and (directory.parent / MANIFEST).exists():
         directory = directory.parent
     if _is_model(directory):
-        return SavedPolicy(directory, record=json_object(directory.parent / RECORD))
+        return SavedPolicy(directory, record=json_object(directory.parent / POLICY_RECORD))
     if not any((directory / name).exists() for name in (POINTER, MANIFEST)) and _is_model(directory / "actor"):
-        return SavedPolicy(directory / "actor", record=json_object(directory / RECORD))  # a run without checkpoints
+        return SavedPolicy(
+            directory / "actor", record=json_object(directory / POLICY_RECORD)
+        )  # a run without checkpoints
     point = find(str(directory), directory, verify=False)  # the files in use are hashed below
     assert point is not None, "only `latest` may find nothing"
     saved = SavedPolicy(point.checkpoint.directory / "actor", point)
@@ -200,8 +214,7 @@ def response_limit(model: Path) -> int:
     `MOST_NEW_TOKENS`."""
     context = Pretrained(path=str(model)).max_positions() or UNKNOWN_CONTEXT
     named = json_object(model / "generation_config.json").get("max_new_tokens")
-    is_usable = type(named) is int and 0 < named < context
-    return named if is_usable else max(1, min(MOST_NEW_TOKENS, context // 2))
+    return named if isinstance(named, int) and 0 < named < context else max(1, min(MOST_NEW_TOKENS, context // 2))
 
 
 def policy_run(
@@ -266,7 +279,8 @@ def policy_run(
 def policy_words(run: Any) -> dict[str, list[str]]:
     """Words that `verl eval` and `verl generate` need beside the directory of a run, because its saved configuration is
     not trusted to name code, files or servers; without a command that cannot use the run."""
-    config, root, model = as_plain(run), root_of_run(as_plain(run)["_target_"]), run.actor.model
+    config, model = as_plain(run), run.actor.model
+    root = root_of_run(config["_target_"])
     if isinstance(model, ModuleModel):
         return {}
     trusted = ["actor.model.trust_remote_code=true"] * bool(getattr(model, "trust_remote_code", False))
@@ -274,7 +288,7 @@ def policy_words(run: Any) -> dict[str, list[str]]:
     words = {"generate": [*of_episodes, *trusted]}
     if root in UNTRAINED_OF:
         words["eval"] = [*allowed_config(config, root, {}, "").words, *trusted]
-    return words
+    return {name: found for name, found in words.items() if not any(IN_MEMORY in word for word in found)}
 
 
 def _flat(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

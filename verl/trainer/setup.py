@@ -413,9 +413,9 @@ class LoopTrainer(ABC):
         run, data = self.description, [rows for rows in (self.train_data, self.eval_data) if rows is not None]
         if not run.actor.trains:
             return None
-        longest = [getattr(rows, "longest", None) for rows in data]
-        if None not in longest and hasattr(run.data, run.length_key):
-            run = replace(run, data=replace(run.data, **{run.length_key: max(2, *longest)}))
+        longest = [rows.longest for rows in data if isinstance(getattr(rows, "longest", None), int)]
+        if len(longest) == len(data) and hasattr(run.data, run.length_key):
+            run = replace(run, data=replace(run.data, **{run.length_key: max([2, *longest])}))
         plan = log_plan(run, context, self.saving.directory)
         self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
         self.saving.messages += library_messages(context)

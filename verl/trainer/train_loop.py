@@ -23,6 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from verl.checkpoint.core.filesystem import write_errors
+from verl.checkpoint.read.discovery import POLICY_RECORD
 from verl.checkpoint.resume_point import ResumePoint
 from verl.checkpoint.save.save_request import SaveOutcome
 from verl.component import as_plain
@@ -43,7 +44,6 @@ from verl.utils.signals import StopRequest, component_exits, interruption
 from verl.workers.load_state import SavedRoleState
 
 _log = logging.getLogger(__name__)
-RECORD = "policy.json"  # in a run's directory, with `step`, `config` and the statistics of the reward
 
 
 @dataclass
@@ -463,7 +463,9 @@ def _save(trainer: LoopTrainer, result: TrainResult) -> None:
         with _whole_or_nothing(trainer.run_dir):
             result.saved = trainer.save(trainer.run_dir)
             reward = trainer.parts["reward"].state_dict() if "reward" in trainer.parts else {}
-            has_chats = getattr(trainer.train_data, "has_chats", None)
-            record = {"step": result.steps, "config": as_plain(trainer.description), "has_chats": has_chats, **reward}
-            write_whole(trainer.run_dir / RECORD, (json.dumps(plain(redact_tree(record)), indent=1) + "\n").encode())
+            progress = {"has_chats": getattr(trainer.train_data, "has_chats", None)}
+            record = {"step": result.steps, "config": as_plain(trainer.description), "progress": progress, **reward}
+            write_whole(
+                trainer.run_dir / POLICY_RECORD, (json.dumps(plain(redact_tree(record)), indent=1) + "\n").encode()
+            )
         note.say(", ".join(str(path) for path in result.saved))
