@@ -129,3 +129,24 @@ def test_of_an_adapter_with_its_page_and_samples(dir32, monkeypatch, capsys):
     lora = "actor.lora={_target_:verl.models.lora.LoRA,rank:2}"
     words = [*on_file("ppo"), lora, "checkpoint=off", "tracker=[console,jsonl,report]"]
     assert list(run_all(printed("ppo", dir32, words, monkeypatch, capsys))) == ["report", "samples", "eval"]
+
+
+def test_a_resume_under_a_longer_schedule_tells_the_learning_rates(dir32, monkeypatch, capsys):
+    words = [*on_file("sft"), "actor.optimizer.schedule=linear", "checkpoint=sync", "trainer.total_steps=2"]
+    arguments = [f"actor.model.path={dir32}", *SIZES, *OF_ROOT["sft"], "tracker=[console]", *words]
+    monkeypatch.setattr("sys.argv", ["verl sft", *arguments])
+    training_command("sft")()
+    monkeypatch.setattr("sys.argv", ["verl sft", *arguments, "resume=latest", "trainer.total_steps=9"])
+    training_command("sft")()
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "learning rate was" in line)
+    assert "trainer.total_steps" in line
+
+
+@pytest.mark.parametrize("root", ["sft", "dpo"])
+def test_the_plan_of_a_run_counts_with_the_lengths_of_its_rows(root, dir32, monkeypatch, capsys):
+    plans = []
+    for length in (24, 64):
+        words = [*on_file(root), f"data.max_length={length}", "checkpoint=off", f"hydra.run.dir=run{length}"]
+        printed(root, dir32, words, monkeypatch, capsys)
+        plans.append(json.loads(Path(f"run{length}/plan.json").read_text())["peak"])
+    assert plans[0] == plans[1]

@@ -85,7 +85,7 @@ class SavedPolicy:
     Attributes:
         actor: Hugging Face directory of a model or an adapter.
         point: the checkpoint of the weights; None for plain weights.
-        record: `policy.json` of the run that wrote plain weights (`verl/trainer/train_loop.py`); empty if there is none.
+        record: `policy.json` of the run that wrote plain weights; empty if there is none.
     """
 
     actor: Path
@@ -164,9 +164,7 @@ def locate_policy(path: str) -> SavedPolicy:
     if _is_model(directory):
         return SavedPolicy(directory, record=json_object(directory.parent / POLICY_RECORD))
     if not any((directory / name).exists() for name in (POINTER, MANIFEST)) and _is_model(directory / "actor"):
-        return SavedPolicy(
-            directory / "actor", record=json_object(directory / POLICY_RECORD)
-        )  # a run without checkpoints
+        return locate_policy(str(directory / "actor"))  # of a run without checkpoints
     point = find(str(directory), directory, verify=False)  # the files in use are hashed below
     assert point is not None, "only `latest` may find nothing"
     saved = SavedPolicy(point.checkpoint.directory / "actor", point)

@@ -413,7 +413,7 @@ class LoopTrainer(ABC):
         run, data = self.description, [rows for rows in (self.train_data, self.eval_data) if rows is not None]
         if not run.actor.trains:
             return None
-        longest = [rows.longest for rows in data if isinstance(getattr(rows, "longest", None), int)]
+        longest = [length for rows in data if (length := getattr(rows, "longest", None)) is not None]
         if len(longest) == len(data) and hasattr(run.data, run.length_key):
             run = replace(run, data=replace(run.data, **{run.length_key: max([2, *longest])}))
         plan = log_plan(run, context, self.saving.directory)

@@ -465,7 +465,6 @@ def _save(trainer: LoopTrainer, result: TrainResult) -> None:
             reward = trainer.parts["reward"].state_dict() if "reward" in trainer.parts else {}
             progress = {"has_chats": getattr(trainer.train_data, "has_chats", None)}
             record = {"step": result.steps, "config": as_plain(trainer.description), "progress": progress, **reward}
-            write_whole(
-                trainer.run_dir / POLICY_RECORD, (json.dumps(plain(redact_tree(record)), indent=1) + "\n").encode()
-            )
+            text = json.dumps(plain(redact_tree(record)), indent=1) + "\n"
+            write_whole(trainer.run_dir / POLICY_RECORD, text.encode())
         note.say(", ".join(str(path) for path in result.saved))
