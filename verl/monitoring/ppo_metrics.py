@@ -44,7 +44,8 @@ def experience_metrics(batch: DataProto) -> dict[str, float]:
         gap.add(batch["rollout_log_probs"], batch["old_log_probs"], mask, batch.batch.get("is_on_policy"))
         metrics |= {"rollout/entropy_nats": _mean(batch["entropies"], mask), **gap.metrics(gap.sums())}
     parts = [name for name in batch.non_tensor_batch if name.startswith("reward/")]
-    metrics |= {name: float(batch[name].astype(float).mean()) for name in parts}
+    values = {name: batch[name].astype(float) for name in parts}
+    metrics |= {name: float(x[~np.isnan(x)].mean()) for name, x in values.items() if not np.isnan(x).all()}
     metrics |= episode_metrics(batch)
     if "contexts" in batch:
         metrics["episode/samples"] = float((batch["contexts"] >= 0).any(dim=2).sum()) / len(batch)
@@ -57,9 +58,8 @@ def clipped_ratio(batch: DataProto, max_new_tokens: int, stops: Sequence[int]) -
     """Share of the responses that the limit has cut: as long as it, without a stop token at the end."""
     lengths = batch["response_mask"].sum(dim=1)
     last = batch["responses"].gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
-    return float(
-        ((lengths >= max_new_tokens) & ~torch.isin(last, torch.tensor(stops, dtype=last.dtype))).double().mean()
-    )
+    has_ended = torch.isin(last, torch.tensor(stops, dtype=last.dtype))
+    return float(((lengths >= max_new_tokens) & ~has_ended).double().mean())
 
 
 def evaluation_keys(k: int, has_episodes: bool) -> list[str]:
@@ -78,79 +78,69 @@ def evaluation_metrics(records: Sequence[Mapping[str, Any]], has_tools: bool = T
             side or none, and one per prompt without tools or none.
         has_tools: whether there are tools to call.
     """
-    of_kind = {kind: [row for row in records if row["kind"] == kind] for kind in EVALUATED}
-    greedy = of_kind["greedy"]
-    metrics = {
-        "eval/accuracy": _mean_of(greedy, "success"),
-        "eval/score": _mean_of(greedy, "score"),
-        "eval/response_length_tokens": _mean_of(greedy, "tokens"),
-    }
-    metrics |= accuracy_by_calls(greedy, has_tools)
-    if of_kind["without_tools"]:
-        metrics["eval/accuracy_without_tools"] = _mean_of(of_kind["without_tools"], "success")
-    if drawn := of_kind["drawn"]:
-        right = successes_by_prompt(drawn)
-        k = right.shape[1]
-        metrics |= {f"eval/mean@{k}": float(right.mean()), f"eval/best@{k}": float(right.amax(dim=1).mean())}
-    return metrics
+    greedy, drawn, bare = ([row for row in records if row["kind"] == kind and _is_rated(row)] for kind in EVALUATED)
+    answers = [row for row in records if row["kind"] == "greedy"]
+    metrics = {"eval/accuracy": _mean_of(greedy, "success"), "eval/score": _mean_of(greedy, "score")}
+    metrics["eval/response_length_tokens"] = _mean_of(answers, "tokens")
+    if len(greedy) < len(answers):
+        metrics["eval/unrated"] = float(len(answers) - len(greedy))
+    metrics |= accuracy_by_calls(greedy, has_tools) | {"eval/accuracy_without_tools": _mean_of(bare, "success")}
+    if drawn:
+        k, best = 1 + max(row["sample_id"] for row in drawn), [max(right) for right in successes_by_prompt(drawn)]
+        metrics |= {f"eval/mean@{k}": _mean_of(drawn, "success"), f"eval/best@{k}": sum(best) / len(best)}
+    return {name: x for name, x in metrics.items() if not np.isnan(x)}
 
 
-def successes_by_prompt(drawn: Sequence[Mapping[str, Any]]) -> Tensor:
-    """Whether each of k drawn responses is right, [prompts, k] of 0.0 and 1.0."""
-    k = 1 + max(row["sample_id"] for row in drawn)
-    return torch.tensor([row["success"] for row in drawn], dtype=torch.float64).view(-1, k)
+def successes_by_prompt(drawn: Sequence[Mapping[str, Any]]) -> list[list[bool]]:
+    """Which responses are right, by prompt."""
+    by_prompt: dict[int, list[bool]] = {}
+    for row in drawn:
+        by_prompt.setdefault(row["prompt_id"], []).append(row["success"])
+    return list(by_prompt.values())
 
 
-def pass_at_k(num_right: Tensor, num_samples: int, k: int) -> Tensor:
+def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
     """Probability that one of k responses is right, estimated without bias from n drawn ones of which c are right.
 
         pass@k = 1 - C(n - c, k) / C(n, k)
 
     Source: Chen et al. 2021, arXiv:2107.03374, eq. 1.
     Degenerate: 1 where fewer than k of the n are wrong.
-
-    Args:
-        num_right: c of each prompt [B].
-        num_samples: n, at least k.
-    Returns:
-        [B] float64.
     """
-    total = math.comb(num_samples, k)
-    missed = [math.comb(num_samples - int(c), k) / total for c in num_right.tolist()]
-    return 1.0 - torch.tensor(missed, dtype=torch.float64)
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
 
 
-def interval_of_mean(values: Tensor, samples: int = 1) -> tuple[float, float]:
-    """95% interval of the mean of values in [0, 1], one for each prompt: Wilson's, for an effective number of draws.
+def interval_of_mean(values: Sequence[float], samples: int = 1) -> tuple[float, float, float]:
+    """The mean of values in [0, 1], one for each prompt, and its 95% interval: Wilson's, for an effective number of
+    draws.
 
         n_eff = p (1 - p) n / Var(values), between n prompts and n * samples responses
 
     Source: Wilson 1927, eq. 4; prompts as clusters of responses: Miller 2024, arXiv:2411.00640, section 2.2.
 
     Args:
-        values: [B], the share of a prompt's responses that are right, or a probability of it.
+        values: the share of a prompt's responses that are right, or a probability of it.
         samples: responses behind each value.
     """
-    n, p, z = len(values), float(values.double().mean()), 1.959964
-    variance = float(values.double().var()) if n > 1 else math.inf
+    n, p, z = len(values), sum(values) / len(values), 1.959964
+    variance = float(np.var(values, ddof=1)) if n > 1 else math.inf
     effective = p * (1 - p) * n / variance if variance > 0 else n * samples * (0 < p < 1)
     count = min(max(effective, n), n * samples)
     middle, half = p + z * z / (2 * count), z * math.sqrt(p * (1 - p) / count + (z / (2 * count)) ** 2)
     low, high = ((middle + sign * half) / (1 + z * z / count) for sign in (-1, 1))
-    return max(0.0, low), min(1.0, high)
+    return p, max(0.0, low), min(1.0, high)
 
 
 def evaluation_estimates(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float, float]]:
     """Accuracy, mean@n and pass@k for k = 1, 2, 4, ... n, each with the ends of its 95% interval."""
-    greedy = torch.tensor([row["success"] for row in records if row["kind"] == "greedy"], dtype=torch.float64)
-    values = {"eval/accuracy": (greedy, 1)}
-    if drawn := [row for row in records if row["kind"] == "drawn"]:
-        right = successes_by_prompt(drawn)
-        n, counts = right.shape[1], right.sum(dim=1)
-        values[f"eval/mean@{n}"] = right.mean(dim=1), n
+    greedy, drawn, _ = ([row for row in records if row["kind"] == kind and _is_rated(row)] for kind in EVALUATED)
+    values = {"eval/accuracy": ([float(row["success"]) for row in greedy], 1)}
+    if drawn:
+        right, n = successes_by_prompt(drawn), 1 + max(row["sample_id"] for row in drawn)
+        values[f"eval/mean@{n}"] = [sum(x) / len(x) for x in right], n
         for k in sorted({n, *(2**i for i in range(n.bit_length()))}):
-            values[f"eval/pass@{k}"] = pass_at_k(counts, n, k), n if k == 1 else 1
-    return {key: (float(x.mean()), *interval_of_mean(x, samples)) for key, (x, samples) in values.items()}
+            values[f"eval/pass@{k}"] = [pass_at_k(sum(x), len(x), k) for x in right if len(x) >= k], n if k == 1 else 1
+    return {key: interval_of_mean(x, samples) for key, (x, samples) in values.items() if x}
 
 
 def sample_rows(batch: DataProto, count: int) -> list[dict[str, Any]]:
@@ -237,6 +227,10 @@ def calls_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [call for turn in record["turns"] for call in turn["calls"] if call["name"]]
 
 
+def _is_rated(record: Mapping[str, Any]) -> bool:
+    return not math.isnan(float(record["score"]))  # in a file a text
+
+
 def _mean_of(records: Sequence[Mapping[str, Any]], key: str) -> float:
     return float(torch.tensor([row[key] for row in records], dtype=torch.float64).mean())
 
@@ -259,6 +253,7 @@ def evaluated_rows(
     for kind, batch in evaluated.items():
         if batch is None:
             continue
+        batch = batch[~_scores(batch).isnan()]
         scores, tokens = batch["score"].astype(float).tolist(), batch["response_mask"].sum(dim=1).tolist()
         rows = zip(batch["prompt_ids"].tolist(), batch["sample_ids"].tolist(), scores, tokens, strict=True)
         names = ("kind", "prompt_id", "sample_id", "score", "tokens")

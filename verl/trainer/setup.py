@@ -399,9 +399,10 @@ class LoopTrainer(ABC):
         self.data_counts, self.settled_data = report_counts(splits), splits.settled
         seed, source = derive_seed(self.settings.seed, "data order"), named_source(self.description.data)
         options = {"seed": seed, "batch_size_name": setting, "mixture": splits.mixture, "source": source}
+        options["fills"] = splits.fills_last
         curriculum = getattr(self.description.data, "curriculum", None)
         self.sampler = sampler_of(curriculum, splits.train, batch_size, **options)
-        self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
+        self.num_steps = self.settings.num_steps(self.sampler.batches_of)
 
     def evaluates_after(self, step: int) -> bool:
         """Whether the weights after this step are evaluated, if there are held-out rows."""
@@ -410,6 +411,13 @@ class LoopTrainer(ABC):
 
     def _plan(self, context: BuildContext) -> RunPlan | None:
         """Plan the run, with the lengths of its rows and messages for its start; None where nothing trains."""
+        sampler = self.sampler
+        if (point := self.saving.resumed) is not None and sampler.fills:
+            sampler.fills = bool(point.read_json("dataloader/state.json").get("fills"))
+            self.num_steps = self.settings.num_steps(sampler.batches_of)
+        if (rest := sampler.size % sampler.batch_size) and self.num_steps >= sampler.batches_per_epoch:
+            how = "and further ones of the next epoch" if sampler.fills else "which are left out"
+            self.saving.messages.append(f"Data: an epoch of {sampler.size} rows ends with {rest} rows, {how}.")
         run, data = self.description, [rows for rows in (self.train_data, self.eval_data) if rows is not None]
         if not run.actor.trains:
             return None
