@@ -22,7 +22,6 @@ from verl.cli.console import CONFIG_DIR, duration, echo, faults_reported, print_
 from verl.cli.generate import DATA, OVERRIDES, PATH, located, running
 from verl.component import as_plain
 from verl.errors import ConfigError
-from verl.monitoring.ppo_metrics import evaluation_estimates
 from verl.storage.config import is_address
 from verl.tracking.base import short
 from verl.tracking.jsonl import plain
@@ -58,6 +57,7 @@ def evaluate(
     continues an evaluation that was killed.
     """
     from verl.compose.load_policy import has_own_rows, root_of
+    from verl.monitoring.ppo_metrics import evaluation_estimates
 
     words = [*(overrides or []), *([] if samples is None else [f"trainer.eval_samples={samples}"])]
     with faults_reported(), located(path) as saved:
