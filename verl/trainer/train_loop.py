@@ -27,7 +27,7 @@ from verl.checkpoint.read.discovery import POLICY_RECORD
 from verl.checkpoint.resume_point import ResumePoint
 from verl.checkpoint.save.save_request import SaveOutcome
 from verl.component import as_plain
-from verl.errors import CheckpointFenced, VerlError, WorkerDied, WorkerError
+from verl.errors import CheckpointFenced, VerlError, WorkerDied, WorkerError, error_text
 from verl.monitoring.nonfinite import StepSkipped
 from verl.protocol import DataProto
 from verl.tracking.jsonl import plain
@@ -286,7 +286,7 @@ class TrainLoop:
             result.status = "interrupted"
             self.trainer.tracker.message(f"Interrupted after step {result.steps}.")
         elif isinstance(error, Exception):
-            result.error = redact(f"{type(error).__name__}: {error}")
+            result.error = redact(error_text(error))
             if isinstance(error, WorkerError):
                 self.trainer.saving.workers_lost(result.error)
             if may_restart and isinstance(error, WorkerDied):
