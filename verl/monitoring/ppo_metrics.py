@@ -92,7 +92,7 @@ def evaluation_metrics(records: Sequence[Mapping[str, Any]], has_tools: bool = T
 
 
 def successes_by_prompt(drawn: Sequence[Mapping[str, Any]]) -> list[list[bool]]:
-    """Which responses are right, by prompt."""
+    """Whether each response is right, by prompt."""
     by_prompt: dict[int, list[bool]] = {}
     for row in drawn:
         by_prompt.setdefault(row["prompt_id"], []).append(row["success"])
