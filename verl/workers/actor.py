@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic import NonNegativeFloat
@@ -101,6 +101,13 @@ class Actor(TrainedRole):
         stops = tuple(stop_tokens(model, tokenizer, rollout.stop_token_ids).tolist())
         arguments = engine, rollout, tokenizer, stops, context
         return environment.sampler(*arguments) or EpisodeSampler(environment, *arguments)
+
+
+@component
+class EvaluatedActor(Actor):
+    """A policy that is evaluated, sampled from or served."""
+
+    trains: ClassVar[bool] = False
 
 
 class ActorWorker(TrainedWorker):
