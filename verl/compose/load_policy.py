@@ -31,8 +31,8 @@ from verl.data.guess_number import GuessNumberPrompts
 from verl.data.readers import columns_of
 from verl.environments.base import EnvironmentDescription
 from verl.errors import CheckpointNotFound, ConfigError
-from verl.models.own_module import ModuleModel
 from verl.models.gguf import is_gguf, unpacked
+from verl.models.own_module import ModuleModel
 from verl.models.pretrained import Pretrained
 from verl.rewards.base import Reward
 from verl.rollout.base import Rollout
@@ -151,8 +151,8 @@ def locate_policy(path: str) -> SavedPolicy:
     """Find the policy at a path.
 
     Args:
-        path: a checkpoint, a directory of checkpoints, the directory of a run, a Hugging Face directory, a GGUF file, or
-            `latest`: the newest checkpoint below `checkpoints/`.
+        path: a checkpoint, a directory of checkpoints, the directory of a run, a Hugging Face directory, a GGUF file,
+            or `latest`: the newest checkpoint below `checkpoints/`.
     Raises:
         ConfigError: there is no policy at the path.
         BadCheckpoint: the checkpoint is damaged.
