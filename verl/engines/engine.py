@@ -103,14 +103,14 @@ class TrainingEngine:
 
     @torch.no_grad()
     def infer(
-        self, batch: DataProto, compute: Compute, *, alone: bool = False, replays: bool | None = None
+        self, batch: DataProto, compute: Compute, *, alone: int = 0, replays: bool | None = None
     ) -> dict[str, Tensor]:
         """Run a function of the model over a batch without gradients.
 
         Args:
             batch: see `cut_into_micro_batches`.
             compute: returns named per-token tensors [b t] for a micro-batch.
-            alone: run each row in a forward pass of its own, without packing.
+            alone: run each row in a forward pass of its own, without packing, so many copies of it; 0 with others.
             replays: route tokens to the experts that they were sampled with; None for the setting of the engine.
         Returns:
             The named tensors as [B T] on the device of the batch, zero where the response mask is off. Empty for a
@@ -255,12 +255,14 @@ class TrainingEngine:
             report()
         self.updates = updates
 
-    def micro_batches(self, batch: DataProto, alone: bool = False) -> Iterator[MicroBatch]:
-        """A batch in parts of at most the token budget, or row by row."""
+    def micro_batches(self, batch: DataProto, alone: int = 0) -> Iterator[MicroBatch]:
+        """A batch in parts of at most the token budget, or row by row, so many copies of each."""
         batch = batch.to("cpu")  # reading the lengths must not wait for the device
         budget, paths = (1, PLAIN) if alone else (self._token_budget(batch), self.paths(batch))
         multiple = 1 if self.device.type == "cpu" else BLOCK_MULTIPLE
         cuts = cut_into_micro_batches(batch, budget, paths, None if alone else self.parallel.context, multiple)
+        if alone:
+            cuts = (micro.copied(alone) for micro in cuts)
         if not self.parallel.needs_equal_micro_batches:
             yield from (micro.to(self.device) for micro in cuts)
             return

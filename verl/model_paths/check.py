@@ -47,6 +47,8 @@ GROUP = 3  # rows that share a prompt, in a comparison of a batch
 # Mean difference over the tokens of a row, in nats or in the units of a value: rounding stays below, and another
 # window, position or text beside a row is far above
 BOUNDS = {torch.float64: 1e-4, torch.float32: 5e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
+COPIES = 3  # of a row, whose plain forward pass differs from that of one by the row's own rounding
+NOISE_FACTOR = 2.0  # times that is rounding too: paths differ in more operations than the shape of a batch
 WINDOW = 32  # consecutive tokens; a fault that begins far in a row is lost in the mean over all of it
 ENCODER_DECODER = "it is an encoder-decoder, and a policy is one decoder. Give a causal language model of its kind."
 NOT_BESIDE_OTHERS = "a row has other numbers beside others of its length than alone."
@@ -335,7 +337,7 @@ def bound_of(weights: torch.dtype, autocast: str | None) -> float:
     return max(BOUNDS.get(weights, 0.15), BOUNDS.get(narrow, 0.15))
 
 
-def row_gaps(numbers: Tensor, expected: Tensor, mask: Tensor, least_tokens: int = 1) -> Tensor:
+def row_gaps(numbers: Tensor, expected: Tensor, mask: Tensor, least_tokens: int = WINDOW) -> Tensor:
     """[B] float64: the mean difference of each row, or half of that of any `WINDOW` consecutive tokens if it is larger.
 
     Args:
@@ -349,6 +351,16 @@ def row_gaps(numbers: Tensor, expected: Tensor, mask: Tensor, least_tokens: int 
         mean = mean.maximum(gap.unfold(1, WINDOW, WINDOW // 2).mean(dim=2).amax(dim=1) / 2)
         mean = mean.maximum(gap[:, -WINDOW:].mean(dim=1) / 2)
     return mean.masked_fill(~torch.isfinite(expected.masked_fill(~mask, 0.0)).all(dim=1), 0.0)
+
+
+def beyond_noise(gaps: Tensor, noise: Tensor) -> Tensor:
+    """[B] gaps of rows that are not within what the row differs by itself.
+
+    Args:
+        gaps: [B] of `row_gaps`.
+        noise: [B] of the same between plain forward passes of each row in two batch shapes: one row, and `COPIES`.
+    """
+    return gaps.masked_fill(gaps <= NOISE_FACTOR * noise, 0.0)
 
 
 def row_lengths(batch: DataProto) -> Tensor:

@@ -72,6 +72,11 @@ class MicroBatch:
         row, t = self.tensors["response_mask"].nonzero(as_tuple=True)
         return row, t
 
+    def copied(self, count: int) -> MicroBatch:
+        """The same rows so many times, of a micro-batch that is not packed."""
+        tensors = {name: torch.cat([x] * count) for name, x in self.tensors.items()}
+        return self if count == 1 else replace(self, rows=torch.cat([self.rows] * count), tensors=tensors, places=None)
+
     def chosen(self, name: str) -> Tensor:
         """Values of a field [b t] at the masked response tokens, [n]."""
         return self.tensors[name][self.on_mask]

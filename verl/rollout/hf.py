@@ -19,7 +19,8 @@ from torch import Tensor
 from verl.component import BuildContext, component
 from verl.errors import ConfigError, LogProbGapError
 from verl.model_paths.check import (
-    WINDOW,
+    COPIES,
+    beyond_noise,
     bound_of,
     chosen_rows,
     decoding_name,
@@ -199,20 +200,30 @@ class HFSampler(RolloutEngine):
         return False
 
     def decoding_gap(self, rows: DataProto) -> float:
-        """Distance of the log-probs of some rows from a plain forward pass of each: no other row, no cache."""
+        """Distance of the log-probs of some rows from a plain forward pass of each: no other row, no cache. Rows that
+        differ so much by themselves are left out if one is beyond `gap_bound`."""
         chosen = rows[chosen_rows(rows)]
+        expected, mask = self._plain_log_probs(chosen, 1), chosen["response_mask"]
+        gaps = row_gaps(chosen["rollout_log_probs"], expected, mask)
+        if float(gaps.max()) > self.gap_bound:
+            gaps = beyond_noise(gaps, row_gaps(self._plain_log_probs(chosen, COPIES), expected, mask))
+        return float(gaps.max())
+
+    @torch.no_grad()
+    def _plain_log_probs(self, chosen: DataProto, copies: int) -> Tensor:
+        """Log-probs [B T] by a forward pass of each row with so many copies of it."""
         x, expected = chosen.batch, torch.zeros_like(chosen["rollout_log_probs"])
         width = x["input_ids"].shape[1] - expected.shape[1]
         for row, is_read in enumerate(x["attention_mask"].bool()):
             count = int(is_read[width:].sum())
             if not count:
                 continue
-            tokens = x["input_ids"][row, is_read][None].to(self.device)
+            tokens = x["input_ids"][row, is_read].expand(copies, -1).to(self.device)
             with computing_in(self.autocast, self.model):
                 out = call_model(self.model, input_ids=tokens, use_cache=False, logits_to_keep=count + 1)
             states = response_positions(out.logits, count)
             expected[row, :count] = log_probs_of(states, tokens[:, -count:], self.options.temperature)[0].to(expected)
-        return float(row_gaps(x["rollout_log_probs"], expected, x["response_mask"], WINDOW).max())
+        return expected
 
     def fall_back(self, gap: float, rows: DataProto) -> None:
         """Decode by the next plainer way from here on.

@@ -183,10 +183,10 @@ class ActorWorker(TrainedWorker):
         return self._with_origin(self.engine.infer(batch, self.micro_batch_scores), batch)
 
     @by_rows
-    def plain_log_probs(self, batch: DataProto) -> DataProto:
-        """`old_log_probs` [B T] and `is_on_policy` [B], by a forward pass of each row alone."""
+    def plain_log_probs(self, batch: DataProto, copies: int = 1) -> DataProto:
+        """`old_log_probs` [B T] and `is_on_policy` [B], by a forward pass of each row alone, with so many copies."""
         self.sampler.rest()
-        scores = self.engine.infer(batch, self.first_batch.plain, alone=True)
+        scores = self.engine.infer(batch, self.first_batch.plain, alone=copies)
         return self._with_origin({"old_log_probs": scores["log_probs"]} if scores else {}, batch)
 
     @by_rows_to_one

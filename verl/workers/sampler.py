@@ -65,7 +65,8 @@ class SamplerWorker:
     @on_each
     def load(self, version: int, weights: Mapping[str, Tensor]) -> dict[str, str]:
         """Take the weights of `ActorWorker.rollout_weights`; returns the digest of each tensor of the model then."""
-        held = self._take(weights) if self.loop is None else self.loop.take_weights(version, partial(self._take, weights))
+        take = partial(self._take, weights)
+        held = take() if self.loop is None else self.loop.take_weights(version, take)
         self.version = version
         return weight_digests(held)
 
