@@ -154,9 +154,9 @@ class Measured:
         rows = worker.generate(prompts, GenerationRequest(number, 2))
         mask = rows["response_mask"]
         check = FirstBatchCheck.of_tokens("actor.model", engine, worker.head)
-        plain = check._first(engine.infer(rows, check.plain, alone=1))
+        plain = check._first(engine.infer(rows, check.plain, alone=True))
         width = mask.shape[1]
-        other = engine.infer(lengthened(rows, MORE), check.plain, alone=1)["log_probs"][:, :width]
+        other = engine.infer(lengthened(rows, MORE), check.plain, alone=True)["log_probs"][:, :width]
         self._note("a plain forward pass of the row with tokens behind it", other, plain, mask)
         self._note(decoding_name(sampler.paths(1)), rows["rollout_log_probs"], plain, mask)
         for scoring in ("packed", "padded", "right_padded"):
@@ -172,7 +172,7 @@ class Measured:
             self._note(
                 name,
                 again["rollout_log_probs"],
-                engine.infer(again, check.plain, alone=1)["log_probs"],
+                engine.infer(again, check.plain, alone=True)["log_probs"],
                 again["response_mask"],
             )
         sampler._wrong.clear()

@@ -44,6 +44,9 @@ from verl.utils.progress import report
 
 BLOCK_MULTIPLE = 64  # attention lengths on a GPU are rounded up to it: few distinct shapes, aligned for the kernels
 
+COMPILED_PARTS = "compiled layers were tried with ddp and fsdp alone. Set model.compile=false."
+COMPILED_EXPERTS = "has experts, whose choices are counted in Python while it runs. Set model.compile=false."
+
 Compute = Callable[[nn.Module, MicroBatch], dict[str, Tensor]]
 Packs = Literal["auto", "off"]
 Loss = Callable[[nn.Module, MicroBatch, LossTotals], tuple[Tensor, dict[str, Tensor]]]
@@ -90,11 +93,7 @@ class TrainingEngine:
             exempt_from_determinism(unwrapped(getattr(model, "backbone", model)))
         self.autocast: Autocast = autocast
         self.packing = packing
-        if parallel.context is not None and packing == "off":
-            raise ConfigError(
-                "packing is off: processes that share the tokens of a row (sharding.cp) run it as a packed line. "
-                "Set packing=auto, or sharding.cp=1."
-            )
+        assert parallel.context is None or packing != "off", "processes that share tokens run them as a packed line"
         self._limit: Scoring | None = None
         self.routing = routing_of(getattr(model, "backbone", model)) if parallel.routers_are_whole else None
         self.replays_routing = False
@@ -103,14 +102,14 @@ class TrainingEngine:
 
     @torch.no_grad()
     def infer(
-        self, batch: DataProto, compute: Compute, *, alone: int = 0, replays: bool | None = None
+        self, batch: DataProto, compute: Compute, *, alone: bool = False, replays: bool | None = None
     ) -> dict[str, Tensor]:
         """Run a function of the model over a batch without gradients.
 
         Args:
             batch: see `cut_into_micro_batches`.
             compute: returns named per-token tensors [b t] for a micro-batch.
-            alone: run each row in a forward pass of its own, without packing, so many copies of it; 0 with others.
+            alone: run each row in a forward pass of its own, without packing.
             replays: route tokens to the experts that they were sampled with; None for the setting of the engine.
         Returns:
             The named tensors as [B T] on the device of the batch, zero where the response mask is off. Empty for a
@@ -255,14 +254,12 @@ class TrainingEngine:
             report()
         self.updates = updates
 
-    def micro_batches(self, batch: DataProto, alone: int = 0) -> Iterator[MicroBatch]:
-        """A batch in parts of at most the token budget, or row by row, so many copies of each."""
+    def micro_batches(self, batch: DataProto, alone: bool = False) -> Iterator[MicroBatch]:
+        """A batch in parts of at most the token budget, or row by row."""
         batch = batch.to("cpu")  # reading the lengths must not wait for the device
         budget, paths = (1, PLAIN) if alone else (self._token_budget(batch), self.paths(batch))
         multiple = 1 if self.device.type == "cpu" else BLOCK_MULTIPLE
         cuts = cut_into_micro_batches(batch, budget, paths, None if alone else self.parallel.context, multiple)
-        if alone:
-            cuts = (micro.copied(alone) for micro in cuts)
         if not self.parallel.needs_equal_micro_batches:
             yield from (micro.to(self.device) for micro in cuts)
             return
@@ -368,14 +365,10 @@ def compile_layers(model: Any, parallel: Parallelism, backend: str = "inductor")
     split = [] if degrees is None else [name for name in ("tp", "pp", "ep") if getattr(degrees, name) > 1]
     if split:
         raise ConfigError(
-            f"model.compile is true, and sharding.{split[0]} is {getattr(degrees, split[0])}: compiled layers were "
-            "tried with ddp and fsdp alone. Set model.compile=false."
+            f"model.compile is true, and sharding.{split[0]} is {getattr(degrees, split[0])}: {COMPILED_PARTS}"
         )
     if expert_layers(model):
-        raise ConfigError(
-            f"model.compile is true: a {type(model).__name__} has experts, whose choices are counted in Python while "
-            "it runs. Set model.compile=false."
-        )
+        raise ConfigError(f"model.compile is true: a {type(model).__name__} {COMPILED_EXPERTS}")
     packed_attention.leave_uncompiled()
     for layer in blocks_of(model):  # what `layer.compile()` sets; `forward` stays that of its class
         compiled = torch.compile(layer._call_impl, dynamic=True, backend=backend)

@@ -47,8 +47,8 @@ GROUP = 3  # rows that share a prompt, in a comparison of a batch
 # Mean difference over the tokens of a row, in nats or in the units of a value: rounding stays below, and another
 # window, position or text beside a row is far above
 BOUNDS = {torch.float64: 1e-4, torch.float32: 5e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
-COPIES = 3  # of a row, whose plain forward pass differs from that of one by the row's own rounding
-NOISE_FACTOR = 2.0  # times that is rounding too: paths differ in more operations than the shape of a batch
+TAIL = 7  # tokens behind a row, with which its plain forward pass differs by the row's own rounding: in other shapes
+NOISE_FACTOR = 2.0  # times that is rounding too: paths differ in more operations than two plain forward passes
 WINDOW = 32  # consecutive tokens; a fault that begins far in a row is lost in the mean over all of it
 ENCODER_DECODER = "it is an encoder-decoder, and a policy is one decoder. Give a causal language model of its kind."
 NOT_BESIDE_OTHERS = "a row has other numbers beside others of its length than alone."
@@ -358,7 +358,7 @@ def beyond_noise(gaps: Tensor, noise: Tensor) -> Tensor:
 
     Args:
         gaps: [B] of `row_gaps`.
-        noise: [B] of the same between plain forward passes of each row in two batch shapes: one row, and `COPIES`.
+        noise: [B] of the same between two plain forward passes of each row, one with `TAIL` tokens behind it.
     """
     return gaps.masked_fill(gaps <= NOISE_FACTOR * noise, 0.0)
 

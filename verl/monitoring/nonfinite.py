@@ -20,7 +20,7 @@ import torch
 
 from verl.component import hint, nearest
 from verl.errors import LogProbGapError, NonFiniteError, NonFiniteRewardError
-from verl.model_paths.check import COPIES, beyond_noise, chosen_rows, longest_row, row_gaps
+from verl.model_paths.check import beyond_noise, chosen_rows, longest_row, row_gaps
 from verl.models.parallel_info import Numerics
 from verl.monitoring.batch_dump import Attribution, BatchDump, blame_for, described, non_finite_fields
 from verl.monitoring.config import WATCHED, Monitoring
@@ -182,15 +182,15 @@ class NonFiniteGuard:
             raise StepSkipped
         raise NonFiniteError(f"Step {self.step}: {story}. The weights are as they were.{_at(dump)}")
 
-    def compare(self, rows: DataProto, plain: Callable[[DataProto, int], DataProto]) -> None:
+    def compare(self, rows: DataProto, plain: Callable[[DataProto, bool], DataProto]) -> None:
         """Compare the engine's log-probs with a plain forward pass of a row, before anything is trained on them.
 
         Some rows of the first batch are compared, and of each one with a row longer than all that were compared before.
 
         Args:
             rows: of a step; those of the replay buffer are left out.
-            plain: gives `old_log_probs` [B T] by a forward pass of each row alone, with so many copies of it, and
-                `is_on_policy` [B] if known.
+            plain: gives `old_log_probs` [B T] by a forward pass of each row alone, or lengthened,
+                and `is_on_policy` [B] if known.
         Raises:
             LogProbGapError: the difference is beyond the limit, which applies to each row here, and the settings stop
                 (`on_excess=warn` tells it).
@@ -199,7 +199,7 @@ class NonFiniteGuard:
         if self._gap is None or longest_row(drawn) <= self._longest_compared:
             return
         chosen = drawn[chosen_rows(drawn)]
-        scores = plain(chosen, 1)
+        scores = plain(chosen, False)
         chosen = chosen.union(scores)
         if "is_on_policy" in scores:
             chosen = chosen[scores["is_on_policy"]]
@@ -211,7 +211,7 @@ class NonFiniteGuard:
         gaps = row_gaps(engine, trainer, mask)
         excess = self._gap.judge(float(gaps.max()), largest, self.numerics)
         if excess is not None:
-            gaps = beyond_noise(gaps, row_gaps(plain(chosen, COPIES)["old_log_probs"], trainer, mask))
+            gaps = beyond_noise(gaps, row_gaps(plain(chosen, True)["old_log_probs"], trainer, mask))
             excess = self._gap.judge(float(gaps.max()), largest, self.numerics)
         if excess is not None:
             self._tell_gap(excess, chosen)

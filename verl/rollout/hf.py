@@ -19,7 +19,7 @@ from torch import Tensor
 from verl.component import BuildContext, component
 from verl.errors import ConfigError, LogProbGapError
 from verl.model_paths.check import (
-    COPIES,
+    TAIL,
     beyond_noise,
     bound_of,
     chosen_rows,
@@ -203,25 +203,26 @@ class HFSampler(RolloutEngine):
         """Distance of the log-probs of some rows from a plain forward pass of each: no other row, no cache. Rows that
         differ so much by themselves are left out if one is beyond `gap_bound`."""
         chosen = rows[chosen_rows(rows)]
-        expected, mask = self._plain_log_probs(chosen, 1), chosen["response_mask"]
+        expected, mask = self._plain_log_probs(chosen), chosen["response_mask"]
         gaps = row_gaps(chosen["rollout_log_probs"], expected, mask)
         if float(gaps.max()) > self.gap_bound:
-            gaps = beyond_noise(gaps, row_gaps(self._plain_log_probs(chosen, COPIES), expected, mask))
+            gaps = beyond_noise(gaps, row_gaps(self._plain_log_probs(chosen, TAIL), expected, mask))
         return float(gaps.max())
 
     @torch.no_grad()
-    def _plain_log_probs(self, chosen: DataProto, copies: int) -> Tensor:
-        """Log-probs [B T] by a forward pass of each row with so many copies of it."""
+    def _plain_log_probs(self, chosen: DataProto, tail: int = 0) -> Tensor:
+        """Log-probs [B T] by a forward pass of each row alone, with so many tokens behind it."""
         x, expected = chosen.batch, torch.zeros_like(chosen["rollout_log_probs"])
         width = x["input_ids"].shape[1] - expected.shape[1]
         for row, is_read in enumerate(x["attention_mask"].bool()):
             count = int(is_read[width:].sum())
             if not count:
                 continue
-            tokens = x["input_ids"][row, is_read].expand(copies, -1).to(self.device)
+            tokens = x["input_ids"][row, is_read][None].to(self.device)
+            read = torch.cat([tokens, tokens[:, -1:].expand(-1, tail)], dim=1)
             with computing_in(self.autocast, self.model):
-                out = call_model(self.model, input_ids=tokens, use_cache=False, logits_to_keep=count + 1)
-            states = response_positions(out.logits, count)
+                out = call_model(self.model, input_ids=read, use_cache=False, logits_to_keep=count + 1 + tail)
+            states = response_positions(out.logits[:, : out.logits.shape[1] - tail], count)
             expected[row, :count] = log_probs_of(states, tokens[:, -count:], self.options.temperature)[0].to(expected)
         return expected
 

@@ -8,6 +8,7 @@ has a longer row than all that were checked before.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -15,13 +16,18 @@ from torch import Tensor, nn
 from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import Compute, TrainingEngine
 from verl.errors import ConfigError
-from verl.model_paths.check import BOUNDS, COPIES, WINDOW, beyond_noise, bound_of, chosen_rows, longest_row, row_gaps
+from verl.model_paths.check import BOUNDS, TAIL, WINDOW, beyond_noise, bound_of, chosen_rows, longest_row, row_gaps
 from verl.model_paths.families import PLAINER, Scoring
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
 from verl.protocol import DataProto
 
 _log = logging.getLogger(__name__)
+
+
+def with_tail(plain: Compute) -> Compute:
+    """The same with `TAIL` tokens behind each row."""
+    return lambda model, micro: plain(model, replace(micro, tail=TAIL))
 
 
 class FirstBatchCheck:
@@ -65,7 +71,7 @@ class FirstBatchCheck:
         which = "the first batch" if self.longest < 0 else f"a batch with one of {longest} tokens"
         self.longest = longest
         rows = batch[chosen_rows(batch)]
-        expected, again = self._first(self.engine.infer(rows, self.plain, alone=1)), None
+        expected, again = self._first(self.engine.infer(rows, self.plain, alone=True)), None
         first = self.engine.parallel.most(PLAINER.index(self.engine.paths(rows).scoring))
         worst = 0.0
         for scoring in PLAINER[first:]:
@@ -74,7 +80,11 @@ class FirstBatchCheck:
             found = self._computed(rows, expected)
             difference = self.difference(found, expected, rows)
             if difference > self._bound():
-                again = self.engine.infer(rows, self.plain, alone=COPIES) if again is None else again
+                again = (
+                    self.engine.infer(rows, with_tail(self.plain), alone=True, replays=False)
+                    if again is None
+                    else again
+                )
                 difference = self.difference(found, expected, rows, self._first(again))
             if difference <= self._bound():
                 self._tell(PLAINER[first], scoring, worst, which)
@@ -109,7 +119,7 @@ class FirstBatchCheck:
         self, found: Tensor | None, wanted: Tensor | None, rows: DataProto, again: Tensor | None = None
     ) -> float:
         """The mean over the tokens of a row, the largest of all rows and processes; with `again`, what is wanted as
-        batches of another shape have it, without rows that differ so much by themselves."""
+        `with_tail` has it, without rows that differ so much by themselves."""
         largest, mask = 0.0, rows["response_mask"]
         least = 1 if self._bound() <= BOUNDS[torch.float32] else WINDOW
         if found is not None and wanted is not None and bool(mask.any()):
