@@ -1,16 +1,16 @@
-"""How far each execution path of a model is from a plain forward pass of each row, on the weights of a real chat model.
+"""How far each execution path is from a plain forward pass of each row, on the weights of a real chat model.
 
     python benchmarks/real_weights.py --model DIRECTORY
 
-The model, a Hugging Face directory, answers 200 chat prompts of ten kinds (`chats`), two responses each, half of them in
-batches of one kind. What is compared, in nats a token:
+The model, a Hugging Face directory, answers 200 chat prompts of ten kinds (`chats`), two responses each, half of them
+in batches of one kind. What is compared, in nats a token:
 
     decoding     the log-probs of the tokens that were drawn, for each way of decoding
-    scoring      those of the rows as packed, padded, right padded and equally long batches
-    plain        two plain forward passes of a row alone, one of them with further tokens behind it: the row's own noise
+    scoring      those of the rows as packed, padded and right padded batches
+    plain        two plain forward passes of a row alone, one of them with tokens behind it: the row's own rounding
 
-Each batch is given to the check of the first batch and to that of decoding as a run gives them its first one; a batch that
-either calls wrong is a false alarm. Prints one JSON line.
+Each batch is given to the check of the first batch and to that of decoding, as a run gives them its first one; a batch
+that either calls wrong is a false alarm. `--save` writes all differences after each batch. Prints one JSON line.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from verl.component import BuildContext
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
 from verl.errors import VerlError
-from verl.model_paths.check import WINDOW, bound_of, decoding_name, row_gaps
+from verl.model_paths.check import BOUNDS, TAIL, WINDOW, decoding_name, row_gaps
+from verl.models.parallel_info import Autocast
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 from verl.rollout.rows import left_padded
 from verl.workers.actor import Actor
-from verl.workers.first_batch_check import FirstBatchCheck
+from verl.workers.first_batch_check import FirstBatchCheck, with_tail
 
 KINDS = 10
 BATCH = 10  # prompts
-MORE = 7  # tokens behind a row
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Lines = list[tuple[Tensor, Tensor]]  # of batches: differences and mask, [B T]
 
 
@@ -65,10 +66,10 @@ def _chat(kind: int, drawn: random.Random, noun: str, special: list[str]) -> lis
         system = f"You are an expert on every {noun}. Answer as JSON with the keys {noun} and year. Never apologise."
         user = f"Which {noun} was the most important of {1000 + number}?"
     elif kind == 2:
-        user = f"def {noun}(x: int) -> int:\n    for i in range({number}):\n        x += i ** 2\n    return x\n# What does it return?"
+        user = f"def {noun}(x):\n    for i in range({number}):\n        x += i ** 2\n    return x\n# What is it?"
     elif kind == 3:
         user = drawn.choice(
-            ("请用一句话解释什么是机器学习。", "长江有多长？", "把这句话翻译成英文：今天天气很好。")
+            ("请用一句话解释什么是机器学习。", "长江有多长?", "把这句话翻译成英文:今天天气很好。")
         ) + str(number)
     elif kind == 4:
         user = "".join(drawn.choices("😀🚀🐍🎻🌍👩‍👩‍👧‍👦🇨🇳✅", k=12)) + " ?"
@@ -80,7 +81,9 @@ def _chat(kind: int, drawn: random.Random, noun: str, special: list[str]) -> lis
         user = "".join(drawn.choices(special, k=drawn.choice((1, 2, 5, 20))))
         system = drawn.choice(("", user))
     elif kind == 8:
-        user = f"| {noun} | year |\n|---|---|\n| a | {number} |\nhttps://example.org/{noun}?q={number}&x=%20 \\frac{{1}}{{{number}}}"
+        user = (
+            f"| {noun} | year |\n|---|---|\n| a | {number} |\nhttps://a.org/?q={number}&x=%20 \\frac{{1}}{{{number}}}"
+        )
     turns = [{"role": "system", "content": system}, {"role": "user", "content": user}]
     if kind == 9:
         reply = {"role": "assistant", "content": f"A {noun} costs {number}."}
@@ -113,26 +116,6 @@ def batches(tokenizer: Any, count: int) -> list[DataProto]:
     return made
 
 
-def lengthened(rows: DataProto, more: int) -> DataProto:
-    """Rows with further tokens behind them, which a causal model does not see; their log-probs are left out by column."""
-    x, width = rows.batch, rows["responses"].shape[1]
-    tail = x["input_ids"][:, :1].expand(-1, more).clamp_min(3)
-    fields = {
-        "prompts": x["prompts"], "prompt_mask": x["prompt_mask"], "prompt_ids": x["prompt_ids"], "group_ids": x["group_ids"],
-        "sample_ids": x["sample_ids"],
-    }  # fmt: skip
-    lengths, total = x["response_mask"].sum(dim=1), width + more
-    responses = torch.cat([x["responses"], tail], dim=1)
-    columns = torch.arange(total)
-    is_tail = columns >= lengths[:, None]
-    responses = responses.masked_fill(is_tail, 3)
-    mask = columns < lengths[:, None] + more
-    attention = torch.cat([x["prompt_mask"].long(), mask.long()], dim=1)
-    ids = torch.cat([x["prompts"], responses], dim=1) * attention
-    fields |= {"responses": responses * mask, "response_mask": mask, "attention_mask": attention, "input_ids": ids}
-    return DataProto.from_dict(fields | {"position_ids": (attention.cumsum(1) - 1).clamp(min=0)})
-
-
 class Measured:
     """An actor with the model in one type, and the differences of its paths."""
 
@@ -141,8 +124,9 @@ class Measured:
         context = BuildContext(tokenizer=source.load_tokenizer())
         algorithm = Algorithm(advantage=GRPO(), policy_loss=PPOClip())
         rollout = HFRollout(max_new_tokens=tokens, temperature=1.0)
-        actor = Actor(model=source, optimizer=AdamW(lr=1e-5), autocast=None if dtype == "float32" else dtype)
-        self.worker = actor.start(context, Parallelism(), algorithm, rollout, total_updates=1)
+        autocast: Autocast = "bfloat16" if dtype == "bfloat16" else None
+        actor = Actor(model=source, optimizer=AdamW(lr=1e-5), autocast=autocast)
+        self.worker: Any = actor.start(context, Parallelism(), algorithm, rollout, total_updates=1)
         self.gaps: dict[str, Lines] = {}
         self.alarms: list[str] = []
 
@@ -154,10 +138,9 @@ class Measured:
         rows = worker.generate(prompts, GenerationRequest(number, 2))
         mask = rows["response_mask"]
         check = FirstBatchCheck.of_tokens("actor.model", engine, worker.head)
-        plain = check._first(engine.infer(rows, check.plain, alone=True))
-        width = mask.shape[1]
-        other = engine.infer(lengthened(rows, MORE), check.plain, alone=True)["log_probs"][:, :width]
-        self._note("a plain forward pass of the row with tokens behind it", other, plain, mask)
+        plain = engine.infer(rows, check.plain, alone=True)["log_probs"]
+        longer = engine.infer(rows, with_tail(check.plain), alone=True)["log_probs"]
+        self._note(f"the row alone with {TAIL} tokens behind it", longer, plain, mask)
         self._note(decoding_name(sampler.paths(1)), rows["rollout_log_probs"], plain, mask)
         for scoring in ("packed", "padded", "right_padded"):
             engine._limit = None if scoring == "packed" else scoring
@@ -208,18 +191,32 @@ class Measured:
         return paths
 
 
+def rows_of(found: dict[str, dict[str, Any]]) -> list[list[str]]:
+    """Lines of the table in docs/results.md."""
+    lines = []
+    for dtype, case in found.items():
+        for path, gap in case["paths"].items():
+            what = (
+                f"real weights, {dtype}, {path}: nats of a token from the row alone, mean, worst, worst mean of a row"
+            )
+            figures = ", ".join(f"{gap[name]:.2g}" for name in ("mean", "worst_token", "worst_row"))
+            bound = f"a check counts {gap['worst_counted']:.2g} for the worst row and allows {BOUNDS[DTYPES[dtype]]:g}"
+            lines.append([what, figures, f"{bound}; {gap['rows']} rows, {len(case['alarms'])} alarms"])
+    return lines
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="Hugging Face directory of a chat model")
     parser.add_argument("--prompts", type=int, default=200, help="(default 200)")
-    parser.add_argument("--tokens", type=int, default=16, help="of a response, at most (default 16)")
+    parser.add_argument("--tokens", type=int, default=12, help="of a response, at most (default 12)")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"], help="(default bfloat16 float32)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default 1)")
     parser.add_argument("--save", help="file for all differences")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    found, rows, raw = {}, [], {}
+    found, raw = {}, {}
     for dtype in options.dtypes:
         measured = Measured(options.model, dtype, options.tokens)
         for number, prompts in enumerate(batches(measured.worker.tokenizer, options.prompts)):
@@ -229,7 +226,7 @@ def main() -> None:
                 torch.save(raw, options.save)
             print(f"{dtype}: batch {number}, {len(measured.alarms)} alarms", file=sys.stderr, flush=True)
         found[dtype] = {"paths": measured.found(), "alarms": measured.alarms}
-    print(json.dumps({"benchmark": "real_weights", **vars(options), "found": found, "rows": rows}))
+    print(json.dumps({"benchmark": "real_weights", **vars(options), "found": found, "rows": rows_of(found)}))
 
 
 if __name__ == "__main__":

@@ -308,8 +308,8 @@ def _too_long(limit: tuple[str, int] | None, row_tokens: int) -> str | None:
         return None
     return (
         f"the numbers of a token change with the length of its row once that exceeds a limit ({limit[0]} {limit[1]}), "
-        "so that what is drawn later changes what was drawn before. Rows of this run may be longer: lower "
-        "data.max_prompt_length or rollout.max_new_tokens to stay below, or choose another model."
+        "or there are none, so that what is drawn later changes what was drawn before. Rows of this run may be longer: "
+        "lower data.max_prompt_length or rollout.max_new_tokens to stay below, or choose another model."
     )
 
 
