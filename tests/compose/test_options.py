@@ -385,3 +385,26 @@ def test_the_default_trackers_do_without_what_is_not_installed_and_say_so(packag
     asked = validate(compose_root("ppo", command_line("ppo", ["tracker=[console,tensorboard,curves]"])[0]))
     with pytest.raises(ConfigError, match="is not installed"):
         refuse_here(asked)
+
+
+def test_a_default_length_is_at_most_what_the_model_holds(tmp_path):
+    from verl.compose.compose import compose_root
+
+    def lengths(root, data, *more):
+        return compose_root(root, [f"data={data}", "data.train_files=[rows.jsonl]", *more]).data.max_length
+
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 100}')
+    own = ["actor=pretrained", f"actor.model.path={tmp_path}"]
+    assert lengths("sft", "sft_files", "actor=tiny_scratch") == 63
+    assert lengths("sft", "sft_files", "actor=tiny_scratch", "data.max_length=64") == 64
+    assert lengths("sft", "sft_files", *own) == 99
+    assert lengths("sft", "sft_files", "actor=pretrained", "actor.model.path=somebody/model") == 512
+    assert lengths("dpo", "preference_files", *own) == 99
+
+
+def test_the_name_of_other_programs_for_the_size_of_a_group_is_taken():
+    from verl.compose.command_line import command_line
+
+    arguments, assigned = command_line("ppo", ["rollout.n=8"])
+    assert not assigned.faults
+    assert "++trainer.group_size=8" in arguments

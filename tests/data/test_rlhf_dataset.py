@@ -240,9 +240,12 @@ def test_an_absent_prompt_column_is_named_with_those_present(tmp_path, suffix, p
         (7, "a text or a list of chat messages"),
         ("", "a text that is not empty"),
         ([], "a text or a list of chat messages"),
-        (["1+1="], "each chat message to have a text `role` and a text `content`"),
-        ([{"role": "user"}], "each chat message to have a text `role` and a text `content`"),
-        ([{"role": "user", "content": None}], "each chat message to have a text `role` and a text `content`"),
+        (["1+1="], "each chat message to have a text `role` and a `content` of text, or of text parts"),
+        ([{"role": "user"}], "each chat message to have a text `role` and a `content` of text, or of text parts"),
+        (
+            [{"role": "user", "content": None}],
+            "each chat message to have a text `role` and a `content` of text, or of text parts",
+        ),
     ],
 )
 def test_a_prompt_that_is_none_is_named_by_file_and_line(tmp_path, prompt, expected):

@@ -112,3 +112,33 @@ def test_a_state_loads_under_another_batch_size():
     larger = EpochSampler(10, 5)
     larger.load_state_dict(sampler.state_dict())
     assert (larger.epoch, larger.position) == (1, 0)
+
+
+# Batches that are filled from the next epoch
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(1, 30), st.data(), st.integers(0, 3), st.integers(0, 40))
+def test_filled_batches_visit_each_row_once_per_epoch_and_resume_exactly_anywhere(size, data, seed, drawn):
+    batch_size = data.draw(st.integers(1, size))
+    sampler = EpochSampler(size, batch_size, seed, fills=True)
+    rows = rows_of(draw(sampler, drawn))
+    for epoch in range(len(rows) // size):
+        assert sorted(rows[epoch * size : (epoch + 1) * size]) == list(range(size))
+    assert sampler.batches_of(3) == -(-3 * size // batch_size)
+    resumed = EpochSampler(size, batch_size, seed + 1)
+    resumed.load_state_dict(sampler.state_dict())
+    ahead = [sampler.peek(k).tolist() for k in range(4)]
+    assert draw(resumed, 4) == ahead == draw(sampler, 4)
+
+
+def test_a_state_of_an_earlier_version_goes_on_without_filling():
+    earlier, filling = EpochSampler(10, 6, seed=3), EpochSampler(10, 6, seed=3, fills=True)
+    draw(earlier, 1)
+    filling.load_state_dict({"seed": 3, "epoch": 1, "position": 0})
+    assert draw(filling, 4) == draw(earlier, 4)
+    assert filling.state_dict() == earlier.state_dict()
+
+
+def test_rows_that_divide_into_batches_come_in_the_order_of_earlier_versions():
+    assert draw(EpochSampler(12, 4, 1, fills=True), 7) == draw(EpochSampler(12, 4, 1), 7)

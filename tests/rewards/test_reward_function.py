@@ -168,7 +168,7 @@ def test_truth_values_count_as_one_and_zero(result, batch):
         ([0.0, 1.0, 2.0, 3.0, float("-inf")], "-inf", 4),
         (torch.tensor([0.0, float("nan"), 0.0, 0.0, 0.0]), "nan", 1),
         ([0.0, 1.0, 2.0, 1e300, 4.0], "1e+300", 3),
-        ([0.0, None, 2.0, 3.0, 4.0], "None of type NoneType", 1),
+        ([0.0, {}, 2.0, 3.0, 4.0], "{} of type dict", 1),
         ([0.0, "1", 2.0, 3.0, 4.0], "'1' of type str", 1),
         ([0.0, [1.0], 2.0, 3.0, 4.0], "[1.0] of type list", 1),
         ([0.0, 1j, 2.0, 3.0, 4.0], "1j of type complex", 1),
@@ -193,7 +193,7 @@ def test_a_bad_score_is_named_with_its_sample_and_texts(result, found, sample, b
         (torch.tensor(1.0), "a tensor of shape []"),
         (np.zeros((5, 2)), "an array of shape [5, 2]"),
         (1.0, "1.0 of type float"),
-        ({"score": [1.0] * 5}, "a dict, {'score': [1.0, 1.0, 1.0, 1.0, 1.0]}"),
+        ({"acc": [1.0] * 5}, "a dict, {'acc': [1.0, 1.0, 1.0, 1.0, 1.0]}"),
         ("01234", "a str, '01234'"),
         (iter([0.0] * 5), "of type list_iterator"),
     ],
@@ -259,7 +259,7 @@ def test_long_texts_are_shortened(batch):
         tensors={"response_mask": torch.ones(1, 2, dtype=torch.bool)},
         non_tensors={"prompt_text": ["a" * 5000], "response_text": ["b" * 5000]},
     )
-    message = refusal(returning([None]), long)
+    message = refusal(returning(["1"]), long)
     assert len(message) < 600
     assert "aaa ... aaa" in message
 

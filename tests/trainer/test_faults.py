@@ -230,7 +230,7 @@ class FailsAtCall(RewardDescription):
             if self.way == "raises":
                 raise KeyError("no such entry")
             good = [0.5] * (len(responses) - 1)
-            return {"short": good, "nan": [*good, float("nan")], "none": None, "item": [*good, None]}[self.way]
+            return {"short": good, "nan": [*good, float("nan")], "none": None, "item": [*good, "1"]}[self.way]
 
         return RewardFunction.wrap(my_reward)
 
@@ -242,7 +242,7 @@ class FailsAtCall(RewardDescription):
         ("short", "5 items"),
         ("nan", "nan"),
         ("none", "None"),
-        ("item", "of type NoneType"),
+        ("item", "of type str"),
     ],
 )
 def test_a_reward_that_goes_wrong_ends_the_run_and_keeps_what_was_written(model32, tmp_path, way, found):
@@ -296,7 +296,7 @@ def test_faults_of_the_data_that_show_when_it_is_read_are_told_by_their_path(mod
 def test_the_first_of_epochs_and_steps_ends_a_run():
     given = {(None, None): 7, (3, None): 21, (None, 50): 50, (3, 50): 21, (3, 5): 5}
     for (epochs, steps), expected in given.items():
-        assert PPOSettings(total_epochs=epochs, total_steps=steps).num_steps(7) == expected
+        assert PPOSettings(total_epochs=epochs, total_steps=steps).num_steps(lambda epochs: 7 * epochs) == expected
 
 
 def test_what_a_run_changes_in_its_process_is_put_back_when_the_last_one_ends():

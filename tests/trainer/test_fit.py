@@ -100,7 +100,7 @@ def test_steps_go_on_over_epochs_and_every_epoch_has_its_own_order(model32, tmp_
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:
         assert trainer.sampler.batches_per_epoch == 2
         result = trainer.fit()
-        assert trainer.sampler.state_dict() | {"seed": 0} == {"seed": 0, "epoch": 2, "position": 4}
+        assert trainer.sampler.state_dict() | {"seed": 0} == {"seed": 0, "epoch": 2, "position": 4, "fills": True}
     assert result.steps == 5
     assert list(result.evaluations) == [5]
     assert not (tmp_path / "actor").exists()
@@ -109,7 +109,7 @@ def test_steps_go_on_over_epochs_and_every_epoch_has_its_own_order(model32, tmp_
 @pytest.mark.exhaustive
 def test_epochs_count_where_no_number_of_steps_is_given(model32, tmp_path):
     run = ppo_run(model32, prompts_per_step=3, total_epochs=2, save_final=False, eval_before=False)
-    assert fit(run, tmp_path).steps == 2 * (len(PROMPTS) // 3)
+    assert fit(run, tmp_path).steps == -(-2 * len(PROMPTS) // 3)
 
 
 def test_a_run_without_held_out_prompts_does_not_evaluate(model32, tmp_path):

@@ -74,7 +74,7 @@ def selection_metrics(drawn: Sequence[DataProto], kept: Sequence[DataProto]) -> 
         "selection/rounds": float(len(drawn)),
         "selection/groups": float(groups),
         "selection/kept_share": len(kept) / max(groups, 1),
-        "selection/reward_mean": float(torch.cat([_scores(rows) for rows in drawn]).mean()),
+        "selection/reward_mean": float(torch.cat([torch.zeros(0), *map(_scores, drawn)]).mean()),
         "selection/skipped": float(not kept),
     }
     return metrics if kept else metrics | {"perf/samples": 0.0, "perf/tokens": 0.0}

@@ -63,6 +63,7 @@ ALIASES: dict[str, Alias] = {
     "actor_rollout_ref.model.path": Alias(path="actor.model.path", option="actor=pretrained"),
     "actor_rollout_ref.actor.optim.lr": Alias(path="actor.optimizer.lr"),
     "actor_rollout_ref.rollout.n": Alias(path="trainer.group_size"),
+    "rollout.n": Alias(path="trainer.group_size"),
     "actor_rollout_ref.rollout.temperature": Alias(path="rollout.temperature"),
     "critic.model_name_or_path": Alias(path="critic.model.path", option="critic=own_model"),
     "critic.optim.lr": Alias(path="critic.optimizer.lr"),

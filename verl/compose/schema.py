@@ -7,6 +7,7 @@ is an error instead of an unused node. Everything below the root is validated ag
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -23,6 +24,7 @@ from pydantic import TypeAdapter
 
 import verl
 from verl.component import Description
+from verl.errors import ConfigError
 
 
 def conf_dir() -> Path:
@@ -197,16 +199,29 @@ def register() -> None:
     """Register the schema of each root, such as `schema_ppo`, and the resolvers with Hydra.
 
     `${divide:384,8}` is 48; `${processes:${sharding._target_},2}` is 1 with sharding=none, else 2;
-    `${experiment_of:${algorithm},${actor.model}}` is a name such as `grpo_qwen2-0.5b-instruct`.
+    `${experiment_of:${algorithm},${actor.model}}` is a name such as `grpo_qwen2-0.5b-instruct`; `${tokens_of:512,
+    ${actor.model}}` is 512, or less where the model holds less.
     """
     OmegaConf.register_new_resolver("divide", lambda whole, parts: max(1, whole // max(1, parts)), replace=True)
     OmegaConf.register_new_resolver(
         "processes", lambda target, count: 1 if target.endswith(".NoSharding") else count, replace=True
     )
     OmegaConf.register_new_resolver("experiment_of", default_experiment, replace=True)
+    OmegaConf.register_new_resolver("tokens_of", default_length, replace=True)
     store = ConfigStore.instance()
     for root in ROOTS.values():
         store.store(name=f"schema_{root.name}", node=root.schema(), provider="verl")
+
+
+def default_length(tokens: int, model: Any) -> int:
+    """The default length of a row in tokens: less than the model holds, as far as its files here tell."""
+    held = OmegaConf.select(model, "context_length", throw_on_missing=False)
+    if held is None and (path := OmegaConf.select(model, "path", throw_on_missing=False)):
+        from verl.models.pretrained import Pretrained  # imports torch
+
+        with contextlib.suppress(ConfigError):
+            held = Pretrained(path=str(path)).max_positions()
+    return tokens if held is None else max(2, min(tokens, held - 1))
 
 
 # Names by the class that characterises the algorithm; other algorithms have the name of their class.

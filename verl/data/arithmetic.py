@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Annotated, ClassVar
 
 from pydantic import Field, PositiveInt
@@ -115,7 +116,8 @@ class ArithmeticPrompts(Arithmetic, PromptSource):
         return {"data": frozenset({"answer"})}
 
     def build(self, context: BuildContext) -> DataSplits:
-        return DataSplits.generated(RLHFDataset, self.rows, context, max_prompt_length=self.max_prompt_length)
+        splits = DataSplits.generated(RLHFDataset, self.rows, context, max_prompt_length=self.max_prompt_length)
+        return replace(splits, fills_last=self.train_size is not None)  # of chosen rows all are seen
 
 
 @component

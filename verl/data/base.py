@@ -131,6 +131,7 @@ class DataSplits:
         eval: rows to evaluate on; None without evaluation.
         mixture: the parts of `train` and their shares of an epoch; None to visit every row once.
         may_repeat: rows were drawn from a distribution, so that repeated ones are no mistake and cause no warning.
+        fills_last: the last batch of an epoch is filled from the next one; else the rows that remain are left out.
         settled: values of `PromptSource.settled_fields`; a checkpoint records them in the identity of the run.
     """
 
@@ -138,6 +139,7 @@ class DataSplits:
     eval: Dataset | None = None
     mixture: Mixture | None = None
     may_repeat: bool = False
+    fills_last: bool = True
     settled: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
@@ -157,7 +159,7 @@ class DataSplits:
             config: options of `kind`.
         """
         train, held_out = (kind.from_rows(rows(split), context.tokenizer, config) for split in SPLITS)
-        return cls(train, held_out, may_repeat=may_repeat)
+        return cls(train, held_out, may_repeat=may_repeat, fills_last=False)  # as in the runs that are recorded
 
 
 Truncation = Literal["error", "left", "right", "drop"]

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +18,8 @@ from verl.utils.child_process.trial import template_fault
 FinalAssistant = Literal["error", "drop", "answer"]
 Messages = Sequence[Mapping[str, Any]]
 PINNED_DAY = "verl_day"  # attribute of a tokenizer: the date that its chat template writes
+TOLD = "verl_told_of_template"  # another: `_tell_of_template` has said it
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ class ChatTemplate:
                 "Choose a "
                 "chat_template that does, or rename the column."
             )
-        return [_without_nulls(tool) for tool in parsed] or None
+        return parsed or None
 
     def messages_of(self, prompt: str | Messages) -> list[Mapping[str, Any]] | None:
         """The messages of a prompt; None for a text prompt without a system prompt."""
@@ -193,11 +197,25 @@ def render_prompts(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors)
             )
         if fault is not None:
             bad.add(fault)
+    if rows.places is not None:  # rows of files
+        _tell_of_template(texts, is_chat, key, chat)
     tokens = _tokens(texts, is_chat, chat.tokenizer)
     for index, (text, ids) in enumerate(zip(texts, tokens, strict=True)):
         if text and not ids:
             bad.add(f"{key} is {shortened(rows.values[index][key])} at {rows.place(index)}: it has no tokens.")
     return texts, tokens
+
+
+def _tell_of_template(texts: list[str], is_chat: list[bool], key: str, chat: ChatTemplate) -> None:
+    """Say once that text prompts are not rendered by the chat template that there is."""
+    special = [token for token in chat.tokenizer.all_special_tokens if token.strip()]
+    is_rendered = any(token in text for text in texts[:8] for token in special)
+    if chat.source is not None and not any(is_chat) and not is_rendered and not hasattr(chat.tokenizer, TOLD):
+        setattr(chat.tokenizer, TOLD, True)
+        _log.warning(
+            "The prompts of column %r are texts, and the chat template is not applied to them. For a chat model give "
+            "lists of messages, or set data.system_prompt.", key,
+        )  # fmt: skip
 
 
 def messages_fault(messages: Any) -> str | None:
@@ -206,7 +224,7 @@ def messages_fault(messages: Any) -> str | None:
         return "a list of chat messages"
     for message in messages:
         if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
-            return "each chat message to have a text `role` and a text `content`"
+            return "each chat message to have a text `role` and a `content` of text, or of text parts"
         if text_fault(message["content"]) is not None:
             return "each chat message to be valid Unicode"
     return None
@@ -237,11 +255,35 @@ def _prompt_fault(rows: DataRows, key: str, index: int) -> str | None:
     return expected and f"{key} is {shortened(prompt)} at {rows.place(index)}: expected {expected}."
 
 
-def _without_nulls(value: Any) -> Any:
-    """Remove keys with null values; parquet adds all keys of a column to every row."""
-    if isinstance(value, Mapping):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, (list, tuple)) else value
+def as_chat(value: Any) -> Any:
+    """Chat messages with one text as the content of each; any other value unchanged.
+
+    Messages may be given as JSON text, with a list of text parts as content, and without content beside tool calls.
+    """
+    if isinstance(value, str) and value.lstrip()[:1] == "[" and '"role"' in value:
+        with contextlib.suppress(ValueError, RecursionError):
+            parsed = json.loads(value)
+            value = parsed if all(isinstance(x, dict) and "role" in x for x in parsed) else value
+    if isinstance(value, (list, tuple)) and all(isinstance(message, Mapping) for message in value):
+        contents = [_text_of(message) for message in value]
+        return [x if text is None else {**x, "content": text} for x, text in zip(value, contents, strict=True)]
+    return value
+
+
+def _text_of(message: Mapping[str, Any]) -> str | None:
+    """The text of a content that is none but stands for one; else None."""
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return ""
+    parts: list[Any] = content if isinstance(content, list) else [None]
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
+
+
+def with_chats(rows: DataRows, *keys: str) -> DataRows:
+    """The rows, with `as_chat` applied to these columns."""
+    values = [{**row, **{key: as_chat(row[key]) for key in keys if key in row}} for row in rows.values]
+    return replace(rows, values=values)
 
 
 def without_final_assistant(rows: DataRows, key: str, how: FinalAssistant) -> DataRows:
@@ -313,12 +355,23 @@ def _tokens(texts: list[str], is_chat: list[bool], tokenizer: Any) -> list[list[
 
 
 def text_tokens(texts: list[str], tokenizer: Any) -> list[list[int]]:
-    """Tokens of texts with the special tokens that the tokenizer puts before a text, but none after it."""
+    """Tokens of texts with the special tokens that the tokenizer puts before a text, once, but none after it."""
+    start, end = tokens_around(tokenizer)  # the end, EOS or `[SEP]`, would end a prompt at once
+    encoded = [with_one_start(ids, start) for ids in tokenizer(texts, add_special_tokens=True)["input_ids"]]
+    return [ids[: -len(end)] if end and ids[-len(end) :] == end else ids for ids in encoded]
+
+
+def tokens_around(tokenizer: Any) -> tuple[list[int], list[int]]:
+    """The special tokens that a tokenizer puts before a text, and those after it."""
     bare, whole = (list(tokenizer("a", add_special_tokens=special)["input_ids"]) for special in (False, True))
     starts = [start for start in range(len(whole) - len(bare) + 1) if whole[start : start + len(bare)] == bare]
-    end = whole[starts[0] + len(bare) :] if bare and starts else []  # EOS, or `[SEP]`: it would end a prompt at once
-    encoded = tokenizer(texts, add_special_tokens=True)["input_ids"]
-    return [list(ids[: -len(end)] if end and list(ids[-len(end) :]) == end else ids) for ids in encoded]
+    return (whole[: starts[0]], whole[starts[0] + len(bare) :]) if bare and starts else ([], [])
+
+
+def with_one_start(ids: Sequence[int], start: list[int]) -> list[int]:
+    """Tokens of a text that may begin with the start, such as BOS, itself: a rendered chat does."""
+    ids, length = list(ids), len(start)
+    return ids[length:] if start and ids[length : 2 * length] == start else ids
 
 
 GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -97,8 +97,7 @@ class PassRateSampler(EpochSampler):
     def next_batch(self) -> Tensor:
         batch = self.peek()
         del self._drawn[0]
-        self.position += self.batch_size
-        self._move_on()
+        self.epoch, self.position = self._after(self.epoch, self.position + self.batch_size)
         return batch
 
     def peek(self, ahead: int = 0) -> Tensor:
@@ -130,7 +129,7 @@ class PassRateSampler(EpochSampler):
         return {**super().state_dict(), "rates": [[*pair] for pair in self.rates.items()], "drawn": drawn}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        super().load_state_dict({key: state[key] for key in STATE_KEYS})
+        super().load_state_dict({key: state[key] for key in (*STATE_KEYS, "fills") if key in state})
         self.rates, self._weights = {}, torch.ones_like(self._weights)
         for prompt_id, rate in state["rates"]:
             self._set(prompt_id, rate)
@@ -148,11 +147,9 @@ class PassRateSampler(EpochSampler):
         """The batch `ahead` of the next one, by what is recorded now."""
         epoch, position = self.epoch, self.position
         for _ in range(ahead):
-            position += self.batch_size
-            if position + self.batch_size > self.size:
-                epoch, position = epoch + 1, 0
+            epoch, position = self._after(epoch, position + self.batch_size)
         if epoch < self.curriculum.warmup_epochs:
-            return self._order_of(epoch)[position : position + self.batch_size]
+            return self._batch_at(epoch, position)
         name = f"curriculum {self.seed} {epoch} {position}".encode()
         seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") >> 1
         uniform = torch.rand(self.size, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))

@@ -20,8 +20,8 @@ from pydantic import PositiveInt
 
 from verl.component import BuildContext, component, package_fault
 from verl.data.base import DataSplits, PromptOptions, PromptRendering
-from verl.data.chat_template import shortened
-from verl.data.readers import DataRows, RowErrors
+from verl.data.chat_template import as_chat, shortened
+from verl.data.readers import DataRows, RowErrors, from_arrow
 from verl.data.rlhf_dataset import RESERVED_COLUMNS, RLHFDataset
 from verl.errors import ConfigError
 from verl.protocol.fields import FIELDS
@@ -149,7 +149,7 @@ class HubPrompts(PromptRendering):
     ) -> DataRows:
         place = f"{self.dataset}, split {split}"
         try:
-            rows = list(itertools.islice(iter(self._loaded(split, commit)), max_rows))
+            rows = list(map(from_arrow, itertools.islice(iter(self._loaded(split, commit)), max_rows)))
         except Exception as error:
             raise ConfigError(
                 f"{setting} is {split!r}: these rows of dataset {self.dataset!r} cannot be read ({_first_line(error)})."
@@ -187,7 +187,7 @@ class HubPrompts(PromptRendering):
 
     def _converted(self, row: Mapping[str, Any], is_chat: bool) -> dict[str, Any] | str:
         """A row as `RLHFDataset` takes it, or its fault."""
-        prompt, kept = row.get(self.prompt), row if self.keep_columns is None else self.keep_columns
+        prompt, kept = as_chat(row.get(self.prompt)), row if self.keep_columns is None else self.keep_columns
         others = {name: row.get(name) for name in kept if name not in (self.prompt, self.answer, "prompt")}
         if isinstance(prompt, str) and prompt:
             prompt = prompt if self.instruction is None else f"{prompt}\n{self.instruction}"

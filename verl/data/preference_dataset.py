@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from verl.data.base import PreferenceOptions, RaggedTokens, fit_lengths, pad_id_of
-from verl.data.chat_template import ChatTemplate, messages_fault, shortened, text_fault, text_tokens
+from verl.data.chat_template import ChatTemplate, messages_fault, shortened, text_fault, text_tokens, with_chats
 from verl.data.readers import DataRows, RowErrors
 from verl.errors import ConfigError
 from verl.protocol import DataProto
@@ -97,7 +97,8 @@ class PreferenceDataset:
         Raises:
             ConfigError: a column is missing, or a row cannot be used, with its file and line.
         """
-        rows = rows if isinstance(rows, DataRows) else DataRows(list(rows))
+        keys = (options.prompt_key, options.chosen_key, options.rejected_key, options.completion_key)
+        rows = with_chats(DataRows.of(rows), *keys)
         num_rows = len(rows) + len(bad)
         parsed = dict(
             _parsed(rows, ChatTemplate(tokenizer, options.chat_template, options.system_prompt), options, bad)

@@ -79,6 +79,13 @@ class DataRows:
     numbers: list[int] | None = None
     sources: list[int] | None = None
 
+    @classmethod
+    def of(cls, rows: Sequence[Mapping[str, Any]] | DataRows) -> DataRows:
+        """Rows in memory, such as a list or a `datasets.Dataset`."""
+        if isinstance(rows, DataRows):
+            return rows
+        return cls([from_arrow(row) for row in rows] if hasattr(rows, "features") else list(rows))
+
     def __len__(self) -> int:
         return len(self.values)
 
@@ -205,7 +212,22 @@ def _read_parquet(path: Path, seen: str) -> Iterator[tuple[int, dict[str, Any] |
         rows = table.to_pylist()
     except UnicodeDecodeError:  # row by row, to find the ones at fault
         rows = [_parquet_row(table, index) for index in range(table.num_rows)]
-    yield from enumerate(rows)
+    yield from enumerate(row if isinstance(row, str) else from_arrow(row) for row in rows)
+
+
+def from_arrow(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of an Arrow table without the nulls in its nested columns.
+
+    Arrow gives every struct of a column the keys of all of them, with null where a row had none. A null of a column
+    itself, or in a list, stays.
+    """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {key: plain(item) for key, item in value.items() if item is not None}
+        return [plain(item) for item in value] if isinstance(value, list) else value
+
+    return {name: plain(value) for name, value in row.items()}
 
 
 def _parquet_row(table: Any, index: int) -> dict[str, Any] | str:

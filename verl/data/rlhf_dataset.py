@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from verl.data.base import PromptOptions, RaggedTokens, cut, fit_lengths, object_array, pad_id_of, read_options
-from verl.data.chat_template import ChatTemplate, render_prompts, without_final_assistant
+from verl.data.chat_template import ChatTemplate, render_prompts, with_chats, without_final_assistant
 from verl.data.readers import DataRows, RowErrors, read_rows
 from verl.errors import ConfigError
 from verl.protocol import DataProto
@@ -76,8 +76,7 @@ class RLHFDataset:
         if not len(rows) and not len(bad):
             raise ConfigError("rows is []: the data set is empty.")
         dataset = cls.__new__(cls)
-        source = rows if isinstance(rows, DataRows) else DataRows(list(rows))
-        dataset._prepare(source, tokenizer, options, bad, tuple(tools))
+        dataset._prepare(DataRows.of(rows), tokenizer, options, bad, tuple(tools))
         return dataset
 
     def _prepare(
@@ -86,6 +85,7 @@ class RLHFDataset:
         self.options = options
         self._pad_id = pad_id_of(tokenizer)
         num_rows = len(rows) + len(bad)
+        rows = with_chats(rows, options.prompt_key)
         rows = without_final_assistant(rows, options.prompt_key, options.final_assistant)
         columns = _columns_beside(rows, options.prompt_key)
         chat = ChatTemplate(tokenizer, options.chat_template, options.system_prompt, tools)

@@ -60,8 +60,9 @@ class EpochSampler:
     The permutation depends on `(seed, epoch)` only, so `(seed, epoch, position)` is the complete state, and a sampler
     that loads it continues exactly. The global random state is neither used nor changed.
 
-    A batch never spans two epochs: the last `size % batch_size` rows of a permutation are left out, other rows in every
-    epoch.
+    With `fills` the last batch of an epoch is filled from the next permutation, so that every row is visited once
+    per epoch; the same row may then occur twice in that batch. Without, the last `size % batch_size` rows of a
+    permutation are left out, other rows in every epoch.
 
     With a mixture an epoch has as many samples as the data has rows, divided over the parts by their shares. Within a
     part every row is visited once before any is repeated, over epochs.
@@ -73,6 +74,7 @@ class EpochSampler:
         batch_size_name: name of the setting in messages.
         mixture: parts of the data and their shares; None to visit every row once an epoch.
         source: what the rows are from, for messages.
+        fills: see above. A state of an earlier version has False.
     Attributes:
         epoch: of the next batch, from 0.
         position: rows of this epoch returned so far.
@@ -88,27 +90,32 @@ class EpochSampler:
         batch_size_name: str = "batch_size",
         mixture: Mixture | None = None,
         source: str = "the training data",
+        fills: bool = False,
     ):
         assert mixture is None or sum(mixture.sizes) == size
         if not 1 <= batch_size <= size:
             raise ConfigError(
-                f"{batch_size_name} is {batch_size}: must lie between 1 and the {size} rows of {source}, because a "
-                f"batch never spans two epochs. Set {batch_size_name}={size} or less, or add rows."
+                f"{batch_size_name} is {batch_size}: must lie between 1 and the {size} rows of {source}. "
+                f"Set {batch_size_name}={size} or less, or add rows."
             )
         self.size, self.batch_size, self.seed = size, batch_size, seed
-        self.mixture = mixture
+        self.mixture, self.fills = mixture, fills
         self.epoch = self.position = 0
         self._order: tuple[int, int, Tensor] | None = None
 
     @property
     def batches_per_epoch(self) -> int:
+        """Batches of rows of one epoch alone."""
         return self.size // self.batch_size
+
+    def batches_of(self, epochs: int) -> int:
+        """Batches in which this many epochs are visited."""
+        return -(-epochs * self.size // self.batch_size) if self.fills else epochs * self.batches_per_epoch
 
     def next_batch(self) -> Tensor:
         """The next row indices, [batch_size] int64. The last batch of an epoch increments `epoch`."""
         batch = self.peek()
-        self.position += self.batch_size
-        self._move_on()
+        self.epoch, self.position = self._after(self.epoch, self.position + self.batch_size)
         return batch
 
     def peek(self, ahead: int = 0) -> Tensor:
@@ -117,7 +124,7 @@ class EpochSampler:
             later = copy.copy(self)
             later.next_batch()
             return later.peek(ahead - 1)
-        return self._order_of(self.epoch)[self.position : self.position + self.batch_size].clone()
+        return self._batch_at(self.epoch, self.position)
 
     def record(self, prompt_ids: Tensor, passed: Tensor) -> None:
         """Take note of scored responses: the prompt of each and whether it passed, [B]. Here they change nothing."""
@@ -131,9 +138,9 @@ class EpochSampler:
         while True:
             yield self.next_batch()
 
-    def state_dict(self) -> dict[str, int]:
-        """`seed`, `epoch` and `position`."""
-        return {key: getattr(self, key) for key in STATE_KEYS}
+    def state_dict(self) -> dict[str, Any]:
+        """`seed`, `epoch` and `position`, and `fills` where it is True."""
+        return {key: getattr(self, key) for key in STATE_KEYS} | ({"fills": True} if self.fills else {})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a saved state, including its seed. If the epoch has fewer rows left than a batch, continue with
@@ -142,23 +149,34 @@ class EpochSampler:
         Raises:
             ConfigError: keys or types are wrong, or the position is outside the data.
         """
-        if set(state) != set(STATE_KEYS) or not all(type(state[key]) is int for key in STATE_KEYS):
+        if {*state} - {"fills"} != {*STATE_KEYS} or not all(type(state[key]) is int for key in STATE_KEYS):
             raise ConfigError(f"state is {dict(state)!r}: expected whole numbers for {', '.join(STATE_KEYS)}.")
         if state["epoch"] < 0 or not 0 <= state["position"] <= self.size:
             raise ConfigError(
                 f"state is epoch {state['epoch']}, position {state['position']}: the data has {self.size} rows. "
                 "Resume with the data that the state was saved with."
             )
-        self.seed, self.epoch, self.position = (state[key] for key in STATE_KEYS)
-        self._move_on()
+        self.seed, epoch, position = (state[key] for key in STATE_KEYS)
+        self.fills = bool(state.get("fills"))
+        self.epoch, self.position = self._after(epoch, position)
 
     def rewind(self) -> None:
         """Restart at the first batch of the first epoch."""
         self.epoch = self.position = 0
 
-    def _move_on(self) -> None:
-        if self.position + self.batch_size > self.size:
-            self.epoch, self.position = self.epoch + 1, 0
+    def _after(self, epoch: int, position: int) -> tuple[int, int]:
+        """Epoch and position of the next batch, from the end of the one before."""
+        if self.fills:
+            return epoch + position // self.size, position % self.size
+        return (epoch + 1, 0) if position + self.batch_size > self.size else (epoch, position)
+
+    def _batch_at(self, epoch: int, position: int) -> Tensor:
+        rows = self._order_of(epoch)[position : position + self.batch_size]
+        return (
+            torch.cat([rows, self._order_of(epoch + 1)[: self.batch_size - len(rows)]])
+            if len(rows) < self.batch_size
+            else rows.clone()
+        )
 
     def _order_of(self, epoch: int) -> Tensor:
         if self._order is None or self._order[:2] != (self.seed, epoch):

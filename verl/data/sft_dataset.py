@@ -18,6 +18,7 @@ from verl.data.chat_template import (
     render_prompts,
     shortened,
     text_fault,
+    with_chats,
 )
 from verl.data.readers import DataRows, RowErrors, read_rows
 from verl.errors import ConfigError
@@ -191,7 +192,7 @@ class SFTDataset:
         if not len(rows) and not len(bad):
             raise ConfigError("rows is []: the data set is empty.")
         dataset = cls.__new__(cls)
-        dataset._prepare(rows if isinstance(rows, DataRows) else DataRows(list(rows)), tokenizer, options, bad)
+        dataset._prepare(DataRows.of(rows), tokenizer, options, bad)
         return dataset
 
     def _prepare(self, rows: DataRows, tokenizer: Any, options: SFTOptions, bad: RowErrors):
@@ -199,6 +200,7 @@ class SFTDataset:
         self._pad_id = pad_id_of(tokenizer)
         num_rows = len(rows) + len(bad)
         chat = ChatTemplate(tokenizer, options.chat_template, options.system_prompt)
+        rows = with_chats(rows, options.messages_key or options.prompt_key)
         if options.messages_key is None:
             texts = from_prompts(rows, options.prompt_key, options.completion_key, chat, bad)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class LoRA(Description):
             model: Hugging Face model.
             causal_lm: whether it has a language-model head.
         Raises:
-            ConfigError: a name matches no layer.
+            ConfigError: a name matches no layer, or one whose weight another layer shares.
         """
         from peft import LoraConfig, get_peft_model
 
@@ -56,10 +57,35 @@ class LoRA(Description):
             adapted = get_peft_model(model, config)
         except ValueError as error:
             raise ConfigError(f"lora.target_modules is {list(self.target_modules)}: {error}") from error
+        if tied := tied_adapted(adapted):
+            raise ConfigError(
+                f"lora.target_modules is {list(self.target_modules)}: {', '.join(tied)} shares its weight with "
+                "another layer (tie_word_embeddings), which an adapter of one of them cannot keep. Leave it out."
+            )
         base = config.base_model_name_or_path
         if base is not None and Path(base).is_dir():  # saved with the adapter, which may be opened from anywhere
             config.base_model_name_or_path = str(Path(base).absolute())
         return adapted
+
+
+def tied_adapted(model: Any) -> dict[str, Any]:
+    """The adapted layers of a peft model whose own weight belongs to another layer too, by name."""
+    owners = Counter(id(x) for _, x in model.named_parameters(remove_duplicate=False))
+    layers = {name: x for name, x in model.named_modules() if hasattr(x, "base_layer")}
+    return {name: x for name, x in layers.items() if any(owners[id(p)] > 1 for p in x.base_layer.parameters())}
+
+
+def merged_model(adapted: Any) -> Any:
+    """A peft model without its adapter, which its weights then have; tied weights that differ by it are untied."""
+    from torch import nn
+
+    for layer in tied_adapted(adapted).values():
+        layer.base_layer.weight = nn.Parameter(layer.base_layer.weight.detach().clone())
+    model = adapted.merge_and_unload()
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None and embedding.weight is not head.weight:
+        model.config.tie_word_embeddings = model.config.get_text_config().tie_word_embeddings = False
+    return model
 
 
 def head_options(path: str, adapter: Mapping[str, Any]) -> dict[str, Any]:

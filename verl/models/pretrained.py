@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from verl.component import Description, component
 from verl.errors import ConfigError
-from verl.models.lora import head_options
+from verl.models.lora import head_options, merged_model
 from verl.models.model_files import (
     SafetensorsReader,
     damage_explained,
@@ -379,8 +379,7 @@ class Pretrained(ModelSource):
             refuse_endless_patterns(adapter, self.path)
             base = replace(self, path=adapter["base_model_name_or_path"], revision=adapter.get("revision"))
             below = base._load(auto_class, device, **head_options(self.path, adapter))
-            adapted = PeftModel.from_pretrained(below, self.path)
-            return adapted.merge_and_unload().requires_grad_(True).eval()
+            return merged_model(PeftModel.from_pretrained(below, self.path)).requires_grad_(True).eval()
         return self._load_whole(auto_class, device, **options)
 
     def _load_whole(self, auto_class: Any, device: str, absent: Sequence[str] = (), **options: Any) -> Any:

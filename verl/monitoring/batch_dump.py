@@ -61,7 +61,7 @@ class Attribution:
 
 def non_finite_fields(batch: DataProto) -> dict[str, Tensor]:
     """Fields that training reads, with how many numbers of each row [B] are not finite, where any is."""
-    fields = ((name, batch[name]) for name in TRAINED_ON if name in batch.batch)
+    fields = ((name, batch[name]) for name in TRAINED_ON if name in batch.batch and len(batch))
     counts = {name: (~torch.isfinite(x)).reshape(len(x), -1).sum(dim=1) for name, x in fields}
     return {name: count for name, count in counts.items() if count.any()}
 

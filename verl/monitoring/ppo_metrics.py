@@ -42,7 +42,8 @@ def experience_metrics(batch: DataProto) -> dict[str, float]:
         gap.add(batch["rollout_log_probs"], batch["old_log_probs"], mask, batch.batch.get("is_on_policy"))
         metrics |= {"rollout/entropy_nats": _mean(batch["entropies"], mask), **gap.metrics(gap.sums())}
     parts = [name for name in batch.non_tensor_batch if name.startswith("reward/")]
-    metrics |= {name: float(batch[name].astype(float).mean()) for name in parts}
+    values = {name: batch[name].astype(float) for name in parts}
+    metrics |= {name: float(x[~np.isnan(x)].mean()) for name, x in values.items() if not np.isnan(x).all()}
     metrics |= episode_metrics(batch)
     if "contexts" in batch:
         metrics["episode/samples"] = float((batch["contexts"] >= 0).any(dim=2).sum()) / len(batch)
@@ -76,19 +77,23 @@ def evaluation_metrics(
         without_tools: one scored response per prompt, where the policy had no tools; or None.
         has_tools: whether there are tools to call.
     """
+    is_rated = ~_scores(greedy).isnan()
+    metrics = {"eval/response_length_tokens": float(greedy["response_mask"].sum(dim=1).double().mean())}
+    if not is_rated.all():
+        metrics["eval/unrated"] = float((~is_rated).sum())
+        greedy = greedy[is_rated]
     scores = _scores(greedy)
-    metrics = {
-        "eval/accuracy": float((scores >= success).double().mean()),
-        "eval/score": float(scores.mean()),
-        "eval/response_length_tokens": float(greedy["response_mask"].sum(dim=1).double().mean()),
-    }
+    metrics |= {"eval/accuracy": float((scores >= success).double().mean()), "eval/score": float(scores.mean())}
     metrics |= accuracy_by_calls(greedy, (scores >= success).tolist(), has_tools)
     if without_tools is not None:
-        metrics["eval/accuracy_without_tools"] = float((_scores(without_tools) >= success).double().mean())
+        bare = _scores(without_tools)
+        metrics["eval/accuracy_without_tools"] = float((bare[~bare.isnan()] >= success).double().mean())
     if drawn is not None:
-        right = (_scores(drawn) >= success).double().view(-1, k)
-        metrics |= {f"eval/mean@{k}": float(right.mean()), f"eval/best@{k}": float(right.amax(dim=1).mean())}
-    return metrics
+        of_prompts = _scores(drawn).view(-1, k)
+        right = of_prompts[~of_prompts.isnan()] >= success
+        best = (of_prompts >= success)[~of_prompts.isnan().all(dim=1)].any(dim=1)
+        metrics |= {f"eval/mean@{k}": float(right.double().mean()), f"eval/best@{k}": float(best.double().mean())}
+    return {name: x for name, x in metrics.items() if not np.isnan(x)}
 
 
 def sample_rows(batch: DataProto, count: int) -> list[dict[str, Any]]:
@@ -189,6 +194,7 @@ def evaluated_rows(evaluated: Mapping[str, DataProto | None], success: float) ->
     for kind, batch in evaluated.items():
         if batch is None:
             continue
+        batch = batch[~_scores(batch).isnan()]
         scores, tokens = batch["score"].astype(float).tolist(), batch["response_mask"].sum(dim=1).tolist()
         rows = zip(batch["prompt_ids"].tolist(), batch["sample_ids"].tolist(), scores, tokens, strict=True)
         names = ("kind", "prompt_id", "sample_id", "score", "tokens")

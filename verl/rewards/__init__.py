@@ -13,5 +13,6 @@ process_pool    A pool of worker processes that score one sample at a time
 remote/         Rewards from a server: an LLM judge or a scoring service
 reward_model    Rewards by a model: any sequence-classification model of Hugging Face, whatever its tokenizer
 rules           Rewards by rules: exact match, regular expression, response length
+signatures      Arguments of reward functions, by the signature that a function has
 weighted_sum    A weighted sum of several rewards, each logged by its name
 """

@@ -106,6 +106,10 @@ class AsyncRewards:
                 self._counts.setdefault(name, []).extend(numbers)
             return rating
 
+    def count(self, name: str, number: float) -> None:
+        """Add to a count of the step."""
+        self._counts.setdefault(name, []).append(number)
+
     def take_counts(self) -> dict[str, float]:
         """Metrics of what was counted since the last call; see `RewardResult.counts`."""
         counts, self._counts, metrics = self._counts, {}, dict[str, float]()
@@ -215,8 +219,10 @@ def _digests(rows: DataProto) -> dict[int, str]:
 def _joined(results: Sequence[RewardResult], order: np.ndarray, width: int) -> RewardResult:
     """Ratings one behind the other, with their rows in this order; token scores get `width` columns."""
 
-    def joined(field: str) -> dict[str, np.ndarray]:
-        return {name: np.concatenate([vars(x)[field][name] for x in results])[order] for name in vars(first)[field]}
+    def joined(field: str, empty: Any) -> dict[str, np.ndarray]:
+        tables = [(vars(x)[field], np.full(len(x.scores), empty)) for x in results]  # a function chooses what it tells
+        names = dict.fromkeys(name for table, _ in tables for name in table)
+        return {name: np.concatenate([table.get(name, none) for table, none in tables])[order] for name in names}
 
     first, counts, tokens = results[0], dict[str, list[float]](), None
     for name, numbers in (item for result in results for item in result.counts.items()):
@@ -228,7 +234,7 @@ def _joined(results: Sequence[RewardResult], order: np.ndarray, width: int) -> R
         tokens = torch.cat(wide)[torch.from_numpy(order)]
     inner = {name: _joined([result.inner[name] for result in results], order, width) for name in first.inner}
     scores = np.concatenate([result.scores for result in results])[order]
-    return RewardResult(scores, joined("parts"), joined("columns"), tokens, counts, inner)
+    return RewardResult(scores, joined("parts", np.nan), joined("columns", None), tokens, counts, inner)
 
 
 def _state(result: RewardResult) -> dict[str, Any]:

@@ -29,10 +29,10 @@ TEXT_COLUMNS = ("prompt_text", "response_text")
 def checked_scores(
     result: Any, prompts: Sequence[str], responses: Sequence[str], function: Callable | Source
 ) -> np.ndarray:
-    """Check the result of a reward function and convert it to B float64.
+    """Check the result of a reward function and convert it to B float64, nan for a response without a reward.
 
     Args:
-        result: a sequence, array or tensor of B finite numbers; bools count as 1 and 0.
+        result: a sequence, array or tensor of B finite numbers, or None; bools count as 1 and 0.
         prompts, responses: B texts each, for the message.
         function: the function, for the message.
     Raises:
@@ -51,7 +51,9 @@ def checked_scores(
     scores = np.empty(count, dtype=np.float64)
     for index, item in enumerate(items):
         number = _number(item)
-        if number is None or not abs(number) <= LARGEST:
+        if item is None:
+            number = np.nan
+        elif number is None or not abs(number) <= LARGEST:
             description = f"{shown(item)}{f' of type {type(item).__name__}' if number is None else ''}"
             error = reward_error(expected, description, function, prompts, responses, index)
             raise error if number is None else NonFiniteRewardError(str(error), _not_finite(items))
@@ -59,6 +61,39 @@ def checked_scores(
     return scores
 
 
+def checked_result(
+    result: Any, prompts: Sequence[str], responses: Sequence[str], function: Callable | Source
+) -> RewardResult:
+    """Check the result of a reward function; see `checked_scores`.
+
+    Args:
+        result: what `checked_scores` takes, or mappings among the items, each with a `score` and further values; or one
+            mapping of such columns. Further numbers become `parts`, other values `columns`.
+    Raises:
+        RewardError: see `checked_scores`; or a column has the name of a metric of every reward.
+    """
+    if isinstance(result, Mapping):
+        table = dict(result)
+    elif isinstance(result, (list, tuple)) and any(isinstance(item, Mapping) for item in result):
+        names = dict.fromkeys(name for item in result if isinstance(item, Mapping) for name in item)
+        table = {name: [item.get(name) if isinstance(item, Mapping) else None for item in result] for name in names}
+        table["score"] = [item.get("score", item) if isinstance(item, Mapping) else item for item in result]
+    else:
+        return RewardResult(checked_scores(result, prompts, responses, function))
+    rating = RewardResult(checked_scores(table.pop("score", result), prompts, responses, function))
+    for name, values in table.items():
+        items = _items(values)
+        if name in TAKEN or isinstance(items, str) or len(items) != len(responses):
+            raise reward_error(f"columns of {len(responses)} items, not named {', '.join(TAKEN)}", name, function)
+        numbers = [_number(item) for item in items]
+        if [x for x in numbers if x is not None] and numbers.count(None) == items.count(None):
+            rating.parts[name] = np.array(numbers, dtype=np.float64)  # None is nan
+        else:
+            rating.columns[name] = np.array([None if x is None else str(x) for x in items], dtype=object)
+    return rating
+
+
+TAKEN = ("mean", "std", "failed", "unrated")  # metrics `reward/NAME` of every reward
 TOKEN_REWARDS = (
     "a DataProto with token_level_rewards [B T], or a tensor [B], [B T] or [B T-1], finite, and 0 where response_mask "
     "is False"
@@ -202,7 +237,7 @@ class RewardResult:
     """Scores of a batch, and their components.
 
     Attributes:
-        scores: [B] float64.
+        scores: [B] float64; nan for a response without a reward, which is left out of the step.
         token_scores: [B T] float32, for a reward that scores single tokens; each row sums to its score. None for
             others.
         parts: components by name, [B] floats each: logged as metric `reward/NAME` (mean) and as a column of sample
@@ -264,7 +299,7 @@ class Reward:
             prompts, responses: B texts each.
             columns: all other columns of the data, B items each.
         Returns:
-            B finite numbers, as a sequence, an array or a tensor.
+            B finite numbers, as a sequence, an array or a tensor, or None for no reward; see `checked_result`.
         """
         raise NotImplementedError
 
@@ -278,7 +313,7 @@ class Reward:
         prompts, responses, columns = texts_of(batch)
         if not len(batch):
             return RewardResult(np.zeros(0))
-        return RewardResult(checked_scores(self.rate(prompts, responses, **columns), prompts, responses, self.producer))
+        return checked_result(self.rate(prompts, responses, **columns), prompts, responses, self.producer)
 
     def rated(self, batch: DataProto) -> RewardResult:
         """Call `rate_batch` with the deadline `call_timeout_s`.
@@ -344,17 +379,19 @@ class Reward:
         Returns:
             token_level_scores [B T] float32: per-token scores of the reward, or the score on the last True of
             response_mask and 0 elsewhere (all 0 for a row with an empty mask). In `non_tensor_batch`: `score`, B
-            floats; `reward/NAME` for each part of the result and `reward_NAME` for each of its columns.
+            floats, or None for no reward; `reward/NAME` for each part of the result and `reward_NAME` for each of its
+            columns.
         Raises:
             RewardError: the reward raised, or did not return B finite numbers; names the sample and the function.
         """
         rating = self.rated(batch) if rating is None else rating
-        placed = token_scores_of(rating, batch.batch["response_mask"])
+        placed, scores = token_scores_of(rating, batch.batch["response_mask"]), rating.scores.astype(object)
+        scores[np.isnan(rating.scores)] = None
         parts = {f"reward/{name}": values.astype(object) for name, values in rating.parts.items()}
         columns = {f"reward_{name}": values for name, values in rating.columns.items()}
         return DataProto.from_dict(
             tensors={"token_level_scores": placed},
-            non_tensors={"score": rating.scores.astype(object), **parts, **columns},
+            non_tensors={"score": scores, **parts, **columns},
             producer=self.producer,
         )
 
@@ -383,7 +420,8 @@ def token_scores_of(rating: RewardResult, mask: torch.Tensor) -> torch.Tensor:
     last = last_true(mask)
     rows = torch.nonzero(last >= 0).squeeze(1)
     placed = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    placed[rows, last[rows]] = torch.tensor(rating.scores, dtype=torch.float32, device=mask.device)[rows]
+    scores = torch.tensor(np.where(np.isnan(rating.scores), 0.0, rating.scores), dtype=torch.float32)
+    placed[rows, last[rows]] = scores.to(mask.device)[rows]
     return placed
 
 
@@ -398,7 +436,8 @@ def missing_columns(reward: Description, columns: Collection[str], where: str) -
     if not isinstance(reward, RewardDescription):
         return
     for named_by, column in reward.columns_read():
-        if column not in columns and column not in ("prompt_messages", *TEXT_COLUMNS):
+        known = {"reward_model", "answer"} if column == "ground_truth" else {column}
+        if not {column, *known} & {*columns, "prompt_messages", *TEXT_COLUMNS}:
             present = ", ".join(sorted(set(columns) - set(TEXT_COLUMNS))) or "none but the prompt"
             yield f"{named_by}: the {where} have no column {column!r}. Their columns: {present}."
 

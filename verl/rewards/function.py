@@ -19,7 +19,7 @@ from verl.rewards.base import (
     RewardDescription,
     RewardResult,
     check_columns,
-    checked_scores,
+    checked_result,
     checked_token_scores,
     refuse_missing_arguments,
     reward_error,
@@ -27,6 +27,7 @@ from verl.rewards.base import (
 )
 from verl.rewards.deadline import BATCH_TIMEOUT_S, CallFailed, awaited, call_within
 from verl.rewards.process_pool import ProcessPool, SampleReward
+from verl.rewards.signatures import arguments_of, called
 from verl.utils.signals import raised_by_code
 
 
@@ -47,8 +48,9 @@ class RewardFunction(RewardDescription):
 
         def my_reward(prompt: str, response: str, **columns) -> float
 
-    so that a call that hangs or crashes affects one sample only. Functions run in a separate process that imports their
-    file, but not the main script.
+    so that a call that hangs or crashes affects one sample only. A number may be None, for no reward, or a mapping with
+    a `score` and further values. Signatures of verl and TRL are recognised, see `verl.rewards.signatures`. Functions
+    run in a separate process that imports their file, but not the main script.
 
     Args:
         path: `package.module:function`, or `file.py:function` the file is relative to the working directory.
@@ -83,6 +85,9 @@ class RewardFunction(RewardDescription):
             )
         if self.on_error == "score" and not self.per_sample:
             yield "on_error is score: without per_sample a call fails for the whole batch. Set per_sample=true."
+        in_source = source_signature(self.path)
+        if self.per_sample and in_source is not None and signature_of(in_source).convention == "trl":
+            yield "per_sample is true: a function with the argument `completions` takes a batch. Set per_sample=false."
         yield from path_faults(self.path, self.kwargs, texts)
 
     @property
@@ -96,6 +101,8 @@ class RewardFunction(RewardDescription):
         if (in_source := source_signature(self.path)) is None:
             return
         signature = signature_of(in_source, self.kwargs)
+        if signature.convention is not None:
+            texts = ("prompts", "completions", "solution_str", "data_source", "extra_info")
         for name in signature.required if self.per_sample or not signature.takes_batch else ():
             if name not in (*texts, *self.kwargs):
                 yield f"path is {self.path!r}, which takes {name}", name
@@ -148,7 +155,8 @@ class CallableReward(Reward):
     def _describe(self, function: Callable | Source, kwargs: Mapping[str, Any], signature: Signature) -> None:
         self.function: Any = function
         self.kwargs, self._accepted, self._takes_batch = dict(kwargs), signature.accepted, signature.takes_batch
-        texts = () if self._takes_batch else ("prompts", "responses")
+        self._convention = signature.convention
+        texts = () if self._takes_batch or self._convention else ("prompts", "responses")
         refuse_missing_arguments(self._accepted, (*texts, *self.kwargs), function)
 
     @property
@@ -164,7 +172,8 @@ class CallableReward(Reward):
         Raises:
             RewardError: the function raised, or needs a column that the data lacks.
         """
-        check_columns(self._accepted, columns, ("prompts", "responses", *self.kwargs), self.function)
+        given = arguments_of(self._convention, prompts, responses, columns)
+        check_columns(self._accepted, columns, (*given, *self.kwargs), self.function)
         try:
             return self._call(prompts, responses, columns)
         except BaseException as error:  # whatever user code raises is reported with its place
@@ -191,24 +200,21 @@ class CallableReward(Reward):
                 raise
             raise reward_error(TOKEN_REWARDS, self._words(error), self.function) from error
         if getattr(result, "ndim", None) == 1:
-            return RewardResult(checked_scores(result, prompts, responses, self.function))
+            return checked_result(result, prompts, responses, self.function)
         scores = checked_token_scores(result, batch.batch["response_mask"], prompts, responses, self.function)
         return RewardResult(scores.double().sum(dim=1).cpu().numpy(), token_scores=scores)
 
     def _call(self, prompts: list[str], responses: list[str], columns: Mapping[str, list]) -> Any:
-        if self._accepted is not None:
-            columns = {name: values for name, values in columns.items() if name in self._accepted}
+        given = arguments_of(self._convention, prompts, responses, columns)
         # Copies: a function that changes its arguments must not change what its result is checked against.
-        columns = {name: list(values) for name, values in columns.items()}
-        return self._invoke({"prompts": list(prompts), "responses": list(responses), **columns})
+        accepted = given if self._accepted is None else self._accepted
+        return self._invoke({name: list(values) for name, values in given.items() if name in accepted})
 
     def _invoke(self, given: DataProto | dict[str, Any]) -> Any:
         """Call the function with a batch, or with keyword arguments."""
 
         def call() -> Any:
-            if isinstance(given, DataProto):
-                return awaited(self.function(given, **self.kwargs))
-            return awaited(self.function(**{**given, **self.kwargs}))
+            return awaited(called(self.function, given, self.kwargs))
 
         return call_within(self.timeout_s, call, source_of(self.function).file)
 

@@ -110,7 +110,7 @@ class ScaledReward(Reward):
                 "normalisation off, or return one number for each response."
             )
         if self._learns:
-            self.norm.update(rating.scores)
+            self.norm.update(rating.scores[~np.isnan(rating.scores)])
         return RewardResult(self.norm(rating.scores), {"raw": rating.scores, **rating.parts})
 
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:

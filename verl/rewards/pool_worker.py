@@ -22,6 +22,7 @@ from typing import Any
 from verl.errors import RewardError
 from verl.protocol.provenance import load_function, own_line, signature_of, source_of
 from verl.rewards.deadline import awaited
+from verl.rewards.signatures import called
 from verl.utils.child_process.channel import Channel, ChannelClosed
 from verl.utils.child_process.process import run_child
 from verl.utils.progress import Progress
@@ -78,13 +79,13 @@ def _serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
 
 def _rated(
     function: Callable, message: bytes, kwargs: dict[str, Any], whole_batch: bool
-) -> tuple[str, float | bytes | str]:
+) -> tuple[str, float | dict[str, Any] | bytes | str | None]:
     """`score` and the number, or the pickled result for a whole batch; else `error` and a description."""
     try:
         sample = pickle.loads(message)
         seed_by_content(sample)
-        result = awaited(function(**{**sample, **kwargs}) if isinstance(sample, dict) else function(sample, **kwargs))
-        number = 0.0 if whole_batch else plain_number(result)
+        result = awaited(called(function, sample, kwargs))
+        number = 0.0 if whole_batch else plain_score(result)
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, sys.exit() included
         return "error", f"{type(error).__name__}: {error}{own_line(error, function)}"
     if not whole_batch:
@@ -117,6 +118,16 @@ def seed_by_content(given: Any) -> None:
         sys.modules["numpy"].random.seed(seed)
     if "torch" in sys.modules:
         sys.modules["torch"].manual_seed(seed)
+
+
+def plain_score(result: Any) -> float | dict[str, Any] | str | None:
+    """`plain_number`, None for no reward, or a mapping with a `score` and further numbers or texts."""
+    if not isinstance(result, Mapping) or "score" not in result:
+        return None if result is None else plain_number(result)
+    if isinstance(score := plain_score(result["score"]), str):
+        return score
+    others = {str(k): x if x is None or isinstance(x, str) else plain_number(x) for k, x in result.items()}
+    return {**others, "score": score}
 
 
 def plain_number(result: Any) -> float | str:

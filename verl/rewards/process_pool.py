@@ -33,11 +33,13 @@ from verl.rewards.base import (
     Reward,
     RewardResult,
     check_columns,
+    checked_result,
     refuse_missing_arguments,
     reward_error,
     texts_of,
 )
 from verl.rewards.pool_worker import PoolSettings
+from verl.rewards.signatures import arguments_of
 from verl.utils.child_process.channel import ChannelClosed
 from verl.utils.child_process.process import ChildProcess
 from verl.utils.progress import Progress, ProgressWatch, StoppedTime, is_stopped, processor_wait_s, report
@@ -376,7 +378,8 @@ class SampleReward(Reward):
         self.function: Any = self.pool.source
         self._accepted = self.pool.signature.accepted
         try:
-            refuse_missing_arguments(self._accepted, ("prompt", "response", *self.kwargs), self.function)
+            texts = () if self.pool.signature.convention else ("prompt", "response")
+            refuse_missing_arguments(self._accepted, (*texts, *self.kwargs), self.function)
         except BaseException:
             self.pool.close()
             raise
@@ -398,27 +401,25 @@ class SampleReward(Reward):
                 present = ", ".join(columns) or "none"
                 raise RewardError(f"The data has no column {column!r}, which the reward needs. Its columns: {present}.")
             columns[argument] = columns[column]
-        check_columns(self._accepted, columns, ("prompt", "response", *self.kwargs), self.function)
-        names = [name for name in columns if self._accepted is None or name in self._accepted]
-        samples = [
-            {"prompt": prompt, "response": response, **{name: columns[name][index] for name in names}}
-            for index, (prompt, response) in enumerate(zip(prompts, responses, strict=True))
-        ]
+        given = {"prompt": prompts, "response": responses, **columns}
+        if (convention := self.pool.signature.convention) is not None:
+            given = arguments_of(convention, prompts, responses, columns)
+        check_columns(self._accepted, columns, (*given, *self.kwargs), self.function)
+        names = [name for name in given if self._accepted is None or name in self._accepted]
+        samples = [{name: given[name][index] for name in names} for index in range(len(responses))]
         outcomes = self.pool.rate(samples, stop_at_failure=self.error_score is None)
         failures = {index: fault for index, outcome in enumerate(outcomes) if (fault := _failure(outcome)) is not None}
         if failures:
             numbers = [index for index in failures if (o := outcomes[index]) is not None and o.failure is None]
             self._report(failures, prompts, responses, numbers)
-        if self.error_score is None:
-            return RewardResult(
-                np.array([outcome.score for outcome in outcomes if outcome is not None], dtype=np.float64)
-            )
         scores = [
             self.error_score if index in failures or outcome is None else outcome.score
             for index, outcome in enumerate(outcomes)
         ]
-        failed = np.array([float(index in failures) for index in range(len(scores))])
-        return RewardResult(np.array(scores, dtype=np.float64), {"failed": failed})
+        rating = checked_result(scores, prompts, responses, self.function)
+        if self.error_score is not None:
+            rating.parts["failed"] = np.array([float(index in failures) for index in range(len(scores))])
+        return rating
 
     def close(self) -> None:
         self.pool.close()
@@ -439,5 +440,5 @@ def _failure(outcome: PoolResult | None) -> str | None:
     """Why a sample has no score; None if it has one, or was not started."""
     if outcome is None or outcome.failure is not None:
         return None if outcome is None else outcome.failure
-    assert outcome.score is not None
-    return None if abs(outcome.score) <= LARGEST else f"{outcome.score!r}"
+    score = outcome.score["score"] if isinstance(outcome.score, dict) else outcome.score
+    return None if score is None or abs(score) <= LARGEST else f"{score!r}"

@@ -21,7 +21,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt
 from torch import Tensor
 
 from verl.component import BuildContext, component
-from verl.data.chat_template import pinned_date
+from verl.data.chat_template import pinned_date, tokens_around, with_one_start
 from verl.errors import ConfigError, faults_below
 from verl.model_paths.check import bound_of
 from verl.model_paths.families import row_limit
@@ -116,6 +116,10 @@ class RewardTokenizer:
                 ids, types = self._encoded(asked, responses)
             else:
                 ids, types = self._encoded([before + after for before, after in zip(asked, responses, strict=True)])
+        if self.form in ("pair", "text"):  # the prompt may be a chat that the actor's tokenizer has rendered
+            start = tokens_around(self.tokenizer)[0]
+            ids = [with_one_start(row, start) for row in ids]
+            types = types and [kinds[len(kinds) - len(row) :] for kinds, row in zip(types, ids, strict=True)]
         lengths = np.array([len(row) for row in ids])
         for row in np.flatnonzero(lengths == 0):
             raise reward_error("at least one token to read", "none", producer, prompts, responses, int(row))

@@ -12,14 +12,12 @@ import torch
 from verl.component import BuildContext, Description, component
 from verl.errors import faults_below
 from verl.protocol import DataProto
-from verl.rewards.base import Reward, RewardDescription, RewardResult, in_time, token_scores_of
-
-TAKEN = ("mean", "std", "failed")  # metrics `reward/NAME` of every reward
+from verl.rewards.base import TAKEN, Reward, RewardDescription, RewardResult, in_time, token_scores_of
 
 
 @component
 class WeightedSum(RewardDescription):
-    """score = sum over parts of weight * score of the part.
+    """score = sum over parts of weight * score of the part; a part without a reward for a response counts 0.
 
     The score of each part, before its weight, is the metric `reward/NAME` and a column of the sample tables.
 
@@ -80,11 +78,12 @@ class SumOfRewards(Reward):
         ratings = {name: reward.apply(rating.inner[name], batch) for name, reward in self.parts.items()}
         total, parts, columns = np.zeros(len(batch)), {}, {}
         for name, rating in ratings.items():
-            total = total + self.weights[name] * rating.scores
+            total = total + self.weights[name] * np.where(np.isnan(rating.scores), 0.0, rating.scores)
             parts[name] = rating.scores
             parts |= {f"{name}_{inner}": values for inner, values in rating.parts.items()}
             columns |= {f"{name}_{inner}": values for inner, values in rating.columns.items()}
-        return RewardResult(total, parts, columns, self._token_scores(ratings, batch))
+        is_rated = np.any([~np.isnan(rating.scores) for rating in ratings.values()], axis=0)
+        return RewardResult(np.where(is_rated, total, np.nan), parts, columns, self._token_scores(ratings, batch))
 
     def _token_scores(self, ratings: Mapping[str, RewardResult], batch: DataProto) -> torch.Tensor | None:
         """Weighted sum of token scores [B T]; None if no part scores single tokens."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -103,11 +103,11 @@ class LoopSettings(Description):
         """Maximum number of automatic restarts after a lost worker."""
         return 0 if self.placement is None else self.placement.max_restarts
 
-    def num_steps(self, steps_per_epoch: int) -> int:
-        """Steps of the whole run."""
+    def num_steps(self, steps_of: Callable[[int], int]) -> int:
+        """Steps of the whole run; `steps_of` gives those of a number of epochs."""
         if self.total_epochs is None:
-            return steps_per_epoch if self.total_steps is None else self.total_steps
-        epochs = self.total_epochs * steps_per_epoch
+            return steps_of(1) if self.total_steps is None else self.total_steps
+        epochs = steps_of(self.total_epochs)
         return epochs if self.total_steps is None else min(epochs, self.total_steps)
 
 

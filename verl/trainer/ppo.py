@@ -62,9 +62,12 @@ class PPOTrainer(PPOLifecycle):
         if self.algorithm.selection is not None:
             rollout, selected = self.select(rollout, self.algorithm.selection, step)
             if not len(rollout):
-                return selected
+                return self.async_rewards.take_counts() | selected
         self._rest()
-        scored = self.score(self.reuse.mixed(self._rewarded(rollout), step, self.pipeline.current_version))
+        if not len(rollout := self._rewarded(rollout)):
+            counts = self.async_rewards.take_counts() | {"perf/samples": 0.0, "perf/tokens": 0.0}
+            return {**counts, **selected, **self.sync()}  # the engine may rest
+        scored = self.score(self.reuse.mixed(rollout, step, self.pipeline.current_version))
         experience, metrics = self.assign_credit(scored)
         metrics |= self.update(self.with_data(experience, batch, step), step)
         metrics |= self.reuse.keep(experience, step, self.saving.is_busy)
@@ -101,7 +104,7 @@ class PPOTrainer(PPOLifecycle):
             if not len(further):  # an epoch ended within the step: all that is left was drawn already
                 break
             drawn.append(self._rewarded(self.generate(further, self._request(step))))
-        if not groups and selection.on_none == "error":
+        if not groups and selection.on_none == "error" and any(map(len, drawn)):
             raise no_group_error(drawn)
         chosen = concat_groups(groups[: self.settings.prompts_per_step]) if groups else drawn[0][:0]
         return chosen, selection_metrics(drawn, groups)
@@ -213,11 +216,29 @@ class PPOTrainer(PPOLifecycle):
             return rollout
         with self.stages.stage("reward") as note, self.guard.rating(rollout):
             rollout = self._rated(rollout, self.guard.step)
+            rollout, num_rows = self._with_reward(rollout), len(rollout)
             self.guard.inspect(rollout, "reward")  # before a selection reads them
-            passed = torch.tensor(rollout["score"].astype(float)) >= self.settings.success_score
-            self.sampler.record(rollout["prompt_ids"], passed)
-            note.say(f"mean {float(np.mean(rollout['score'].astype(float))):.4f}")
+            scores = rollout["score"].astype(float)
+            self.sampler.record(rollout["prompt_ids"], torch.tensor(scores) >= self.settings.success_score)
+            mean = f"mean {float(np.mean(scores)):.4f}" if len(rollout) else "no rewards"
+            note.say(mean if len(rollout) == num_rows else f"{mean}, {len(rollout)} of {num_rows} responses have one")
         return rollout
+
+    def _with_reward(self, rollout: DataProto) -> DataProto:
+        """The rows that have a reward and a greedy baseline, where there is one; the others (None) are left out."""
+        is_unrated = torch.tensor(np.isnan(rollout["score"].astype(float)))
+        is_unrated &= rollout["token_level_scores"].isfinite().all(dim=1)  # else the reward is not finite
+        if "greedy_scores" in rollout:
+            is_unrated |= rollout["greedy_scores"].isnan()
+        if not (count := int(is_unrated.sum())):
+            return rollout
+        self.async_rewards.count("unrated", count)
+        if count == len(rollout) or not self._has_unrated:
+            self._has_unrated, what = True, "nothing to update from" if count == len(rollout) else "they are left out"
+            self.tracker.message(
+                f"Step {self.guard.step}: {count} of {len(rollout)} responses have no reward (None), {what}."
+            )
+        return rollout[~is_unrated]
 
     def judge(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Sample responses without training and score them."""

@@ -402,9 +402,10 @@ class LoopTrainer(ABC):
         self.data_counts, self.settled_data = report_counts(splits), splits.settled
         seed, source = derive_seed(self.settings.seed, "data order"), named_source(self.description.data)
         options = {"seed": seed, "batch_size_name": setting, "mixture": splits.mixture, "source": source}
+        options["fills"] = splits.fills_last
         curriculum = getattr(self.description.data, "curriculum", None)
         self.sampler = sampler_of(curriculum, splits.train, batch_size, **options)
-        self.num_steps = self.settings.num_steps(self.sampler.batches_per_epoch)
+        self.num_steps = self.settings.num_steps(self.sampler.batches_of)
 
     def evaluates_after(self, step: int) -> bool:
         """Whether the weights after this step are evaluated, if there are held-out rows."""
@@ -413,6 +414,13 @@ class LoopTrainer(ABC):
 
     def _plan(self, context: BuildContext) -> RunPlan | None:
         """Plan the run, with messages for its start."""
+        sampler = self.sampler
+        if (point := self.saving.resumed) is not None and sampler.fills:
+            sampler.fills = bool(point.read_json("dataloader/state.json").get("fills"))
+            self.num_steps = self.settings.num_steps(sampler.batches_of)
+        if (rest := sampler.size % sampler.batch_size) and self.num_steps >= sampler.batches_per_epoch:
+            how = "and further ones of the next epoch" if sampler.fills else "which are left out"
+            self.saving.messages.append(f"Data: an epoch of {sampler.size} rows ends with {rest} rows, {how}.")
         plan = log_plan(self.description, context, self.saving.directory)
         self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
         self.saving.messages += library_messages(context)

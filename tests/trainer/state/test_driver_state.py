@@ -80,7 +80,7 @@ def test_each_part_is_loaded_with_its_component_alone_and_a_part_that_was_not_sa
         told = {name for name, part in parts.items() if part.state is not None}
         assert told == {name for name in names if component in (None, place_of(name).loaded_with)}
     found = {name: part.state for name, part in parts.items()}
-    assert found["sampler"] == {"seed": found["sampler"]["seed"], "epoch": 0, "position": 3}
+    assert found["sampler"] == {"seed": found["sampler"]["seed"], "epoch": 0, "position": 3, "fills": True}
     assert found["reward"] == {"reward": {}}
     assert not found["drawn_ahead"]
     assert not found["replay_buffer"]

@@ -126,19 +126,24 @@ def merged(layer: Any) -> Tensor:
     weight = layer.base_layer.weight
     total = weight.to(torch.promote_types(weight.dtype, torch.float32))
     for name in layer.active_adapters:
-        if name in layer.lora_A:
+        if name in layer.lora_A or name in layer.lora_embedding_A:
             total = total + _delta(layer, name, weight)
     return total
 
 
 def _delta(layer: Any, adapter: str, like: Tensor) -> Tensor:
     """scale B A in the layout of W; the factors of a sharded layer may be sharded differently or not at all."""
-    a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    is_embedding = adapter in layer.lora_embedding_A
+    a, b = (
+        (layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter])
+        if is_embedding
+        else (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight)
+    )
     factors = full_tensor(a), full_tensor(b)
     if factors[0] is a and factors[1] is b:
         return layer.get_delta_weight(adapter)
     delta = factors[1] @ factors[0] * layer.scaling[adapter]
-    return read_slice_like(like, delta.T if layer.fan_in_fan_out else delta)
+    return read_slice_like(like, delta.T if is_embedding or layer.fan_in_fan_out else delta)
 
 
 def _saved_names(base: Any, state: Mapping[str, Tensor]) -> list[str]:
