@@ -139,7 +139,7 @@ class Measured:
         mask = rows["response_mask"]
         check = FirstBatchCheck.of_tokens("actor.model", engine, worker.head)
         plain = engine.infer(rows, check.plain, alone=True)["log_probs"]
-        longer = engine.infer(rows, with_tail(check.plain), alone=True)["log_probs"]
+        longer = engine.infer(rows, with_tail(check.plain, engine, rows), alone=True)["log_probs"]
         self._note(f"the row alone with {TAIL} tokens behind it", longer, plain, mask)
         self._note(decoding_name(sampler.paths(1)), rows["rollout_log_probs"], plain, mask)
         for scoring in ("packed", "padded", "right_padded"):

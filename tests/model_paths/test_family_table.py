@@ -218,6 +218,7 @@ def test_rows_beyond_the_positions_that_a_model_has_are_refused_before_it_is_cal
     assert paths_for(model, 40).scoring
     with refusal("model"):
         paths_for(model, 41)
+    assert check.tail_for(model, 40) == 0 < check.tail_for(model, 30)
 
 
 def test_a_model_loaded_by_a_run_takes_the_same_paths(dir32):

@@ -35,7 +35,7 @@ from verl.model_paths.families import (
 )
 from verl.models.model_stats import settings_text
 from verl.models.parallel_info import compute_device
-from verl.models.pretrained import quiet_transformers
+from verl.models.pretrained import CONTEXT_KEYS, quiet_transformers
 from verl.models.structure import call_model, has_lm_head, layers_around, unwrapped
 from verl.protocol import DataProto
 from verl.utils.env_check import installed
@@ -351,6 +351,13 @@ def row_gaps(numbers: Tensor, expected: Tensor, mask: Tensor, least_tokens: int 
         mean = mean.maximum(gap.unfold(1, WINDOW, WINDOW // 2).mean(dim=2).amax(dim=1) / 2)
         mean = mean.maximum(gap[:, -WINDOW:].mean(dim=1) / 2)
     return mean.masked_fill(~torch.isfinite(expected.masked_fill(~mask, 0.0)).all(dim=1), 0.0)
+
+
+def tail_for(model: Any, row_tokens: int) -> int:
+    """`TAIL` tokens behind rows of up to this length, or 0 where the model may have no positions for them."""
+    config = unwrapped(getattr(model, "backbone", model)).config.get_text_config()
+    limits = [getattr(config, name, None) or row_tokens + TAIL for name in CONTEXT_KEYS]
+    return TAIL if row_tokens + TAIL <= min(limits) else 0
 
 
 def beyond_noise(gaps: Tensor, noise: Tensor) -> Tensor:

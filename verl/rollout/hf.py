@@ -19,7 +19,6 @@ from torch import Tensor
 from verl.component import BuildContext, component
 from verl.errors import ConfigError, LogProbGapError
 from verl.model_paths.check import (
-    TAIL,
     beyond_noise,
     bound_of,
     chosen_rows,
@@ -28,6 +27,7 @@ from verl.model_paths.check import (
     paths_for,
     plainer_decoding,
     row_gaps,
+    tail_for,
 )
 from verl.model_paths.decode import BatchReader, NextToken, allowed, key_multiple
 from verl.model_paths.expert_routing import routing_of
@@ -206,7 +206,8 @@ class HFSampler(RolloutEngine):
         expected, mask = self._plain_log_probs(chosen), chosen["response_mask"]
         gaps = row_gaps(chosen["rollout_log_probs"], expected, mask)
         if float(gaps.max()) > self.gap_bound:
-            gaps = beyond_noise(gaps, row_gaps(self._plain_log_probs(chosen, TAIL), expected, mask))
+            tail = tail_for(self.model, longest_row(chosen))
+            gaps = beyond_noise(gaps, row_gaps(self._plain_log_probs(chosen, tail), expected, mask))
         return float(gaps.max())
 
     @torch.no_grad()

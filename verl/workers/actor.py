@@ -197,7 +197,7 @@ class ActorWorker(TrainedWorker):
         """`old_log_probs` [B T] and `is_on_policy` [B], by a forward pass of each row alone; `lengthened` by
         tokens behind each row, where routers choose by themselves."""
         self.sampler.rest()
-        plain = with_tail(self.first_batch.plain) if lengthened else self.first_batch.plain
+        plain = with_tail(self.first_batch.plain, self.engine, batch) if lengthened else self.first_batch.plain
         scores = self.engine.infer(batch, plain, alone=True, replays=False if lengthened else None)
         return self._with_origin({"old_log_probs": scores["log_probs"]} if scores else {}, batch)
 

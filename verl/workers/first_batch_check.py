@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import Compute, TrainingEngine
 from verl.errors import ConfigError
-from verl.model_paths.check import BOUNDS, TAIL, WINDOW, beyond_noise, bound_of, chosen_rows, longest_row, row_gaps
+from verl.model_paths.check import BOUNDS, WINDOW, beyond_noise, bound_of, chosen_rows, longest_row, row_gaps, tail_for
 from verl.model_paths.families import PLAINER, Scoring
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
@@ -25,9 +25,10 @@ from verl.protocol import DataProto
 _log = logging.getLogger(__name__)
 
 
-def with_tail(plain: Compute) -> Compute:
-    """The same with `TAIL` tokens behind each row."""
-    return lambda model, micro: plain(model, replace(micro, tail=TAIL))
+def with_tail(plain: Compute, engine: TrainingEngine, rows: DataProto) -> Compute:
+    """The same with tokens behind each row; every process takes part. See `tail_for`."""
+    tail = tail_for(engine.model, engine.parallel.most(longest_row(rows)))
+    return lambda model, micro: plain(model, replace(micro, tail=tail))
 
 
 class FirstBatchCheck:
@@ -81,7 +82,7 @@ class FirstBatchCheck:
             difference = self.difference(found, expected, rows)
             if difference > self._bound():
                 again = (
-                    self.engine.infer(rows, with_tail(self.plain), alone=True, replays=False)
+                    self.engine.infer(rows, with_tail(self.plain, self.engine, rows), alone=True, replays=False)
                     if again is None
                     else again
                 )
