@@ -75,6 +75,14 @@ def install_command(package: str) -> str:
     return f"pip install {package}" if extra is None else f'pip install "{__distribution__}[{extra}]"'
 
 
+def error_text(error: BaseException) -> str:
+    """Type and text of an error, which may be of user code: `__str__` may raise."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - of user code
+        return f"{type(error).__name__} (its text cannot be shown)"
+
+
 def root_cause(error: BaseException) -> BaseException:
     """The first error of a chain of causes; of a ring (`raise e from e`), the last before it repeats."""
     seen = [error]

@@ -424,3 +424,31 @@ def test_a_file_beside_the_package_whose_name_begins_like_it_is_the_users():
     error = RewardError("The reward function rate() failed.")
     error.__cause__ = caught.value
     assert f'"{file}", line 2, in rate' in end_message(error)
+
+
+@pytest.mark.parametrize("given", ["''", "/", "'~/x'", "x" * 300])
+def test_a_run_directory_that_cannot_be_one_is_refused_and_nothing_is_left(given, run_script, tmp_path):
+    done = run_script(ROOT / "main_ppo.py", f"hydra.run.dir={given}")
+    assert done.returncode == 2, done.stderr
+    assert "hydra.run.dir" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("given", [".", "a//b/../c"])
+def test_a_refused_run_removes_what_its_run_directory_added(given, run_script, tmp_path):
+    done = run_script(ROOT / "main_ppo.py", f"hydra.run.dir={given}", "trainer.seed=no")
+    assert (done.returncode, "trainer.seed" in done.stderr) == (2, True), done.stderr
+    assert "IndexError" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+class Unprintable(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+
+def test_an_error_whose_text_cannot_be_formed_is_told_by_its_type():
+    with pytest.raises(Unprintable) as raised:
+        raise Unprintable
+    assert end_message(raised.value).startswith("Unprintable")

@@ -119,6 +119,69 @@ def test_the_identity_has_the_content_of_a_directory_not_its_name(tmp_path):
     assert a == b != c
 
 
+@pytest.mark.parametrize(
+    "named",
+    ["{url}", "../secret.jsonl", "{outside}", "zip://secret.jsonl::{url}", "file://{outside}", "*/../../*.jsonl"],
+)
+def test_a_local_directory_gives_the_rows_of_its_own_files_whatever_its_readme_names(named, tmp_path, context):
+    (tmp_path / "secret.jsonl").write_text(json.dumps({**ROWS[0], "answer": "#### secret"}) + "\n")
+    directory = tmp_path / "data"
+    directory.mkdir()
+    (directory / "train.jsonl").write_text(json.dumps(ROWS[1]) + "\n")
+    named = named.format(url="http://127.0.0.1:9/secret.jsonl", outside=tmp_path / "secret.jsonl")
+    header = f"configs:\n- config_name: default\n  data_files:\n  - split: train\n    path: '{named}'\n"
+    (directory / "README.md").write_text(f"---\n{header}---\n")
+    data = HubPrompts(dataset=str(directory), **GSM8K).build(context).train
+    assert data.collate([0]).non_tensor_batch["answer"].tolist() == ["2"]
+
+
+def test_what_leads_out_of_a_local_directory_is_refused(directories, tmp_path, context):
+    def refused(directory: Path) -> str:
+        with pytest.raises(ConfigError) as refusal:
+            HubPrompts(dataset=str(directory), **GSM8K).build(context)
+        return str(refusal.value)
+
+    for name, target in (("link.jsonl", "train.jsonl"), ("up.jsonl", "../jsonl/train.jsonl")):
+        (tmp_path / name.partition(".")[0]).mkdir()
+        (tmp_path / name.partition(".")[0] / name).symlink_to(directories["jsonl"] / target)
+        assert "leads out of the directory" in refused(tmp_path / name.partition(".")[0])
+    for filename in ("../train/data-00000-of-00001.arrow", str(directories["alone"] / "data-00000-of-00001.arrow")):
+        (tmp_path / "saved").mkdir(exist_ok=True)
+        (tmp_path / "saved/state.json").write_text(json.dumps({"_data_files": [{"filename": filename}]}))
+        assert "is not a file name" in refused(tmp_path / "saved")
+    (tmp_path / "linked").symlink_to(directories["jsonl"])  # the directory itself may be a link
+    assert len(HubPrompts(dataset=str(tmp_path / "linked"), **GSM8K).build(context).train) == 7
+
+
+def test_a_column_of_images_or_sounds_by_path_opens_no_file(tmp_path, context):
+    rows = datasets.Dataset.from_list([{**ROWS[0], "image": {"path": "/etc/passwd", "bytes": None}}])
+    rows.cast_column("image", datasets.Image()).to_parquet(str(tmp_path / "train.parquet"))
+    data = HubPrompts(dataset=str(tmp_path), keep_columns=("image",), **GSM8K).build(context).train
+    assert data.collate([0]).non_tensor_batch["image"].tolist() == [{"path": "/etc/passwd"}]
+
+
+@pytest.mark.parametrize(
+    ("file", "split", "name", "is_there"),
+    [
+        ("data/train-00000-of-00002.parquet", "train", None, True),
+        ("main/test-00000-of-00001.parquet", "test", "main", True),
+        ("questions.parquet", "train", None, True), ("questions.parquet", "test", None, False),
+        ("dev.parquet", "validation", None, True), ("val/a.parquet", "dev", None, True),
+        ("my_test.parquet", "train", None, False),
+        ("constraints.parquet", "test", None, False), ("level3-00000-of-00001.parquet", "level3", None, True),
+    ],
+)  # fmt: skip
+def test_the_files_of_a_split_are_found_by_their_names(file, split, name, is_there, tmp_path, context):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    datasets.Dataset.from_list(ROWS).to_parquet(str(tmp_path / file))
+    source = HubPrompts(dataset=str(tmp_path), split=split, name=name, **GSM8K)
+    if is_there:
+        assert len(source.build(context).train) == 7
+    else:
+        with pytest.raises(ConfigError, match=f"split is '{split}'.*{Path(file).name}"):
+            source.build(context)
+
+
 class FakeHub(http.server.BaseHTTPRequestHandler):
     """The requests of a hub for one data set, at one commit."""
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -180,6 +182,12 @@ ODD_CONFIGURATIONS = [
     ("config.json", {"architectures": 3}),
     ("config.json", {"layer_types": "x"}),
     ("config.json", {"torch_dtype": "evil", "dtype": "evil"}),
+    ("config.json", {"vocab_size": 2**40}),
+    ("config.json", {"hidden_size": 2**31}),
+    ("config.json", {"intermediate_size": 2**60}),
+    ("config.json", {"num_attention_heads": -4}),
+    ("config.json", {"num_key_value_heads": -2}),
+    ("config.json", {"_attn_implementation": "evil/kernel"}),
     ("tokenizer.json", "{"),
     ("tokenizer.json", "[]"),
     ("tokenizer.json", {"model": 3}),
@@ -190,6 +198,10 @@ ODD_CONFIGURATIONS = [
     ("adapter_config.json", "[]"),
     ("adapter_config.json", {}),
     ("adapter_config.json", {"base_model_name_or_path": 5}),
+    ("adapter_config.json", {"base_model_name_or_path": "BASE", "peft_type": "runtime/eva"}),
+    ("adapter_config.json", {"base_model_name_or_path": "BASE", "peft_type": "LORA", "r": "x"}),
+    ("adapter_config.json", {"base_model_name_or_path": "BASE", "peft_type": "LORA", "target_modules": 5}),
+    ("adapter_config.json", {"base_model_name_or_path": "BASE", "peft_type": "PROMPT_TUNING"}),
 ]
 
 
@@ -199,7 +211,7 @@ def test_odd_values_in_the_files_of_a_model_are_told_by_its_path(file, value, di
     shutil.copytree(dir32, directory)
     if isinstance(value, dict):
         before = json.loads((directory / file).read_text()) if (directory / file).exists() else {}
-        value = json.dumps({**before, **value})
+        value = json.dumps({**before, **value}).replace("BASE", str(dir32))
     (directory / file).write_text(value)
     said = str(directory)
     try:
@@ -212,3 +224,41 @@ def test_odd_values_in_the_files_of_a_model_are_told_by_its_path(file, value, di
         said = str(error)
     assert str(directory) in said
     assert len(said) < 1500
+
+
+class Evil:
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_weights_that_would_run_code_are_refused_by_their_path_and_run_none(inside, dir32, tmp_path):
+    directory = tmp_path / "model"
+    shutil.copytree(dir32, directory)
+    (directory / "model.safetensors").unlink()
+    evil = Evil(tmp_path / "ran")
+    torch.save({"weight": evil} if inside else evil, directory / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=re.escape(str(directory))):
+        Pretrained(path=str(directory)).load_causal_lm("cpu")
+    assert not evil.file.exists()
+
+
+def test_attention_that_is_code_of_the_hub_is_refused_before_the_package_for_it_is_asked(dir32, tmp_path):
+    shutil.copytree(dir32, tmp_path / "model")
+    file = tmp_path / "model/config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "text_config": {"attn_implementation": "a/b@main"}}))
+    with pytest.raises(ConfigError, match=r"trust_remote_code is false.*'a/b@main'"):
+        Pretrained(path=str(tmp_path / "model")).load_causal_lm("cpu")
+
+
+@pytest.mark.parametrize("is_asked_for", [True, False])
+def test_without_the_hub_a_name_that_is_not_in_the_cache_is_told_at_once(is_asked_for, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_asked_for)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError) as refusal:
+        Pretrained(path="absent/model").load_tokenizer()
+    assert [word for word in ("absent/model", "HF_HUB_OFFLINE", "hf download") if word not in str(refusal.value)] == []
+    assert "connect" not in str(refusal.value)

@@ -142,8 +142,8 @@ def test_another_run_than_the_scheduled_one_is_named(model64, prompts, tmp_path)
         engine.play(prompts)
     with pytest.raises(ConfigError, match="setting was 1 in .*, and is 2 here"):
         read_schedule(tmp_path, {"setting": 2})
-    with (tmp_path / FILE).open("a") as file:  # it was resumed under another
-        file.write('{"head": {"setting": 2}}\n')
+    saved = (tmp_path / FILE).read_bytes()
+    Schedule({"setting": 2}, ScheduleFile(tmp_path / FILE)).load(saved)  # it was resumed under another
     with pytest.raises(ConfigError, match="setting was 1, then 2 in .*, and is 2 here.* no single run repeats it"):
         read_schedule(tmp_path, {"setting": 2})
     with pytest.raises(ConfigError, match="cannot be read"):
@@ -248,3 +248,37 @@ def test_a_schedule_that_cannot_be_written_is_written_once_it_can(tmp_path, capl
     schedule.note(EVENTS[2])
     assert refusing.read_bytes() == schedule.state()
     assert list(read_schedule(tmp_path, {"setting": 1})) == EVENTS[:3]
+
+
+def written_schedule(directory) -> list[str]:
+    schedule = Schedule({"setting": 1}, ScheduleFile(directory / FILE))
+    for event in EVENTS:
+        schedule.note(event)
+    return (directory / FILE).read_text().splitlines()
+
+
+def test_a_schedule_of_which_a_bit_was_flipped_is_refused(tmp_path):
+    written_schedule(tmp_path)
+    data = (tmp_path / FILE).read_bytes()
+    for bit in range(len(data) * 8):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (tmp_path / FILE).write_bytes(flipped)
+        with pytest.raises(ConfigError, match=r"trainer.replay_schedule"):
+            read_schedule(tmp_path, {"setting": 1})
+
+
+@pytest.mark.parametrize("change", [lambda x: x[:2] + x[3:], lambda x: [*x[:2], x[3], x[2], *x[4:]], lambda x: x[1:]])
+def test_a_schedule_with_lines_lost_or_moved_is_refused(change, tmp_path):
+    (tmp_path / FILE).write_text("".join(f"{line}\n" for line in change(written_schedule(tmp_path))))
+    with pytest.raises(ConfigError, match=r"trainer.replay_schedule"):
+        read_schedule(tmp_path, {"setting": 1})
+
+
+@pytest.mark.parametrize(("steps", "open_rows"), [((-1,), 0), ((5, 3), 0), ((10**8,), 0), ((1, 2), -9)])
+def test_an_impossible_schedule_without_checksums_is_refused_at_the_start(steps, open_rows, tmp_path):
+    lines = ['{"head": {"setting": 1}}']
+    lines += [f'{{"engine_step": {n}, "event": "weights", "number": 0, "open_rows": {open_rows}}}' for n in steps]
+    (tmp_path / FILE).write_text("".join(f"{line}\n" for line in lines))
+    with pytest.raises(ConfigError, match=r"line \d: .*cannot follow"):
+        read_schedule(tmp_path, {"setting": 1})

@@ -28,7 +28,7 @@ from torch import Tensor
 from verl.algorithms.advantages import AdvantageEstimator, per_response
 from verl.algorithms.losses import PolicyLoss
 from verl.component import BuildContext, Description, component
-from verl.errors import ConfigError, DataProtoValidationError, VerlError
+from verl.errors import ConfigError, DataProtoValidationError, VerlError, error_text
 from verl.ops.masking import masked_sum
 from verl.protocol import DataProto
 from verl.protocol.provenance import load_function, own_line, path_faults
@@ -91,7 +91,7 @@ class FunctionPart(Description):
         except BaseException as error:  # user code may raise anything
             if not raised_by_code(error):
                 raise
-            what = f"raised {type(error).__name__}: {error}{own_line(error, self.function)}"
+            what = f"raised {error_text(error)}{own_line(error, self.function)}"
             raise FunctionFailed(f"{self.where}.path is {self.path!r}: the function {what}") from error
 
     def _refuse(self, result: Any, expected: str) -> NoReturn:

@@ -5,12 +5,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import itertools
 import json
 import os
+import re
 import shutil
 import socket
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,7 +22,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from verl.checkpoint.commit.fencing import LockHolder, RunLock
-from verl.checkpoint.read.discovery import RUN_LOCK
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core.checkpoint import Checkpoint, read_state
+from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.core.manifest import COMMIT
+from verl.checkpoint.read.compare import flat
+from verl.checkpoint.read.discovery import FORMAT, RUN_LOCK, CheckpointDirectory
+from verl.checkpoint.retention import pins
 from verl.cli.console import (
     FOUND,
     counted,
@@ -29,11 +39,20 @@ from verl.cli.console import (
     print_table,
     size,
 )
-from verl.cli.report.read import last_start, pointer_of, read_yaml, run_status
-from verl.errors import ConfigError, end_cut
+from verl.cli.report.read import RUNNING, last_start, pointer_of, run_status
+from verl.errors import BadCheckpoint, ConfigError, end_cut
 from verl.tracking.base import HEADLINE, short
+from verl.tracking.jsonl import json_object
 from verl.trainer.state.lineage import forest, read_events
-from verl.utils.external_input import ExternalInputError, open_regular, parse_as, parse_mapping, printable, read_text
+from verl.utils.external_input import (
+    LARGEST_RECORD,
+    ExternalInputError,
+    open_regular,
+    parse_as,
+    parse_mapping,
+    printable,
+    read_text,
+)
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -46,8 +65,15 @@ CHECKPOINTS = Path("checkpoints")  # default directory of checkpoints, with the 
 TAIL_BYTES = 2**18  # of metrics.jsonl, in which the last value of each metric is looked for
 SHOWN_CHARACTERS = 60  # of a value that differs
 SHOWN = 6  # limit for configuration differences and for removed checkpoints
+LONGEST_TEXT = 1024  # characters of a path in the settings of a run
+REFERENCE = r"\$\{([\w.]+)\}"  # to another setting
+SEPARATORS = r"[\s'\",\[\]{}=]+"  # between the words of a command line, and of YAML that cannot be parsed
 TREE_WIDTH = 1000  # of a pipe or a file, which has none
 COLORS = {"finished": "green", "stopped": "green", "interrupted": "yellow", "restarting": "yellow", "failed": "red"}
+
+
+Inode = tuple[int, int]
+"""Device and number of a file or directory, the same under all of its names."""
 
 
 @dataclass
@@ -88,7 +114,8 @@ def runs(
     """List the runs below a directory: status, last metrics, age, size, and the run that each was resumed from.
 
     --prune removes directories of runs. It keeps a run that is running, a run or checkpoint that another run was
-    resumed from, and weights that another run names. Checkpoints elsewhere stay.
+    resumed from, pinned and tagged checkpoints, and files that another run or checkpoint names. Checkpoints elsewhere
+    stay.
     """
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"{directory}: no such directory. Give the directory of a run, or one above.")
@@ -192,26 +219,36 @@ def _prune(roots: Sequence[Path], older_than_s: float, is_confirmed: bool) -> No
     if not is_confirmed:
         typer.confirm(question, abort=True)
     now = {run.directory for run in _removable(roots, older_than_s)[0]}  # a run may have been resumed since
-    for run in removable:
-        if run.directory in now and _remove(run.directory):
-            echo(f"removed {run.directory}")
-        else:
+    deepest = sorted(removable, key=lambda run: len(run.directory.resolve().parts), reverse=True)
+    for run, real in [(run, run.directory.resolve()) for run in deepest]:  # before the working directory may go
+        if run.directory not in now or not _remove(real):
             echo(f"{run.directory} is in use by now and stays")
+            continue
+        if run.directory.is_symlink():
+            run.directory.unlink()
+        echo(f"removed {run.directory}")
 
 
 def _removable(roots: Sequence[Path], older_than_s: float) -> tuple[list[ListedRun], dict[Path, str]]:
     """Old runs that may be removed, and the reasons why others of that age may not, by directory."""
+    _passed.cache_clear()
+    tops = {Path.cwd(), *(path.parent for root in roots for path in _upwards(root) if Path(path.name) in ROOTS)}
     listed = list_runs(roots)
-    others = [run for run in list_runs(ROOTS) if run.directory.resolve() not in {x.directory.resolve() for x in listed}]
-    chosen = [run for run in listed if run.status != "running" and time.time() - run.updated >= older_than_s]
-    events, configs = _all_events(roots, [*listed, *others]), {}
-    for run in (*listed, *others):
-        configs[run.directory] = str(read_yaml(run.directory / "config.yaml"))
-    reasons: dict[Path, str] = {}
+    beside = list_runs([top / root for top in tops for root in ROOTS])
+    every = [*{_inode(run.directory): run for run in (*beside, *listed)}.values()]
+    chosen = [run for run in listed if run.status != RUNNING and time.time() - run.updated >= older_than_s]
+    reasons = {run.directory: why for run in chosen if (why := _protected(run)) is not None}
+    events = _all_events(roots, every)
+    uses = {run.directory: _named_in(run.directory) for run in every}
+    run_dirs = {event["run_id"]: Path(event.get("run_dir", "")) for event in events}
+    for place in {Path(event["directory"]) for event in events}:
+        for checkpoint in CheckpointDirectory(place).survey()[0]:
+            run_dir = run_dirs.get(checkpoint.manifest.run_id, place)
+            uses[checkpoint.directory] = _named_in_checkpoint(checkpoint, run_dir)
     while True:  # a run that stays may need others
         removed = [run for run in chosen if run.directory not in reasons]
-        rest = [run for run in (*listed, *others) if run not in removed]
-        new = {run.directory: why for run in removed if (why := _needed_by(run, rest, removed, events, configs))}
+        rest = [run for run in every if run not in removed]
+        new = {run.directory: why for run in removed if (why := _needed_by(run, rest, removed, events, uses))}
         if not new:
             return removed, reasons
         reasons |= new
@@ -219,10 +256,16 @@ def _removable(roots: Sequence[Path], older_than_s: float) -> tuple[list[ListedR
 
 def _all_events(roots: Sequence[Path], listed: Sequence[ListedRun]) -> list[dict[str, Any]]:
     """Starts of runs recorded below some directories, in the default directory, and wherever a listed run saves."""
-    pointers = [(run.directory, pointer) for run in listed if (pointer := pointer_of(run.directory)) is not None]
-    saved = [place for directory, pointer in pointers for place in pointer.places(directory.absolute())[:2]]
-    directories = {path.resolve() for path in (*roots, *ROOTS, CHECKPOINTS, *saved) if path.is_dir()}
-    return [event for path in directories for event in read_events(path) if event["event"] == "run"]
+    below = {path.resolve() for path in (*roots, *ROOTS, CHECKPOINTS) if path.is_dir()}
+    saved = {place.resolve() for run in listed for place in _save_dirs(run.directory)}
+    events = [event for path in below for event in read_events(path)]
+    events += [event for path in saved if not below & {*_upwards(path)} for event in read_events(path, below=False)]
+    return [event for event in events if event["event"] == "run"]
+
+
+def _save_dirs(run_dir: Path) -> list[Path]:
+    pointer = pointer_of(run_dir)
+    return [] if pointer is None else pointer.places(run_dir.absolute())[:2]
 
 
 def _needed_by(
@@ -230,7 +273,7 @@ def _needed_by(
     rest: Sequence[ListedRun],
     removed: Sequence[ListedRun],
     events: Sequence[Mapping[str, Any]],
-    configs: Mapping[Path, str],
+    uses: Mapping[Path, frozenset[Inode]],
 ) -> str | None:
     """Why a run must stay, or None.
 
@@ -238,30 +281,124 @@ def _needed_by(
         rest: runs that are not removed.
         removed: runs that would be removed, this one among them.
         events: recorded starts of runs.
-        configs: settings of runs, as text, by directory.
+        uses: what each run and each checkpoint names, see `_named_in`.
     """
-    here = run.directory.resolve()
-    host = _lock_host(run.directory)
-    if host not in ("", socket.gethostname()):
-        return f"its lock is of {host}, where it may be running: if it is not, remove its {RUN_LOCK}"
-    saved_here = {e["run_id"] for e in events if Path(e["directory"]).resolve().is_relative_to(here)}
-    removed_directories = {other.directory.resolve() for other in removed}
+    here, gone = _inode(run.directory), {_inode(other.directory) for other in removed}
+    saved_here = {event["run_id"] for event in events if here in _passed(Path(event["directory"]))}
     for event in events:
         if (parent := event.get("parent")) is None:
             continue
-        child = Path(event.get("run_dir", ""))
-        has_parent_here = Path(parent["checkpoint"]).resolve().is_relative_to(here)
-        if has_parent_here or (parent["run_id"] in saved_here and event["run_id"] != parent["run_id"]):
+        if here in _passed(Path(parent["checkpoint"]).absolute()) or (
+            parent["run_id"] in saved_here and event["run_id"] != parent["run_id"]
+        ):
             return f"run {event['run_id']} was resumed from a checkpoint in it"
-        is_there = child.is_dir() and child.resolve() not in removed_directories
-        if parent["run_id"] in run.run_ids and is_there:
+        child = Path(event.get("run_dir", ""))
+        if parent["run_id"] in run.run_ids and child.is_dir() and _inode(child) not in gone:
             return f"{child} was resumed from it"
     for other in rest:
-        if other.directory.resolve().is_relative_to(here):
+        if here in _passed(other.directory.absolute()):
             return f"it contains {other.directory}"
-        if any(name in configs.get(other.directory, "") for name in (str(here), str(run.directory))):
-            return f"{other.directory} names files in it"
+    for user, used in uses.items():
+        if here in used and gone.isdisjoint(_passed(user.absolute())):
+            return f"{user} names files in it"
     return None
+
+
+def _protected(run: ListedRun) -> str | None:
+    """Why a run stays whatever the others name: a process works in it, or a checkpoint of it is pinned or tagged."""
+    inside = [Path(root) for root, _, names in os.walk(run.directory) if not {FORMAT, RUN_LOCK}.isdisjoint(names)]
+    for directory in inside:
+        if RunLock.is_held_here(directory) or RunLock.holder_of(directory) is not None:
+            return f"a running process saves in {directory}"
+        if (host := _lock_host(directory)) not in ("", socket.gethostname()):
+            return f"its lock is of {host}, where it may be running: if it is not, remove {directory / RUN_LOCK}"
+    for directory in (*inside, *_save_dirs(run.directory)):
+        store = CheckpointStore(directory)
+        pinned = pins(store)
+        for checkpoint in store.survey()[0]:
+            if directory not in inside and checkpoint.manifest.run_id not in run.run_ids:
+                continue
+            if checkpoint.name in pinned:
+                return f"{checkpoint.directory} is pinned"
+            if directory in inside and checkpoint.manifest.tag is not None:
+                return f"{checkpoint.directory} is tagged"
+            if directory in inside and _is_read(checkpoint):
+                return f"{checkpoint.directory} is being read"
+        if directory in inside and pinned:
+            return f"{directory / min(pinned)} is pinned, and damaged"
+    return None
+
+
+def _is_read(checkpoint: Checkpoint) -> bool:
+    """Whether a process holds the lock of a reader, as a run does that is resumed from it."""
+    disk = FileSystem()
+    with contextlib.suppress(OSError):
+        if (lock := disk.lock(checkpoint.directory / COMMIT)) is None:
+            return True
+        disk.close(lock)
+    return False
+
+
+def _named_in(run_dir: Path) -> frozenset[Inode]:
+    """Files and directories that the settings and the links of a run lead to, see `_passed`."""
+    tree, raw = json_object(run_dir / "config.yaml"), ""
+    for name in ("config.yaml", "overrides.yaml"):
+        with contextlib.suppress(OSError):
+            raw += read_text(run_dir / name, "replace", LARGEST_RECORD)
+    settings = {key: str(value) for key, value in flat(tree)}
+    texts = {re.sub(REFERENCE, lambda key: settings.get(key[1], ""), str(text)) for text in _leaves(tree)}
+    links = [Path(root, name) for root, *names in os.walk(run_dir) for name in itertools.chain(*names)]
+    passed = (_passed(link.absolute()) for link in links if link.is_symlink())
+    return _inodes({*texts, *re.split(SEPARATORS, raw)}, run_dir).union(*passed)
+
+
+def _named_in_checkpoint(checkpoint: Checkpoint, run_dir: Path) -> frozenset[Inode]:
+    """The same of a checkpoint: the base of its adapter, or the reference, may be in the directory of a run."""
+    with contextlib.suppress(BadCheckpoint, OSError):
+        return _inodes(map(str, _leaves(read_state(FileSystem(), checkpoint).get("config"))), run_dir)
+    return frozenset()
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Keys and values at the ends of a tree."""
+    for item in value if isinstance(value, list) else [*value, *value.values()] if isinstance(value, dict) else ():
+        yield from _leaves(item)
+    if not isinstance(value, dict | list):
+        yield value
+
+
+def _inodes(texts: Iterable[str], run_dir: Path) -> frozenset[Inode]:
+    """Files and directories that texts name. A run was started in a directory above its own, or in this one."""
+    paths = [text.removeprefix("file://") for text in {*texts} if "/" in text and "\0" not in text]
+    used: set[Inode] = set()
+    for place in dict.fromkeys([Path.cwd(), *run_dir.resolve().parents]):
+        for path in map(os.path.expanduser, paths):
+            if len(path) <= LONGEST_TEXT and os.path.lexists(place / (path.partition("/")[0] or "/")):
+                used |= _passed(place / path)
+    return frozenset(used)
+
+
+@functools.lru_cache(maxsize=2**18)
+def _passed(path: Path) -> frozenset[Inode]:
+    """Every directory and file that the resolution of a path passes, as far as it exists, symbolic links followed."""
+    passed = frozenset() if path == path.parent else _passed(path.parent)  # not normalised: a/../b needs a
+    if (inode := _inode(path)) is None:
+        return passed
+    target = _passed(path.parent / os.readlink(path)) if path.is_symlink() else frozenset()
+    return passed | target | {inode}
+
+
+def _inode(path: Path) -> Inode | None:
+    """Device and number of what a path leads to, which are the same under all of its names; None if it is not there."""
+    try:
+        return (status := path.stat()).st_dev, status.st_ino
+    except (OSError, ValueError):
+        return None
+
+
+def _upwards(path: Path) -> list[Path]:
+    """A path without links, and the directories above it."""
+    return [(real := path.resolve()), *real.parents]
 
 
 def _lock_host(run_dir: Path) -> str:
@@ -272,12 +409,13 @@ def _lock_host(run_dir: Path) -> str:
 
 
 def _remove(run_dir: Path) -> bool:
-    """Remove the directory of a run, under its lock. False if another process has the lock."""
+    """Remove the directory of a run, whose path is absolute, under its lock. False if another process has the lock."""
     lock = RunLock(run_dir, "", {}, "DIR")
     if lock.acquire() is not None:
         return False
     try:
-        unnamed = run_dir.with_name(f".{run_dir.name}.removed")  # nobody starts a run in this directory
+        # Nobody starts a run in this directory.
+        unnamed = Path(tempfile.mkdtemp(prefix=f".{run_dir.name}.removed-", dir=run_dir.parent))
         run_dir.rename(unnamed)
         shutil.rmtree(unnamed)
     finally:

@@ -127,7 +127,7 @@ def in_grammar(key: str, text: str, *, sweeps: bool = False) -> str:
 
 def _path_in_grammar(text: str, sweeps: bool) -> str:
     parsed = parsed_override(f"key={text}")
-    if not Path(text).exists():
+    if not os.path.exists(text):  # which a path that is too long does not
         if text[:1] in "'\"" and parsed is not None and not parsed.is_sweep_override():
             return text  # already quoted
         if text.startswith("[") and text.endswith("]"):
@@ -146,7 +146,7 @@ def _listed(text: str) -> list[str]:
     """The paths in brackets; a comma is part of a path if a file of that name exists."""
     pieces, paths = split_at_commas(text), []
     while pieces:
-        count = next((n for n in range(len(pieces), 1, -1) if Path(",".join(pieces[:n]).strip()).exists()), 1)
+        count = next((n for n in range(len(pieces), 1, -1) if os.path.exists(",".join(pieces[:n]).strip())), 1)
         paths.append(",".join(pieces[:count]).strip())
         pieces = pieces[count:]
     return [path for path in paths if path]
@@ -192,6 +192,9 @@ def _flags(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
             flags += [argument] if sign else [argument, waiting.pop(0)]
         elif name in WITH_VALUE:
             faults.append(f"{name} needs a value: {name} {'job' if name in SHOWS_ONLY else 'VALUE'}.")
+        elif re.fullmatch(r"--resume([_-]from([_-]\w+)*)?", name):
+            value = argument.partition("=")[2] or (waiting.pop(0) if waiting else "PATH")
+            faults.append(f"{name} is a flag of scripts/train.py: here write resume={value}.")
         else:
             faults.append(_no_flag(argument))
     names = [flag.partition("=")[0] for flag in flags]

@@ -40,7 +40,7 @@ from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, com
 from verl.compose.overrides import Overrides
 from verl.compose.run_start import RunStart
 from verl.compose.schema import ROOTS, conf_dir, group_options, own_conf_dirs, root_keys
-from verl.errors import CheckpointError, ConfigError, VerlError, WorkerError, root_cause
+from verl.errors import CheckpointError, ConfigError, VerlError, WorkerError, error_text, root_cause
 from verl.tracking.console import reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.utils import torchrun
@@ -213,6 +213,9 @@ def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]
         try:
             with _clean_end(run_dir), _refused_once(refusals, running.job.num) if is_sweep else nullcontext():
                 try:
+                    _refuse_no_directory(
+                        *("hydra.sweep.dir", running.sweep.dir) if is_sweep else ("hydra.run.dir", running.run.dir)
+                    )
                     with job.closing, component_exits(directly=False):
                         _with_log(main, job)
                 except OmegaConfBaseException as error:
@@ -222,8 +225,8 @@ def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]
                         job.withdraw()
                     raise
                 finally:
-                    _remove_if_empty(run_dir)
-                    _remove_if_empty(Path(running.run.dir).parts[0])  # `outputs`, of `outputs/../x`
+                    for directory in (run_dir, *Path(running.run.dir).parents):  # `outputs`, of `outputs/../x`
+                        _remove_if_empty(directory)
         except SystemExit as end:
             statuses.append(int(end.code or 0))
             if running.mode != RunMode.MULTIRUN or statuses[-1] in (INTERRUPTED, HUNG_UP, TERMINATED):
@@ -261,6 +264,11 @@ def _refused_once(refusals: dict[str, int], number: int) -> Iterator[None]:
             raise
         _tell(f"Job {number} of the sweep is refused for the reason given for job {first}.")
         sys.exit(2)
+
+
+def _refuse_no_directory(key: str, given: str) -> None:
+    if not given.strip() or given[0] == "~" or Path(given).resolve() == Path("/"):
+        raise ConfigError(f"{key} is {given!r}: expected the path of a directory for the files of this run.")
 
 
 def _of_hydra_itself(error: Exception) -> str:
@@ -362,7 +370,8 @@ def end_message(error: BaseException, log: Path | None = None) -> str:
     message = out_of_memory_message(error)
     if message is not None and (isinstance(cause, MemoryError) or not _is_of_code(cause)):
         return f"{message}{_in_log(log)}"
-    sentence, _, detail = str(error).strip().partition("\n")
+    text = str(error).strip() if isinstance(error, VerlError) else ""
+    sentence, _, detail = text.partition("\n")
     if isinstance(error, WorkerError) and _TRACEBACK in detail:  # the traceback of the worker
         if (refusal := getattr(error.detail, "refusal", None)) is not None:
             return f"{sentence} {refusal}{_in_log(log)}"
@@ -370,7 +379,7 @@ def end_message(error: BaseException, log: Path | None = None) -> str:
         return f"{sentence} {last.strip()}\n\n{detail[detail.rindex(_TRACEBACK) :]}{_in_log(log)}"
     if isinstance(error, VerlError) and (isinstance(cause, (VerlError, OSError)) or not _is_of_code(cause)):
         return f"{error}{_in_log(log)}"
-    named = str(error) if isinstance(error, VerlError) else f"{type(error).__name__}: {error}"
+    named = str(error) if isinstance(error, VerlError) else error_text(error)
     trace = "".join(traceback.format_exception(type(cause), cause, _from_users_code(cause), chain=False))
     return f"{named}\n\n{trace.rstrip()}{_in_log(log)}"
 

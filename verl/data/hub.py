@@ -3,7 +3,9 @@
     name, branch ──> commit ──> rows of a split ──> prompt, answer, other columns
 
 The hub is read through the packages huggingface_hub and datasets. The commit that a branch or tag stands for when the
-run starts is read once; a checkpoint records it as `data.revision`, and of a local directory the digest of its files.
+run starts is read once; a checkpoint records it as `data.revision`. A local directory is read by itself, without those
+packages: what its files say about other files and addresses is not followed, so that the recorded digest of its files
+covers every row.
 """
 
 from __future__ import annotations
@@ -21,17 +23,18 @@ from pydantic import PositiveInt
 from verl.component import BuildContext, component, package_fault
 from verl.data.base import DataSplits, PromptOptions, PromptRendering
 from verl.data.chat_template import as_chat, shortened
-from verl.data.readers import DataRows, RowErrors, from_arrow
+from verl.data.readers import FILE_TYPES, DataRows, RowErrors, from_arrow, read_rows
 from verl.data.rlhf_dataset import RESERVED_COLUMNS, RLHFDataset
 from verl.errors import ConfigError
 from verl.protocol.fields import FIELDS
+from verl.utils.external_input import checked_name, open_regular, read_record
 
 log = logging.getLogger(__name__)
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 REQUEST_S = 10.0
-SAVED_TO_DISK = ("dataset_dict.json", "state.json")  # `save_to_disk` writes one of them
+SPLIT_NAMES = {"training": "train", "valid": "validation", "val": "validation", "dev": "validation", "testing": "test"}
 
 
 @component
@@ -39,8 +42,9 @@ class HubPrompts(PromptRendering):
     """Prompts of a data set on the hub, such as `openai/gsm8k`, or of a local directory.
 
     Args:
-        dataset: name on the hub; or a directory, written by `save_to_disk` or holding parquet or JSONL files.
-        name: configuration of the data set, such as `main`; null for its only one.
+        dataset: name on the hub; or a directory, written by `save_to_disk` or holding parquet or JSONL files, of which
+            those of a split have its name in theirs or in that of a directory; if none has one, all are of `train`.
+        name: configuration of the data set, such as `main`; null for its only one. Of a directory, one below it.
         revision: branch, tag or commit; null for the default branch. A resume needs the commit that the run began with.
         split: of the training rows.
         eval_split: of the evaluation rows; null for no evaluation.
@@ -85,7 +89,7 @@ class HubPrompts(PromptRendering):
         yield from super().faults()
 
     def machine_faults(self) -> Iterator[str]:
-        if (fault := package_fault("datasets", "data=files")) is not None:
+        if not self.is_local and (fault := package_fault("datasets", "data=files")) is not None:
             yield f"dataset is {self.dataset!r}: it {fault}"
         if not self.is_local and not HUB_NAME.fullmatch(self.dataset):
             yield f"dataset is {self.dataset!r}: neither a directory nor a name on the hub, such as openai/gsm8k."
@@ -128,28 +132,59 @@ class HubPrompts(PromptRendering):
         log.info("The data set %s is read at commit %s.", self.dataset, commit)
         return commit
 
-    def _loaded(self, split: str, commit: str | None) -> Any:
+    def _local_files(self, split: str) -> list[Path]:
+        """The files of a split of a local directory.
+
+        Raises:
+            ValueError: there are none, or one leads out of the directory.
+        """
+        top = directory = Path(self.dataset) / (self.name or "")
+        if splits := (read_record(directory / "dataset_dict.json") or {}).get("splits"):
+            top = directory / (split if split in splits else "")
+        elif (directory / "state.json").is_file():
+            splits = ["train"]
+        if splits:
+            if split not in splits:
+                raise ValueError(f"it has the splits {', '.join(map(str, splits))}")
+            named = read_record(top / "state.json")["_data_files"]
+            files = [top / checked_name(entry["filename"]) for entry in named]
+        else:
+            found = sorted(file for file in directory.rglob("*") if file.suffix in FILE_TYPES and file.is_file())
+            known = {file: _split_names(file.relative_to(directory)) for file in found}
+            is_named = any({"train", "validation", "test", split} & names for names in known.values())
+            files = [
+                x for x in found if SPLIT_NAMES.get(split, split) in known[x] or (split == "train" and not is_named)
+            ]
+            if not files:
+                there = ", ".join(str(file.relative_to(directory)) for file in found) or "no parquet and no JSONL file"
+                raise ValueError(f"no file has this name; it has {there}")
+        for file in files:
+            if not file.resolve().is_relative_to(Path(self.dataset).resolve()):
+                raise ValueError(f"{file} leads out of the directory: copy the file into it")
+        return files
+
+    def _local_rows(self, split: str, bad: RowErrors) -> Iterator[Mapping[str, Any]]:
+        for file in self._local_files(split):
+            if file.suffix == ".arrow":
+                import pyarrow as pa
+
+                with open(open_regular(file), "rb") as stream:
+                    yield from map(from_arrow, pa.ipc.open_stream(stream).read_all().to_pylist())
+            else:
+                yield from read_rows([file], bad, "dataset").values
+
+    def _hub_rows(self, split: str, commit: str | None) -> Any:
         import datasets  # type: ignore[import-not-found]
 
-        if not self.is_local:
-            return datasets.load_dataset(
-                self.dataset, self.name, split=split, revision=commit, streaming=self.streaming
-            )
-        if not any((Path(self.dataset) / file).is_file() for file in SAVED_TO_DISK):
-            # streamed: a copy in the cache would be no faster
-            return datasets.load_dataset(self.dataset, self.name, split=split, streaming=True)
-        saved = datasets.load_from_disk(self.dataset)
-        splits = saved if isinstance(saved, dict) else {"train": saved}
-        if split not in splits:
-            raise ValueError(f"it has the splits {', '.join(map(str, splits))}")
-        return splits[split]
+        return datasets.load_dataset(self.dataset, self.name, split=split, revision=commit, streaming=self.streaming)
 
     def _rows(
         self, split: str, setting: str, commit: str | None, max_rows: int | None, is_chat: bool, bad: RowErrors
     ) -> DataRows:
         place = f"{self.dataset}, split {split}"
         try:
-            rows = list(map(from_arrow, itertools.islice(iter(self._loaded(split, commit)), max_rows)))
+            loaded = self._local_rows(split, bad) if self.is_local else map(from_arrow, self._hub_rows(split, commit))
+            rows = list(itertools.islice(loaded, max_rows))
         except Exception as error:
             raise ConfigError(
                 f"{setting} is {split!r}: these rows of dataset {self.dataset!r} cannot be read ({_first_line(error)})."
@@ -200,6 +235,13 @@ class HubPrompts(PromptRendering):
                 return f"{self.answer} is {shortened(answer)}: expected a text with {self.answer_after!r}"
             answer = answer.rpartition(self.answer_after)[2].strip()
         return {"prompt": prompt, **others, "answer": answer}
+
+
+def _split_names(file: Path) -> set[str]:
+    """The splits that a file may be of, by the words of its path: `data/train-00000-of-00002.parquet`."""
+    text = re.sub(r"-\d{5}-of-\d{5}.*", "", file.with_suffix("").as_posix())
+    words = {*re.findall(r"[a-z]+", text.lower()), *text.split("/")}
+    return words | {SPLIT_NAMES[word] for word in words & SPLIT_NAMES.keys()}
 
 
 def _first_line(error: BaseException) -> str:

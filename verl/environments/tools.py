@@ -24,6 +24,7 @@ from verl.environments.base import (
 )
 from verl.environments.hosts.python_tools import PythonTool, as_text
 from verl.environments.tool_calls import ParseFault, ToolCall
+from verl.errors import error_text
 
 
 @dataclass(frozen=True)
@@ -119,8 +120,8 @@ class ToolEnvironment(Environment):
         if isinstance(error, ToolError):
             return "tool_error", f"error: {error}"
         if isinstance(error, (InfraError, OSError, MemoryError)):
-            return "infra", f"{type(error).__name__}: {error}"
-        return "tool_error", f"error: {type(error).__name__}: {error}"  # of the tool, on the model's arguments
+            return "infra", error_text(error)
+        return "tool_error", f"error: {error_text(error)}"  # of the tool, on the model's arguments
 
 
 def _answer(

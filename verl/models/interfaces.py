@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from verl.errors import ConfigError, faults_below
+from verl.errors import ConfigError, error_text, faults_below
 from verl.models.pretrained import ModelSource
 
 Role = Literal["actor", "reward", "critic"]
@@ -105,7 +105,7 @@ def _tried(model: nn.Module, name: str) -> Any:
     try:
         return model(input_ids=ids, attention_mask=torch.ones_like(ids))
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = error_text(error)
         raise ConfigError(
             f"{name} is a {type(model).__name__}, which cannot be called with only input_ids and attention_mask "
             f"({reason})."

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import zipfile
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, error_text
 from verl.ops.resharding.layout import Box
 from verl.utils.child_process.trial import pattern_fault
 from verl.utils.external_input import (
@@ -28,6 +30,9 @@ from verl.utils.external_input import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+log = logging.getLogger(__name__)
+
+HUB_S = 10.0  # for one answer of the hub
 LFS_POINTER = b"version https://git-lfs.github.com/"
 LARGEST_HEADER = 100_000_000  # bytes of a safetensors header, the limit of the format
 WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "pytorch_model*.bin", "adapter_model.bin")
@@ -158,16 +163,42 @@ def damage_explained(path: str) -> Iterator[None]:
         if faults:
             raise ConfigError([f"path is {path!r}: {fault}" for fault in faults]) from None
         if isinstance(error, OSError):
-            raise ConfigError(
-                f"path is {path!r}: {(str(error).splitlines() or [repr(error)])[0]} "
-                "Or give a directory made by save_pretrained."
-            ) from error
+            reason = (str(error).splitlines() or [repr(error)])[0].rstrip(". ")
+            if not is_local(path) and not asks_hub():
+                reason = (
+                    "it is not in the cache, and the hub is not asked (HF_HUB_OFFLINE) or does not answer. With a "
+                    f"network, run: hf download {path}"
+                )
+            raise ConfigError(f"path is {path!r}: {reason}. Or give a directory made by save_pretrained.") from error
         raise
+
+
+def asks_hub() -> bool:
+    """Whether files are looked for on the hub. One that does not answer is not asked again by this process: each file
+    would be tried six times, in 23 s, before that in the cache is used.
+    """
+    from huggingface_hub import constants
+
+    if not constants.HF_HUB_OFFLINE and not _answers(constants.ENDPOINT):
+        constants.HF_HUB_OFFLINE = True
+    return not constants.HF_HUB_OFFLINE
+
+
+@lru_cache(maxsize=4)
+def _answers(endpoint: str) -> bool:
+    from huggingface_hub import get_session
+
+    try:
+        get_session().head(endpoint, timeout=HUB_S)
+    except Exception as error:  # noqa: BLE001 - of the transport, which differs between versions
+        log.warning("%s does not answer (%s): only what is in the cache is used.", endpoint, error_text(error))
+        return False
+    return True
 
 
 def unloadable_error(path: str, what: str, error: BaseException) -> ConfigError:
     """A file of a model that a library cannot read, such as a value of another type."""
-    reason = printable(" ".join(f"{type(error).__name__}: {error}".split()))[:500]
+    reason = printable(" ".join(error_text(error).split()))[:500]
     return ConfigError(
         f"path is {path!r}: {what} cannot be loaded ({reason}). Give a directory made by save_pretrained."
     )

@@ -14,6 +14,7 @@ from verl.errors import ConfigError
 from verl.models.lora import head_options, merged_model
 from verl.models.model_files import (
     SafetensorsReader,
+    asks_hub,
     damage_explained,
     directory_faults,
     is_local,
@@ -23,6 +24,7 @@ from verl.models.model_files import (
     unloadable_error,
 )
 from verl.models.structure import expert_count
+from verl.utils.memory import out_of_memory_message
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -209,8 +211,8 @@ class Pretrained(ModelSource):
         with quiet_transformers(), without_weights():
             try:
                 model = auto_class.from_config(config, dtype=self._torch_dtype(), **self._implementations())
-            except (ValueError, ImportError):
-                return None  # loading the whole model reports the fault
+            except Exception:  # noqa: BLE001 - loading the whole model reports the fault
+                return None
         # buffers that no file holds are computed in float32 and cast, as `from_pretrained` does: `from_config` computes
         # them in the type of the model, which is too coarse for tables of positions in bfloat16
         for tensor in model.state_dict(keep_vars=True).values():
@@ -233,6 +235,7 @@ class Pretrained(ModelSource):
         from huggingface_hub import snapshot_download
 
         try:
+            asks_hub()
             files = ["*.safetensors", "*.json"]
             return Path(snapshot_download(self.path, revision=self.revision, allow_patterns=files))
         except Exception:  # noqa: BLE001 - no network, no such name, gated: loading reports it
@@ -309,27 +312,23 @@ class Pretrained(ModelSource):
 
     @contextlib.contextmanager
     def _failure_explained(self, path: str, part: str) -> Iterator[None]:
-        """Around loading a part with transformers: any error becomes one about `path`."""
+        """Around loading a part with transformers or peft: any error but a lack of memory becomes one about `path`."""
         try:
             with damage_explained(path):
+                if not is_local(path):
+                    asks_hub()
                 yield
         except ConfigError:
             raise
-        except ValueError as error:
-            raise self._own_code_fault(path, error) from error
         except Exception as error:
-            raise unloadable_error(path, part, error) from error
-
-    def _own_code_fault(self, path: str, error: ValueError) -> ConfigError:
-        """A clearer error: for a model with Python code while trust_remote_code is false, or for any other fault."""
-        if isinstance(error, ConfigError):
-            return error
-        if self.trust_remote_code or "trust_remote_code" not in str(error):
-            return unloadable_error(path, "a file of it", error)
-        return ConfigError(
-            f"trust_remote_code is false: {path} contains Python code, which would run with your permissions. If you "
-            "trust its author, set it to true."
-        )
+            if out_of_memory_message(error) is not None:
+                raise
+            if self.trust_remote_code or "trust_remote_code" not in str(error):
+                raise unloadable_error(path, part, error) from error
+            raise ConfigError(
+                f"trust_remote_code is false: {path} contains Python code, which would run with your permissions. If "
+                "you trust its author, set it to true."
+            ) from error
 
     def max_positions(self) -> int | None:
         config = self._config()
@@ -373,17 +372,31 @@ class Pretrained(ModelSource):
         return adapter
 
     def _load(self, auto_class: Any, device: str, **options: Any) -> Any:
-        if (adapter := self.adapter()) is not None:
+        if (adapter := self.adapter()) is None:
+            self._refuse_kernels()
+            with self._failure_explained(self.path, "the model"):
+                return self._load_whole(auto_class, device, **options)
+        base = replace(self, path=adapter["base_model_name_or_path"], revision=adapter.get("revision"))
+        with self._failure_explained(self.path, "the adapter"):
             from peft import PeftModel
 
             refuse_endless_patterns(adapter, self.path)
-            base = replace(self, path=adapter["base_model_name_or_path"], revision=adapter.get("revision"))
             below = base._load(auto_class, device, **head_options(self.path, adapter))
             return merged_model(PeftModel.from_pretrained(below, self.path)).requires_grad_(True).eval()
-        return self._load_whole(auto_class, device, **options)
+
+    def _refuse_kernels(self) -> None:
+        """Attention such as `owner/kernel` is code of the hub, which transformers would download and run."""
+        config = self._config()
+        for text in (config, *(x for x in config.values() if isinstance(x, dict))):
+            for key, value in text.items():
+                if key.endswith("attn_implementation") and "/" in str(value) and not self.trust_remote_code:
+                    raise ConfigError(
+                        f"trust_remote_code is false: {key} in config.json of {self.path} is {value!r}, code of the "
+                        "hub. Remove it there, or set trust_remote_code if you trust its author."
+                    )
 
     def _load_whole(self, auto_class: Any, device: str, absent: Sequence[str] = (), **options: Any) -> Any:
-        with quiet_transformers(), damage_explained(self.path):
+        with quiet_transformers():
             try:
                 model, report = auto_class.from_pretrained(
                     self.path,
@@ -402,15 +415,11 @@ class Pretrained(ModelSource):
                         f"path is {self.path!r}: transformers has no {auto_class.__name__} for a {kind}. Give the "
                         "directory of a causal language model."
                     ) from error
-                if isinstance(error, ValueError) and "trust_remote_code" in str(error):
-                    raise self._own_code_fault(self.path, error) from error
-                if "attention" not in str(error) and "flash_attn" not in str(error):
-                    if isinstance(error, ConfigError):
-                        raise
-                    raise unloadable_error(self.path, "the model", error) from error
+                if "trust_remote_code" in str(error) or (
+                    "attention" not in str(error) and "flash_attn" not in str(error)
+                ):
+                    raise
                 raise ConfigError(f"attention is {self.attention!r}: {error} Set attention=eager.") from error
-            except (LookupError, TypeError, AttributeError, ArithmeticError, AssertionError) as error:
-                raise unloadable_error(self.path, "the model", error) from error
         self._refuse_holes(report, absent)
         self._refuse_lost_caps(model.config.get_text_config())
         self._fill_attributes(model, auto_class)

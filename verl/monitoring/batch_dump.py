@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl.errors import error_text
 from verl.ops.masking import masked_mean, masked_sum
 from verl.protocol import DataProto
 from verl.tracking.jsonl import json_line
@@ -178,9 +179,7 @@ class BatchDump:
             os.replace(unfinished, directory)
         except Exception as error:  # noqa: BLE001 - a full disk among others; what is at stake is the run itself
             shutil.rmtree(unfinished, ignore_errors=True)
-            _log.warning(
-                "The batch of %s could not be written: %s", directory, redact(f"{type(error).__name__}: {error}")
-            )
+            _log.warning("The batch of %s could not be written: %s", directory, redact(error_text(error)))
             return None
         return directory
 

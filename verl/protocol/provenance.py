@@ -23,7 +23,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Literal, NamedTuple
 
-from verl.errors import DataProtoValidationError, RewardError, VerlError
+from verl.errors import DataProtoValidationError, RewardError, VerlError, error_text
 from verl.utils.signals import raised_by_code
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -235,7 +235,7 @@ def load_function(path: str, error_kind: type[VerlError] = RewardError) -> Calla
     except BaseException as error:  # the user's module runs here and may raise anything
         if not raised_by_code(error):
             raise
-        raise error_kind(f"path is {path!r}: importing it raised {type(error).__name__}: {error}") from error
+        raise error_kind(f"path is {path!r}: importing it raised {error_text(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
         fault = "defines no such name" if function is None else f"{name} is {function!r}, which is not callable"

@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, PositiveInt
 
 from verl.component import BuildContext, component
-from verl.errors import RewardError
+from verl.errors import RewardError, error_text
 from verl.protocol import DataProto
 from verl.protocol.provenance import Signature, Source, own_line, path_faults, signature_of, source_of, source_signature
 from verl.rewards.base import (
@@ -222,7 +222,7 @@ class CallableReward(Reward):
         """The exception with the line of the user's file, or the message of a `CallFailed`."""
         if isinstance(error, CallFailed):
             return str(error)
-        return f"{type(error).__name__}: {error}{own_line(error, self.function)}"
+        return f"{error_text(error)}{own_line(error, self.function)}"
 
     def _find_sample(
         self, prompts: list, responses: list, columns: Mapping[str, list], first: BaseException

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl.errors import RewardError
+from verl.errors import RewardError, error_text
 from verl.protocol.provenance import load_function, own_line, signature_of, source_of
 from verl.rewards.deadline import awaited
 from verl.rewards.signatures import called
@@ -61,7 +61,7 @@ def _serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
             importlib.import_module(name)
     except BaseException as error:  # noqa: BLE001 - reported to the driver
         reason = str(error).removeprefix(f"path is {setting.path!r}: ") if isinstance(error, RewardError) else None
-        channel.send(("error", reason.rstrip(".") if reason else f"{type(error).__name__}: {error}"))
+        channel.send(("error", reason.rstrip(".") if reason else error_text(error)))
         return
     kwargs = dict(setting.kwargs)
     channel.send(("ready", (source_of(function), signature_of(function, kwargs))))
@@ -87,7 +87,7 @@ def _rated(
         result = awaited(called(function, sample, kwargs))
         number = 0.0 if whole_batch else plain_score(result)
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, sys.exit() included
-        return "error", f"{type(error).__name__}: {error}{own_line(error, function)}"
+        return "error", f"{error_text(error)}{own_line(error, function)}"
     if not whole_batch:
         return "error" if isinstance(number, str) else "score", number
     try:

@@ -29,7 +29,7 @@ from verl.environments.base import EnvironmentDescription
 from verl.environments.observation_tokens import ObservationEncoder
 from verl.environments.tool_calls.parse import ToolCall, ToolFormat, parse_calls
 from verl.environments.tool_calls.round_trip import format_of
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError, RolloutError, error_text
 from verl.ops.sampling import EVALUATION
 from verl.rollout.base import DrawnTurn, GenerationRequest, TurnEngine, TurnRequest
 from verl.serving.conversations import KnownConversation, KnownConversations, Message, RecordedTurn, Session, text_of
@@ -339,7 +339,7 @@ class PolicyEndpoint:
                 engine.close()
         except BaseException as error:
             log.exception("The policy's endpoint has failed.")
-            self._failure = f"the engine has failed: {type(error).__name__}: {error}"
+            self._failure = f"the engine has failed: {error_text(error)}"
         reason = RolloutError(self._failure or "the endpoint was closed")
         while not self._waiting.empty():
             if (left := self._waiting.get()) is not None:

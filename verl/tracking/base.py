@@ -234,7 +234,7 @@ class TrackerSet(Tracker):
             if not raised_by_code(error):
                 raise
             cause = _cause(error)
-            fault = f"tracker.{name} could not start: {cause}. Fix it, or set tracker.{name}=null."
+            fault = f"tracker.{name} could not start: {cause.rstrip('. ')}. Fix it, or set tracker.{name}=null."
             raise ConfigError(fault) from error
 
     def resume(self, identity: Mapping[str, Any]) -> None:

@@ -19,11 +19,12 @@ from typing import Any, BinaryIO
 from verl.component import BuildContext, component
 from verl.tracking.base import ContinuedTracker, TrackerDescription
 from verl.utils.external_input import (
+    LARGEST_RECORD,
     ExternalInputError,
     ends_with_partial_line,
     open_regular,
     parse_mapping,
-    read_text,
+    read_record,
     regular_opener,
     write_whole,
 )
@@ -232,18 +233,32 @@ def plain(value: Any) -> Any:
 
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:
     """The JSON objects in a file. Lines that are none, such as half a line at the end, are left out."""
+    for line in lines_of(file):
+        with contextlib.suppress(ExternalInputError):
+            yield parse_mapping(line)
+
+
+def lines_of(file: Path) -> Iterator[bytes]:
+    """The lines of a file until the first that is longer than `LARGEST_RECORD`; none where it cannot be read."""
     try:
         with open(open_regular(file), "rb") as lines:
-            for line in lines:
-                with contextlib.suppress(ExternalInputError):
-                    yield parse_mapping(line)
+            while line := lines.readline(LARGEST_RECORD + 1):
+                if len(line) > LARGEST_RECORD:
+                    raise OSError(errno.EFBIG, f"it has a line of more than {LARGEST_RECORD} bytes")
+                yield line
     except OSError as error:
-        _log.warning("%s is not read: %s", file, error)
+        _log.warning("%a is not read further: %s", str(file), error)
 
 
 def json_object(file: Path) -> dict[str, Any]:
-    """A JSON object; empty if there is none."""
-    try:
-        return parse_mapping(read_text(file, errors="replace"))
-    except (OSError, ExternalInputError):
-        return {}
+    """The mapping in a JSON or YAML file; empty if there is none."""
+    with contextlib.suppress(ExternalInputError):
+        return value if isinstance(value := read_record(file), dict) else {}
+    return {}
+
+
+def overrides_of(run_dir: Path) -> list[str] | None:
+    """The overrides that a run was started with; None if they are not recorded."""
+    with contextlib.suppress(ExternalInputError):
+        return [*map(str, value)] if isinstance(value := read_record(run_dir / "overrides.yaml"), list) else None
+    return None

@@ -15,16 +15,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-import yaml
 from pydantic import Field
 
 from verl.component import BuildContext, component
 from verl.errors import install_command
 from verl.tracking.base import Tracker, TrackerDescription
 from verl.tracking.console import fitting_columns, print_line
-from verl.tracking.jsonl import json_lines, json_object
+from verl.tracking.jsonl import json_lines, json_object, overrides_of
 from verl.tracking.wandb import RUN_FILE
-from verl.utils.external_input import read_text, regular_opener, write_whole
+from verl.utils.external_input import regular_opener, write_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -349,9 +348,7 @@ def _differs(jobs: Sequence[JobOutcome], key: str) -> bool:
 
 
 def _overrides(run_dir: Path) -> dict[str, str]:
-    file = run_dir / "overrides.yaml"
-    overrides = yaml.safe_load(read_text(file)) if file.exists() else None
-    pairs = (text.lstrip("+~").partition("=") for text in overrides or [])
+    pairs = (text.lstrip("+~").partition("=") for text in overrides_of(run_dir) or ())
     return {key: value for key, _, value in pairs}
 
 

@@ -413,7 +413,7 @@ class LoopTrainer(ABC):
         return step == self.num_steps or (interval > 0 and step % interval == 0)
 
     def _plan(self, context: BuildContext) -> RunPlan | None:
-        """Plan the run, with messages for its start."""
+        """Plan the run, with the lengths of its rows and messages for its start; None where nothing trains."""
         sampler = self.sampler
         if (point := self.saving.resumed) is not None and sampler.fills:
             sampler.fills = bool(point.read_json("dataloader/state.json").get("fills"))
@@ -421,7 +421,13 @@ class LoopTrainer(ABC):
         if (rest := sampler.size % sampler.batch_size) and self.num_steps >= sampler.batches_per_epoch:
             how = "and further ones of the next epoch" if sampler.fills else "which are left out"
             self.saving.messages.append(f"Data: an epoch of {sampler.size} rows ends with {rest} rows, {how}.")
-        plan = log_plan(self.description, context, self.saving.directory)
+        run, data = self.description, [rows for rows in (self.train_data, self.eval_data) if rows is not None]
+        if not run.actor.trains:
+            return None
+        longest = [length for rows in data if (length := getattr(rows, "longest", None)) is not None]
+        if len(longest) == len(data) and hasattr(run.data, run.length_key):
+            run = replace(run, data=replace(run.data, **{run.length_key: max([2, *longest])}))
+        plan = log_plan(run, context, self.saving.directory)
         self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
         self.saving.messages += library_messages(context)
         return plan

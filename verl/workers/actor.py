@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+<<<<<<< HEAD
 from collections.abc import Iterator, Mapping
 from typing import Any
+=======
+from collections.abc import Mapping
+from typing import Any, ClassVar
+>>>>>>> main
 
 import torch
 from pydantic import NonNegativeFloat
@@ -111,6 +116,13 @@ class Actor(TrainedRole):
         stops = tuple(stop_tokens(model, tokenizer, rollout.stop_token_ids).tolist())
         arguments = engine, rollout, tokenizer, stops, context
         return environment.sampler(*arguments) or EpisodeSampler(environment, *arguments)
+
+
+@component
+class EvaluatedActor(Actor):
+    """A policy that is evaluated, sampled from or served."""
+
+    trains: ClassVar[bool] = False
 
 
 class ActorWorker(TrainedWorker):

@@ -62,9 +62,11 @@ class TrainedRole(Description):
 
     Attributes:
         lr_factor: of the learning rate that suits the model's size, where the optimizer names none.
+        trains: whether its weights are updated; if not, nothing is checked or planned that only training needs.
     """
 
     lr_factor: ClassVar[float] = 1.0
+    trains: ClassVar[bool] = True
 
     model: ModelSource
     optimizer: AdamW
@@ -92,7 +94,7 @@ class TrainedRole(Description):
             yield f"model.compile is true: a {type(self.model).__name__} compiles itself. Set model.compile=false."
         if self.lora is not None and isinstance(self.model, ModuleModel):
             yield f"lora is set: a {type(self.model).__name__} has no adapters of peft. Set lora=null."
-        if self.lora is None and self.model.dtype in ("bfloat16", "float16"):
+        if self.trains and self.lora is None and self.model.dtype in ("bfloat16", "float16"):
             yield (
                 f"model.dtype is {self.model.dtype}: training all weights in it silently loses updates that are small "
                 "beside their weight. Set model.dtype=float32 and autocast=bfloat16, or train a lora adapter."

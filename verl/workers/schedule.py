@@ -1,7 +1,9 @@
 """The schedule of an engine: at which of its steps weights were taken, batches begun, and open rows computed anew.
 
-{"head": {...}}                                                      hardware, libraries, settings
-{"engine_step": 41, "event": "weights", "number": 3, "open_rows": 9}
+{"head": {...}, "crc32": 2853013386}                                 hardware, libraries, settings
+{"engine_step": 41, "event": "weights", "number": 3, "open_rows": 9, "crc32": 1634562331}
+
+`crc32` is of the number of the line and of what is before it, so that a line that was altered, lost or moved is found.
 
 The trainer asks for events in an order that its program fixes. What depends on speed is the engine step before which
 each of them is carried out, and nothing else: an engine that carries out the same events at the same steps generates
@@ -12,6 +14,8 @@ from __future__ import annotations
 
 import json
 import logging
+import re
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +29,8 @@ from verl.utils.external_input import ExternalInputError, checked_as, parse_mapp
 log = logging.getLogger(__name__)
 
 FILE = "schedule.jsonl"
+SUM = ', "crc32": '
+MOST_STEPS = 10**7  # of an engine between two events; a response has fewer tokens
 EventKind = Literal["begin", "weights", "save", "generate", "answer", "lost"]
 
 
@@ -158,21 +164,34 @@ class Schedule:
             self._write(json.dumps(self._head))
 
     def _write(self, line: str) -> None:
+        line = _with_sum(line[:-1], len(self._lines) + 1)
         if self._file is not None:
             self._file.write(len(self._lines), [line])
         self._lines.append(line)
 
 
-def read_lines(lines: list[str]) -> tuple[list[dict[str, Any]], list[ScheduledEvent]]:
-    """The heads and the events of a schedule; an `ExternalInputError` names a line that is neither."""
+def _with_sum(line: str, number: int) -> str:
+    """A line, given without its last brace, with its checksum."""
+    return f"{line}{SUM}{zlib.crc32(f'{number}{line}'.encode())}}}"
+
+
+def read_lines(lines: Sequence[str]) -> tuple[list[dict[str, Any]], list[ScheduledEvent]]:
+    """The heads and the events of a schedule; an `ExternalInputError` names a line that is neither, or was altered."""
     heads, events = list[dict[str, Any]](), list[ScheduledEvent]()
+    has_sum, fields = False, {*ScheduledEvent.__dataclass_fields__}
     for number, text in enumerate(lines, start=1):
         try:
             line = parse_mapping(text)
-            if "head" in line:
+            has_sum = line.pop("crc32", None) is not None or has_sum  # older schedules have none
+            if has_sum and text != _with_sum(text.rpartition(SUM)[0], number):
+                raise ExternalInputError("its crc32 is another: it was altered, or lines are missing before it")
+            if {*line} == {"head"}:
                 heads.append(checked_as(dict, line["head"]))
-            else:
-                events.append(checked_as(ScheduledEvent, line))
+                continue
+            event, last = checked_as(ScheduledEvent, line), events[-1].engine_step if events else 0
+            if not last <= event.engine_step <= last + MOST_STEPS or event.open_rows < -1 or {*line} != fields:
+                raise ExternalInputError(f"{_text(event)} cannot follow engine step {last}")
+            events.append(event)
         except ExternalInputError as error:
             raise ExternalInputError(f"line {number}: {error}") from error
     return heads, events
@@ -192,6 +211,8 @@ def read_schedule(run_dir: str | Path, head: Mapping[str, Any], engine: int = 0)
         heads, events = read_lines(lines)
         if not heads:
             raise ExternalInputError("it has no head")
+        if re.search(rf"{SUM}\d+}}.", rest):  # more than a line that was cut off
+            raise ExternalInputError(f"line {len(lines) + 1} does not end where it should")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"trainer.replay_schedule is {str(run_dir)!r}: {file} cannot be read: {error}. Name the directory of a run "

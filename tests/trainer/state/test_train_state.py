@@ -80,7 +80,7 @@ def test_ranks_draw_on_where_they_were_and_a_new_one_is_seeded_anew_and_told(tmp
         assert dice.draw().result() == drawn  # the new rank too: by seed, step and rank
         cluster.close()
     assert torch.equal(rng_state()[0]["torch"], state["driver"][0]["torch"])  # the driver's are its own
-    told = "The checkpoint has the random generators of 2 processes, and this run 3: those of rank 2 are seeded anew."
+    told = "with 2 processes of its roles, and this one has 3: the random generators of rank 2 are seeded anew."
     assert told in caplog.text
 
 

@@ -30,7 +30,7 @@ from verl.checkpoint.save.host_buffer import FAILED, WAIT_EVERY_S, HostBuffer, H
 from verl.checkpoint.save.save_request import SaveOutcome, SaveRequest, submit_failure
 from verl.checkpoint.save.snapshot import Snapshot, lay_out_request
 from verl.checkpoint.save.writer_process import END_TIMEOUT_S, START_TIMEOUT_S, WriterClient
-from verl.errors import CheckpointWriteFailed
+from verl.errors import CheckpointWriteFailed, error_text
 from verl.utils.progress import Progress, ProgressWatch
 
 log = logging.getLogger(__name__)
@@ -322,7 +322,7 @@ class CheckpointWriter:
         if error is not None:
             log.error("the checkpoint of step %d failed: %s", job.request.step, error)
         if error is not None and job.request.multi_writer is not None and not job.request.multi_writer.commits:
-            reason = f"{type(error).__name__}: {error}"
+            reason = error_text(error)
             submit_failure(self.store.disk, job.request.multi_writer.directory, job.request.multi_writer.name, reason)
         if job.transaction is not None:
             job.transaction.abort()  # after a publication only its lock is left

@@ -27,7 +27,7 @@ from verl.checkpoint.save.save_request import (
     collect_reports,
     submit_report,
 )
-from verl.errors import BadCheckpoint, CheckpointError, CheckpointNotFound
+from verl.errors import BadCheckpoint, CheckpointError, CheckpointNotFound, error_text
 
 log = logging.getLogger(__name__)
 
@@ -284,7 +284,7 @@ def _prune(store: CheckpointStore, retention: Retention | None) -> tuple[tuple[s
     try:
         return tuple(prune(store, retention)), None
     except CheckpointError as error:
-        return (), f"{type(error).__name__}: {error}"
+        return (), error_text(error)
 
 
 class _PhaseTimer:

@@ -430,7 +430,7 @@ def _statistics(runs: Sequence[RunRecord], groups: Sequence[Mapping[str, Any]]) 
     for group in groups if key else ():
         columns = [runs[index].column(key) for index in group["runs"]]
         values = [column.values[column.steps.index(step)] for column in columns]
-        results.append(dict(zip((runs[index].config.get(SEED) for index in group["runs"]), values, strict=True)))
+        results.append(dict(zip((str(runs[index].config.get(SEED)) for index in group["runs"]), values, strict=True)))
         interval = interval_over_seeds(values)
         why = "Student's t over {} seeds" if interval else "none: {} seeds, at least 3 are needed"
         mean = sum(values) / len(values)

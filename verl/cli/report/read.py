@@ -21,16 +21,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from verl.checkpoint.commit.fencing import RunLock
 from verl.checkpoint.read.compare import flat
 from verl.checkpoint.read.discovery import RunPointer, read_pointer
 from verl.compose.schema import ROOTS, root_of_run
 from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError
-from verl.tracking.jsonl import json_lines, json_object
+from verl.tracking.jsonl import json_lines, json_object, overrides_of
 from verl.trainer.state.lineage import ENVIRONMENT, FILE, events_of, read_events
-from verl.utils.external_input import read_text
+from verl.utils.external_input import LARGEST_RECORD, read_text
 
 MAX_CHAIN = 1000  # directories of a chain
 MAX_NOTE = 4000  # characters of the description of an anomaly
@@ -166,7 +164,8 @@ def read_run(directory: str | Path) -> RunRecord:
     if chain:
         run.code, run.identity = chain[-1]["code"], chain[-1]["identity"]
     for folder, rows in (("evals", run.evals), ("tokens", run.tokens)):
-        rows |= {step: [*json_lines(file)] for step, file in step_files(run, folder).items()}
+        for step, file in step_files(run, folder).items():
+            rows[step] = [row for row in json_lines(file) if isinstance(row.get("kind", ""), str)]
     return run
 
 
@@ -268,7 +267,7 @@ def _chain(path: Path) -> list[dict[str, Any]]:
     if directory is None or pointer is None:
         return []
     chain: list[dict[str, Any]] = []
-    events, run_id = read_events(directory), pointer.run_id
+    events, run_id = read_events(directory, below=False), pointer.run_id
     shift = os.path.relpath(path, directory)  # of a run beside its checkpoints, if both were moved
     while len(chain) < MAX_CHAIN and run_id not in [link["run_id"] for link in chain]:
         start = next((e for e in events if e["event"] == "run" and e["run_id"] == run_id), None)
@@ -293,35 +292,26 @@ def _chain(path: Path) -> list[dict[str, Any]]:
         run_id = parent["run_id"]
         if not any(e["run_id"] == run_id for e in events):  # saved elsewhere
             elsewhere = Path(parent["checkpoint"]).parent
-            events = read_events(elsewhere) if elsewhere.is_dir() else []
+            events = read_events(elsewhere, below=False) if elsewhere.is_dir() else []
     return chain[::-1]
 
 
 def _config(path: Path) -> dict[str, Any]:
     """Settings by path: `trainer.total_steps`."""
-    tree = read_yaml(path / "config.yaml")
-    return dict(flat(tree)) if tree and isinstance(tree, dict) else {}
-
-
-def read_yaml(file: Path) -> Any:
-    """The content of a YAML file; None if it cannot be read."""
-    try:
-        return yaml.load(read_text(file, errors="replace"), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    except (OSError, yaml.YAMLError, ValueError, RecursionError):
-        return None
+    return {key: value for key, value in flat(json_object(path / "config.yaml")) if key}
 
 
 def _command(path: Path, config: Mapping[str, Any]) -> str:
     """The command line, quoted for a shell."""
-    overrides = read_yaml(path / "overrides.yaml")
+    overrides = overrides_of(path)
     command = ROOTS[root_of_run(config.get("_target_"))].command
-    return shlex.join(["verl", command, *map(str, overrides)]) if isinstance(overrides, list) else ""
+    return shlex.join(["verl", command, *overrides]) if overrides is not None else ""
 
 
 def _anomalies(path: Path) -> Iterator[tuple[str, str]]:
     for directory in sorted((path / "anomalies").glob("*")):
         try:
-            yield str(directory), read_text(directory / "README.md", errors="replace")[:MAX_NOTE]
+            yield str(directory), read_text(directory / "README.md", "replace", LARGEST_RECORD)[:MAX_NOTE]
         except OSError:
             continue
 

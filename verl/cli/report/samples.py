@@ -13,7 +13,8 @@ from typing import Any
 from verl.checkpoint.read.discovery import LATEST
 from verl.errors import ConfigError
 from verl.storage.config import is_address
-from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping, read_text
+from verl.tracking.jsonl import lines_of
+from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping
 
 _log = logging.getLogger(__name__)
 
@@ -101,13 +102,8 @@ def read_tables(files: Iterable[Path]) -> Iterator[DumpedSample]:
     left out with a warning."""
     for file in files:
         number = file.stem.removeprefix("step_")
-        try:
-            lines = read_text(file).split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            _log.warning("%a is left out: %s", str(file), error)
-            continue
         bad = 0
-        for line in filter(str.strip, lines):
+        for line in filter(bytes.strip, lines_of(file)):
             try:
                 row = parse_mapping(line)
                 table, score = str(row.pop("table", "samples")), row.pop("score", None)

@@ -9,7 +9,9 @@ metrics.jsonl ── new lines ──> the console of the run            termina
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
+import socket
 import sys
 import time
 from http import HTTPStatus
@@ -22,13 +24,15 @@ import typer
 
 from verl.cli.console import echo, size
 from verl.cli.report.read import RUNNING, RunRecord, as_number, read_run, run_status
-from verl.errors import ConfigError
+from verl.errors import ConfigError, VerlError
 from verl.tracking.console import PAGE, Console, ConsoleTracker
 from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping, write_text
 
 INTERVAL_S = 1.0  # between two looks at the files
 FIRST_LINES = 10  # shown of what was there before
+LARGEST_METRICS = 2**30  # bytes that are read at once of a file, which may be sparse
 CHUNK_BYTES = 2**22  # of one answer with new lines
+MOST_REQUESTS, REQUEST_S = 32, 60.0  # served at once, and the time of each
 LOOPBACK = "127.0.0.1"
 HOSTS = (LOOPBACK, "localhost")  # a page of another name that resolves to this machine may not read it
 
@@ -63,7 +67,7 @@ def _follow(record: RunRecord) -> None:
     for row in lines[:-FIRST_LINES]:
         clock.set(row)
     tracker = ConsoleTracker(Console(), clock=clock.read)
-    tracker.start(record.name, {}, run_dir, total if isinstance(total, int) else None)
+    tracker.start(record.name, {}, run_dir, total if isinstance(total, int) and total < 2**53 else None)
     is_running, lines = True, lines[-FIRST_LINES:]
     try:
         while is_running or lines:
@@ -90,7 +94,7 @@ class _RunClock:
         time_s = as_number(row.get("time_s"))
         if time_s < self._last_s:  # the run was started again
             self._before_s += self._last_s
-        self._last_s = time_s if time_s >= 0 else self._last_s
+        self._last_s = time_s if 0 <= time_s < math.inf else self._last_s
 
     def read(self) -> float:
         return self._before_s + self._last_s
@@ -116,12 +120,12 @@ def _new_lines(file: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
     return rows, offset + len(data)
 
 
-def _new_bytes(file: Path, offset: int, most: int | None = None) -> bytes:
+def _new_bytes(file: Path, offset: int, most: int = LARGEST_METRICS) -> bytes:
     """The whole lines of a file from an offset on, at most `most` bytes of them; nothing if there is no file."""
     try:
         with open(open_regular(file), "rb") as lines:
             lines.seek(offset)
-            data = lines.read(-1 if most is None else most)
+            data = lines.read(most)
     except OSError:
         return b""
     return data[: data.rfind(b"\n") + 1]
@@ -148,6 +152,7 @@ class RunServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = MOST_REQUESTS
 
     def __init__(self, run_dir: Path, port: int = 0):
         try:
@@ -157,6 +162,7 @@ class RunServer(ThreadingHTTPServer):
                 f"--port is {port}: {error.strerror}. Give another one, or none for a free one."
             ) from error
         self.run_dir, self.token = run_dir, secrets.token_urlsafe(24)
+        self._began: dict[Any, float] = {}  # by connection, the oldest first
 
     @property
     def port(self) -> int:
@@ -165,6 +171,25 @@ class RunServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://{LOOPBACK}:{self.port}/{self.token}/"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        self._began[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        self._began.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Drop connections that take too long, and the oldest of too many."""
+        connections = [*self._began.items()]
+        for index, (request, began) in enumerate(connections):
+            if index < len(connections) - MOST_REQUESTS or time.monotonic() - began > REQUEST_S:
+                with contextlib.suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print nothing: clients that leave are no fault, and what an answer raises is in it."""
 
     def page(self) -> bytes:
         from verl.cli.report.page import report
@@ -178,6 +203,7 @@ class RunServer(ThreadingHTTPServer):
 
 class _PageHandler(BaseHTTPRequestHandler):
     server: Any  # a RunServer
+    timeout = 10.0  # s of one read or write
 
     def do_GET(self) -> None:
         address = urlsplit(self.path)
@@ -185,17 +211,21 @@ class _PageHandler(BaseHTTPRequestHandler):
         host = self.headers.get("Host", "").rpartition(":")[0] or self.headers.get("Host", "")
         if host not in HOSTS:
             self._send(HTTPStatus.FORBIDDEN, b"This page is for this machine alone.", "text/plain")
-        elif not secrets.compare_digest(token.encode(), self.server.token.encode()):
+        elif not secrets.compare_digest(token.encode(), self.server.token.encode()) or name not in ("", "metrics"):
             self._send(HTTPStatus.NOT_FOUND, b"No such page.", "text/plain")
-        elif name == "":
-            self._send(HTTPStatus.OK, self.server.page(), "text/html")
+        elif not self.server.run_dir.is_dir():
+            self._send(HTTPStatus.GONE, b"The directory of the run is not there any more.", "text/plain")
         elif name == "metrics":
-            offset = parse_qs(address.query).get("offset", ["0"])[0]
-            number = min(int(offset), 2**62) if offset.isascii() and offset.isdecimal() else 0
-            data = _new_bytes(self.server.run_dir / "metrics.jsonl", number, CHUNK_BYTES)
+            digits = parse_qs(address.query).get("offset", ["0"])[0]
+            offset = min(int(digits[:20]), 2**62) if digits.isascii() and digits.isdecimal() else 0
+            data = _new_bytes(self.server.run_dir / "metrics.jsonl", offset, CHUNK_BYTES)
             self._send(HTTPStatus.OK, data, "application/jsonl", run_status(self.server.run_dir))
         else:
-            self._send(HTTPStatus.NOT_FOUND, b"No such page.", "text/plain")
+            try:
+                page, status, kind = self.server.page(), HTTPStatus.OK, "text/html"
+            except (VerlError, OSError) as error:  # the run is being moved, or was damaged
+                page, status, kind = f"{type(error).__name__}: {error}".encode(), HTTPStatus.NOT_FOUND, "text/plain"
+            self._send(status, page, kind)
 
     def _send(self, status: HTTPStatus, body: bytes, kind: str, run_status: str = "") -> None:
         self.send_response(status)
@@ -210,8 +240,7 @@ class _PageHandler(BaseHTTPRequestHandler):
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self.wfile.write(body)
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing: the address holds the token."""

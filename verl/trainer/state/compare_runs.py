@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 from torch import Tensor
 
 from verl.checkpoint.core.checkpoint import Checkpoint
@@ -24,9 +23,10 @@ from verl.checkpoint.read.discovery import read_pointer
 from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.errors import CheckpointNotFound, ConfigError, end_cut
+from verl.tracking.jsonl import json_lines
 from verl.trainer.state.lineage import ENVIRONMENT, events_of, is_content
 from verl.trainer.state.training_identity import differences
-from verl.utils.external_input import ExternalInputError, parse_mapping, read_text
+from verl.utils.external_input import ExternalInputError, read_record
 
 TIMES = (
     "time_s",
@@ -144,13 +144,12 @@ def origin_of(run_dir: Path) -> RunOrigin:
     if not (run_dir / "config.yaml").is_file() or not (run_dir / "metrics.jsonl").is_file():
         raise ConfigError(f"{run_dir} is not the directory of a run: it needs config.yaml and metrics.jsonl.")
     try:
-        settings = yaml.safe_load(read_text(run_dir / "config.yaml"))
-        has_record = (run_dir / ENVIRONMENT).exists()
-        environment = parse_mapping(read_text(run_dir / ENVIRONMENT)) if has_record else None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # among them ExternalInputError
-        raise ConfigError(f"{run_dir} cannot be read: {error}") from error
-    if not isinstance(settings, dict):
-        raise ConfigError(f"{run_dir / 'config.yaml'} holds no settings.")
+        settings, environment = read_record(run_dir / "config.yaml"), read_record(run_dir / ENVIRONMENT)
+    except ExternalInputError as error:
+        raise ConfigError(str(error)) from error
+    for file, content in (("config.yaml", settings), (ENVIRONMENT, {} if environment is None else environment)):
+        if not isinstance(content, dict):
+            raise ConfigError(f"{run_dir / file} holds {_described(content)} and no mapping.")
     origin = RunOrigin(settings, environment=environment)
     origin.code = None if environment is None else environment.pop("code", None)
     try:
@@ -173,16 +172,12 @@ def steps_of(run_dir: Path) -> dict[int, dict[str, float]]:
         ConfigError: a line holds no metrics.
     """
     steps: dict[int, dict[str, float]] = {}
-    for line in read_text(run_dir / "metrics.jsonl", errors="replace").splitlines():
-        try:
-            record = parse_mapping(line)
-        except ExternalInputError:
-            continue
+    for record in json_lines(run_dir / "metrics.jsonl"):
         try:
             numbers = {key: float(x) for key, x in record.items() if key != "step" and not is_of_time(key)}
             steps.setdefault(int(record["step"]), {}).update(numbers)
         except (KeyError, TypeError, ValueError, OverflowError) as error:
-            raise ConfigError(f"{run_dir / 'metrics.jsonl'} has a line without metrics: {line[:80]}") from error
+            raise ConfigError(f"{run_dir}/metrics.jsonl has a line without metrics: {_described(record)}") from error
     return steps
 
 

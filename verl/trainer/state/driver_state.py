@@ -345,8 +345,8 @@ class GeneratorStates:
             new = [str(rank) for rank in range(len(ranks), size)]
             treatment = f"of rank {', '.join(new)} are seeded anew" if new else "of its further ranks are left out"
             _log.info(
-                "The checkpoint has the random generators of %d processes, and this run %d: those %s.",
-                len(ranks), size, treatment,
+                "The checkpoint is of a run with %s, and this one has %d: the random generators %s.",
+                f"{len(ranks)} processes of its roles" if ranks else "its roles in one process", size, treatment,
             )  # fmt: skip
         self._role.set_rng_states(ranks, seed).result()
 

@@ -25,6 +25,7 @@ from verl.checkpoint.core.checkpoint import open_checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory, RunPointer
 from verl.errors import BadCheckpoint
+from verl.tracking.jsonl import lines_of
 from verl.trainer.state.training_identity import DIGEST, differences, training_differences
 from verl.utils.env_check import accelerator, installed, num_cores, processor_name
 from verl.utils.external_input import (
@@ -33,7 +34,6 @@ from verl.utils.external_input import (
     checked_name,
     ends_with_partial_line,
     parse_mapping,
-    read_text,
     regular_opener,
     write_text,
 )
@@ -136,11 +136,15 @@ class EndEvent(LineageEvent):
 _KINDS: dict[Any, type[LineageEvent]] = {"run": RunEvent, "checkpoint": CheckpointEvent, "end": EndEvent}
 
 
-def read_events(directory: Path) -> list[dict[str, Any]]:
-    """The events recorded in a directory and all below it, in order of time; half a line is passed over."""
+def read_events(directory: Path, below: bool = True) -> list[dict[str, Any]]:
+    """The events recorded in a directory and all below it, in order of time; half a line is passed over.
+
+    Args:
+        below: False for the directory alone, as of a name that a file of others gives: it may be `/`.
+    """
     events = []
-    for file in sorted(Path(directory).rglob(FILE)):
-        for line in _lines(file):
+    for file in sorted(Path(directory).rglob(FILE)) if below else [Path(directory) / FILE]:
+        for line in lines_of(file):
             try:
                 entry = parse_mapping(line)
                 checked_as(_KINDS.get(entry.get("event"), LineageEvent), entry)
@@ -157,16 +161,8 @@ def events_of(pointer: RunPointer, run_dir: Path) -> list[dict[str, Any]]:
     """The events of the last start of a training in a run directory, in order of time; empty if there is no record."""
     for directory in pointer.places(run_dir.absolute())[:2]:
         if (directory / FILE).is_file():
-            return [event for event in read_events(directory) if event["run_id"] == pointer.run_id]
+            return [event for event in read_events(directory, below=False) if event["run_id"] == pointer.run_id]
     return []
-
-
-def _lines(file: Path) -> list[str]:
-    try:
-        return read_text(file, errors="replace").splitlines()
-    except OSError as error:
-        _log.warning("%s is not read: %s", file, error)
-        return []
 
 
 def code_version() -> dict[str, Any]:
