@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-<<<<<<< HEAD
 from collections.abc import Iterator, Mapping
-from typing import Any
-=======
-from collections.abc import Mapping
 from typing import Any, ClassVar
->>>>>>> main
 
 import torch
 from pydantic import NonNegativeFloat
