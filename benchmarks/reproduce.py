@@ -3,7 +3,7 @@
     python benchmarks/reproduce.py [NAME ...] [--seeds 0 1 2] [--steps N] [--trl] [--overrides KEY=VALUE ...]
 
 NAME is an experiment of conf/experiment/ (`make reproduce NAME=smollm2_json`). Each run is a process; what has finished
-below build/reproduce/ is not run again. Writes docs/results/NAME.json, NAME.png and the table docs/results/README.md.
+below build/reproduce/ is not run again. Writes docs/results/NAME.json, NAME.png and the page docs/results/recipes.md.
 
 The same on both sides: prompts and samples of a step, one optimizer step for each batch, the loss (clipped at 0.2, mean
 over the tokens of a response and over responses, no KL term), advantages over the standard deviation of the group,
@@ -176,7 +176,8 @@ def reproduce(name: str, options: argparse.Namespace) -> None:
                     subprocess.run(command, check=True, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT)
             sides["TRL"].append(json.loads(file.read_text()))
             print(f"{name} seed {seed}, TRL: reward {sides['TRL'][-1]['reward'][-1]:.3f}", flush=True)
-    found = {"name": name, "machine": machine(), "seeds": options.seeds, "overrides": overrides, "sides": sides}
+    found = {"name": name, "machine": machine(), "seeds": options.seeds, "overrides": overrides, "note": options.note}
+    found["sides"] = sides
     OUT.mkdir(parents=True, exist_ok=True)
     (OUT / f"{name}.json").write_text(json.dumps(found, separators=(",", ":")) + "\n")
     draw(found)
@@ -221,6 +222,7 @@ def table() -> str:
             "",
             f"{found['machine']}; seeds {', '.join(map(str, found['seeds']))}{changed}.",
         ]
+        lines[-1] += f" {found['note']}" if found["note"] else ""
         lines += ["", f"![reward against steps]({found['name']}.png)", "", HEADER, "|---|---|---|---|---|---|---|"]
         lines += [row(side, runs) for side, runs in found["sides"].items()]
         middle = {side: spread(step_seconds(runs, "step"))[0] for side, runs in found["sides"].items()}
@@ -261,6 +263,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int)
     parser.add_argument("--trl", action="store_true", help="run TRL beside it")
+    parser.add_argument("--note", default="", help="a sentence about these runs, for the page")
     parser.add_argument("--side", nargs=3, metavar=("NAME", "SEED", "FILE"), help=argparse.SUPPRESS)
     parser.add_argument("--overrides", nargs="*", default=[])
     options = parser.parse_args()
@@ -272,7 +275,7 @@ def main() -> None:
         sys.exit(f"there is no recipe {', '.join(sorted(unknown))}: choose of {', '.join(RECIPES)}")
     for name in options.names or RECIPES:
         reproduce(name, options)
-    (OUT / "README.md").write_text(table())
+    (OUT / "recipes.md").write_text(table())
 
 
 if __name__ == "__main__":
