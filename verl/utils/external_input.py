@@ -24,6 +24,7 @@ T = TypeVar("T")
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
 LONGEST_PATH = 4096
+LONGEST_NAME = 255  # bytes of a part of a path, in the usual file systems
 LARGEST_FILE = 2**53  # bytes, more than any file system supports
 LARGEST_RECORD = 2**24  # bytes of a file that is read whole, and of a line
 LARGEST_YAML = 2**20  # bytes
