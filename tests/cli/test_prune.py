@@ -12,7 +12,6 @@ import yaml
 from cli.report.run_files import run_directory
 from typer.testing import CliRunner
 
-from verl.checkpoint.commit.fencing import RunLock
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.read.discovery import POINTER
 from verl.checkpoint.retention import pin
@@ -120,14 +119,6 @@ def test_a_run_with_a_pinned_checkpoint_stays(project, inside):
     age(project)
     assert f"saved/{name} is pinned" in prune("--yes")
     assert run_dir.is_dir()
-
-
-def test_a_run_in_which_another_run_saves_stays(project):
-    lock = RunLock(project / "outputs/sft/saved", "c", {})
-    assert lock.acquire() is None
-    age(project)
-    assert "a running process saves in" in prune("--yes")
-    lock.release()
 
 
 @pytest.mark.parametrize("place", ["link", "pins"])

@@ -441,7 +441,6 @@ def test_a_path_that_is_too_long_is_told_by_its_setting(given, run_script, tmp_p
     assert done.returncode == 2, done.stderr
     assert given.split()[-1].partition("=")[0] in done.stderr
     assert "Traceback" not in done.stderr
-    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("given", [".", "a//b/../c"])

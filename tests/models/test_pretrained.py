@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
+from verl.models.model_files import asks_hub
 from verl.models.pretrained import VALUE_HEAD_FILE, Pretrained
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
@@ -257,6 +258,7 @@ def test_a_negative_size_is_told_before_anything_is_loaded(sizes, dir32, tmp_pat
 
 @pytest.mark.parametrize("is_asked_for", [True, False])
 def test_without_the_hub_a_name_that_is_not_in_the_cache_is_told_at_once(is_asked_for, monkeypatch):
+    asks_hub.cache_clear()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_asked_for)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ConfigError) as refusal:

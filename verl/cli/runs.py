@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import re
 import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -25,7 +25,7 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.compare import flat
-from verl.checkpoint.read.discovery import FORMAT, RUN_LOCK, CheckpointDirectory
+from verl.checkpoint.read.discovery import PINS, RUN_LOCK, CheckpointDirectory
 from verl.checkpoint.retention import pins
 from verl.cli.console import (
     FOUND,
@@ -42,14 +42,7 @@ from verl.errors import CheckpointError, ConfigError, end_cut
 from verl.tracking.base import HEADLINE, short
 from verl.tracking.jsonl import json_object
 from verl.trainer.state.lineage import forest, read_events
-from verl.utils.external_input import (
-    ExternalInputError,
-    open_regular,
-    parse_as,
-    parse_mapping,
-    printable,
-    read_text,
-)
+from verl.utils.external_input import ExternalInputError, open_regular, parse_as, parse_mapping, printable, read_text
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -65,11 +58,8 @@ SHOWN = 6  # limit for configuration differences and for removed checkpoints
 LONGEST_TEXT = 1024  # characters of a path in the settings of a run
 REFERENCE = r"\$\{([\w.]+)\}"  # to another setting
 TREE_WIDTH = 1000  # of a pipe or a file, which has none
+Inode = tuple[int, int]  # device and number of a file or directory, the same under all of its names
 COLORS = {"finished": "green", "stopped": "green", "interrupted": "yellow", "restarting": "yellow", "failed": "red"}
-
-
-Inode = tuple[int, int]
-"""Device and number of a file or directory, the same under all of its names."""
 
 
 @dataclass
@@ -255,9 +245,8 @@ def _removable(roots: Sequence[Path], older_than_s: float) -> tuple[list[ListedR
 def _all_events(roots: Sequence[Path], listed: Sequence[ListedRun]) -> list[dict[str, Any]]:
     """Starts of runs recorded below some directories, in the default directory, and wherever a listed run saves."""
     below = {path.resolve() for path in (*roots, *ROOTS, CHECKPOINTS) if path.is_dir()}
-    saved = {_upwards(place)[0] for run in listed for place in _save_dirs(run.directory)}
-    events = [event for path in below for event in read_events(path)]
-    events += [event for path in saved if not below & {*_upwards(path)} for event in read_events(path, below=False)]
+    saved = {place for run in listed for place in _save_dirs(run.directory)}
+    events = itertools.chain(*map(read_events, below), *(read_events(path, below=False) for path in saved))
     return [event for event in events if event["event"] == "run"]
 
 
@@ -303,13 +292,10 @@ def _needed_by(
 
 
 def _protected(run: ListedRun) -> str | None:
-    """Why a run stays whatever the others name: a process works in it, or a checkpoint of it is pinned."""
-    inside = [Path(root) for root, _, names in os.walk(run.directory) if not {FORMAT, RUN_LOCK}.isdisjoint(names)]
-    for directory in inside:
-        if RunLock.is_held_here(directory) or RunLock.holder_of(directory) is not None:
-            return f"a running process saves in {directory}"
-        if (host := _lock_host(directory)) not in ("", socket.gethostname()):
-            return f"its lock is of {host}, where it may be running: if it is not, remove {directory / RUN_LOCK}"
+    """Why a run stays whatever the others name: it may be running, or a checkpoint of it is pinned."""
+    if (host := _lock_host(run.directory)) not in ("", socket.gethostname()):
+        return f"its lock is of {host}, where it may be running: if it is not, remove its {RUN_LOCK}"
+    inside = [Path(root) for root, names, _ in os.walk(run.directory) if PINS in names]
     for directory in (*inside, *_save_dirs(run.directory)):
         store = CheckpointStore(directory)
         try:
@@ -328,22 +314,14 @@ def _named_in(tree: Any, run_dir: Path) -> frozenset[Inode]:
     started in a directory above its own, or in this one.
     """
     settings = {key: str(value) for key, value in flat(tree)}
-    texts = {re.sub(REFERENCE, lambda key: settings.get(key[1], ""), str(text)) for text in _leaves(tree)}
-    paths = [os.path.expanduser(text.removeprefix("file://")) for text in texts if "/" in text and "\0" not in text]
+    text = re.sub(REFERENCE, lambda key: settings.get(key[1], ""), json.dumps(tree, ensure_ascii=False))
+    paths = [os.path.expanduser(x.removeprefix("file://")) for x in {*text.split('"')} if "/" in x]
     used: set[Inode] = set()
     for place in dict.fromkeys([Path.cwd(), *run_dir.resolve().parents]):
         for path in paths:
             if len(path) <= LONGEST_TEXT and os.path.lexists(place / (path.partition("/")[0] or "/")):
                 used |= _passed(place / path)
     return frozenset(used)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Keys and values at the ends of a tree."""
-    for item in value if isinstance(value, list) else [*value, *value.values()] if isinstance(value, dict) else ():
-        yield from _leaves(item)
-    if not isinstance(value, dict | list):
-        yield value
 
 
 @functools.lru_cache(maxsize=2**18)
@@ -382,8 +360,7 @@ def _remove(run_dir: Path) -> bool:
     if lock.acquire() is not None:
         return False
     try:
-        # Nobody starts a run in this directory.
-        unnamed = Path(tempfile.mkdtemp(prefix=f".{run_dir.name}.removed-", dir=run_dir.parent))
+        unnamed = run_dir.with_name(f".{run_dir.name}.removed")  # nobody starts a run in this directory
         run_dir.rename(unnamed)
         shutil.rmtree(unnamed)
     finally:

@@ -173,27 +173,20 @@ def damage_explained(path: str) -> Iterator[None]:
         raise
 
 
+@lru_cache(maxsize=1)
 def asks_hub() -> bool:
     """Whether files are looked for on the hub. One that does not answer is not asked again by this process: each file
     would be tried six times, in 23 s, before that in the cache is used.
     """
-    from huggingface_hub import constants
-
-    if not constants.HF_HUB_OFFLINE and not _answers(constants.ENDPOINT):
-        constants.HF_HUB_OFFLINE = True
-    return not constants.HF_HUB_OFFLINE
-
-
-@lru_cache(maxsize=4)
-def _answers(endpoint: str) -> bool:
-    from huggingface_hub import get_session
+    from huggingface_hub import constants, get_session
 
     try:
-        get_session().head(endpoint, timeout=HUB_S)
+        if not constants.HF_HUB_OFFLINE:
+            get_session().head(constants.ENDPOINT, timeout=HUB_S)
     except Exception as error:  # noqa: BLE001 - of the transport, which differs between versions
-        log.warning("%s does not answer (%s): only what is in the cache is used.", endpoint, error_text(error))
-        return False
-    return True
+        log.warning("The hub does not answer (%s): only what is in the cache is used.", error_text(error))
+        constants.HF_HUB_OFFLINE = True
+    return not constants.HF_HUB_OFFLINE
 
 
 def unloadable_error(path: str, what: str, error: BaseException) -> ConfigError:
