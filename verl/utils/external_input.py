@@ -94,7 +94,7 @@ def _depth(value: list | dict) -> int:
     return 1 + max((_depth(x) for x in inside if isinstance(x, (dict, list))), default=0)
 
 
-def _parse_yaml(data: bytes) -> Any:
+def parse_yaml(data: bytes) -> Any:
     """Parse YAML as the JSON values that it stands for; aliases are refused, since they multiply."""
     import yaml
 
@@ -254,7 +254,7 @@ def read_record(file: Path) -> Any:
     Raises:
         ExternalInputError: it cannot be read; the message includes the path.
     """
-    parse, most = (_parse_yaml, LARGEST_YAML) if file.suffix == ".yaml" else (parse_json, LARGEST_RECORD)
+    parse, most = (parse_yaml, LARGEST_YAML) if file.suffix == ".yaml" else (parse_json, LARGEST_RECORD)
     try:
         with open(open_regular(file), "rb") as stream:
             data = stream.read(most + 1)
