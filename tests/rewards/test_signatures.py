@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from verl.component import BuildContext
-from verl.errors import ConfigError, RewardError
+from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.rewards.base import missing_columns
 from verl.rewards.function import CallableReward, RewardFunction
@@ -79,10 +79,28 @@ def test_a_function_of_trl_gets_messages_of_chats():
     assert list(CallableReward(f).score(batch)["score"]) == [1.0, 0.0]
 
 
-def test_a_function_of_a_batch_is_refused_for_single_samples(tmp_path):
-    (tmp_path / "score.py").write_text("def f(completions, **kwargs):\n    return [0.0 for c in completions]\n")
-    with pytest.raises(ConfigError, match="per_sample"):
-        RewardFunction(path=f"{tmp_path}/score.py:f", per_sample=True)
+@pytest.mark.parametrize(("result", "scores"), [("0.5", [0.5, 0.5]), ("None", [None, None])])
+def test_a_function_of_a_batch_may_be_called_for_each_sample(result, scores, tmp_path):
+    (tmp_path / "score.py").write_text(f"def f(completions, **kwargs):\n    return [{result} for c in completions]\n")
+    reward = RewardFunction(path=f"{tmp_path}/score.py:f", per_sample=True).build(BuildContext())
+    try:
+        assert list(reward.score(batch_of())["score"]) == scores
+    finally:
+        reward.close()
+
+
+@pytest.mark.parametrize("columns", [{"reward_model": [{"ground_truth": "2"}, None]}, {"answer": ["2", "4"]}])
+def test_a_function_of_verl_may_be_given_as_an_object(columns):
+    from verl.trainer.api.from_objects import reward_from_object
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+        assert not kwargs
+        return float(solution_str == ground_truth)
+
+    described = reward_from_object(compute_score)
+    assert not list(missing_columns(described, columns, "rows"))
+    assert list(missing_columns(described, {"label": ["2"]}, "rows"))
+    assert list(described.build(BuildContext()).score(batch_of(**columns))["score"]) == [1.0, 0.0]
 
 
 def test_functions_of_our_own_signature_with_such_columns_stay_as_they_are():

@@ -78,7 +78,7 @@ class SumOfRewards(Reward):
         ratings = {name: reward.apply(rating.inner[name], batch) for name, reward in self.parts.items()}
         total, parts, columns = np.zeros(len(batch)), {}, {}
         for name, rating in ratings.items():
-            total = total + self.weights[name] * np.where(np.isnan(rating.scores), 0.0, rating.scores)
+            total = total + self.weights[name] * np.nan_to_num(rating.scores)
             parts[name] = rating.scores
             parts |= {f"{name}_{inner}": values for inner, values in rating.parts.items()}
             columns |= {f"{name}_{inner}": values for inner, values in rating.columns.items()}
