@@ -307,3 +307,10 @@ def test_each_way_in_which_hydra_fails_to_compose_has_words_of_ours(overrides, s
     (told,) = composition_faults("ppo", failed.value)
     assert told.startswith(said)
     assert "cannot be composed" not in told
+
+
+@pytest.mark.parametrize("words", [["--resume_from_checkpoint", "runs/a b"], ["--resume-from-checkpoint=runs/a b"]])
+def test_the_flag_of_other_scripts_that_resumes_is_answered_by_the_setting(words):
+    _, assigned = command_line("ppo", words)
+    (fault,) = assigned.faults
+    assert "resume='runs/a b'" in fault or "resume=runs/a b" in fault

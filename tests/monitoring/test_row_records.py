@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from verl.monitoring.ppo_metrics import evaluated_rows, token_rows, token_texts
+from verl.monitoring.ppo_metrics import clipped_ratio, evaluated_rows, token_rows, token_texts
 from verl.protocol import DataProto
 
 
@@ -69,3 +69,12 @@ def test_every_response_of_an_evaluation_is_a_record_of_its_kind(tokenizer):
         {"kind": "greedy", "prompt_id": 11, "sample_id": 0, "score": 2.0, "tokens": 4, "success": True},
         {"kind": "without_tools", "prompt_id": 10, "sample_id": 0, "score": 0.5, "tokens": 2, "success": False},
     ]
+
+
+def test_a_response_is_clipped_if_it_is_as_long_as_the_limit_without_a_stop_token_at_its_end():
+    responses = torch.tensor([[5, 5, 5], [5, 5, 1], [5, 1, 0], [5, 5, 7]])
+    mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [1, 1, 1]], dtype=torch.bool)
+    batch = DataProto.from_dict({"responses": responses, "response_mask": mask})
+    assert clipped_ratio(batch, 3, [1]) == 0.5
+    assert clipped_ratio(batch, 3, [1, 7]) == 0.25
+    assert clipped_ratio(batch, 4, [1]) == 0.0

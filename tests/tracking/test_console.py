@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console as RichConsole
 
-from verl.tracking.console import Console, ConsoleTracker, set_command
+from verl.tracking.console import Console, ConsoleTracker, sample_line, set_command
 
 
 def screen(terminal: bool) -> RichConsole:
@@ -301,3 +301,22 @@ undo()
         assert process.wait() == 0
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     assert "tracker.console FAILED" in (tmp_path / "run.log").read_text()
+
+
+def test_of_a_chat_the_last_turn_and_the_response_share_the_line():
+    row = {"prompt_text": "<user>" + "x" * 90, "response_text": "The answer is 4, because 2+2=4.", "score": 1.0}
+    row |= {"level": "easy" * 9, "subject": "sums" * 9, "answer": "4" * 30, "last_turn": "What is 2+2? Think first."}
+    line = sample_line("train sample", row, 100)
+    assert len(line) <= 100
+    assert "What is 2+2?" in line
+    assert "The answer is 4" in line
+    assert "<user>" not in line
+
+
+def test_the_share_of_cut_responses_has_a_column_when_it_is_above_a_tenth():
+    console = screen(terminal=False)
+    tracker = ConsoleTracker(Console(every_s=0), console)
+    tracker.start("verl/ppo", {}, Path("/out"), 9)
+    for step, share in enumerate((0.1, 0.25), start=1):
+        tracker.log({"reward/mean": 1.0, "rollout/clipped_ratio": share}, step)
+    assert ["clipped 0.25" in line for line in shown(console).splitlines()[1:3]] == [False, True]

@@ -37,7 +37,7 @@ def assert_as_recorded(found, expected, first_step=0, rounding=1e-4):
     recorded = {step: numbers for step, numbers in expected["steps"].items() if int(step) >= first_step}
     for step, numbers in recorded.items():
         numbers = {key: x for key, x in numbers.items() if not is_of_time(key)}  # as `steps_of` leaves them out
-        mine = {key: x for key, x in found["steps"][step].items() if key not in expected["varying"]}
+        mine = {key: x for key, x in found["steps"][step].items() if key in numbers}  # there may be further metrics
         if first_step:
             numbers, mine = ({k: x for k, x in part.items() if k in found["steps"][step]} for part in (numbers, mine))
         if script.machine() == expected["machine"]:

@@ -192,6 +192,9 @@ def _flags(arguments: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
             flags += [argument] if sign else [argument, waiting.pop(0)]
         elif name in WITH_VALUE:
             faults.append(f"{name} needs a value: {name} {'job' if name in SHOWS_ONLY else 'VALUE'}.")
+        elif re.fullmatch(r"--resume([_-]from([_-]\w+)*)?", name):
+            value = argument.partition("=")[2] or (waiting.pop(0) if waiting else "PATH")
+            faults.append(f"{name} is a flag of scripts/train.py: here write resume={value}.")
         else:
             faults.append(_no_flag(argument))
     names = [flag.partition("=")[0] for flag in flags]

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from verl.checkpoint.core.manifest import MANIFEST
-from verl.checkpoint.read.discovery import FORMAT, LATEST, POINTER, CheckpointDirectory
+from verl.checkpoint.read.discovery import FORMAT, LATEST, POINTER, POLICY_RECORD, CheckpointDirectory
 from verl.checkpoint.resume_point import ResumePoint, find
+from verl.component import as_plain
 from verl.compose.command_line import parse_overrides
 from verl.compose.compose import apply_values, compose_root
 from verl.compose.overrides import assign
@@ -27,21 +28,31 @@ from verl.data.arithmetic import ArithmeticPreferences, ArithmeticPrompts
 from verl.data.base import PromptSource
 from verl.data.calculator import CalculatorPrompts
 from verl.data.guess_number import GuessNumberPrompts
+from verl.data.readers import columns_of
 from verl.environments.base import EnvironmentDescription
 from verl.errors import CheckpointNotFound, ConfigError
+from verl.models.own_module import ModuleModel
 from verl.models.pretrained import Pretrained
+from verl.rewards.base import Reward
 from verl.rollout.base import Rollout
+from verl.tracking.jsonl import json_object
 from verl.utils.redact import redact
 from verl.workers.load_state import RestoreSource
 
 _log = logging.getLogger(__name__)
 
 UNKNOWN_CONTEXT = 4096  # tokens of prompt and response, for a model without a known context length
+MOST_NEW_TOKENS = 1024  # of a response, where neither the model nor a run says how many
 BUILT_IN: tuple[type[PromptSource], ...] = (ArithmeticPrompts, CalculatorPrompts, GuessNumberPrompts)
+OF_RESPONSES = ("reward", "rollout", "environment")  # groups of which an evaluation by loss has none
+SAMPLING = ("temperature", "top_k", "top_p", "max_new_tokens", "min_new_tokens", "stop_token_ids")
+IN_MEMORY = "verl.trainer.api.from_objects."  # components that no command can name
 AGENT_PROGRAM = "verl.serving.agent_program.AgentProgram"
 OF_FILES = {"ppo": "verl.data.files.PromptFiles", "sft": "verl.data.files.SFTFiles"}
+FILES_OPTION = {"ppo": "files", "sft": "sft_files"}
 EVALUATED = {"ppo": "verl.data.files.EvaluatedPrompts", "sft": "verl.data.files.EvaluatedSequences"}
 UNTRAINED: dict[str, Any] = {  # replaces the parts that only training needs
+    "actor._target_": "verl.workers.actor.EvaluatedActor",
     "actor.lora": None,
     "sharding": {"_target_": "verl.engines.sharding.NoSharding"},
     "tracker": {"_target_": "verl.tracking.base.Trackers"},
@@ -74,15 +85,45 @@ class SavedPolicy:
     Attributes:
         actor: Hugging Face directory of a model or an adapter.
         point: the checkpoint of the weights; None for plain weights.
+        record: `policy.json` of the run that wrote plain weights; empty if there is none.
     """
 
     actor: Path
     point: ResumePoint | None = None
+    record: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def step(self) -> int:
         """Training step of the weights; 0 if unknown."""
-        return 0 if self.point is None else self.point.step
+        step = self.record.get("step", 0) if self.point is None else self.point.step
+        return step if type(step) is int and step >= 0 else 0
+
+    @property
+    def config(self) -> Any:
+        """The configuration that trained the weights; None if unknown. Anybody may have written it."""
+        return self._recorded("config")
+
+    @property
+    def has_chats(self) -> bool | None:
+        """Whether the training rendered rows by the chat template; None if unknown."""
+        found = self._recorded("progress", "has_chats")
+        return found if isinstance(found, bool) else None
+
+    def load_reward(self, reward: Reward) -> None:
+        """Load the statistics that the reward of the training has learned.
+
+        Raises:
+            CheckpointCorrupt, ConfigError: what was saved is of another form.
+        """
+        if self.point is not None:
+            with self.point.understanding("scheduler/state.json"):
+                reward.load_state_dict(self.point.read_json("scheduler/state.json").get("reward", {}))
+        elif learned := self.record.get("reward"):
+            try:
+                reward.load_state_dict(learned)
+            except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+                file = self.actor.parent / POLICY_RECORD
+                raise ConfigError(f"reward of {file} is no state of {type(reward).__name__}: remove it.") from error
 
     @property
     def origin(self) -> Path:
@@ -91,7 +132,10 @@ class SavedPolicy:
 
     def saved(self, *path: str) -> Any:
         """The node of the saved configuration at some keys; None if there is none."""
-        node: Any = None if self.point is None else self.point.state.get("config")
+        return self._recorded("config", *path)
+
+    def _recorded(self, *path: str) -> Any:
+        node: Any = self.record if self.point is None else self.point.state
         for key in path:
             node = node.get(key) if isinstance(node, dict) else None
         return node
@@ -115,10 +159,12 @@ def locate_policy(path: str) -> SavedPolicy:
     directory = _last_trained() if path == LATEST else Path(path).expanduser().absolute()
     if not directory.is_dir():
         raise ConfigError(f"PATH is {path!r}: no such directory. Give a checkpoint, a run, or a directory of a model.")
+    if directory.name == "actor" and (directory.parent / MANIFEST).exists():
+        directory = directory.parent
     if _is_model(directory):
-        return SavedPolicy(directory)
+        return SavedPolicy(directory, record=json_object(directory.parent / POLICY_RECORD))
     if not any((directory / name).exists() for name in (POINTER, MANIFEST)) and _is_model(directory / "actor"):
-        return SavedPolicy(directory / "actor")  # final weights of a run without checkpoints
+        return locate_policy(str(directory / "actor"))  # of a run without checkpoints
     point = find(str(directory), directory, verify=False)  # the files in use are hashed below
     assert point is not None, "only `latest` may find nothing"
     saved = SavedPolicy(point.checkpoint.directory / "actor", point)
@@ -129,26 +175,53 @@ def locate_policy(path: str) -> SavedPolicy:
     return saved
 
 
-def root_of(saved: SavedPolicy) -> str:
-    """The root that evaluates a policy: `sft` if it was trained by that, else `ppo`."""
-    root = root_of_run(saved.saved("_target_"))
-    return root if root in UNTRAINED_OF else "ppo"
+def root_of(saved: SavedPolicy, overrides: Sequence[str] = (), file: Path | None = None) -> str:
+    """The root that evaluates a policy: `sft`, by its loss, if it was trained by that, unless a reward or a rollout is
+    asked for or the file has no texts to learn; else `ppo`, by its responses."""
+    if root_of_run(saved.saved("_target_")) != "sft" or any(text.startswith(OF_RESPONSES) for text in overrides):
+        return "ppo"
+    columns = None if file is None else columns_of([file])
+    named = [saved.saved("data", key) for key in ("completion_key", "messages_key")]
+    learned = {"completion", "response", "messages", *(name for name in named if isinstance(name, str))}
+    return "sft" if columns is None or columns & learned else "ppo"
 
 
-def has_own_rows(saved: SavedPolicy) -> bool:
+def has_own_config(saved: SavedPolicy, root: str) -> bool:
+    """Whether a run of this root trained the policy, so that data, reward and sampling are those of the run."""
+    return saved.config is not None and root_of_run(saved.saved("_target_")) == root
+
+
+def has_own_rows(saved: SavedPolicy, root: str) -> bool:
     """Whether `policy_run` takes data of the run; those of preferences are none, but sums are in the built-in pairs."""
-    is_run = saved.point is not None and root_of_run(saved.saved("_target_")) in UNTRAINED_OF
-    return is_run or saved.saved("data", "_target_") == f"{ArithmeticPreferences.__module__}.ArithmeticPreferences"
+    built_in_pairs = f"{ArithmeticPreferences.__module__}.{ArithmeticPreferences.__qualname__}"
+    return has_own_config(saved, root) or saved.saved("data", "_target_") == built_in_pairs
 
 
 def trained_on_texts(saved: SavedPolicy) -> bool:
-    """Whether the prompts of the training were texts, as those of the built-in data are, so that its policy has never
-    seen a chat template. An agent program talks to an endpoint, which renders chats."""
-    texts = {f"{source.__module__}.{source.__qualname__}" for source in BUILT_IN if source.prompts_are_texts}
-    return saved.saved("data", "_target_") in texts and saved.saved("environment", "_target_") != AGENT_PROGRAM
+    """Whether the prompts of the training were texts, so that its policy has never seen a chat template. An agent
+    program talks to an endpoint, which renders chats."""
+    if saved.saved("environment", "_target_") == AGENT_PROGRAM:
+        return False
+    modules = {source.__module__ for source in BUILT_IN if source.prompts_are_texts}
+    is_built_in = str(saved.saved("data", "_target_")).rpartition(".")[0] in modules
+    return is_built_in if saved.has_chats is None else not saved.has_chats
 
 
-def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), file: Path | None = None) -> Any:
+def response_limit(model: Path) -> int:
+    """The most tokens of a response of a model: of its `generation_config.json`, or half of its context, at most
+    `MOST_NEW_TOKENS`."""
+    context = Pretrained(path=str(model)).max_positions() or UNKNOWN_CONTEXT
+    named = json_object(model / "generation_config.json").get("max_new_tokens")
+    return named if isinstance(named, int) and 0 < named < context else max(1, min(MOST_NEW_TOKENS, context // 2))
+
+
+def policy_run(
+    saved: SavedPolicy,
+    root: str,
+    overrides: Sequence[str] = (),
+    file: Path | None = None,
+    as_chats: bool | None = None,
+) -> Any:
     """Compose a run that evaluates a policy, from the configuration that trained it without the parts for training.
 
     Args:
@@ -156,6 +229,8 @@ def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), fil
         root: `ppo` or `sft`; if another root trained the policy, the default configuration of `root` is used.
         overrides: as on the command line.
         file: data file that replaces the data of the configuration.
+        as_chats: texts in the file become user messages of the chat template, if there is one; None unless the policy
+            was trained on texts.
     Returns:
         A `PPORun` or an `SFTRun`.
     Raises:
@@ -169,24 +244,49 @@ def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), fil
     options = [(group, text) for group, _, text in (option.partition("=") for option in assigned.options)]
     named = {**dict(options), **dict(assigned.values)}
     used = AllowedConfig()
-    if saved.point is not None and root_of_run(saved.saved("_target_")) == root:
+    if is_own := has_own_config(saved, root):
         replaced = () if file is None else ("data",)
-        used = allowed_config(saved.saved(), root, named, saved.description, replaced)
+        used = allowed_config(saved.config, root, named, saved.description, replaced)
         _warn_of_own_code(saved, named)
     if problems := [*used.faults, *_model_faults(saved, named)]:
         raise ConfigError([*faults, *assigned.faults, *problems])
-    config = compose_root(root, ["actor=pretrained"])
+    # Nothing of another run: the option of the built-in sums also sets lengths and a temperature
+    data = [f"data={FILES_OPTION[root]}"] if file is not None or is_own else []
+    base = ["actor=pretrained", *data, *(f"data={text}" for group, text in options if group == "data" and not file)]
+    config = compose_root(root, base)
     apply_values(config, [*UNTRAINED.items(), *UNTRAINED_OF[root].items(), *_flat(used.parts)])
     settings = used.parts.get("actor", {}).get("model", {})  # dtype and attention as in training
     target = f"{Pretrained.__module__}.{Pretrained.__name__}"
     apply_values(config, [("actor.model", {"_target_": target, **settings, "path": str(saved.actor)})])
-    chosen = compose_root(root, [f"{group}={text}" for group, text in options])
+    chosen = compose_root(root, [*base, *(f"{group}={text}" for group, text in options)])
     apply_values(config, [(group, OmegaConf.to_container(chosen, resolve=False)[group]) for group, _ in options])  # type: ignore[index]
+    if is_own and "rollout" in dict(options):  # another engine, which samples as the run did
+        known = {key: saved.saved("rollout", key) for key in SAMPLING}
+        apply_values(config, [(f"rollout.{key}", value) for key, value in known.items() if value is not None])
+    if file is not None and root == "ppo" and not is_own:
+        apply_values(config, [("rollout.max_new_tokens", response_limit(saved.actor))])
     if file is not None:
         assigned.values = [pair for pair in assigned.values if pair[0] not in ("data", "data._target_")]  # replaced
         apply_values(config, [("data", _data(config, root, file, dict(assigned.values)))])
+        if root == "ppo":
+            apply_values(config, [("data.as_chats", not trained_on_texts(saved) if as_chats is None else as_chats)])
     apply_values(config, assigned.values)
     return validate(config, [*faults, *assigned.faults])
+
+
+def policy_words(run: Any) -> dict[str, list[str]]:
+    """Words that `verl eval` and `verl generate` need beside the directory of a run, because its saved configuration is
+    not trusted to name code, files or servers; without a command that cannot use the run."""
+    config, model = as_plain(run), run.actor.model
+    root = root_of_run(config["_target_"])
+    if isinstance(model, ModuleModel):
+        return {}
+    trusted = ["actor.model.trust_remote_code=true"] * bool(getattr(model, "trust_remote_code", False))
+    of_episodes = allowed_config(config, root, {"reward": ""}, "", ("data",)).words if root == "ppo" else []
+    words = {"generate": [*of_episodes, *trusted]}
+    if root in UNTRAINED_OF:
+        words["eval"] = [*allowed_config(config, root, {}, "").words, *trusted]
+    return {name: found for name, found in words.items() if not any(IN_MEMORY in word for word in found)}
 
 
 def _flat(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

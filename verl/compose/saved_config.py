@@ -87,10 +87,12 @@ class AllowedConfig:
     Attributes:
         parts: nodes by root key, without interpolations.
         faults: one sentence per value that the run would use and that the user did not name.
+        words: of a command line, that name these values.
     """
 
     parts: dict[str, Any] = dataclasses.field(default_factory=dict)
     faults: list[str] = dataclasses.field(default_factory=list)
+    words: list[str] = dataclasses.field(default_factory=list)
 
 
 def allowed_config(
@@ -115,7 +117,7 @@ class _Selection:
     def __init__(self, saved: dict[str, Any], named: Mapping[str, Any], origin: str, replaced: Collection[str]):
         self.saved, self.named, self.origin, self.replaced = saved, named, origin, replaced
         self.parts: dict[str, Any] = {}
-        self.faults: list[tuple[str, str]] = []  # path, sentence
+        self.faults: list[tuple[str, str, list[str]]] = []  # path, sentence, words that name the value
 
     def select(self, needed: Sequence[str]) -> AllowedConfig:
         for path, value in _nodes(self.saved):
@@ -126,6 +128,7 @@ class _Selection:
                     path,
                     f"{path} is {_shown(value)}: the saved configuration of {self.origin} holds an interpolation, "
                     f"which is not evaluated. If you trust it, add: {_word(path, value)}.",
+                    [_word(path, value)],
                 )
         for key in OF_TRAINING:
             node = self.saved.get(key)
@@ -142,8 +145,9 @@ class _Selection:
                 self.parts[key] = None
             else:
                 self._fault(key, f"{key} is {_shown(node)} in the configuration of {self.origin}. Add {key}=OPTION.")
-        faults = [sentence for path, sentence in self.faults if path.partition(".")[0] not in self.replaced]
-        return AllowedConfig(self.parts, list(dict.fromkeys(faults)))
+        kept = [fault for fault in self.faults if fault[0].partition(".")[0] not in self.replaced]
+        sentences, words = [sentence for _, sentence, _ in kept], [word for *_, words in kept for word in words]
+        return AllowedConfig(self.parts, list(dict.fromkeys(sentences)), list(dict.fromkeys(words)))
 
     def _component(self, node: dict[str, Any], path: str, depth: int) -> Any:
         """An allowed component with its allowed fields; None if its class is refused."""
@@ -194,10 +198,11 @@ class _Selection:
             path,
             f"{path} is {_shown(value)}: the saved configuration of {self.origin} names this, and checkpoints are not "
             f"trusted to choose code, files or servers. If you trust it, add: {' '.join(words)}.",
+            words,
         )
 
-    def _fault(self, path: str, sentence: str) -> None:
-        self.faults.append((path, sentence))
+    def _fault(self, path: str, sentence: str, words: Sequence[str] = ()) -> None:
+        self.faults.append((path, sentence, [*words]))
 
     def _is_named(self, path: str) -> bool:
         return any(path == name or path.startswith(f"{name}.") for name in self.named)

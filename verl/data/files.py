@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from verl.component import BuildContext, Description, component
 from verl.data.base import DataSplits, PreferenceOptions, PromptOptions, SFTOptions
 from verl.data.preference_dataset import PreferenceDataset
-from verl.data.readers import RowErrors, columns_of, file_faults, read_rows
+from verl.data.readers import DataRows, RowErrors, columns_of, file_faults, read_rows
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sampler import Mixture
 from verl.data.sft_dataset import SFTDataset
@@ -62,7 +62,11 @@ class PromptFiles(FileSplits, PromptOptions):
         return {name: columns - {self.prompt_key} for name, columns in by_field.items() if columns}
 
     def build(self, context: BuildContext) -> DataSplits:
-        return _build(self, context, partial(RLHFDataset.from_rows, tools=context.tools), PromptOptions)
+        return _build(self, context, partial(self.dataset, tools=context.tools), PromptOptions)
+
+    def dataset(self, *arguments: Any, **options: Any) -> RLHFDataset:
+        """The data set of rows that were read."""
+        return RLHFDataset.from_rows(*arguments, **options)
 
 
 @component
@@ -83,10 +87,25 @@ class PreferenceFiles(FileSplits, PreferenceOptions):
 
 @component
 class EvaluatedPrompts(PromptFiles):
-    """Prompts that are only evaluated or answered. Nothing is trained, so rows in both lists are no overlap."""
+    """Prompts that are only evaluated or answered. Nothing is trained, so rows in both lists are no overlap.
+
+    Args:
+        as_chats: text prompts become user messages, if there is a chat template.
+    """
+
+    as_chats: bool = False
 
     def build(self, context: BuildContext) -> DataSplits:
         return replace(super().build(context), may_repeat=True)
+
+    def dataset(self, rows: DataRows, tokenizer: Any, *arguments: Any, **options: Any) -> RLHFDataset:
+        if self.as_chats and (self.chat_template or getattr(tokenizer, "chat_template", None)):
+            rows = replace(rows, values=[self._as_chat(row) for row in rows.values])
+        return super().dataset(rows, tokenizer, *arguments, **options)
+
+    def _as_chat(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
+        text = row.get(self.prompt_key)
+        return {**row, self.prompt_key: [{"role": "user", "content": text}]} if isinstance(text, str) else row
 
 
 @component

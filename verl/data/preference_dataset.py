@@ -73,13 +73,16 @@ class PreferenceDataset:
     Attributes:
         is_paired: whether rows have a rejected response.
         sources: index of each row's file; None for rows from memory.
+        has_chats: whether some row was rendered by the chat template.
         ref_scores: [N 2] nats, log-probs of both responses by the reference; None where they are not computed before.
     """
 
     ref_scores: Tensor | None = None
 
-    def __init__(self, rows: Sequence[Preference], pad_id: int, sources: list[int] | None = None):
-        self.sources, self._pad_id = sources, pad_id
+    def __init__(
+        self, rows: Sequence[Preference], pad_id: int, sources: list[int] | None = None, has_chats: bool = False
+    ):
+        self.sources, self._pad_id, self.has_chats = sources, pad_id, has_chats
         self._prompts = RaggedTokens([row.prompt for row in rows])
         rejected = [row.rejected for row in rows if row.rejected is not None]
         self.is_paired = bool(rejected)
@@ -112,7 +115,14 @@ class PreferenceDataset:
             bound = getattr(options, limit)
             fitting = fit_lengths(lengths, bound, limit, options.truncation, places.__getitem__, others="drop")
             kept = [kept[position] for position in fitting]
-        return cls([tokens[i] for i in kept], pad_id_of(tokenizer), rows.only(kept).sources)
+        has_chats = any(row.is_chat for row in parsed.values())
+        return cls([tokens[i] for i in kept], pad_id_of(tokenizer), rows.only(kept).sources, has_chats)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt with a response."""
+        prompts = self._prompts.lengths.repeat(1 + self.is_paired)
+        return int((prompts + self._responses.lengths).max()) if len(self) else 0
 
     @property
     def digests(self) -> list[bytes]:
@@ -137,7 +147,7 @@ class PreferenceDataset:
             prompt, chosen, rejected = (x.tolist() for x in self[index].values())
             rows += [Preference(prompt, chosen), Preference(prompt, rejected, label=False)]
         sources = None if self.sources is None else [source for source in self.sources for _ in range(2)]
-        return PreferenceDataset(rows, self._pad_id, sources)
+        return PreferenceDataset(rows, self._pad_id, sources, self.has_chats)
 
     def collate(self, indices: Sequence[int] | Tensor) -> DataProto:
         """The B rows at `indices`, as 2B rows: chosen responses, then rejected ones; or labelled responses, then

@@ -37,6 +37,7 @@ class RLHFDataset:
         config: keys of `PromptOptions`.
     Attributes:
         sources: index of each row's file; None for rows from memory.
+        has_chats: whether some prompt was rendered by the chat template.
     Raises:
         ConfigError: a file is missing, empty or unreadable; the prompt column is missing; a prompt is null, not a text
             or too long; a column has the name of a batch field; a key of `config` is unknown.
@@ -114,7 +115,8 @@ class RLHFDataset:
         self._columns = {name: column for name in columns if (column := _column(rows, name)) is not None}
         self._columns["prompt_text"] = object_array([texts[index] for index in remaining])
         messages = [chat.messages_of(row[options.prompt_key]) for row in rows.values]
-        if any(chat_messages is not None for chat_messages in messages):
+        self.has_chats = any(chat_messages is not None for chat_messages in messages)
+        if self.has_chats:
             self._columns["prompt_messages"] = object_array(messages)
 
     @property

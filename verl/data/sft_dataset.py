@@ -162,6 +162,7 @@ class SFTDataset:
         config: keys of `SFTOptions`.
     Attributes:
         sources: index of each row's file; None for rows from memory.
+        has_chats: whether some row was rendered by the chat template.
     Raises:
         ConfigError: a file is missing, empty or unreadable; a column is missing; a prompt or a completion is null or
             not a text; a sequence is too long; a key of `config` is unknown; the tokenizer has no EOS.
@@ -206,6 +207,8 @@ class SFTDataset:
         else:
             texts = from_conversations(rows, options.messages_key, chat, bad)
         bad.settle(num_rows)
+        prompts = [] if options.messages_key else [rows.values[index][options.prompt_key] for index in texts]
+        self.has_chats = not prompts or any(chat.messages_of(prompt) is not None for prompt in prompts)
         usable = list(texts)
         fitting = fit_lengths(
             [len(texts[index]) for index in usable],
@@ -230,6 +233,11 @@ class SFTDataset:
     def lengths(self) -> Tensor:
         """Tokens of each sequence, [N] int64."""
         return self._tokens.lengths
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return int(self.lengths.max()) if len(self) else 0
 
     @property
     def digests(self) -> list[bytes]:

@@ -5,6 +5,7 @@ All responses of an evaluation are recorded, and some of a training step, token 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from verl.protocol import DataProto
 
 OUTCOMES = ("ok", "tool_error", "timeout", "infra")  # of the calls of episodes
 ENDS = ("terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens")  # of episodes
+EVALUATED = ("greedy", "drawn", "without_tools")  # kinds of responses of an evaluation
 MAX_TOKENS = 4096  # of a row; the rest is cut
 NUMBERS = ("rollout_log_probs", "old_log_probs", "entropies", "advantages")
 DECIMALS = 6
@@ -52,6 +54,14 @@ def experience_metrics(batch: DataProto) -> dict[str, float]:
     return metrics
 
 
+def clipped_ratio(batch: DataProto, max_new_tokens: int, stops: Sequence[int]) -> float:
+    """Share of the responses that the limit has cut: as long as it, without a stop token at the end."""
+    lengths = batch["response_mask"].sum(dim=1)
+    last = batch["responses"].gather(1, (lengths - 1).clamp(min=0)[:, None])[:, 0]
+    has_ended = torch.isin(last, torch.tensor(stops, dtype=last.dtype))
+    return float(((lengths >= max_new_tokens) & ~has_ended).double().mean())
+
+
 def evaluation_keys(k: int, has_episodes: bool) -> list[str]:
     """The keys that `evaluation_metrics` may have, for k responses per prompt."""
     keys = ["eval/accuracy", "eval/score", "eval/response_length_tokens"]
@@ -60,48 +70,90 @@ def evaluation_keys(k: int, has_episodes: bool) -> list[str]:
     return keys + [f"eval/{name}" for name in of_episodes if has_episodes]
 
 
-def evaluation_metrics(
-    greedy: DataProto,
-    drawn: DataProto | None,
-    k: int,
-    success: float,
-    without_tools: DataProto | None = None,
-    has_tools: bool = True,
-) -> dict[str, float]:
+def evaluation_metrics(records: Sequence[Mapping[str, Any]], has_tools: bool = True) -> dict[str, float]:
     """Metrics of an evaluation.
 
     Args:
-        greedy: one scored response per prompt.
-        drawn: k scored responses per prompt, side by side, or None.
-        success: a score that counts as right.
-        without_tools: one scored response per prompt, where the policy had no tools; or None.
+        records: of every response, as `evaluated_rows` makes them: one greedy response per prompt, k drawn ones side by
+            side or none, and one per prompt without tools or none.
         has_tools: whether there are tools to call.
     """
-    is_rated = ~_scores(greedy).isnan()
-    metrics = {"eval/response_length_tokens": float(greedy["response_mask"].sum(dim=1).double().mean())}
-    if not is_rated.all():
-        metrics["eval/unrated"] = float((~is_rated).sum())
-        greedy = greedy[is_rated]
-    scores = _scores(greedy)
-    metrics |= {"eval/accuracy": float((scores >= success).double().mean()), "eval/score": float(scores.mean())}
-    metrics |= accuracy_by_calls(greedy, (scores >= success).tolist(), has_tools)
-    if without_tools is not None:
-        bare = _scores(without_tools)
-        metrics["eval/accuracy_without_tools"] = float((bare[~bare.isnan()] >= success).double().mean())
-    if drawn is not None:
-        of_prompts = _scores(drawn).view(-1, k)
-        right = of_prompts[~of_prompts.isnan()] >= success
-        best = (of_prompts >= success)[~of_prompts.isnan().all(dim=1)].any(dim=1)
-        metrics |= {f"eval/mean@{k}": float(right.double().mean()), f"eval/best@{k}": float(best.double().mean())}
+    greedy, drawn, bare = ([row for row in records if row["kind"] == kind and _is_rated(row)] for kind in EVALUATED)
+    answers = [row for row in records if row["kind"] == "greedy"]
+    metrics = {"eval/accuracy": _mean_of(greedy, "success"), "eval/score": _mean_of(greedy, "score")}
+    metrics["eval/response_length_tokens"] = _mean_of(answers, "tokens")
+    if len(greedy) < len(answers):
+        metrics["eval/unrated"] = float(len(answers) - len(greedy))
+    metrics |= accuracy_by_calls(greedy, has_tools) | {"eval/accuracy_without_tools": _mean_of(bare, "success")}
+    if drawn:
+        k, best = 1 + max(row["sample_id"] for row in drawn), [max(right) for right in successes_by_prompt(drawn)]
+        metrics |= {f"eval/mean@{k}": _mean_of(drawn, "success"), f"eval/best@{k}": sum(best) / len(best)}
     return {name: x for name, x in metrics.items() if not np.isnan(x)}
 
 
+def successes_by_prompt(drawn: Sequence[Mapping[str, Any]]) -> list[list[bool]]:
+    """Whether each response is right, by prompt."""
+    by_prompt: dict[int, list[bool]] = {}
+    for row in drawn:
+        by_prompt.setdefault(row["prompt_id"], []).append(row["success"])
+    return list(by_prompt.values())
+
+
+def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
+    """Probability that one of k responses is right, estimated without bias from n drawn ones of which c are right.
+
+        pass@k = 1 - C(n - c, k) / C(n, k)
+
+    Source: Chen et al. 2021, arXiv:2107.03374, eq. 1.
+    Degenerate: 1 where fewer than k of the n are wrong.
+    """
+    return 1.0 - math.comb(num_samples - num_right, k) / math.comb(num_samples, k)
+
+
+def interval_of_mean(values: Sequence[float], samples: int = 1) -> tuple[float, float, float]:
+    """The mean of values in [0, 1], one for each prompt, and its 95% interval: Wilson's, for an effective number of
+    draws.
+
+        n_eff = p (1 - p) n / Var(values), between n prompts and n * samples responses
+
+    Source: Wilson 1927, eq. 4; prompts as clusters of responses: Miller 2024, arXiv:2411.00640, section 2.2.
+
+    Args:
+        values: the share of a prompt's responses that are right, or a probability of it.
+        samples: responses behind each value.
+    """
+    n, p, z = len(values), sum(values) / len(values), 1.959964
+    variance = float(np.var(values, ddof=1)) if n > 1 else math.inf
+    effective = p * (1 - p) * n / variance if variance > 0 else n * samples * (0 < p < 1)
+    count = min(max(effective, n), n * samples)
+    middle, half = p + z * z / (2 * count), z * math.sqrt(p * (1 - p) / count + (z / (2 * count)) ** 2)
+    low, high = ((middle + sign * half) / (1 + z * z / count) for sign in (-1, 1))
+    return p, max(0.0, low), min(1.0, high)
+
+
+def evaluation_estimates(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float, float]]:
+    """Accuracy, mean@n and pass@k for k = 1, 2, 4, ... n, each with the ends of its 95% interval."""
+    greedy, drawn, _ = ([row for row in records if row["kind"] == kind and _is_rated(row)] for kind in EVALUATED)
+    values = {"eval/accuracy": ([float(row["success"]) for row in greedy], 1)}
+    if drawn:
+        right, n = successes_by_prompt(drawn), 1 + max(row["sample_id"] for row in drawn)
+        values[f"eval/mean@{n}"] = [sum(x) / len(x) for x in right], n
+        for k in sorted({n, *(2**i for i in range(n.bit_length()))}):
+            values[f"eval/pass@{k}"] = [pass_at_k(sum(x), len(x), k) for x in right if len(x) >= k], n if k == 1 else 1
+    return {key: interval_of_mean(x, samples) for key, (x, samples) in values.items() if x}
+
+
 def sample_rows(batch: DataProto, count: int) -> list[dict[str, Any]]:
-    """The first rows of a scored batch as a table: prompt, response, score and the columns of the data."""
+    """The first rows of a scored batch as a table: prompt, response, score, the columns of the data, and of a chat its
+    last message as `last_turn`."""
     columns = batch.non_tensor_batch
     first = ["prompt_text", "response_text", "score"]
     names = [*first, *(name for name in columns if name not in (*first, "prompt_messages"))]  # the text says the same
-    return [{name: columns[name][row] for name in names} for row in range(min(count, len(batch)))]
+    rows = [{name: columns[name][row] for name in names} for row in range(min(count, len(batch)))]
+    for row, messages in zip(rows, columns.get("prompt_messages", ()), strict=False):
+        if messages and isinstance(messages[-1].get("content"), str):
+            row["last_turn"] = messages[-1]["content"]
+    return rows
 
 
 def mean_of(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -157,21 +209,17 @@ def episode_metrics(batch: DataProto) -> dict[str, float]:
     return {f"episode/{name}": value for name, value in metrics.items()}
 
 
-def accuracy_by_calls(batch: DataProto, is_right: Sequence[bool], has_tools: bool) -> dict[str, float]:
+def accuracy_by_calls(records: Sequence[Mapping[str, Any]], has_tools: bool) -> dict[str, float]:
     """Accuracy of the episodes of an evaluation that made a call, and of those that made none, if there are tools."""
-    records: Any = batch.non_tensor_batch.get("episode")
-    if records is None:
+    if not records or "turns" not in records[0]:
         return {}
-    has_call = np.array([bool(calls_of(record)) for record in records])
-    right = np.asarray(is_right, dtype=float)
-    metrics = {"eval/turns": _mean_or_zero([len(record["turns"]) for record in records])}
-    if not has_tools and not has_call.any():
+    metrics = {"eval/turns": _mean_of(records, "turns")}
+    calling = {has_call: [row for row in records if bool(row["calls"]) == has_call] for has_call in (True, False)}
+    if not has_tools and not calling[True]:
         return metrics
-    metrics["eval/call_share"] = _mean_or_zero(has_call)
-    for name, chosen in (("with_call", has_call), ("without_call", ~has_call)):
-        if chosen.any():
-            metrics[f"eval/accuracy_{name}"] = float(right[chosen].mean())
-    return metrics
+    metrics["eval/call_share"] = len(calling[True]) / len(records)
+    names = {True: "eval/accuracy_with_call", False: "eval/accuracy_without_call"}
+    return metrics | {names[key]: _mean_of(rows, "success") for key, rows in calling.items() if rows}
 
 
 def calls_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -179,16 +227,27 @@ def calls_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [call for turn in record["turns"] for call in turn["calls"] if call["name"]]
 
 
+def _is_rated(record: Mapping[str, Any]) -> bool:
+    return not math.isnan(float(record["score"]))  # in a file a text
+
+
+def _mean_of(records: Sequence[Mapping[str, Any]], key: str) -> float:
+    return float(torch.tensor([row[key] for row in records], dtype=torch.float64).mean())
+
+
 def _mean_or_zero(values: Any) -> float:
     return float(np.mean(values)) if len(values) else 0.0
 
 
-def evaluated_rows(evaluated: Mapping[str, DataProto | None], success: float) -> list[dict[str, Any]]:
+def evaluated_rows(
+    evaluated: Mapping[str, DataProto | None], success: float, has_texts: bool = False
+) -> list[dict[str, Any]]:
     """One record for each response of an evaluation.
 
     Args:
         evaluated: scored responses by kind: `greedy`, `drawn`, `without_tools`; None if there are none.
         success: a score that counts as right.
+        has_texts: add prompt and response.
     """
     records = []
     for kind, batch in evaluated.items():
@@ -198,7 +257,13 @@ def evaluated_rows(evaluated: Mapping[str, DataProto | None], success: float) ->
         scores, tokens = batch["score"].astype(float).tolist(), batch["response_mask"].sum(dim=1).tolist()
         rows = zip(batch["prompt_ids"].tolist(), batch["sample_ids"].tolist(), scores, tokens, strict=True)
         names = ("kind", "prompt_id", "sample_id", "score", "tokens")
-        records += [{**dict(zip(names, (kind, *row), strict=True)), "success": row[2] >= success} for row in rows]
+        made = [{**dict(zip(names, (kind, *row), strict=True)), "success": row[2] >= success} for row in rows]
+        for record, episode in zip(made, batch.non_tensor_batch.get("episode", ()), strict=False):
+            record |= {"turns": len(episode["turns"]), "calls": len(calls_of(episode))}
+        for name in ("prompt", "response") if has_texts else ():
+            for record, text in zip(made, batch[f"{name}_text"], strict=True):
+                record[name] = text
+        records += made
     return records
 
 

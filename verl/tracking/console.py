@@ -32,18 +32,23 @@ if TYPE_CHECKING:
 _RECENT_STEPS = 20  # the remaining time is estimated from this many
 _DIGITS = 3
 _CUT = "..."
+WORTH_A_COLUMN = 0.1  # share of cut responses above which the line of a step has it
+LEAST_CELL = 24  # characters of a text in the line of a sample; columns that leave less are left out
+_CLIPPED = "rollout/clipped_ratio"
 _LABELS = {  # shorter than the keys, so that the line of a step fits 80 columns
     "reward/mean": "reward",
     "kl/reference_nats": "kl",
     "distill/divergence_nats": "teacher",
     "rollout/entropy_nats": "entropy",
     "rollout/response_length_tokens": "length",
+    _CLIPPED: "clipped",
     "sft/loss": "loss",
     "preference/loss": "loss",
     "rewards/accuracies": "accuracy",
     "eval/response_length_tokens": "length",
 }
 _STEP_S = "timing/step_s"
+_SAMPLE = ("prompt", "response", "score")  # columns of every sample; those of the data follow
 PAGE = "report.html"  # of a run, where a tracker writes it
 _FROM_BOTH_ENDS = ("prompt", "prompt_text")  # truncated in the middle: prompts often begin alike
 
@@ -82,7 +87,7 @@ class Console(TrackerDescription):
     sample_rows: NonNegativeInt = 3
 
     def build(self, context: BuildContext) -> ConsoleTracker:
-        return ConsoleTracker(self)
+        return ConsoleTracker(self, policy_words=context.policy_words)
 
 
 _command: tuple[str, ...] = ()  # the command that started this process
@@ -101,6 +106,7 @@ class ConsoleTracker(Tracker):
         settings: what to show.
         console: the rich console; None for the global one.
         clock: seconds, for the remaining time and the interval of lines.
+        policy_words: as in `BuildContext`.
     """
 
     def __init__(
@@ -108,10 +114,11 @@ class ConsoleTracker(Tracker):
         settings: Console,
         console: RichConsole | None = None,
         clock: Callable[[], float] = time.monotonic,
+        policy_words: Mapping[str, Sequence[str]] = BuildContext().policy_words,
     ):
         import rich
 
-        self._settings, self._clock = settings, clock
+        self._settings, self._clock, self._policy_words = settings, clock, policy_words
         self._console = console or rich.get_console()
         self._progress: Progress | None = None
         self._total: int | None = None
@@ -184,7 +191,7 @@ class ConsoleTracker(Tracker):
         if self._result is None:
             self._print(f"run {status}", "bold")
             return
-        head, *lines = result_lines(self._result, self._total, self._run_dir, _command)
+        head, *lines = result_lines(self._result, self._total, self._run_dir, _command, self._policy_words)
         self._print(f"run {head}", "bold")
         for line in lines:
             self._print(line, wraps=False)
@@ -212,7 +219,10 @@ class ConsoleTracker(Tracker):
         return f"{word}{step}" if self._total is None else f"{word}{step}/{self._total}"
 
     def _shown(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        shown = {key: metrics[key] for key in self._settings.columns if key in metrics}
+        columns = [*self._settings.columns]
+        if metrics.get(_CLIPPED, 0.0) > WORTH_A_COLUMN:
+            columns.insert(1, _CLIPPED)
+        shown = {key: metrics[key] for key in columns if key in metrics}
         return shown or dict(list(metrics.items())[:4])
 
     def _print(self, text: str, style: str = "", *, wraps: bool = True) -> None:
@@ -275,17 +285,29 @@ def stage_columns(seconds: Mapping[str, float], width: int) -> list[str]:
 
 
 def sample_line(head: str, row: Mapping[str, Any], width: int) -> str:
-    """A row as `key=value` cells; long values are truncated to fit, prompts in the middle."""
+    """A row as `key=value` cells; long values are truncated to fit, prompts in the middle. Of a chat the last message
+    stands for the prompt, and columns of the data are left out before prompt and response become short."""
+    if "last_turn" in row:
+        rest = {key: value for key, value in row.items() if key not in ("prompt_text", "last_turn")}
+        row = {"last_turn": row["last_turn"], **rest}
     texts = {key: _text(value) for key, value in row.items()}
     label = {key: key.removesuffix("_text") for key in texts}
-    room = width - len(head) - sum(len(label[key]) + 3 for key in texts)
-    share = equal_share([len(text) for text in texts.values()], room, 8)
+    while True:
+        widths, room = [*map(len, texts.values())], width - len(head) - sum(len(label[key]) + 3 for key in texts)
+        share = equal_share(widths, room, 8)
+        if share >= min(LEAST_CELL, max(widths, default=0)) or len(texts) <= len(_SAMPLE):
+            break
+        texts.popitem()
     cut = {key: (middle_cut if key in _FROM_BOTH_ENDS else end_cut)(text, share) for key, text in texts.items()}
     return end_cut("  ".join([head, *(f"{label[key]}={text}" for key, text in cut.items())]), width)
 
 
 def result_lines(
-    result: Mapping[str, Any], total: int | None, run_dir: Path, command: Sequence[str] = ()
+    result: Mapping[str, Any],
+    total: int | None,
+    run_dir: Path,
+    command: Sequence[str],
+    policy_words: Mapping[str, Sequence[str]],
 ) -> Iterator[str]:
     """Lines about the result of a run: status, metrics before -> after, directories, and commands to continue with.
 
@@ -294,6 +316,7 @@ def result_lines(
         total: number of steps of the whole run, or None.
         run_dir: of the run.
         command: the command that started the run.
+        policy_words: as in `BuildContext`.
     """
     steps = f"{result['steps']}" if total is None else f"{result['steps']} of {total}"
     error = (result.get("error") or "").strip().partition("\n")[0]
@@ -310,9 +333,8 @@ def result_lines(
         yield f"  last checkpoint {shown_path(Path(last))}"
     if result["status"] == "restarting":
         return
-    yield "  next:"
-    for line in _next_commands(result, directory, run_dir, command):
-        yield f"    {line}"
+    if commands := _next_commands(result, directory, run_dir, command, policy_words):
+        yield from ("  next:", *(f"    {line}" for line in commands))
 
 
 def shown_path(path: Path) -> str:
@@ -338,11 +360,21 @@ def _before_and_after(evaluations: Mapping[Any, Mapping[str, float]]) -> str:
     )
 
 
-def _next_commands(result: Mapping[str, Any], directory: str, run_dir: Path, command: Sequence[str]) -> list[str]:
-    """At most three commands, most useful first."""
+def _next_commands(
+    result: Mapping[str, Any],
+    directory: str,
+    run_dir: Path,
+    command: Sequence[str],
+    policy_words: Mapping[str, Sequence[str]],
+) -> list[str]:
+    """At most three commands, most useful first, each of which works as it is printed."""
     where = shlex.quote(directory)
     is_over = result["status"] == "finished"
-    has_weights = bool(result.get("saved")) or bool(result.get("checkpoints"))
+    last = result.get("last_checkpoint")
+    policies = [str(path) for path in result.get("saved") or () if os.path.basename(path) == "actor"]
+    policies += [actor for actor in [f"{last}/actor"] if os.path.isdir(actor)]
+    has_policy = any(map(_has_base, policies))
+    policy = {name: " ".join(["verl", name, where, *words]) for name, words in policy_words.items()}
     saved = [str(path) for path in result.get("saved") or ()]
     rates = [path for path in saved if os.path.basename(path) == "reward_model"]
     can_go_on = not is_over and bool(command) and (bool(result.get("checkpoints")) or result["steps"] == 0)
@@ -355,9 +387,9 @@ def _next_commands(result: Mapping[str, Any], directory: str, run_dir: Path, com
         ((run_dir / PAGE).is_file(), f"verl report {where}"),
         ((run_dir / "samples").is_dir(), f"verl samples {where}"),
         (any(map(_has_base, rates)), f"verl ppo reward=model reward.model.path={shlex.quote(''.join(rates[:1]))}"),
-        (has_weights and not rates, f"verl eval {where}"),
-        (has_weights and not rates, f'verl generate {where} --prompt "..."'),
-        (True, "verl lineage"),
+        (has_policy and "eval" in policy and bool(result["evaluations"]), policy.get("eval", "")),
+        (has_policy and "generate" in policy, f'{policy.get("generate", "")} --prompt "..."'),
+        (bool(last), f"verl lineage {shlex.quote(shown_path(Path(str(last)).parent))}"),
     ]
     return [line for is_of_use, line in commands if is_of_use][:3]
 

@@ -9,7 +9,7 @@ y ~ pi(.|x)  reward,    KL, advantages,  critic,    the rollout engine
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -112,7 +112,9 @@ class PPOTrainer(PPOLifecycle):
         """Score responses: rewards, log-probs under pi_old and pi_ref, values."""
         rollout = self._rewarded(rollout)
         rows = training_rows(rollout)
-        self.guard.compare(rows, lambda chosen: self.actor.plain_log_probs(_drawn_fields(chosen)).result())
+        self.guard.compare(
+            rows, lambda chosen, longer: self.actor.plain_log_probs(_drawn_fields(chosen), longer).result()
+        )
         sequences = rows.select(SEQUENCE_FIELDS, non_tensor_batch_keys=[])
         computed = []
         if self.algorithm.needs_old_log_probs:
@@ -193,20 +195,34 @@ class PPOTrainer(PPOLifecycle):
         """Greedy accuracy on the held-out prompts, and mean@k, best@k of k drawn responses."""
         if self.eval_data is None:
             return {}
-        prompts, k = self.eval_data.collate(range(len(self.eval_data))), self.settings.eval_samples
+        responses = self.evaluated(range(len(self.eval_data)), step)
+        records = evaluated_rows(responses, self.settings.success_score)
+        assert responses["greedy"] is not None
+        self.tracker.samples(sample_rows(responses["greedy"], self.settings.sample_rows), step, "eval")
+        self.tracker.evaluated_rows(records, step)
+        return self.evaluation_metrics(records)
+
+    def evaluation_records(self, rows: Sequence[int], step: int) -> list[dict[str, Any]]:
+        """A record for each response to some held-out prompts, with its text."""
+        return evaluated_rows(self.evaluated(rows, step), self.settings.success_score, has_texts=True)
+
+    def evaluation_metrics(self, records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        return evaluation_metrics(records, self.has_tools)
+
+    def evaluated(self, rows: Sequence[int], step: int) -> dict[str, DataProto | None]:
+        """Scored responses to some held-out prompts, by their kind; see `evaluated_rows`."""
+        assert self.eval_data is not None
+        prompts, k = self.eval_data.collate(rows), self.settings.eval_samples
         assert self.reward is not None
         with self.async_rewards.lock, self.reward.frozen():
             greedy = self.judge(prompts, GenerationRequest(step, greedy=True, stream=EVALUATION))
             drawn = self.judge(prompts, GenerationRequest(step, num_samples=k, stream=EVALUATION)) if k else None
             bare = None
             if self.eval_data_without_tools is not None:
-                prompts = self.eval_data_without_tools.collate(range(len(self.eval_data_without_tools)))
+                prompts = self.eval_data_without_tools.collate(rows)
                 request = GenerationRequest(step, greedy=True, stream=EVALUATION, uses_environment=False)
                 bare = self.judge(prompts, request)
-        responses = {"greedy": greedy, "drawn": drawn, "without_tools": bare}
-        self.tracker.samples(sample_rows(greedy, self.settings.sample_rows), step, "eval")
-        self.tracker.evaluated_rows(evaluated_rows(responses, self.settings.success_score), step)
-        return evaluation_metrics(greedy, drawn, k, self.settings.success_score, bare, self.has_tools)
+        return {"greedy": greedy, "drawn": drawn, "without_tools": bare}
 
     def _rewarded(self, rollout: DataProto) -> DataProto:
         if "token_level_scores" in rollout:  # a selection has read them

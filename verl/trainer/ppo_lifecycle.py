@@ -21,7 +21,7 @@ from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import tokenizer_fault
 from verl.models.parallel_info import Numerics
 from verl.monitoring.nonfinite import NonFiniteGuard
-from verl.monitoring.ppo_metrics import experience_metrics, token_rows
+from verl.monitoring.ppo_metrics import clipped_ratio, experience_metrics, token_rows
 from verl.protocol import DataProto
 from verl.replay.mixing import ReplayMixing
 from verl.rewards.async_rewards import AsyncRewards
@@ -262,7 +262,11 @@ class PPOLifecycle(LoopTrainer):
         rows = self.reuse.new(experience)
         if self.settings.sample_rows and (step == 1 or self.evaluates_after(step)):
             self.tracker.token_rows(token_rows(rows, self.settings.sample_rows, self.tokenizer), step)
-        return experience_metrics(rows) | self.sampler.metrics
+        metrics, rollout = experience_metrics(rows) | self.sampler.metrics, self.description.rollout
+        if self.description.environment is None and self.tokenizer.eos_token_id is not None:
+            stops = [self.tokenizer.eos_token_id, *rollout.stop_token_ids]
+            metrics["rollout/clipped_ratio"] = clipped_ratio(rows, rollout.max_new_tokens, stops)
+        return metrics
 
     @property
     def parts(self) -> dict[str, Stateful]:

@@ -311,9 +311,12 @@ def sharding_faults(run: Any) -> list[str]:
     if faults := [f"{paths[role]}.{fault}" for role, fault in sizes.items() if fault is not None]:
         return list(dict.fromkeys(faults))
     indivisible: dict[str, str] = {}
+    with_degrees: list[str] = []
     for role, sharding in in_processes.items():
         if not isinstance(trained := described[role], TrainedRole):
             continue
+        found = trained.faults_with_degrees(sharding.degrees(counts[role]))
+        with_degrees += (f"{role}.{fault}" for fault in found)
         model: ModelSource = trained.model
         layers = model.layer_count()
         divided = {
@@ -324,7 +327,7 @@ def sharding_faults(run: Any) -> list[str]:
         for name, (fault_of, size) in divided.items():
             if size is not None and (fault := fault_of(*size, counts[role])) is not None:
                 indivisible.setdefault(paths[role], f"{paths[role]}.{fault} ({name} of {role}.model)")
-    return list(indivisible.values())
+    return [*indivisible.values(), *with_degrees]
 
 
 class LoopTrainer(ABC):
@@ -410,7 +413,7 @@ class LoopTrainer(ABC):
         return step == self.num_steps or (interval > 0 and step % interval == 0)
 
     def _plan(self, context: BuildContext) -> RunPlan | None:
-        """Plan the run, with messages for its start."""
+        """Plan the run, with the lengths of its rows and messages for its start; None where nothing trains."""
         sampler = self.sampler
         if (point := self.saving.resumed) is not None and sampler.fills:
             sampler.fills = bool(point.read_json("dataloader/state.json").get("fills"))
@@ -418,7 +421,13 @@ class LoopTrainer(ABC):
         if (rest := sampler.size % sampler.batch_size) and self.num_steps >= sampler.batches_per_epoch:
             how = "and further ones of the next epoch" if sampler.fills else "which are left out"
             self.saving.messages.append(f"Data: an epoch of {sampler.size} rows ends with {rest} rows, {how}.")
-        plan = log_plan(self.description, context, self.saving.directory)
+        run, data = self.description, [rows for rows in (self.train_data, self.eval_data) if rows is not None]
+        if not run.actor.trains:
+            return None
+        longest = [length for rows in data if (length := getattr(rows, "longest", None)) is not None]
+        if len(longest) == len(data) and hasattr(run.data, run.length_key):
+            run = replace(run, data=replace(run.data, **{run.length_key: max([2, *longest])}))
+        plan = log_plan(run, context, self.saving.directory)
         self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
         self.saving.messages += library_messages(context)
         return plan

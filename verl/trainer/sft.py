@@ -63,6 +63,7 @@ class SFTRun(Description):
         rows_per_sample: rows of a sample of the data.
         host_type: of the roles.
         used_reference: the reference, if the loss reads its log-probs.
+        length_key: setting of the data that limits its rows.
     """
 
     loss_key: ClassVar[str] = "sft/loss"
@@ -70,6 +71,7 @@ class SFTRun(Description):
     rows_per_sample: ClassVar[int] = 1
     host_type: ClassVar[type[SFTHost]] = SFTHost
     used_reference: ClassVar[Reference | None] = None
+    length_key: ClassVar[str] = "max_length"
 
     actor: Actor
     sharding: Sharding
@@ -243,11 +245,16 @@ class SFTTrainer(LoopTrainer):
         """Loss and share of tokens predicted right, given the true text before them, on the held-out rows."""
         if self.eval_data is None:
             return {}
-        sums = self.learner.evaluate(self.eval_data.collate(range(len(self.eval_data)))).result()
-        return {
-            "eval/loss": sums["nll"] / sums["tokens"],
-            "eval/token_accuracy": sums["correct"] / sums["tokens"],
-        }
+        return self.evaluation_metrics(self.evaluation_records(range(len(self.eval_data)), step))
+
+    def evaluation_records(self, rows: Sequence[int], step: int) -> list[dict[str, Any]]:
+        """One record with the sums over some held-out rows."""
+        assert self.eval_data is not None
+        return [{"kind": "sequences", **self.learner.evaluate(self.eval_data.collate(rows)).result()}]
+
+    def evaluation_metrics(self, records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+        nll, correct, tokens = (sum(sums[name] for sums in records) for name in ("nll", "correct", "tokens"))
+        return {"eval/loss": nll / tokens, "eval/token_accuracy": correct / tokens}
 
     def _blame(self, metric: str, batch: DataProto) -> Attribution:
         """Rows ranked by their loss under the current weights; costs a forward pass, only after a fault."""

@@ -23,19 +23,23 @@ from typing import Any
 from torch import Tensor
 
 from verl.checkpoint.core.filesystem import write_errors
+from verl.checkpoint.read.discovery import POLICY_RECORD
 from verl.checkpoint.resume_point import ResumePoint
 from verl.checkpoint.save.save_request import SaveOutcome
+from verl.component import as_plain
 from verl.errors import CheckpointFenced, VerlError, WorkerDied, WorkerError, error_text
 from verl.monitoring.nonfinite import StepSkipped
 from verl.protocol import DataProto
+from verl.tracking.jsonl import plain
 from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.trainer.setup import LoopTrainer
+from verl.trainer.state.checkpointing import rate_of
 from verl.trainer.state.driver_state import PartStates, load_parts
 from verl.trainer.state.lineage import record_environment
 from verl.trainer.timers import Profiler
 from verl.utils.external_input import write_whole
 from verl.utils.memory import forget_peak, peak_memory
-from verl.utils.redact import redact
+from verl.utils.redact import redact, redact_tree
 from verl.utils.signals import StopRequest, component_exits, interruption
 from verl.workers.load_state import SavedRoleState
 
@@ -342,13 +346,17 @@ def _to_save(
 ) -> tuple[dict[str, SavedRoleState], PartStates, dict[str, Any]]:
     """State of the roles, of the driver's parts, and metadata for a checkpoint."""
     roles, state = trainer.state()
-    rate = next((metrics[key] for key in ("actor/lr", "sft/lr", "preference/lr") if key in metrics), None)
     progress = {
         "samples": result.samples,
         "train_s": result.train_s,
         "evaluations": result.evaluations,
+        "has_chats": getattr(trainer.train_data, "has_chats", None),
     }
-    return roles, state, {"learning_rate": rate, "progress": progress, "trackers": trainer.tracker.identity()}
+    return (
+        roles,
+        state,
+        {"learning_rate": rate_of(metrics), "progress": progress, "trackers": trainer.tracker.identity()},
+    )
 
 
 def _handle_outcomes(trainer: LoopTrainer, result: TrainResult, outcomes: list[SaveOutcome], is_end: bool) -> None:
@@ -450,7 +458,13 @@ def _whole_or_nothing(run_dir: Path) -> Iterator[None]:
 
 
 def _save(trainer: LoopTrainer, result: TrainResult) -> None:
+    """Write the weights, and beside them what trained them, by which `verl eval` evaluates them."""
     with trainer.stages.stage("save") as note:
         with _whole_or_nothing(trainer.run_dir):
             result.saved = trainer.save(trainer.run_dir)
+            reward = trainer.parts["reward"].state_dict() if "reward" in trainer.parts else {}
+            progress = {"has_chats": getattr(trainer.train_data, "has_chats", None)}
+            record = {"step": result.steps, "config": as_plain(trainer.description), "progress": progress, **reward}
+            text = json.dumps(plain(redact_tree(record)), indent=1) + "\n"
+            write_whole(trainer.run_dir / POLICY_RECORD, text.encode())
         note.say(", ".join(str(path) for path in result.saved))

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from verl.algorithms.functions import PartState, keeps_state
 from verl.component import Description, component
-from verl.engines.engine import Packs, TrainingEngine, compile_layers
+from verl.engines.engine import COMPILED_EXPERTS, COMPILED_PARTS, Packs, TrainingEngine, compile_layers
 from verl.engines.optimizer import AdamW
+from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import Sharding
 from verl.errors import faults_below
@@ -61,9 +62,11 @@ class TrainedRole(Description):
 
     Attributes:
         lr_factor: of the learning rate that suits the model's size, where the optimizer names none.
+        trains: whether its weights are updated; if not, nothing is checked or planned that only training needs.
     """
 
     lr_factor: ClassVar[float] = 1.0
+    trains: ClassVar[bool] = True
 
     model: ModelSource
     optimizer: AdamW
@@ -91,11 +94,25 @@ class TrainedRole(Description):
             yield f"model.compile is true: a {type(self.model).__name__} compiles itself. Set model.compile=false."
         if self.lora is not None and isinstance(self.model, ModuleModel):
             yield f"lora is set: a {type(self.model).__name__} has no adapters of peft. Set lora=null."
-        if self.lora is None and self.model.dtype in ("bfloat16", "float16"):
+        if self.trains and self.lora is None and self.model.dtype in ("bfloat16", "float16"):
             yield (
                 f"model.dtype is {self.model.dtype}: training all weights in it silently loses updates that are small "
                 "beside their weight. Set model.dtype=float32 and autocast=bfloat16, or train a lora adapter."
             )
+
+    def faults_with_degrees(self, degrees: ParallelDegrees) -> Iterator[str]:
+        """Faults with the sharding of this role and the kind of its model, each beginning with its field's name."""
+        if degrees.cp > 1 and self.packing == "off":
+            yield (
+                f"packing is off: processes that share the tokens of a row (cp {degrees.cp}) run it as a packed line. "
+                "Set packing=auto, or sharding.cp=1."
+            )
+        kind = self.model.experts()
+        if self.model.compile and kind is not None and kind[1] is not None:
+            yield f"model.compile is true: a {kind[0]} {COMPILED_EXPERTS}"
+        for name in ("tp", "pp", "ep"):
+            if self.model.compile and getattr(degrees, name) > 1:
+                yield f"model.compile is true, and sharding.{name} is {getattr(degrees, name)}: {COMPILED_PARTS}"
 
     def load(
         self,

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import shutil
+import types
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,7 @@ def saving_after(curve: list[float], differences: dict, tmp_path: Path) -> Check
 
     class Point:
         step = len(curve)
+        state = types.MappingProxyType({"learning_rate": 1e-5})
 
     saving.resumed, saving.parent = (
         Point(),
@@ -152,6 +154,17 @@ def test_a_jump_of_the_first_losses_is_told_with_what_differs_and_a_smooth_curve
     assert said[4].endswith("what differs is the configuration: actor.optimizer.lr.")
     smooth = saving_after(curve, {}, tmp_path)
     assert [smooth.note(31 + i, {"actor/loss": 1.01}) for i in range(5)] == [None] * 5
+
+
+def test_a_resume_under_another_schedule_tells_the_learning_rate_before_and_after(tmp_path):
+    saving = saving_after([1.0], {"trainer.total_steps": [1, 9]}, tmp_path)
+    assert saving.note(2, {"actor/loss": 1.0}) is None  # of a step that was skipped
+    said = saving.note(2, {"actor/loss": 1.0, "actor/lr": 5e-5})
+    assert "1e-05" in said
+    assert "5e-05" in said
+    assert "trainer.total_steps" in said
+    assert saving.note(3, {"actor/loss": 1.0, "actor/lr": 5e-5}) is None
+    assert saving_after([1.0], {"trainer.seed": [0, 1]}, tmp_path).note(2, {"actor/lr": 5e-5}) is None
 
 
 def test_a_resumed_run_watches_its_metrics_with_the_history_that_it_had(model32, whole, tmp_path):

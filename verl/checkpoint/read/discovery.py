@@ -197,6 +197,7 @@ class CheckpointDirectory:
 
 OF_A_RUN = "checkpoints"
 POINTER = "checkpoints.json"  # in a run's directory: see RunPointer
+POLICY_RECORD = "policy.json"  # in a run's directory: step, configuration and statistics of the weights beside it
 POINTER_LIMIT_BYTES = 65_536
 PULL_FIRST = "this works on a disk. Fetch it with `verl checkpoint pull {} DIR`, and give DIR"
 

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import re
 import secrets
 import sys
 import time
@@ -48,8 +49,15 @@ from verl.workers.load_state import RemoteRoleState, SavedRoleState
 ASKED = "save"  # a file of this name in the run's directory asks for a checkpoint; it may hold a tag
 HISTORY = 200  # last values of the loss that a checkpoint keeps
 JUMP_STEPS, JUMP_FACTOR = 5, 4.0
+RATES = ("actor/lr", "sft/lr", "preference/lr")
+OF_RATES = re.compile(r"trainer\.total_|(actor|critic)\.optimizer\.")  # settings of a learning rate
 
 _log = logging.getLogger(__name__)
+
+
+def rate_of(metrics: Mapping[str, float]) -> float | None:
+    """The learning rate of the policy in the metrics of a step."""
+    return next((metrics[key] for key in RATES if key in metrics), None)
 
 
 def new_run_id() -> str:
@@ -272,12 +280,15 @@ class CheckpointSaver:
         return left < self.settings.time_margin_s + 1.5 * self._longest_step_s
 
     def note(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Add a step to the loss curve; returns a message if the first losses after a resume jump.
+        """Add a step to the loss curve; returns a message if after a resume the first losses jump, or the learning rate
+        is that of another schedule.
 
         Steps with a non-finite loss, such as skipped ones, are left out.
         """
         if (loss := metrics.get(self.loss_key)) is not None and math.isfinite(loss):
             self._history.append((step, float(loss)))
+        if self.resumed is not None and step == self.resumed.step + 1 and (sentence := self._other_rate(metrics)):
+            return sentence
         if self.resumed is None or step != self.resumed.step + JUMP_STEPS:
             return None
         return self._jump([value for at, value in self._history if at > self.resumed.step])
@@ -481,6 +492,14 @@ class CheckpointSaver:
             "num_threads": torch.get_num_threads(),
             "cpu_matmul": active_library(),
         }
+
+    def _other_rate(self, metrics: Mapping[str, float]) -> str | None:
+        """The learning rate before and after a resume under another schedule."""
+        changed = [] if self.parent is None else [path for path in self.parent.differences if OF_RATES.search(path)]
+        before, now = self.resumed and self.resumed.state.get("learning_rate"), rate_of(metrics)
+        if not changed or before is None or now is None:
+            return None
+        return f"The learning rate was {before:.3g} before the resume and is {now:.3g} now, by {', '.join(changed)}."
 
     def _jump(self, first: list[float]) -> str | None:
         """Compare the first losses after a resume with the curve before it."""
