@@ -38,7 +38,8 @@ VERL_COLUMNS = {
 @pytest.mark.parametrize("columns", [VERL_COLUMNS, {"ground_truth": ["2", "4"]}, {"answer": ["2", "4"]}])
 def test_a_function_of_verl_gets_its_arguments(per_sample, columns, tmp_path):
     (tmp_path / "score.py").write_text(VERL)
-    described = RewardFunction(path=f"{tmp_path}/score.py:compute_score", per_sample=per_sample, kwargs={"weight": 2.0})
+    kwargs = {"weight": 2.0, "extra_info": {"index": 1}}  # settings come before columns
+    described = RewardFunction(path=f"{tmp_path}/score.py:compute_score", per_sample=per_sample, kwargs=kwargs)
     assert not list(missing_columns(described, columns, "rows"))
     reward = described.build(BuildContext())
     try:
@@ -56,6 +57,14 @@ def test_a_column_of_right_answers_is_asked_for_before_anything_loads(tmp_path):
     assert any("ground_truth" in fault for fault in missing_columns(described, {"label": ["2"]}, "rows"))
     with pytest.raises(RewardError, match="ground_truth"):
         described.build(BuildContext()).score(batch_of())
+
+
+def test_a_column_or_a_setting_that_a_function_of_others_does_not_know_is_named_before_it_is_called(tmp_path):
+    (tmp_path / "score.py").write_text(f"{VERL}\ndef of_trl(completions, answer): return [0.0 for _ in completions]\n")
+    described = RewardFunction(path=f"{tmp_path}/score.py:of_trl")
+    assert any("answer" in fault for fault in missing_columns(described, {"label": ["2"]}, "rows"))
+    with pytest.raises(RewardError, match="weigth"):
+        RewardFunction(path=f"{tmp_path}/score.py:compute_score", kwargs={"weigth": 1.0}).build(BuildContext())
 
 
 @pytest.mark.parametrize("signature", ["completions", "completions, **kwargs", "completions, answer, prompts"])

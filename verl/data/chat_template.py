@@ -268,7 +268,9 @@ def _with_text(message: Any) -> Any:
     parts = message.get("content") if isinstance(message, Mapping) else None
     if parts is None and isinstance(message, Mapping) and message.get("tool_calls"):
         parts = []
-    texts = [x.get("text") if isinstance(x, Mapping) else x for x in parts] if isinstance(parts, list) else [None]
+    texts: list[Any] = (
+        [x.get("text") if isinstance(x, Mapping) else x for x in parts] if isinstance(parts, list) else [None]
+    )
     return {**message, "content": "".join(texts)} if all(isinstance(x, str) for x in texts) else message
 
 

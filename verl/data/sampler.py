@@ -105,7 +105,6 @@ class EpochSampler:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of rows of one epoch alone."""
         return self.size // self.batch_size
 
     def batches_of(self, epochs: int) -> int:

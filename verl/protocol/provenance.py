@@ -252,8 +252,7 @@ class Signature:
         required: arguments without a default.
         takes_batch: whether it takes a whole DataProto instead of texts: it has one positional argument without a
             default, or its first argument is annotated `DataProto`.
-        convention: `verl` or `trl` for a reward function with `solution_str` or `completions`, see
-            `verl.rewards.signatures`; None for any other.
+        convention: for a reward function of verl or TRL, see `verl.rewards.signatures`.
     """
 
     accepted: dict[str, bool] | None
@@ -263,10 +262,7 @@ class Signature:
 
 
 CONVENTIONS: dict[str, Literal["verl", "trl"]] = {"solution_str": "verl", "completions": "trl"}
-GIVEN = (  # to functions of these conventions, or what they are given is made from it
-    *("prompt", "prompts", "response", "responses", "completions", "prompt_messages", "reward_model", "answer"),
-    *("data_source", "solution_str", "ground_truth", "extra_info"),
-)
+GIVEN = ("prompts", "completions", "solution_str", "data_source", "extra_info")  # to functions of these conventions
 
 
 def signature_of(function: Callable | inspect.Signature, given: Collection[str] = ()) -> Signature:
@@ -279,13 +275,9 @@ def signature_of(function: Callable | inspect.Signature, given: Collection[str] 
     by_name = {p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     convention = CONVENTIONS.get("".join({"solution_str", "completions", "responses"} & by_name.keys()))
     single = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    required = [p.name for p in single if p.default is p.empty]
-    if convention is not None:
-        by_name |= dict.fromkeys(GIVEN, False)
-        required = [name for name in required if name not in GIVEN or name == "ground_truth"]
     return Signature(
-        accepted=None if any(p.kind is p.VAR_KEYWORD for p in parameters) else by_name,
-        required=tuple(required),
+        accepted=None if convention or any(p.kind is p.VAR_KEYWORD for p in parameters) else by_name,
+        required=tuple(p.name for p in single if p.default is p.empty and not (convention and p.name in GIVEN)),
         takes_batch=convention is None and _takes_batch([p for p in parameters if p.name not in given]),
         convention=convention,
     )

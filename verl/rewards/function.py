@@ -145,7 +145,7 @@ class CallableReward(Reward):
         self.timeout_s = timeout_s
         if not callable(function):
             raise RewardError(f"reward is {function!r}: expected a function of prompts and responses.")
-        function = with_own_arguments(function, kwargs or {})
+        function = with_own_arguments(function, dict(kwargs or {}))
         self._describe(function, kwargs or {}, signature_of(function, kwargs or {}))
 
     def _describe(self, function: Callable | Source, kwargs: Mapping[str, Any], signature: Signature) -> None:

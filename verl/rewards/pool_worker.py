@@ -56,7 +56,7 @@ def serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
 
 def _serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
     try:
-        function = with_own_arguments(load_function(setting.path), setting.kwargs, not setting.whole_batch)
+        function = with_own_arguments(load_function(setting.path), dict(setting.kwargs), not setting.whole_batch)
         for name in setting.preloaded:
             importlib.import_module(name)
     except BaseException as error:  # noqa: BLE001 - reported to the driver

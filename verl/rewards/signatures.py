@@ -9,41 +9,39 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
-from verl.protocol.provenance import signature_of
+from verl.protocol.provenance import GIVEN, signature_of
 
 
-def with_own_arguments(function: Callable, kwargs: Mapping[str, Any], per_sample: bool = False) -> Callable:
+def with_own_arguments(function: Callable, kwargs: dict[str, Any], per_sample: bool = False) -> Callable:
     """A function that takes our own arguments, and `kwargs`, for one of verl or TRL; any other unchanged.
 
     `ground_truth` is that column, or that of `reward_model`, or `answer`.
     """
-    signature = signature_of(function)
-    if signature.convention is None:
+    if (convention := signature_of(function).convention) is None:
         return function
-    names = inspect.signature(function).parameters
+    (signature := inspect.signature(function)).bind_partial(**kwargs)  # else a TypeError
+    takes_any = any(x.kind is x.VAR_KEYWORD for x in signature.parameters.values())
 
     @functools.wraps(function)
     def own(**given: Any) -> Any:
         table = {name: [x] if per_sample else x for name, x in given.items() if name not in kwargs}
         prompts, responses = (table.pop(name if per_sample else f"{name}s") for name in ("prompt", "response"))
         none = [None] * len(responses)
-        if signature.convention == "trl":  # chats get messages
+        if convention == "trl":  # chats get messages
             chats = table.get("prompt_messages", none)
             turns = [y if x is None else [{"role": "assistant", "content": y}] for x, y in zip(chats, responses)]
             table |= {"prompts": [x or y for x, y in zip(chats, prompts)], "completions": turns}
-            return function(**{x: table[x] for x in table if x in names or signature.accepted is None}, **kwargs)
+            return function(**{x: table[x] for x in table if takes_any or x in signature.parameters} | kwargs)
         if "reward_model" in table:
             table.setdefault("ground_truth", [x and x.get("ground_truth") for x in table["reward_model"]])
-        table = {"data_source": none, "extra_info": none, "ground_truth": table.get("answer"), **table}
-        table["solution_str"] = responses
-        used = [x for x in VERL if table[x] is not None and x in names]
-        scores = [function(**dict(zip(used, row)), **kwargs) for row in zip(*(table[x] for x in used))]
+        elif "answer" in table:
+            table.setdefault("ground_truth", table["answer"])
+        table = {"data_source": none, "extra_info": none, **table, "solution_str": responses}
+        used = [x for x in (*GIVEN, "ground_truth") if x in table and x in signature.parameters]
+        scores = [function(**dict(zip(used, row)) | kwargs) for row in zip(*(table[x] for x in used))]
         return scores[0] if per_sample else scores
 
     return own
-
-
-VERL = ("data_source", "solution_str", "ground_truth", "extra_info")

@@ -113,6 +113,14 @@ def test_a_rank_that_vllm_has_no_room_for_is_refused_before_it_starts(tmp_path):
         VLLMRollout(lora="adapter").attach(model, tokenizer, 0)
 
 
+@pytest.mark.parametrize("layer", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_a_layer_that_vllm_takes_none_of_is_refused_before_it_starts(layer, tmp_path):
+    source = save_family(tmp_path / "model", "qwen2")
+    model = LoRA(rank=4, target_modules=(layer,)).apply(source.load_causal_lm("cpu"), causal_lm=True)
+    with pytest.raises(ConfigError, match=r"rollout\.lora=merged"):
+        VLLMRollout(lora="adapter").attach(model, source.load_tokenizer(), 0)
+
+
 EMBEDDINGS = ("embed_tokens", "lm_head", "q_proj")
 
 
