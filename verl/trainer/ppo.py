@@ -228,13 +228,11 @@ class PPOTrainer(PPOLifecycle):
         if "token_level_scores" in rollout:  # a selection has read them
             return rollout
         with self.stages.stage("reward") as note, self.guard.rating(rollout):
-            rollout = self._rated(rollout, self.guard.step)
-            rollout, num_rows = self._with_reward(rollout), len(rollout)
+            rollout = self._with_reward(self._rated(rollout, self.guard.step))
             self.guard.inspect(rollout, "reward")  # before a selection reads them
             scores = rollout["score"].astype(float)
             self.sampler.record(rollout["prompt_ids"], torch.tensor(scores) >= self.settings.success_score)
-            missing = f", {num_rows - len(scores)} of {num_rows} responses have none" * (len(scores) < num_rows)
-            note.say((f"mean {float(np.mean(scores)):.4f}" if len(scores) else "no reward") + missing)
+            note.say(f"mean {float(np.mean(scores)):.4f}" if len(scores) else "no response has one")
         return rollout
 
     def _with_reward(self, rollout: DataProto) -> DataProto:
