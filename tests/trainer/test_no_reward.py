@@ -18,6 +18,7 @@ from verl.algorithms.critic_free_advantages import OPO, RLOO, ReinforcePlusPlus,
 from verl.algorithms.dynamic_sampling import DynamicSampling
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.algorithms.losses import PPOClip
+from verl.cli.report.page import pass_rates
 from verl.component import BuildContext, component
 from verl.engines.sharding import DDP, FSDP
 from verl.rewards.base import Reward, RewardDescription
@@ -98,6 +99,8 @@ def test_an_evaluation_counts_responses_without_a_reward_and_leaves_them_out(mod
     run = ppo_run(model32, algorithm(GRPO()), reward=Sometimes(), total_steps=1, data=data, **SIZES)
     evaluated = list(fit(run, tmp_path).evaluations.values())[-1]
     assert 0 < evaluated["eval/unrated"] < 8
+    rows = read_lines(tmp_path / "evals/step_1.jsonl")
+    assert len(pass_rates(rows, "greedy")) == 8 - evaluated["eval/unrated"]
     assert all(math.isfinite(x) for x in evaluated.values())
 
 
@@ -163,7 +166,9 @@ class FirstOnes(RewardDescription, Reward):
 def test_two_processes_train_on_any_number_of_rated_responses(rated_rows, mode, sharding, model64, tmp_path):
     described = algorithm(GRPO(), mini_batches=2, **({"proximal": "behaviour"} if mode == "async" else {}))
     sizes = SIZES | {"mode": mode, "sharding": sharding, "n_gpus_per_node": 2}
-    lines, _ = trained(tmp_path, ppo_run(model64, described, reward=FirstOnes(rated_rows), total_steps=2, **sizes))
+    lines, _ = trained(
+        tmp_path, ppo_run(model64, described, reward=FirstOnes(rated_rows=rated_rows), total_steps=2, **sizes)
+    )
     assert [(line["perf/samples"], line["reward/unrated"]) for line in lines] == [(rated_rows, 12 - rated_rows)] * 2
     assert all(math.isfinite(x) for line in lines for x in line.values() if isinstance(x, float))
 
