@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 _RECENT_STEPS = 20  # the remaining time is estimated from this many
 _DIGITS = 3
 _CUT = "..."
-WORTH_A_COLUMN = 0.1  # share of cut responses above which the line of a step has it
+WORTH_A_COLUMN = {"rollout/clipped_ratio": 0.1, "reward/unrated": 0.0}  # above these the line of a step has them
 LEAST_CELL = 24  # characters of a text in the line of a sample; columns that leave less are left out
-_CLIPPED = "rollout/clipped_ratio"
 _LABELS = {  # shorter than the keys, so that the line of a step fits 80 columns
     "reward/mean": "reward",
     "kl/reference_nats": "kl",
     "distill/divergence_nats": "teacher",
     "rollout/entropy_nats": "entropy",
     "rollout/response_length_tokens": "length",
-    _CLIPPED: "clipped",
+    "rollout/clipped_ratio": "clipped",
+    "reward/unrated": "unrated",
     "sft/loss": "loss",
     "preference/loss": "loss",
     "rewards/accuracies": "accuracy",
@@ -220,8 +220,7 @@ class ConsoleTracker(Tracker):
 
     def _shown(self, metrics: Mapping[str, float]) -> dict[str, float]:
         columns = [*self._settings.columns]
-        if metrics.get(_CLIPPED, 0.0) > WORTH_A_COLUMN:
-            columns.insert(1, _CLIPPED)
+        columns[1:1] = [key for key, bound in WORTH_A_COLUMN.items() if metrics.get(key, 0.0) > bound]
         shown = {key: metrics[key] for key in columns if key in metrics}
         return shown or dict(list(metrics.items())[:4])
 

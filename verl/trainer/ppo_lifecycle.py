@@ -72,7 +72,6 @@ class PPOLifecycle(LoopTrainer):
     reuse: ReplayMixing | None = None
     data_responses: DataResponses
     sampler_group: WorkerGroup | None = None
-    _has_unrated = False  # some response had no reward
     _divided_threads = 0  # of this process, before half of them were left to the sampler
 
     def __init__(self, run: PPODescription, context: BuildContext):
