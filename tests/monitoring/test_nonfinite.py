@@ -55,7 +55,7 @@ class WrongAt(RewardDescription):
     """Arbitrary scores, but `value` for the second row at some of the calls.
 
     Args:
-        checked: the value passes through the check of a function's results, and not straight into the batch.
+        checked: the value is a score, which is checked, and not that of a single token.
     """
 
     calls: tuple[int, ...]
@@ -80,7 +80,13 @@ class WrongReward(Reward):
     def rate_batch(self, batch: DataProto) -> RewardResult:
         if self.options.checked:
             return super().rate_batch(batch)
-        return RewardResult(np.array(self.rate(list(batch["prompt_text"]), list(batch["response_text"]))))
+        scores, mask = (
+            torch.tensor(self.rate(list(batch["prompt_text"]), list(batch["response_text"]))),
+            batch["response_mask"],
+        )
+        is_last = mask & (mask.cumsum(dim=1) == mask.sum(dim=1, keepdim=True))
+        tokens = torch.where(is_last, scores[:, None], 0.0)
+        return RewardResult(torch.nan_to_num(scores).double().numpy(), token_scores=tokens)
 
 
 def steps_of(directory: Path) -> list[dict]:
@@ -196,6 +202,27 @@ def test_a_selection_of_groups_never_sees_a_reward_that_is_not_finite(model32, t
     reward = WrongAt(calls=(1,), value=math.nan, checked=False)
     with pytest.raises(NonFiniteError, match="token_level_scores at row 1"):
         fit(ppo_run(model32, algorithm, critic=None, reward=reward, total_steps=1, **QUICK), tmp_path)
+
+
+@component
+class OwnBatch(WrongAt):
+    """A class of the user's that rates whole batches and makes no check: None for the first row, `value`."""
+
+    def build(self, context: BuildContext) -> Reward:
+        return OwnBatchReward(self)
+
+
+class OwnBatchReward(WrongReward):
+    def rate_batch(self, batch: DataProto) -> RewardResult:
+        scores = self.rate(list(batch["prompt_text"]), list(batch["response_text"]))
+        return RewardResult(np.array([None, *scores[1:]], dtype=object))
+
+
+def test_none_of_a_users_own_batches_is_no_reward_and_nan_is_an_error(model32, tmp_path):
+    reward = OwnBatch(calls=(2,), value=math.nan)
+    with pytest.raises(NonFiniteRewardError, match="step_2_reward"):
+        fit(ppo_run(model32, GRPO_ALGORITHM, reward=reward, critic=None, total_steps=3, **QUICK), tmp_path)
+    assert [line["reward/unrated"] for line in steps_of(tmp_path)] == [1]
 
 
 @pytest.mark.exhaustive

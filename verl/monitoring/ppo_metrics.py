@@ -253,7 +253,6 @@ def evaluated_rows(
     for kind, batch in evaluated.items():
         if batch is None:
             continue
-        batch = batch[~_scores(batch).isnan()]
         scores, tokens = batch["score"].astype(float).tolist(), batch["response_mask"].sum(dim=1).tolist()
         rows = zip(batch["prompt_ids"].tolist(), batch["sample_ids"].tolist(), scores, tokens, strict=True)
         names = ("kind", "prompt_id", "sample_id", "score", "tokens")

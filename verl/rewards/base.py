@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -237,7 +237,8 @@ class RewardResult:
     """Scores of a batch, and their components.
 
     Attributes:
-        scores: [B] float64; nan for a response without a reward, which is left out of the step.
+        scores: [B] float64; nan for a response without a reward, which is left out of the step. A `rate_batch` outside
+            of verl gives None for it.
         token_scores: [B T] float32, for a reward that scores single tokens; each row sums to its score. None for
             others.
         parts: components by name, [B] floats each: logged as metric `reward/NAME` (mean) and as a column of sample
@@ -322,11 +323,19 @@ class Reward:
             RewardError: raised by `rate_batch`, or the deadline has passed.
         """
         if self.call_timeout_s is None:
-            return self.rate_batch(batch)
+            return self._rate_batch(batch)
         try:
-            return call_within(self.call_timeout_s, lambda: self.rate_batch(batch), source_of(self.producer).file)
+            return call_within(self.call_timeout_s, lambda: self._rate_batch(batch), source_of(self.producer).file)
         except CallFailed as late:
             raise reward_error("a score for each response", str(late), self.producer) from late
+
+    def _rate_batch(self, batch: DataProto) -> RewardResult:
+        """`rate_batch`; of a user's own one, in which no reward is None, nan is an error as in a function's result."""
+        rating = self.rate_batch(batch)
+        if type(self).rate_batch.__module__.startswith("verl."):
+            return rating
+        prompts, responses, _ = texts_of(batch)
+        return replace(rating, scores=checked_scores(rating.scores, prompts, responses, self.producer))
 
     def prepare(self, batch: DataProto) -> RewardResult:
         """Rate responses before their turn: the part of `rated` that no running statistics of scores enter."""
