@@ -6,6 +6,7 @@ settings ──> responses and rewards of some prompts ──> appended to a fil
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -42,11 +43,6 @@ def evaluate(
     overrides: Annotated[list[str] | None, OVERRIDES] = None,
     data: Annotated[Path | None, DATA] = None,
     samples: Annotated[int | None, typer.Option(min=0, help="Responses drawn to each prompt, for pass@k.")] = None,
-    text: Annotated[
-        bool | None, typer.Option("--text/--chat", help="Text prompts as they are, or as user messages.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="File for every response; default: below outputs/eval/.")] = None,
-    batch_rows: Annotated[int | None, typer.Option(min=1, help="Prompts answered together.")] = None,
     config_dir: Annotated[Path | None, CONFIG_DIR] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One object instead of a table.")] = False,
 ) -> None:
@@ -56,40 +52,32 @@ def evaluate(
     and sampling noise are those of the run, so the metrics equal those that it logged at that step. The same command
     continues an evaluation that was killed.
     """
-    from verl.compose.load_policy import has_own_rows, root_of
+    from verl.compose.load_policy import root_of
     from verl.monitoring.ppo_metrics import evaluation_estimates
 
     words = [*(overrides or []), *([] if samples is None else [f"trainer.eval_samples={samples}"])]
     with faults_reported(), located(path) as saved:
-        root, origin = root_of(saved, words, data), path if is_address(path) else str(saved.origin)
-        if data is None and not has_own_rows(saved, root) and not any(word.startswith("data") for word in words):
-            raise ConfigError(
-                f"PATH is {path!r}: it names no rows to answer. Give --data FILE, or data=arithmetic for built-in sums."
-            )
-        with running(saved, root, words, data, as_chats=None if text is None else not text) as trainer:
+        root, origin = root_of(saved, words), path if is_address(path) else str(saved.origin)
+        with running(saved, root, words, data) as trainer:
             if trainer.eval_data is None:
                 raise ConfigError("the run has no evaluation data. Give --data FILE, or data.eval_files=[...].")
-            if data is not None and saved.config is not None:
+            if data is not None and saved.saved() is not None:
                 _tell_overlap(saved, words, trainer, root)
             settings = {"policy": origin, "step": saved.step, **_settings(trainer.description, trainer.eval_data)}
             settings["identity"] = _identity(trainer.description, str(saved.actor), origin)
             if not as_json:
                 print_table(["setting", "value"], [[key, str(value)] for key, value in settings.items()])
-            file = out or RESULTS / f"{_name(origin)}-{settings['identity']}.jsonl"
-            size = batch_rows or (len(trainer.eval_data) if data is None else BATCH_ROWS)
-            records = _records(trainer, saved.step, size, file, settings)
+            file, total = RESULTS / f"{settings['identity']}.jsonl", len(trainer.eval_data)
+            records = _records(trainer, saved.step, total if data is None else BATCH_ROWS, file, settings)
     metrics = trainer.evaluation_metrics(records)
     estimates = evaluation_estimates(records) if root == "ppo" else {}
-    metrics |= {key: mean for key, (mean, _, _) in estimates.items() if key not in metrics}
+    metrics = {key: mean for key, (mean, _, _) in estimates.items()} | metrics
     intervals = {key: ends for key, (_, *ends) in estimates.items()}
-    most = settings.get("max_new_tokens", float("inf"))
-    if (cut := sum(row["tokens"] >= most for row in records) / len(records)) > 0.1:
-        echo(f"{cut:.0%} of the responses were cut at rollout.max_new_tokens={most}: set it higher.", err=True)
     if as_json:
-        found = {"actor": origin, "step": saved.step, "rows": len(trainer.eval_data), "metrics": metrics}
+        found = {"actor": origin, "step": saved.step, "rows": total, "metrics": metrics}
         echo(json.dumps({**found, "intervals": intervals, "settings": settings, "results": str(file)}, indent=2))
         return
-    echo(f"{origin}, step {saved.step}, on {len(trainer.eval_data)} rows; every response is in {file}")
+    echo(f"{origin}, step {saved.step}, on {total} rows; every response is in {file}")
     shown = {key: "{} to {}".format(*map(short, ends)) for key, ends in intervals.items()}
     print_table(["metric", "value", "95% interval"], [[k, short(v), shown.get(k, "")] for k, v in metrics.items()])
 
@@ -97,28 +85,26 @@ def evaluate(
 def _records(trainer: Any, step: int, size: int, path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Records of all rows, batch by batch, each batch appended to a file; an evaluation of the same settings that has
     not ended is continued. The last record of a batch has the number of rows that are done."""
-    head, *lines = [*_whole_lines(path)] or [{}]
-    done = [number for number, line in enumerate(lines, 1) if "rows_done" in line] if head == settings else []
-    records, total = lines[: done[-1]] if done else [], len(trainer.eval_data)
-    first = records[-1]["rows_done"] if done else 0
-    if first >= total:
-        records, first = [], 0
-    if first:
+    lines, total = [*_whole_lines(path)], len(trainer.eval_data)
+    done = [number for number, line in enumerate(lines, 1) if "rows_done" in line]
+    records = lines[1 : done[-1]] if done and lines[0] == settings else []
+    if records and records[-1]["rows_done"] >= total:  # it has ended
+        records = []
+    if first := records[-1]["rows_done"] if records else 0:
         echo(f"{first} of {total} rows were evaluated before, in {path}", err=True)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, _as_lines([settings, *records]))
     started = time.monotonic()
-    with open(path, "ab") as file:
-        for start in range(first, total, size):
-            rows = range(start, min(start + size, total))
-            found = trainer.evaluation_records(rows, step)
-            found[-1]["rows_done"] = rows.stop
-            records += found
+    for start in range(first, total, size):
+        rows = range(start, min(start + size, total))
+        found = trainer.evaluation_records(rows, step)
+        found[-1]["rows_done"] = rows.stop
+        records += found
+        with open(path, "ab") as file:
             file.write(_as_lines(found))
-            file.flush()
-            if left := (time.monotonic() - started) / (rows.stop - first) * (total - rows.stop):
-                key, value = next(iter(trainer.evaluation_metrics(records).items()))
-                echo(f"{rows.stop} of {total} rows  {key} {short(value)}  about {duration(left)} left", err=True)
+        if left := (time.monotonic() - started) / (rows.stop - first) * (total - rows.stop):
+            key, value = next(iter(trainer.evaluation_metrics(records).items()))
+            echo(f"{rows.stop} of {total} rows  {key} {short(value)}  about {duration(left)} left", err=True)
     return records
 
 
@@ -128,11 +114,9 @@ def _as_lines(records: Sequence[Mapping[str, Any]]) -> bytes:
 
 def _whole_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects of a JSON-lines file, up to the first line that is not whole."""
-    for line in read_bytes(path).splitlines() if path.is_file() else ():
-        try:
+    with contextlib.suppress(ExternalInputError):
+        for line in read_bytes(path).splitlines() if path.is_file() else ():
             yield parse_mapping(line)
-        except ExternalInputError:
-            return
 
 
 def _settings(run: Any, rows: Any) -> dict[str, Any]:
@@ -148,10 +132,6 @@ def _settings(run: Any, rows: Any) -> dict[str, Any]:
         "max_new_tokens": run.rollout.max_new_tokens,
         "samples": f"1 greedy, {run.trainer.eval_samples} drawn",
     }
-
-
-def _name(origin: str) -> str:
-    return re.sub(r"[^\w.-]", "_", next(x for x in [*reversed(origin.split("/")), "policy"] if x not in ("", "actor")))
 
 
 def _identity(run: Any, actor: str, origin: str) -> str:

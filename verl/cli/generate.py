@@ -42,9 +42,6 @@ def generate(
     prompt: Annotated[list[str] | None, typer.Option("--prompt", help="A prompt. Repeatable.")] = None,
     data: Annotated[Path | None, DATA] = None,
     config_dir: Annotated[Path | None, CONFIG_DIR] = None,
-    text: Annotated[
-        bool | None, typer.Option("--text/--chat", help="Text prompts as they are, or as user messages.")
-    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 1,
     greedy: Annotated[bool, typer.Option("--greedy", help="Greedy decoding.")] = False,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of a response.")] = None,
@@ -53,10 +50,9 @@ def generate(
 ) -> None:
     """Print responses of a saved policy to prompts, to the rows of a file, or to the evaluation data of its run.
 
-    A text is a user message of the model's chat template, if it has one and the policy was not trained on texts.
+    A text is a user message of the model's chat template, if it has one and the policy was not trained on texts;
+    data.as_chats=false sends it as it is.
     """
-    from verl.compose.load_policy import has_own_rows
-
     if prompt and data is not None:
         raise typer.BadParameter("give --prompt or --data, not both", param_hint="--prompt")
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
@@ -66,15 +62,12 @@ def generate(
             data = Path(directory) / "prompts.jsonl"
             data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompt))
             settings.append("data.prompt_key=prompt")
-        if data is None and not has_own_rows(saved, "ppo") and not any(x.startswith("data") for x in overrides or []):
-            raise ConfigError(f"PATH is {path!r}: it names no rows to answer. Give --prompt TEXT or --data FILE.")
         unrated = ["reward=length"]  # a cheap reward: responses are not scored
-        words, as_chats = [*unrated, *(overrides or []), *settings], None if text is None else not text
-        with running(saved, "ppo", words, data, as_chats=as_chats) as trainer:
+        with running(saved, "ppo", [*unrated, *(overrides or []), *settings], data) as trainer:
             if trainer.eval_data is None:
                 raise ConfigError("the run has no evaluation data. Give --prompt TEXT or --data FILE.")
-            if prompt and text is None and "prompt_messages" in trainer.eval_data.columns:
-                echo("Prompts are user messages of the model's chat template; --text sends them as they are.", err=True)
+            if prompt and trainer.eval_data.has_chats:
+                echo("Prompts are user messages of the chat template; data.as_chats=false sends texts.", err=True)
             for row in _responses(trainer, samples, greedy):
                 echo(json.dumps(row) if as_json else f"{row['prompt']}\n  -> {row['response']}")
 
@@ -113,27 +106,23 @@ def running(
     overrides: Sequence[str],
     data: Path | None = None,
     changed: Callable[[Any], Any] = lambda run: run,
-    as_chats: bool | None = None,
 ) -> Iterator[Any]:
     """A trainer for a saved policy that does not train and leaves no files.
 
     Args:
         changed: makes the run that is built from the one that was composed.
-        as_chats: see `policy_run`.
     """
     from verl.component import BuildContext
     from verl.compose.load_policy import has_own_config, policy_run
 
     if any("_target_" in text for text in overrides):
         sys.path.append(str(Path.cwd()))  # classes that the command names may be in the working directory
-    run = changed(policy_run(saved, root, overrides, None if data is None else data.absolute(), as_chats))
-    is_own_reward = root == "ppo" and has_own_config(saved, root)
-    is_own_reward = is_own_reward and not any(text.startswith("reward") for text in overrides)
+    run = changed(policy_run(saved, root, overrides, None if data is None else data.absolute()))
     with (
         TemporaryDirectory("verl-policy-") as directory,
         run.build(BuildContext(run_dir=Path(directory))) as trainer,
     ):
-        if is_own_reward:
+        if root == "ppo" and has_own_config(saved, root) and not any(text.startswith("reward") for text in overrides):
             saved.load_reward(trainer.reward)
         yield trainer
 

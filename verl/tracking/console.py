@@ -33,7 +33,6 @@ _RECENT_STEPS = 20  # the remaining time is estimated from this many
 _DIGITS = 3
 _CUT = "..."
 WORTH_A_COLUMN = 0.1  # share of cut responses above which the line of a step has it
-LEAST_CELL = 24  # characters of a text in the line of a sample; columns that leave less are left out
 _CLIPPED = "rollout/clipped_ratio"
 _LABELS = {  # shorter than the keys, so that the line of a step fits 80 columns
     "reward/mean": "reward",
@@ -48,7 +47,6 @@ _LABELS = {  # shorter than the keys, so that the line of a step fits 80 columns
     "eval/response_length_tokens": "length",
 }
 _STEP_S = "timing/step_s"
-_SAMPLE = ("prompt", "response", "score")  # columns of every sample; those of the data follow
 PAGE = "report.html"  # of a run, where a tracker writes it
 _FROM_BOTH_ENDS = ("prompt", "prompt_text")  # truncated in the middle: prompts often begin alike
 
@@ -286,18 +284,13 @@ def stage_columns(seconds: Mapping[str, float], width: int) -> list[str]:
 
 def sample_line(head: str, row: Mapping[str, Any], width: int) -> str:
     """A row as `key=value` cells; long values are truncated to fit, prompts in the middle. Of a chat the last message
-    stands for the prompt, and columns of the data are left out before prompt and response become short."""
+    and the response share the line."""
     if "last_turn" in row:
-        rest = {key: value for key, value in row.items() if key not in ("prompt_text", "last_turn")}
-        row = {"last_turn": row["last_turn"], **rest}
+        row = {key: row[key] for key in ("last_turn", "response_text", "score")}
     texts = {key: _text(value) for key, value in row.items()}
     label = {key: key.removesuffix("_text") for key in texts}
-    while True:
-        widths, room = [*map(len, texts.values())], width - len(head) - sum(len(label[key]) + 3 for key in texts)
-        share = equal_share(widths, room, 8)
-        if share >= min(LEAST_CELL, max(widths, default=0)) or len(texts) <= len(_SAMPLE):
-            break
-        texts.popitem()
+    room = width - len(head) - sum(len(label[key]) + 3 for key in texts)
+    share = equal_share([len(text) for text in texts.values()], room, 8)
     cut = {key: (middle_cut if key in _FROM_BOTH_ENDS else end_cut)(text, share) for key, text in texts.items()}
     return end_cut("  ".join([head, *(f"{label[key]}={text}" for key, text in cut.items())]), width)
 

@@ -346,17 +346,15 @@ def _to_save(
 ) -> tuple[dict[str, SavedRoleState], PartStates, dict[str, Any]]:
     """State of the roles, of the driver's parts, and metadata for a checkpoint."""
     roles, state = trainer.state()
-    progress = {
-        "samples": result.samples,
-        "train_s": result.train_s,
-        "evaluations": result.evaluations,
-        "has_chats": getattr(trainer.train_data, "has_chats", None),
-    }
-    return (
-        roles,
-        state,
-        {"learning_rate": rate_of(metrics), "progress": progress, "trackers": trainer.tracker.identity()},
-    )
+    progress = _progress(trainer, result)
+    metadata = {"learning_rate": rate_of(metrics), "progress": progress, "trackers": trainer.tracker.identity()}
+    return roles, state, metadata
+
+
+def _progress(trainer: LoopTrainer, result: TrainResult) -> dict[str, Any]:
+    has_chats = getattr(trainer.train_data, "has_chats", None)
+    counts = {"samples": result.samples, "train_s": result.train_s, "evaluations": result.evaluations}
+    return {**counts, "has_chats": has_chats}
 
 
 def _handle_outcomes(trainer: LoopTrainer, result: TrainResult, outcomes: list[SaveOutcome], is_end: bool) -> None:
@@ -463,8 +461,7 @@ def _save(trainer: LoopTrainer, result: TrainResult) -> None:
         with _whole_or_nothing(trainer.run_dir):
             result.saved = trainer.save(trainer.run_dir)
             reward = trainer.parts["reward"].state_dict() if "reward" in trainer.parts else {}
-            progress = {"has_chats": getattr(trainer.train_data, "has_chats", None)}
-            record = {"step": result.steps, "config": as_plain(trainer.description), "progress": progress, **reward}
-            text = json.dumps(plain(redact_tree(record)), indent=1) + "\n"
-            write_whole(trainer.run_dir / POLICY_RECORD, text.encode())
+            record = {"step": result.steps, "config": as_plain(trainer.description), **reward}
+            record["progress"] = _progress(trainer, result)
+            write_whole(trainer.run_dir / POLICY_RECORD, json.dumps(plain(redact_tree(record)), indent=1).encode())
         note.say(", ".join(str(path) for path in result.saved))
