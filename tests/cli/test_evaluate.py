@@ -22,7 +22,7 @@ OPTIONS = ("trainer.num_threads=1", "rollout.max_new_tokens=3", "--samples", "3"
 
 @pytest.fixture
 def file(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr("verl.cli.evaluate.BATCH_ROWS", 2)
+    monkeypatch.setattr("verl.cli.generate.BATCH_ROWS", 2)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return path

@@ -98,16 +98,12 @@ class SavedPolicy:
         Raises:
             ConfigError: what was saved is of another form.
         """
-        file, state = f"{self.actor.parent / POLICY_RECORD}", self.record
-        if self.point is not None:
-            file = "scheduler/state.json"
-            state = self.point.read_json(file)
+        state = self.record if self.point is None else self.point.read_json("scheduler/state.json")
         try:
             reward.load_state_dict(state.get("reward", {}))
         except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-            raise ConfigError(
-                f"reward of {file} is no state of {type(reward).__name__}: name reward=OPTION."
-            ) from error
+            kind = type(reward).__name__
+            raise ConfigError(f"reward of {self.origin} is no state of {kind}: name reward=OPTION.") from error
 
     @property
     def origin(self) -> Path:

@@ -96,10 +96,11 @@ class EvaluatedPrompts(PromptFiles):
         def dataset(rows: DataRows, tokenizer: Any, *arguments: Any) -> RLHFDataset:
             key, rows = self.prompt_key, with_chats(rows, self.prompt_key)
             if self.as_chats and (self.chat_template or getattr(tokenizer, "chat_template", None)):
-                chats = [
-                    [{"role": "user", "content": x}] if isinstance(x := row.get(key), str) else x for row in rows.values
+                values = [
+                    {**row, key: [{"role": "user", "content": row[key]}]} if isinstance(row.get(key), str) else row
+                    for row in rows.values
                 ]
-                rows = replace(rows, values=[{**row, key: chat} for row, chat in zip(rows.values, chats, strict=True)])
+                rows = replace(rows, values=values)
             return RLHFDataset.from_rows(rows, tokenizer, *arguments, tools=context.tools)
 
         return replace(_build(self, context, dataset, PromptOptions), may_repeat=True)

@@ -351,6 +351,7 @@ class LoopTrainer(ABC):
     sampler: EpochSampler
     num_steps: int
     run_dir: Path
+    context: BuildContext
     cluster: WorkerGroup | None
     saving: Any
 

@@ -352,9 +352,8 @@ def _to_save(
 
 
 def _progress(trainer: LoopTrainer, result: TrainResult) -> dict[str, Any]:
-    has_chats = getattr(trainer.train_data, "has_chats", None)
-    counts = {"samples": result.samples, "train_s": result.train_s, "evaluations": result.evaluations}
-    return {**counts, "has_chats": has_chats}
+    counts = {name: getattr(result, name) for name in ("samples", "train_s", "evaluations")}
+    return counts | {"has_chats": getattr(trainer.train_data, "has_chats", None)}
 
 
 def _handle_outcomes(trainer: LoopTrainer, result: TrainResult, outcomes: list[SaveOutcome], is_end: bool) -> None:
@@ -402,7 +401,7 @@ def _finish(trainer: LoopTrainer, result: TrainResult) -> None:
     """Write the weights and the summary, and close the trackers, each even if what comes before it fails."""
     with ExitStack() as ending:
         ending.callback(lambda: trainer.tracker.close(result.status))
-        ending.callback(lambda: trainer.tracker.result(result.as_plain() | _last_checkpoint(trainer, result)))
+        ending.callback(lambda: trainer.tracker.result(result.as_plain() | _to_continue(trainer, result)))
         ending.callback(lambda: trainer.saving.close(result.status, result.steps))
         ending.callback(_write_result, result)
         is_sound = result.status not in ("failed", "restarting")
@@ -412,11 +411,10 @@ def _finish(trainer: LoopTrainer, result: TrainResult) -> None:
             result.status = status
 
 
-def _last_checkpoint(trainer: LoopTrainer, result: TrainResult) -> dict[str, str]:
-    """The path of the last checkpoint, by the key `last_checkpoint`; empty if there is none."""
-    if not result.checkpoints:
-        return {}
-    return {"last_checkpoint": str(Path(trainer.saving.directory) / result.checkpoints[-1])}
+def _to_continue(trainer: LoopTrainer, result: TrainResult) -> dict[str, Any]:
+    """`policy_words`, and the path of the last checkpoint, by the key `last_checkpoint`."""
+    last = str(Path(trainer.saving.directory) / result.checkpoints[-1]) if result.checkpoints else None
+    return {"policy_words": trainer.context.policy_words, "last_checkpoint": last}
 
 
 def _write_result(result: TrainResult) -> None:
