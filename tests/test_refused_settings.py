@@ -191,6 +191,7 @@ def test_settings_that_cannot_be_are_refused_by_name(kind, settings, message):
 
 
 TWO_PROCESSES = ["trainer.n_gpus_per_node=2"]
+CONTEXT, TENSORS = ([*TWO_PROCESSES, "sharding=parallel", f"sharding.{axis}=2"] for axis in ("cp", "tp"))
 ADAPTER = ["rollout=vllm", "rollout.lora=adapter"]
 LORA = "actor.lora={{_target_:verl.models.lora.LoRA,rank:{}}}"
 AHEAD = ["trainer.rollout_ahead=1"]
@@ -251,6 +252,15 @@ REFUSED_RUNS = [  # overrides, and a part of the message
     ([*CORRECTED, "algorithm=remax"], "greedy baseline"),
     ([*CORRECTED, "trainer.repeat_first_batch=true"], "every batch is the first"),
     ([*CORRECTED, "trainer.rollout_ahead=2"], "must lie in [0, 1]"),
+    # what only a built role would find
+    ([*CONTEXT, "actor.packing=off"], "actor.packing is off"),
+    (
+        ["actor=tiny_scratch", "actor.router_aux_loss_coef=0.01"],
+        "actor.router_aux_loss_coef is 0.01: a qwen2 has no experts",
+    ),
+    ([*TENSORS, "actor.router_aux_loss_coef=0.01"], "actor.router_aux_loss_coef is 0.01: with tp 2"),
+    ([*TENSORS, "actor.model.compile=true"], "actor.model.compile is true, and sharding.tp is 2"),
+    ([*CONTEXT, "algorithm=ppo", "critic.packing=off"], "critic.packing is off"),
     # episodes
     ([*TOOLS, "rollout=scripted"], "ScriptedRollout draws no turns"),
     ([*TOOLS, "replay=tiered"], "the replay buffer does not keep the masks of episodes"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import exhaustive
 from model_paths.families import FAST, plain_model, save_family
 from refusals import refusal
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
@@ -206,6 +207,18 @@ def test_the_length_of_a_record_is_an_entry_of_its_configuration():
     for family, records in family_table().families.items():
         for record in limited(records):
             assert getattr(CONFIG_MAPPING[family](), record.longest) > 1
+
+
+@pytest.mark.parametrize("family", ["mpt", "gpt2", *exhaustive("opt", "gptj", "openai-gpt", "bart", "whisper")])
+def test_rows_beyond_the_positions_that_a_model_has_are_refused_before_it_is_called(family):
+    entry = next(record.longest for record in family_table().families[family] if record.longest)
+    config = CONFIG_MAPPING[family](**{entry: 40, "vocab_size": 64, "pad_token_id": 0})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert paths_for(model, 40).scoring
+    with refusal("model"):
+        paths_for(model, 41)
+    assert check.tail_for(model, 40) == 0 < check.tail_for(model, 30)
 
 
 def test_a_model_loaded_by_a_run_takes_the_same_paths(dir32):

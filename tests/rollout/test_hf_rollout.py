@@ -12,6 +12,7 @@ from verl.ops.sampling import EVALUATION, uniform
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
+from verl.rollout.hf_rows import SlotRows
 from verl.rollout.responses import ResponseSampler
 
 DIGITS = tuple(range(7, 17))
@@ -265,3 +266,22 @@ def test_what_is_cut_off_is_never_drawn(generate, prompts, option, kept):
     assert rows["rollout_log_probs"].exp().sum() < 500  # of the whole vocabulary, not of what was left
     expected = log_probs_of(logits.expand(500, -1), rows["responses"][:, 0])
     torch.testing.assert_close(rows["rollout_log_probs"][:, 0], expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(("num_changed", "keeps_slots"), [(1, True), (None, False)])
+def test_slots_are_judged_by_all_logits_and_not_by_the_one_that_rounding_hits_hardest(
+    num_changed, keeps_slots, model32, monkeypatch
+):
+    read = SlotRows.read
+
+    def rounded(rows, tokens):
+        following = read(rows, tokens)
+        changed = following.logits[:, :num_changed]
+        changed += 2 * (torch.arange(changed.shape[1]) % 2) + 0.4
+        return following
+
+    monkeypatch.setattr(SlotRows, "read", rounded)
+    engine = start_actor(model32, autocast="bfloat16").sampler.engine
+    with engine.computing(), torch.no_grad():
+        engine.paths(16)
+    assert engine.keeps_slots is keeps_slots

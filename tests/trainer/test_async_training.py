@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import json
 import os
@@ -22,7 +23,7 @@ from verl.algorithms.losses import PPOClip
 from verl.cluster.placement import DeviceMesh
 from verl.cluster.ray.ray_worker_group import RayWorkerGroup
 from verl.component import BuildContext
-from verl.engines.sharding import FSDP, TP
+from verl.engines.sharding import DDP, FSDP, TP, NoSharding, Parallel, Sharding
 from verl.errors import WorkerDied, WorkerError, WorkerHung
 from verl.models.lora import LoRA
 from verl.ops.masking import masked_mean
@@ -225,6 +226,46 @@ def in_flight(model, directory, staleness=2, kv_cache="keep", min_new_tokens=0, 
     engine |= {"min_new_tokens": min_new_tokens}
     options |= {"rollout": HFRollout(**engine), "group_size": 4, "total_steps": 6}
     return asynchronous(model, directory, staleness, **options)
+
+
+COMPUTING: dict[str, dict[str, Any]] = {  # settings of the actor
+    "float64": {"model": {"dtype": "float64"}},
+    "float32": {},
+    "autocast": {"autocast": "bfloat16"},
+    "lora": {"model": {"dtype": "bfloat16"}, "lora": LoRA(rank=2)},
+}
+SHARDINGS: dict[str, Sharding] = {
+    "none": NoSharding(),
+    "ddp": DDP(timeout_s=60.0),
+    "fsdp": FSDP(timeout_s=60.0),
+    "offload": FSDP(cpu_offload=True, timeout_s=60.0),
+    "tp": TP(timeout_s=60.0),
+    "pp": Parallel(pp=2, timeout_s=60.0),
+    "cp": Parallel(cp=2, timeout_s=60.0),
+}
+MODES: dict[str, Any] = {
+    "drain": asynchronous,
+    "keep": in_flight,
+    "recompute": functools.partial(in_flight, kv_cache="recompute"),
+}
+
+
+@pytest.mark.exhaustive
+@pytest.mark.xdist_group("two processes")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sharding", SHARDINGS)
+@pytest.mark.parametrize("computing", COMPUTING)
+def test_the_sampler_holds_what_the_actor_trains_in_each_dtype_sharding_and_mode(
+    computing, sharding, mode, model32, tmp_path
+):
+    options: dict[str, Any] = {"sharding": SHARDINGS[sharding], "n_gpus_per_node": 1 + (sharding != "none")}
+    algorithm = dataclasses.replace(CORRECTED, mini_batches=2)
+    run = MODES[mode](model32, tmp_path, algorithm=algorithm, **options)
+    actor = {**COMPUTING[computing]}
+    actor["model"] = dataclasses.replace(model32, **actor.get("model", {}))
+    parts = {"actor": dataclasses.replace(run.actor, **actor), "checkpoint": None}
+    fit(dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, total_steps=3), **parts), tmp_path / "run")
+    assert list(numbers(tmp_path / "run")) == [1, 2, 3]
 
 
 def schedule_of(run_dir):

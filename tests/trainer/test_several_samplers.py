@@ -23,7 +23,6 @@ from verl.cluster.placement import DeviceMesh
 from verl.component import BuildContext
 from verl.data.sampler import EpochSampler
 from verl.errors import RolloutError, WorkerDied, WorkerHung
-from verl.models.hf_state_dict import live_tensors
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.train_loop import TrainLoop
 from verl.utils.seeding import derive_seed
@@ -164,9 +163,10 @@ class OneWrong(SamplerWorker):
     """Changes a value of its copy where it is the second engine."""
 
     def _take(self, weights):
-        super()._take(weights)
+        held = super()._take(weights)
         if self._rank == 1:
-            live_tensors(self.model)[next(iter(weights))].detach().view(-1)[0] += 1
+            held[next(iter(weights))].detach().view(-1)[0] += 1
+        return held
 
 
 class WrongHost(sampler_module.SamplerHost):

@@ -13,7 +13,7 @@ from roles import experience, gap_from_plain_rows, start_actor, start_critic
 from torch import Tensor
 
 from verl.model_paths import packed_attention
-from verl.model_paths.check import chosen_rows
+from verl.model_paths.check import bound_of, chosen_rows
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 
@@ -105,6 +105,37 @@ def test_one_short_row_among_long_ones_counts_as_much_as_they_do(model32, prompt
     found[0, :2] = 0.01
     assert float(found.sum()) / int(lengths.sum()) < 5e-3
     assert actor.first_batch.difference(found, wanted, rows) == pytest.approx(0.01)
+
+
+def test_a_row_that_differs_by_itself_in_every_shape_is_not_charged_to_the_path(model32, prompts, caplog):
+    actor = start_actor(model32, HFRollout(max_new_tokens=6))
+    rows = actor.generate(prompts(*LONGER), GenerationRequest(0, 3))
+
+    def of_shape(x: Tensor) -> Tensor:
+        """Rounding as a model with massive activations has it: other numbers for each number of tokens of a call."""
+        generator = torch.Generator().manual_seed(x.shape[0] * x.shape[1])
+        return 0.05 * torch.randn(x.shape[-1], generator=generator)
+
+    also_sees(actor.model.model.layers[0], of_shape)
+    noise = gap_from_plain_rows(actor, actor.compute_log_probs(rows).union(rows), "old_log_probs")
+    assert noise > 5e-3
+    assert not told(caplog)
+    also_sees(actor.model.model.layers[0], rows_mean)  # a fault that is larger than that is charged
+    actor.engine.packing, actor.first_batch.longest = "off", -1
+    with refusal("actor.model"):
+        actor.compute_log_probs(rows)
+
+
+def test_a_response_of_one_token_is_not_judged_alone_in_a_narrow_type(model32, prompts):
+    rows = start_actor(model32, HFRollout(max_new_tokens=40)).generate(prompts(), GenerationRequest(0, 2))
+    rows.batch["response_mask"][0, 1:] = False
+    wanted = torch.zeros(rows["response_mask"].shape)
+    one_token, all_tokens = wanted.clone(), wanted.clone()
+    one_token[0, 0], all_tokens[1] = 1.2, 1.2
+    narrow = start_actor(model32, autocast="bfloat16").first_batch
+    bound = bound_of(torch.float32, "bfloat16")
+    assert narrow.difference(one_token, wanted, rows) < bound < narrow.difference(all_tokens, wanted, rows)
+    assert start_actor(model32).first_batch.difference(one_token, wanted, rows) == pytest.approx(1.2)
 
 
 def test_a_later_batch_keeps_the_plainer_of_what_is_found_of_it_and_what_the_first_has_shown(model32, prompts):

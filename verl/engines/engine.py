@@ -44,6 +44,9 @@ from verl.utils.progress import report
 
 BLOCK_MULTIPLE = 64  # attention lengths on a GPU are rounded up to it: few distinct shapes, aligned for the kernels
 
+COMPILED_PARTS = "compiled layers were tried with ddp and fsdp alone. Set model.compile=false."
+COMPILED_EXPERTS = "has experts, whose choices are counted in Python while it runs. Set model.compile=false."
+
 Compute = Callable[[nn.Module, MicroBatch], dict[str, Tensor]]
 Packs = Literal["auto", "off"]
 Loss = Callable[[nn.Module, MicroBatch, LossTotals], tuple[Tensor, dict[str, Tensor]]]
@@ -90,11 +93,7 @@ class TrainingEngine:
             exempt_from_determinism(unwrapped(getattr(model, "backbone", model)))
         self.autocast: Autocast = autocast
         self.packing = packing
-        if parallel.context is not None and packing == "off":
-            raise ConfigError(
-                "packing is off: processes that share the tokens of a row (sharding.cp) run it as a packed line. "
-                "Set packing=auto, or sharding.cp=1."
-            )
+        assert parallel.context is None or packing != "off", "processes that share tokens run them as a packed line"
         self._limit: Scoring | None = None
         self.routing = routing_of(getattr(model, "backbone", model)) if parallel.routers_are_whole else None
         self.replays_routing = False
@@ -366,14 +365,10 @@ def compile_layers(model: Any, parallel: Parallelism, backend: str = "inductor")
     split = [] if degrees is None else [name for name in ("tp", "pp", "ep") if getattr(degrees, name) > 1]
     if split:
         raise ConfigError(
-            f"model.compile is true, and sharding.{split[0]} is {getattr(degrees, split[0])}: compiled layers were "
-            "tried with ddp and fsdp alone. Set model.compile=false."
+            f"model.compile is true, and sharding.{split[0]} is {getattr(degrees, split[0])}: {COMPILED_PARTS}"
         )
     if expert_layers(model):
-        raise ConfigError(
-            f"model.compile is true: a {type(model).__name__} has experts, whose choices are counted in Python while "
-            "it runs. Set model.compile=false."
-        )
+        raise ConfigError(f"model.compile is true: a {type(model).__name__} {COMPILED_EXPERTS}")
     packed_attention.leave_uncompiled()
     for layer in blocks_of(model):  # what `layer.compile()` sets; `forward` stays that of its class
         compiled = torch.compile(layer._call_impl, dynamic=True, backend=backend)

@@ -35,7 +35,7 @@ from verl.model_paths.families import (
 )
 from verl.models.model_stats import settings_text
 from verl.models.parallel_info import compute_device
-from verl.models.pretrained import quiet_transformers
+from verl.models.pretrained import CONTEXT_KEYS, quiet_transformers
 from verl.models.structure import call_model, has_lm_head, layers_around, unwrapped
 from verl.protocol import DataProto
 from verl.utils.env_check import installed
@@ -47,6 +47,8 @@ GROUP = 3  # rows that share a prompt, in a comparison of a batch
 # Mean difference over the tokens of a row, in nats or in the units of a value: rounding stays below, and another
 # window, position or text beside a row is far above
 BOUNDS = {torch.float64: 1e-4, torch.float32: 5e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
+TAIL = 7  # tokens behind a row, with which its plain forward pass differs by the row's own rounding: in other shapes
+NOISE_FACTOR = 2.0  # times that is rounding too: paths differ in more operations than two plain forward passes
 WINDOW = 32  # consecutive tokens; a fault that begins far in a row is lost in the mean over all of it
 ENCODER_DECODER = "it is an encoder-decoder, and a policy is one decoder. Give a causal language model of its kind."
 NOT_BESIDE_OTHERS = "a row has other numbers beside others of its length than alone."
@@ -306,8 +308,8 @@ def _too_long(limit: tuple[str, int] | None, row_tokens: int) -> str | None:
         return None
     return (
         f"the numbers of a token change with the length of its row once that exceeds a limit ({limit[0]} {limit[1]}), "
-        "so that what is drawn later changes what was drawn before. Rows of this run may be longer: lower "
-        "data.max_prompt_length or rollout.max_new_tokens to stay below, or choose another model."
+        "or there are none, so that what is drawn later changes what was drawn before. Rows of this run may be longer: "
+        "lower data.max_prompt_length or rollout.max_new_tokens to stay below, or choose another model."
     )
 
 
@@ -335,7 +337,7 @@ def bound_of(weights: torch.dtype, autocast: str | None) -> float:
     return max(BOUNDS.get(weights, 0.15), BOUNDS.get(narrow, 0.15))
 
 
-def row_gaps(numbers: Tensor, expected: Tensor, mask: Tensor, least_tokens: int = 1) -> Tensor:
+def row_gaps(numbers: Tensor, expected: Tensor, mask: Tensor, least_tokens: int = WINDOW) -> Tensor:
     """[B] float64: the mean difference of each row, or half of that of any `WINDOW` consecutive tokens if it is larger.
 
     Args:
@@ -349,6 +351,23 @@ def row_gaps(numbers: Tensor, expected: Tensor, mask: Tensor, least_tokens: int 
         mean = mean.maximum(gap.unfold(1, WINDOW, WINDOW // 2).mean(dim=2).amax(dim=1) / 2)
         mean = mean.maximum(gap[:, -WINDOW:].mean(dim=1) / 2)
     return mean.masked_fill(~torch.isfinite(expected.masked_fill(~mask, 0.0)).all(dim=1), 0.0)
+
+
+def tail_for(model: Any, row_tokens: int) -> int:
+    """`TAIL` tokens behind rows of up to this length, or 0 where the model may have no positions for them."""
+    config = unwrapped(getattr(model, "backbone", model)).config.get_text_config()
+    limits = [getattr(config, name, None) or row_tokens + TAIL for name in CONTEXT_KEYS]
+    return TAIL if row_tokens + TAIL <= min(limits) else 0
+
+
+def beyond_noise(gaps: Tensor, noise: Tensor) -> Tensor:
+    """[B] gaps of rows that are not within what the row differs by itself.
+
+    Args:
+        gaps: [B] of `row_gaps`.
+        noise: [B] of the same between two plain forward passes of each row, one with `TAIL` tokens behind it.
+    """
+    return gaps.masked_fill(gaps <= NOISE_FACTOR * noise, 0.0)
 
 
 def row_lengths(batch: DataProto) -> Tensor:

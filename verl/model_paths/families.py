@@ -88,7 +88,8 @@ class FamilyRecord:
         fault: why transformers cannot build it; None if it can.
         when: values of the configuration that the record is limited to; a list stands for the set of its items.
         layer_types: that it has beside full and sliding attention.
-        longest: entry of the configuration that limits the length of rows; beyond it, tokens depend on later ones.
+        longest: entry of the configuration that limits the length of rows; beyond it, tokens depend on later ones or
+            have no position.
         needs_eager: `sdpa` leaves out a part of its attention.
         trains: it computes the same in training mode.
         stages: it may be cut into pipeline stages.

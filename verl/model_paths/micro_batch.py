@@ -40,6 +40,7 @@ class MicroBatch:
             rows.
         is_left_aligned: rows run with all their padding on the right.
         is_unpadded: rows are of one length, and the model counts positions by itself.
+        tail: tokens behind each row that it is run with, which no causal model sees; of rows run as rows.
         places: [n], [n] row and column of each response token on the mask, in the order of `response_mask.nonzero()`:
             found once, in main memory, since a device that looks for them makes this process wait for it.
     """
@@ -49,6 +50,7 @@ class MicroBatch:
     packing: PackedRows | ContextLine | None = None
     is_left_aligned: bool = False
     is_unpadded: bool = False
+    tail: int = 0
     places: tuple[Tensor, Tensor] | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -103,8 +105,9 @@ class MicroBatch:
         if self.is_left_aligned:
             return self._predict_left_aligned(call)
         names = ("input_ids",) if self.is_unpadded else ("input_ids", "attention_mask", "position_ids")
-        inputs = {name: x[name] for name in names}
-        states = call(**inputs, logits_to_keep=self.response_width + 1)
+        inputs = {name: torch.cat([x[name], x[name][:, -1:].expand(-1, self.tail)], dim=1) for name in names}
+        states = call(**inputs, logits_to_keep=self.response_width + 1 + self.tail)
+        states = states[:, : states.shape[1] - self.tail]
         return response_positions(states, self.response_width)[self.on_mask]
 
     def targets(self, name: str = "responses") -> Tensor:

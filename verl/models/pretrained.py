@@ -269,10 +269,10 @@ class Pretrained(ModelSource):
         return f"path is {self.path!r}: a {kind}: expected a sequence-classification model."
 
     def policy_fault(self) -> str | None:
-        """See `ModelSource.policy_fault`: encoder-decoder models are refused."""
+        """See `ModelSource.policy_fault`: encoder-decoder models, and caps that sdpa leaves out, are refused."""
         config = self._config()
         if not config.get("is_encoder_decoder"):
-            return None
+            return self._cap_fault(config.get("attn_logit_softcapping"))
         kind = next(iter(config.get("architectures") or ()), config.get("model_type"))
         return f"path is {self.path!r}: a {kind}, an encoder-decoder. Give a causal language model."
 
@@ -466,13 +466,17 @@ class Pretrained(ModelSource):
             raise ConfigError(fault)
 
     def _refuse_lost_caps(self, config: Any) -> None:
-        """Refuse sdpa for models that cap attention scores (Gemma 2): sdpa silently omits the cap."""
-        cap = getattr(config, "attn_logit_softcapping", None)
-        if cap is not None and self.attention == "sdpa":
-            raise ConfigError(
-                f"attention is 'sdpa': the model at {self.path!r} caps its attention scores at {cap}, which sdpa "
-                "leaves out. Set attention=eager."
-            )
+        if (fault := self._cap_fault(getattr(config, "attn_logit_softcapping", None))) is not None:
+            raise ConfigError(fault)
+
+    def _cap_fault(self, cap: float | None) -> str | None:
+        """Why sdpa cannot run a model that caps attention scores (Gemma 2): it silently omits the cap."""
+        if cap is None or self.attention != "sdpa":
+            return None
+        return (
+            f"attention is 'sdpa': the model at {self.path!r} caps its attention scores at {cap}, which sdpa "
+            "leaves out. Set attention=eager."
+        )
 
     def _refuse_holes(self, report: dict[str, Any], absent: Sequence[str]) -> None:
         """Refuse missing weights, which transformers initialises at random with a warning, but for modules `absent`."""

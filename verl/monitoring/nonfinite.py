@@ -20,7 +20,7 @@ import torch
 
 from verl.component import hint, nearest
 from verl.errors import LogProbGapError, NonFiniteError, NonFiniteRewardError
-from verl.model_paths.check import WINDOW, chosen_rows, longest_row, row_gaps
+from verl.model_paths.check import beyond_noise, chosen_rows, longest_row, row_gaps
 from verl.models.parallel_info import Numerics
 from verl.monitoring.batch_dump import Attribution, BatchDump, blame_for, described, non_finite_fields
 from verl.monitoring.config import WATCHED, Monitoring
@@ -182,14 +182,15 @@ class NonFiniteGuard:
             raise StepSkipped
         raise NonFiniteError(f"Step {self.step}: {story}. The weights are as they were.{_at(dump)}")
 
-    def compare(self, rows: DataProto, plain: Callable[[DataProto], DataProto]) -> None:
+    def compare(self, rows: DataProto, plain: Callable[[DataProto, bool], DataProto]) -> None:
         """Compare the engine's log-probs with a plain forward pass of a row, before anything is trained on them.
 
         Some rows of the first batch are compared, and of each one with a row longer than all that were compared before.
 
         Args:
             rows: of a step; those of the replay buffer are left out.
-            plain: gives `old_log_probs` [B T] by a forward pass of each row alone, and `is_on_policy` [B] if known.
+            plain: gives `old_log_probs` [B T] by a forward pass of each row alone, or lengthened,
+                and `is_on_policy` [B] if known.
         Raises:
             LogProbGapError: the difference is beyond the limit, which applies to each row here, and the settings stop
                 (`on_excess=warn` tells it).
@@ -198,7 +199,7 @@ class NonFiniteGuard:
         if self._gap is None or longest_row(drawn) <= self._longest_compared:
             return
         chosen = drawn[chosen_rows(drawn)]
-        scores = plain(chosen)
+        scores = plain(chosen, False)
         chosen = chosen.union(scores)
         if "is_on_policy" in scores:
             chosen = chosen[scores["is_on_policy"]]
@@ -207,8 +208,11 @@ class NonFiniteGuard:
         self._longest_compared = longest_row(drawn)
         engine, trainer, mask = (chosen[name] for name in ("rollout_log_probs", "old_log_probs", "response_mask"))
         largest = float((engine - trainer).abs().masked_fill(~mask, 0.0).max())
-        gap = float(row_gaps(engine, trainer, mask, WINDOW).max())
-        excess = self._gap.judge(gap, largest, self.numerics)
+        gaps = row_gaps(engine, trainer, mask)
+        excess = self._gap.judge(float(gaps.max()), largest, self.numerics)
+        if excess is not None:
+            gaps = beyond_noise(gaps, row_gaps(plain(chosen, True)["old_log_probs"], trainer, mask))
+            excess = self._gap.judge(float(gaps.max()), largest, self.numerics)
         if excess is not None:
             self._tell_gap(excess, chosen)
             self._gap.is_beyond = True

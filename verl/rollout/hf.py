@@ -19,7 +19,7 @@ from torch import Tensor
 from verl.component import BuildContext, component
 from verl.errors import ConfigError, LogProbGapError
 from verl.model_paths.check import (
-    WINDOW,
+    beyond_noise,
     bound_of,
     chosen_rows,
     decoding_name,
@@ -27,6 +27,7 @@ from verl.model_paths.check import (
     paths_for,
     plainer_decoding,
     row_gaps,
+    tail_for,
 )
 from verl.model_paths.decode import BatchReader, NextToken, allowed, key_multiple
 from verl.model_paths.expert_routing import routing_of
@@ -199,8 +200,19 @@ class HFSampler(RolloutEngine):
         return False
 
     def decoding_gap(self, rows: DataProto) -> float:
-        """Distance of the log-probs of some rows from a plain forward pass of each: no other row, no cache."""
+        """Distance of the log-probs of some rows from a plain forward pass of each: no other row, no cache. Rows that
+        differ so much by themselves are left out if one is beyond `gap_bound`."""
         chosen = rows[chosen_rows(rows)]
+        expected, mask = self._plain_log_probs(chosen), chosen["response_mask"]
+        gaps = row_gaps(chosen["rollout_log_probs"], expected, mask)
+        if float(gaps.max()) > self.gap_bound:
+            tail = tail_for(self.model, longest_row(chosen))
+            gaps = beyond_noise(gaps, row_gaps(self._plain_log_probs(chosen, tail), expected, mask))
+        return float(gaps.max())
+
+    @torch.no_grad()
+    def _plain_log_probs(self, chosen: DataProto, tail: int = 0) -> Tensor:
+        """Log-probs [B T] by a forward pass of each row alone, with so many tokens behind it."""
         x, expected = chosen.batch, torch.zeros_like(chosen["rollout_log_probs"])
         width = x["input_ids"].shape[1] - expected.shape[1]
         for row, is_read in enumerate(x["attention_mask"].bool()):
@@ -208,11 +220,12 @@ class HFSampler(RolloutEngine):
             if not count:
                 continue
             tokens = x["input_ids"][row, is_read][None].to(self.device)
+            read = torch.cat([tokens, tokens[:, -1:].expand(-1, tail)], dim=1)
             with computing_in(self.autocast, self.model):
-                out = call_model(self.model, input_ids=tokens, use_cache=False, logits_to_keep=count + 1)
-            states = response_positions(out.logits, count)
+                out = call_model(self.model, input_ids=read, use_cache=False, logits_to_keep=count + 1 + tail)
+            states = response_positions(out.logits[:, : out.logits.shape[1] - tail], count)
             expected[row, :count] = log_probs_of(states, tokens[:, -count:], self.options.temperature)[0].to(expected)
-        return float(row_gaps(x["rollout_log_probs"], expected, x["response_mask"], WINDOW).max())
+        return expected
 
     def fall_back(self, gap: float, rows: DataProto) -> None:
         """Decode by the next plainer way from here on.

@@ -113,7 +113,9 @@ class PPOTrainer(PPOLifecycle):
         """Score responses: rewards, log-probs under pi_old and pi_ref, values."""
         rollout = self._rewarded(rollout)
         rows = training_rows(rollout)
-        self.guard.compare(rows, lambda chosen: self.actor.plain_log_probs(_drawn_fields(chosen)).result())
+        self.guard.compare(
+            rows, lambda chosen, longer: self.actor.plain_log_probs(_drawn_fields(chosen), longer).result()
+        )
         sequences = rows.select(SEQUENCE_FIELDS, non_tensor_batch_keys=[])
         computed = []
         if self.algorithm.needs_old_log_probs:

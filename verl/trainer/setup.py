@@ -311,9 +311,12 @@ def sharding_faults(run: Any) -> list[str]:
     if faults := [f"{paths[role]}.{fault}" for role, fault in sizes.items() if fault is not None]:
         return list(dict.fromkeys(faults))
     indivisible: dict[str, str] = {}
+    with_degrees: list[str] = []
     for role, sharding in in_processes.items():
         if not isinstance(trained := described[role], TrainedRole):
             continue
+        found = trained.faults_with_degrees(sharding.degrees(counts[role]))
+        with_degrees += (f"{role}.{fault}" for fault in found)
         model: ModelSource = trained.model
         layers = model.layer_count()
         divided = {
@@ -324,7 +327,7 @@ def sharding_faults(run: Any) -> list[str]:
         for name, (fault_of, size) in divided.items():
             if size is not None and (fault := fault_of(*size, counts[role])) is not None:
                 indivisible.setdefault(paths[role], f"{paths[role]}.{fault} ({name} of {role}.model)")
-    return list(indivisible.values())
+    return [*indivisible.values(), *with_degrees]
 
 
 class LoopTrainer(ABC):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +15,7 @@ from verl.algorithms.functions import built_part
 from verl.component import BuildContext, component
 from verl.engines.chunked_logprobs import token_log_probs
 from verl.engines.engine import TrainingEngine
+from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import Parallelism
 from verl.environments.base import EnvironmentDescription
 from verl.environments.episode_loop import EpisodeSampler
@@ -32,7 +33,7 @@ from verl.rollout.responses import ResponseSampler
 from verl.rollout.rows import refuse_wrong_responses
 from verl.utils.memory import release_cached
 from verl.workers.base import TrainedRole, TrainedWorker
-from verl.workers.first_batch_check import FirstBatchCheck
+from verl.workers.first_batch_check import FirstBatchCheck, with_tail
 from verl.workers.load_state import RestoreSource
 
 UNREPLAYED_ROWS = 8  # of each process, of which the log-probs without router replay are computed too
@@ -51,6 +52,15 @@ class Actor(TrainedRole):
     """
 
     router_aux_loss_coef: NonNegativeFloat = 0.0
+
+    def faults_with_degrees(self, degrees: ParallelDegrees) -> Iterator[str]:
+        yield from super().faults_with_degrees(degrees)
+        setting = f"router_aux_loss_coef is {self.router_aux_loss_coef:g}"
+        if self.router_aux_loss_coef and (kind := self.model.experts()) is not None and kind[1] is None:
+            yield f"{setting}: a {kind[0]} has no experts. Set it to 0."
+        for name in ("tp", "pp"):
+            if self.router_aux_loss_coef and getattr(degrees, name) > 1:
+                yield f"{setting}: with {name} {getattr(degrees, name)} no process sees all routers. Set it to 0."
 
     def start(
         self,
@@ -190,10 +200,12 @@ class ActorWorker(TrainedWorker):
         return self._with_origin(self.engine.infer(batch, self.micro_batch_scores), batch)
 
     @by_rows
-    def plain_log_probs(self, batch: DataProto) -> DataProto:
-        """`old_log_probs` [B T] and `is_on_policy` [B], by a forward pass of each row alone."""
+    def plain_log_probs(self, batch: DataProto, lengthened: bool = False) -> DataProto:
+        """`old_log_probs` [B T] and `is_on_policy` [B], by a forward pass of each row alone; `lengthened` by
+        tokens behind each row, where routers choose by themselves."""
         self.sampler.rest()
-        scores = self.engine.infer(batch, self.first_batch.plain, alone=True)
+        plain = with_tail(self.first_batch.plain, self.engine, batch) if lengthened else self.first_batch.plain
+        scores = self.engine.infer(batch, plain, alone=True, replays=False if lengthened else None)
         return self._with_origin({"old_log_probs": scores["log_probs"]} if scores else {}, batch)
 
     @by_rows_to_one

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from verl.algorithms.functions import PartState, keeps_state
 from verl.component import Description, component
-from verl.engines.engine import Packs, TrainingEngine, compile_layers
+from verl.engines.engine import COMPILED_EXPERTS, COMPILED_PARTS, Packs, TrainingEngine, compile_layers
 from verl.engines.optimizer import AdamW
+from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import Sharding
 from verl.errors import faults_below
@@ -98,6 +99,20 @@ class TrainedRole(Description):
                 f"model.dtype is {self.model.dtype}: training all weights in it silently loses updates that are small "
                 "beside their weight. Set model.dtype=float32 and autocast=bfloat16, or train a lora adapter."
             )
+
+    def faults_with_degrees(self, degrees: ParallelDegrees) -> Iterator[str]:
+        """Faults with the sharding of this role and the kind of its model, each beginning with its field's name."""
+        if degrees.cp > 1 and self.packing == "off":
+            yield (
+                f"packing is off: processes that share the tokens of a row (cp {degrees.cp}) run it as a packed line. "
+                "Set packing=auto, or sharding.cp=1."
+            )
+        kind = self.model.experts()
+        if self.model.compile and kind is not None and kind[1] is not None:
+            yield f"model.compile is true: a {kind[0]} {COMPILED_EXPERTS}"
+        for name in ("tp", "pp", "ep"):
+            if self.model.compile and getattr(degrees, name) > 1:
+                yield f"model.compile is true, and sharding.{name} is {getattr(degrees, name)}: {COMPILED_PARTS}"
 
     def load(
         self,

@@ -19,8 +19,9 @@ Calls whose result is that of an engine give a list by rank.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -64,12 +65,10 @@ class SamplerWorker:
     @on_each
     def load(self, version: int, weights: Mapping[str, Tensor]) -> dict[str, str]:
         """Take the weights of `ActorWorker.rollout_weights`; returns the digest of each tensor of the model then."""
-        if self.loop is None:
-            self._take(weights)
-        else:
-            self.loop.take_weights(version, lambda: self._take(weights))
+        take = partial(self._take, weights)
+        held = take() if self.loop is None else self.loop.take_weights(version, take)
         self.version = version
-        return self._digests(weights)
+        return weight_digests(held)
 
     @by_rows
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
@@ -120,9 +119,9 @@ class SamplerWorker:
         """Go on from what `save_rows` gave, nothing from none, with the weights of then; returns the digest of each
         tensor."""
         assert self.loop is not None
-        self.loop.restore(states[self._rank] if states else {}, version, lambda: self._take(weights))
+        held = self.loop.restore(states[self._rank] if states else {}, version, partial(self._take, weights))
         self.version = version
-        return self._digests(weights)
+        return weight_digests(held)
 
     @on_all
     def engine_kind(self) -> tuple[str, str | None]:
@@ -137,19 +136,16 @@ class SamplerWorker:
         self.sampler.close()
 
     @torch.no_grad()
-    def _take(self, weights: Mapping[str, Tensor]) -> None:
+    def _take(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns the tensors that hold them; the model has narrow copies in their place once turns go on."""
         live = live_tensors(self.model)
-        for name, x in weights.items():
-            live[name].copy_(x)
+        held = {name: live[name].copy_(x) for name, x in weights.items()}
         if self.loop is None or self.sampler.rollout.runs_ahead:
             self.sampler.sync()
+        return held
 
     def _refuse_wrong(self, rows: DataProto) -> None:
         refuse_wrong_responses(rows, self.model.config.get_text_config().vocab_size)
-
-    def _digests(self, names: Iterable[str]) -> dict[str, str]:
-        live = live_tensors(self.model)
-        return weight_digests({name: live[name] for name in names})
 
 
 @component
