@@ -137,7 +137,7 @@ def ended(tmp_path, command: tuple[str, ...] = (), **changes) -> list[str]:
     tracker.start("verl/ppo", {}, tmp_path, 9)
     set_command(command)
     try:
-        tracker.result({**summary, **changes})
+        tracker.result({"policy_words": {"eval": [], "generate": []}, **summary, **changes})
         tracker.close(changes.get("status", "finished"))
     finally:
         set_command(())

@@ -197,7 +197,6 @@ class PPOTrainer(PPOLifecycle):
             return {}
         responses = self.evaluated(range(len(self.eval_data)), step)
         records = evaluated_rows(responses, self.settings.success_score)
-        assert responses["greedy"] is not None
         self.tracker.samples(sample_rows(responses["greedy"], self.settings.sample_rows), step, "eval")
         self.tracker.evaluated_rows(records, step)
         return self.evaluation_metrics(records)
@@ -209,7 +208,7 @@ class PPOTrainer(PPOLifecycle):
     def evaluation_metrics(self, records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         return evaluation_metrics(records, self.has_tools)
 
-    def evaluated(self, rows: Sequence[int], step: int) -> dict[str, DataProto | None]:
+    def evaluated(self, rows: Sequence[int], step: int) -> dict[str, Any]:
         """Scored responses to some held-out prompts, by their kind; see `evaluated_rows`."""
         assert self.eval_data is not None
         prompts, k = self.eval_data.collate(rows), self.settings.eval_samples
