@@ -17,11 +17,12 @@ from verl.monitoring.ppo_metrics import interval_of_mean, pass_at_k
 from verl.trainer.ppo import PPOTrainer
 
 ROWS = [{"prompt": f"{number}+1=", "answer": str(number + 1)} for number in range(5)]
-OPTIONS = ("trainer.num_threads=1", "rollout.max_new_tokens=3", "--samples", "3", "--batch-rows", "2")
+OPTIONS = ("trainer.num_threads=1", "rollout.max_new_tokens=3", "--samples", "3")
 
 
 @pytest.fixture
-def file(tmp_path) -> Path:
+def file(tmp_path, monkeypatch) -> Path:
+    monkeypatch.setattr("verl.cli.generate.BATCH_ROWS", 2)
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     return path
@@ -69,7 +70,7 @@ def test_a_file_is_answered_by_the_template_at_temperature_1_with_intervals(dir3
     _, *records = [json.loads(line) for line in Path(told["results"]).read_text().splitlines()]
     assert len(records) == 5 * (1 + 3)
     assert records[0]["prompt"] == "<user>0+1=<eos><assistant>"
-    told = evaluated(dir32, "--data", file, *OPTIONS, "--text")
+    told = evaluated(dir32, "--data", file, *OPTIONS, "data.as_chats=false")
     assert json.loads(Path(told["results"]).read_text().splitlines()[1])["prompt"] == "0+1="
 
 
@@ -151,12 +152,10 @@ def refused(*arguments) -> str:
     return result.stderr
 
 
-def test_a_fine_tuned_policy_answers_a_file_without_texts_to_learn(dir32, file, tmp_path):
+def test_a_fine_tuned_policy_is_evaluated_by_its_loss_unless_a_reward_is_named(dir32, tmp_path):
     saved = recorded(dir32, tmp_path, _target_="verl.trainer.sft.SFTRun")
-    learned = tmp_path / "learned.jsonl"
-    learned.write_text('{"prompt": "1", "completion": "2"}\n')
-    assert root_of(saved, [], learned) == "sft"
-    assert root_of(saved, [], file) == root_of(saved, ["reward=math"], learned) == "ppo"
+    assert root_of(saved) == "sft"
+    assert root_of(saved, ["reward=math"]) == "ppo"
 
 
 def test_the_words_that_trust_a_run_are_those_of_what_the_command_uses(dir32, file):

@@ -153,7 +153,7 @@ def test_prompts_are_answered_and_greedily_always_the_same(run):
 
 @pytest.mark.exhaustive
 def test_prompts_are_answered_by_plain_weights_and_by_the_rows_that_were_held_out(run, model32):
-    said = asked("generate", model32.path, "--text", "--prompt", "5+5=", "--max-new-tokens", "3", THREADS)
+    said = asked("generate", model32.path, "data.as_chats=false", "--prompt", "5+5=", "--max-new-tokens", "3", THREADS)
     assert said.startswith("5+5=\n  -> ")
     assert len(asked("generate", run[0] / "run", OWN[0]).splitlines()) == 6
 
@@ -185,7 +185,7 @@ def test_a_question_that_cannot_be_answered_is_told_by_its_path(arguments, said,
 def test_the_default_reward_of_plain_weights_is_the_one_of_the_default_run(model32):
     from verl.compose.load_policy import locate_policy, policy_run
 
-    described = policy_run(locate_policy(model32.path), "ppo")
+    described = policy_run(locate_policy(model32.path), "ppo", ["data=arithmetic"])
     assert isinstance(described.reward, ExactMatch)
     assert described.critic is None
     assert described.checkpoint is None

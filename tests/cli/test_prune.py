@@ -12,10 +12,9 @@ import yaml
 from cli.report.run_files import run_directory
 from typer.testing import CliRunner
 
-from verl.checkpoint.commit.fencing import RunLock
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.read.discovery import POINTER
-from verl.checkpoint.retention import ReadLock, pin
+from verl.checkpoint.retention import pin
 from verl.cli.main import app
 from verl.trainer.state.lineage import Lineage
 
@@ -45,8 +44,8 @@ def names(directory: Path, path: str) -> Path:
     return directory
 
 
-def save(directory: Path, run_id: str, tag: str | None = None, config: dict | None = None) -> str:
-    with CheckpointStore(directory, run_id=run_id).begin(step=1, tag=tag) as transaction:
+def save(directory: Path, run_id: str, config: dict | None = None) -> str:
+    with CheckpointStore(directory, run_id=run_id).begin(step=1) as transaction:
         transaction.main.write("actor/config.json", [b"{}"])
         return transaction.commit(state={"config": config or {}}).name
 
@@ -84,21 +83,11 @@ def test_weights_that_another_run_names_stay_under_every_name_of_them(project, p
     assert (project / "outputs/sft/actor/model.safetensors").exists()
 
 
-def test_they_stay_from_another_working_directory_and_named_by_overrides_of_settings_that_cannot_be_read(
-    project, monkeypatch
-):
-    user = names(project / "outputs/ppo", "none")
-    (user / "config.yaml").write_text("a: [")
-    (user / "overrides.yaml").write_text("- actor.model.path=outputs/sft/actor\n")
+def test_they_stay_from_another_working_directory(project, monkeypatch):
+    user = names(project / "outputs/ppo", "outputs/sft/actor")
     (project / "else").mkdir()
     monkeypatch.chdir(project / "else")
     assert f"{user} names files in it" in prune(project / "outputs/sft", "--yes")
-
-
-def test_a_link_in_another_run_is_a_use(project):
-    names(project / "outputs/ppo", "none")
-    (project / "outputs/ppo/actor").symlink_to("../sft/actor")
-    assert "outputs/ppo names files in it" in prune("--yes")
 
 
 def test_a_checkpoint_elsewhere_that_names_weights_keeps_them_though_its_run_goes(project):
@@ -128,25 +117,30 @@ def test_a_run_with_a_pinned_checkpoint_stays(project, inside):
     point_to(directory, run_dir, "a")
     pin(CheckpointStore(directory), name)
     age(project)
-    assert f"{directory / name} is pinned" in prune("--yes")
+    assert f"saved/{name} is pinned" in prune("--yes")
     assert run_dir.is_dir()
 
 
-def test_a_run_with_a_tagged_checkpoint_or_one_that_is_read_or_another_run_saves_in_stays(project):
-    for name in ("tagged", "read", "saves"):
-        run_directory(project / "outputs" / name)
-    save(project / "outputs/tagged/saved", "a", tag="best")
-    save(project / "outputs/read/saved", "b")
-    held = ReadLock(CheckpointStore(project / "outputs/read/saved").newest())
-    lock = RunLock(project / "outputs/saves/saved", "c", {})
-    assert lock.acquire() is None
+@pytest.mark.parametrize("place", ["link", "pins"])
+def test_a_run_whose_directory_of_checkpoints_cannot_be_read_stays_and_the_others_go(project, place):
+    odd = run_directory(project / "outputs/odd")
+    if place == "link":
+        (project / "saved").symlink_to("saved")
+    else:
+        (project / "saved").mkdir()
+        (project / "saved/pins").write_text("")
+    (odd / POINTER).write_text(json.dumps({"save_dir": str(project / "saved"), "run_id": "a"}))
     age(project)
     shown = prune("--yes")
-    for reason in ("saved/best is tagged", "saved/global_step_1 is being read", "a running process saves in"):
-        assert reason in shown
-    held.release()
-    lock.release()
-    assert sorted(os.listdir(project / "outputs")) == ["read", "saves", "tagged"]
+    assert "its checkpoints cannot be read" in shown
+    assert "removed outputs/sft" in shown
+    assert os.listdir(project / "outputs") == ["odd"]
+
+
+def test_a_directory_of_checkpoints_with_an_impossible_name_is_none(project):
+    (project / "outputs/sft" / POINTER).write_text(json.dumps({"save_dir": "x" * 300, "run_id": "a"}))
+    age(project)
+    assert "removed outputs/sft" in prune("--yes")
 
 
 @pytest.mark.parametrize("given", [".", "link", "../outputs/sft", "actor/..", "{real}"])

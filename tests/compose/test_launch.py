@@ -435,6 +435,14 @@ def test_a_run_directory_that_cannot_be_one_is_refused_and_nothing_is_left(given
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("given", ["resume=NAME", "checkpoint.save_dir=a/NAME", "data=files data.train_files=[NAME.b]"])
+def test_a_path_that_is_too_long_is_told_by_its_setting(given, run_script, tmp_path):
+    done = run_script(ROOT / "main_ppo.py", *given.replace("NAME", "x" * 300).split())
+    assert done.returncode == 2, done.stderr
+    assert given.split()[-1].partition("=")[0] in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("given", [".", "a//b/../c"])
 def test_a_refused_run_removes_what_its_run_directory_added(given, run_script, tmp_path):
     done = run_script(ROOT / "main_ppo.py", f"hydra.run.dir={given}", "trainer.seed=no")

@@ -9,6 +9,7 @@ import pytest
 
 from verl.component import BuildContext
 from verl.data.base import PreferenceOptions
+from verl.data.chat_template import _tell_of_template
 from verl.data.files import PromptFiles
 from verl.data.preference_dataset import PreferenceDataset
 from verl.data.readers import RowErrors
@@ -200,6 +201,7 @@ def test_text_prompts_beside_a_chat_template_are_told_once_and_rendered_ones_are
 
     def told(prompt, template):
         caplog.clear()
+        _tell_of_template.cache_clear()
         (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": prompt}) + "\n")
         tokenizer = character_tokenizer()
         tokenizer.chat_template = template

@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
+from verl.models.model_files import asks_hub
 from verl.models.pretrained import VALUE_HEAD_FILE, Pretrained
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
@@ -246,16 +247,18 @@ def test_weights_that_would_run_code_are_refused_by_their_path_and_run_none(insi
     assert not evil.file.exists()
 
 
-def test_attention_that_is_code_of_the_hub_is_refused_before_the_package_for_it_is_asked(dir32, tmp_path):
+@pytest.mark.parametrize("sizes", [{"num_hidden_layers": -1}, {"n_layer": -2}, {"text_config": {"vocab_size": -5}}])
+def test_a_negative_size_is_told_before_anything_is_loaded(sizes, dir32, tmp_path):
     shutil.copytree(dir32, tmp_path / "model")
     file = tmp_path / "model/config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "text_config": {"attn_implementation": "a/b@main"}}))
-    with pytest.raises(ConfigError, match=r"trust_remote_code is false.*'a/b@main'"):
-        Pretrained(path=str(tmp_path / "model")).load_causal_lm("cpu")
+    file.write_text(json.dumps({**json.loads(file.read_text()), **sizes}))
+    with pytest.raises(ConfigError, match=re.escape(f"{file} is damaged")):
+        Pretrained(path=str(tmp_path / "model"))
 
 
 @pytest.mark.parametrize("is_asked_for", [True, False])
 def test_without_the_hub_a_name_that_is_not_in_the_cache_is_told_at_once(is_asked_for, monkeypatch):
+    asks_hub.cache_clear()
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", is_asked_for)
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(ConfigError) as refusal:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from verl.component import BuildContext
-from verl.errors import ConfigError, RewardError
+from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.rewards.base import missing_columns
 from verl.rewards.function import CallableReward, RewardFunction
@@ -38,7 +38,8 @@ VERL_COLUMNS = {
 @pytest.mark.parametrize("columns", [VERL_COLUMNS, {"ground_truth": ["2", "4"]}, {"answer": ["2", "4"]}])
 def test_a_function_of_verl_gets_its_arguments(per_sample, columns, tmp_path):
     (tmp_path / "score.py").write_text(VERL)
-    described = RewardFunction(path=f"{tmp_path}/score.py:compute_score", per_sample=per_sample, kwargs={"weight": 2.0})
+    kwargs = {"weight": 2.0, "extra_info": {"index": 1}}  # settings come before columns
+    described = RewardFunction(path=f"{tmp_path}/score.py:compute_score", per_sample=per_sample, kwargs=kwargs)
     assert not list(missing_columns(described, columns, "rows"))
     reward = described.build(BuildContext())
     try:
@@ -56,6 +57,14 @@ def test_a_column_of_right_answers_is_asked_for_before_anything_loads(tmp_path):
     assert any("ground_truth" in fault for fault in missing_columns(described, {"label": ["2"]}, "rows"))
     with pytest.raises(RewardError, match="ground_truth"):
         described.build(BuildContext()).score(batch_of())
+
+
+def test_a_column_or_a_setting_that_a_function_of_others_does_not_know_is_named_before_it_is_called(tmp_path):
+    (tmp_path / "score.py").write_text(f"{VERL}\ndef of_trl(completions, answer): return [0.0 for _ in completions]\n")
+    described = RewardFunction(path=f"{tmp_path}/score.py:of_trl")
+    assert any("answer" in fault for fault in missing_columns(described, {"label": ["2"]}, "rows"))
+    with pytest.raises(RewardError, match="weigth"):
+        RewardFunction(path=f"{tmp_path}/score.py:compute_score", kwargs={"weigth": 1.0}).build(BuildContext())
 
 
 @pytest.mark.parametrize("signature", ["completions", "completions, **kwargs", "completions, answer, prompts"])
@@ -79,10 +88,28 @@ def test_a_function_of_trl_gets_messages_of_chats():
     assert list(CallableReward(f).score(batch)["score"]) == [1.0, 0.0]
 
 
-def test_a_function_of_a_batch_is_refused_for_single_samples(tmp_path):
-    (tmp_path / "score.py").write_text("def f(completions, **kwargs):\n    return [0.0 for c in completions]\n")
-    with pytest.raises(ConfigError, match="per_sample"):
-        RewardFunction(path=f"{tmp_path}/score.py:f", per_sample=True)
+@pytest.mark.parametrize(("result", "scores"), [("0.5", [0.5, 0.5]), ("None", [None, None])])
+def test_a_function_of_a_batch_may_be_called_for_each_sample(result, scores, tmp_path):
+    (tmp_path / "score.py").write_text(f"def f(completions, **kwargs):\n    return [{result} for c in completions]\n")
+    reward = RewardFunction(path=f"{tmp_path}/score.py:f", per_sample=True).build(BuildContext())
+    try:
+        assert list(reward.score(batch_of())["score"]) == scores
+    finally:
+        reward.close()
+
+
+@pytest.mark.parametrize("columns", [{"reward_model": [{"ground_truth": "2"}, None]}, {"answer": ["2", "4"]}])
+def test_a_function_of_verl_may_be_given_as_an_object(columns):
+    from verl.trainer.api.from_objects import reward_from_object
+
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+        assert not kwargs
+        return float(solution_str == ground_truth)
+
+    described = reward_from_object(compute_score)
+    assert not list(missing_columns(described, columns, "rows"))
+    assert list(missing_columns(described, {"label": ["2"]}, "rows"))
+    assert list(described.build(BuildContext()).score(batch_of(**columns))["score"]) == [1.0, 0.0]
 
 
 def test_functions_of_our_own_signature_with_such_columns_stay_as_they_are():

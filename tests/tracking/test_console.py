@@ -137,7 +137,7 @@ def ended(tmp_path, command: tuple[str, ...] = (), **changes) -> list[str]:
     tracker.start("verl/ppo", {}, tmp_path, 9)
     set_command(command)
     try:
-        tracker.result({**summary, **changes})
+        tracker.result({"policy_words": {"eval": [], "generate": []}, **summary, **changes})
         tracker.close(changes.get("status", "finished"))
     finally:
         set_command(())
@@ -313,10 +313,14 @@ def test_of_a_chat_the_last_turn_and_the_response_share_the_line():
     assert "<user>" not in line
 
 
-def test_the_share_of_cut_responses_has_a_column_when_it_is_above_a_tenth():
+@pytest.mark.parametrize(
+    ("metric", "values", "expected"),
+    [("rollout/clipped_ratio", (0.1, 0.25), "clipped 0.25"), ("reward/unrated", (0.0, 3.0), "unrated 3")],
+)
+def test_cut_responses_above_a_tenth_and_responses_without_a_reward_have_a_column(metric, values, expected):
     console = screen(terminal=False)
     tracker = ConsoleTracker(Console(every_s=0), console)
     tracker.start("verl/ppo", {}, Path("/out"), 9)
-    for step, share in enumerate((0.1, 0.25), start=1):
-        tracker.log({"reward/mean": 1.0, "rollout/clipped_ratio": share}, step)
-    assert ["clipped 0.25" in line for line in shown(console).splitlines()[1:3]] == [False, True]
+    for step, value in enumerate(values, start=1):
+        tracker.log({"reward/mean": 1.0, metric: value}, step)
+    assert [expected in line for line in shown(console).splitlines()[1:3]] == [False, True]

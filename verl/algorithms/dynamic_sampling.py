@@ -69,12 +69,12 @@ def concat_groups(groups: Sequence[DataProto]) -> DataProto:
 
 def selection_metrics(drawn: Sequence[DataProto], kept: Sequence[DataProto]) -> dict[str, float]:
     """Metrics, see `DynamicSampling`; for a step without an update also zero counts of trained rows."""
-    groups = sum(len(rows["group_ids"].unique()) for rows in drawn)
+    groups, scores = sum(len(rows["group_ids"].unique()) for rows in drawn), torch.cat([*map(_scores, drawn)])
     metrics = {
         "selection/rounds": float(len(drawn)),
         "selection/groups": float(groups),
         "selection/kept_share": len(kept) / max(groups, 1),
-        "selection/reward_mean": float(torch.cat([torch.zeros(0), *map(_scores, drawn)]).mean()),
+        **({"selection/reward_mean": float(scores.mean())} if len(scores) else {}),
         "selection/skipped": float(not kept),
     }
     return metrics if kept else metrics | {"perf/samples": 0.0, "perf/tokens": 0.0}

@@ -3,8 +3,7 @@
 checkpoint         `verl checkpoint`: list, inspect, verify, compare, pin, clean, export
 checkpoint_report  The output of `verl checkpoint inspect` and `diff`
 console            Console output of commands: tables, JSON, sizes, one line for an error, and the exit status
-evaluate           `verl eval`: how good a saved policy is on the rows of its run, or of a file
-generate           `verl generate` and `verl serve-policy`: samples from a saved policy, or serves it
+generate           `verl eval`, `verl generate` and `verl serve-policy`: evaluates, samples or serves a saved policy
 main               The console command `verl`, and `verl env`
 plan               `verl plan`: memory, time and disk of a run, before anything is loaded
 report             `verl report`, and the tracker that writes its page: a run, or several to compare them

@@ -1,4 +1,4 @@
-"""`verl generate`: samples from a saved policy. Nothing is trained or written.
+"""`verl eval` and `verl generate`: evaluates a saved policy or samples from it. Nothing is trained.
 `verl serve-policy`: a saved policy behind an OpenAI-compatible endpoint that keeps the exact sampled tokens.
 """
 
@@ -6,20 +6,29 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import json
 import logging
+import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl.cli.console import CONFIG_DIR, echo, faults_reported
+import verl
+from verl.cli.console import CONFIG_DIR, duration, echo, faults_reported, print_table
+from verl.component import as_plain
 from verl.errors import ConfigError
 from verl.storage.config import is_address
+from verl.tracking.base import short
+from verl.tracking.jsonl import plain
 from verl.utils.directories import TemporaryDirectory
+from verl.utils.external_input import ExternalInputError, parse_mapping, read_bytes, write_whole
+from verl.utils.redact import redact_tree
 from verl.utils.signals import orderly_termination
 
 if TYPE_CHECKING:
@@ -33,7 +42,128 @@ PATH = typer.Argument(
 OVERRIDES = typer.Argument(help="Overrides of its configuration, such as reward=math or rollout.top_p=0.9.")
 DATA = typer.Option(exists=True, dir_okay=False, help="A parquet or JSONL file that replaces the run's data.")
 DEFAULT_ROW_TOKENS = 4096
-ANSWERED_TOGETHER = 64  # prompts whose responses are printed together
+BATCH_ROWS = 32  # prompts of a file that are answered together
+RESULTS = Path("outputs/eval")
+
+
+def evaluate(
+    path: Annotated[str, PATH],
+    overrides: Annotated[list[str] | None, OVERRIDES] = None,
+    data: Annotated[Path | None, DATA] = None,
+    samples: Annotated[int | None, typer.Option(min=0, help="Responses drawn to each prompt, for pass@k.")] = None,
+    config_dir: Annotated[Path | None, CONFIG_DIR] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One object instead of a table.")] = False,
+) -> None:
+    """Evaluate a saved policy on the evaluation data of its run, or on a file, with reward and sampling of the run.
+
+    Weights that come from no run are sampled with their chat template at temperature 1. On the rows of the run, step
+    and sampling noise are those of the run, so the metrics equal those that it logged at that step. The same command
+    continues an evaluation that was killed.
+    """
+    from verl.compose.load_policy import has_own_config, root_of
+    from verl.monitoring.ppo_metrics import evaluation_estimates
+
+    words = [*(overrides or []), *([] if samples is None else [f"trainer.eval_samples={samples}"])]
+    with faults_reported(), located(path) as saved:
+        root, origin = root_of(saved, words), path if is_address(path) else str(saved.origin)
+        with running(saved, root, words, data) as trainer:
+            if trainer.eval_data is None:
+                raise ConfigError("the run has no evaluation data. Give --data FILE, or data.eval_files=[...].")
+            if data is not None and has_own_config(saved, root):
+                _tell_overlap(saved, words, trainer, root)
+            settings = {"policy": origin, "step": saved.step, **_settings(trainer.description, trainer.eval_data)}
+            settings["identity"] = _identity(trainer.description)
+            if not as_json:
+                print_table(["setting", "value"], [[key, str(value)] for key, value in settings.items()])
+            file, total = RESULTS / f"{settings['identity']}.jsonl", len(trainer.eval_data)
+            records = _records(trainer, saved.step, total if data is None else BATCH_ROWS, file, settings)
+    metrics = trainer.evaluation_metrics(records)
+    estimates = evaluation_estimates(records) if root == "ppo" else {}
+    metrics = {key: mean for key, (mean, _, _) in estimates.items()} | metrics
+    intervals = {key: ends for key, (_, *ends) in estimates.items()}
+    if as_json:
+        found = {"actor": origin, "step": saved.step, "rows": total, "metrics": metrics}
+        echo(json.dumps({**found, "intervals": intervals, "settings": settings, "results": str(file)}, indent=2))
+        return
+    echo(f"{origin}, step {saved.step}, on {total} rows; every response is in {file}")
+    shown = {key: "{} to {}".format(*map(short, ends)) for key, ends in intervals.items()}
+    print_table(["metric", "value", "95% interval"], [[k, short(v), shown.get(k, "")] for k, v in metrics.items()])
+
+
+def _records(trainer: Any, step: int, size: int, path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Records of all rows, batch by batch, each batch appended to a file; an evaluation of the same settings that has
+    not ended is continued. The last record of a batch has the number of rows that are done."""
+    lines: list[Any] = []
+    with contextlib.suppress(ExternalInputError):  # the last line may be half written
+        lines.extend(parse_mapping(line) for line in (read_bytes(path).splitlines() if path.is_file() else ()))
+    total = len(trainer.eval_data)
+    done = [number for number, line in enumerate(lines, 1) if "rows_done" in line]
+    records = lines[1 : done[-1]] if done and lines[0] == settings else []
+    if records and records[-1]["rows_done"] >= total:  # it has ended
+        records = []
+    if first := records[-1]["rows_done"] if records else 0:
+        echo(f"{first} of {total} rows were evaluated before, in {path}", err=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, _as_lines([settings, *records]))
+    started = time.monotonic()
+    for start in range(first, total, size):
+        rows = range(start, min(start + size, total))
+        found = trainer.evaluation_records(rows, step)
+        found[-1]["rows_done"] = rows.stop
+        records += found
+        with open(path, "ab") as file:
+            file.write(_as_lines(found))
+        if left := (time.monotonic() - started) / (rows.stop - first) * (total - rows.stop):
+            key, value = next(iter(trainer.evaluation_metrics(records).items()))
+            echo(f"{rows.stop} of {total} rows  {key} {short(value)}  about {duration(left)} left", err=True)
+    return records
+
+
+def _as_lines(records: Sequence[Mapping[str, Any]]) -> bytes:
+    return "".join(json.dumps(plain(redact_tree(record))) + "\n" for record in records).encode()
+
+
+def _settings(run: Any, rows: Any) -> dict[str, Any]:
+    """The settings by which an evaluation can be judged and repeated."""
+    data = ", ".join(getattr(run.data, "eval_files", ())) or type(run.data).__name__
+    settings = {"data": data, "dtype": run.actor.model.dtype, "seed": run.trainer.seed}
+    if not hasattr(run, "rollout"):
+        return settings
+    return settings | {
+        "reward": f"{type(run.reward).__name__}, right from {run.trainer.success_score:g}",
+        "prompts": "by a chat template" if getattr(rows, "has_chats", False) else "texts, without a chat template",
+        "temperature": run.rollout.temperature,
+        "max_new_tokens": run.rollout.max_new_tokens,
+        "samples": f"1 greedy, {run.trainer.eval_samples} drawn",
+    }
+
+
+def _identity(run: Any) -> str:
+    """A hash of all that results depend on: settings, size and time of the files that they name, and the version."""
+    text = json.dumps(plain(as_plain(run)))
+    named = [Path(name) for name in set(re.findall(r'"([^"\\:]+)(?:"(?!:)|:)', text))]
+    files = [file for path in named for file in (path.iterdir() if path.is_dir() else [path]) if file.is_file()]
+    stamps = sorted((str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+    return hashlib.sha256(json.dumps([text, stamps, verl.__version__]).encode()).hexdigest()[:12]
+
+
+def _tell_overlap(saved: SavedPolicy, overrides: Sequence[str], trainer: Any, root: str) -> None:
+    """Warn of rows that the policy was trained on, by the data of its own run, and of rows that repeat others."""
+    from verl.compose.load_policy import policy_run
+    from verl.data.base import DataSplits, data_counts, duplicates_sentence
+
+    is_of_file = re.compile(r"data(=|\.(?!_target_=))")  # a class of data that is named is that of the run
+    of_run = [text for text in overrides if is_of_file.match(text) is None]
+    counts = data_counts(DataSplits(train=trainer.eval_data))
+    counts = {name.replace("train", "eval"): number for name, number in counts.items()}
+    try:
+        trained = policy_run(saved, root, of_run).data.build(trainer.context).train
+        counts["eval_rows_in_train"] = data_counts(DataSplits(trained, trainer.eval_data)).get("eval_rows_in_train", 0)
+    except (ConfigError, OSError) as error:
+        reason = str(error).strip().splitlines()[-1].strip()
+        log.warning("Data: whether these rows were trained on is unknown: the data of the run is not read (%s)", reason)
+    if (sentence := duplicates_sentence(counts)) is not None:
+        log.warning("%s", sentence)
 
 
 def generate(
@@ -42,9 +172,6 @@ def generate(
     prompt: Annotated[list[str] | None, typer.Option("--prompt", help="A prompt. Repeatable.")] = None,
     data: Annotated[Path | None, DATA] = None,
     config_dir: Annotated[Path | None, CONFIG_DIR] = None,
-    text: Annotated[
-        bool | None, typer.Option("--text/--chat", help="Text prompts as they are, or as user messages.")
-    ] = None,
     samples: Annotated[int, typer.Option(min=1, help="Responses to each prompt.")] = 1,
     greedy: Annotated[bool, typer.Option("--greedy", help="Greedy decoding.")] = False,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of a response.")] = None,
@@ -53,10 +180,9 @@ def generate(
 ) -> None:
     """Print responses of a saved policy to prompts, to the rows of a file, or to the evaluation data of its run.
 
-    A text is a user message of the model's chat template, if it has one and the policy was not trained on texts.
+    A text is a user message of the model's chat template, if it has one and the policy was not trained on texts;
+    data.as_chats=false sends it as it is.
     """
-    from verl.compose.load_policy import has_own_rows
-
     if prompt and data is not None:
         raise typer.BadParameter("give --prompt or --data, not both", param_hint="--prompt")
     options = {"max_new_tokens": max_new_tokens, "temperature": temperature}
@@ -66,15 +192,12 @@ def generate(
             data = Path(directory) / "prompts.jsonl"
             data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompt))
             settings.append("data.prompt_key=prompt")
-        if data is None and not has_own_rows(saved, "ppo") and not any(x.startswith("data") for x in overrides or []):
-            raise ConfigError(f"PATH is {path!r}: it names no rows to answer. Give --prompt TEXT or --data FILE.")
         unrated = ["reward=length"]  # a cheap reward: responses are not scored
-        words, as_chats = [*unrated, *(overrides or []), *settings], None if text is None else not text
-        with running(saved, "ppo", words, data, as_chats=as_chats) as trainer:
+        with running(saved, "ppo", [*unrated, *(overrides or []), *settings], data) as trainer:
             if trainer.eval_data is None:
                 raise ConfigError("the run has no evaluation data. Give --prompt TEXT or --data FILE.")
-            if prompt and text is None and "prompt_messages" in trainer.eval_data.columns:
-                echo("Prompts are user messages of the model's chat template; --text sends them as they are.", err=True)
+            if prompt and trainer.eval_data.has_chats:
+                echo("Prompts are user messages of the chat template; data.as_chats=false sends texts.", err=True)
             for row in _responses(trainer, samples, greedy):
                 echo(json.dumps(row) if as_json else f"{row['prompt']}\n  -> {row['response']}")
 
@@ -84,8 +207,8 @@ def _responses(trainer: Any, samples: int, greedy: bool) -> Iterator[dict[str, A
     from verl.rollout.base import GenerationRequest
 
     request, total = GenerationRequest(0, num_samples=samples, greedy=greedy, stream=EVALUATION), len(trainer.eval_data)
-    for start in range(0, total, ANSWERED_TOGETHER):
-        batch = trainer.eval_data.collate(range(start, min(start + ANSWERED_TOGETHER, total)))
+    for start in range(0, total, BATCH_ROWS):
+        batch = trainer.eval_data.collate(range(start, min(start + BATCH_ROWS, total)))
         rows = trainer.generate(batch, request)
         lengths = rows["response_mask"].sum(dim=1).tolist()
         texts = zip(rows["prompt_text"], rows["response_text"], lengths, strict=True)
@@ -113,27 +236,23 @@ def running(
     overrides: Sequence[str],
     data: Path | None = None,
     changed: Callable[[Any], Any] = lambda run: run,
-    as_chats: bool | None = None,
 ) -> Iterator[Any]:
     """A trainer for a saved policy that does not train and leaves no files.
 
     Args:
         changed: makes the run that is built from the one that was composed.
-        as_chats: see `policy_run`.
     """
     from verl.component import BuildContext
     from verl.compose.load_policy import has_own_config, policy_run
 
     if any("_target_" in text for text in overrides):
         sys.path.append(str(Path.cwd()))  # classes that the command names may be in the working directory
-    run = changed(policy_run(saved, root, overrides, None if data is None else data.absolute(), as_chats))
-    is_own_reward = root == "ppo" and has_own_config(saved, root)
-    is_own_reward = is_own_reward and not any(text.startswith("reward") for text in overrides)
+    run = changed(policy_run(saved, root, overrides, None if data is None else data.absolute()))
     with (
         TemporaryDirectory("verl-policy-") as directory,
         run.build(BuildContext(run_dir=Path(directory))) as trainer,
     ):
-        if is_own_reward:
+        if root == "ppo" and has_own_config(saved, root) and not any(text.startswith("reward") for text in overrides):
             saved.load_reward(trainer.reward)
         yield trainer
 
@@ -161,7 +280,7 @@ def serve_policy(
 
     Later turns of a conversation continue from the exact tokens that were sampled before. A policy that was trained
     with the tools of an environment is served with their schemas; the client executes the calls.
-    Policies of the built-in data, whose prompts are texts, are served with --text; others with their chat template.
+    Policies that were trained on texts are served with --text; others with their chat template.
     """
     from verl.compose.load_policy import trained_on_texts
 

@@ -15,8 +15,7 @@ from typer.core import TyperGroup
 import verl
 from verl.cli import checkpoint, train
 from verl.cli.console import echo, one_line_errors, print_table
-from verl.cli.evaluate import evaluate
-from verl.cli.generate import generate, serve_policy
+from verl.cli.generate import evaluate, generate, serve_policy
 from verl.cli.plan import plan
 from verl.cli.report.watch import report, watch
 from verl.cli.resume_check import resume_check

@@ -12,9 +12,8 @@ import os
 import re
 import shutil
 import socket
-import tempfile
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,11 +22,10 @@ import typer
 
 from verl.checkpoint.commit.fencing import LockHolder, RunLock
 from verl.checkpoint.commit.store import CheckpointStore
-from verl.checkpoint.core.checkpoint import Checkpoint, read_state
+from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.core.manifest import COMMIT
 from verl.checkpoint.read.compare import flat
-from verl.checkpoint.read.discovery import FORMAT, RUN_LOCK, CheckpointDirectory
+from verl.checkpoint.read.discovery import PINS, RUN_LOCK, CheckpointDirectory
 from verl.checkpoint.retention import pins
 from verl.cli.console import (
     FOUND,
@@ -40,19 +38,11 @@ from verl.cli.console import (
     size,
 )
 from verl.cli.report.read import RUNNING, last_start, pointer_of, run_status
-from verl.errors import BadCheckpoint, ConfigError, end_cut
+from verl.errors import CheckpointError, ConfigError, end_cut
 from verl.tracking.base import HEADLINE, short
 from verl.tracking.jsonl import json_object
 from verl.trainer.state.lineage import forest, read_events
-from verl.utils.external_input import (
-    LARGEST_RECORD,
-    ExternalInputError,
-    open_regular,
-    parse_as,
-    parse_mapping,
-    printable,
-    read_text,
-)
+from verl.utils.external_input import ExternalInputError, open_regular, parse_as, parse_mapping, printable, read_text
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -67,13 +57,9 @@ SHOWN_CHARACTERS = 60  # of a value that differs
 SHOWN = 6  # limit for configuration differences and for removed checkpoints
 LONGEST_TEXT = 1024  # characters of a path in the settings of a run
 REFERENCE = r"\$\{([\w.]+)\}"  # to another setting
-SEPARATORS = r"[\s'\",\[\]{}=]+"  # between the words of a command line, and of YAML that cannot be parsed
 TREE_WIDTH = 1000  # of a pipe or a file, which has none
+Inode = tuple[int, int]  # device and number of a file or directory, the same under all of its names
 COLORS = {"finished": "green", "stopped": "green", "interrupted": "yellow", "restarting": "yellow", "failed": "red"}
-
-
-Inode = tuple[int, int]
-"""Device and number of a file or directory, the same under all of its names."""
 
 
 @dataclass
@@ -114,8 +100,7 @@ def runs(
     """List the runs below a directory: status, last metrics, age, size, and the run that each was resumed from.
 
     --prune removes directories of runs. It keeps a run that is running, a run or checkpoint that another run was
-    resumed from, pinned and tagged checkpoints, and files that another run or checkpoint names. Checkpoints elsewhere
-    stay.
+    resumed from, pinned checkpoints, and files that another run or checkpoint names. Checkpoints elsewhere stay.
     """
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"{directory}: no such directory. Give the directory of a run, or one above.")
@@ -239,12 +224,15 @@ def _removable(roots: Sequence[Path], older_than_s: float) -> tuple[list[ListedR
     chosen = [run for run in listed if run.status != RUNNING and time.time() - run.updated >= older_than_s]
     reasons = {run.directory: why for run in chosen if (why := _protected(run)) is not None}
     events = _all_events(roots, every)
-    uses = {run.directory: _named_in(run.directory) for run in every}
+    uses = {run.directory: _named_in(json_object(run.directory / "config.yaml"), run.directory) for run in every}
     run_dirs = {event["run_id"]: Path(event.get("run_dir", "")) for event in events}
     for place in {Path(event["directory"]) for event in events}:
-        for checkpoint in CheckpointDirectory(place).survey()[0]:
-            run_dir = run_dirs.get(checkpoint.manifest.run_id, place)
-            uses[checkpoint.directory] = _named_in_checkpoint(checkpoint, run_dir)
+        with contextlib.suppress(CheckpointError):  # the base of an adapter may be in the directory of a run
+            for checkpoint in CheckpointDirectory(place).survey()[0]:
+                run_dir = run_dirs.get(checkpoint.manifest.run_id, place)
+                with contextlib.suppress(CheckpointError):
+                    tree = read_state(FileSystem(), checkpoint).get("config")
+                    uses[checkpoint.directory] = _named_in(tree, run_dir)
     while True:  # a run that stays may need others
         removed = [run for run in chosen if run.directory not in reasons]
         rest = [run for run in every if run not in removed]
@@ -257,9 +245,8 @@ def _removable(roots: Sequence[Path], older_than_s: float) -> tuple[list[ListedR
 def _all_events(roots: Sequence[Path], listed: Sequence[ListedRun]) -> list[dict[str, Any]]:
     """Starts of runs recorded below some directories, in the default directory, and wherever a listed run saves."""
     below = {path.resolve() for path in (*roots, *ROOTS, CHECKPOINTS) if path.is_dir()}
-    saved = {place.resolve() for run in listed for place in _save_dirs(run.directory)}
-    events = [event for path in below for event in read_events(path)]
-    events += [event for path in saved if not below & {*_upwards(path)} for event in read_events(path, below=False)]
+    saved = {place for run in listed for place in _save_dirs(run.directory)}
+    events = itertools.chain(*map(read_events, below), *(read_events(path, below=False) for path in saved))
     return [event for event in events if event["event"] == "run"]
 
 
@@ -305,74 +292,33 @@ def _needed_by(
 
 
 def _protected(run: ListedRun) -> str | None:
-    """Why a run stays whatever the others name: a process works in it, or a checkpoint of it is pinned or tagged."""
-    inside = [Path(root) for root, _, names in os.walk(run.directory) if not {FORMAT, RUN_LOCK}.isdisjoint(names)]
-    for directory in inside:
-        if RunLock.is_held_here(directory) or RunLock.holder_of(directory) is not None:
-            return f"a running process saves in {directory}"
-        if (host := _lock_host(directory)) not in ("", socket.gethostname()):
-            return f"its lock is of {host}, where it may be running: if it is not, remove {directory / RUN_LOCK}"
+    """Why a run stays whatever the others name: it may be running, or a checkpoint of it is pinned."""
+    if (host := _lock_host(run.directory)) not in ("", socket.gethostname()):
+        return f"its lock is of {host}, where it may be running: if it is not, remove its {RUN_LOCK}"
+    inside = [Path(root) for root, names, _ in os.walk(run.directory) if PINS in names]
     for directory in (*inside, *_save_dirs(run.directory)):
         store = CheckpointStore(directory)
-        pinned = pins(store)
-        for checkpoint in store.survey()[0]:
-            if directory not in inside and checkpoint.manifest.run_id not in run.run_ids:
-                continue
-            if checkpoint.name in pinned:
-                return f"{checkpoint.directory} is pinned"
-            if directory in inside and checkpoint.manifest.tag is not None:
-                return f"{checkpoint.directory} is tagged"
-            if directory in inside and _is_read(checkpoint):
-                return f"{checkpoint.directory} is being read"
-        if directory in inside and pinned:
-            return f"{directory / min(pinned)} is pinned, and damaged"
+        try:
+            pinned = {*pins(store)}
+            if pinned and directory not in inside:  # of several runs; in this one the pin of a damaged one counts too
+                pinned &= {x.name for x in store.survey()[0] if x.manifest.run_id in run.run_ids}
+        except CheckpointError as error:
+            return f"its checkpoints cannot be read: {error}"
+        if pinned:
+            return f"{directory / min(pinned)} is pinned"
     return None
 
 
-def _is_read(checkpoint: Checkpoint) -> bool:
-    """Whether a process holds the lock of a reader, as a run does that is resumed from it."""
-    disk = FileSystem()
-    with contextlib.suppress(OSError):
-        if (lock := disk.lock(checkpoint.directory / COMMIT)) is None:
-            return True
-        disk.close(lock)
-    return False
-
-
-def _named_in(run_dir: Path) -> frozenset[Inode]:
-    """Files and directories that the settings and the links of a run lead to, see `_passed`."""
-    tree, raw = json_object(run_dir / "config.yaml"), ""
-    for name in ("config.yaml", "overrides.yaml"):
-        with contextlib.suppress(OSError):
-            raw += read_text(run_dir / name, "replace", LARGEST_RECORD)
+def _named_in(tree: Any, run_dir: Path) -> frozenset[Inode]:
+    """Files and directories that the settings of a run, or of a checkpoint of it, lead to, see `_passed`. A run was
+    started in a directory above its own, or in this one.
+    """
     settings = {key: str(value) for key, value in flat(tree)}
-    texts = {re.sub(REFERENCE, lambda key: settings.get(key[1], ""), str(text)) for text in _leaves(tree)}
-    links = [Path(root, name) for root, *names in os.walk(run_dir) for name in itertools.chain(*names)]
-    passed = (_passed(link.absolute()) for link in links if link.is_symlink())
-    return _inodes({*texts, *re.split(SEPARATORS, raw)}, run_dir).union(*passed)
-
-
-def _named_in_checkpoint(checkpoint: Checkpoint, run_dir: Path) -> frozenset[Inode]:
-    """The same of a checkpoint: the base of its adapter, or the reference, may be in the directory of a run."""
-    with contextlib.suppress(BadCheckpoint, OSError):
-        return _inodes(map(str, _leaves(read_state(FileSystem(), checkpoint).get("config"))), run_dir)
-    return frozenset()
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Keys and values at the ends of a tree."""
-    for item in value if isinstance(value, list) else [*value, *value.values()] if isinstance(value, dict) else ():
-        yield from _leaves(item)
-    if not isinstance(value, dict | list):
-        yield value
-
-
-def _inodes(texts: Iterable[str], run_dir: Path) -> frozenset[Inode]:
-    """Files and directories that texts name. A run was started in a directory above its own, or in this one."""
-    paths = [text.removeprefix("file://") for text in {*texts} if "/" in text and "\0" not in text]
+    text = re.sub(REFERENCE, lambda key: settings.get(key[1], ""), json.dumps(tree, ensure_ascii=False))
+    paths = [os.path.expanduser(x.removeprefix("file://")) for x in {*text.split('"')} if "/" in x]
     used: set[Inode] = set()
     for place in dict.fromkeys([Path.cwd(), *run_dir.resolve().parents]):
-        for path in map(os.path.expanduser, paths):
+        for path in paths:
             if len(path) <= LONGEST_TEXT and os.path.lexists(place / (path.partition("/")[0] or "/")):
                 used |= _passed(place / path)
     return frozenset(used)
@@ -398,7 +344,7 @@ def _inode(path: Path) -> Inode | None:
 
 def _upwards(path: Path) -> list[Path]:
     """A path without links, and the directories above it."""
-    return [(real := path.resolve()), *real.parents]
+    return [(real := Path(os.path.realpath(path))), *real.parents]
 
 
 def _lock_host(run_dir: Path) -> str:
@@ -414,8 +360,7 @@ def _remove(run_dir: Path) -> bool:
     if lock.acquire() is not None:
         return False
     try:
-        # Nobody starts a run in this directory.
-        unnamed = Path(tempfile.mkdtemp(prefix=f".{run_dir.name}.removed-", dir=run_dir.parent))
+        unnamed = run_dir.with_name(f".{run_dir.name}.removed")  # nobody starts a run in this directory
         run_dir.rename(unnamed)
         shutil.rmtree(unnamed)
     finally:

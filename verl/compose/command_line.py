@@ -52,7 +52,7 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
     """
     flags, words, faults = _flags(arguments)
     config_dir = _value_of(flags, _CONFIG_DIR)
-    if config_dir is not None and not Path(config_dir).is_dir():
+    if config_dir is not None and not os.path.isdir(config_dir):
         raise ConfigError([*faults, f"--config-dir is {config_dir}: no such directory."])
     directories = [directory for directory in (config_dir, _value_of(flags, _CONFIG_PATH)) if directory is not None]
     sweeps = any(flag in _MULTIRUN for flag in flags) or any(word.startswith("sweep=") for word in words)

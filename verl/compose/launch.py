@@ -13,6 +13,7 @@ refuses `torchrun --nnodes=2`: Ray is the engine for several machines.
 from __future__ import annotations
 
 import atexit
+import errno
 import functools
 import logging
 import os
@@ -35,6 +36,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from verl.checkpoint.read.compare import flat
 from verl.compose import schema
 from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults, swept_overrides
 from verl.compose.overrides import Overrides
@@ -45,6 +47,7 @@ from verl.tracking.console import reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.utils import torchrun
 from verl.utils.directories import set_kernel_cache
+from verl.utils.external_input import LONGEST_NAME
 from verl.utils.memory import out_of_memory_message, refuse_small_address_space
 from verl.utils.progress import report_to_starter
 from verl.utils.redact import redact, redact_output
@@ -216,7 +219,7 @@ def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]
                     _refuse_no_directory(
                         *("hydra.sweep.dir", running.sweep.dir) if is_sweep else ("hydra.run.dir", running.run.dir)
                     )
-                    with job.closing, component_exits(directly=False):
+                    with job.closing, component_exits(directly=False), _long_paths_named(config):
                         _with_log(main, job)
                 except OmegaConfBaseException as error:
                     raise ConfigError(list(composition_faults(root, error))) from error
@@ -264,6 +267,20 @@ def _refused_once(refusals: dict[str, int], number: int) -> Iterator[None]:
             raise
         _tell(f"Job {number} of the sweep is refused for the reason given for job {first}.")
         sys.exit(2)
+
+
+@contextmanager
+def _long_paths_named(config: DictConfig) -> Iterator[None]:
+    """Make the error of a path that is too long for the file system one about the setting that has it."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(cause := error.__cause__ or error, OSError) or cause.errno != errno.ENAMETOOLONG:
+            raise
+        name = max(str(cause.filename).split(os.sep), key=len)[:LONGEST_NAME]
+        settings = flat(OmegaConf.to_container(config, resolve=False))
+        key = next((key for key, value in settings if name in str(value)), "a setting")
+        raise ConfigError(f"{key} leads to {cause.filename}: {cause.strerror}. Give a shorter path.") from error
 
 
 def _refuse_no_directory(key: str, given: str) -> None:

@@ -24,11 +24,6 @@ from verl.compose.overrides import assign
 from verl.compose.saved_config import OF_TRAINING, AllowedConfig, allowed_config
 from verl.compose.schema import root_of_run
 from verl.compose.validate import validate
-from verl.data.arithmetic import ArithmeticPreferences, ArithmeticPrompts
-from verl.data.base import PromptSource
-from verl.data.calculator import CalculatorPrompts
-from verl.data.guess_number import GuessNumberPrompts
-from verl.data.readers import columns_of
 from verl.environments.base import EnvironmentDescription
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.models.gguf import is_gguf, unpacked
@@ -44,7 +39,6 @@ _log = logging.getLogger(__name__)
 
 UNKNOWN_CONTEXT = 4096  # tokens of prompt and response, for a model without a known context length
 MOST_NEW_TOKENS = 1024  # of a response, where neither the model nor a run says how many
-BUILT_IN: tuple[type[PromptSource], ...] = (ArithmeticPrompts, CalculatorPrompts, GuessNumberPrompts)
 OF_RESPONSES = ("reward", "rollout", "environment")  # groups of which an evaluation by loss has none
 SAMPLING = ("temperature", "top_k", "top_p", "max_new_tokens", "min_new_tokens", "stop_token_ids")
 IN_MEMORY = "verl.trainer.api.from_objects."  # components that no command can name
@@ -99,32 +93,18 @@ class SavedPolicy:
         step = self.record.get("step", 0) if self.point is None else self.point.step
         return step if type(step) is int and step >= 0 else 0
 
-    @property
-    def config(self) -> Any:
-        """The configuration that trained the weights; None if unknown. Anybody may have written it."""
-        return self._recorded("config")
-
-    @property
-    def has_chats(self) -> bool | None:
-        """Whether the training rendered rows by the chat template; None if unknown."""
-        found = self._recorded("progress", "has_chats")
-        return found if isinstance(found, bool) else None
-
     def load_reward(self, reward: Reward) -> None:
         """Load the statistics that the reward of the training has learned.
 
         Raises:
-            CheckpointCorrupt, ConfigError: what was saved is of another form.
+            ConfigError: what was saved is of another form.
         """
-        if self.point is not None:
-            with self.point.understanding("scheduler/state.json"):
-                reward.load_state_dict(self.point.read_json("scheduler/state.json").get("reward", {}))
-        elif learned := self.record.get("reward"):
-            try:
-                reward.load_state_dict(learned)
-            except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
-                file = self.actor.parent / POLICY_RECORD
-                raise ConfigError(f"reward of {file} is no state of {type(reward).__name__}: remove it.") from error
+        state = self.record if self.point is None else self.point.read_json("scheduler/state.json")
+        try:
+            reward.load_state_dict(state.get("reward", {}))
+        except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
+            kind = type(reward).__name__
+            raise ConfigError(f"reward of {self.origin} is no state of {kind}: name reward=OPTION.") from error
 
     @property
     def origin(self) -> Path:
@@ -132,10 +112,11 @@ class SavedPolicy:
         return self.actor if self.point is None else self.point.checkpoint.directory / "actor"
 
     def saved(self, *path: str) -> Any:
-        """The node of the saved configuration at some keys; None if there is none."""
-        return self._recorded("config", *path)
+        """The node of the saved configuration at some keys; None if there is none. Anybody may have written it."""
+        return self.recorded("config", *path)
 
-    def _recorded(self, *path: str) -> Any:
+    def recorded(self, *path: str) -> Any:
+        """The node at some keys of what was saved with the weights; None if there is none."""
         node: Any = self.record if self.point is None else self.point.state
         for key in path:
             node = node.get(key) if isinstance(node, dict) else None
@@ -178,36 +159,23 @@ def locate_policy(path: str) -> SavedPolicy:
     return saved
 
 
-def root_of(saved: SavedPolicy, overrides: Sequence[str] = (), file: Path | None = None) -> str:
-    """The root that evaluates a policy: `sft`, by its loss, if it was trained by that, unless a reward or a rollout is
-    asked for or the file has no texts to learn; else `ppo`, by its responses."""
-    if root_of_run(saved.saved("_target_")) != "sft" or any(text.startswith(OF_RESPONSES) for text in overrides):
-        return "ppo"
-    columns = None if file is None else columns_of([file])
-    named = [saved.saved("data", key) for key in ("completion_key", "messages_key")]
-    learned = {"completion", "response", "messages", *(name for name in named if isinstance(name, str))}
-    return "sft" if columns is None or columns & learned else "ppo"
+def root_of(saved: SavedPolicy, overrides: Sequence[str] = ()) -> str:
+    """The root that evaluates a policy: `sft`, by its loss, if it was trained by that and no reward or rollout is asked
+    for; else `ppo`, by its responses."""
+    is_by_loss = has_own_config(saved, "sft") and not any(text.startswith(OF_RESPONSES) for text in overrides)
+    return "sft" if is_by_loss else "ppo"
 
 
 def has_own_config(saved: SavedPolicy, root: str) -> bool:
     """Whether a run of this root trained the policy, so that data, reward and sampling are those of the run."""
-    return saved.config is not None and root_of_run(saved.saved("_target_")) == root
-
-
-def has_own_rows(saved: SavedPolicy, root: str) -> bool:
-    """Whether `policy_run` takes data of the run; those of preferences are none, but sums are in the built-in pairs."""
-    built_in_pairs = f"{ArithmeticPreferences.__module__}.{ArithmeticPreferences.__qualname__}"
-    return has_own_config(saved, root) or saved.saved("data", "_target_") == built_in_pairs
+    return saved.saved() is not None and root_of_run(saved.saved("_target_")) == root
 
 
 def trained_on_texts(saved: SavedPolicy) -> bool:
     """Whether the prompts of the training were texts, so that its policy has never seen a chat template. An agent
     program talks to an endpoint, which renders chats."""
-    if saved.saved("environment", "_target_") == AGENT_PROGRAM:
-        return False
-    modules = {source.__module__ for source in BUILT_IN if source.prompts_are_texts}
-    is_built_in = str(saved.saved("data", "_target_")).rpartition(".")[0] in modules
-    return is_built_in if saved.has_chats is None else not saved.has_chats
+    has_texts = saved.recorded("progress", "has_chats") is False
+    return has_texts and saved.saved("environment", "_target_") != AGENT_PROGRAM
 
 
 def response_limit(model: Path) -> int:
@@ -218,27 +186,20 @@ def response_limit(model: Path) -> int:
     return named if isinstance(named, int) and 0 < named < context else max(1, min(MOST_NEW_TOKENS, context // 2))
 
 
-def policy_run(
-    saved: SavedPolicy,
-    root: str,
-    overrides: Sequence[str] = (),
-    file: Path | None = None,
-    as_chats: bool | None = None,
-) -> Any:
+def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), file: Path | None = None) -> Any:
     """Compose a run that evaluates a policy, from the configuration that trained it without the parts for training.
 
     Args:
         saved: the policy.
         root: `ppo` or `sft`; if another root trained the policy, the default configuration of `root` is used.
         overrides: as on the command line.
-        file: data file that replaces the data of the configuration.
-        as_chats: texts in the file become user messages of the chat template, if there is one; None unless the policy
-            was trained on texts.
+        file: data file that replaces the data of the configuration. Its texts become user messages of the chat
+            template, if there is one and the policy was not trained on texts; `data.as_chats` chooses.
     Returns:
         A `PPORun` or an `SFTRun`.
     Raises:
         ConfigError: a fault in the configuration, or a value of the saved configuration that is not on the allow-list
-            (`verl.compose.saved_config`) and that `overrides` do not name.
+            (`verl.compose.saved_config`) and that `overrides` do not name; or nothing names rows.
         BadCheckpoint: the weights differ from what was written.
     """
     _verify(saved)
@@ -249,13 +210,18 @@ def policy_run(
     used = AllowedConfig()
     if is_own := has_own_config(saved, root):
         replaced = () if file is None else ("data",)
-        used = allowed_config(saved.config, root, named, saved.description, replaced)
+        used = allowed_config(saved.saved(), root, named, saved.description, replaced)
         _warn_of_own_code(saved, named)
+    elif file is None and "data" not in named:
+        raise ConfigError(
+            f"PATH is {str(saved.origin)!r}: it names no rows to answer. Give --data FILE, to `verl generate` --prompt "
+            "TEXT, or data=arithmetic for built-in sums."
+        )
     if problems := [*used.faults, *_model_faults(saved, named)]:
         raise ConfigError([*faults, *assigned.faults, *problems])
     # Nothing of another run: the option of the built-in sums also sets lengths and a temperature
-    data = [f"data={FILES_OPTION[root]}"] if file is not None or is_own else []
-    base = ["actor=pretrained", *data, *(f"data={text}" for group, text in options if group == "data" and not file)]
+    data = FILES_OPTION[root] if file is not None else dict(options).get("data", FILES_OPTION[root])
+    base = ["actor=pretrained", f"data={data}"]
     config = compose_root(root, base)
     apply_values(config, [*UNTRAINED.items(), *UNTRAINED_OF[root].items(), *_flat(used.parts)])
     settings = used.parts.get("actor", {}).get("model", {})  # dtype and attention as in training
@@ -270,9 +236,7 @@ def policy_run(
         apply_values(config, [("rollout.max_new_tokens", response_limit(saved.actor))])
     if file is not None:
         assigned.values = [pair for pair in assigned.values if pair[0] not in ("data", "data._target_")]  # replaced
-        apply_values(config, [("data", _data(config, root, file, dict(assigned.values)))])
-        if root == "ppo":
-            apply_values(config, [("data.as_chats", not trained_on_texts(saved) if as_chats is None else as_chats)])
+        apply_values(config, [("data", _data(config, root, file, dict(assigned.values), saved))])
     apply_values(config, assigned.values)
     return validate(config, [*faults, *assigned.faults])
 
@@ -354,7 +318,7 @@ def _is_cached(name: str) -> bool:
         return False
 
 
-def _data(config: DictConfig, root: str, file: Path, assigned: Mapping[str, Any]) -> dict[str, Any]:
+def _data(config: DictConfig, root: str, file: Path, assigned: Mapping[str, Any], saved: SavedPolicy) -> dict[str, Any]:
     """The data component for a file, read like the former files, with the context length of the model as limit."""
     before: Any = OmegaConf.to_container(config.data, resolve=False)
     of_files = ("train_files", "eval_files", "weights")
@@ -365,6 +329,7 @@ def _data(config: DictConfig, root: str, file: Path, assigned: Mapping[str, Any]
     )
     context = Pretrained(path=config.actor.model.path).max_positions() or UNKNOWN_CONTEXT
     if root == "ppo":
+        settings["as_chats"] = not trained_on_texts(saved)
         after = [assigned.get("rollout.max_new_tokens", config.rollout.get("max_new_tokens", Rollout.max_new_tokens))]
         if config.get("environment") is not None and assigned.get("environment", "") is not None:
             episode = config.environment.get("max_tokens", EnvironmentDescription.max_tokens)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field, PositiveInt
 
@@ -98,8 +98,6 @@ class ArithmeticPrompts(Arithmetic, PromptSource):
     Args:
         max_prompt_length: most tokens of a prompt; must hold the longest problem, one token a character.
     """
-
-    prompts_are_texts: ClassVar[bool] = True
 
     max_prompt_length: int = 16
 

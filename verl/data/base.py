@@ -44,11 +44,9 @@ class PromptSource(Description):
     Args:
         curriculum: draws prompts by their pass rates; None to draw every row once an epoch.
     Attributes:
-        prompts_are_texts: whether no prompt is a list of chat messages, so that no chat template is applied to any.
         settled_fields: settings whose value is known when the data are read, such as the commit of a branch.
     """
 
-    prompts_are_texts: ClassVar[bool] = False
     settled_fields: ClassVar[tuple[str, ...]] = ()
 
     curriculum: Curriculum | None = None

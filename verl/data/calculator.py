@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from typing import Annotated, ClassVar
+from typing import Annotated
 
 from pydantic import Field, PositiveInt
 
@@ -26,8 +26,6 @@ class CalculatorPrompts(PromptSource):
         seed: of the problems.
         max_prompt_length: the most tokens of a prompt; a token is a character.
     """
-
-    prompts_are_texts: ClassVar[bool] = True
 
     min_digits: Annotated[int, Field(ge=1, le=6)] = 3
     max_digits: Annotated[int, Field(ge=1, le=6)] = 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 import json
 import logging
 import re
@@ -18,7 +19,6 @@ from verl.utils.child_process.trial import template_fault
 FinalAssistant = Literal["error", "drop", "answer"]
 Messages = Sequence[Mapping[str, Any]]
 PINNED_DAY = "verl_day"  # attribute of a tokenizer: the date that its chat template writes
-TOLD = "verl_told_of_template"  # another: `_tell_of_template` has said it
 _log = logging.getLogger(__name__)
 
 
@@ -197,8 +197,9 @@ def render_prompts(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors)
             )
         if fault is not None:
             bad.add(fault)
-    if rows.places is not None:  # rows of files
-        _tell_of_template(texts, is_chat, key, chat)
+    is_rendered = any(token.strip() and token in "".join(texts[:1]) for token in chat.tokenizer.all_special_tokens)
+    if rows.places is not None and chat.source is not None and not any(is_chat) and not is_rendered:  # rows of files
+        _tell_of_template(key)
     tokens = _tokens(texts, is_chat, chat.tokenizer)
     for index, (text, ids) in enumerate(zip(texts, tokens, strict=True)):
         if text and not ids:
@@ -206,16 +207,12 @@ def render_prompts(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors)
     return texts, tokens
 
 
-def _tell_of_template(texts: list[str], is_chat: list[bool], key: str, chat: ChatTemplate) -> None:
-    """Say once that text prompts are not rendered by the chat template that there is."""
-    special = [token for token in chat.tokenizer.all_special_tokens if token.strip()]
-    is_rendered = any(token in text for text in texts[:8] for token in special)
-    if chat.source is not None and not any(is_chat) and not is_rendered and not hasattr(chat.tokenizer, TOLD):
-        setattr(chat.tokenizer, TOLD, True)
-        _log.warning(
-            "The prompts of column %r are texts, and the chat template is not applied to them. For a chat model give "
-            "lists of messages, or set data.system_prompt.", key,
-        )  # fmt: skip
+@functools.cache  # once
+def _tell_of_template(key: str) -> None:
+    _log.warning(
+        "The prompts of column %r are texts, and the chat template is not applied to them. For a chat model give "
+        "lists of messages, or set data.system_prompt.", key,
+    )  # fmt: skip
 
 
 def messages_fault(messages: Any) -> str | None:
@@ -264,20 +261,17 @@ def as_chat(value: Any) -> Any:
         with contextlib.suppress(ValueError, RecursionError):
             parsed = json.loads(value)
             value = parsed if all(isinstance(x, dict) and "role" in x for x in parsed) else value
-    if isinstance(value, (list, tuple)) and all(isinstance(message, Mapping) for message in value):
-        contents = [_text_of(message) for message in value]
-        return [x if text is None else {**x, "content": text} for x, text in zip(value, contents, strict=True)]
-    return value
+    return [_with_text(message) for message in value] if isinstance(value, (list, tuple)) else value
 
 
-def _text_of(message: Mapping[str, Any]) -> str | None:
-    """The text of a content that is none but stands for one; else None."""
-    content = message.get("content")
-    if content is None and message.get("tool_calls"):
-        return ""
-    parts: list[Any] = content if isinstance(content, list) else [None]
-    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    return "".join(texts) if all(isinstance(text, str) for text in texts) else None
+def _with_text(message: Any) -> Any:
+    parts = message.get("content") if isinstance(message, Mapping) else None
+    if parts is None and isinstance(message, Mapping) and message.get("tool_calls"):
+        parts = []
+    texts: list[Any] = (
+        [x.get("text") if isinstance(x, Mapping) else x for x in parts] if isinstance(parts, list) else [None]
+    )
+    return {**message, "content": "".join(texts)} if all(isinstance(x, str) for x in texts) else message
 
 
 def with_chats(rows: DataRows, *keys: str) -> DataRows:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from verl.component import BuildContext, Description, component
 from verl.data.base import DataSplits, PreferenceOptions, PromptOptions, SFTOptions
+from verl.data.chat_template import with_chats
 from verl.data.preference_dataset import PreferenceDataset
 from verl.data.readers import DataRows, RowErrors, columns_of, file_faults, read_rows
 from verl.data.rlhf_dataset import RLHFDataset
@@ -62,11 +63,7 @@ class PromptFiles(FileSplits, PromptOptions):
         return {name: columns - {self.prompt_key} for name, columns in by_field.items() if columns}
 
     def build(self, context: BuildContext) -> DataSplits:
-        return _build(self, context, partial(self.dataset, tools=context.tools), PromptOptions)
-
-    def dataset(self, *arguments: Any, **options: Any) -> RLHFDataset:
-        """The data set of rows that were read."""
-        return RLHFDataset.from_rows(*arguments, **options)
+        return _build(self, context, partial(RLHFDataset.from_rows, tools=context.tools), PromptOptions)
 
 
 @component
@@ -96,16 +93,17 @@ class EvaluatedPrompts(PromptFiles):
     as_chats: bool = False
 
     def build(self, context: BuildContext) -> DataSplits:
-        return replace(super().build(context), may_repeat=True)
+        def dataset(rows: DataRows, tokenizer: Any, *arguments: Any) -> RLHFDataset:
+            key, rows = self.prompt_key, with_chats(rows, self.prompt_key)
+            if self.as_chats and (self.chat_template or getattr(tokenizer, "chat_template", None)):
+                values = [
+                    {**row, key: [{"role": "user", "content": row[key]}]} if isinstance(row.get(key), str) else row
+                    for row in rows.values
+                ]
+                rows = replace(rows, values=values)
+            return RLHFDataset.from_rows(rows, tokenizer, *arguments, tools=context.tools)
 
-    def dataset(self, rows: DataRows, tokenizer: Any, *arguments: Any, **options: Any) -> RLHFDataset:
-        if self.as_chats and (self.chat_template or getattr(tokenizer, "chat_template", None)):
-            rows = replace(rows, values=[self._as_chat(row) for row in rows.values])
-        return super().dataset(rows, tokenizer, *arguments, **options)
-
-    def _as_chat(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
-        text = row.get(self.prompt_key)
-        return {**row, self.prompt_key: [{"role": "user", "content": text}]} if isinstance(text, str) else row
+        return replace(_build(self, context, dataset, PromptOptions), may_repeat=True)
 
 
 @component

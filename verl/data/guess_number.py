@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import ClassVar
 
 from pydantic import PositiveInt
 
@@ -24,8 +23,6 @@ class GuessNumberPrompts(PromptSource):
         repeats: rows of each number in an epoch.
         max_prompt_length: the most tokens of a prompt; a token is a character.
     """
-
-    prompts_are_texts: ClassVar[bool] = True
 
     highest: PositiveInt = 15
     repeats: PositiveInt = 40

@@ -138,14 +138,12 @@ class HubPrompts(PromptRendering):
         Raises:
             ValueError: there are none, or one leads out of the directory.
         """
-        top = directory = Path(self.dataset) / (self.name or "")
-        if splits := (read_record(directory / "dataset_dict.json") or {}).get("splits"):
-            top = directory / (split if split in splits else "")
-        elif (directory / "state.json").is_file():
-            splits = ["train"]
-        if splits:
-            if split not in splits:
-                raise ValueError(f"it has the splits {', '.join(map(str, splits))}")
+        directory = Path(self.dataset) / (self.name or "")
+        splits = (read_record(directory / "dataset_dict.json") or {}).get("splits")
+        if splits or (directory / "state.json").is_file():
+            if split not in (splits or ["train"]):
+                raise ValueError(f"it has the splits {', '.join(map(str, splits or ['train']))}")
+            top = directory / split if splits else directory
             named = read_record(top / "state.json")["_data_files"]
             files = [top / checked_name(entry["filename"]) for entry in named]
         else:

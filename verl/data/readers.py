@@ -215,19 +215,15 @@ def _read_parquet(path: Path, seen: str) -> Iterator[tuple[int, dict[str, Any] |
     yield from enumerate(row if isinstance(row, str) else from_arrow(row) for row in rows)
 
 
-def from_arrow(row: Mapping[str, Any]) -> dict[str, Any]:
+def from_arrow(value: Any, is_nested: bool = False) -> Any:
     """A row of an Arrow table without the nulls in its nested columns.
 
     Arrow gives every struct of a column the keys of all of them, with null where a row had none. A null of a column
     itself, or in a list, stays.
     """
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: plain(item) for key, item in value.items() if item is not None}
-        return [plain(item) for item in value] if isinstance(value, list) else value
-
-    return {name: plain(value) for name, value in row.items()}
+    if isinstance(value, Mapping):
+        return {key: from_arrow(x, True) for key, x in value.items() if x is not None or not is_nested}
+    return [from_arrow(x, True) for x in value] if isinstance(value, list) else value
 
 
 def _parquet_row(table: Any, index: int) -> dict[str, Any] | str:

@@ -105,7 +105,6 @@ class EpochSampler:
 
     @property
     def batches_per_epoch(self) -> int:
-        """Batches of rows of one epoch alone."""
         return self.size // self.batch_size
 
     def batches_of(self, epochs: int) -> int:
@@ -172,11 +171,8 @@ class EpochSampler:
 
     def _batch_at(self, epoch: int, position: int) -> Tensor:
         rows = self._order_of(epoch)[position : position + self.batch_size]
-        return (
-            torch.cat([rows, self._order_of(epoch + 1)[: self.batch_size - len(rows)]])
-            if len(rows) < self.batch_size
-            else rows.clone()
-        )
+        rest = self.batch_size - len(rows)
+        return torch.cat([rows, self._order_of(epoch + 1)[:rest]]) if rest else rows.clone()
 
     def _order_of(self, epoch: int) -> Tensor:
         if self._order is None or self._order[:2] != (self.seed, epoch):

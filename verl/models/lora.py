@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -77,10 +78,8 @@ def tied_adapted(model: Any) -> dict[str, Any]:
 
 def merged_model(adapted: Any) -> Any:
     """A peft model without its adapter, which its weights then have; tied weights that differ by it are untied."""
-    from torch import nn
-
     for layer in tied_adapted(adapted).values():
-        layer.base_layer.weight = nn.Parameter(layer.base_layer.weight.detach().clone())
+        layer.base_layer.weight = copy.deepcopy(layer.base_layer.weight)
     model = adapted.merge_and_unload()
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is not None and embedding.weight is not head.weight:

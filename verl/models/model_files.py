@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
@@ -38,6 +39,7 @@ WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "pytorch_model*.b
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 MAPPINGS = ("config.json", "adapter_config.json", "generation_config.json", "tokenizer_config.json", *INDEXES)
 JSON = (*MAPPINGS, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json")
+NEGATIVE = re.compile(rb'"((num|n)_(\w+_)?(layers?|heads?)|(hidden|intermediate|vocab)_size)"\s*:\s*-\d+')
 DOWNLOAD = "Download it again"
 CONNECT_S = 5.0  # timeout of the request that shows whether the hub can be reached
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -89,13 +91,11 @@ def file_fault(file: Path) -> str | None:
 
 def _json_fault(file: Path) -> str | None:
     try:
-        if file.name in MAPPINGS:
-            parse_mapping(file.read_bytes())
-        else:
-            parse_json(file.read_bytes())
+        (parse_mapping if file.name in MAPPINGS else parse_json)(data := file.read_bytes())
     except ExternalInputError as error:
         return str(error)
-    return None
+    negative = NEGATIVE.search(data) if file.name == "config.json" else None
+    return None if negative is None else f"it says {negative[0].decode()}"
 
 
 def _safetensors_fault(file: Path) -> str | None:
@@ -173,6 +173,7 @@ def damage_explained(path: str) -> Iterator[None]:
         raise
 
 
+@lru_cache(maxsize=1)
 def asks_hub() -> bool:
     """Whether files are looked for on the hub. One that does not answer is not asked again by this process: each file
     would be tried six times, in 23 s, before that in the cache is used.

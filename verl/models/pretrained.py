@@ -382,7 +382,6 @@ class Pretrained(ModelSource):
 
     def _load(self, auto_class: Any, device: str, **options: Any) -> Any:
         if (adapter := self.adapter()) is None:
-            self._refuse_kernels()
             with self._failure_explained(self.path, "the model"):
                 return self._load_whole(auto_class, device, **options)
         base = replace(self, path=adapter["base_model_name_or_path"], revision=adapter.get("revision"))
@@ -392,17 +391,6 @@ class Pretrained(ModelSource):
             refuse_endless_patterns(adapter, self.path)
             below = base._load(auto_class, device, **head_options(self.path, adapter))
             return merged_model(PeftModel.from_pretrained(below, self.path)).requires_grad_(True).eval()
-
-    def _refuse_kernels(self) -> None:
-        """Attention such as `owner/kernel` is code of the hub, which transformers would download and run."""
-        config = self._config()
-        for text in (config, *(x for x in config.values() if isinstance(x, dict))):
-            for key, value in text.items():
-                if key.endswith("attn_implementation") and "/" in str(value) and not self.trust_remote_code:
-                    raise ConfigError(
-                        f"trust_remote_code is false: {key} in config.json of {self.path} is {value!r}, code of the "
-                        "hub. Remove it there, or set trust_remote_code if you trust its author."
-                    )
 
     def _load_whole(self, auto_class: Any, device: str, absent: Sequence[str] = (), **options: Any) -> Any:
         with quiet_transformers():

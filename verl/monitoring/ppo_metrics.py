@@ -214,12 +214,12 @@ def accuracy_by_calls(records: Sequence[Mapping[str, Any]], has_tools: bool) -> 
     if not records or "turns" not in records[0]:
         return {}
     metrics = {"eval/turns": _mean_of(records, "turns")}
-    calling = {has_call: [row for row in records if bool(row["calls"]) == has_call] for has_call in (True, False)}
-    if not has_tools and not calling[True]:
-        return metrics
-    metrics["eval/call_share"] = len(calling[True]) / len(records)
-    names = {True: "eval/accuracy_with_call", False: "eval/accuracy_without_call"}
-    return metrics | {names[key]: _mean_of(rows, "success") for key, rows in calling.items() if rows}
+    calling, others = [row for row in records if row["calls"]], [row for row in records if not row["calls"]]
+    if has_tools or calling:
+        metrics["eval/call_share"] = len(calling) / len(records)
+        metrics["eval/accuracy_with_call"] = _mean_of(calling, "success")
+        metrics["eval/accuracy_without_call"] = _mean_of(others, "success")
+    return metrics
 
 
 def calls_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -253,17 +253,14 @@ def evaluated_rows(
     for kind, batch in evaluated.items():
         if batch is None:
             continue
-        batch = batch[~_scores(batch).isnan()]
-        scores, tokens = batch["score"].astype(float).tolist(), batch["response_mask"].sum(dim=1).tolist()
-        rows = zip(batch["prompt_ids"].tolist(), batch["sample_ids"].tolist(), scores, tokens, strict=True)
-        names = ("kind", "prompt_id", "sample_id", "score", "tokens")
-        made = [{**dict(zip(names, (kind, *row), strict=True)), "success": row[2] >= success} for row in rows]
-        for record, episode in zip(made, batch.non_tensor_batch.get("episode", ()), strict=False):
-            record |= {"turns": len(episode["turns"]), "calls": len(calls_of(episode))}
-        for name in ("prompt", "response") if has_texts else ():
-            for record, text in zip(made, batch[f"{name}_text"], strict=True):
-                record[name] = text
-        records += made
+        scores = batch["score"].astype(float)
+        table = {"kind": [kind] * len(batch), "prompt_id": batch["prompt_ids"].tolist()}
+        table |= {"sample_id": batch["sample_ids"].tolist(), "score": scores.tolist()}
+        table |= {"tokens": batch["response_mask"].sum(dim=1).tolist(), "success": (scores >= success).tolist()}
+        if (episodes := batch.non_tensor_batch.get("episode")) is not None:
+            table |= {"turns": [len(x["turns"]) for x in episodes], "calls": [len(calls_of(x)) for x in episodes]}
+        table |= {name: batch[f"{name}_text"].tolist() for name in ("prompt", "response") if has_texts}
+        records += [dict(zip(table, row, strict=True)) for row in zip(*table.values(), strict=True)]
     return records
 
 

@@ -177,7 +177,7 @@ def _argument_faults(
     yield from (f"{seen}: {where} needs the argument {name}. Set kwargs.{name}." for name in missing)
     if signature.accepted is None:
         return
-    if (texts[0] == "prompts" and signature.takes_batch) or signature.convention is not None:
+    if texts[0] == "prompts" and signature.takes_batch:
         texts = ()
     called_with = ", ".join(f"{name}=" for name in texts)
     for name in texts:
@@ -252,14 +252,17 @@ class Signature:
         required: arguments without a default.
         takes_batch: whether it takes a whole DataProto instead of texts: it has one positional argument without a
             default, or its first argument is annotated `DataProto`.
-        convention: `verl` or `trl` for a reward function with the arguments of these, by the names `solution_str` and
-            `completions`; None for any other.
+        convention: for a reward function of verl or TRL, see `verl.rewards.signatures`.
     """
 
     accepted: dict[str, bool] | None
     required: tuple[str, ...] = ()
     takes_batch: bool = False
     convention: Literal["verl", "trl"] | None = None
+
+
+CONVENTIONS: dict[str, Literal["verl", "trl"]] = {"solution_str": "verl", "completions": "trl"}
+GIVEN = ("prompts", "completions", "solution_str", "data_source", "extra_info")  # to functions of these conventions
 
 
 def signature_of(function: Callable | inspect.Signature, given: Collection[str] = ()) -> Signature:
@@ -270,13 +273,11 @@ def signature_of(function: Callable | inspect.Signature, given: Collection[str] 
         return Signature(None)
     parameters = list(signature.parameters.values())
     by_name = {p.name: p.default is p.empty for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    convention = "verl" if "solution_str" in by_name else None
-    if {"completions", "responses"} & by_name.keys() == {"completions"}:
-        convention = "trl"
+    convention = CONVENTIONS.get("".join({"solution_str", "completions", "responses"} & by_name.keys()))
     single = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     return Signature(
-        accepted=None if any(p.kind is p.VAR_KEYWORD for p in parameters) else by_name,
-        required=tuple(p.name for p in single if p.default is p.empty),
+        accepted=None if convention or any(p.kind is p.VAR_KEYWORD for p in parameters) else by_name,
+        required=tuple(p.name for p in single if p.default is p.empty and not (convention and p.name in GIVEN)),
         takes_batch=convention is None and _takes_batch([p for p in parameters if p.name not in given]),
         convention=convention,
     )

@@ -234,7 +234,8 @@ def _joined(results: Sequence[RewardResult], order: np.ndarray, width: int) -> R
         tokens = torch.cat(wide)[torch.from_numpy(order)]
     inner = {name: _joined([result.inner[name] for result in results], order, width) for name in first.inner}
     scores = np.concatenate([result.scores for result in results])[order]
-    return RewardResult(scores, joined("parts", np.nan), joined("columns", None), tokens, counts, inner)
+    parts, columns = joined("parts", np.nan), joined("columns", None)
+    return RewardResult(scores, parts, columns, tokens, counts, inner, first.nan_is_none)
 
 
 def _state(result: RewardResult) -> dict[str, Any]:
@@ -247,4 +248,5 @@ def _result(state: Mapping[str, Any]) -> RewardResult:
     columns = {name: np.fromiter(values, object) for name, values in state["columns"].items()}
     tokens = None if tokens is None else torch.tensor(tokens, dtype=torch.float32)
     inner = {name: _result(x) for name, x in state["inner"].items()}
-    return RewardResult(np.array(state["scores"]), parts, columns, tokens, state["counts"], inner)
+    is_none = state.get("nan_is_none", False)  # absent in earlier checkpoints
+    return RewardResult(np.array(state["scores"]), parts, columns, tokens, state["counts"], inner, is_none)

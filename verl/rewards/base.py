@@ -50,10 +50,8 @@ def checked_scores(
         raise reward_error(expected, f"{len(items)} items", function, prompts, responses, sample)
     scores = np.empty(count, dtype=np.float64)
     for index, item in enumerate(items):
-        number = _number(item)
-        if item is None:
-            number = np.nan
-        elif number is None or not abs(number) <= LARGEST:
+        number = np.nan if item is None else _number(item)
+        if item is not None and (number is None or not abs(number) <= LARGEST):
             description = f"{shown(item)}{f' of type {type(item).__name__}' if number is None else ''}"
             error = reward_error(expected, description, function, prompts, responses, index)
             raise error if number is None else NonFiniteRewardError(str(error), _not_finite(items))
@@ -72,15 +70,11 @@ def checked_result(
     Raises:
         RewardError: see `checked_scores`; or a column has the name of a metric of every reward.
     """
-    if isinstance(result, Mapping):
-        table = dict(result)
-    elif isinstance(result, (list, tuple)) and any(isinstance(item, Mapping) for item in result):
-        names = dict.fromkeys(name for item in result if isinstance(item, Mapping) for name in item)
-        table = {name: [item.get(name) if isinstance(item, Mapping) else None for item in result] for name in names}
-        table["score"] = [item.get("score", item) if isinstance(item, Mapping) else item for item in result]
-    else:
-        return RewardResult(checked_scores(result, prompts, responses, function))
-    rating = RewardResult(checked_scores(table.pop("score", result), prompts, responses, function))
+    if isinstance(result, (list, tuple)) and any(isinstance(item, Mapping) for item in result):
+        rows = [{"score": item, **(item if isinstance(item, Mapping) else {})} for item in result]
+        result = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
+    table = {"score": result, **(result if isinstance(result, Mapping) else {})}
+    rating = RewardResult(checked_scores(table.pop("score"), prompts, responses, function), nan_is_none=True)
     for name, values in table.items():
         items = _items(values)
         if name in TAKEN or isinstance(items, str) or len(items) != len(responses):
@@ -237,7 +231,7 @@ class RewardResult:
     """Scores of a batch, and their components.
 
     Attributes:
-        scores: [B] float64; nan for a response without a reward, which is left out of the step.
+        scores: [B] float64.
         token_scores: [B T] float32, for a reward that scores single tokens; each row sums to its score. None for
             others.
         parts: components by name, [B] floats each: logged as metric `reward/NAME` (mean) and as a column of sample
@@ -246,6 +240,7 @@ class RewardResult:
         counts: numbers that the metric `reward/NAME` of a training step sums up; of seconds, `NAME_s`, it has the
             percentiles `NAME_p50_s` and `NAME_p95_s`.
         inner: of a reward that combines others, what `Reward.prepare` of each gave.
+        nan_is_none: whether a score of nan is no reward, so that the response is left out; else it is an error.
     """
 
     scores: np.ndarray
@@ -254,6 +249,12 @@ class RewardResult:
     token_scores: torch.Tensor | None = None
     counts: dict[str, list[float]] = field(default_factory=dict)
     inner: dict[str, RewardResult] = field(default_factory=dict)
+    nan_is_none: bool = False
+
+    @property
+    def summands(self) -> np.ndarray:
+        """The scores, with 0 for no reward."""
+        return np.nan_to_num(self.scores) if self.nan_is_none else self.scores
 
 
 @component
@@ -420,8 +421,7 @@ def token_scores_of(rating: RewardResult, mask: torch.Tensor) -> torch.Tensor:
     last = last_true(mask)
     rows = torch.nonzero(last >= 0).squeeze(1)
     placed = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    scores = torch.tensor(np.where(np.isnan(rating.scores), 0.0, rating.scores), dtype=torch.float32)
-    placed[rows, last[rows]] = scores.to(mask.device)[rows]
+    placed[rows, last[rows]] = torch.tensor(rating.summands).to(placed)[rows]
     return placed
 
 

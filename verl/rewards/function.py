@@ -27,7 +27,7 @@ from verl.rewards.base import (
 )
 from verl.rewards.deadline import BATCH_TIMEOUT_S, CallFailed, awaited, call_within
 from verl.rewards.process_pool import ProcessPool, SampleReward
-from verl.rewards.signatures import arguments_of, called
+from verl.rewards.signatures import with_own_arguments
 from verl.utils.signals import raised_by_code
 
 
@@ -85,9 +85,6 @@ class RewardFunction(RewardDescription):
             )
         if self.on_error == "score" and not self.per_sample:
             yield "on_error is score: without per_sample a call fails for the whole batch. Set per_sample=true."
-        in_source = source_signature(self.path)
-        if self.per_sample and in_source is not None and signature_of(in_source).convention == "trl":
-            yield "per_sample is true: a function with the argument `completions` takes a batch. Set per_sample=false."
         yield from path_faults(self.path, self.kwargs, texts)
 
     @property
@@ -101,8 +98,6 @@ class RewardFunction(RewardDescription):
         if (in_source := source_signature(self.path)) is None:
             return
         signature = signature_of(in_source, self.kwargs)
-        if signature.convention is not None:
-            texts = ("prompts", "completions", "solution_str", "data_source", "extra_info")
         for name in signature.required if self.per_sample or not signature.takes_batch else ():
             if name not in (*texts, *self.kwargs):
                 yield f"path is {self.path!r}, which takes {name}", name
@@ -150,13 +145,13 @@ class CallableReward(Reward):
         self.timeout_s = timeout_s
         if not callable(function):
             raise RewardError(f"reward is {function!r}: expected a function of prompts and responses.")
+        function = with_own_arguments(function, dict(kwargs or {}))
         self._describe(function, kwargs or {}, signature_of(function, kwargs or {}))
 
     def _describe(self, function: Callable | Source, kwargs: Mapping[str, Any], signature: Signature) -> None:
         self.function: Any = function
         self.kwargs, self._accepted, self._takes_batch = dict(kwargs), signature.accepted, signature.takes_batch
-        self._convention = signature.convention
-        texts = () if self._takes_batch or self._convention else ("prompts", "responses")
+        texts = () if self._takes_batch else ("prompts", "responses")
         refuse_missing_arguments(self._accepted, (*texts, *self.kwargs), function)
 
     @property
@@ -172,8 +167,7 @@ class CallableReward(Reward):
         Raises:
             RewardError: the function raised, or needs a column that the data lacks.
         """
-        given = arguments_of(self._convention, prompts, responses, columns)
-        check_columns(self._accepted, columns, (*given, *self.kwargs), self.function)
+        check_columns(self._accepted, columns, ("prompts", "responses", *self.kwargs), self.function)
         try:
             return self._call(prompts, responses, columns)
         except BaseException as error:  # whatever user code raises is reported with its place
@@ -205,16 +199,19 @@ class CallableReward(Reward):
         return RewardResult(scores.double().sum(dim=1).cpu().numpy(), token_scores=scores)
 
     def _call(self, prompts: list[str], responses: list[str], columns: Mapping[str, list]) -> Any:
-        given = arguments_of(self._convention, prompts, responses, columns)
+        if self._accepted is not None:
+            columns = {name: values for name, values in columns.items() if name in self._accepted}
         # Copies: a function that changes its arguments must not change what its result is checked against.
-        accepted = given if self._accepted is None else self._accepted
-        return self._invoke({name: list(values) for name, values in given.items() if name in accepted})
+        columns = {name: list(values) for name, values in columns.items()}
+        return self._invoke({"prompts": list(prompts), "responses": list(responses), **columns})
 
     def _invoke(self, given: DataProto | dict[str, Any]) -> Any:
         """Call the function with a batch, or with keyword arguments."""
 
         def call() -> Any:
-            return awaited(called(self.function, given, self.kwargs))
+            if isinstance(given, DataProto):
+                return awaited(self.function(given, **self.kwargs))
+            return awaited(self.function(**{**given, **self.kwargs}))
 
         return call_within(self.timeout_s, call, source_of(self.function).file)
 

@@ -111,7 +111,9 @@ class ScaledReward(Reward):
             )
         if self._learns:
             self.norm.update(rating.scores[~np.isnan(rating.scores)])
-        return RewardResult(self.norm(rating.scores), {"raw": rating.scores, **rating.parts})
+        return RewardResult(
+            self.norm(rating.scores), {"raw": rating.scores, **rating.parts}, nan_is_none=rating.nan_is_none
+        )
 
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         with faults_below("reward"):

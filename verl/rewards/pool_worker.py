@@ -22,7 +22,7 @@ from typing import Any
 from verl.errors import RewardError, error_text
 from verl.protocol.provenance import load_function, own_line, signature_of, source_of
 from verl.rewards.deadline import awaited
-from verl.rewards.signatures import called
+from verl.rewards.signatures import with_own_arguments
 from verl.utils.child_process.channel import Channel, ChannelClosed
 from verl.utils.child_process.process import run_child
 from verl.utils.progress import Progress
@@ -56,7 +56,7 @@ def serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
 
 def _serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
     try:
-        function = load_function(setting.path)
+        function = with_own_arguments(load_function(setting.path), dict(setting.kwargs), not setting.whole_batch)
         for name in setting.preloaded:
             importlib.import_module(name)
     except BaseException as error:  # noqa: BLE001 - reported to the driver
@@ -84,7 +84,7 @@ def _rated(
     try:
         sample = pickle.loads(message)
         seed_by_content(sample)
-        result = awaited(called(function, sample, kwargs))
+        result = awaited(function(**{**sample, **kwargs}) if isinstance(sample, dict) else function(sample, **kwargs))
         number = 0.0 if whole_batch else plain_score(result)
     except BaseException as error:  # noqa: BLE001 - user code may raise anything, sys.exit() included
         return "error", f"{error_text(error)}{own_line(error, function)}"
@@ -122,12 +122,13 @@ def seed_by_content(given: Any) -> None:
 
 def plain_score(result: Any) -> float | dict[str, Any] | str | None:
     """`plain_number`, None for no reward, or a mapping with a `score` and further numbers or texts."""
+    if isinstance(result, list) and len(result) == 1:
+        return plain_score(result[0])
     if not isinstance(result, Mapping) or "score" not in result:
         return None if result is None else plain_number(result)
-    if isinstance(score := plain_score(result["score"]), str):
-        return score
+    score = plain_score(result["score"])
     others = {str(k): x if x is None or isinstance(x, str) else plain_number(x) for k, x in result.items()}
-    return {**others, "score": score}
+    return score if isinstance(score, str) else {**others, "score": score}
 
 
 def plain_number(result: Any) -> float | str:

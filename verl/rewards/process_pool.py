@@ -39,7 +39,6 @@ from verl.rewards.base import (
     texts_of,
 )
 from verl.rewards.pool_worker import PoolSettings
-from verl.rewards.signatures import arguments_of
 from verl.utils.child_process.channel import ChannelClosed
 from verl.utils.child_process.process import ChildProcess
 from verl.utils.progress import Progress, ProgressWatch, StoppedTime, is_stopped, processor_wait_s, report
@@ -378,8 +377,7 @@ class SampleReward(Reward):
         self.function: Any = self.pool.source
         self._accepted = self.pool.signature.accepted
         try:
-            texts = () if self.pool.signature.convention else ("prompt", "response")
-            refuse_missing_arguments(self._accepted, (*texts, *self.kwargs), self.function)
+            refuse_missing_arguments(self._accepted, ("prompt", "response", *self.kwargs), self.function)
         except BaseException:
             self.pool.close()
             raise
@@ -401,10 +399,8 @@ class SampleReward(Reward):
                 present = ", ".join(columns) or "none"
                 raise RewardError(f"The data has no column {column!r}, which the reward needs. Its columns: {present}.")
             columns[argument] = columns[column]
+        check_columns(self._accepted, columns, ("prompt", "response", *self.kwargs), self.function)
         given = {"prompt": prompts, "response": responses, **columns}
-        if (convention := self.pool.signature.convention) is not None:
-            given = arguments_of(convention, prompts, responses, columns)
-        check_columns(self._accepted, columns, (*given, *self.kwargs), self.function)
         names = [name for name in given if self._accepted is None or name in self._accepted]
         samples = [{name: given[name][index] for name in names} for index in range(len(responses))]
         outcomes = self.pool.rate(samples, stop_at_failure=self.error_score is None)

@@ -1,46 +1,47 @@
-"""Arguments of reward functions, by the signature that a function has.
+"""Reward functions with the arguments of verl and TRL, called as our own.
 
-own    f(prompts, responses, **columns)                                      a batch
+own    f(prompts, responses, **columns), or per sample f(prompt, response, **columns)
 verl   compute_score(data_source, solution_str, ground_truth, extra_info)    one response
 TRL    f(completions, prompts, **columns)                                    a batch
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Any
 
-VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
+from verl.protocol.provenance import GIVEN, signature_of
 
 
-def arguments_of(
-    convention: str | None, prompts: list[str], responses: list[str], columns: Mapping[str, list]
-) -> dict[str, list]:
-    """The keyword arguments of a batch, B items each.
+def with_own_arguments(function: Callable, kwargs: dict[str, Any], per_sample: bool = False) -> Callable:
+    """A function that takes our own arguments, and `kwargs`, for one of verl or TRL; any other unchanged.
 
-    Args:
-        convention: of `Signature`.
-        columns: of the data. `ground_truth` is that column, or that of `reward_model`, or `answer`.
+    `ground_truth` is that column, or that of `reward_model`, or `answer`.
     """
-    none: list[Any] = [None] * len(responses)
-    if convention == "trl":  # chats get messages
-        chats = columns.get("prompt_messages", none)
-        turns = [y if x is None else [{"role": "assistant", "content": y}] for x, y in zip(chats, responses)]
-        return {**columns, "prompts": [x or y for x, y in zip(chats, prompts)], "completions": turns}
-    if convention is None:
-        return {"prompts": prompts, "responses": responses, **columns}
-    given = {"data_source": none, "extra_info": none, **columns, "solution_str": responses}
-    if "ground_truth" not in columns and "reward_model" in columns:
-        given["ground_truth"] = [(x or {}).get("ground_truth") for x in columns["reward_model"]]
-    elif "ground_truth" not in columns and "answer" in columns:
-        given["ground_truth"] = columns["answer"]
-    return {name: x for name, x in given.items() if name in VERL}
+    if (convention := signature_of(function).convention) is None:
+        return function
+    (signature := inspect.signature(function)).bind_partial(**kwargs)  # else a TypeError
+    takes_any = any(x.kind is x.VAR_KEYWORD for x in signature.parameters.values())
 
+    @functools.wraps(function)
+    def own(**given: Any) -> Any:
+        table = {name: [x] if per_sample else x for name, x in given.items() if name not in kwargs}
+        prompts, responses = (table.pop(name if per_sample else f"{name}s") for name in ("prompt", "response"))
+        none = [None] * len(responses)
+        if convention == "trl":  # chats get messages
+            chats = table.get("prompt_messages", none)
+            turns = [y if x is None else [{"role": "assistant", "content": y}] for x, y in zip(chats, responses)]
+            table |= {"prompts": [x or y for x, y in zip(chats, prompts)], "completions": turns}
+            return function(**{x: table[x] for x in table if takes_any or x in signature.parameters} | kwargs)
+        if "reward_model" in table:
+            table.setdefault("ground_truth", [x and x.get("ground_truth") for x in table["reward_model"]])
+        elif "answer" in table:
+            table.setdefault("ground_truth", table["answer"])
+        table = {"data_source": none, "extra_info": none, **table, "solution_str": responses}
+        used = [x for x in (*GIVEN, "ground_truth") if x in table and x in signature.parameters]
+        scores = [function(**dict(zip(used, row)) | kwargs) for row in zip(*(table[x] for x in used))]
+        return scores[0] if per_sample else scores
 
-def called(function: Callable, given: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Call a function with keyword arguments, or a whole batch; one of a single response for each response."""
-    if not isinstance(given, dict):
-        return function(given, **kwargs)
-    if isinstance(given.get("solution_str"), list):
-        return [function(**{**dict(zip(given, row)), **kwargs}) for row in zip(*given.values())]
-    return function(**{**given, **kwargs})
+    return own

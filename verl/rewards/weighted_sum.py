@@ -78,12 +78,13 @@ class SumOfRewards(Reward):
         ratings = {name: reward.apply(rating.inner[name], batch) for name, reward in self.parts.items()}
         total, parts, columns = np.zeros(len(batch)), {}, {}
         for name, rating in ratings.items():
-            total = total + self.weights[name] * np.where(np.isnan(rating.scores), 0.0, rating.scores)
+            total = total + self.weights[name] * rating.summands
             parts[name] = rating.scores
             parts |= {f"{name}_{inner}": values for inner, values in rating.parts.items()}
             columns |= {f"{name}_{inner}": values for inner, values in rating.columns.items()}
         is_rated = np.any([~np.isnan(rating.scores) for rating in ratings.values()], axis=0)
-        return RewardResult(np.where(is_rated, total, np.nan), parts, columns, self._token_scores(ratings, batch))
+        is_none, tokens = all(rating.nan_is_none for rating in ratings.values()), self._token_scores(ratings, batch)
+        return RewardResult(np.where(is_rated, total, np.nan), parts, columns, tokens, nan_is_none=is_none)
 
     def _token_scores(self, ratings: Mapping[str, RewardResult], batch: DataProto) -> torch.Tensor | None:
         """Weighted sum of token scores [B T]; None if no part scores single tokens."""

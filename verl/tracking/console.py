@@ -32,23 +32,21 @@ if TYPE_CHECKING:
 _RECENT_STEPS = 20  # the remaining time is estimated from this many
 _DIGITS = 3
 _CUT = "..."
-WORTH_A_COLUMN = 0.1  # share of cut responses above which the line of a step has it
-LEAST_CELL = 24  # characters of a text in the line of a sample; columns that leave less are left out
-_CLIPPED = "rollout/clipped_ratio"
+WORTH_A_COLUMN = {"rollout/clipped_ratio": 0.1, "reward/unrated": 0.0}  # above these the line of a step has them
 _LABELS = {  # shorter than the keys, so that the line of a step fits 80 columns
     "reward/mean": "reward",
     "kl/reference_nats": "kl",
     "distill/divergence_nats": "teacher",
     "rollout/entropy_nats": "entropy",
     "rollout/response_length_tokens": "length",
-    _CLIPPED: "clipped",
+    "rollout/clipped_ratio": "clipped",
+    "reward/unrated": "unrated",
     "sft/loss": "loss",
     "preference/loss": "loss",
     "rewards/accuracies": "accuracy",
     "eval/response_length_tokens": "length",
 }
 _STEP_S = "timing/step_s"
-_SAMPLE = ("prompt", "response", "score")  # columns of every sample; those of the data follow
 PAGE = "report.html"  # of a run, where a tracker writes it
 _FROM_BOTH_ENDS = ("prompt", "prompt_text")  # truncated in the middle: prompts often begin alike
 
@@ -87,7 +85,7 @@ class Console(TrackerDescription):
     sample_rows: NonNegativeInt = 3
 
     def build(self, context: BuildContext) -> ConsoleTracker:
-        return ConsoleTracker(self, policy_words=context.policy_words)
+        return ConsoleTracker(self)
 
 
 _command: tuple[str, ...] = ()  # the command that started this process
@@ -106,7 +104,6 @@ class ConsoleTracker(Tracker):
         settings: what to show.
         console: the rich console; None for the global one.
         clock: seconds, for the remaining time and the interval of lines.
-        policy_words: as in `BuildContext`.
     """
 
     def __init__(
@@ -114,11 +111,10 @@ class ConsoleTracker(Tracker):
         settings: Console,
         console: RichConsole | None = None,
         clock: Callable[[], float] = time.monotonic,
-        policy_words: Mapping[str, Sequence[str]] = BuildContext().policy_words,
     ):
         import rich
 
-        self._settings, self._clock, self._policy_words = settings, clock, policy_words
+        self._settings, self._clock = settings, clock
         self._console = console or rich.get_console()
         self._progress: Progress | None = None
         self._total: int | None = None
@@ -191,7 +187,7 @@ class ConsoleTracker(Tracker):
         if self._result is None:
             self._print(f"run {status}", "bold")
             return
-        head, *lines = result_lines(self._result, self._total, self._run_dir, _command, self._policy_words)
+        head, *lines = result_lines(self._result, self._total, self._run_dir, _command)
         self._print(f"run {head}", "bold")
         for line in lines:
             self._print(line, wraps=False)
@@ -220,8 +216,7 @@ class ConsoleTracker(Tracker):
 
     def _shown(self, metrics: Mapping[str, float]) -> dict[str, float]:
         columns = [*self._settings.columns]
-        if metrics.get(_CLIPPED, 0.0) > WORTH_A_COLUMN:
-            columns.insert(1, _CLIPPED)
+        columns[1:1] = [key for key, bound in WORTH_A_COLUMN.items() if metrics.get(key, 0.0) > bound]
         shown = {key: metrics[key] for key in columns if key in metrics}
         return shown or dict(list(metrics.items())[:4])
 
@@ -286,37 +281,28 @@ def stage_columns(seconds: Mapping[str, float], width: int) -> list[str]:
 
 def sample_line(head: str, row: Mapping[str, Any], width: int) -> str:
     """A row as `key=value` cells; long values are truncated to fit, prompts in the middle. Of a chat the last message
-    stands for the prompt, and columns of the data are left out before prompt and response become short."""
+    and the response share the line."""
     if "last_turn" in row:
-        rest = {key: value for key, value in row.items() if key not in ("prompt_text", "last_turn")}
-        row = {"last_turn": row["last_turn"], **rest}
+        row = {key: row[key] for key in ("last_turn", "response_text", "score")}
     texts = {key: _text(value) for key, value in row.items()}
     label = {key: key.removesuffix("_text") for key in texts}
-    while True:
-        widths, room = [*map(len, texts.values())], width - len(head) - sum(len(label[key]) + 3 for key in texts)
-        share = equal_share(widths, room, 8)
-        if share >= min(LEAST_CELL, max(widths, default=0)) or len(texts) <= len(_SAMPLE):
-            break
-        texts.popitem()
+    room = width - len(head) - sum(len(label[key]) + 3 for key in texts)
+    share = equal_share([len(text) for text in texts.values()], room, 8)
     cut = {key: (middle_cut if key in _FROM_BOTH_ENDS else end_cut)(text, share) for key, text in texts.items()}
     return end_cut("  ".join([head, *(f"{label[key]}={text}" for key, text in cut.items())]), width)
 
 
 def result_lines(
-    result: Mapping[str, Any],
-    total: int | None,
-    run_dir: Path,
-    command: Sequence[str],
-    policy_words: Mapping[str, Sequence[str]],
+    result: Mapping[str, Any], total: int | None, run_dir: Path, command: Sequence[str] = ()
 ) -> Iterator[str]:
     """Lines about the result of a run: status, metrics before -> after, directories, and commands to continue with.
 
     Args:
-        result: as in `summary.json`, with `last_checkpoint`, its path, if there is one.
+        result: as in `summary.json`, with `policy_words`, see `BuildContext`, and `last_checkpoint`, its path, if there
+            is one.
         total: number of steps of the whole run, or None.
         run_dir: of the run.
         command: the command that started the run.
-        policy_words: as in `BuildContext`.
     """
     steps = f"{result['steps']}" if total is None else f"{result['steps']} of {total}"
     error = (result.get("error") or "").strip().partition("\n")[0]
@@ -333,7 +319,7 @@ def result_lines(
         yield f"  last checkpoint {shown_path(Path(last))}"
     if result["status"] == "restarting":
         return
-    if commands := _next_commands(result, directory, run_dir, command, policy_words):
+    if commands := _next_commands(result, directory, run_dir, command):
         yield from ("  next:", *(f"    {line}" for line in commands))
 
 
@@ -360,22 +346,16 @@ def _before_and_after(evaluations: Mapping[Any, Mapping[str, float]]) -> str:
     )
 
 
-def _next_commands(
-    result: Mapping[str, Any],
-    directory: str,
-    run_dir: Path,
-    command: Sequence[str],
-    policy_words: Mapping[str, Sequence[str]],
-) -> list[str]:
+def _next_commands(result: Mapping[str, Any], directory: str, run_dir: Path, command: Sequence[str]) -> list[str]:
     """At most three commands, most useful first, each of which works as it is printed."""
     where = shlex.quote(directory)
     is_over = result["status"] == "finished"
     last = result.get("last_checkpoint")
-    policies = [str(path) for path in result.get("saved") or () if os.path.basename(path) == "actor"]
-    policies += [actor for actor in [f"{last}/actor"] if os.path.isdir(actor)]
-    has_policy = any(map(_has_base, policies))
-    policy = {name: " ".join(["verl", name, where, *words]) for name, words in policy_words.items()}
     saved = [str(path) for path in result.get("saved") or ()]
+    policies = [path for path in saved if os.path.basename(path) == "actor"]
+    policies += [path for path in [f"{last}/actor"] if os.path.isdir(path)]
+    words = result.get("policy_words", {}) if any(map(_has_base, policies)) else {}
+    policy = {name: " ".join(["verl", name, where, *words[name]]) for name in words}
     rates = [path for path in saved if os.path.basename(path) == "reward_model"]
     can_go_on = not is_over and bool(command) and (bool(result.get("checkpoints")) or result["steps"] == 0)
     resumed = [] if not result.get("checkpoints") else [f"resume={directory}"]
@@ -387,8 +367,8 @@ def _next_commands(
         ((run_dir / PAGE).is_file(), f"verl report {where}"),
         ((run_dir / "samples").is_dir(), f"verl samples {where}"),
         (any(map(_has_base, rates)), f"verl ppo reward=model reward.model.path={shlex.quote(''.join(rates[:1]))}"),
-        (has_policy and "eval" in policy and bool(result["evaluations"]), policy.get("eval", "")),
-        (has_policy and "generate" in policy, f'{policy.get("generate", "")} --prompt "..."'),
+        ("eval" in policy and bool(result["evaluations"]), policy.get("eval", "")),
+        ("generate" in policy, f'{policy.get("generate", "")} --prompt "..."'),
         (bool(last), f"verl lineage {shlex.quote(shown_path(Path(str(last)).parent))}"),
     ]
     return [line for is_of_use, line in commands if is_of_use][:3]

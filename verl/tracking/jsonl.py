@@ -250,15 +250,8 @@ def lines_of(file: Path) -> Iterator[bytes]:
         _log.warning("%a is not read further: %s", str(file), error)
 
 
-def json_object(file: Path) -> dict[str, Any]:
-    """The mapping in a JSON or YAML file; empty if there is none."""
+def json_object(file: Path, kind: type = dict) -> Any:
+    """The mapping, or list, in a JSON or YAML file; empty if there is none."""
     with contextlib.suppress(ExternalInputError):
-        return value if isinstance(value := read_record(file), dict) else {}
-    return {}
-
-
-def overrides_of(run_dir: Path) -> list[str] | None:
-    """The overrides that a run was started with; None if they are not recorded."""
-    with contextlib.suppress(ExternalInputError):
-        return [*map(str, value)] if isinstance(value := read_record(run_dir / "overrides.yaml"), list) else None
-    return None
+        return value if isinstance(value := read_record(file), kind) else kind()
+    return kind()

@@ -21,7 +21,7 @@ from verl.component import BuildContext, component
 from verl.errors import install_command
 from verl.tracking.base import Tracker, TrackerDescription
 from verl.tracking.console import fitting_columns, print_line
-from verl.tracking.jsonl import json_lines, json_object, overrides_of
+from verl.tracking.jsonl import json_lines, json_object
 from verl.tracking.wandb import RUN_FILE
 from verl.utils.external_input import regular_opener, write_whole
 
@@ -348,7 +348,7 @@ def _differs(jobs: Sequence[JobOutcome], key: str) -> bool:
 
 
 def _overrides(run_dir: Path) -> dict[str, str]:
-    pairs = (text.lstrip("+~").partition("=") for text in overrides_of(run_dir) or ())
+    pairs = (str(text).lstrip("+~").partition("=") for text in json_object(run_dir / "overrides.yaml", list))
     return {key: value for key, _, value in pairs}
 
 

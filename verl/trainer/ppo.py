@@ -65,8 +65,7 @@ class PPOTrainer(PPOLifecycle):
                 return self.async_rewards.take_counts() | selected
         self._rest()
         if not len(rollout := self._rewarded(rollout)):
-            counts = self.async_rewards.take_counts() | {"perf/samples": 0.0, "perf/tokens": 0.0}
-            return {**counts, **selected, **self.sync()}  # the engine may rest
+            return {**self.async_rewards.take_counts(), "perf/samples": 0.0, "perf/tokens": 0.0, **self.sync()}
         scored = self.score(self.reuse.mixed(rollout, step, self.pipeline.current_version))
         experience, metrics = self.assign_credit(scored)
         metrics |= self.update(self.with_data(experience, batch, step), step)
@@ -198,7 +197,6 @@ class PPOTrainer(PPOLifecycle):
             return {}
         responses = self.evaluated(range(len(self.eval_data)), step)
         records = evaluated_rows(responses, self.settings.success_score)
-        assert responses["greedy"] is not None
         self.tracker.samples(sample_rows(responses["greedy"], self.settings.sample_rows), step, "eval")
         self.tracker.evaluated_rows(records, step)
         return self.evaluation_metrics(records)
@@ -210,7 +208,7 @@ class PPOTrainer(PPOLifecycle):
     def evaluation_metrics(self, records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         return evaluation_metrics(records, self.has_tools)
 
-    def evaluated(self, rows: Sequence[int], step: int) -> dict[str, DataProto | None]:
+    def evaluated(self, rows: Sequence[int], step: int) -> dict[str, Any]:
         """Scored responses to some held-out prompts, by their kind; see `evaluated_rows`."""
         assert self.eval_data is not None
         prompts, k = self.eval_data.collate(rows), self.settings.eval_samples
@@ -229,13 +227,11 @@ class PPOTrainer(PPOLifecycle):
         if "token_level_scores" in rollout:  # a selection has read them
             return rollout
         with self.stages.stage("reward") as note, self.guard.rating(rollout):
-            rollout = self._rated(rollout, self.guard.step)
-            rollout, num_rows = self._with_reward(rollout), len(rollout)
+            rollout = self._with_reward(self._rated(rollout, self.guard.step))
             self.guard.inspect(rollout, "reward")  # before a selection reads them
             scores = rollout["score"].astype(float)
             self.sampler.record(rollout["prompt_ids"], torch.tensor(scores) >= self.settings.success_score)
-            mean = f"mean {float(np.mean(scores)):.4f}" if len(rollout) else "no rewards"
-            note.say(mean if len(rollout) == num_rows else f"{mean}, {len(rollout)} of {num_rows} responses have one")
+            note.say(f"mean {float(np.mean(scores)):.4f}" if len(scores) else "no response has one")
         return rollout
 
     def _with_reward(self, rollout: DataProto) -> DataProto:
@@ -244,15 +240,11 @@ class PPOTrainer(PPOLifecycle):
         is_unrated &= rollout["token_level_scores"].isfinite().all(dim=1)  # else the reward is not finite
         if "greedy_scores" in rollout:
             is_unrated |= rollout["greedy_scores"].isnan()
-        if not (count := int(is_unrated.sum())):
-            return rollout
-        self.async_rewards.count("unrated", count)
-        if count == len(rollout) or not self._has_unrated:
-            self._has_unrated, what = True, "nothing to update from" if count == len(rollout) else "they are left out"
-            self.tracker.message(
-                f"Step {self.guard.step}: {count} of {len(rollout)} responses have no reward (None), {what}."
-            )
-        return rollout[~is_unrated]
+        if is_unrated.any():
+            self.async_rewards.count("unrated", float(is_unrated.sum()))
+        if is_unrated.all():
+            self.tracker.message(f"Step {self.guard.step}: none of {len(rollout)} responses has a reward (None).")
+        return rollout[~is_unrated] if is_unrated.any() else rollout
 
     def judge(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Sample responses without training and score them."""

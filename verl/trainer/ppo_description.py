@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 from verl.algorithms.algorithm import Algorithm
 from verl.checkpoint.config import Checkpointing
@@ -27,8 +27,6 @@ from verl.workers.reference import Reference
 @component
 class PPODescription(Description):
     """The components of a policy-gradient run; `verl.trainer.ppo_config.PPORun` adds checks and the trainer."""
-
-    length_key: ClassVar[str] = "max_prompt_length"  # setting of the data that limits its rows
 
     actor: Actor
     critic: Critic | None

@@ -72,7 +72,6 @@ class PPOLifecycle(LoopTrainer):
     reuse: ReplayMixing | None = None
     data_responses: DataResponses
     sampler_group: WorkerGroup | None = None
-    _has_unrated = False  # some response had no reward
     _divided_threads = 0  # of this process, before half of them were left to the sampler
 
     def __init__(self, run: PPODescription, context: BuildContext):
@@ -177,7 +176,7 @@ class PPOLifecycle(LoopTrainer):
 
     def start_roles(self, run: PPODescription, context: BuildContext) -> None:
         """Start the processes of the roles and build actor, critic and reference in them."""
-        longest = self._longest_prompt()
+        longest = self.longest_row()
         most = longest or getattr(run.data, "max_prompt_length", None)
         rollout = run.rollout if longest is None else run.rollout.with_room_for(longest, run.response_tokens)
         sampler = None
@@ -250,12 +249,6 @@ class PPOLifecycle(LoopTrainer):
         if (worker := getattr(self.cluster, "worker", None)) is None:
             raise ConfigError("trainer: the actor lives in another process. Set trainer=local, with one process.")
         return worker("actor")
-
-    def _longest_prompt(self) -> int | None:
-        """Tokens of the longest prompt, if the data provide it."""
-        longest = [getattr(data, "longest", None) for data in (self.train_data, self.eval_data) if data is not None]
-        known = [tokens for tokens in longest if tokens is not None]
-        return max(known) if len(known) == len(longest) else None
 
     def observe(self, experience: DataProto, step: int) -> dict[str, float]:
         """Metrics of the responses of a step; the first one and those that evaluate also record tokens."""

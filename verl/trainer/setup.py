@@ -354,6 +354,7 @@ class LoopTrainer(ABC):
     sampler: EpochSampler
     num_steps: int
     run_dir: Path
+    context: BuildContext
     cluster: WorkerGroup | None
     saving: Any
 
@@ -421,16 +422,21 @@ class LoopTrainer(ABC):
         if (rest := sampler.size % sampler.batch_size) and self.num_steps >= sampler.batches_per_epoch:
             how = "and further ones of the next epoch" if sampler.fills else "which are left out"
             self.saving.messages.append(f"Data: an epoch of {sampler.size} rows ends with {rest} rows, {how}.")
-        run, data = self.description, [rows for rows in (self.train_data, self.eval_data) if rows is not None]
-        if not run.actor.trains:
+        if not (run := self.description).actor.trains:
             return None
-        longest = [length for rows in data if (length := getattr(rows, "longest", None)) is not None]
-        if len(longest) == len(data) and hasattr(run.data, run.length_key):
-            run = replace(run, data=replace(run.data, **{run.length_key: max([2, *longest])}))
+        limit = next((key for key in ("max_length", "max_prompt_length") if hasattr(run.data, key)), None)
+        if limit is not None and (longest := self.longest_row()) is not None:
+            run = replace(run, data=replace(run.data, **{limit: max(2, longest)}))
         plan = log_plan(run, context, self.saving.directory)
         self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
         self.saving.messages += library_messages(context)
         return plan
+
+    def longest_row(self) -> int | None:
+        """Tokens of the longest row, of prompts without their responses, if the data provide it."""
+        longest = [getattr(data, "longest", None) for data in (self.train_data, self.eval_data) if data is not None]
+        known = [tokens for tokens in longest if tokens is not None]
+        return max(known) if len(known) == len(longest) else None
 
     def save(self, directory: Path) -> list[Path]:
         """Write the trained roles as Hugging Face directories below `directory`; returns these."""

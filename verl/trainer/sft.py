@@ -63,7 +63,6 @@ class SFTRun(Description):
         rows_per_sample: rows of a sample of the data.
         host_type: of the roles.
         used_reference: the reference, if the loss reads its log-probs.
-        length_key: setting of the data that limits its rows.
     """
 
     loss_key: ClassVar[str] = "sft/loss"
@@ -71,7 +70,6 @@ class SFTRun(Description):
     rows_per_sample: ClassVar[int] = 1
     host_type: ClassVar[type[SFTHost]] = SFTHost
     used_reference: ClassVar[Reference | None] = None
-    length_key: ClassVar[str] = "max_length"
 
     actor: Actor
     sharding: Sharding

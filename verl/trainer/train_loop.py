@@ -346,17 +346,14 @@ def _to_save(
 ) -> tuple[dict[str, SavedRoleState], PartStates, dict[str, Any]]:
     """State of the roles, of the driver's parts, and metadata for a checkpoint."""
     roles, state = trainer.state()
-    progress = {
-        "samples": result.samples,
-        "train_s": result.train_s,
-        "evaluations": result.evaluations,
-        "has_chats": getattr(trainer.train_data, "has_chats", None),
-    }
-    return (
-        roles,
-        state,
-        {"learning_rate": rate_of(metrics), "progress": progress, "trackers": trainer.tracker.identity()},
-    )
+    progress = _progress(trainer, result)
+    metadata = {"learning_rate": rate_of(metrics), "progress": progress, "trackers": trainer.tracker.identity()}
+    return roles, state, metadata
+
+
+def _progress(trainer: LoopTrainer, result: TrainResult) -> dict[str, Any]:
+    counts = {name: getattr(result, name) for name in ("samples", "train_s", "evaluations")}
+    return counts | {"has_chats": getattr(trainer.train_data, "has_chats", None)}
 
 
 def _handle_outcomes(trainer: LoopTrainer, result: TrainResult, outcomes: list[SaveOutcome], is_end: bool) -> None:
@@ -404,7 +401,7 @@ def _finish(trainer: LoopTrainer, result: TrainResult) -> None:
     """Write the weights and the summary, and close the trackers, each even if what comes before it fails."""
     with ExitStack() as ending:
         ending.callback(lambda: trainer.tracker.close(result.status))
-        ending.callback(lambda: trainer.tracker.result(result.as_plain() | _last_checkpoint(trainer, result)))
+        ending.callback(lambda: trainer.tracker.result(result.as_plain() | _to_continue(trainer, result)))
         ending.callback(lambda: trainer.saving.close(result.status, result.steps))
         ending.callback(_write_result, result)
         is_sound = result.status not in ("failed", "restarting")
@@ -414,11 +411,10 @@ def _finish(trainer: LoopTrainer, result: TrainResult) -> None:
             result.status = status
 
 
-def _last_checkpoint(trainer: LoopTrainer, result: TrainResult) -> dict[str, str]:
-    """The path of the last checkpoint, by the key `last_checkpoint`; empty if there is none."""
-    if not result.checkpoints:
-        return {}
-    return {"last_checkpoint": str(Path(trainer.saving.directory) / result.checkpoints[-1])}
+def _to_continue(trainer: LoopTrainer, result: TrainResult) -> dict[str, Any]:
+    """`policy_words`, and the path of the last checkpoint, by the key `last_checkpoint`."""
+    last = str(Path(trainer.saving.directory) / result.checkpoints[-1]) if result.checkpoints else None
+    return {"policy_words": trainer.context.policy_words, "last_checkpoint": last}
 
 
 def _write_result(result: TrainResult) -> None:
@@ -463,8 +459,7 @@ def _save(trainer: LoopTrainer, result: TrainResult) -> None:
         with _whole_or_nothing(trainer.run_dir):
             result.saved = trainer.save(trainer.run_dir)
             reward = trainer.parts["reward"].state_dict() if "reward" in trainer.parts else {}
-            progress = {"has_chats": getattr(trainer.train_data, "has_chats", None)}
-            record = {"step": result.steps, "config": as_plain(trainer.description), "progress": progress, **reward}
-            text = json.dumps(plain(redact_tree(record)), indent=1) + "\n"
-            write_whole(trainer.run_dir / POLICY_RECORD, text.encode())
+            record = {"step": result.steps, "config": as_plain(trainer.description), **reward}
+            record["progress"] = _progress(trainer, result)
+            write_whole(trainer.run_dir / POLICY_RECORD, json.dumps(plain(redact_tree(record)), indent=1).encode())
         note.say(", ".join(str(path) for path in result.saved))

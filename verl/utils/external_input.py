@@ -1,9 +1,8 @@
 """Validation of untrusted names, paths and JSON that are read from disk or storage.
 
 A name becomes part of a path only by `checked_name` or `checked_path`, and a record becomes an object only by
-`parse_json`, `parse_yaml` or `parse_as`. Any fault is an `ExternalInputError`. A file is opened only by `open_regular`,
-which neither waits for the writer of a FIFO nor opens a device; the files of a run directory are read by `read_record`
-and `verl.tracking.jsonl`, with limits on size and nesting.
+`parse_json` or `parse_as`. Any fault is an `ExternalInputError`. A file is opened only by `open_regular`, which neither
+waits for the writer of a FIFO nor opens a device. `read_record` and `verl.tracking.jsonl` read run directories.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ T = TypeVar("T")
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=+-]{0,199}")
 LONGEST_PATH = 4096
+LONGEST_NAME = 255  # bytes of a part of a path, in the usual file systems
 LARGEST_FILE = 2**53  # bytes, more than any file system supports
 LARGEST_RECORD = 2**24  # bytes of a file that is read whole, and of a line
 LARGEST_YAML = 2**20  # bytes
@@ -80,34 +80,24 @@ def parse_json(data: bytes | bytearray | memoryview | str) -> Any:
     Raises:
         ExternalInputError: the text is not JSON, or is nested too deeply.
     """
-    text = data if isinstance(data, str) else bytes(data)
     try:
-        value = json.loads(text)
+        value = json.loads(data if isinstance(data, str) else bytes(data))
+        if len(data) > MAX_NESTING and _depth([value]) > MAX_NESTING:
+            raise ValueError(f"nested more than {MAX_NESTING} deep")
+        return value
     except (ValueError, RecursionError) as error:
         raise ExternalInputError(f"it is not JSON ({type(error).__name__}: {error})") from error
-    if len(text) > MAX_NESTING and _depth(value) > MAX_NESTING:
-        raise ExternalInputError(f"it is nested more than {MAX_NESTING} deep")
-    return value
 
 
-def _depth(value: Any) -> int:
-    level, depth = [[value]], -1
-    while level and depth <= MAX_NESTING:
-        inside = (node.values() if isinstance(node, dict) else node for node in level)
-        level, depth = [x for items in inside for x in items if isinstance(x, (dict, list))], depth + 1
-    return depth
+def _depth(value: list | dict) -> int:
+    inside = value.values() if isinstance(value, dict) else value
+    return 1 + max((_depth(x) for x in inside if isinstance(x, (dict, list))), default=0)
 
 
 def parse_yaml(data: bytes) -> Any:
-    """Parse YAML as the JSON values that it stands for.
-
-    Raises:
-        ExternalInputError: the text is not YAML, is too long, is nested too deeply, or has aliases, which multiply.
-    """
+    """Parse YAML as the JSON values that it stands for; aliases are refused, since they multiply."""
     import yaml
 
-    if len(data) > LARGEST_YAML:
-        raise ExternalInputError(f"it has {len(data)} bytes, more than {LARGEST_YAML}")
     text, loader, depth = data.decode("utf-8", "replace"), getattr(yaml, "CSafeLoader", yaml.SafeLoader), 0
     try:
         for event in yaml.parse(text, loader):
@@ -248,19 +238,14 @@ def write_whole(path: Path, data: bytes) -> None:
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def read_bytes(path: str | Path, most: int | None = None) -> bytes:
+def read_bytes(path: str | Path) -> bytes:
     """The content of a regular file.
 
-    Args:
-        most: limit in bytes; None for none.
     Raises:
-        OSError: see `open_regular`; EFBIG for more than `most` bytes.
+        OSError: see `open_regular`.
     """
     with open(open_regular(path), "rb") as file:
-        data = file.read() if most is None else file.read(most + 1)
-    if most is not None and len(data) > most:
-        raise OSError(errno.EFBIG, f"it has more than {most} bytes", str(path))
-    return data
+        return file.read()
 
 
 def read_record(file: Path) -> Any:
@@ -269,26 +254,29 @@ def read_record(file: Path) -> Any:
     Raises:
         ExternalInputError: it cannot be read; the message includes the path.
     """
+    parse, most = (parse_yaml, LARGEST_YAML) if file.suffix == ".yaml" else (parse_json, LARGEST_RECORD)
     try:
-        data = read_bytes(file, LARGEST_RECORD)
-        return parse_yaml(data) if file.suffix == ".yaml" else parse_json(data)
+        with open(open_regular(file), "rb") as stream:
+            data = stream.read(most + 1)
+        if len(data) > most:
+            raise ExternalInputError(f"it has more than {most} bytes")
+        return parse(data)
     except FileNotFoundError:
         return None
     except (OSError, ExternalInputError) as error:
         raise ExternalInputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
 
-def read_text(path: str | Path, errors: str = "strict", most: int | None = None) -> str:
+def read_text(path: str | Path, errors: str = "strict") -> str:
     """The content of a regular file as UTF-8.
 
     Args:
         errors: treatment of other bytes, as of `bytes.decode`.
-        most: limit in bytes; None for none.
     Raises:
-        OSError: see `read_bytes`.
+        OSError: see `open_regular`.
         UnicodeDecodeError: it is not UTF-8.
     """
-    return read_bytes(path, most).decode("utf-8", errors)
+    return read_bytes(path).decode("utf-8", errors)
 
 
 def refuse_irregular(directory: str | Path) -> None:

@@ -71,11 +71,11 @@ SHARDINGS = {
 }
 
 
-def sharded(model, lora, name=None, **parts):
+def sharded(model, lora, name=None, adapter=LoRA(rank=8), **parts):  # noqa: B008 - frozen
     rollout = VLLMRollout(max_new_tokens=7, kv_cache_gib=0.05, max_num_seqs=16, num_threads=1, lora=lora)
     count, sharding = (1, NoSharding()) if name is None else SHARDINGS[name]
     run = course(model, rollout=rollout, sharding=sharding, n_gpus_per_node=count, **parts)
-    return replace(run, actor=replace(run.actor, lora=LoRA(rank=8)))
+    return replace(run, actor=replace(run.actor, lora=adapter))
 
 
 @pytest.mark.exhaustive
@@ -111,3 +111,46 @@ def test_a_rank_that_vllm_has_no_room_for_is_refused_before_it_starts(tmp_path):
     model, tokenizer = adapted(tmp_path, rank=600)
     with pytest.raises(ConfigError, match="actor.lora.rank is 600: .* at most rank 512. Set rollout.lora=merged"):
         VLLMRollout(lora="adapter").attach(model, tokenizer, 0)
+
+
+@pytest.mark.parametrize("layer", ["embed_tokens", "lm_head"])
+def test_an_adapter_of_a_layer_that_vllm_takes_none_of_is_refused_before_it_starts(layer, tmp_path):
+    source = save_family(tmp_path / "model", "qwen2")
+    model = LoRA(rank=4, target_modules=(layer,)).apply(source.load_causal_lm("cpu"), causal_lm=True)
+    with pytest.raises(ConfigError, match=r"rollout\.lora=merged"):
+        VLLMRollout(lora="adapter").attach(model, source.load_tokenizer(), 0)
+
+
+EMBEDDINGS = ("embed_tokens", "lm_head", "q_proj")
+
+
+@pytest.mark.exhaustive
+def test_adapters_of_embeddings_and_head_reach_the_engine_merged(tmp_path):
+    source = save_family(tmp_path / "model", "qwen2")
+    adapter = LoRA(rank=4, target_modules=EMBEDDINGS)
+    model, tokenizer = adapter.apply(source.load_causal_lm("cpu"), causal_lm=True).eval(), source.load_tokenizer()
+    options = VLLMRollout(max_new_tokens=10, kv_cache_gib=0.05, max_num_seqs=16)
+    engine = options.attach(model, tokenizer, 0, None, BuildContext(run_dir=tmp_path))
+    ours = HFRollout(max_new_tokens=10).attach(model, tokenizer, 0)
+    try:
+        shake(model, 0.1, 0)
+        engine.sync()
+        same, gap = agreement(*(generate(e, random_prompts(), GenerationRequest(0, 4)) for e in (engine, ours)))
+        assert same >= 0.95
+        assert gap < 5e-4
+    finally:
+        engine.close()
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["fsdp", "tp", "tp fsdp"])
+def test_sharded_adapters_of_embeddings_and_head_draw_what_those_of_one_process_do(name, tmp_path):
+    model, found = save_family(tmp_path / "model", "qwen2"), {}
+    for kind in (None, name):
+        adapter = LoRA(rank=8, target_modules=EMBEDDINGS)
+        run = sharded(model, "merged", kind, adapter, directory=tmp_path / str(kind), tracker=Trackers())
+        found[kind] = run_course(replace(run, checkpoint=None), ROWS, tmp_path / str(kind) / "run")
+    assert found[name].texts == found[None].texts
+    for step, line in found[None].metrics.items():
+        for key in ("actor/loss", "actor/grad_norm"):
+            assert line[key] == pytest.approx(found[name].metrics[step][key], rel=2e-5, abs=2e-5)

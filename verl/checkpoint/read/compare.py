@@ -14,7 +14,7 @@ from verl.checkpoint.core.hashing import Leaf, digest_of
 from verl.checkpoint.core.manifest import STATE, LogicalTensor
 from verl.checkpoint.core.safetensors_format import INDEX_NAME
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.utils.external_input import ExternalInputError, parse_json
+from verl.utils.external_input import ExternalInputError, parse_json, parse_yaml
 
 ABSENT = "absent"
 DOCUMENT_LIMIT_BYTES = 2**18
@@ -164,15 +164,8 @@ def _documents(checkpoint: Checkpoint) -> set[str]:
 
 def _parsed(path: str, data: bytes) -> Any:
     try:
-        if path.endswith(".json"):
-            return parse_json(data)
-        import yaml
-
-        try:
-            return yaml.safe_load(data)
-        except (yaml.YAMLError, RecursionError) as error:
-            raise ExternalInputError(str(error)) from error
-    except ValueError:
+        return (parse_json if path.endswith(".json") else parse_yaml)(data)
+    except ExternalInputError:
         return f"{len(data)} bytes, {digest_of(data)[:12]}"
 
 

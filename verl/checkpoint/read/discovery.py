@@ -15,7 +15,7 @@ from verl.checkpoint.core.manifest import COMMIT, MANIFEST, is_readable
 from verl.checkpoint.read.reader import Level, open_verified
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointUnsupported, ConfigError
 from verl.storage.config import is_address
-from verl.utils.external_input import NAME, ExternalInputError, parse_as
+from verl.utils.external_input import LONGEST_NAME, NAME, ExternalInputError, parse_as
 
 OWNER, FORMAT, RUN_LOCK = "owner.json", "format.json", "run.lock"
 
@@ -297,7 +297,8 @@ def read_pointer(run_dir: Path, disk: FileSystem | None = None) -> RunPointer:
     file = run_dir / POINTER
     try:
         pointer = parse_as(RunPointer, (disk or FileSystem()).read(file, POINTER_LIMIT_BYTES))
-        if "\0" in pointer.save_dir + pointer.relative:
+        paths = f"{pointer.save_dir}/{pointer.relative}".encode("utf-8", "replace")
+        if b"\0" in paths or max(map(len, paths.split(b"/"))) > LONGEST_NAME:
             raise ExternalInputError("save_dir is not a path")
         return pointer
     except (FileNotFoundError, NotADirectoryError) as error:

@@ -361,7 +361,7 @@ def pass_rates(rows: Sequence[Mapping[str, Any]], kind: str | None = None) -> di
     responses: dict[int, list[bool]] = {}
     for row in rows:
         prompt = row.get("prompt_id")
-        if row.get("kind") == kind and isinstance(prompt, int):
+        if row.get("kind") == kind and isinstance(prompt, int) and str(row.get("score")) != "nan":  # has a reward
             responses.setdefault(prompt, []).append(bool(row.get("success")))
     return {prompt: sum(passed) / len(passed) for prompt, passed in responses.items()}
 

@@ -26,9 +26,9 @@ from verl.checkpoint.read.compare import flat
 from verl.checkpoint.read.discovery import RunPointer, read_pointer
 from verl.compose.schema import ROOTS, root_of_run
 from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError
-from verl.tracking.jsonl import json_lines, json_object, overrides_of
+from verl.tracking.jsonl import json_lines, json_object
 from verl.trainer.state.lineage import ENVIRONMENT, FILE, events_of, read_events
-from verl.utils.external_input import LARGEST_RECORD, read_text
+from verl.utils.external_input import open_regular
 
 MAX_CHAIN = 1000  # directories of a chain
 MAX_NOTE = 4000  # characters of the description of an anomaly
@@ -303,15 +303,15 @@ def _config(path: Path) -> dict[str, Any]:
 
 def _command(path: Path, config: Mapping[str, Any]) -> str:
     """The command line, quoted for a shell."""
-    overrides = overrides_of(path)
-    command = ROOTS[root_of_run(config.get("_target_"))].command
-    return shlex.join(["verl", command, *overrides]) if overrides is not None else ""
+    file, command = path / "overrides.yaml", ROOTS[root_of_run(config.get("_target_"))].command
+    return shlex.join(["verl", command, *map(str, json_object(file, list))]) if file.is_file() else ""
 
 
 def _anomalies(path: Path) -> Iterator[tuple[str, str]]:
     for directory in sorted((path / "anomalies").glob("*")):
         try:
-            yield str(directory), read_text(directory / "README.md", "replace", LARGEST_RECORD)[:MAX_NOTE]
+            with open(open_regular(directory / "README.md"), encoding="utf-8", errors="replace") as note:
+                yield str(directory), note.read(MAX_NOTE)
         except OSError:
             continue
 

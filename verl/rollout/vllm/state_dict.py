@@ -134,11 +134,8 @@ def merged(layer: Any) -> Tensor:
 def _delta(layer: Any, adapter: str, like: Tensor) -> Tensor:
     """scale B A in the layout of W; the factors of a sharded layer may be sharded differently or not at all."""
     is_embedding = adapter in layer.lora_embedding_A
-    a, b = (
-        (layer.lora_embedding_A[adapter], layer.lora_embedding_B[adapter])
-        if is_embedding
-        else (layer.lora_A[adapter].weight, layer.lora_B[adapter].weight)
-    )
+    parts = (layer.lora_embedding_A, layer.lora_embedding_B) if is_embedding else (layer.lora_A, layer.lora_B)
+    a, b = (part[adapter] if is_embedding else part[adapter].weight for part in parts)
     factors = full_tensor(a), full_tensor(b)
     if factors[0] is a and factors[1] is b:
         return layer.get_delta_weight(adapter)

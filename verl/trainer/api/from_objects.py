@@ -88,8 +88,8 @@ class RewardObject(RewardDescription):
         if not callable(reward) or isinstance(reward, (Reward, nn.Module)):
             return
         signature = signature_of(reward)
-        for name, is_required in (signature.accepted or {}).items():
-            if is_required and not signature.takes_batch and name not in ("prompts", "responses"):
+        for name in signature.required:
+            if not signature.takes_batch and name not in ("prompts", "responses"):
                 yield f"{self.name}() takes {name}", name
 
     def build(self, context: BuildContext) -> Reward:

@@ -287,8 +287,8 @@ class CheckpointSaver:
         """
         if (loss := metrics.get(self.loss_key)) is not None and math.isfinite(loss):
             self._history.append((step, float(loss)))
-        if self.resumed is not None and step == self.resumed.step + 1 and (sentence := self._other_rate(metrics)):
-            return sentence
+        if self.resumed is not None and step == self.resumed.step + 1:
+            return self._other_rate(metrics)
         if self.resumed is None or step != self.resumed.step + JUMP_STEPS:
             return None
         return self._jump([value for at, value in self._history if at > self.resumed.step])

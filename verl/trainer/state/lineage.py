@@ -9,6 +9,7 @@ lineage.jsonl files ──> events ──> runs ──> a tree whose children br
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -25,7 +26,7 @@ from verl.checkpoint.core.checkpoint import open_checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory, RunPointer
 from verl.errors import BadCheckpoint
-from verl.tracking.jsonl import lines_of
+from verl.tracking.jsonl import json_lines
 from verl.trainer.state.training_identity import DIGEST, differences, training_differences
 from verl.utils.env_check import accelerator, installed, num_cores, processor_name
 from verl.utils.external_input import (
@@ -33,7 +34,6 @@ from verl.utils.external_input import (
     checked_as,
     checked_name,
     ends_with_partial_line,
-    parse_mapping,
     regular_opener,
     write_text,
 )
@@ -143,17 +143,13 @@ def read_events(directory: Path, below: bool = True) -> list[dict[str, Any]]:
         below: False for the directory alone, as of a name that a file of others gives: it may be `/`.
     """
     events = []
-    for file in sorted(Path(directory).rglob(FILE)) if below else [Path(directory) / FILE]:
-        for line in lines_of(file):
-            try:
-                entry = parse_mapping(line)
-                checked_as(_KINDS.get(entry.get("event"), LineageEvent), entry)
+    for file in sorted(Path(directory).glob(f"**/{FILE}" if below else FILE)):
+        for entry in json_lines(file):
+            with contextlib.suppress(ExternalInputError):
+                checked_as(_KINDS.get(str(entry.get("event")), LineageEvent), entry)
                 if entry["event"] == "checkpoint":
                     checked_name(entry["checkpoint"])
-                json.dumps(entry)  # nested too deeply to be printed: a RecursionError here
                 events.append({**entry, "directory": str(file.parent)})
-            except (ExternalInputError, RecursionError, TypeError):
-                continue
     return sorted(events, key=lambda event: event["time"])
 
 

@@ -115,6 +115,9 @@ def engine_args(
         raise ConfigError(fault)
     if rank is not None and rank > LORA_RANKS[-1]:
         raise ConfigError(f"actor.lora.rank is {rank}: {HIGHEST_RANK}")
+    ends = (_base(model).get_input_embeddings(), _base(model).get_output_embeddings())
+    if is_adapter and any(hasattr(layer, "base_layer") for layer in ends):
+        raise ConfigError("lora.target_modules has the embedding or the head: set rollout.lora=merged for vLLM.")
     threads, dtype = options.num_threads or torch.get_num_threads(), dtype_of(model, autocast)
     shape = engine_shape(options, _base(model).config, dtype, is_on_gpu)
     memory = device_memory(device) if is_on_gpu else None
