@@ -73,6 +73,7 @@ style: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_language.py
+	$(BIN)/python scripts/check_budget.py
 
 # Types are checked beside the tests: that takes a minute of one processor. What is wrong with them is printed last.
 test: style
