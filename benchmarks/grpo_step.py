@@ -1,6 +1,7 @@
 """A GRPO step against TRL: the same model, prompts, response lengths, loss and dtype.
 
-    python benchmarks/grpo_step.py --lengths longtail --prompt-length 64
+    python benchmarks/grpo_step.py --cases longtail
+    python benchmarks/grpo_step.py --cases smollm2 --prompts 8 --response 30 --trl-micro 64   # SmolLM2-135M-Instruct
 
 Each side lives in a process of its own; they take turns step by step, so that a busy machine slows both. A step draws
 the responses, scores them by a function, and makes one optimizer step (token-mean clipped loss, no reference). TRL
@@ -35,8 +36,9 @@ CASES = {
     "longtail": {"lengths": "longtail", "prompt_length": 64, "micro": 2048, "target": 4.3},
     "longtail_vllm": {"lengths": "longtail", "prompt_length": 64, "micro": 2048, "target": 3.5, "vllm": True},
     "long_prompt": {"lengths": "fixed", "prompt_length": 128, "micro": 1280, "target": 3.5},
+    "smollm2": {"lengths": "fixed", "prompt_length": 100, "micro": 4096, "bf16": True, "target": 2.0, "end": 2},
 }
-PLAIN_CASES = tuple(name for name, case in CASES.items() if not case.get("vllm"))
+PLAIN_CASES = tuple(name for name, case in CASES.items() if not case.get("vllm") and name != "smollm2")
 
 
 class Turns:
@@ -247,7 +249,7 @@ def take_turns(sides: Sequence[Side], rounds: Iterable[int]) -> None:
 def shared_arguments(case: dict[str, Any], options: argparse.Namespace) -> list[str]:
     """What all sides of a case are told."""
     shared = ["--lengths", case["lengths"], "--prompt-length", str(case["prompt_length"])]
-    shared += ["--bf16"] * case.get("bf16", False)
+    shared += ["--bf16"] * case.get("bf16", False) + ["--end", str(case.get("end", work.END))]
     shared += ["--micro-batch-tokens", str(options.micro_batch_tokens or case["micro"])]
     for name in ("prompts", "samples", "response", "threads"):
         shared += [f"--{name}", str(getattr(options, name))]
@@ -266,7 +268,10 @@ def measure(name: str, options: argparse.Namespace, progress: Progress, cases_le
     """Seconds per step and memory of all sides in one case."""
     case = CASES[name]
     with tempfile.TemporaryDirectory() as directory:
-        parameters = work.write_model(Path(directory), options.hidden, options.layers)
+        if name == "smollm2":
+            parameters = work.link_smollm2(Path(directory))
+        else:
+            parameters = work.write_model(Path(directory), options.hidden, options.layers)
         shared, sides = shared_arguments(case, options), []
         for who, own in contenders(case, options).items():
             progress.say(f"{name}: starting {who}")
@@ -324,13 +329,14 @@ def main() -> None:
     parser.add_argument("--engine", default="hf", help=argparse.SUPPRESS)
     for hidden in ("--side", "--model", "--lengths"):
         parser.add_argument(hidden, help=argparse.SUPPRESS)
-    for hidden in ("--prompt-length", "--micro"):
+    for hidden in ("--prompt-length", "--micro", "--end"):
         parser.add_argument(hidden, type=int, help=argparse.SUPPRESS)
     parser.add_argument("--bf16", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     sides: dict[str, Callable[[argparse.Namespace, Turns], None]] = {"verl": verl_side, "trl": trl_side}
     if options.side:
         torch.set_num_threads(options.threads)
+        work.END = options.end
         sides[options.side](options, Turns())
         return
     names = options.cases.split(",")

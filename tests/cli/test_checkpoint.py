@@ -16,6 +16,7 @@ import torch
 from cases import exhaustive, short_where
 from golden_run import as_of_format, flip_bit, golden_run
 from golden_run import save as save_golden
+from random_models import save_random_model
 from refusals import refusal
 from same_training import course
 from trainer.runs import fit
@@ -298,7 +299,7 @@ def test_a_pin_without_its_checkpoint_can_be_taken_off(directory):
 
 def test_export_writes_what_torch_reads_without_pickles(directory, tmp_path):
     status, told, _ = run("export", directory, tmp_path / "model", "--pytorch-bin")
-    assert (status, told) == (0, f"actor of global_step_200 is in {tmp_path / 'model'}: 3 files\n")
+    assert (status, told) == (0, f"actor of global_step_200 is in {tmp_path / 'model'}: 3 files, 5.3 KiB\n")
     state = torch.load(tmp_path / "model/pytorch_model.bin", weights_only=True)
     assert all(torch.equal(state[name], tensor) for name, tensor in CheckpointManager(directory).load("actor").items())
 
@@ -400,3 +401,14 @@ def test_no_directory_of_checkpoints_is_made_inside_a_checkpoint(directory):
     with refusal("checkpoint.save_dir"):
         RunLock(directory / "global_step_200/checkpoints", "run", {}).acquire()
     assert run("verify", directory / "global_step_200")[0] == 0
+
+
+def test_a_model_in_no_checkpoint_is_exported_in_the_dtype_that_is_named(tmp_path):
+    source = save_random_model(tmp_path, "llama", torch.float32)
+    status, told, _ = run("export", source, tmp_path / "narrow", "--dtype", "bfloat16")
+    assert status == 0
+    assert "bfloat16" in told
+    written = Pretrained(path=str(tmp_path / "narrow"), dtype="bfloat16").load_causal_lm("cpu")
+    assert written.config.dtype == torch.bfloat16
+    expected = Pretrained(path=str(source)).load_causal_lm("cpu").to(torch.bfloat16)
+    assert all(torch.equal(a, b) for a, b in zip(written.parameters(), expected.parameters(), strict=True))

@@ -25,12 +25,15 @@ SFT_ONLY = {
     "data=arithmetic_sft", "data=calculator_sft", "data=guess_number_sft", "data=sft_files", "trainer=sft",
     "trainer=sft_ray",
     "experiment=arithmetic_sft", "experiment=arithmetic_teacher_sft",
-    "experiment=calculator_sft", "experiment=guess_number_sft",
+    "experiment=calculator_sft", "experiment=guess_number_sft", "data=chat_task_sft", "experiment=smollm2_reverse_sft",
 }  # fmt: skip
 PPO_ONLY = {"data=arithmetic", "data=files", "data=hub", "trainer=local", "trainer=ray", "trainer=mesh"}
 PPO_ONLY |= {"experiment=arithmetic_ppo", "experiment=arithmetic_grpo", "experiment=gsm8k_qwen2_5_0_5b"}
 PPO_ONLY |= {f"data={name}" for name in ("calculator", "guess_number", "episodes")}
 PPO_ONLY |= {"experiment=calculator_grpo", "experiment=guess_number_ppo", "experiment=distill_tiny"}
+SMOLLM2 = [f"experiment=smollm2_{name}" for name in ("json", "largest", "length", "reverse", "calculator")]
+SMOLLM2_TOO = ("actor=smollm2_135m", "experiment=smollm2_reverse_sft")
+PPO_ONLY |= {"data=chat_task", *SMOLLM2}
 DPO_ONLY = {"trainer=dpo", "trainer=dpo_ray", "experiment=arithmetic_dpo", "reference=precomputed"}
 DPO_ONLY |= {f"loss={name}" for name in ("sigmoid", "ipo", "kto", "orpo", "simpo")}
 REWARD_MODEL_ONLY = {"trainer=reward_model", "trainer=reward_model_ray", "loss=bradley_terry"}
@@ -53,6 +56,8 @@ OPTIONAL = {  # an option that asks for a package, and the extra of setup.py tha
 }
 NEEDED = {  # what an option leaves to the user
     "actor=pretrained": ["actor.model.path=owner/model"],
+    **{key: ["actor.model.path=owner/model"] for key in (*SMOLLM2, *SMOLLM2_TOO)},
+    "data=chat_task_sft": ["data.max_length=64"],
     "critic=own_model": ["critic.model.path=owner/model"],
     "critic=none": ["algorithm=grpo"],
     "reference=none": ["algorithm.kl.coef=0"],
@@ -113,6 +118,7 @@ COMBINATIONS = [  # that go together: `make test` composes these, and `make exha
     "reward=remote_http algorithm=rloo environment=reasoning_gym",
     "reward=weighted_sum environment=textarena",
     "environment=guess_number data=guess_number",
+    "actor=smollm2_135m critic=smollm2_135m data=chat_task",
 ]
 OPTIONAL_TRACKERS = {"tensorboard": "tensorboard", "matplotlib": "plots"}
 

@@ -50,6 +50,7 @@ def test_every_model_of_the_configuration_is_shipped():
         for file in CONF.glob("*/*.yaml")
         if isinstance(source := (yaml.safe_load(file.read_text()) or {}).get("model"), dict) and "path" in source
     ]
+    paths = [path.removeprefix("${hub_or_package:").removesuffix("}") for path in paths]
     named = [path for path in paths if path != "???" and not path.startswith("warm-start://")]
     assert len(named) >= 4
     assert not [path for path in named if not is_local(path) and path not in known_shapes()]

@@ -366,6 +366,9 @@ def collect(
     echo(f"{verb} {size(cleaning.freed_bytes)}")
 
 
+ExportType = Literal["float32", "bfloat16", "float16"]
+
+
 @app.command("export")
 def export(
     path: Path_,
@@ -381,63 +384,92 @@ def export(
         str | None, typer.Option("--push", metavar="REPO", help="Upload it to the Hugging Face hub.")
     ] = None,
     public: Annotated[bool, typer.Option("--public", help="With --push: the repository is not private.")] = False,
+    dtype: Annotated[
+        ExportType | None, typer.Option(help="Of the weights, instead of that of the checkpoint or base model.")
+    ] = None,
 ) -> None:
     """Export a model of a checkpoint as a Hugging Face directory with a model card; every byte is verified by hash.
 
-    With --merge, PATH may also be a LoRA adapter that is in no checkpoint, such as the final `actor/` of a run.
+    PATH may also be a model that is in no checkpoint: a GGUF file, the final `actor/` of a run, or with --merge a LoRA
+    adapter.
     """
     from verl.cli.report.card import create_repository, model_card, upload
+    from verl.models.gguf import is_gguf
+    from verl.models.pretrained import VALUE_HEAD_FILE
 
     absolute = require_unused(FileSystem(), out)
-    is_adapter = (Path(path) / ADAPTER_CONFIG).is_file() and not (Path(path).absolute().parent / MANIFEST).exists()
-    manager = None if merge and is_adapter else CheckpointManager(path)
+    own = ADAPTER_CONFIG if merge else "config.json"
+    is_plain = is_gguf(path) or (
+        (Path(path) / own).is_file() and not (Path(path).absolute().parent / MANIFEST).exists()
+    )
+    manager = None if is_plain else CheckpointManager(path)
     name = path if manager is None else f"{component} of {manager.name}"
     repository = None if push is None else create_repository(push, public)  # refused before the work
     if manager is None:
-        _write_merged(Path(path), path, absolute)
-    elif merge:
-        _export_merged(manager, absolute, component)
+        _write_model(path, name, absolute, dtype)
+    elif merge or dtype is not None:
+        with TemporaryDirectory("verl-export-") as directory:
+            exported = Path(directory) / component
+            export_component(manager, exported, component)
+            if merge and not (exported / ADAPTER_CONFIG).is_file():
+                raise ConfigError(f"--merge: {name} is a whole model. Leave --merge out.")
+            if not merge and any((exported / file).is_file() for file in (ADAPTER_CONFIG, VALUE_HEAD_FILE)):
+                raise ConfigError(f"--dtype: {name} is an adapter, or has a value head. Leave --dtype out.")
+            _write_model(str(exported), name, absolute, dtype)
     else:
         names = export_component(manager, out, component, pytorch_bin)
-        echo(f"{name} is in {out}: {counted(len(names) + 1, 'file')}")
+        echo(f"{name} is in {out}: {counted(len(names) + 1, 'file')}, {_stored(absolute)}")
     if manager is not None:
         write_text(out / "README.md", model_card(manager, component, (out / ADAPTER_CONFIG).is_file()))
     if repository is not None:
         echo(f"{out} is on the hub: {upload(repository, out)}")
 
 
-def _export_merged(manager: CheckpointManager, out: Path, component: str) -> None:
-    """Write the base model with the adapter of a component of a checkpoint merged into it."""
-    with TemporaryDirectory("verl-merge-") as directory:
-        adapter = Path(directory) / component
-        export_component(manager, adapter, component)
-        if not (adapter / ADAPTER_CONFIG).is_file():
-            raise ConfigError(f"--merge: {component} of {manager.name} is a whole model. Leave --merge out.")
-        _write_merged(adapter, f"{component} of {manager.name}", out)
+TYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}  # of safetensors
 
 
-def _write_merged(adapter: Path, name: str, out: Path) -> None:
-    """Write the base model with an adapter merged into it, in the data type of the base model.
+def _stored(directory: Path) -> str:
+    """The data types of the weights in a directory, and their size."""
+    from safetensors import safe_open
+
+    types: set[str] = set()
+    for file in directory.glob("*.safetensors"):
+        with safe_open(file, framework="pt") as weights:
+            kinds = (weights.get_slice(name).get_dtype() for name in weights.keys())  # noqa: SIM118 - no mapping
+            types |= {TYPES.get(str(kind), str(kind)) for kind in kinds}
+    size_of = sum(file.stat().st_size for file in directory.iterdir() if file.suffix in (".safetensors", ".bin"))
+    return f"{' and '.join(sorted(types)) + ', ' if types else ''}{size(size_of)}"
+
+
+def _write_model(path: str, name: str, out: Path, dtype: str | None) -> None:
+    """Write a model, an adapter merged into its base model, as a Hugging Face directory.
 
     Args:
-        adapter: directory with adapter_config.json.
-        name: of the adapter, in messages.
+        path: a directory or a GGUF file.
+        name: in messages.
         out: a directory that `require_unused` has checked.
+        dtype: None for that of the model, of an adapter that of its base model.
     """
-    from verl.models.pretrained import Pretrained
+    import torch
 
-    source = Pretrained(path=str(adapter))
+    from verl.models.pretrained import Pretrained, quiet_transformers
+
+    source = Pretrained(path=path)
     try:
-        is_classifier = (source.adapter() or {}).get("task_type") == "SEQ_CLS"
+        adapter = source.adapter()
+        is_classifier = (adapter or {}).get("task_type") == "SEQ_CLS"
         model = source.load_classifier("cpu") if is_classifier else source.load_causal_lm("cpu")
-        dtype = source.load_config().dtype
+        stored = source.load_config().dtype if dtype is None else getattr(torch, dtype)
     except (OSError, ConfigError) as error:
+        if not (Path(path) / ADAPTER_CONFIG).is_file():
+            raise
         raise ConfigError(
             f"the base model of {name} cannot be opened ({str(error).splitlines()[0]}). Put it there, or set "
             f"base_model_name_or_path in {ADAPTER_CONFIG}, of a copy made by export without --merge."
         ) from error
     tokenizer = source.load_tokenizer()
-    with atomic_directory(FileSystem(), out, f"writing the merged model to {out}") as staged:
-        (model if dtype is None else model.to(dtype)).save_pretrained(staged)
+    with atomic_directory(FileSystem(), out, f"writing {name} to {out}") as staged, quiet_transformers():
+        (model if stored is None else model.to(stored)).save_pretrained(staged)
         tokenizer.save_pretrained(staged)
-    typer.echo(f"{name}, merged into its base model, is in {out}")
+    merged = ", merged into its base model," if adapter is not None else ""
+    typer.echo(f"{name}{merged} is in {out}: {_stored(out)}")

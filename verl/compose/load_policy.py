@@ -26,6 +26,7 @@ from verl.compose.schema import root_of_run
 from verl.compose.validate import validate
 from verl.environments.base import EnvironmentDescription
 from verl.errors import CheckpointNotFound, ConfigError
+from verl.models.gguf import is_gguf, unpacked
 from verl.models.own_module import ModuleModel
 from verl.models.pretrained import Pretrained
 from verl.rewards.base import Reward
@@ -131,12 +132,14 @@ def locate_policy(path: str) -> SavedPolicy:
     """Find the policy at a path.
 
     Args:
-        path: a checkpoint, a directory of checkpoints, the directory of a run, a Hugging Face directory, or `latest`:
-            the newest checkpoint below `checkpoints/`.
+        path: a checkpoint, a directory of checkpoints, the directory of a run, a Hugging Face directory, a GGUF file,
+            or `latest`: the newest checkpoint below `checkpoints/`.
     Raises:
         ConfigError: there is no policy at the path.
         BadCheckpoint: the checkpoint is damaged.
     """
+    if is_gguf(path):
+        return SavedPolicy(Path(unpacked(path, "float32")))
     directory = _last_trained() if path == LATEST else Path(path).expanduser().absolute()
     if not directory.is_dir():
         raise ConfigError(f"PATH is {path!r}: no such directory. Give a checkpoint, a run, or a directory of a model.")

@@ -25,6 +25,7 @@ from pydantic import TypeAdapter
 import verl
 from verl.component import Description
 from verl.errors import ConfigError
+from verl.models.gguf import hub_or_package
 
 
 def conf_dir() -> Path:
@@ -200,13 +201,15 @@ def register() -> None:
 
     `${divide:384,8}` is 48; `${processes:${sharding._target_},2}` is 1 with sharding=none, else 2;
     `${experiment_of:${algorithm},${actor.model}}` is a name such as `grpo_qwen2-0.5b-instruct`; `${tokens_of:512,
-    ${actor.model}}` is 512, or less where the model holds less.
+    ${actor.model}}` is 512, or less where the model holds less; `${hub_or_package:NAME}` is NAME, or a file on this
+    machine with the same model (`hub_or_package` of models/gguf).
     """
     OmegaConf.register_new_resolver("divide", lambda whole, parts: max(1, whole // max(1, parts)), replace=True)
     OmegaConf.register_new_resolver(
         "processes", lambda target, count: 1 if target.endswith(".NoSharding") else count, replace=True
     )
     OmegaConf.register_new_resolver("experiment_of", default_experiment, replace=True)
+    OmegaConf.register_new_resolver("hub_or_package", hub_or_package, replace=True)
     OmegaConf.register_new_resolver("tokens_of", default_length, replace=True)
     store = ConfigStore.instance()
     for root in ROOTS.values():

@@ -3,6 +3,7 @@
 arithmetic     Generated addition problems such as `37+58=`, with a held-out set for evaluation
 base           Base classes and settings of data sets: `DataSplits`, options of prompts and SFT, tokenised rows
 calculator     Sums and products that the built-in model cannot compute, for the tool `calc`
+chat_task      Generated tasks for small chat models, with their answers
 chat_template  Chat templates: the prompt column as text and tokens, conversations as tokens
 curriculum     Curricula: prompts are drawn by what the run has seen of them, exact to resume
 episodes       `data=episodes`: prompts for environments that provide the task themselves

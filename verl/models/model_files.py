@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-HUB_S = 10.0  # for one answer of the hub
 LFS_POINTER = b"version https://git-lfs.github.com/"
 LARGEST_HEADER = 100_000_000  # bytes of a safetensors header, the limit of the format
 WEIGHTS = ("model*.safetensors", "adapter_model*.safetensors", "pytorch_model*.bin", "adapter_model.bin")
@@ -42,6 +41,7 @@ MAPPINGS = ("config.json", "adapter_config.json", "generation_config.json", "tok
 JSON = (*MAPPINGS, "tokenizer.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "chat_template.json")
 NEGATIVE = re.compile(rb'"((num|n)_(\w+_)?(layers?|heads?)|(hidden|intermediate|vocab)_size)"\s*:\s*-\d+')
 DOWNLOAD = "Download it again"
+CONNECT_S = 5.0  # timeout of the request that shows whether the hub can be reached
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WARM_START = "warm-start://"
 LONG_NAME = "model.layers.10.self_attn.q_proj.base_layer.weight"
@@ -178,15 +178,30 @@ def asks_hub() -> bool:
     """Whether files are looked for on the hub. One that does not answer is not asked again by this process: each file
     would be tried six times, in 23 s, before that in the cache is used.
     """
-    from huggingface_hub import constants, get_session
+    from huggingface_hub import constants
 
-    try:
-        if not constants.HF_HUB_OFFLINE:
-            get_session().head(constants.ENDPOINT, timeout=HUB_S)
-    except Exception as error:  # noqa: BLE001 - of the transport, which differs between versions
-        log.warning("The hub does not answer (%s): only what is in the cache is used.", error_text(error))
+    if not constants.HF_HUB_OFFLINE and (reason := hub_failure()) is not None:
+        log.warning("%s: only what is in the cache is used.", reason)
         constants.HF_HUB_OFFLINE = True
     return not constants.HF_HUB_OFFLINE
+
+
+def hub_failure() -> str | None:
+    """Why the hub cannot be reached, found once within `CONNECT_S` seconds; None if it can."""
+    from huggingface_hub import constants
+
+    return "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _no_answer(constants.ENDPOINT)
+
+
+@lru_cache(maxsize=4)
+def _no_answer(endpoint: str) -> str | None:
+    from huggingface_hub import get_session
+
+    try:
+        get_session().head(endpoint, timeout=CONNECT_S)
+    except Exception as error:  # noqa: BLE001 - of the transport, which differs between versions
+        return f"{endpoint} cannot be reached ({type(error).__name__})"
+    return None
 
 
 def unloadable_error(path: str, what: str, error: BaseException) -> ConfigError:
@@ -200,6 +215,13 @@ def unloadable_error(path: str, what: str, error: BaseException) -> ConfigError:
 def is_local(path: str) -> bool:
     """Whether a path is local: it exists, or does not have the form `name` or `owner/name`."""
     return Path(path).exists() or path.startswith(("/", ".", "~")) or path.count("/") > 1
+
+
+def in_hub_cache(name: str, revision: str | None = None) -> bool:
+    """Whether a hub model was downloaded to this machine before."""
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, "config.json", revision=revision), str)
 
 
 def path_faults(path: str) -> Iterator[str]:

@@ -15,14 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
-from verl.models.model_files import is_local
+from verl.models.model_files import hub_failure, in_hub_cache, is_local
 from verl.models.pretrained import ModelSource, Pretrained, quiet_transformers
 from verl.models.structure import expert_layers, routers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-CONNECT_S = 5.0  # timeout of the request that shows whether the hub can be reached
 
 
 @dataclass(frozen=True)
@@ -184,25 +182,15 @@ def has_shipped_shapes(source: ModelSource) -> bool:
 
 def _is_here(source: Pretrained) -> bool:
     """Whether config.json is read without a network."""
-    from huggingface_hub import try_to_load_from_cache
-
     path = source.base_path()
-    return is_local(path) or isinstance(try_to_load_from_cache(path, "config.json", revision=source.revision), str)
+    return is_local(path) or in_hub_cache(path, source.revision)
 
 
 def _require_hub(source: Pretrained) -> None:
     """One request with a short timeout: the hub's client would try again for a minute."""
-    from huggingface_hub import constants, get_session
-
-    reason = "HF_HUB_OFFLINE is set"
-    if not constants.HF_HUB_OFFLINE:
-        try:
-            get_session().head(constants.ENDPOINT, timeout=CONNECT_S)
-        except Exception as error:  # noqa: BLE001 - a proxy or certificate may fail in many ways
-            reason = f"{constants.ENDPOINT} cannot be reached ({type(error).__name__})"
-        else:
-            return
-    raise ConfigError(
-        f"path is {source.base_path()!r}: {reason}, its config.json is not in the hub's cache on this machine, and "
-        "verl ships no shapes of it. Set path to a directory with its config.json; no weights are needed for a plan."
-    )
+    if (reason := hub_failure()) is not None:
+        raise ConfigError(
+            f"path is {source.base_path()!r}: {reason}, its config.json is not in the hub's cache on this machine, and "
+            "verl ships no shapes of it. Set path to a directory with its config.json; no weights are needed for a "
+            "plan."
+        )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from verl.component import Description, component
 from verl.errors import ConfigError
+from verl.models.gguf import gguf_faults, is_gguf, unavailable, unpacked
 from verl.models.lora import head_options, merged_model
 from verl.models.model_files import (
     SafetensorsReader,
@@ -144,8 +145,9 @@ class Pretrained(ModelSource):
     For the directory of a peft adapter, the adapter is merged into the weights of its base model.
 
     Args:
-        path: a directory with config.json, a hub name such as `Qwen/Qwen2-0.5B`, or `warm-start://NAME`: the output of
-            `verl sft experiment=NAME`, which is trained on first use and cached.
+        path: a directory with config.json, a hub name such as `Qwen/Qwen2-0.5B`, a GGUF file, which is dequantised on
+            first use and cached, or `warm-start://NAME`: the output of `verl sft experiment=NAME`, which is trained on
+            first use and cached.
         attention: attention implementation of transformers; `eager` is slow, but works for every model.
         tokenizer_path: directory of the tokenizer; null for `path`.
         revision: branch, tag or commit on the hub.
@@ -163,8 +165,12 @@ class Pretrained(ModelSource):
     def at(self, path: str) -> Pretrained:
         return replace(self, path=path, revision=None)
 
+    def files(self) -> str:
+        """The directory or hub name that transformers reads: `path`, or for a GGUF file where it is dequantised."""
+        return unpacked(self.path, self.dtype) if is_gguf(self.path) else self.path
+
     def faults(self) -> Iterator[str]:
-        yield from path_faults(self.path)
+        yield from gguf_faults(self.path) if is_gguf(self.path) else path_faults(self.path)
         if self.tokenizer_path is not None and is_local(self.tokenizer_path) and not Path(self.tokenizer_path).is_dir():
             yield f"tokenizer_path is {self.tokenizer_path!r}: no such directory."
         elif self.tokenizer_path is not None and is_local(self.tokenizer_path):
@@ -172,6 +178,8 @@ class Pretrained(ModelSource):
             yield from (f"tokenizer_path is {self.tokenizer_path!r}: {fault}" for fault in faults)
 
     def machine_faults(self) -> Iterator[str]:
+        if (fault := unavailable(self.path)) is not None:
+            yield fault
         packages = ("flash_attn", "kernels")  # transformers takes either
         if self.attention.startswith("flash") and not any(map(importlib.util.find_spec, packages)):
             yield (
@@ -230,8 +238,9 @@ class Pretrained(ModelSource):
         """The local directory of the files; a hub model is downloaded to the cache. None if that fails, which loading
         the model reports.
         """
-        if is_local(self.path):
-            return Path(self.path) if Path(self.path).is_dir() else None
+        files = self.files()
+        if is_local(files):
+            return Path(files) if Path(files).is_dir() else None
         from huggingface_hub import snapshot_download
 
         try:
@@ -262,7 +271,7 @@ class Pretrained(ModelSource):
 
     def classifier_fault(self) -> str | None:
         """Why this cannot be a sequence-classification model, by its configuration; None if no reason is found."""
-        config = read_model_json(Path(self.path) / "config.json") or {}
+        config = read_model_json(Path(self.files()) / "config.json") or {}
         kind = next(iter(config.get("architectures") or ()), None)
         if kind is None or self.trust_remote_code or "SequenceClassification" in kind:
             return None
@@ -278,7 +287,7 @@ class Pretrained(ModelSource):
 
     def labels(self) -> list[str] | None:
         """The label names of a classifier; None if unknown before loading."""
-        config = read_model_json(Path(self.path) / "config.json")
+        config = read_model_json(Path(self.files()) / "config.json")
         if config is None:
             return None
         names = config.get("id2label")  # transformers omits it for two labels without names
@@ -287,7 +296,7 @@ class Pretrained(ModelSource):
     def load_tokenizer(self) -> Any:
         from transformers import AutoTokenizer
 
-        path = self.tokenizer_path or self.path
+        path = self.tokenizer_path or self.files()
         with self._failure_explained(path, "its tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(
                 path, revision=self.revision, trust_remote_code=self.trust_remote_code, padding_side="left"
@@ -349,12 +358,12 @@ class Pretrained(ModelSource):
         return (config["model_type"], expert_count(config)) if "model_type" in config else None
 
     def value_head(self, name: str = VALUE_HEAD_FILE) -> Path | None:
-        file = Path(self.path) / name
+        file = Path(self.files()) / name
         return file if file.is_file() else None
 
     def base_path(self) -> str:
         """Directory or hub name of the model; for an adapter that of its base model."""
-        return (self.adapter() or {}).get("base_model_name_or_path", self.path)
+        return (self.adapter() or {}).get("base_model_name_or_path") or self.files()
 
     def _config(self) -> dict[str, Any]:
         """config.json of the model, for an adapter that of its base model; empty without one."""
@@ -362,7 +371,7 @@ class Pretrained(ModelSource):
 
     def adapter(self) -> dict[str, Any] | None:
         """The configuration of the adapter at `path`; None if it is a model."""
-        adapter = read_model_json(Path(self.path) / "adapter_config.json")
+        adapter = None if is_gguf(self.path) else read_model_json(Path(self.path) / "adapter_config.json")
         base = None if adapter is None else adapter.get("base_model_name_or_path")
         if adapter is not None and not (isinstance(base, str) and base):
             raise ConfigError(
@@ -387,7 +396,7 @@ class Pretrained(ModelSource):
         with quiet_transformers():
             try:
                 model, report = auto_class.from_pretrained(
-                    self.path,
+                    self.files(),
                     dtype=self._torch_dtype(),
                     revision=self.revision,
                     trust_remote_code=self.trust_remote_code,

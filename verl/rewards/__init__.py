@@ -2,6 +2,7 @@
 
 async_rewards   Rewards of groups that are finished before their batch is trained on, computed while the trainer works
 base            From texts to scores: the base class of rewards, scores on tokens, checks of a reward function
+chat_rewards    Rewards of the tasks of `data=chat_task`, as functions of texts
 code_tests      Rewards by running code: the program in a response is tested in a sandbox
 deadline        Deadlines for calls of user code in this process
 episode_reward  `reward=environment`: rewards from the environment, each on the last token of its turn

@@ -189,9 +189,12 @@ class RunPlan:
     def summary(self) -> str:
         """One line."""
         peak = self.memory.peak
-        dtype = str(self.memory.roles[0].memory.dtype).removeprefix("torch.")
+        first = self.memory.roles[0].memory
+        dtype, stored = (str(x).removeprefix("torch.") for x in (first.dtype, first.stored))
+        count = first.sizes.parameters
         return (
-            f"{self.memory.roles[0].name} computes in {dtype}; "
+            f"{first.name} computes in {dtype}, its {count / 1e6:.4g}M weights are {stored} "
+            f"({count * first.stored.itemsize / 1e6:.0f} MB); "
             f"{peak.name} needs most, {peak.total / GIB:.2f} of {self.memory.limit / GIB:.1f} GiB in each process; "
             f"about {_duration(self.step_s)} a step on {self.device.name}"
         )

