@@ -1,7 +1,7 @@
 """Compare the size of the project with `budget.toml`: lines of each package of verl/, of tests/ and conf/, KB of docs/.
 
-    python scripts/check_budget.py            exit status 1, and a line for each part, where one is above its budget
-    python scripts/check_budget.py --lower    write today's numbers where they are below the budget
+python scripts/check_budget.py            exit status 1, and a line for each part, where one is above its budget
+python scripts/check_budget.py --lower    write today's numbers where they are below the budget
 """
 
 from __future__ import annotations
