@@ -75,7 +75,6 @@ def run_trl(name: str, seed: int, overrides: list[str], file: Path) -> None:
 
     from verl.compose.compose import compose_root
     from verl.compose.validate import validate
-    from verl.utils.memory import computes_bfloat16
 
     run = validate(compose_root("ppo", [f"experiment={name}", *overrides]))
     settings, model, lora = run.trainer, run.actor.model, run.actor.lora
@@ -101,7 +100,7 @@ def run_trl(name: str, seed: int, overrides: list[str], file: Path) -> None:
                 rewards.append(logs["reward"])
                 lengths.append(logs.get("completions/mean_length", 0.0))
 
-    narrow = run.actor.autocast == "bfloat16" or (run.actor.autocast == "auto" and computes_bfloat16(device))
+    narrow = run.actor.autocast == "bfloat16"
     rows = settings.prompts_per_step * settings.group_size
     peft_config = None
     if lora is not None:

@@ -56,7 +56,7 @@ OPTIONAL = {  # an option that asks for a package, and the extra of setup.py tha
 }
 NEEDED = {  # what an option leaves to the user
     "actor=pretrained": ["actor.model.path=owner/model"],
-    **{key: ["actor.model.path=owner/model"] for key in (*SMOLLM2, *SMOLLM2_TOO)},
+    **{key: ["actor.model.path=owner/model", "actor.autocast=null"] for key in (*SMOLLM2, *SMOLLM2_TOO)},
     "data=chat_task_sft": ["data.max_length=64"],
     "critic=own_model": ["critic.model.path=owner/model"],
     "critic=none": ["algorithm=grpo"],

@@ -91,7 +91,7 @@ SCRIPTED = of("rollout.scripted.ScriptedRollout", texts=["import os"])
 PLACEMENT = of("cluster.ray.ray_placement.RayPlacement", address="127.0.0.1:9", pools={"a": 1})
 SERVER = of("rollout.server.config.ServerRollout", endpoint=ENDPOINT, protocol="openai", model="m")
 MCP = "environments.mcp_tools.MCPTools"
-DEEP = functools.reduce(lambda inner, _: of(NORMALIZED, reward=inner), range(100), EXACT)
+DEEP = functools.reduce(lambda inner, _: of(NORMALIZED, reward=inner), range(80), EXACT)
 BOMB = {f"n{level}": [f"${{n{level + 1}}}"] * 10 for level in range(12)}
 
 # Values by configuration path, and the path that the message names.

@@ -345,10 +345,7 @@ def test_a_run_that_starts_counts_small_activations_and_traces_large_ones(monkey
     assert counted == pytest.approx(traced, rel=0.5)
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype"),
-    [("h100", torch.bfloat16), ("cpu", torch.bfloat16 if computes_bfloat16("cpu") else torch.float32)],
-)
+@pytest.mark.parametrize(("device", "dtype"), [("h100", torch.bfloat16), ("cpu", torch.float32)])
 @pytest.mark.parametrize("root", ["sft", *exhaustive("ppo")])
 def test_a_pretrained_model_computes_in_bfloat16_with_float32_weights_on_a_gpu(tmp_path, root, device, dtype):
     path = save_random_model(tmp_path, "llama", torch.float32)
@@ -366,9 +363,7 @@ def test_a_pretrained_model_computes_in_bfloat16_with_float32_weights_on_a_gpu(t
 def test_what_auto_computes_in_is_decided_in_the_process_that_has_the_device(can, autocast, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: can)
     assert computes_bfloat16("cuda:0") is can
-    for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported"):
-        monkeypatch.setattr(torch.cpu, name, lambda: can)
-    assert computes_bfloat16("cpu") is can
+    assert not computes_bfloat16("cpu")
     actor = validate(compose_root("ppo", ["actor=pretrained", "actor.model.path=somewhere"])).actor
     assert actor.autocast == "auto"
     assert actor.on_device(can).autocast == autocast

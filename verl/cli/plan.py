@@ -120,14 +120,13 @@ def _rates(run: Any, name: str | None, measure: bool) -> DeviceRates:
 
     from verl.models.model_stats import model_stats, sizes_config
     from verl.trainer.plan.workload import device_named, gpu_here, measured_here
-    from verl.utils.memory import computes_bfloat16
 
     if measure:
         if name not in (None, "cpu"):
             raise ConfigError(f"plan.device is {name}: --measure is of this machine. Leave one of them out.")
         source = run.actor.model
         sizes = model_stats(sizes_config(source))
-        dtype = run.actor.on_device(computes_bfloat16("cpu")).autocast or source.dtype
+        dtype = run.actor.on_device(False).autocast or source.dtype
         return measured_here(sizes.hidden, sizes.mlp, dtype)
     if name is not None:
         return device_named(name)

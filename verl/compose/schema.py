@@ -26,6 +26,7 @@ import verl
 from verl.component import Description
 from verl.errors import ConfigError
 from verl.models.gguf import hub_or_package
+from verl.utils.memory import bfloat16_here
 
 
 def conf_dir() -> Path:
@@ -202,7 +203,7 @@ def register() -> None:
     `${divide:384,8}` is 48; `${processes:${sharding._target_},2}` is 1 with sharding=none, else 2;
     `${experiment_of:${algorithm},${actor.model}}` is a name such as `grpo_qwen2-0.5b-instruct`; `${tokens_of:512,
     ${actor.model}}` is 512, or less where the model holds less; `${hub_or_package:NAME}` is NAME, or a file on this
-    machine with the same model (`hub_or_package` of models/gguf).
+    machine with the same model (`hub_or_package` of models/gguf); `${bfloat16_here:}` is bfloat16 or null.
     """
     OmegaConf.register_new_resolver("divide", lambda whole, parts: max(1, whole // max(1, parts)), replace=True)
     OmegaConf.register_new_resolver(
@@ -210,6 +211,7 @@ def register() -> None:
     )
     OmegaConf.register_new_resolver("experiment_of", default_experiment, replace=True)
     OmegaConf.register_new_resolver("hub_or_package", hub_or_package, replace=True)
+    OmegaConf.register_new_resolver("bfloat16_here", bfloat16_here, replace=True)
     OmegaConf.register_new_resolver("tokens_of", default_length, replace=True)
     store = ConfigStore.instance()
     for root in ROOTS.values():

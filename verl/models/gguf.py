@@ -18,7 +18,7 @@ from typing import Any
 from blake3 import blake3
 
 from verl.errors import ConfigError
-from verl.models.model_files import hub_failure, in_hub_cache
+from verl.models.model_files import hub_failure, in_hub_cache, quiet_transformers
 from verl.utils.directories import TemporaryDirectory, cache_root
 from verl.utils.external_input import printable
 
@@ -162,8 +162,6 @@ def _write(file: Path, stored: str, directory: Path) -> None:
     """Write the dequantised model and its tokenizer as `save_pretrained` does."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
-
-    from verl.models.pretrained import quiet_transformers
 
     header = _checked_header(file)
     with quiet_transformers():

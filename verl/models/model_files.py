@@ -260,6 +260,22 @@ def read_model_json(file: Path) -> dict[str, Any] | None:
         raise ConfigError(f"path is {str(file.parent)!r}: {file.name} cannot be used: {error}.") from error
 
 
+@contextlib.contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Inside this context transformers prints no progress bars and no report of unused weights."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
 class SafetensorsReader:
     """Reads weights by name from a directory, lazily.
 

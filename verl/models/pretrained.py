@@ -20,6 +20,7 @@ from verl.models.model_files import (
     directory_faults,
     is_local,
     path_faults,
+    quiet_transformers,
     read_model_json,
     refuse_endless_patterns,
     unloadable_error,
@@ -485,22 +486,6 @@ class Pretrained(ModelSource):
                 f"path is {self.path!r}: {len(holes)} weights are missing or have another shape, such as "
                 f"{holes[0]}. Give the directory of a complete model of this kind."
             )
-
-
-@contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Inside this context transformers prints no progress bars and no report of unused weights."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _count(value: Any) -> int | None:

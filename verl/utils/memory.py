@@ -80,12 +80,22 @@ def make_current(device: str) -> None:
 
 
 def computes_bfloat16(device: str) -> bool:
-    """Whether a device computes in bfloat16 without emulation: GPUs do from Ampere on, CPUs with AMX or AVX512-BF16."""
+    """Whether a device computes in bfloat16 without emulation: GPUs do from Ampere on. A CPU counts as one that does
+    not, since few have products in it; see `bfloat16_here`."""
+    if not device.startswith("cuda"):
+        return False
     import torch
 
-    if not device.startswith("cuda"):
-        return torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def bfloat16_here() -> str | None:
+    """`bfloat16` where this machine has products in it, on its GPU or in a CPU with AMX or AVX512-BF16; else None."""
+    import torch
+
+    if torch.cuda.is_available():
+        return "bfloat16" if computes_bfloat16("cuda") else None
+    return "bfloat16" if torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported() else None
 
 
 def on_current_device(work: Callable[..., Result]) -> Callable[..., Result]:

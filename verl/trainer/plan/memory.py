@@ -21,7 +21,7 @@ from verl.ops.cpu_matmul import chosen_library
 from verl.rollout.vllm.client.gpu_memory import cache_bytes, engine_shape
 from verl.trainer.plan.activations import Activations, num_experts, trace_activations
 from verl.trainer.plan.workload import DeviceRates, RoleLayout, Workload, placed_roles, role_layouts, workload
-from verl.utils.memory import DeviceMemory, computes_bfloat16
+from verl.utils.memory import DeviceMemory
 from verl.workers.base import TrainedRole, roles_on_device
 
 GIB = 2**30
@@ -158,7 +158,7 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
         run: a `PPORun` or an `SFTRun` whose models' configurations can be read.
         on_gpu: its roles live in the memory of GPUs; otherwise in main memory.
     """
-    run = roles_on_device(run, on_gpu or computes_bfloat16("cpu"))
+    run = roles_on_device(run, on_gpu)
     settings, layouts, step = run.trainer, role_layouts(run), workload(run)
     world, placement, in_run = settings.n_gpus_per_node * settings.nnodes, settings.placement, tuple(layouts)
     groups = [(in_run, world)] if placement is None else placement.worker_groups(placed_roles(run), world)
@@ -352,7 +352,7 @@ def memory_plan(
         exact, counted_below: see `trace_activations`.
         limit: bytes available to a process; None: its share of the device.
     """
-    run, step = roles_on_device(run, device.is_gpu or computes_bfloat16("cpu")), workload(run)
+    run, step = roles_on_device(run, device.is_gpu), workload(run)
     estimate = estimate_memory(run, device.is_gpu)
     roles = [_role_plan(run, memory, step, device, exact, counted_below) for memory in estimate.roles]
     if limit is None:

@@ -19,7 +19,7 @@ from verl.checkpoint.save.host_buffer import free_main_memory
 from verl.engines.sharding import NoSharding, Sharding
 from verl.errors import ConfigError
 from verl.trainer.config import PPOSettings
-from verl.utils.memory import computes_bfloat16, gpu_memory_from_outside, gpu_name_from_outside
+from verl.utils.memory import bfloat16_here, gpu_memory_from_outside, gpu_name_from_outside
 
 WORTH_PACKING = 0.85  # of the tokens of padded rows, from which down the rows are packed
 GB, GIB, TERA = 10**9, 2**30, 10**12
@@ -279,7 +279,7 @@ def this_cpu() -> DeviceRates:
     return DeviceRates(
         name="cpu",
         memory=memory,
-        products={"float32": rate, "float64": rate / 2, "bfloat16": rate * (2 if computes_bfloat16("cpu") else 0.25)},
+        products={"float32": rate, "float64": rate / 2, "bfloat16": rate * (2 if bfloat16_here() else 0.25)},
         bandwidth=10 * GB,
         link=5 * GB,
         host_link=5 * GB,
