@@ -1,4 +1,7 @@
-"""The training engine: inference and optimizer steps over micro-batches, equal to one big batch; gradient accumulation.
+"""The training engine: inference and optimizer steps over micro-batches, equal to one big batch.
+
+    forward_backward(batch, loss)   gradients, accumulated over micro-batches and over calls
+    optim_step()                    summed over processes, clipped, applied
 
 A role passes the engine a function from (model, micro-batch) to tensors or to a loss. The engine splits the rows into
 micro-batches and reduces results over the processes of the role. Results do not depend on the split.
@@ -19,6 +22,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -50,6 +54,14 @@ COMPILED_EXPERTS = "has experts, whose choices are counted in Python while it ru
 Compute = Callable[[nn.Module, MicroBatch], dict[str, Tensor]]
 Packs = Literal["auto", "off"]
 Loss = Callable[[nn.Module, MicroBatch, LossTotals], tuple[Tensor, dict[str, Tensor]]]
+
+
+@dataclass
+class _Accumulated:
+    """What `forward_backward` leaves for `optim_step` beside the gradients: sums of this process, and expert load."""
+
+    shares: dict[str, Tensor] = field(default_factory=dict)
+    load: Tensor | None = None
 
 
 class TrainingEngine:
@@ -99,6 +111,7 @@ class TrainingEngine:
         self.replays_routing = False
         self._balance_coef = 0.0
         self._head: LMHead | None = None
+        self._accumulated: _Accumulated | None = None  # since the last optimizer step
 
     @torch.no_grad()
     def infer(
@@ -137,26 +150,29 @@ class TrainingEngine:
             self.routing.end(self.device)
         return {name: x.to(mask.device) for name, x in self.parallel.from_last_stage(results).items()}
 
-    def update(self, batch: DataProto, loss: Loss) -> dict[str, float]:
-        """One optimizer step on this process's share of the rows of a batch.
+    def forward_backward(self, batch: DataProto, loss: Loss) -> LossTotals:
+        """Add the gradient of a loss on this process's share of the rows of a batch to those that are there.
+
+        Several calls before one `optim_step` accumulate: its gradient is that of the sum of their losses, each divided
+        by the totals of its own batch. After a call that raised, the next one begins anew.
 
         Args:
             batch: see `cut_into_micro_batches`; it may be empty as long as another process has rows.
             loss: returns the share of a micro-batch in the loss and in each metric, both divided by the totals of the
                 whole batch that it receives, so that summing over micro-batches and processes gives the loss.
         Returns:
-            Metrics of the whole batch, with `loss`, `grad_norm` (before clipping) and `lr`. If one of them is not
-            finite, the step is skipped: weights, optimizer and schedule are unchanged. All processes have the same
-            metrics and therefore take the same decision.
+            Those totals.
         """
-        assert self.optimizer_config is not None, "this engine only infers"
-        assert self.optimizer is not None
+        assert self.optimizer is not None, "this engine only infers"
         totals = self._totals(batch)
         if self.routing is not None and self._balance_coef:
             self.routing.balance(self._load_of(batch))
         self.model.train(self.paths(batch).trains)
-        self.optimizer.zero_grad(set_to_none=True)
-        shares: dict[str, Tensor] = {}
+        accumulated, self._accumulated = self._accumulated, None
+        if accumulated is None:
+            self.optimizer.zero_grad(set_to_none=True)
+            accumulated = _Accumulated()
+        shares = accumulated.shares
 
         def loss_of_one(micro: MicroBatch) -> Tensor:
             if self.routing is not None:
@@ -165,7 +181,7 @@ class TrainingEngine:
             if self.routing is not None and self._balance_coef:
                 stats["router_aux_loss"] = self.routing.balance_loss()
                 value = value + self._balance_coef * stats["router_aux_loss"].to(value.dtype)
-            if "plant_nan" in batch.meta_info:  # fault injection; see verl.monitoring
+            if "plant_nan" in batch.meta_info:  # fault injection; see verl.trainer.guards
                 value = value * math.nan
             for name, x in {"loss": value, **stats}.items():
                 shares[name] = shares.get(name, 0.0) + x.detach().double()
@@ -174,14 +190,35 @@ class TrainingEngine:
         self.parallel.run_micro_batches(
             self.micro_batches(batch), loss_of_one, self._computing, model=self.model, trains=True
         )
+        if self.routing is not None:
+            load = self.routing.end(self.device).tensors()
+            accumulated.load = load if accumulated.load is None else accumulated.load + load
+            self.routing.balance(None)
+        self._accumulated = accumulated
+        return totals
+
+    def optim_step(self) -> dict[str, float]:
+        """One optimizer step down the gradients that `forward_backward` has accumulated.
+
+        Returns:
+            Metrics of the whole batch, with `loss`, `grad_norm` (before clipping) and `lr`. If one of them is not
+            finite, the step is skipped: weights, optimizer and schedule are unchanged. All processes have the same
+            metrics and therefore take the same decision.
+        Raises:
+            RuntimeError: no `forward_backward` came before it, or `release` has freed its gradients.
+        """
+        accumulated, self._accumulated = self._accumulated, None
+        if accumulated is None:
+            raise RuntimeError("optim_step has no gradients: call forward_backward before each optim_step.")
+        assert self.optimizer is not None
+        assert self.optimizer_config is not None
         self.parallel.sum_gradients(self.parameters.values())
+        shares = accumulated.shares
         local = torch.stack(list(shares.values())).tolist() if shares else []  # one transfer from the device
         metrics = self.parallel.sums(dict(zip(shares, local, strict=True)))
         metrics["grad_norm"] = float(self.parallel.clip(self.parameters.values(), self.optimizer_config.max_grad_norm))
-        if self.routing is not None:
-            load = self.parallel.sum_of_tokens(self.routing.end(self.device).tensors())
-            metrics |= ExpertLoad.metrics(load, self.routing.layers)
-            self.routing.balance(None)
+        if self.routing is not None and accumulated.load is not None:
+            metrics |= ExpertLoad.metrics(self.parallel.sum_of_tokens(accumulated.load), self.routing.layers)
         lr = self.optimizer_config.learning_rate(self.updates, self.total_updates)
         if not all(math.isfinite(x) for x in metrics.values()):
             self.optimizer.zero_grad(set_to_none=True)
@@ -197,8 +234,14 @@ class TrainingEngine:
             metrics["peak_gpu_memory_mib"] = self.parallel.most(torch.cuda.max_memory_allocated(self.device)) / 2**20
         return {**metrics, "lr": lr}
 
+    def update(self, batch: DataProto, loss: Loss) -> dict[str, float]:
+        """One optimizer step on a batch: `forward_backward` and `optim_step`."""
+        self.forward_backward(batch, loss)
+        return self.optim_step()
+
     def release(self) -> None:
         """Free the gradients and the caching allocator's unused memory, for generation and for other roles."""
+        self._accumulated = None
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         release_cached(self.device)

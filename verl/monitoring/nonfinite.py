@@ -325,7 +325,7 @@ class NonFiniteGuard:
 
 
 def is_finite(metrics: Mapping[str, float]) -> bool:
-    """Whether an optimizer step with these metrics was made; see `TrainingEngine.update`."""
+    """Whether an optimizer step with these metrics was made; see `TrainingEngine.optim_step`."""
     return all(math.isfinite(x) for x in metrics.values())
 
 
