@@ -28,7 +28,7 @@ from verl.checkpoint.resume_point import find
 from verl.component import BuildContext
 from verl.engines.parallel_dims import Parallelism
 from verl.models.pretrained import Pretrained
-from verl.trainer import ppo_lifecycle
+from verl.trainer import build
 from verl.trainer.state.train_state import RankWriters
 from verl.workers.load_state import CheckpointSelection, RestoreSource, load_optimizer, load_weights
 
@@ -51,14 +51,14 @@ def described(hidden: int, mode: str, steps: int, directory: Path) -> Any:
 
 def saved(side: str, hidden: int, mode: str, saves: int, directory: Path) -> list[dict[str, float]]:
     """What each save of a run cost, the first one left out: memory is touched for the first time there."""
-    run, before = described(hidden, mode, saves + 1, directory), ppo_lifecycle.rank_writers_of
+    run, before = described(hidden, mode, saves + 1, directory), build.rank_writers_of
     if side == "part":
-        ppo_lifecycle.rank_writers_of = lambda cluster, trained, settings: RankWriters(trained, settings)
+        build.rank_writers_of = lambda cluster, trained, settings: RankWriters(trained, settings)
     try:
         with run.build(BuildContext(run_dir=directory / "run")) as trainer:
             return trainer.fit().saves[1:]
     finally:
-        ppo_lifecycle.rank_writers_of = before
+        build.rank_writers_of = before
 
 
 def resumed(hidden: int, rounds: int, directory: Path) -> dict[str, float]:

@@ -161,7 +161,7 @@ def test_a_warning_is_told_once_and_a_wrong_start_is_never_the_measure(model32, 
         run = faulty(model32, "other model", safety=safety, total_steps=4)
         with run.build(BuildContext(run_dir=tmp_path)) as trainer:
             assert trainer.fit().status == "finished"
-            state = trainer.guard.state_dict()["log_prob_gap"]
+            state = trainer.guards.monitor.state_dict()["log_prob_gap"]
             assert (state["first_nats"], state["is_beyond"]) == (None, True)
     told = [record.getMessage() for record in caplog.records if GAP in record.getMessage()]
     assert len(told) == 1
@@ -284,7 +284,7 @@ def test_a_resumed_run_keeps_the_first_gap_bit_for_bit_and_an_older_checkpoint_g
         trainer.fit()
         of = ["float32", "float32", "FaultySampler", 1.0]
         state = {"first_nats": first[GAP], "of": of, "is_beyond": False}
-        assert trainer.guard.state_dict()["log_prob_gap"] == state
+        assert trainer.guards.monitor.state_dict()["log_prob_gap"] == state
     again = [without_times(line) for line in step_lines(tmp_path / "again")]
     assert again == [without_times(line) for line in step_lines(tmp_path / "whole")[1:]]
 

@@ -311,7 +311,7 @@ def test_a_reward_that_is_replaced_rates_what_was_begun_before_anew(model32, tmp
         loop = TrainLoop(trainer, {})
         loop.open()
         loop.step()
-        trainer.pipeline.collect()
+        trainer.sampling.queue.collect()
         trainer.replace_reward(SUM)
         loop.step()
     last = step_lines(tmp_path / "run")[-1]

@@ -17,7 +17,7 @@ from verl.tracking.base import Trackers
 from verl.tracking.console import Console
 from verl.tracking.logging_setup import setup_logging
 from verl.trainer import train_loop
-from verl.trainer.setup import fit_with_restarts, last_checkpoint_of
+from verl.trainer.train_loop import fit_with_restarts, last_checkpoint_of
 
 
 @pytest.mark.exhaustive

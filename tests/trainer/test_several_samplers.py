@@ -180,7 +180,7 @@ class WrongHost(sampler_module.SamplerHost):
 @needs_two_cores
 @pytest.mark.exhaustive
 def test_wrong_weights_in_the_second_engine_stop_the_run(model32, tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.trainer.ppo_lifecycle.SamplerHost", WrongHost)
+    monkeypatch.setattr("verl.trainer.build.SamplerHost", WrongHost)
     run = in_flight(model32, tmp_path, placement=mesh(*ENGINES))
     with pytest.raises(RolloutError, match=r"rank 1 of the sampler does not hold .* weights of version 0: 1 of \d+ te"):
         fit(run, tmp_path / "run")
@@ -197,7 +197,7 @@ class DyingHost(sampler_module.SamplerHost):
 @needs_two_cores
 @pytest.mark.exhaustive
 def test_an_engine_that_dies_while_it_starts_is_named_by_role_and_rank(model32, tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.trainer.ppo_lifecycle.SamplerHost", DyingHost)
+    monkeypatch.setattr("verl.trainer.build.SamplerHost", DyingHost)
     with pytest.raises(WorkerDied, match=r"rank 1 failed in start:\nit held the role sampler; .* SIGKILL"):
         fit(in_flight(model32, tmp_path, placement=mesh(*ENGINES)), tmp_path / "run")
 
@@ -218,7 +218,7 @@ class HangingHost(sampler_module.SamplerHost):
 @needs_two_cores
 @pytest.mark.exhaustive
 def test_an_engine_that_hangs_beside_one_that_goes_on_is_named_by_its_rank(model32, tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.trainer.ppo_lifecycle.SamplerHost", HangingHost)
+    monkeypatch.setattr("verl.trainer.build.SamplerHost", HangingHost)
     run = in_flight(model32, tmp_path, placement=mesh(*ENGINES), reward=Counted())  # whose groups are asked for
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         trainer.sampler_group._call_timeout_s = 3.0

@@ -106,6 +106,12 @@ class AsyncRewards:
                 self._counts.setdefault(name, []).extend(numbers)
             return rating
 
+    def scored(self, rollout: DataProto, step: int | None = None) -> DataProto:
+        """Responses with their rewards; `step`: see `rating`, None in an evaluation."""
+        with self.lock:
+            rating = self._reward.prepare(rollout) if step is None else self.rating(step, rollout)
+            return rollout.union(self._reward.score(rollout, self._reward.apply(rating, rollout)))
+
     def count(self, name: str, number: float) -> None:
         """Add to a count of the step."""
         self._counts.setdefault(name, []).append(number)

@@ -184,9 +184,9 @@ class ActorWorker(TrainedWorker):
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), version)}))
 
     @on_all
-    def rest(self) -> None:
+    def offload(self) -> None:
         """Free the rollout engine's memory, because nothing is generated until the next sync."""
-        self.sampler.rest()
+        self.sampler.offload()
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
@@ -194,7 +194,7 @@ class ActorWorker(TrainedWorker):
 
         Where the batch has `policy_version`, `is_on_policy` [B] too: whether these very weights drew the row.
         """
-        self.sampler.rest()
+        self.sampler.offload()
         self.first_batch.look(batch)
         self._unreplayed = self._gap_without_replay(batch)
         return self._with_origin(self.engine.infer(batch, self.micro_batch_scores), batch)
@@ -203,7 +203,7 @@ class ActorWorker(TrainedWorker):
     def plain_log_probs(self, batch: DataProto, lengthened: bool = False) -> DataProto:
         """`old_log_probs` [B T] and `is_on_policy` [B], by a forward pass of each row alone; `lengthened` by
         tokens behind each row, where routers choose by themselves."""
-        self.sampler.rest()
+        self.sampler.offload()
         plain = with_tail(self.first_batch.plain, self.engine, batch) if lengthened else self.first_batch.plain
         scores = self.engine.infer(batch, plain, alone=True, replays=False if lengthened else None)
         return self._with_origin({"old_log_probs": scores["log_probs"]} if scores else {}, batch)
@@ -214,7 +214,7 @@ class ActorWorker(TrainedWorker):
 
         Where nothing computed log-probs before, its metrics also contain what is otherwise measured then.
         """
-        self.sampler.rest()
+        self.sampler.offload()
         self.first_batch.look(batch)
         self._gap, measures = LogProbGap(), self._measures(batch.batch)
         if measures:

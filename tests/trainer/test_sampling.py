@@ -18,8 +18,7 @@ from verl.errors import RolloutError, WorkerDied
 from verl.protocol import DataProto
 from verl.rewards.async_rewards import AsyncRewards
 from verl.rollout.base import GenerationRequest, SyncResult
-from verl.trainer.ppo import PPOTrainer
-from verl.trainer.rollout_pipeline import RolloutPipeline
+from verl.trainer.sampling import RolloutQueue, Sampling
 from verl.workers.sampler import weight_digests
 
 
@@ -191,6 +190,13 @@ class FakeActor:
         return done(drawn(prompts, request, version))
 
 
+class _OfBareRows(Sampling):
+    """Its rows have ids and no tokens."""
+
+    def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        return prompts
+
+
 @dataclass
 class Schedule:
     """A run of the real admission and queue over fake engines.
@@ -208,12 +214,8 @@ class Schedule:
     in_flight: bool = False
     num_engines: int = 1
     trained: list[tuple[list[int], int, int]] = field(default_factory=list)
-    _request = PPOTrainer._request
 
     def __post_init__(self):
-        self.settings, self.async_rewards = SimpleNamespace(group_size=2), AsyncRewards()  # without a reward
-        self.train_data = SimpleNamespace(collate=self._collate)
-        self.data_responses = SimpleNamespace(drawn=lambda prompts, step: prompts)
         self.start()
 
     def start(self, saved: Any = None) -> None:
@@ -222,7 +224,13 @@ class Schedule:
         samplers = FakeStepSamplers(self.num_engines) if self.in_flight else FakeSampler()
         self.group: Any = samplers if self.has_sampler else None
         self.sampler = EpochSampler(7, self.prompts_per_step, seed=3)
-        self.pipeline: Any = RolloutPipeline(self.actor, self.staleness, self.group, in_flight=self.in_flight)
+        self.pipeline: Any = RolloutQueue(self.actor, self.staleness, self.group, in_flight=self.in_flight)
+        run: Any = SimpleNamespace(trainer=SimpleNamespace(group_size=2), algorithm=None, environment=None)
+        run.rollout = SimpleNamespace(can_offload=False)
+        data: Any = SimpleNamespace(collate=self._collate), self.sampler, self.num_steps
+        responses: Any = SimpleNamespace(sampled=lambda prompts, step: prompts)
+        none: Any = None
+        self.sampling = _OfBareRows(run, *data, none, self.pipeline, AsyncRewards(), none, none, responses)
         self.trained = []
         if saved is not None:
             self.trained, self.actor.version = list(saved[0]), saved[1]
@@ -237,7 +245,7 @@ class Schedule:
         step, batch = len(self.trained) + 1, self._collate(self.sampler.next_batch())
         self._engine_works(chance)
         rows = self.pipeline.take(batch, GenerationRequest(step, 2))
-        PPOTrainer._draw_ahead(self, step)  # type: ignore[arg-type]
+        self.sampling.begin_ahead(step)
         assert len(self.pipeline) == min(self.staleness, self.num_steps - step)
         begun = step + len(self.pipeline)
         assert begun - (step - 1) <= self.staleness + 1
@@ -266,12 +274,6 @@ class Schedule:
     def run(self, chance: random.Random) -> None:
         while len(self.trained) < self.num_steps:
             self.step(chance)
-
-    def _described(self, rows: DataProto, prompts: DataProto) -> DataProto:
-        raise NotImplementedError
-
-    def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        return prompts
 
     def _collate(self, rows: torch.Tensor) -> DataProto:
         return DataProto.from_dict({"prompt_ids": rows, "group_ids": torch.arange(len(rows))})
@@ -414,7 +416,7 @@ def test_a_resume_with_another_staleness_trains_on_each_ticket_once_in_order(bef
     while len(schedule.trained) < schedule.num_steps:
         batch, step = schedule._collate(schedule.sampler.next_batch()), len(schedule.trained) + 1
         rows = schedule.pipeline.take(batch, GenerationRequest(step, 2))
-        PPOTrainer._draw_ahead(schedule, step)  # type: ignore[arg-type]
+        schedule.sampling.begin_ahead(step)
         assert len(schedule.pipeline) <= max(after, 2 * before + 3 - step)
         version = int(rows["policy_version"][0])
         assert schedule.pipeline._metrics[f"async/lag_{schedule.actor.version - version}_share"] == 1
@@ -486,9 +488,9 @@ def test_digests_that_come_behind_the_rows_of_their_weights_are_awaited(monkeypa
 def test_tokens_that_are_older_than_the_bound_are_not_trained_on(in_flight, monkeypatch):
     schedule, chance = Schedule(2, 1, 9, True, frozenset(), in_flight), Paced(99)
     monkeypatch.setattr(
-        RolloutPipeline,
+        RolloutQueue,
         "_send_weights",
-        lambda self, send=RolloutPipeline._send_weights: send(self) if self._sent is None else SyncResult("lost"),
+        lambda self, send=RolloutQueue._send_weights: send(self) if self._sent is None else SyncResult("lost"),
     )
     with pytest.raises(AssertionError, match="lags .* exceed 2"):
         schedule.run(chance)

@@ -1,11 +1,16 @@
-"""The queue between generation and training, `max_staleness` S batches long; 0 generates and trains alternately.
+"""From a batch of prompts to the responses of a step: the queue between generation and training, dynamic sampling.
+
+prompts ── Sampling.sample ──> queue ──> responses with their texts ──> rewards ──> groups of mixed rewards
+                └─ begin_ahead: prompts of the next S steps
+
+The queue is `max_staleness` S batches long; 0 generates and trains alternately.
 
 step t     take(t) ── begin(t+S) ── score, update ── sync
 engine     ... ── t+1 ── weights ── t+2 ── weights ── ... ── t+S
 
 Each group of responses has a ticket, its place in the order of the data: batch t is the tickets tP to (t+1)P. A batch
 begins only after batch t-S was taken, so that begun less trained groups stay below (S+1)P, and batches are taken in
-order. The engine does its work in the order in which it was asked (`rollout.weight_update=drain`): batch t+S is drawn
+order. The engine does its work in the order in which it was asked (`rollout.weight_update=drain`): batch t+S is sampled
 with the weights after step t-1, whatever the speed of either side. A run can therefore be repeated, and resumed, bit by
 bit. With `in_flight` the engine takes weights between two tokens, and the schedule of its steps
 (`verl/workers/schedule.py`) says which two.
@@ -25,27 +30,200 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from verl.algorithms.dynamic_sampling import (
+    DynamicSampling,
+    concat_groups,
+    kept_groups,
+    no_group_error,
+    selection_metrics,
+)
 from verl.cluster.rpc import RoleHandle, WorkerGroup
+from verl.data.base import Dataset
+from verl.data.sampler import EpochSampler
+from verl.environments.episode import response_texts, without_dropped
 from verl.errors import RolloutError, VerlError, WorkerError
+from verl.ops.sampling import TRAINING
 from verl.protocol import DataProto
 from verl.protocol.serialization import json_text
 from verl.rewards.async_rewards import AsyncRewards
 from verl.rollout.base import GenerationRequest, SyncResult
+from verl.rollout.data_responses import DataResponses
+from verl.trainer.guards import stage
+from verl.trainer.timers import StageTimers
 from verl.workers.sampler import SamplerWorker, weight_digests
 from verl.workers.schedule import ScheduleFile, schedule_path
 
 log = logging.getLogger(__name__)
 
+PROMPT_FIELDS = ["prompts", "prompt_mask", "prompt_ids", "group_ids"]
 SYNC_VERSIONS = "sync_versions"  # in a checkpoint: of the latest syncs, beside the rows
 JSON = "_json"  # suffix, in a checkpoint: the bytes of a column of JSON values
 STEP = "step"  # in a checkpoint, in flight: whose batch was taken last
+
+
+class Sampling:
+    """Responses of the policy, with their rewards.
+
+    Args:
+        run: the description of the run.
+        data, order: training rows, and the order in which steps take them.
+        num_steps: of the run; nothing is generated ahead for later ones.
+        tokenizer: of the policy.
+        queue: between generation and training.
+        rewards: computes them.
+        guards: those of the trainer.
+        stages: its timers.
+    """
+
+    def __init__(
+        self,
+        run: Any,
+        data: Dataset,
+        order: EpochSampler,
+        num_steps: int,
+        tokenizer: Any,
+        queue: RolloutQueue,
+        rewards: AsyncRewards,
+        guards: Any,
+        stages: StageTimers,
+        data_responses: DataResponses,
+    ):
+        self.settings, self.algorithm, self.tokenizer = run.trainer, run.algorithm, tokenizer
+        self.data, self.order, self.num_steps = data, order, num_steps
+        self.queue, self.rewards, self.guards, self.stages = queue, rewards, guards, stages
+        self.data_responses, self.lengths = data_responses, LengthPredictor()
+        self._plays_episodes = run.environment is not None
+        self._offloads = not queue.depth and run.rollout.can_offload
+        self._step = 0
+
+    def sample(self, batch: DataProto, step: int) -> tuple[DataProto, dict[str, float]]:
+        """Responses to the prompts of a step, those that dynamic sampling selects; what is next is begun ahead."""
+        self._step, metrics = step, dict[str, float]()
+        rollout = self.generate(self.data_responses.sampled(batch, step), self.request(step))
+        self.begin_ahead(step)
+        if self.algorithm.selection is not None:
+            rollout, metrics = self.select(rollout, self.algorithm.selection)
+        if self._offloads:  # nothing is generated before the next sync
+            self.queue.actor.offload().result()
+        return rollout, metrics
+
+    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """Sample responses y ~ pi(. | x), or episodes: prompts with all tokens after them, [B S], and their texts."""
+        with self.stages.stage("gen") as note:
+            rows = self._respond(prompts, request)
+            if self.algorithm.needs_greedy_baseline:
+                greedy = self._respond(prompts, replace(request, num_samples=1, greedy=True))
+                scores = torch.tensor(self.compute_rewards(greedy, 0)["score"].astype(float))
+                baseline = {"greedy_scores": scores.repeat_interleave(request.num_samples)}
+                rows = rows.union(DataProto.from_dict(baseline))
+            tokens = int(rows["response_mask"].sum())
+            note.say(f"{len(rows)} responses to {len(prompts)} prompts, {tokens} tokens")
+        return rows
+
+    def select(self, rollout: DataProto, selection: DynamicSampling) -> tuple[DataProto, dict[str, float]]:
+        """Keep groups with mixed rewards, and sample further prompts to replace the others."""
+        sampled, groups = [self.add_rewards(rollout)], []
+        for round_ in range(1, selection.max_rounds + 1):
+            groups = kept_groups(sampled, selection)
+            if len(groups) >= self.settings.prompts_per_step or round_ == selection.max_rounds:
+                break
+            seen = torch.cat([rows["prompt_ids"] for rows in sampled])
+            further = self.data.collate(self.order.next_batch())
+            further = further[~torch.isin(further["prompt_ids"], seen)]
+            if not len(further):  # an epoch ended within the step: all that is left was sampled already
+                break
+            sampled.append(self.add_rewards(self.generate(further, self.request(self._step))))
+        if not groups and selection.on_none == "error" and any(map(len, sampled)):
+            raise no_group_error(sampled)
+        chosen = concat_groups(groups[: self.settings.prompts_per_step]) if groups else sampled[0][:0]
+        return chosen, selection_metrics(sampled, groups)
+
+    def begin_ahead(self, step: int) -> None:
+        """Start generation for the batches after this step's that the queue admits, and score them early."""
+        for ahead in range(len(self.queue), min(self.queue.depth, self.num_steps - step)):
+            request = self.request(step + 1 + ahead)
+            prompts = self.data.collate(self.order.peek(ahead))
+            prompts = _grouped(self.data_responses.sampled(prompts, request.step))
+            self.rewards.expect(request.step, prompts, partial(self._described, prompts=prompts))
+            self.queue.begin(self._asked(prompts, request), request)
+
+    def add_rewards(self, rollout: DataProto) -> DataProto:
+        """The responses that have a reward, with it; unchanged if they have it already."""
+        if "token_level_scores" in rollout:  # a selection has read them
+            return rollout
+        with self.stages.stage("reward") as note:
+            rollout = self.reward_rows(rollout)
+            scores = rollout["score"].astype(float)
+            self.order.record(rollout["prompt_ids"], torch.tensor(scores) >= self.settings.success_score)
+            note.say(f"mean {float(np.mean(scores)):.4f}" if len(scores) else "no response has one")
+        return rollout
+
+    @stage
+    def reward_rows(self, rollout: DataProto) -> DataProto:
+        """The rows that have a reward and a greedy baseline, where there is one; the others (None) are left out."""
+        rollout = self.compute_rewards(rollout, self._step)
+        has_none = torch.tensor(np.isnan(rollout["score"].astype(float)))
+        has_none &= rollout["token_level_scores"].isfinite().all(dim=1)  # else the reward is not finite
+        if "greedy_scores" in rollout:
+            has_none |= rollout["greedy_scores"].isnan()
+        if has_none.any():
+            self.rewards.count("unrated", float(has_none.sum()))
+        if has_none.all():
+            self.stages.tracker.message(f"Step {self._step}: none of {len(rollout)} responses has a reward (None).")
+        return rollout[~has_none] if has_none.any() else rollout
+
+    @stage
+    def compute_rewards(self, rows: DataProto, step: int) -> DataProto:
+        """Responses with their rewards, NaN where a reward is None; step 0 for rows that were not expected."""
+        return self.rewards.scored(rows, step)
+
+    def evaluate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """Responses with their rewards that nothing is trained on."""
+        return self.rewards.scored(self._respond(prompts, request))
+
+    def request(self, step: int) -> GenerationRequest:
+        return GenerationRequest(step, self.settings.group_size)
+
+    def close(self) -> None:
+        """Compute no more rewards ahead, and write what is left of the schedule."""
+        self.rewards.close()
+        self.queue.close()
+
+    def _respond(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """Responses or episodes, the data columns, and the response texts."""
+        prompts = _grouped(prompts)
+        asked, is_training = self._asked(prompts, request), request.stream == TRAINING and not request.greedy
+        if is_training:
+            self.rewards.expect(request.step, prompts, partial(self._described, prompts=prompts))
+        rows = (self.queue.take if is_training else self.queue.generate)(asked, request)
+        if is_training:
+            self.lengths.note(rows)
+        return self._described(rows, prompts)
+
+    def _described(self, rows: DataProto, prompts: DataProto) -> DataProto:
+        """Responses with the data columns of their prompts, and their texts."""
+        texts: Any = response_texts(rows, self.tokenizer)
+        columns = prompts.select([], list(prompts.non_tensor_batch))[rows["group_ids"]]
+        return without_dropped(rows.union(columns, DataProto.from_dict(non_tensors={"response_text": texts})))
+
+    def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """What the engine is given of the prompts."""
+        columns = list(prompts.non_tensor_batch) if self._plays_episodes else []
+        return self.lengths.beside(prompts.select(PROMPT_FIELDS, columns), request.num_samples)
+
+
+def _grouped(prompts: DataProto) -> DataProto:
+    """Prompts with group ids, one group per prompt."""
+    return prompts.union(DataProto.from_dict({"group_ids": torch.arange(len(prompts))}))
 
 
 @contextmanager
@@ -83,7 +261,7 @@ class _BegunBatch:
         return self._rows
 
 
-class RolloutPipeline:
+class RolloutQueue:
     """The batches between generation and training.
 
     An engine of the actor's (`rollout=vllm`, `rollout=server`) generates one batch beside the training; before its
@@ -120,7 +298,7 @@ class RolloutPipeline:
         paths = [] if run_dir is None else [schedule_path(run_dir, engine) for engine in range(self._num_engines)]
         self._schedule_files = [ScheduleFile(path) for path in paths]
         self._writes_schedule = False
-        self._actor, self.depth, self._group, self.in_flight = actor, depth, sampler, in_flight
+        self.actor, self.depth, self._group, self.in_flight = actor, depth, sampler, in_flight
         self._sampler: Any = None if sampler is None else RoleHandle(sampler, "sampler", SamplerWorker)
         self._actor_generates = actor_generates
         self._queue: deque[_BegunBatch] = deque()
@@ -146,7 +324,7 @@ class RolloutPipeline:
 
     def current_version(self) -> int:
         """Version of the policy: its optimizer steps."""
-        return self._actor.current_version().result()
+        return self.actor.current_version().result()
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         """Start generating for the next batch; returns immediately."""
@@ -161,13 +339,13 @@ class RolloutPipeline:
         if self._sampler is None:
             self.collect()
             self._note_version(version)
-            self._actor.begin_generate(prompts, request).result()
-            self._queue.append(_BegunBatch(lambda: self._actor.finish_generate(prompts, request).result()))
+            self.actor.begin_generate(prompts, request).result()
+            self._queue.append(_BegunBatch(lambda: self.actor.finish_generate(prompts, request).result()))
             return
         self._update_engine(version)
-        drawn = self._call(self._sampler.generate, prompts, request)
-        drawn.add_done_callback(partial(self._note_drawn, request.step))
-        self._queue.append(_BegunBatch(partial(self._answer, drawn)))
+        sampled = self._call(self._sampler.generate, prompts, request)
+        sampled.add_done_callback(partial(self._note_sampled, request.step))
+        self._queue.append(_BegunBatch(partial(self._answer, sampled)))
 
     def collect(self) -> None:
         """Wait for all responses that were begun. Idempotent."""
@@ -181,7 +359,7 @@ class RolloutPipeline:
             return self._answer(self._sampler.generate(prompts, request))
         if self.holds_weights:
             self.collect()
-        return self._actor.generate(prompts, request).result()
+        return self.actor.generate(prompts, request).result()
 
     def take(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """The responses to these prompts: those of the oldest batch, or new ones if the queue is empty."""
@@ -214,7 +392,7 @@ class RolloutPipeline:
         """Send the present weights to the engine, and the metrics since the last sync."""
         if self.holds_weights:
             self.collect()
-        synced: SyncResult = self._actor.sync().result()
+        synced: SyncResult = self.actor.sync().result()
         if self._sampler is not None:
             synced = self._send_weights()
         elif self.depth:
@@ -279,7 +457,7 @@ class RolloutPipeline:
             )
             state, states = {}, {}
         self._sent = self.current_version()
-        version, weights = self._actor.rollout_weights().result()
+        version, weights = self.actor.rollout_weights().result()
         loaded = self._sampler.restore_rows([states[rank] for rank in sorted(states, key=_number)], version, weights)
         self._answer(loaded)
         self._loads.append((version, weight_digests(weights), loaded))
@@ -297,9 +475,9 @@ class RolloutPipeline:
         if self._sent != version:
             self._send_weights()
 
-    def _note_drawn(self, step: int, drawn: Future[DataProto]) -> None:
-        if not drawn.cancelled() and drawn.exception() is None:
-            self._rewards.note({step: drawn.result()})
+    def _note_sampled(self, step: int, sampled: Future[DataProto]) -> None:
+        if not sampled.cancelled() and sampled.exception() is None:
+            self._rewards.note({step: sampled.result()})
 
     def _finish(self, step: int, begun: Future[None] | None = None) -> DataProto:
         if begun is not None:
@@ -326,7 +504,7 @@ class RolloutPipeline:
 
     def _send_weights(self) -> SyncResult:
         """Queue a copy of the present weights for the sampler, behind the batches that were begun."""
-        version, weights = self._actor.rollout_weights().result()
+        version, weights = self.actor.rollout_weights().result()
         load = self._sampler.load if self.in_flight else partial(self._call, self._sampler.load)
         self._loads.append((version, weight_digests(weights), load(version, weights)))
         self._note_version(version)
@@ -335,15 +513,15 @@ class RolloutPipeline:
         note = f"{len(weights)} tensors, {num_bytes / 2**20:.1f} MiB, to the sampler"
         return SyncResult(note, {"sync/bytes": float(num_bytes)})
 
-    def _verify(self, drawn_by: int) -> None:
-        """Compare what the sampler has loaded with what was sent: the weights up to those of the youngest token that is
-        to be trained on, whose answer may come behind that token's, and others that are there.
+    def _verify(self, sampled_by: int) -> None:
+        """Compare the weights that the sampler has loaded with those that were sent: all versions up to the newest that
+        a token to be trained on was sampled with (waits for them), and later ones that have been loaded by now.
 
         Raises:
             RolloutError: a tensor differs.
         """
         version = -1
-        while self._loads and (version < drawn_by >= self._loads[0][0] or self._loads[0][2].done()):
+        while self._loads and (version < sampled_by >= self._loads[0][0] or self._loads[0][2].done()):
             version, sent, load = self._loads.popleft()
             for rank, held in enumerate(self._answer(load)):
                 if wrong := [name for name, digest in sent.items() if held.get(name) != digest]:
@@ -374,8 +552,8 @@ class RolloutPipeline:
             versions = rows["policy_version"][:, None].expand(rows["responses"].shape)
             rows = rows.union(DataProto.from_dict({"token_versions": versions.clone()}))
         self._note_version(self.current_version())
-        drawn = rows["token_versions"][rows["response_mask"]]
-        lags = (torch.tensor(self._versions, dtype=torch.int64) > drawn[:, None]).sum(dim=1)
+        sampled = rows["token_versions"][rows["response_mask"]]
+        lags = (torch.tensor(self._versions, dtype=torch.int64) > sampled[:, None]).sum(dim=1)
         counts = torch.bincount(lags, minlength=self.depth + 1).tolist()
         assert not is_bounded or not any(counts[self.depth + 1 :]), f"lags {counts} exceed {self.depth}"
         self._metrics |= {f"async/lag_{lag}_share": n / max(1, len(lags)) for lag, n in enumerate(counts)}
