@@ -221,7 +221,7 @@ def test_roles_anywhere_train_what_one_process_with_a_sampler_does(where, local,
         "mesh": {"placement": DeviceMesh(devices=("cpu:0",), sub_meshes={"sampler": ("cpu:1",)})},
     }
     with playing(model64, tmp_path, **options[where]).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        pids = trainer.sampler_group.pids
+        pids = trainer.rollout_workers.pids
         assert len(pids) == 1
         trainer.fit()
     assert wait_until_gone(pids, 30.0) == []

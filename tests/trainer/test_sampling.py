@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from verl.data.sampler import EpochSampler
+from verl.data.sampler import DataSampler
 from verl.errors import RolloutError, WorkerDied
 from verl.protocol import DataProto
 from verl.rewards.async_rewards import AsyncRewards
 from verl.rollout.base import GenerationRequest, SyncResult
 from verl.trainer.sampling import RolloutQueue, Sampling
-from verl.workers.sampler import weight_digests
+from verl.workers.rollout_worker import weight_digests
 
 
 def done(value: Any) -> Future[Any]:
@@ -223,7 +223,7 @@ class Schedule:
         self.actor = FakeActor()
         samplers = FakeStepSamplers(self.num_engines) if self.in_flight else FakeSampler()
         self.group: Any = samplers if self.has_sampler else None
-        self.sampler = EpochSampler(7, self.prompts_per_step, seed=3)
+        self.sampler = DataSampler(7, self.prompts_per_step, seed=3)
         self.pipeline: Any = RolloutQueue(self.actor, self.staleness, self.group, in_flight=self.in_flight)
         run: Any = SimpleNamespace(trainer=SimpleNamespace(group_size=2), algorithm=None, environment=None)
         run.rollout = SimpleNamespace(can_offload=False)
@@ -302,7 +302,7 @@ def test_any_schedule_in_flight_trains_on_each_ticket_once_in_order_and_within_t
             if kills and chance.random() < 0.3:
                 kills, killed = kills - 1, killed + 1
                 schedule.start(saved)
-        order = EpochSampler(7, prompts, seed=3)
+        order = DataSampler(7, prompts, seed=3)
         synced = [sum(step not in skipped for step in range(1, s)) for s in range(1, steps + 1)]
         for index, (prompt_ids, version, trained_at) in enumerate(schedule.trained):
             assert prompt_ids == order.next_batch().tolist(), seed
@@ -333,7 +333,7 @@ def test_any_schedule_with_saves_and_kills_trains_on_each_ticket_once_in_order_a
             if kills and chance.random() < 0.3:
                 kills, killed = kills - 1, killed + 1
                 schedule.start(saved)
-        order = EpochSampler(7, schedule.prompts_per_step, seed=3)
+        order = DataSampler(7, schedule.prompts_per_step, seed=3)
         synced = [sum(step not in schedule.skipped for step in range(1, s)) for s in range(1, schedule.num_steps + 1)]
         expected = [
             (order.next_batch().tolist(), synced[max(0, index - schedule.staleness)], synced[index])
@@ -397,7 +397,7 @@ def test_steps_without_an_update_give_their_place_back():
 @pytest.mark.parametrize("has_sampler", [True, False])
 def test_a_resume_at_a_late_version_begins_no_more_than_the_bound_admits(has_sampler):
     schedule = Schedule(2 if has_sampler else 1, 2, 99, has_sampler, frozenset())
-    schedule.start(([([], 0, 0)] * 50, 50, EpochSampler(7, 2, seed=3).state_dict(), {}))  # of a synchronous run
+    schedule.start(([([], 0, 0)] * 50, 50, DataSampler(7, 2, seed=3).state_dict(), {}))  # of a synchronous run
     for _ in range(4):
         schedule.step(Paced(0))  # asserts what was begun, and the age of what is trained on
     assert [version for _, version, _ in schedule.trained[50:]][:3] == [50] * (schedule.staleness + 1) + [51] * (
@@ -423,7 +423,7 @@ def test_a_resume_with_another_staleness_trains_on_each_ticket_once_in_order(bef
         schedule.trained.append((batch["prompt_ids"].tolist(), version, schedule.actor.version))
         schedule.actor.version += 1
         schedule.pipeline.sync()
-    order = EpochSampler(7, 2, seed=3)
+    order = DataSampler(7, 2, seed=3)
     assert [prompts for prompts, _, _ in schedule.trained] == [order.next_batch().tolist() for _ in range(19)]
     assert [at - version for _, version, at in schedule.trained][-2:] == [after, after]
 

@@ -1,6 +1,6 @@
 """Responses of the data set in place of sampled ones, for a share of the prompts of each step.
 
-prompts of a step ──> sampled ── generate, score, assign_credit ──> experience ──> joined ── update
+prompts of a step ──> sampled ── score, advantages ──> experience ──> joined ── update
                   └─> rows: prompt and response of the data ── the teacher ─────────┘
 
 Which prompts these are depends on the seed and the step alone, so that a resumed run, one that generates ahead, and one

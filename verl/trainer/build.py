@@ -57,7 +57,7 @@ from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer.config import PPOSettings
 from verl.trainer.guards import PPOGuards
-from verl.trainer.sampling import RolloutQueue, Sampling, sampler_errors
+from verl.trainer.sampling import RolloutQueue, Sampling, rollout_worker_errors
 from verl.trainer.setup import prepare_saving, rank_writers_of, restore_of, start_cluster
 from verl.trainer.state.driver_state import (
     GeneratorStates,
@@ -80,7 +80,7 @@ from verl.workers.colocated import RLHost, reference_sharding, with_tokenizer
 from verl.workers.critic import Critic
 from verl.workers.reference import Reference
 from verl.workers.reward import RemoteRewardModel
-from verl.workers.sampler import SamplerHost, SamplerWorker
+from verl.workers.rollout_worker import RolloutHost, RolloutWorker
 from verl.workers.schedule import ScheduleOptions, read_schedule
 
 log = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ class PolicyTrainer(LoopTrainer):
     reward: Any = None
     reuse: Any = None
     sampling: Any = None
-    sampler_group: WorkerGroup | None = None
+    rollout_workers: WorkerGroup | None = None
     _divided_threads = 0  # of this process, before half of them were left to the sampler
 
     def __init__(self, run: PPODescription, context: BuildContext):
@@ -198,7 +198,7 @@ class PolicyTrainer(LoopTrainer):
 
     def _build(self, run: PPODescription, context: BuildContext) -> None:
         self.algorithm, self.async_rewards = run.algorithm, AsyncRewards()
-        self.reward = self.reuse = self.sampling = self.sampler_group = None
+        self.reward = self.reuse = self.sampling = self.rollout_workers = None
         context = self.read_tokenizer(run, context)
         self.load_data(run, context)
         self.build_reward(run, context)
@@ -318,11 +318,9 @@ class PolicyTrainer(LoopTrainer):
         longest = self.longest_row()
         most = longest or getattr(run.data, "max_prompt_length", None)
         rollout = run.rollout if longest is None else run.rollout.with_room_for(longest, run.response_tokens)
-        sampler = None
+        worker = None
         if run.has_sampler:
-            sampler = SamplerHost(
-                actor=run.actor, rollout=rollout, environment=run.environment, schedule=self._schedule
-            )
+            worker = RolloutHost(actor=run.actor, rollout=rollout, environment=run.environment, schedule=self._schedule)
         host = RLHost(
             actor=run.actor,
             critic=run.critic if run.algorithm.needs_values else None,
@@ -334,7 +332,7 @@ class PolicyTrainer(LoopTrainer):
             total_updates=self.num_steps * run.updates_per_step,
             restore=restore_of(self.saving),
             reward=run.reward_as_role,
-            sampler=None if run.trainer.placement is None else sampler,
+            sampler=None if run.trainer.placement is None else worker,
             actor_generates=run.actor_generates,
         )
         # without checkpoints nobody claims the directory, and no run comes back to its episodes
@@ -347,16 +345,16 @@ class PolicyTrainer(LoopTrainer):
         self.saving.rank_writers = rank_writers_of(self.cluster, self.trained, run.checkpoint)
         if host.sampler is not None:
             assert isinstance(self.cluster, RoleGroups)
-            self.sampler_group = self.cluster.group_of[SAMPLER]
-        elif sampler is not None:
-            with sampler_errors():
-                self.sampler_group = LocalWorkerGroup(sampler, context, 1, torch.get_num_threads(), name=SAMPLER)
+            self.rollout_workers = self.cluster.group_of[SAMPLER]
+        elif worker is not None:
+            with rollout_worker_errors():
+                self.rollout_workers = LocalWorkerGroup(worker, context, 1, torch.get_num_threads(), name=SAMPLER)
         if run.reward_as_role is not None:
             self.reward = run.reward_as_role.scaled(RemoteRewardModel(roles["rm"]))
         queue = RolloutQueue(
             self.actor,
             min(run.trainer.staleness or 0, self.num_steps),
-            self.sampler_group,
+            self.rollout_workers,
             in_flight=run.is_in_flight,
             actor_generates=run.actor_generates,
             run_dir=self.run_dir,
@@ -388,9 +386,9 @@ class PolicyTrainer(LoopTrainer):
 
     def _numerics(self, run: PPODescription) -> Numerics:
         numerics: Numerics = self.actor.numerics().result()
-        if run.actor_generates or self.sampler_group is None:
+        if run.actor_generates or self.rollout_workers is None:
             return numerics
-        kind, compute_type = RoleHandle(self.sampler_group, SAMPLER, SamplerWorker).engine_kind().result()
+        kind, compute_type = RoleHandle(self.rollout_workers, SAMPLER, RolloutWorker).engine_kind().result()
         return replace(numerics, engine_kind=kind, engine=compute_type or numerics.engine)
 
     @property
@@ -489,10 +487,10 @@ class PolicyTrainer(LoopTrainer):
         self.saving.reconfigured(as_plain(self.description))
 
     def close(self) -> None:
-        if self.sampler_group is not None:
+        if self.rollout_workers is not None:
             if self.sampling is not None:
                 self.sampling.close()
-            self.sampler_group.close()
+            self.rollout_workers.close()
         if torch.get_num_threads() == self._divided_threads // 2:  # else another run in this process has changed them
             torch.set_num_threads(self._divided_threads)
         self._divided_threads = 0

@@ -30,8 +30,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ from verl.algorithms.dynamic_sampling import (
 )
 from verl.cluster.rpc import RoleHandle, WorkerGroup
 from verl.data.base import Dataset
-from verl.data.sampler import EpochSampler
+from verl.data.sampler import DataSampler
 from verl.environments.episode import response_texts, without_dropped
 from verl.errors import RolloutError, VerlError, WorkerError
 from verl.ops.sampling import TRAINING
@@ -59,7 +59,7 @@ from verl.rollout.base import GenerationRequest, SyncResult
 from verl.rollout.data_responses import DataResponses
 from verl.trainer.guards import stage
 from verl.trainer.timers import StageTimers
-from verl.workers.sampler import SamplerWorker, weight_digests
+from verl.workers.rollout_worker import RolloutWorker, weight_digests
 from verl.workers.schedule import ScheduleFile, schedule_path
 
 log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class Sampling:
         self,
         run: Any,
         data: Dataset,
-        order: EpochSampler,
+        order: DataSampler,
         num_steps: int,
         tokenizer: Any,
         queue: RolloutQueue,
@@ -227,7 +227,7 @@ def _grouped(prompts: DataProto) -> DataProto:
 
 
 @contextmanager
-def sampler_errors(size: int = 1) -> Iterator[None]:
+def rollout_worker_errors(size: int = 1) -> Iterator[None]:
     """Errors of a process of the role `sampler`, of which there are `size`, by its name and with what to do."""
     try:
         yield
@@ -241,52 +241,46 @@ def sampler_errors(size: int = 1) -> Iterator[None]:
         raise type(error)(error.rank, error.call, error.step, detail, process) from error
 
 
+@dataclass
 class _BegunBatch:
-    """A batch in the queue.
+    """A batch in the queue; `is_loaded`: its rows come from a checkpoint."""
 
-    Attributes:
-        begun_s: when it was begun, or loaded.
-        is_loaded: its rows come from a checkpoint.
-    """
+    finish: Callable[[], DataProto]
+    is_loaded: bool = False
+    begun_s: float = field(default_factory=time.monotonic)
 
-    def __init__(self, finish: Callable[[], DataProto], *, is_loaded: bool = False):
-        self._finish, self._rows = finish, None
-        self.begun_s, self.is_loaded = time.monotonic(), is_loaded
-
-    @property
+    @cached_property
     def rows(self) -> DataProto:
         """The responses; waits for them."""
-        if self._rows is None:
-            self._rows = self._finish()
-        return self._rows
+        return self.finish()
 
 
 class RolloutQueue:
     """The batches between generation and training.
 
     An engine of the actor's (`rollout=vllm`, `rollout=server`) generates one batch beside the training; before its
-    weights change, that batch is waited for. The role `sampler` has a copy of the model and a queue of its own, in
-    which weights follow the batches that were begun before, so that a sync waits for nothing. In flight it has a loop
-    over steps of the engine, which takes them at once, whatever the engine.
+    weights change, that batch is waited for. A rollout worker (the role `sampler`) has a copy of the model and a queue,
+    in which weights follow the batches that were begun before, so that a sync waits for nothing. In flight it has a
+    loop over steps of the engine, which takes them between two tokens.
 
     Responses that were begun are part of a checkpoint, because the weights that generated them no longer exist. In
-    flight those that are open are part of it as far as they were drawn; else they are waited for.
+    flight open ones are saved with the tokens that they have; else they are waited for.
 
     Args:
         actor: handle of the role that trains.
-        depth: batches that are begun ahead; more than 1 with a sampler only.
-        sampler: the processes of the role `sampler`, an engine in each; None for an engine of the actor's.
+        depth: batches that are begun ahead; more than 1 with rollout workers only.
+        workers: the rollout workers, an engine in each; None for an engine of the actor's.
         in_flight: each has a `verl.workers.step_loop.StepLoop`.
         actor_generates: the actor has an engine too, for evaluations.
         run_dir: for the schedules of engines that are on machines without it.
-        rewards: is given the groups that a sampler has finished.
+        rewards: is given the groups that rollout workers have finished.
     """
 
     def __init__(
         self,
         actor: Any,
         depth: int,
-        sampler: WorkerGroup | None = None,
+        workers: WorkerGroup | None = None,
         *,
         in_flight: bool = False,
         actor_generates: bool = True,
@@ -294,25 +288,25 @@ class RolloutQueue:
         rewards: AsyncRewards | None = None,
     ):
         self._rewards = AsyncRewards() if rewards is None else rewards
-        self._num_engines = 1 if sampler is None else sampler.world_size
+        self._num_engines = 1 if workers is None else workers.world_size
         paths = [] if run_dir is None else [schedule_path(run_dir, engine) for engine in range(self._num_engines)]
         self._schedule_files = [ScheduleFile(path) for path in paths]
         self._writes_schedule = False
-        self.actor, self.depth, self._group, self.in_flight = actor, depth, sampler, in_flight
-        self._sampler: Any = None if sampler is None else RoleHandle(sampler, "sampler", SamplerWorker)
+        self.actor, self.depth, self._group, self.in_flight = actor, depth, workers, in_flight
+        self._workers: Any = None if workers is None else RoleHandle(workers, "sampler", RolloutWorker)
         self._actor_generates = actor_generates
         self._queue: deque[_BegunBatch] = deque()
         self._versions: list[int] = []  # of the latest syncs, the present one last
         self._num_versions = depth + 2  # that are kept
-        self._sent: int | None = None  # version that the sampler was sent last
+        self._sent: int | None = None  # version that the rollout workers were sent last
         self._loads: deque[tuple[int, dict[str, str], Future[list[dict[str, str]]]]] = deque()  # unverified weights
         self._step = 0  # whose batch was taken last
         self._last_call: Future[Any] | None = None
         self._idle_since = time.monotonic()
         self._metrics: dict[str, float] = {}
-        self._rewards.is_fed = sampler is not None and depth > 0
+        self._rewards.is_fed = workers is not None and depth > 0
         if in_flight:
-            self._rewards.poll = self._sampler.finished_groups
+            self._rewards.poll = self._workers.finished_groups
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -320,7 +314,7 @@ class RolloutQueue:
     @property
     def holds_weights(self) -> bool:
         """Weights must not change before `collect`."""
-        return bool(self.depth) and self._sampler is None
+        return bool(self.depth) and self._workers is None
 
     def current_version(self) -> int:
         """Version of the policy: its optimizer steps."""
@@ -333,17 +327,17 @@ class RolloutQueue:
             self._group.step = request.step
         if self.in_flight:
             self._update_engine(version)
-            begun = self._sampler.begin_batch(prompts, request)
+            begun = self._workers.begin_batch(prompts, request)
             self._queue.append(_BegunBatch(partial(self._finish, request.step, begun)))
             return
-        if self._sampler is None:
+        if self._workers is None:
             self.collect()
             self._note_version(version)
             self.actor.begin_generate(prompts, request).result()
             self._queue.append(_BegunBatch(lambda: self.actor.finish_generate(prompts, request).result()))
             return
         self._update_engine(version)
-        sampled = self._call(self._sampler.generate, prompts, request)
+        sampled = self._call(self._workers.generate, prompts, request)
         sampled.add_done_callback(partial(self._note_sampled, request.step))
         self._queue.append(_BegunBatch(partial(self._answer, sampled)))
 
@@ -353,10 +347,10 @@ class RolloutQueue:
             self._wait(batch)
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """New responses by the present weights, beside the pipeline."""
+        """New responses by the present weights, outside of the queue."""
         if not self._actor_generates:
             self._update_engine(self.current_version())
-            return self._answer(self._sampler.generate(prompts, request))
+            return self._answer(self._workers.generate(prompts, request))
         if self.holds_weights:
             self.collect()
         return self.actor.generate(prompts, request).result()
@@ -371,7 +365,7 @@ class RolloutQueue:
             )
             self.load_state_dict({})
         self._step = request.step
-        if not self._queue and self._sampler is None:
+        if not self._queue and self._workers is None:
             rows = self.generate(prompts, request)
             return self._measured(rows, time.monotonic()) if self.depth else rows
         if not self._queue:
@@ -386,14 +380,14 @@ class RolloutQueue:
         """Write what is left of the schedule."""
         if self._writes_schedule:
             with suppress(VerlError):  # the run may end because of that process
-                self._write_schedules(self._sampler.take_schedule().result())
+                self._write_schedules(self._workers.take_schedule().result())
 
     def sync(self) -> SyncResult:
         """Send the present weights to the engine, and the metrics since the last sync."""
         if self.holds_weights:
             self.collect()
         synced: SyncResult = self.actor.sync().result()
-        if self._sampler is not None:
+        if self._workers is not None:
             synced = self._send_weights()
         elif self.depth:
             self._note_version(self.current_version())
@@ -405,7 +399,7 @@ class RolloutQueue:
         flight: what `StepLoop.save` gives, of other engines than the first under `RANK/NAME`."""
         if self.in_flight:
             self._update_engine(self.current_version())
-            states = self._answer(self._sampler.save_rows(self._step))
+            states = self._answer(self._workers.save_rows(self._step))
             state = {f"{rank}/{name}" if rank else name: x for rank, of in enumerate(states) for name, x in of.items()}
             return state | {SYNC_VERSIONS: torch.tensor(self._versions), STEP: torch.tensor([self._step])}
         state = {}
@@ -443,7 +437,7 @@ class RolloutQueue:
         self._load_versions(state.get(SYNC_VERSIONS, state["policy_version"].unique()).tolist() if state else [])
 
     def _restore(self, state: Mapping[str, Tensor]) -> None:
-        """Have the engine go on from a checkpoint, in flight."""
+        """Restore the rollout workers from a checkpoint, in flight."""
         states: dict[str, dict[str, Tensor]] = {}
         for name, x in state.items():
             if name not in (SYNC_VERSIONS, STEP):
@@ -458,7 +452,7 @@ class RolloutQueue:
             state, states = {}, {}
         self._sent = self.current_version()
         version, weights = self.actor.rollout_weights().result()
-        loaded = self._sampler.restore_rows([states[rank] for rank in sorted(states, key=_number)], version, weights)
+        loaded = self._workers.restore_rows([states[rank] for rank in sorted(states, key=_number)], version, weights)
         self._answer(loaded)
         self._loads.append((version, weight_digests(weights), loaded))
         steps = state["steps"].tolist() if state else []
@@ -467,7 +461,7 @@ class RolloutQueue:
         self._step = int(state[STEP]) if state else 0
 
     def _answer(self, call: Future[Any]) -> Any:
-        with sampler_errors(self._num_engines):
+        with rollout_worker_errors(self._num_engines):
             return call.result()
 
     def _update_engine(self, version: int) -> None:
@@ -484,11 +478,11 @@ class RolloutQueue:
             self._answer(begun)
         is_finished = False
         while not is_finished and (known := self._rewards.known):
-            finished = self._answer(self._sampler.finished_groups(known, step))
+            finished = self._answer(self._workers.finished_groups(known, step))
             for _, groups in finished:
                 self._rewards.note(groups)
             is_finished = all(is_whole for is_whole, _ in finished)
-        parts, idle_s, unwritten = zip(*self._answer(self._sampler.finish_batch(step)), strict=True)
+        parts, idle_s, unwritten = zip(*self._answer(self._workers.finish_batch(step)), strict=True)
         self._write_schedules(unwritten)
         self._add("async/sampler_idle_s", sum(idle_s) / len(idle_s))
         if len(parts) == 1:
@@ -503,9 +497,9 @@ class RolloutQueue:
                 file.write(first, lines)
 
     def _send_weights(self) -> SyncResult:
-        """Queue a copy of the present weights for the sampler, behind the batches that were begun."""
+        """Queue a copy of the present weights for the rollout workers, after the batches that were begun."""
         version, weights = self.actor.rollout_weights().result()
-        load = self._sampler.load if self.in_flight else partial(self._call, self._sampler.load)
+        load = self._workers.load if self.in_flight else partial(self._call, self._workers.load)
         self._loads.append((version, weight_digests(weights), load(version, weights)))
         self._note_version(version)
         self._sent = version
@@ -514,8 +508,8 @@ class RolloutQueue:
         return SyncResult(note, {"sync/bytes": float(num_bytes)})
 
     def _verify(self, sampled_by: int) -> None:
-        """Compare the weights that the sampler has loaded with those that were sent: all versions up to the newest that
-        a token to be trained on was sampled with (waits for them), and later ones that have been loaded by now.
+        """Compare the weights that the rollout workers have loaded with those that were sent: all versions up to the
+        newest that a token to be trained on was sampled with (waits for them), and later ones that are loaded by now.
 
         Raises:
             RolloutError: a tensor differs.
@@ -533,7 +527,7 @@ class RolloutQueue:
                     )
 
     def _call(self, method: Callable[..., Future[Any]], *args: Any) -> Future[Any]:
-        """Ask the sampler, and count the time in which it had nothing to do."""
+        """Call the rollout workers, and count the time in which they had nothing to do."""
         if self._last_call is None or self._last_call.done():
             self._add("async/sampler_idle_s", time.monotonic() - self._idle_since)
         self._last_call = method(*args)
@@ -558,7 +552,7 @@ class RolloutQueue:
         assert not is_bounded or not any(counts[self.depth + 1 :]), f"lags {counts} exceed {self.depth}"
         self._metrics |= {f"async/lag_{lag}_share": n / max(1, len(lags)) for lag, n in enumerate(counts)}
         self._metrics["async/oldest_group_s"] = time.monotonic() - begun_s
-        if self._sampler is not None:
+        if self._workers is not None:
             self._add("async/sampler_idle_s", 0.0)
         return rows
 
@@ -567,7 +561,7 @@ class RolloutQueue:
         self._versions = [*earlier, version][-self._num_versions :]
 
     def _load_versions(self, versions: list[int]) -> None:
-        """Go on from those of a checkpoint, which may be of a run with a larger `max_staleness`."""
+        """Restore those of a checkpoint, which may be of a run with a larger `max_staleness`."""
         self._versions, self._num_versions = versions, max(self.depth + 2, len(versions))
 
     def _add(self, name: str, seconds: float) -> None:

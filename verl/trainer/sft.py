@@ -20,7 +20,7 @@ from verl.cluster.rpc import role_handles
 from verl.component import BuildContext, Description, component
 from verl.data.base import DataSplits, PreferenceSource, TextSource
 from verl.data.preference_dataset import PreferenceDataset
-from verl.data.sampler import EpochSampler
+from verl.data.sampler import DataSampler
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import tokenizer_fault
@@ -280,7 +280,7 @@ class ReferenceScores:
             {} if evaluation is None else {"eval": evaluation}
         )
 
-    def compute(self, reference: Any, sampler: EpochSampler) -> None:
+    def compute(self, reference: Any, sampler: DataSampler) -> None:
         """Score the rows in the batches of a sampler at its start, and free the reference."""
         order, rest = copy.copy(sampler), torch.ones(len(self._data["train"]), dtype=torch.bool)
         batches = [order.next_batch() for _ in range(order.batches_per_epoch)]

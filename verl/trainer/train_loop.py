@@ -36,7 +36,7 @@ from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, as_plain
 from verl.data.base import Dataset, DataSplits, named_source, report_counts
 from verl.data.curriculum import sampler_of
-from verl.data.sampler import EpochSampler
+from verl.data.sampler import DataSampler
 from verl.errors import CheckpointFenced, CheckpointNotFound, VerlError, WorkerDied, WorkerError, error_text
 from verl.monitoring.nonfinite import StepSkipped
 from verl.protocol import DataProto
@@ -125,7 +125,7 @@ class LoopTrainer(ABC):
     train_data: Dataset
     eval_data: Dataset | None
     data_counts: dict[str, int]
-    sampler: EpochSampler
+    sampler: DataSampler
     num_steps: int
     run_dir: Path
     context: BuildContext

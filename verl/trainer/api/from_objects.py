@@ -389,7 +389,7 @@ def _plain(value: Any) -> Any:
 
 
 def _weights_digest(module: Any) -> str:
-    from verl.workers.sampler import weight_digests
+    from verl.workers.rollout_worker import weight_digests
 
     return _digest(weight_digests(dict(itertools.chain(module.named_parameters(), module.named_buffers()))).items())
 

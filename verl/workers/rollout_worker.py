@@ -48,7 +48,7 @@ from verl.workers.schedule import ScheduleOptions
 from verl.workers.step_loop import StepLoop
 
 
-class SamplerWorker:
+class RolloutWorker:
     """The running role.
 
     Args:
@@ -149,7 +149,7 @@ class SamplerWorker:
 
 
 @component
-class SamplerHost(Description):
+class RolloutHost(Description):
     """The role `sampler`, alone in its processes.
 
     Args:
@@ -164,7 +164,7 @@ class SamplerHost(Description):
     schedule: ScheduleOptions | None = None
 
     def worker_types(self) -> dict[str, type]:
-        return {"sampler": SamplerWorker}
+        return {"sampler": RolloutWorker}
 
     def shardings(self) -> dict[str, Sharding]:
         """The role is not sharded."""
@@ -188,7 +188,7 @@ class SamplerHost(Description):
         sampler = actor.sampler(model, rollout, self.environment, context)
         if self.schedule is not None:
             loop = StepLoop(sampler, context.row_tokens, self.schedule.build(context))
-        host.workers["sampler"] = SamplerWorker(model, sampler, loop, (context.rank, context.world_size))
+        host.workers["sampler"] = RolloutWorker(model, sampler, loop, (context.rank, context.world_size))
         return host
 
 
