@@ -225,12 +225,24 @@ class Schedule:
         self.group: Any = samplers if self.has_sampler else None
         self.sampler = DataSampler(7, self.prompts_per_step, seed=3)
         self.pipeline: Any = RolloutQueue(self.actor, self.staleness, self.group, in_flight=self.in_flight)
-        run: Any = SimpleNamespace(trainer=SimpleNamespace(group_size=2), algorithm=None, environment=None)
-        run.rollout = SimpleNamespace(can_offload=False)
-        data: Any = SimpleNamespace(collate=self._collate), self.sampler, self.num_steps
-        responses: Any = SimpleNamespace(sampled=lambda prompts, step: prompts)
-        none: Any = None
-        self.sampling = _OfBareRows(run, *data, none, self.pipeline, AsyncRewards(), none, none, responses)
+        run = SimpleNamespace(
+            trainer=SimpleNamespace(group_size=2),
+            algorithm=None,
+            environment=None,
+            rollout=SimpleNamespace(can_offload=False),
+        )
+        trainer = SimpleNamespace(
+            description=run,
+            tokenizer=None,
+            train_data=SimpleNamespace(collate=self._collate),
+            sampler=self.sampler,
+            num_steps=self.num_steps,
+            data_responses=SimpleNamespace(sampled=lambda prompts, step: prompts),
+            async_rewards=AsyncRewards(),
+            guards=None,
+            stages=None,
+        )
+        self.sampling = _OfBareRows(trainer, self.pipeline)
         self.trained = []
         if saved is not None:
             self.trained, self.actor.version = list(saved[0]), saved[1]

@@ -22,7 +22,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -54,14 +53,6 @@ COMPILED_EXPERTS = "has experts, whose choices are counted in Python while it ru
 Compute = Callable[[nn.Module, MicroBatch], dict[str, Tensor]]
 Packs = Literal["auto", "off"]
 Loss = Callable[[nn.Module, MicroBatch, LossTotals], tuple[Tensor, dict[str, Tensor]]]
-
-
-@dataclass
-class _Accumulated:
-    """What `forward_backward` leaves for `optim_step` beside the gradients: sums of this process, and expert load."""
-
-    shares: dict[str, Tensor] = field(default_factory=dict)
-    load: Tensor | None = None
 
 
 class TrainingEngine:
@@ -111,7 +102,8 @@ class TrainingEngine:
         self.replays_routing = False
         self._balance_coef = 0.0
         self._head: LMHead | None = None
-        self._accumulated: _Accumulated | None = None  # since the last optimizer step
+        self._shares: dict[str, Tensor] | None = None  # sums of this process since the last optimizer step
+        self._expert_load: Tensor | None = None
 
     @torch.no_grad()
     def infer(
@@ -151,10 +143,10 @@ class TrainingEngine:
         return {name: x.to(mask.device) for name, x in self.parallel.from_last_stage(results).items()}
 
     def forward_backward(self, batch: DataProto, loss: Loss) -> LossTotals:
-        """Add the gradient of a loss on this process's share of the rows of a batch to those that are there.
+        """Accumulate the gradient of a loss on this process's share of the rows of a batch.
 
-        Several calls before one `optim_step` accumulate: its gradient is that of the sum of their losses, each divided
-        by the totals of its own batch. After a call that raised, the next one begins anew.
+        After several calls `optim_step` takes the gradient of the sum of their losses, each divided by the totals of
+        its own batch. After a call that raised, the next one begins anew.
 
         Args:
             batch: see `cut_into_micro_batches`; it may be empty as long as another process has rows.
@@ -168,11 +160,10 @@ class TrainingEngine:
         if self.routing is not None and self._balance_coef:
             self.routing.balance(self._load_of(batch))
         self.model.train(self.paths(batch).trains)
-        accumulated, self._accumulated = self._accumulated, None
-        if accumulated is None:
+        shares, self._shares = self._shares, None  # until this call has succeeded
+        if shares is None:
             self.optimizer.zero_grad(set_to_none=True)
-            accumulated = _Accumulated()
-        shares = accumulated.shares
+            shares, self._expert_load = {}, None
 
         def loss_of_one(micro: MicroBatch) -> Tensor:
             if self.routing is not None:
@@ -192,13 +183,13 @@ class TrainingEngine:
         )
         if self.routing is not None:
             load = self.routing.end(self.device).tensors()
-            accumulated.load = load if accumulated.load is None else accumulated.load + load
+            self._expert_load = load if self._expert_load is None else self._expert_load + load
             self.routing.balance(None)
-        self._accumulated = accumulated
+        self._shares = shares
         return totals
 
     def optim_step(self) -> dict[str, float]:
-        """One optimizer step down the gradients that `forward_backward` has accumulated.
+        """One optimizer step with the gradients of `forward_backward`.
 
         Returns:
             Metrics of the whole batch, with `loss`, `grad_norm` (before clipping) and `lr`. If one of them is not
@@ -207,18 +198,17 @@ class TrainingEngine:
         Raises:
             RuntimeError: no `forward_backward` came before it, or `release` has freed its gradients.
         """
-        accumulated, self._accumulated = self._accumulated, None
-        if accumulated is None:
+        shares, self._shares = self._shares, None
+        if shares is None:
             raise RuntimeError("optim_step has no gradients: call forward_backward before each optim_step.")
         assert self.optimizer is not None
         assert self.optimizer_config is not None
         self.parallel.sum_gradients(self.parameters.values())
-        shares = accumulated.shares
         local = torch.stack(list(shares.values())).tolist() if shares else []  # one transfer from the device
         metrics = self.parallel.sums(dict(zip(shares, local, strict=True)))
         metrics["grad_norm"] = float(self.parallel.clip(self.parameters.values(), self.optimizer_config.max_grad_norm))
-        if self.routing is not None and accumulated.load is not None:
-            metrics |= ExpertLoad.metrics(self.parallel.sum_of_tokens(accumulated.load), self.routing.layers)
+        if self.routing is not None and self._expert_load is not None:
+            metrics |= ExpertLoad.metrics(self.parallel.sum_of_tokens(self._expert_load), self.routing.layers)
         lr = self.optimizer_config.learning_rate(self.updates, self.total_updates)
         if not all(math.isfinite(x) for x in metrics.values()):
             self.optimizer.zero_grad(set_to_none=True)
@@ -241,7 +231,7 @@ class TrainingEngine:
 
     def release(self) -> None:
         """Free the gradients and the caching allocator's unused memory, for generation and for other roles."""
-        self._accumulated = None
+        self._shares = None
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         release_cached(self.device)

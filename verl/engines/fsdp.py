@@ -90,7 +90,6 @@ def set_reduces_gradients(model: nn.Module, reduces: bool) -> None:
 
 
 def free_gathered_parameters(model: nn.Module) -> None:
-    """Free all gathered weights."""
     for unit in units_of(model):
         unit.reshard()
 

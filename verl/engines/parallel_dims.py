@@ -405,7 +405,6 @@ class ShardedParallelism(DataParallelism):
         model: nn.Module,
         trains: bool = False,
     ) -> None:
-        """See `Parallelism.run_micro_batches`."""
         parts = self._own_modules.get(id(model))
         if trains and self.reduces_once:
             micros = self._reducing_after_last(micros, head_of(model).backbone)

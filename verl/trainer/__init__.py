@@ -9,8 +9,8 @@ plan/            What a run will take in memory, time and disk, before anything 
 ppo              Policy optimisation: the steps of PPO, GRPO and similar algorithms, as the papers describe them
 ppo_config       PPORun: a policy-gradient run with the checks across its components
 ray_trainer      PPO from a script or a notebook with the roles in Ray actors, one by one or all of them
-sampling         From prompts to the responses of a step: the queue between generation and training, dynamic sampling
-setup            What the set-up of every trainer needs, each with its check: process settings, saving, processes
+sampling         Responses to the prompts of a step: the queue between generation and training, dynamic sampling
+setup            Set-up that all trainers share, each part with its check: process settings, saving, processes
 sft              Trainers on rows of a data set: supervised fine-tuning, preferences (DPO), reward models
 state/           What a run saves and how it resumes: train state, saving, resume, identity, lineage
 timers           Timers of a step's stages, and torch's profiler for a few steps

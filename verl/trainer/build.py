@@ -170,7 +170,6 @@ class PPODescription(Description):
 
     @property
     def response_key(self) -> str:
-        """The path of `response_tokens`."""
         return "rollout.max_new_tokens" if self.environment is None else "environment.max_tokens"
 
     @property
@@ -360,8 +359,7 @@ class PolicyTrainer(LoopTrainer):
             run_dir=self.run_dir,
             rewards=self.async_rewards,
         )
-        data = self.train_data, self.sampler, self.num_steps, self.tokenizer
-        self.sampling = Sampling(run, *data, queue, self.async_rewards, self.guards, self.stages, self.data_responses)
+        self.sampling = Sampling(self, queue)
 
     def _refuse_missing_columns(self, reward: RewardDescription) -> None:
         """Refuse data without the columns that the reward names, before any weight is loaded."""
@@ -447,7 +445,6 @@ class PolicyTrainer(LoopTrainer):
 
     @property
     def parts(self) -> dict[str, Stateful]:
-        """The driver's parts of a checkpoint."""
         assert self.cluster is not None, "it is closed"
         queue = self.sampling.queue
         ahead = {"drawn_ahead": queue, "async_rewards": self.async_rewards} if queue.depth else {}

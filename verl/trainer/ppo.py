@@ -66,7 +66,7 @@ class PPOTrainer(PolicyTrainer):
 
     @stage
     def run_roles(self, rows: DataProto) -> list[DataProto]:
-        """What actor, reference and critic compute of rows [R S] before an update, each if it is needed."""
+        """Log-probs of actor and reference, and values of the critic, of rows [R S], each if it is needed."""
         sequences, computed = rows.select(SEQUENCE_FIELDS, non_tensor_batch_keys=[]), []
         if self.algorithm.needs_old_log_probs:
             with self.stages.stage("old") as note:
@@ -140,7 +140,6 @@ class PPOTrainer(PolicyTrainer):
         return synced.metrics
 
     def plain_log_probs(self, rows: DataProto, lengthened: bool) -> DataProto:
-        """See `ActorWorker.plain_log_probs`."""
         return self.actor.plain_log_probs(_actor_fields(rows), lengthened).result()
 
 

@@ -1,4 +1,4 @@
-"""From a batch of prompts to the responses of a step: the queue between generation and training, dynamic sampling.
+"""Responses to the prompts of a step, and their rewards: the queue between generation and training, dynamic sampling.
 
 prompts ── Sampling.sample ──> queue ──> responses with their texts ──> rewards ──> groups of mixed rewards
                 └─ begin_ahead: prompts of the next S steps
@@ -14,11 +14,6 @@ order. The engine does its work in the order in which it was asked (`rollout.wei
 with the weights after step t-1, whatever the speed of either side. A run can therefore be repeated, and resumed, bit by
 bit. With `in_flight` the engine takes weights between two tokens, and the schedule of its steps
 (`verl/workers/schedule.py`) says which two.
-
-`LengthPredictor` estimates the response length of each prompt, to balance the load of processes that generate in
-parallel. The estimate for a prompt is its last length; for a new prompt, the mean of all others. A response does not
-depend on the process that generates it, but a resumed run must distribute prompts as the original one would, so the
-lengths are part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -27,7 +22,7 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -47,8 +42,6 @@ from verl.algorithms.dynamic_sampling import (
     selection_metrics,
 )
 from verl.cluster.rpc import RoleHandle, WorkerGroup
-from verl.data.base import Dataset
-from verl.data.sampler import DataSampler
 from verl.environments.episode import response_texts, without_dropped
 from verl.errors import RolloutError, VerlError, WorkerError
 from verl.ops.sampling import TRAINING
@@ -56,9 +49,7 @@ from verl.protocol import DataProto
 from verl.protocol.serialization import json_text
 from verl.rewards.async_rewards import AsyncRewards
 from verl.rollout.base import GenerationRequest, SyncResult
-from verl.rollout.data_responses import DataResponses
 from verl.trainer.guards import stage
-from verl.trainer.timers import StageTimers
 from verl.workers.rollout_worker import RolloutWorker, weight_digests
 from verl.workers.schedule import ScheduleFile, schedule_path
 
@@ -74,33 +65,16 @@ class Sampling:
     """Responses of the policy, with their rewards.
 
     Args:
-        run: the description of the run.
-        data, order: training rows, and the order in which steps take them.
-        num_steps: of the run; nothing is generated ahead for later ones.
-        tokenizer: of the policy.
+        trainer: whose data, rewards, guards and timers are used.
         queue: between generation and training.
-        rewards: computes them.
-        guards: those of the trainer.
-        stages: its timers.
     """
 
-    def __init__(
-        self,
-        run: Any,
-        data: Dataset,
-        order: DataSampler,
-        num_steps: int,
-        tokenizer: Any,
-        queue: RolloutQueue,
-        rewards: AsyncRewards,
-        guards: Any,
-        stages: StageTimers,
-        data_responses: DataResponses,
-    ):
-        self.settings, self.algorithm, self.tokenizer = run.trainer, run.algorithm, tokenizer
-        self.data, self.order, self.num_steps = data, order, num_steps
-        self.queue, self.rewards, self.guards, self.stages = queue, rewards, guards, stages
-        self.data_responses, self.lengths = data_responses, LengthPredictor()
+    def __init__(self, trainer: Any, queue: RolloutQueue):
+        run = trainer.description
+        self.settings, self.algorithm, self.tokenizer = run.trainer, run.algorithm, trainer.tokenizer
+        self.data, self.order, self.num_steps = trainer.train_data, trainer.sampler, trainer.num_steps
+        self.queue, self.lengths, self.data_responses = queue, LengthPredictor(), trainer.data_responses
+        self.rewards, self.guards, self.stages = trainer.async_rewards, trainer.guards, trainer.stages
         self._plays_episodes = run.environment is not None
         self._offloads = not queue.depth and run.rollout.can_offload
         self._step = 0
@@ -216,13 +190,12 @@ class Sampling:
         return without_dropped(rows.union(columns, DataProto.from_dict(non_tensors={"response_text": texts})))
 
     def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """What the engine is given of the prompts."""
+        """The fields of the prompts that the engine reads."""
         columns = list(prompts.non_tensor_batch) if self._plays_episodes else []
         return self.lengths.beside(prompts.select(PROMPT_FIELDS, columns), request.num_samples)
 
 
 def _grouped(prompts: DataProto) -> DataProto:
-    """Prompts with group ids, one group per prompt."""
     return prompts.union(DataProto.from_dict({"group_ids": torch.arange(len(prompts))}))
 
 
@@ -317,7 +290,6 @@ class RolloutQueue:
         return bool(self.depth) and self._workers is None
 
     def current_version(self) -> int:
-        """Version of the policy: its optimizer steps."""
         return self.actor.current_version().result()
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
@@ -405,8 +377,9 @@ class RolloutQueue:
         state = {}
         for index, batch in enumerate(self._queue):
             rows, prefix = self._wait(batch), f"{index}." if index else ""
-            columns = {f"{name}{JSON}": _json_tensor(name, x) for name, x in rows.non_tensor_batch.items()}
-            state |= {f"{prefix}{name}": x for name, x in (dict(rows.batch) | columns).items()}
+            columns = {name: bytearray(json_text(name, list(x)).encode()) for name, x in rows.non_tensor_batch.items()}
+            texts = {f"{name}{JSON}": torch.frombuffer(text, dtype=torch.uint8) for name, text in columns.items()}
+            state |= {f"{prefix}{name}": x for name, x in (dict(rows.batch) | texts).items()}
         return state | {SYNC_VERSIONS: torch.tensor(self._versions)} if state else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -572,16 +545,15 @@ def _number(rank: str) -> int:
     return int(rank or 0)
 
 
-def _json_tensor(name: str, column: Iterable[Any]) -> Tensor:
-    """The bytes of a column of JSON values."""
-    return torch.frombuffer(bytearray(json_text(name, list(column)).encode()), dtype=torch.uint8)
-
-
 MOST = 1 << 16  # prompts that are remembered, those seen last
 
 
 class LengthPredictor:
-    """Mean lengths of responses, in tokens, by the id of their prompt."""
+    """Estimates the response length of each prompt, to balance the load of processes that generate in parallel: its
+    last length, and for a new prompt the mean of all others.
+
+    A resumed run must distribute prompts as the original one would, so the lengths are part of a checkpoint.
+    """
 
     def __init__(self):
         self._means: dict[int, float] = {}

@@ -1,5 +1,5 @@
-"""What the set-up of every trainer needs, each with its check before a run: process settings and device, the save
-directory and the checkpoint that is resumed, the processes of the roles."""
+"""Set-up that all trainers share, each part with its check before a run: process settings, device, save directory,
+resumed checkpoint, processes of the roles."""
 
 from __future__ import annotations
 

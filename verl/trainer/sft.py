@@ -262,7 +262,6 @@ class SFTTrainer(LoopTrainer):
 
     @property
     def parts(self) -> dict[str, Stateful]:
-        """The driver's parts of a checkpoint."""
         assert self.cluster is not None
         generators = GeneratorStates(self.cluster, self.learner, self.settings.seed)
         return {"sampler": self.sampler, "safety": self.guards.monitor, "rng": generators}
@@ -295,7 +294,6 @@ class ReferenceScores:
         reference.free().result()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The scores of each data set."""
         return {name: data.ref_scores for name, data in self._data.items() if data.ref_scores is not None}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -369,7 +367,6 @@ class PreferenceTrainer(SFTTrainer):
         return {**metrics, "perf/samples": float(len(rows)), "perf/tokens": tokens}
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """The metrics of a step over the held-out rows."""
         if self.eval_data is None:
             return {}
         metrics = self._evaluated(self.eval_data.collate(range(len(self.eval_data))))[1]

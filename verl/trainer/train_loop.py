@@ -96,7 +96,6 @@ class TrainResult:
     data: dict[str, int] = field(default_factory=dict)
 
     def as_plain(self) -> dict[str, Any]:
-        """The result as plain JSON values."""
         return {**vars(self), "run_dir": str(self.run_dir), "saved": [str(path) for path in self.saved]}
 
     def write(self) -> None:
@@ -352,20 +351,6 @@ def _result_so_far(trainer: LoopTrainer) -> TrainResult:
     return result
 
 
-def _begin(trainer: LoopTrainer, result: TrainResult) -> None:
-    point = trainer.saving.resumed
-    if point is not None:
-        load_parts(point, trainer.parts, ["rng"])  # the rest was loaded when the trainer was built
-        if trainer.settings.repeat_first_batch:
-            trainer.sampler.rewind()
-        if point.step >= trainer.num_steps:
-            trainer.tracker.message(
-                f"Nothing is left to do: the checkpoint is of step {point.step}, and the run has {trainer.num_steps}."
-            )
-    elif trainer.settings.eval_before:
-        _evaluate(trainer, 0, result)
-
-
 class TrainLoop:
     """A run, one step at a time: open ── [ step ] × any number ── end.
 
@@ -408,9 +393,19 @@ class TrainLoop:
         if self._is_begun:
             return
         self._is_begun = True
-        self.trainer.saving.start(self.trainer.run_dir)
-        if evaluates or self.trainer.saving.resumed is not None:
-            _begin(self.trainer, self.result)
+        trainer, point = self.trainer, self.trainer.saving.resumed
+        trainer.saving.start(trainer.run_dir)
+        if point is None:
+            if evaluates and trainer.settings.eval_before:
+                self._evaluate(0)
+            return
+        load_parts(point, trainer.parts, ["rng"])  # the rest was loaded when the trainer was built
+        if trainer.settings.repeat_first_batch:
+            trainer.sampler.rewind()
+        if point.step >= trainer.num_steps:
+            trainer.tracker.message(
+                f"Nothing is left to do: the checkpoint is of step {point.step}, and the run has {trainer.num_steps}."
+            )
 
     def run(self, stop: StopRequest) -> None:
         """Run steps to the end of the run, or until it must stop."""
@@ -428,9 +423,13 @@ class TrainLoop:
         if self._rows is None or not settings.repeat_first_batch:
             self._rows = trainer.sampler.next_batch()
         with self.profiler.step(step):
-            metrics = _step(trainer, trainer.train_data.collate(self._rows), step)
+            try:
+                metrics = trainer.step(trainer.train_data.collate(self._rows), step)
+            except StepSkipped:
+                metrics = {"perf/samples": 0.0}
             took = time.perf_counter() - started
         metrics |= {
+            **trainer.guards.monitor.take(),
             **trainer.stages.take(),
             "timing/step_s": took,
             "perf/samples_per_s": metrics["perf/samples"] / took,
@@ -444,14 +443,16 @@ class TrainLoop:
         if not self._is_prepared and not is_last and trainer.saving.is_async:  # now the optimizer has its state
             trainer.saving.prepare(*trainer.state(without=("drawn_ahead",)))  # which would wait for the engine
         self._is_prepared = True
-        evaluated: dict[str, float] = {}
-        if trainer.evaluates_after(step):
-            evaluated = _evaluate(trainer, step, result)
+        evaluated = self._evaluate(step) if trainer.evaluates_after(step) else {}
         if (sentence := trainer.saving.note(step, metrics)) is not None:
             trainer.tracker.message(sentence)
-        reason = None if is_last else _reason_to_stop(trainer, step)
+        reason = None
+        if step == settings.stop_after and not is_last:
+            reason = "trainer.stop_after says so"
+        elif not is_last and trainer.saving.out_of_time():
+            reason = "another one might not end within the time limit"
         is_stopping = bool(stop) or reason is not None
-        _checkpoint(trainer, result, {**metrics, **evaluated}, took, is_last, is_stopping)
+        self._save_if_due({**metrics, **evaluated}, took, is_last, is_stopping)
         if reason is not None:
             trainer.tracker.message(f"Stopping after step {step}: {reason}.")
         return is_stopping
@@ -471,7 +472,7 @@ class TrainLoop:
         trainer, saving = self.trainer, self.trainer.saving
         is_own = directory is None or directory.absolute() == saving.directory
         with trainer.stages.stage("save") as note:
-            roles, state, facts = _to_save(trainer, self.result, self.result.last_metrics)
+            roles, state, facts = self._to_save(self.result.last_metrics)
             facts |= {"metrics": self.result.last_metrics, "tag": tag, "why": "asked for"}
             note.say(f"step {self.result.steps}, asked for")
             if not is_own or not saving.is_on:
@@ -479,17 +480,17 @@ class TrainLoop:
             saving.save(self.result.steps, roles, state, **facts)
             outcomes = saving.drain()
         trainer.stages.take()
-        _handle_outcomes(trainer, self.result, outcomes, is_end=True)
+        self._log_saves(outcomes, is_end=True)
         return saving.directory / self.result.checkpoints[-1]
 
     def settle(self) -> None:
         """Wait for pending saves and record their outcomes."""
-        _handle_outcomes(self.trainer, self.result, self.trainer.saving.drain(), is_end=False)
+        self._log_saves(self.trainer.saving.drain(), is_end=False)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the current weights on the held-out rows; logs and returns metrics."""
         self.begin()
-        return _evaluate(self.trainer, self.result.steps, self.result)
+        return self._evaluate(self.result.steps)
 
     def go_on_from(self, point: ResumePoint) -> None:
         """Continue from the step of a checkpoint."""
@@ -517,130 +518,110 @@ class TrainLoop:
             setattr(error, IN_RUN_LOG, True)
 
     def end(self) -> None:
-        """Write the weights and the summary, and close trackers and checkpoints. Idempotent."""
+        """Write the weights and the summary, and close trackers and checkpoints, each even if what comes before it
+        fails. Idempotent."""
         if self.is_over:
             return
         self.is_over = True
-        try:
-            self.profiler.close()
-        finally:
-            self.result.wall_s += time.perf_counter() - self._started
-            _finish(self.trainer, self.result)
+        trainer, result = self.trainer, self.result
+        result.wall_s += time.perf_counter() - self._started
+        with ExitStack() as ending:
+            ending.callback(lambda: trainer.tracker.close(result.status))
+            ending.callback(lambda: trainer.tracker.result(result.as_plain() | self._to_continue()))
+            ending.callback(lambda: trainer.saving.close(result.status, result.steps))
+            ending.callback(self._write_result)
+            ending.callback(self._save_final)
+            ending.callback(self.profiler.close)
 
-
-def _reason_to_stop(trainer: LoopTrainer, step: int) -> str | None:
-    """Why the run ends before its last step, other than by a signal."""
-    if step == trainer.settings.stop_after:
-        return "trainer.stop_after says so"
-    return "another one might not end within the time limit" if trainer.saving.out_of_time() else None
-
-
-def _checkpoint(
-    trainer: LoopTrainer,
-    result: TrainResult,
-    metrics: dict[str, float],
-    took_s: float,
-    is_last: bool,
-    is_stopping: bool,
-) -> None:
-    """Save a checkpoint if one is due, and record the outcomes of earlier saves."""
-    saving, step = trainer.saving, result.steps
-    why = saving.due(step, took_s, is_last, is_stopping)
-    if saving.is_better(metrics) and why is None:
-        why = "the best so far"
-    is_asked, tag = saving.asked_for()
-    if is_asked:
-        why = "somebody asked for it"
-    if why is not None:
-        with trainer.stages.stage("save") as note:
-            roles, state, facts = _to_save(trainer, result, metrics)
-            saving.save(step, roles, state, metrics=metrics, tag=tag, why=why, **facts)
-            note.say(f"step {step}, {why}")
+    def _evaluate(self, step: int) -> dict[str, float]:
+        trainer = self.trainer
+        if trainer.eval_data is None:
+            return {}
+        with trainer.stages.stage("eval") as note:
+            metrics = trainer.evaluate(step)
+            note.say(f"the weights after {step} steps")
+        if metrics:
+            self.result.evaluations[step] = metrics
+            trainer.tracker.evaluation(metrics, step)
         trainer.stages.take()
-    is_end = is_last or is_stopping
-    _handle_outcomes(trainer, result, saving.drain() if is_end else saving.poll(), is_end)
+        return metrics
 
+    def _save_if_due(self, metrics: dict[str, float], took_s: float, is_last: bool, is_stopping: bool) -> None:
+        """Save a checkpoint if one is due, and record the outcomes of earlier saves."""
+        saving, step = self.trainer.saving, self.result.steps
+        why = saving.due(step, took_s, is_last, is_stopping)
+        if saving.is_better(metrics) and why is None:
+            why = "the best so far"
+        is_asked, tag = saving.asked_for()
+        if is_asked:
+            why = "somebody asked for it"
+        if why is not None:
+            with self.trainer.stages.stage("save") as note:
+                roles, state, facts = self._to_save(metrics)
+                saving.save(step, roles, state, metrics=metrics, tag=tag, why=why, **facts)
+                note.say(f"step {step}, {why}")
+            self.trainer.stages.take()
+        is_end = is_last or is_stopping
+        self._log_saves(saving.drain() if is_end else saving.poll(), is_end)
 
-def _to_save(
-    trainer: LoopTrainer, result: TrainResult, metrics: dict[str, float]
-) -> tuple[dict[str, SavedRoleState], PartStates, dict[str, Any]]:
-    """State of the roles, of the driver's parts, and metadata for a checkpoint."""
-    roles, state = trainer.state()
-    progress = _progress(trainer, result)
-    metadata = {"learning_rate": rate_of(metrics), "progress": progress, "trackers": trainer.tracker.identity()}
-    return roles, state, metadata
+    def _to_save(self, metrics: dict[str, float]) -> tuple[dict[str, SavedRoleState], PartStates, dict[str, Any]]:
+        """State of the roles, of the driver's parts, and metadata for a checkpoint."""
+        roles, state = self.trainer.state()
+        trackers = self.trainer.tracker.identity()
+        return roles, state, {"learning_rate": rate_of(metrics), "progress": self._progress(), "trackers": trackers}
 
+    def _progress(self) -> dict[str, Any]:
+        counts = {name: getattr(self.result, name) for name in ("samples", "train_s", "evaluations")}
+        return counts | {"has_chats": getattr(self.trainer.train_data, "has_chats", None)}
 
-def _progress(trainer: LoopTrainer, result: TrainResult) -> dict[str, Any]:
-    counts = {name: getattr(result, name) for name in ("samples", "train_s", "evaluations")}
-    return counts | {"has_chats": getattr(trainer.train_data, "has_chats", None)}
-
-
-def _handle_outcomes(trainer: LoopTrainer, result: TrainResult, outcomes: list[SaveOutcome], is_end: bool) -> None:
-    """Log the outcomes of saves. A failed save does not end the training, unless it was the last one of the run."""
-    for outcome in outcomes:
-        if outcome.was_skipped:
-            trainer.tracker.message(f"Step {outcome.step} was not saved: two earlier checkpoints are being written.")
-        elif isinstance(outcome.error, CheckpointFenced):  # whatever this run did from here on would be lost
-            raise outcome.error
-        elif outcome.error is not None:
-            _log.error("The checkpoint of step %d was NOT SAVED: %s", outcome.step, outcome.error)
-            trainer.tracker.message(f"The checkpoint of step {outcome.step} was not saved: {outcome.error}")
-            if is_end:
+    def _log_saves(self, outcomes: list[SaveOutcome], is_end: bool) -> None:
+        """Log the outcomes of saves. A failed save does not end the training, unless it was the last one of the run."""
+        result, tracker = self.result, self.trainer.tracker
+        for outcome in outcomes:
+            if outcome.was_skipped:
+                tracker.message(f"Step {outcome.step} was not saved: two earlier checkpoints are being written.")
+            elif isinstance(outcome.error, CheckpointFenced):  # whatever this run did from here on would be lost
                 raise outcome.error
-        elif outcome.name is not None:
-            result.checkpoints.append(outcome.name)
-            cost = {"stall_s": outcome.stall_s, "total_s": outcome.total_s, "bytes": outcome.num_bytes}
-            result.saves.append({"step": outcome.step, **cost})
-            _log.info("checkpoint %s is published, %.2f s after it began", outcome.name, outcome.total_s)
+            elif outcome.error is not None:
+                _log.error("The checkpoint of step %d was NOT SAVED: %s", outcome.step, outcome.error)
+                tracker.message(f"The checkpoint of step {outcome.step} was not saved: {outcome.error}")
+                if is_end:
+                    raise outcome.error
+            elif outcome.name is not None:
+                result.checkpoints.append(outcome.name)
+                cost = {"stall_s": outcome.stall_s, "total_s": outcome.total_s, "bytes": outcome.num_bytes}
+                result.saves.append({"step": outcome.step, **cost})
+                _log.info("checkpoint %s is published, %.2f s after it began", outcome.name, outcome.total_s)
 
+    def _to_continue(self) -> dict[str, Any]:
+        """`policy_words`, and the path of the last checkpoint, by the key `last_checkpoint`."""
+        trainer, saved = self.trainer, self.result.checkpoints
+        last = str(Path(trainer.saving.directory) / saved[-1]) if saved else None
+        return {"policy_words": trainer.context.policy_words, "last_checkpoint": last}
 
-def _step(trainer: LoopTrainer, batch: DataProto, step: int) -> dict[str, float]:
-    try:
-        metrics = trainer.step(batch, step)
-    except StepSkipped:
-        metrics = {"perf/samples": 0.0}
-    return metrics | trainer.guards.monitor.take()
+    def _write_result(self) -> None:
+        try:
+            self.result.write()
+        except OSError as error:  # a full disk must not fail a run whose weights are saved
+            _log.error("%s cannot be written: %s", self.result.run_dir / "summary.json", error)
 
-
-def _evaluate(trainer: LoopTrainer, step: int, result: TrainResult) -> dict[str, float]:
-    if trainer.eval_data is None:
-        return {}
-    with trainer.stages.stage("eval") as note:
-        metrics = trainer.evaluate(step)
-        note.say(f"the weights after {step} steps")
-    if metrics:
-        result.evaluations[step] = metrics
-        trainer.tracker.evaluation(metrics, step)
-    trainer.stages.take()
-    return metrics
-
-
-def _finish(trainer: LoopTrainer, result: TrainResult) -> None:
-    """Write the weights and the summary, and close the trackers, each even if what comes before it fails."""
-    with ExitStack() as ending:
-        ending.callback(lambda: trainer.tracker.close(result.status))
-        ending.callback(lambda: trainer.tracker.result(result.as_plain() | _to_continue(trainer, result)))
-        ending.callback(lambda: trainer.saving.close(result.status, result.steps))
-        ending.callback(_write_result, result)
-        is_sound = result.status not in ("failed", "restarting")
-        if is_sound and result.steps and trainer.settings.save_final:
-            status, result.status = result.status, "failed"  # unless the weights are written
-            _save(trainer, result)
-            result.status = status
-
-
-def _to_continue(trainer: LoopTrainer, result: TrainResult) -> dict[str, Any]:
-    """`policy_words`, and the path of the last checkpoint, by the key `last_checkpoint`."""
-    last = str(Path(trainer.saving.directory) / result.checkpoints[-1]) if result.checkpoints else None
-    return {"policy_words": trainer.context.policy_words, "last_checkpoint": last}
-
-
-def _write_result(result: TrainResult) -> None:
-    try:
-        result.write()
-    except OSError as error:  # a full disk must not fail a run whose weights are saved
-        _log.error("%s cannot be written: %s", result.run_dir / "summary.json", error)
+    def _save_final(self) -> None:
+        """Write the weights of a run that ended well, and beside them what trained them, by which `verl eval` evaluates
+        them."""
+        trainer, result = self.trainer, self.result
+        if result.status in ("failed", "restarting") or not result.steps or not trainer.settings.save_final:
+            return
+        status, result.status = result.status, "failed"  # unless the weights are written
+        with trainer.stages.stage("save") as note:
+            with _whole_or_nothing(trainer.run_dir):
+                result.saved = trainer.save(trainer.run_dir)
+                reward = trainer.parts["reward"].state_dict() if "reward" in trainer.parts else {}
+                record = {"step": result.steps, "config": as_plain(trainer.description), **reward}
+                record["progress"] = self._progress()
+                policy = json.dumps(plain(redact_tree(record)), indent=1).encode()
+                write_whole(trainer.run_dir / POLICY_RECORD, policy)
+            note.say(", ".join(str(path) for path in result.saved))
+        result.status = status
 
 
 @contextmanager
@@ -670,15 +651,3 @@ def _whole_or_nothing(run_dir: Path) -> Iterator[None]:
             if path.name in ("actor", "critic", "reward_model") and path.name not in there:
                 shutil.rmtree(path, ignore_errors=True)
         raise
-
-
-def _save(trainer: LoopTrainer, result: TrainResult) -> None:
-    """Write the weights, and beside them what trained them, by which `verl eval` evaluates them."""
-    with trainer.stages.stage("save") as note:
-        with _whole_or_nothing(trainer.run_dir):
-            result.saved = trainer.save(trainer.run_dir)
-            reward = trainer.parts["reward"].state_dict() if "reward" in trainer.parts else {}
-            record = {"step": result.steps, "config": as_plain(trainer.description), **reward}
-            record["progress"] = _progress(trainer, result)
-            write_whole(trainer.run_dir / POLICY_RECORD, json.dumps(plain(redact_tree(record)), indent=1).encode())
-        note.say(", ".join(str(path) for path in result.saved))

@@ -246,7 +246,6 @@ class ActorWorker(TrainedWorker):
 
     @on_all
     def current_version(self) -> int:
-        """See `version`."""
         return self.version
 
     @on_all
@@ -269,7 +268,6 @@ class ActorWorker(TrainedWorker):
         return Numerics(dtype, engine.compute_type or dtype, type(engine).__name__, self.temperature)
 
     def close(self) -> None:
-        """End what the rollout engine has started."""
         self.sampler.close()
 
     def micro_batch_scores(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:

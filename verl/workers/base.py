@@ -248,7 +248,6 @@ class TrainedWorker:
         return RoleState(form, optimizer, self.engine.updates, self.constant_files())
 
     def constant_files(self) -> dict[str, bytes]:
-        """The tokenizer's."""
         if self._tokenizer_files is None:
             self._tokenizer_files = tokenizer_files(self.tokenizer)
         return self._tokenizer_files
@@ -262,22 +261,18 @@ class TrainedWorker:
 
     @on_all
     def remote_states(self) -> dict[str, RemoteRoleState]:
-        """See `RankCheckpointWriter.states`."""
         return self._parts.states()
 
     @on_all
     def prepare_parts(self, setting: RankSaveSettings) -> None:
-        """See `RankCheckpointWriter.prepare`."""
         self._parts.prepare(setting)
 
     @on_each
     def save_part(self, setting: RankSaveSettings, step: int, transaction: Path, nonce: str) -> bool:
-        """See `RankCheckpointWriter.save`."""
         return self._parts.save(setting, step, transaction, nonce)
 
     @on_all
     def wait_copied(self) -> None:
-        """See `RankCheckpointWriter.wait_copied`."""
         self._parts.wait_copied()
 
     @property
@@ -301,12 +296,10 @@ class TrainedWorker:
 
     @on_all
     def loss_keeps_state(self) -> bool:
-        """Whether a checkpoint holds state of the loss."""
         return keeps_state(self.loss)
 
     @on_each
     def loss_states(self) -> dict[str, Any]:
-        """The state of the loss in this process."""
         return PartState(self.loss, "algorithm").state_dict()
 
     @on_all

@@ -123,7 +123,6 @@ class RLHost(Description):
         return {role: kind for role, kind in types.items() if self.chosen is None or role in self.chosen}
 
     def shardings(self) -> dict[str, Sharding]:
-        """Role -> how it is divided."""
         shardings = {"actor": self.actor.sharding}
         shardings["critic"] = None if self.critic is None else self.critic.sharding
         shardings["reference"] = None if self.reference is None else reference_sharding(self.reference, self.actor)
@@ -204,7 +203,6 @@ class SFTHost(Description):
         return {"learner": self.worker} | ({} if self.reference is None else {"reference": ReferenceWorker})
 
     def shardings(self) -> dict[str, Sharding]:
-        """Role -> how it is divided."""
         shardings = {"learner": self.learner.sharding or self.sharding}
         if self.reference is not None:
             shardings["reference"] = reference_sharding(self.reference, self.learner) or self.sharding
@@ -215,7 +213,6 @@ class SFTHost(Description):
         return self
 
     def build(self, context: BuildContext) -> RoleProcess:
-        """Load the models."""
         make_current(context.device)
         use_library(context.cpu_matmul)
         host, learner = RoleProcess(), self.learner.on_device(computes_bfloat16(context.device))

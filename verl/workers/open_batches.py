@@ -109,7 +109,6 @@ class ResponseBatch:
         assert self.num_rows <= NUMBERS
 
     def begin(self) -> None:
-        """Open rows."""
         self.is_begun = True
         for turn in self.sampler.requests([self.prompts], self.request):
             self.rows.append(OpenRow(replace(turn, episode=self.first + turn.episode), self))

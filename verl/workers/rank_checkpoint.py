@@ -190,9 +190,7 @@ class TrainedState(Protocol):
 
     engine: TrainingEngine
 
-    def constant_files(self) -> dict[str, bytes]:
-        """Files that never change, such as a tokenizer's."""
-        ...
+    def constant_files(self) -> dict[str, bytes]: ...
 
 
 class RankCheckpointWriter:
@@ -258,7 +256,6 @@ class RankCheckpointWriter:
             self._writer.wait_copied()
 
     def close(self) -> None:
-        """Finish what is under way."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

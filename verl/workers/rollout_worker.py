@@ -96,13 +96,11 @@ class RolloutWorker:
     def finished_groups(
         self, known: Mapping[int, Collection[int]], awaited: int | None = None
     ) -> tuple[bool, dict[int, DataProto]]:
-        """See `StepLoop.finished_groups`."""
         assert self.loop is not None
         return self.loop.finished_groups(known, awaited)
 
     @on_each
     def take_schedule(self) -> tuple[int, list[str]]:
-        """See `Schedule.take_unwritten`."""
         assert self.loop is not None
         return self.loop.schedule.take_unwritten()
 
@@ -130,7 +128,6 @@ class RolloutWorker:
         return type(engine).__name__, engine.compute_type
 
     def close(self) -> None:
-        """Free the engine."""
         if self.loop is not None:
             self.loop.close()
         self.sampler.close()
@@ -167,7 +164,6 @@ class RolloutHost(Description):
         return {"sampler": RolloutWorker}
 
     def shardings(self) -> dict[str, Sharding]:
-        """The role is not sharded."""
         return {"sampler": NoSharding()}
 
     def build(self, context: BuildContext) -> RoleProcess:

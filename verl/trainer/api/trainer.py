@@ -208,7 +208,6 @@ class Trainer:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last step."""
         return dict(self._loop.result.last_metrics)
 
     def step(self) -> float:
@@ -387,7 +386,6 @@ def _arguments(
     checkpoint: Mapping[str, Any] | None,
     train: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The arguments as configuration values."""
     chosen: dict[str, Any] = {} if isinstance(algorithm, Algorithm) else {"algorithm": algorithm}
     for key, value in (rollout or {}).items():
         if key == "engine":

@@ -61,7 +61,6 @@ def rate_of(metrics: Mapping[str, float]) -> float | None:
 
 
 def new_run_id() -> str:
-    """A name for one start of a training."""
     return secrets.token_hex(4)
 
 
@@ -138,7 +137,6 @@ class CheckpointSaver:
 
     @cached_property
     def code(self) -> dict[str, Any]:
-        """Version and commit of verl."""
         return code_version()
 
     @property
@@ -148,7 +146,6 @@ class CheckpointSaver:
 
     @property
     def storage(self) -> Storage | None:
-        """The object storage of the run's checkpoints."""
         return None if self._tier is None else self._tier.storage
 
     def start(self, run_dir: Path) -> None:
@@ -353,7 +350,6 @@ class CheckpointSaver:
         return {name: role.state(not shares_memory).result() for name, role in trained.items()}
 
     def workers_lost(self, reason: str) -> None:
-        """Abort saves that wait for lost processes."""
         if self.rank_writers is not None:
             self.rank_writers.give_up(reason)
 
@@ -392,12 +388,10 @@ class CheckpointSaver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is in progress."""
         return self._writer is not None and self._writer.num_under_way > 0
 
     @property
     def is_async(self) -> bool:
-        """Whether saves are asynchronous."""
         return self._writer is not None and self._writer.mode == "async"
 
     def prepare(self, roles: Mapping[str, SavedRoleState], state: PartStates) -> None:
@@ -461,7 +455,6 @@ class CheckpointSaver:
         self._uploader = None
 
     def _record_uploads(self, events: list[UploadEvent]) -> None:
-        """Record uploaded checkpoints and log failures."""
         address = "" if self._tier is None else self._tier.address
         for event in events:
             self._num_waiting = event.waiting
@@ -477,7 +470,6 @@ class CheckpointSaver:
                 )  # fmt: skip
 
     def _state(self, state: PartStates, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Content of `trainer_state.json`."""
         return {
             **facts,
             "epoch": state["sampler"].get("epoch"),

@@ -73,7 +73,6 @@ WHEN_BUILT = ("dataloader", "scheduler", "replay_buffer")
 
 
 def states_of(parts: Mapping[str, Stateful]) -> PartStates:
-    """The state of every part, for a save."""
     return {name: part.state_dict() for name, part in parts.items()}
 
 
@@ -242,7 +241,6 @@ PLACES: dict[str, PartPlace] = {
 
 
 def place_of(part: str) -> PartPlace:
-    """Place of a part in a checkpoint."""
     return PLACES.get(part) or ScheduleEntry(name=part)
 
 
