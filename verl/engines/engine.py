@@ -156,7 +156,8 @@ class TrainingEngine:
             Those totals.
         """
         assert self.optimizer is not None, "this engine only infers"
-        totals = self._totals(batch)
+        local = LossTotals.of(batch.batch["response_mask"], batch.batch.get("episode_tokens"))
+        totals = LossTotals(**self.parallel.sums({"tokens": local.tokens, "sequences": local.sequences}))
         if self.routing is not None and self._balance_coef:
             self.routing.balance(self._load_of(batch))
         self.model.train(self.paths(batch).trains)
@@ -378,11 +379,6 @@ class TrainingEngine:
 
     def _computing(self) -> AbstractContextManager[None]:
         return computing_in(self.autocast, self.model)
-
-    def _totals(self, batch: DataProto) -> LossTotals:
-        local = LossTotals.of(batch.batch["response_mask"], batch.batch.get("episode_tokens"))
-        summed = self.parallel.sums({"tokens": local.tokens, "sequences": local.sequences})
-        return LossTotals(tokens=summed["tokens"], sequences=summed["sequences"])
 
 
 def compile_layers(model: Any, parallel: Parallelism, backend: str = "inductor") -> None:

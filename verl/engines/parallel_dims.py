@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.component import BuildContext
-from verl.engines.fsdp import free_gathered_parameters, gathered, load_own_slices, set_reduces_gradients, shard_fully
+from verl.engines.fsdp import free_gathered_parameters, gathered, load_own_slices, shard_fully
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.tensor_parallel import (
     EXPERT,
@@ -412,13 +412,13 @@ class ShardedParallelism(DataParallelism):
             super().run_micro_batches(micros, forward, computing, model=model, trains=trains)
 
     @staticmethod
-    def _reducing_after_last(micros: Iterable[MicroBatch], core: nn.Module) -> Iterator[MicroBatch]:
+    def _reducing_after_last(micros: Iterable[MicroBatch], core: Any) -> Iterator[MicroBatch]:
         """The micro-batches, of which the backward pass of the last alone reduces gradients."""
         micros = iter(micros)
         following = next(micros, None)
         while following is not None:
             micro, following = following, next(micros, None)
-            set_reduces_gradients(core, following is None)
+            core.set_requires_gradient_sync(following is None)  # otherwise whole gradients are accumulated
             yield micro
 
     @contextlib.contextmanager

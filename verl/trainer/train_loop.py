@@ -47,7 +47,7 @@ from verl.trainer.guards import Guards, stage
 from verl.trainer.plan.run_plan import RunPlan, log_plan
 from verl.trainer.setup import ProcessState, library_messages, prepare_context
 from verl.trainer.state.checkpointing import CheckpointSaver, rate_of
-from verl.trainer.state.driver_state import WHEN_BUILT, PartStates, Stateful, load_parts, states_of
+from verl.trainer.state.driver_state import WHEN_BUILT, PartStates, Stateful, load_parts
 from verl.trainer.state.lineage import record_environment
 from verl.trainer.timers import Profiler, StageTimers
 from verl.utils.external_input import write_whole
@@ -234,8 +234,8 @@ class LoopTrainer(ABC):
     def state(self, without: Collection[str] = ()) -> tuple[dict[str, SavedRoleState], PartStates]:
         """State for a checkpoint: that of the roles by name, and of the parts but for some; see `TrainState.of`."""
         assert self.cluster is not None
-        parts = {name: part for name, part in self.parts.items() if name not in without}
-        return self.saving.states_of(self.trained, self.cluster.shares_memory), states_of(parts)
+        roles = self.saving.states_of(self.trained, self.cluster.shares_memory)
+        return roles, {name: part.state_dict() for name, part in self.parts.items() if name not in without}
 
     def fit(self) -> TrainResult:
         """Train to the end; see `fit`. In Ray, a lost worker costs the steps since the last save."""
