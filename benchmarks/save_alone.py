@@ -69,15 +69,16 @@ def resumed(hidden: int, rounds: int, directory: Path) -> dict[str, float]:
     point, parallel = find("latest", directory / "checkpoints"), Parallelism()
     assert point is not None
     role = replace(run.actor, model=Pretrained(path=str(directory / "run/actor")))
-    source = RestoreSource(point.checkpoint.directory, verify=False)
+    source, context = RestoreSource(point.checkpoint.directory, verify=False), BuildContext()
 
     def built() -> None:
         model = role.load("causal_lm", "cpu", source, "actor", parallel)
-        source.optimizer(role.engine(model, parallel, 10), "actor")
+        role.engine(model, context, parallel, 10, source, "actor")
 
     def loaded() -> None:
         model = role.load("causal_lm", "cpu", None, "actor", parallel)
-        engine, selection = role.engine(model, parallel, 10), CheckpointSelection(point.checkpoint.directory)
+        engine = role.engine(model, context, parallel, 10, None, "actor")
+        selection = CheckpointSelection(point.checkpoint.directory)
         load_weights(model, "actor", selection, parallel)
         load_optimizer(engine, "actor", selection)
 

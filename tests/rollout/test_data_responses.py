@@ -157,7 +157,7 @@ def test_each_step_chooses_its_share_by_seed_and_step_alone(tokenizer):
     for step in range(1, 20):
         given = mix.rows(prompts, step)["prompt_ids"].tolist()
         assert len(given) == 3
-        assert sorted([*given, *mix.drawn(prompts, step)["prompt_ids"].tolist()]) == list(range(10, 20))
+        assert sorted([*given, *mix.sampled(prompts, step)["prompt_ids"].tolist()]) == list(range(10, 20))
         assert again.rows(prompts, step)["prompt_ids"].tolist() == given
         chosen.append((given, other.rows(prompts, step)["prompt_ids"].tolist()))
     assert len({tuple(given) for given, _ in chosen}) > 10

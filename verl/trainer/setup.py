@@ -106,13 +106,6 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
     return replace(context, device=device, seed=settings.seed, run_dir=run_dir, cpu_matmul=library)
 
 
-def library_messages(context: BuildContext) -> list[str]:
-    """The start line about matrix products, where they are not computed as PyTorch does by default."""
-    if context.cpu_matmul == "mkl" or context.device != "cpu":
-        return []
-    return ["Large float32 products on the CPU are computed by oneDNN (trainer.cpu_matmul=mkl: by MKL)."]
-
-
 def resume_faults(resume: str | None) -> Iterator[str]:
     """Faults of the path in `resume` that can be found from directories and headers; bytes are verified later.
     Addresses and `latest` are resolved when the trainer is built.

@@ -45,7 +45,7 @@ from verl.tracking.jsonl import plain
 from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.trainer.guards import Guards, stage
 from verl.trainer.plan.run_plan import RunPlan, log_plan
-from verl.trainer.setup import ProcessState, library_messages, prepare_context
+from verl.trainer.setup import ProcessState, prepare_context
 from verl.trainer.state.checkpointing import CheckpointSaver, rate_of
 from verl.trainer.state.driver_state import WHEN_BUILT, PartStates, Stateful, load_parts
 from verl.trainer.state.lineage import record_environment
@@ -97,10 +97,6 @@ class TrainResult:
 
     def as_plain(self) -> dict[str, Any]:
         return {**vars(self), "run_dir": str(self.run_dir), "saved": [str(path) for path in self.saved]}
-
-    def write(self) -> None:
-        """Write `summary.json` into the run's directory."""
-        write_whole(self.run_dir / "summary.json", (json.dumps(self.as_plain(), indent=2) + "\n").encode())
 
 
 class LoopTrainer(ABC):
@@ -214,7 +210,10 @@ class LoopTrainer(ABC):
             run = replace(run, data=replace(run.data, **{limit: max(2, longest)}))
         plan = log_plan(run, context, self.saving.directory)
         self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
-        self.saving.messages += library_messages(context)
+        if context.cpu_matmul != "mkl" and context.device == "cpu":
+            self.saving.messages.append(
+                "Large float32 products on the CPU are computed by oneDNN (trainer.cpu_matmul=mkl: by MKL)."
+            )
         return plan
 
     def longest_row(self) -> int | None:
@@ -600,10 +599,11 @@ class TrainLoop:
         return {"policy_words": trainer.context.policy_words, "last_checkpoint": last}
 
     def _write_result(self) -> None:
+        file = self.result.run_dir / "summary.json"
         try:
-            self.result.write()
+            write_whole(file, (json.dumps(self.result.as_plain(), indent=2) + "\n").encode())
         except OSError as error:  # a full disk must not fail a run whose weights are saved
-            _log.error("%s cannot be written: %s", self.result.run_dir / "summary.json", error)
+            _log.error("%s cannot be written: %s", file, error)
 
     def _save_final(self) -> None:
         """Write the weights of a run that ended well, and beside them what trained them, by which `verl eval` evaluates

@@ -19,7 +19,6 @@ from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import Parallelism
 from verl.environments.base import EnvironmentDescription
 from verl.environments.episode_loop import EpisodeSampler
-from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
 from verl.models.hf_state_dict import live_tensors
@@ -79,18 +78,10 @@ class Actor(TrainedRole):
             ConfigError: the model cannot be trained as a policy.
         """
         model = self.load("causal_lm", context.device, restore, "actor", parallel)
-        paths_for(
-            model,
-            context.row_tokens or rollout.max_new_tokens,
-            "actor.model",
-            shares_tokens=parallel.shares_tokens,
-        )
-        parallel.shard_model(model, self.decided_autocast)
-        engine = self.engine(model, parallel, total_updates)
+        longest = rollout.max_new_tokens
+        engine = self.engine(model, context, parallel, total_updates, restore, "actor", longest=longest)
         if rollout.router_replay:
             engine.replay_routing("actor.model")
-        if restore is not None:
-            restore.optimizer(engine, "actor")
         if generates:
             sampler = self.sampler(model, rollout, environment, context)
         else:
