@@ -125,11 +125,7 @@ def test_two_processes_come_to_the_gap_of_one(algorithm, model32, tmp_path):
         assert two[key] == pytest.approx(one[key], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "mini_batches",
-    [1, *exhaustive(2)],
-    ids=["told by the update", "known before"],
-)
+@pytest.mark.parametrize("mini_batches", [1, *exhaustive(2)], ids=["told by the update", "known before"])
 def test_a_fault_of_long_rows_stops_the_run_before_the_first_of_them_is_trained_on(mini_batches, model32, tmp_path):
     algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=mini_batches)
     run = faulty(model32, "long rows", algorithm, prompts_per_step=8)
@@ -196,8 +192,7 @@ SOUND = {
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "options"),
-    each_value_once({"told by the update": ONE_UPDATE, "known before": PPO_ALGORITHM}, SOUND),
+    ("algorithm", "options"), each_value_once({"told by the update": ONE_UPDATE, "known before": PPO_ALGORITHM}, SOUND)
 )
 def test_a_sound_run_is_silent(algorithm, options, model32, tmp_path, caplog):
     limit = LIMITS["bfloat16"] if "autocast" in options else 1e-5

@@ -334,11 +334,7 @@ def local(model64, tmp_path_factory):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "where",
-    [
-        pytest.param("mesh", marks=TWO),
-        pytest.param("ray", marks=RAY),
-        pytest.param("ray, restarted", marks=RAY),
-    ],
+    [pytest.param("mesh", marks=TWO), pytest.param("ray", marks=RAY), pytest.param("ray, restarted", marks=RAY)],
 )
 def test_a_sampler_in_flight_anywhere_gives_the_bits_of_one_beside_the_driver(
     where, local, model64, tmp_path, request, monkeypatch

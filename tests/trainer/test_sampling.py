@@ -225,23 +225,12 @@ class Schedule:
         self.group: Any = samplers if self.has_sampler else None
         self.sampler = DataSampler(7, self.prompts_per_step, seed=3)
         self.pipeline: Any = RolloutQueue(self.actor, self.staleness, self.group, in_flight=self.in_flight)
-        run = SimpleNamespace(
-            trainer=SimpleNamespace(group_size=2),
-            algorithm=None,
-            environment=None,
-            rollout=SimpleNamespace(can_offload=False),
-        )
-        trainer = SimpleNamespace(
-            description=run,
-            tokenizer=None,
-            train_data=SimpleNamespace(collate=self._collate),
-            sampler=self.sampler,
-            num_steps=self.num_steps,
-            data_responses=SimpleNamespace(sampled=lambda prompts, step: prompts),
-            async_rewards=AsyncRewards(),
-            guards=None,
-            stages=None,
-        )
+        settings, rollout = SimpleNamespace(group_size=2), SimpleNamespace(can_offload=False)
+        run = SimpleNamespace(trainer=settings, algorithm=None, environment=None, rollout=rollout)
+        trainer: Any = SimpleNamespace(description=run, tokenizer=None, guards=None, stages=None)
+        trainer.train_data, trainer.sampler = SimpleNamespace(collate=self._collate), self.sampler
+        trainer.num_steps, trainer.async_rewards = self.num_steps, AsyncRewards()
+        trainer.data_responses = SimpleNamespace(sampled=lambda prompts, step: prompts)
         self.sampling = _OfBareRows(trainer, self.pipeline)
         self.trained = []
         if saved is not None:

@@ -217,14 +217,7 @@ class PipelineRunner:
     def __init__(self, cut: StageCut, group: Any, device: torch.device, schedule: Schedule):
         self.cut, self.group, self.device, self.schedule = cut, group, device, schedule
 
-    def run(
-        self,
-        micros: Sequence[MicroBatch],
-        forward: Forward,
-        dtype: torch.dtype,
-        *,
-        trains: bool,
-    ) -> None:
+    def run(self, micros: Sequence[MicroBatch], forward: Forward, dtype: torch.dtype, *, trains: bool) -> None:
         """Run a function of the model over micro-batches, which must be the same on all stages.
 
         Args:

@@ -350,15 +350,9 @@ class PolicyTrainer(LoopTrainer):
                 self.rollout_workers = LocalWorkerGroup(worker, context, 1, torch.get_num_threads(), name=SAMPLER)
         if run.reward_as_role is not None:
             self.reward = run.reward_as_role.scaled(RemoteRewardModel(roles["rm"]))
-        queue = RolloutQueue(
-            self.actor,
-            min(run.trainer.staleness or 0, self.num_steps),
-            self.rollout_workers,
-            in_flight=run.is_in_flight,
-            actor_generates=run.actor_generates,
-            run_dir=self.run_dir,
-            rewards=self.async_rewards,
-        )
+        depth = min(run.trainer.staleness or 0, self.num_steps)
+        options = {"in_flight": run.is_in_flight, "actor_generates": run.actor_generates, "run_dir": self.run_dir}
+        queue = RolloutQueue(self.actor, depth, self.rollout_workers, rewards=self.async_rewards, **options)
         self.sampling = Sampling(self, queue)
 
     def _refuse_missing_columns(self, reward: RewardDescription) -> None:

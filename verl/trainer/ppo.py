@@ -24,9 +24,8 @@ from verl.trainer.guards import stage
 from verl.trainer.sampling import PROMPT_FIELDS
 from verl.utils.seeding import derive_seed
 
-EPISODE_FIELDS = ["turn_ids", "turn_rewards", "episode_ids"]
-OF_ROWS = ["is_replayed", "is_on_policy", "token_versions"]
-DRIVER_FIELDS = [*PROMPT_FIELDS, *EPISODE_FIELDS, *OF_ROWS]  # that no role reads in an update
+OF_ROWS = ["turn_ids", "turn_rewards", "episode_ids", "is_replayed", "is_on_policy", "token_versions"]
+DRIVER_FIELDS = [*PROMPT_FIELDS, *OF_ROWS]  # that no role reads in an update
 SEQUENCE_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
 ROUTED_FIELDS = ["routed_experts", "rollout_log_probs"]  # that the actor reads before an update, under router replay
 

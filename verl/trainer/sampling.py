@@ -1,8 +1,5 @@
 """Responses to the prompts of a step, and their rewards: the queue between generation and training, dynamic sampling.
 
-prompts ── Sampling.sample ──> queue ──> responses with their texts ──> rewards ──> groups of mixed rewards
-                └─ begin_ahead: prompts of the next S steps
-
 The queue is `max_staleness` S batches long; 0 generates and trains alternately.
 
 step t     take(t) ── begin(t+S) ── score, update ── sync
@@ -367,8 +364,8 @@ class RolloutQueue:
         return SyncResult(synced.note, metrics, synced.is_current)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The responses that were not trained on yet, later batches under `INDEX.NAME`; empty if there are none. In
-        flight: what `StepLoop.save` gives, of other engines than the first under `RANK/NAME`."""
+        """The responses that were not trained on yet, later batches under `INDEX.NAME`; in flight the states of
+        `StepLoop.save`, of later engines under `RANK/NAME`."""
         if self.in_flight:
             self._update_engine(self.current_version())
             states = self._answer(self._workers.save_rows(self._step))
@@ -383,10 +380,8 @@ class RolloutQueue:
         return state | {SYNC_VERSIONS: torch.tensor(self._versions)} if state else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the current responses by those of a checkpoint.
-
-        They are used only if the next batch has the same prompts, that is, if the batch size was not changed.
-        """
+        """Replace the current responses by those of a checkpoint, which are used if the next batch has their prompts,
+        that is, if the batch size was not changed."""
         if state and self.in_flight != ("schedule" in state):
             log.warning("The responses generated ahead in the checkpoint are for another rollout.weight_update.")
             self.load_state_dict({})

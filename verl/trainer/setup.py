@@ -139,8 +139,7 @@ def prepare_saving(
         is_restart: this trainer has trained in its run directory before.
         data: settings of the data that are known now that they are read, see `DataSplits.settled`.
     Raises:
-        ConfigError: there is no such checkpoint, or it is of another training, or another run saves in the directory,
-            or another run writes in the run directory, or one that this one does not resume has trained there.
+        ConfigError: there is no such checkpoint, or it is of another training, or a directory is another run's.
         BadCheckpoint: it is damaged.
         CheckpointWriteFailed: the directory cannot be written.
     """

@@ -149,7 +149,7 @@ class RLHost(Description):
         return host
 
     def _start_roles(self, host: RoleProcess, context: BuildContext) -> None:
-        types, actor = self.worker_types(), None
+        types, actor, course = self.worker_types(), None, (self.total_updates, self.restore)
         parallels = {role: host.parallel(sharding, context) for role, sharding in self.shardings().items()}
         if "actor" in types:
             seed_everything(derive_seed(context.seed, "actor"))
@@ -158,24 +158,17 @@ class RLHost(Description):
                 parallels["actor"],
                 self.algorithm,
                 self.rollout,
-                self.total_updates,
-                self.restore,
+                *course,
                 self.environment,
                 self.actor_generates,
             )
         if self.critic is not None and "critic" in types:
             seed_everything(derive_seed(context.seed, "critic"))
-            host.workers["critic"] = self.critic.start(
-                context, parallels["critic"], self.algorithm, self.total_updates, self.restore
-            )
+            host.workers["critic"] = self.critic.start(context, parallels["critic"], self.algorithm, *course)
         if self.reference is not None and "reference" in types:
+            scoring = self.rollout.temperature, self.algorithm.num_candidates
             host.workers["reference"] = self.reference.start(
-                context,
-                parallels["reference"],
-                self.actor,
-                actor,
-                self.rollout.temperature,
-                self.algorithm.num_candidates,
+                context, parallels["reference"], self.actor, actor, *scoring
             )
         if self.reward is not None and "rm" in types:
             host.workers["rm"] = RewardWorker.start(self.reward, context)
@@ -230,15 +223,11 @@ class SFTHost(Description):
 
 @component
 class PreferenceHost(SFTHost):
-    """A policy under preference optimisation, and its reference."""
-
     worker = PreferenceWorker
 
 
 @component
 class RewardModelHost(SFTHost):
-    """A reward model in training."""
-
     worker = RewardModelWorker
     saved_as = "reward_model"
 
