@@ -22,22 +22,14 @@ from verl import config
 from verl.component import BuildContext
 from verl.compose.from_yaml import described, load_rollout
 from verl.errors import ConfigError, RolloutError, WeightSyncError, faults_below
-from verl.hybrid.engine_faults import (
+from verl.hybrid.generate_options import (
     CallTokenizer,
-    form_difference,
-    form_of,
-    make_contiguous,
-    modules_with_own_code,
-    naming_quantization,
-    own_weights_faults,
-    prompt_learning_fault,
     prompt_rows,
     read_options,
     sampling_options,
     seed_of_call,
     stop_tokens_of_call,
     unsupported_settings,
-    unwrapped,
 )
 from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_parallelism, own_device
 from verl.model_paths.check import forget
@@ -68,10 +60,8 @@ class HybridActor:
     `generate` switches the model to evaluation, synchronises the engine with the current weights, and restores the
     model's state afterwards, including accumulated gradients.
 
-    The form of the model (its modules, and the shapes, dtypes and ties of its parameters) is fixed when the actor is
-    made. `generate` refuses a changed one until it is set: `actor.model = actor.model`. Weights, training mode,
-    `requires_grad`, hooks and the switches of an adapter may change between calls. Calls from several threads wait for
-    each other.
+    The model may change between calls, also its modules and the shapes, dtypes and ties of its parameters, unless it is
+    sharded. Calls from several threads wait for each other.
 
     With several processes, which must make the same calls, the model is sharded by `hybrid_config`: docs/library.md.
 
@@ -133,10 +123,10 @@ class HybridActor:
         self.tokenizer, self.seed, self._parallelism = tokenizer, seed, parallelism
         self._engine: tuple[Any, Any] | None = None  # with the settings that it was attached for
         self._settings_reported = ""
-        make_contiguous(self.model, copies=self.contiguous)
+        self._check_contiguous()
         if parallelism is not None:
             parallelism.take(self.model)
-        self._form = form_of(unwrapped(self._settled()))
+        self._form = _form_of(_unwrapped(self._settled()))
         self._warn_unsupported_settings()
 
     @classmethod
@@ -186,7 +176,7 @@ class HybridActor:
         with self._lock:
             _refuse_no_actor(model)
             self._refuse_if_divided("model cannot be replaced")
-            self._model, self._form = model, form_of(unwrapped(model))
+            self._model, self._form = model, _form_of(_unwrapped(model))
             forget(model)
             self._end_engine()
 
@@ -219,7 +209,7 @@ class HybridActor:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._lock, self._form = threading.RLock(), form_of(unwrapped(self.model))
+        self._lock, self._form = threading.RLock(), _form_of(_unwrapped(self.model))
 
     # Training
 
@@ -333,8 +323,8 @@ class HybridActor:
             ConfigError: an unknown option, an invalid value, or a model that the engine cannot sample from.
             RolloutError: another thread changed the weights meanwhile.
         """
-        with self._lock, naming_quantization(unwrapped(self.model)):
-            self._check_model()
+        with self._lock:
+            self._follow_model()
             width = input_ids.shape[-1] if isinstance(input_ids, Tensor) else 0
             config = read_options(options, self.model, self.tokenizer, width)
             prompts = prompt_rows(input_ids, attention_mask, config)
@@ -358,7 +348,7 @@ class HybridActor:
     def sampling(self) -> Iterator[None]:
         """Inside this context modules are in evaluation mode; on exit the mode of each module is restored."""
         with self._lock:
-            make_contiguous(self.model, copies=self.contiguous)
+            self._check_contiguous()
             training = [module for module in self.model.modules() if module.training]
             self.model.eval()
             try:
@@ -369,29 +359,36 @@ class HybridActor:
                 if config.auto_cache_clear if self.auto_cache_clear is None else self.auto_cache_clear:
                     release_cached(self.device)
 
-    def _check_model(self) -> None:
-        """Compare the model with its form.
+    def _follow_model(self) -> None:
+        """Start anew with a model whose modules, or shapes, dtypes or ties of parameters, have changed: engines and
+        checks of execution paths are made for these.
 
         Raises:
-            ConfigError: the form is another, or the engine cannot reproduce the model.
+            ConfigError: it has changed and is sharded.
         """
-        model = unwrapped(self._settled())
-        if difference := form_difference(self._form, form_of(model)):
-            fault = f"model has changed ({difference})"
-            self._refuse_if_divided(fault)
-            raise ConfigError(
-                f"{fault}, and its form is fixed when the actor is made. Set `actor.model = actor.model` to go on with "
-                "the changed model."
-            )
+        form = _form_of(_unwrapped(self._settled()))
+        if changed := [name for name in {**self._form, **form} if self._form.get(name) != form.get(name)]:
+            self._refuse_if_divided(f"model has changed at {changed[0] or 'its forward'}")
+            self.model = self._model
         self._warn_unsupported_settings()
-        if self._parallelism is None and self._holds_weights() and getattr(self._rollout, "weights", None) != "fixed":
-            sends_adapter = getattr(self._rollout, "lora", "merged") == "adapter"
-            if (fault := next(own_weights_faults(model, sends_adapter), None)) is not None:
-                raise ConfigError(fault)
+
+    def _check_contiguous(self) -> None:
+        """Refuse (or copy) parameters that are not contiguous; engines and checkpoints copy contiguous memory."""
+        if names := [name for name, p in self.model.named_parameters() if not p.is_contiguous()]:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            if not self.contiguous:
+                raise ConfigError(
+                    f"model has parameters that are not contiguous in memory: {shown}. Give contiguous=True to have "
+                    "them copied."
+                )
+            for name in names:
+                parameter = self.model.get_parameter(name)
+                parameter.data = parameter.data.contiguous()
+            _log.info("made contiguous: %s", shown)
 
     def _holds_weights(self) -> bool:
         """Whether the engine has its own copy of the weights."""
-        return self._rollout.chosen_for(unwrapped(self.model)).runs_ahead
+        return self._rollout.chosen_for(_unwrapped(self.model)).runs_ahead
 
     def _times_written(self) -> int:
         """Number of in-place writes to tensors of the model, by torch's version counters."""
@@ -410,25 +407,32 @@ class HybridActor:
         """A sampler whose engine is synchronised with the current weights.
 
         Raises:
-            ConfigError: the model runs user code that the engine does not.
+            ConfigError: an engine with its own weights computes something else than the model.
         """
         sampler = self._sampler_for(config)
         try:
             sampler.sync()
         except WeightSyncError as error:
-            if not error.faults and (names := modules_with_own_code(unwrapped(self.model))):
-                raise ConfigError(
-                    f"model has hooks, or a forward set on the object, at {', '.join(names[:3])}: the rollout engine "
-                    f"does not run them, and its log-probs differ by {error.gap_nats:.1e} nats. Remove "
-                    "them, or set rollout='hf', which samples from the model itself."
-                ) from error
-            raise
+            if error.faults:
+                raise
+            own = [
+                path or "the model"
+                for path, module in _unwrapped(self.model).named_modules()
+                if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
+            ]
+            raise ConfigError(
+                f"model differs from what the rollout engine can be sent, and log-probs by {error.gap_nats:.1e} nats: "
+                + (f"it has hooks, or a forward set on the object, at {', '.join(own[:3])}. " if own else "")
+                + "Engines with their own weights get parameters and plain LoRA, and no hooks, quantized weights, "
+                "other adapters or rounded buffers (.half()). Remove them, or set rollout='hf', which samples from the "
+                "model itself."
+            ) from error
         return sampler
 
     def _sampler_for(self, config: GenerationConfig) -> ResponseSampler:
         """A sampler with the options of a call; its engine is a new one if options are fixed at start."""
         asked: Any = replace(self.rollout, **sampling_options(config))
-        model, pad = unwrapped(self.model), config.pad_token_id
+        model, pad = _unwrapped(self.model), config.pad_token_id
         options = asked.chosen_for(model)
         size = len(self.tokenizer) if hasattr(self.tokenizer, "__len__") else None
         fixed = None if options.may_change else options
@@ -460,7 +464,7 @@ class HybridActor:
                 return SAME_TENSORS
             if not self._holds_weights():
                 return self._engine[1].sync()
-            self._check_model()
+            self._follow_model()
             with self.sampling():  # verification compares with the model in evaluation mode
                 return self._engine[1].sync()
 
@@ -483,6 +487,27 @@ class HybridActor:
 def _refuse_no_actor(model: Any) -> None:
     if isinstance(model, (str, Path)):
         raise ConfigError(f"model is {str(model)!r}: expected a loaded model. HybridActor.from_pretrained loads one.")
-    if (fault := prompt_learning_fault(model)) is not None:
-        raise ConfigError(fault)
-    check_interface("actor", unwrapped(model), "model")
+    adapters = getattr(model, "peft_config", None)
+    for name, adapter in adapters.items() if isinstance(adapters, Mapping) else ():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise ConfigError(
+                f"model has the adapter {name!r} of {type(adapter).__name__}, which puts virtual tokens before each "
+                "text: no rollout engine here supports them. Use LoRA, or model.generate of transformers."
+            )
+    check_interface("actor", _unwrapped(model), "model")
+
+
+def _unwrapped(model: Any) -> Any:
+    """The module inside a `torch.compile` wrapper, with the same weights; other models unchanged."""
+    return getattr(model, "_orig_mod", model) if isinstance(model, nn.Module) else model
+
+
+def _form_of(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """By name: each module, with a forward that was set on the object; shape, dtype and identity of tied parameters."""
+    form: dict[str, tuple[Any, ...]] = {
+        name: (module, vars(module).get("forward")) for name, module in model.named_modules()
+    }
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        form[name] = parameter.shape, parameter.dtype, first.setdefault(id(parameter), name)
+    return form

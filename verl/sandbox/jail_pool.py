@@ -1,13 +1,12 @@
 """A pool of started jails: each runs one program and ends with it; a thread starts the next one.
 
-run ── take ──> warm jail ── program ──> its first process ── fork ──> the program
+run ── lend ──> warm jail ── program ──> its first process ── fork ──> the program
  │                │ stdout, stderr, memory and time are watched from here
  └── outcome <────┘ the first process ends, and the kernel ends what is left of the jail
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import logging
@@ -19,13 +18,14 @@ import socket
 import subprocess
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass
+from collections.abc import Callable
+from typing import TypeVar
 
 from verl.errors import ConfigError
 from verl.sandbox.base import CodeRunner, ExecutionResult, Outcome, Program, closed_error, outcome_of, run_linked
-from verl.sandbox.cgroup import CgroupError, JailGroup, JailGroups
+from verl.sandbox.cgroup import CgroupError, JailGroups
 from verl.sandbox.jail_command import JailCommand, JailSettings, seccomp_filter
+from verl.utils.child_process.pool import PoolClosed, ProcessPool
 
 log = logging.getLogger(__name__)
 
@@ -35,25 +35,80 @@ ATTEMPTS = 3  # of one program, each in a fresh jail, where a jail ends without 
 LOOK_EVERY_S = 0.05  # at the memory of a jail
 INTERPRETER_MIB = 32  # of address space, beside the program's own
 MAX_FILES = 128
-MAKERS = 2  # threads
 
 
-@dataclass
+Results = TypeVar("Results", bound=tuple[ExecutionResult, ...])
+
+
+class JailFailed(Exception):
+    """A jail could not be started, or ended without reporting its program's status."""
+
+
 class _JailProcess:
-    """A jail that is running.
+    """A jail whose first process waits for a program.
 
     Attributes:
         process: bubblewrap outside of the jail, which ends with it.
         control: connection to the first process of the jail.
         first: process id of the jail's first process, as seen from outside.
-        group: its cgroup, made by `groups`; None without.
+        group: its cgroup; None without.
     """
 
-    process: subprocess.Popen
-    control: socket.socket
-    first: int
-    groups: JailGroups | None = None
-    group: JailGroup | None = None
+    def __init__(self, described: JailSettings, command: JailCommand, groups: JailGroups | None):
+        self._described, self._groups, self.group = described, groups, None
+        self.control, theirs = socket.socketpair()
+        info, info_writer = os.pipe()
+        self._info = open(info, "rb")  # noqa: SIM115 - closed by `await_ready`
+        filter_fd = os.memfd_create("verl-seccomp")
+        binary = os.open(command.bwrap, os.O_RDONLY)
+        libraries = [os.open(path, os.O_RDONLY) for path in command.libraries]
+        preloaded = {"LD_PRELOAD": " ".join(f"/proc/self/fd/{fd}" for fd in libraries)} if libraries else {}
+        try:
+            os.write(filter_fd, seccomp_filter())
+            os.lseek(filter_fd, 0, os.SEEK_SET)
+            fds = (binary, filter_fd, info_writer, theirs.fileno())
+            pipe = subprocess.PIPE
+            self.process = subprocess.Popen(
+                command.arguments(described.disk_mib, *fds),
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                pass_fds=(*fds, *libraries),
+                env=preloaded,
+                cwd="/",
+                bufsize=0,
+            )
+        finally:
+            theirs.close()
+            for fd in (info_writer, filter_fd, binary, *libraries):
+                os.close(fd)
+        self.first = self.process.pid
+
+    @property
+    def is_usable(self) -> bool:
+        return self.process.poll() is None
+
+    def await_ready(self) -> None:
+        """Raises JailFailed: the jail cannot be made."""
+        try:
+            self.control.settimeout(START_TIMEOUT_S)
+            ready = self.control.recv(1)
+            with self._info:
+                if ready:
+                    self.first = int(json.load(self._info)["child-pid"])
+        except (OSError, ValueError, KeyError) as error:
+            raise JailFailed(f"a jail did not start within {START_TIMEOUT_S:g} s ({error})") from error
+        if not ready:
+            assert self.process.stderr is not None
+            output = self.process.stderr.read(2000).decode(errors="replace").strip() or "it wrote nothing"
+            raise JailFailed(f"a jail cannot be made on this machine: {output}")
+        if self._groups is not None:
+            described, num_processes = self._described, self._described.max_processes + 1
+            try:
+                self.group = self._groups.make(group_bytes(described, described.memory_mib), num_processes)
+                self.group.add(self.first)
+            except CgroupError as error:
+                raise JailFailed(f"a jail has no cgroup: {error}") from error
 
     def ran_out_of_memory(self) -> bool:
         return self.group is not None and self.group.ran_out_of_memory()
@@ -71,13 +126,9 @@ class _JailProcess:
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
-        if self.groups is not None and self.group is not None:
-            self.groups.remove(self.group)
-            self.group = None
-
-
-class JailFailed(Exception):
-    """A jail could not be started, or ended without reporting its program's status."""
+        group, self.group = self.group, None
+        if self._groups is not None and group is not None:
+            self._groups.remove(group)
 
 
 class JailPool(CodeRunner):
@@ -87,22 +138,11 @@ class JailPool(CodeRunner):
 
     def __init__(self, described: JailSettings, command: JailCommand):
         super().__init__(described)
-        self._command, self._filter = command, seccomp_filter()
         self.groups = _groups_for(described)
         self._slots = threading.BoundedSemaphore(described.max_concurrency)
-        self._changed = threading.Condition()
-        self.warm: deque[_JailProcess] = deque()
-        self._failure: str | None = None
-        self._is_closed = False
-        self._wanted = self._being_made = 0
-        # These threads make all jails and live as long as the pool: a jail ends with the thread that made it.
-        self._makers = [
-            threading.Thread(target=self._make_all, name="verl jails", daemon=True)
-            for _ in range(min(MAKERS, described.pool_size))
-        ]
-        for maker in self._makers:
-            maker.start()
-        atexit.register(self.close)
+        self._jails = ProcessPool(
+            lambda: _JailProcess(described, command, self.groups), described.pool_size, is_used_once=True
+        )
 
     def __enter__(self) -> JailPool:
         return self
@@ -110,154 +150,40 @@ class JailPool(CodeRunner):
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def warm(self) -> list[_JailProcess]:
+        """The jails that wait for a program."""
+        return list(self._jails.loans)
+
     def execute(self, program: Program) -> ExecutionResult:
-        with self._slots:
-            result = self._attempt(program)
-            for _ in range(ATTEMPTS - 1):
-                if result.outcome == "infra":
-                    result = self._attempt(program)
+        (result,) = self._attempted(lambda: (self._attempt(program),))
         return result
 
     def execute_linked(self, first: Program, second: Program) -> tuple[ExecutionResult, ExecutionResult]:
+        return self._attempted(lambda: run_linked(self._attempt, first, second))
+
+    def _attempted(self, attempt: Callable[[], Results]) -> Results:
         with self._slots:
-            results = run_linked(self._attempt, first, second)
+            results = attempt()
             for _ in range(ATTEMPTS - 1):
                 if any(result.outcome == "infra" for result in results):
-                    results = run_linked(self._attempt, first, second)
-        return results
+                    results = attempt()
+            return results
 
     def _attempt(self, program: Program) -> ExecutionResult:
         started = time.perf_counter()
         try:
-            return _Execution(self, self._take(), program).result(started)
-        except JailFailed as error:
+            with self._jails.lend(START_TIMEOUT_S) as jail:
+                return _Execution(self, jail, program).result(started)
+        except PoolClosed:
+            raise closed_error() from None
+        except (JailFailed, OSError) as error:
             return ExecutionResult("infra", detail=str(error), seconds=time.perf_counter() - started)
 
     def close(self) -> None:
-        atexit.unregister(self.close)
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        for maker in self._makers:
-            maker.join(START_TIMEOUT_S)
-        while self.warm:
-            self.warm.pop().kill()
+        self._jails.close()
         if self.groups is not None:
             self.groups.close()
-
-    # Jails started in advance
-
-    def _take(self) -> _JailProcess:
-        deadline = time.monotonic() + START_TIMEOUT_S
-        with self._changed:
-            self._wanted += 1
-            self._changed.notify_all()
-            try:
-                while True:
-                    if self._is_closed:
-                        raise closed_error()
-                    while self.warm:
-                        jail = self.warm.popleft()
-                        if jail.process.poll() is None:
-                            return jail
-                        jail.kill()  # it died while it stood ready
-                    if self._failure is not None:
-                        failure, self._failure = self._failure, None
-                        raise JailFailed(failure)
-                    left_s = deadline - time.monotonic()
-                    if left_s <= 0:
-                        raise JailFailed(f"no jail stood ready within {START_TIMEOUT_S:g} s")
-                    self._changed.wait(left_s)
-            finally:
-                self._wanted -= 1
-                self._changed.notify_all()  # there is room for a further jail
-
-    def _make_all(self) -> None:
-        while True:
-            with self._changed:
-                while not self._is_closed and not self._makes_another():
-                    self._changed.wait()
-                if self._is_closed:
-                    return
-                self._being_made += 1
-            try:
-                jail, failure = self._made(), None
-            except (JailFailed, OSError) as error:
-                jail, failure = None, f"{error}"
-            with self._changed:
-                self._being_made -= 1
-                self._failure = failure
-                if jail is not None:
-                    self.warm.append(jail)
-                self._changed.notify_all()
-                if failure is not None and not self._is_closed:
-                    self._changed.wait(0.2)
-
-    def _makes_another(self) -> bool:
-        if self._failure is not None and not self._wanted:
-            return False  # retried with the next program
-        return len(self.warm) + self._being_made < self.described.pool_size
-
-    def _made(self) -> _JailProcess:
-        """Start a jail whose first process waits for a program."""
-        ours, theirs = socket.socketpair()
-        info_reader, info_writer = os.pipe()
-        filter_fd = os.memfd_create("verl-seccomp")
-        binary = os.open(self._command.bwrap, os.O_RDONLY)
-        libraries = [os.open(path, os.O_RDONLY) for path in self._command.libraries]
-        preloaded = {"LD_PRELOAD": " ".join(f"/proc/self/fd/{fd}" for fd in libraries)} if libraries else {}
-        try:
-            os.write(filter_fd, self._filter)
-            os.lseek(filter_fd, 0, os.SEEK_SET)
-            fds = (binary, filter_fd, info_writer, theirs.fileno())
-            arguments = self._command.arguments(self.described.disk_mib, *fds)
-            pipe = subprocess.PIPE
-            process = subprocess.Popen(
-                arguments,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
-                pass_fds=(*fds, *libraries),
-                env=preloaded,
-                cwd="/",
-                bufsize=0,
-            )
-        except BaseException:
-            ours.close()
-            os.close(info_reader)
-            raise
-        finally:
-            theirs.close()
-            for fd in (info_writer, filter_fd, binary, *libraries):
-                os.close(fd)
-        jail = _JailProcess(process, ours, process.pid)
-        try:
-            ours.settimeout(START_TIMEOUT_S)
-            ready = ours.recv(1)
-            with open(info_reader, "rb") as info:
-                if ready:
-                    jail.first = int(json.load(info)["child-pid"])
-        except (OSError, ValueError, KeyError) as error:
-            jail.kill()
-            raise JailFailed(f"a jail did not start within {START_TIMEOUT_S:g} s ({error})") from error
-        if not ready:
-            assert process.stderr is not None
-            output = process.stderr.read(2000).decode(errors="replace").strip()
-            jail.kill()
-            raise JailFailed(f"a jail cannot be made on this machine: {output or f'exit status {process.returncode}'}")
-        if self.groups is not None:
-            self._put_in_group(jail, self.groups)
-        return jail
-
-    def _put_in_group(self, jail: _JailProcess, groups: JailGroups) -> None:
-        described = self.described
-        try:
-            jail.groups = groups
-            jail.group = groups.make(group_bytes(described, described.memory_mib), described.max_processes + 1)
-            jail.group.add(jail.first)
-        except CgroupError as error:
-            jail.kill()
-            raise JailFailed(f"a jail has no cgroup: {error}") from error
 
 
 def _groups_for(described: JailSettings) -> JailGroups | None:

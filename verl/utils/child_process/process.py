@@ -31,7 +31,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from verl.utils.child_process.channel import STUCK_S, Channel, ChannelClosed, Look
+from verl.utils.child_process import supervisor
+from verl.utils.child_process.channel import STUCK_S, Channel, ChannelClosed, JSONMessages, Look
 from verl.utils.child_process.interpreter import exit_without_freeing, rare_garbage_collection
 from verl.utils.orphan_cleanup import CLEANUP, kill_group, resume_without_parent
 from verl.utils.progress import STARTER_VARIABLE, Progress, is_stopped, report_to_starter, state_of
@@ -409,6 +410,37 @@ class ChildProcess:
         kill_group(self.pid)
         reap(self._process)
         CLEANUP.withdraw(self._registered)
+
+
+class SupervisedProcess(ChildProcess):
+    """A command for any interpreter, with a connection for JSON messages as its standard input.
+
+    Its supervisor ends it with all processes that it has started, in whatever session, when the connection is closed.
+
+    Args:
+        command: the interpreter, and its arguments.
+        output: for its standard output and standard error.
+        max_bytes: of a message from it.
+    """
+
+    def __init__(self, command: Sequence[str], output: int, max_bytes: int):
+        ours, theirs = socket.socketpair()
+        self._memory_kills, self._registered = memory_kills(), -1
+        try:
+            self._process = subprocess.Popen(
+                [command[0], "-I", "-S", supervisor.__file__, *command],
+                stdin=theirs.fileno(),
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is handled by the parent
+            )
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.pid = self._process.pid
+        self.channel = Channel(ours, self.is_alive, codec=JSONMessages, max_bytes=max_bytes)
 
 
 def reap(process: subprocess.Popen[bytes]) -> int | None:
