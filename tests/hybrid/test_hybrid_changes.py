@@ -11,7 +11,7 @@ import torch
 from cases import exhaustive
 from random_models import save_random_model
 
-from verl.errors import ConfigError, RolloutError
+from verl.errors import ConfigError
 from verl.hybrid.actor import HybridActor
 from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout
@@ -294,22 +294,3 @@ def _kept(function, failed):
             failed.append(error)
 
     return run
-
-
-def test_weights_that_another_thread_writes_while_responses_are_drawn_are_noticed(actor, encoded):
-    optimizer = torch.optim.SGD(actor.parameters(), lr=0.1)
-    actor(input_ids=encoded["input_ids"], labels=encoded["input_ids"]).loss.backward()
-    passes: list = []
-
-    def step_in_the_midst(*_):
-        passes.append(1)
-        if len(passes) == 6:
-            thread = threading.Thread(target=optimizer.step)
-            thread.start()
-            thread.join()
-
-    handle = actor.model.register_forward_pre_hook(step_in_the_midst)
-    with pytest.raises(RolloutError, match="the weights were changed during generation"):
-        actor.generate(**encoded, **ASKED)
-    handle.remove()
-    assert torch.equal(actor.generate(**encoded, **ASKED), actor.model.generate(**encoded, **ASKED))

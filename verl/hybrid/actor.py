@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from verl import config
 from verl.component import BuildContext
 from verl.compose.from_yaml import described, load_rollout
-from verl.errors import ConfigError, RolloutError, WeightSyncError, faults_below
+from verl.errors import ConfigError, WeightSyncError, faults_below
 from verl.hybrid.generate_options import (
     CallTokenizer,
     prompt_rows,
@@ -29,9 +30,9 @@ from verl.hybrid.generate_options import (
     sampling_options,
     seed_of_call,
     stop_tokens_of_call,
-    unsupported_settings,
+    warn_unsupported_settings,
 )
-from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_parallelism, own_device
+from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_parallelism
 from verl.model_paths.check import forget
 from verl.models.interfaces import check_interface
 from verl.models.lora import LoRA
@@ -58,12 +59,8 @@ class HybridActor:
         optimizer.step()
 
     `generate` switches the model to evaluation, synchronises the engine with the current weights, and restores the
-    model's state afterwards, including accumulated gradients.
-
-    The model may change between calls, also its modules and the shapes, dtypes and ties of its parameters, unless it is
-    sharded. Calls from several threads wait for each other.
-
-    With several processes, which must make the same calls, the model is sharded by `hybrid_config`: docs/library.md.
+    model's state afterwards. The model may change between calls, also its modules and the shapes, dtypes and ties of
+    parameters, unless it is sharded by `hybrid_config`. Calls from several threads wait for each other.
 
     Args:
         model: a loaded model; `from_pretrained` loads one.
@@ -79,11 +76,9 @@ class HybridActor:
 
     Attributes:
         model: the Hugging Face model, with its adapter if it has one. Can be set, unless it is sharded.
-        tokenizer: the tokenizer or None. Can be set.
         rollout: the component of the engine. Can be set, also by name.
-        seed: can be set.
+        tokenizer, seed, contiguous, auto_cache_clear: see the arguments; can be set.
         hybrid_config: how it is sharded, as a `HybridConfig`.
-        contiguous, auto_cache_clear: can be set.
 
     Raises:
         ConfigError: the model cannot be an actor, a key is unknown, or a setting is not supported.
@@ -122,12 +117,11 @@ class HybridActor:
             self._model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
         self.tokenizer, self.seed, self._parallelism = tokenizer, seed, parallelism
         self._engine: tuple[Any, Any] | None = None  # with the settings that it was attached for
-        self._settings_reported = ""
         self._check_contiguous()
         if parallelism is not None:
             parallelism.take(self.model)
         self._form = _form_of(_unwrapped(self._settled()))
-        self._warn_unsupported_settings()
+        warn_unsupported_settings(model)
 
     @classmethod
     def from_pretrained(
@@ -153,7 +147,8 @@ class HybridActor:
         """
         config = described(HybridConfig, "hybrid_config", hybrid_config)  # before weights are loaded
         pretrained = described(Pretrained, "from_pretrained", {"path": str(name_or_path), **source})
-        device = own_device() if device == "auto" else device
+        if device == "auto":
+            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
         parallelism, actor = hybrid_parallelism(config, device), cls.__new__(cls)
         actor._configure(config, contiguous, auto_cache_clear)
         with faults_below("from_pretrained"):
@@ -321,7 +316,6 @@ class HybridActor:
             [B * num_return_sequences, P + T]: prompts with their responses; samples of one prompt are consecutive.
         Raises:
             ConfigError: an unknown option, an invalid value, or a model that the engine cannot sample from.
-            RolloutError: another thread changed the weights meanwhile.
         """
         with self._lock:
             self._follow_model()
@@ -334,14 +328,7 @@ class HybridActor:
                 number = self._parallelism.agreed(number)
             request = GenerationRequest(number, config.num_return_sequences, not config.do_sample)
             with self.sampling():
-                written = self._times_written()
                 rows = self._synced_sampler_for(config).generate(prompts, request)
-                if self._times_written() != written:
-                    raise RolloutError(
-                        "the weights were changed during generation, by an optimizer step or a load in another thread: "
-                        "the responses do not belong to one set of weights. Use one thread for both, or protect both "
-                        "by a lock."
-                    )
             return rows["input_ids"].to(input_ids.device)
 
     @contextmanager
@@ -370,7 +357,6 @@ class HybridActor:
         if changed := [name for name in {**self._form, **form} if self._form.get(name) != form.get(name)]:
             self._refuse_if_divided(f"model has changed at {changed[0] or 'its forward'}")
             self.model = self._model
-        self._warn_unsupported_settings()
 
     def _check_contiguous(self) -> None:
         """Refuse (or copy) parameters that are not contiguous; engines and checkpoints copy contiguous memory."""
@@ -389,19 +375,6 @@ class HybridActor:
     def _holds_weights(self) -> bool:
         """Whether the engine has its own copy of the weights."""
         return self._rollout.chosen_for(_unwrapped(self.model)).runs_ahead
-
-    def _times_written(self) -> int:
-        """Number of in-place writes to tensors of the model, by torch's version counters."""
-        if self._parallelism is not None:  # gathering writes to them too
-            return 0
-        return sum(p._version for p in self.model.parameters() if not p.is_inference())
-
-    def _warn_unsupported_settings(self) -> None:
-        """Warn once about unsupported settings in the model's generation configuration."""
-        settings = unsupported_settings(self.model)
-        if settings and settings != self._settings_reported:
-            _log.warning("the generation configuration of the model has %s, which is not supported here.", settings)
-        self._settings_reported = settings
 
     def _synced_sampler_for(self, config: GenerationConfig) -> ResponseSampler:
         """A sampler whose engine is synchronised with the current weights.
@@ -439,21 +412,18 @@ class HybridActor:
         key = (config.eos_token_id, pad, self.device, fixed, self.tokenizer, size)
         if self._engine is None or self._engine[0] != key:
             self._end_engine()
+            context = BuildContext(device=str(self.device))
+            if (mesh := self._parallelism) is not None:
+                context = BuildContext(device=str(mesh.device), rank=mesh.rank, world_size=mesh.world_size)
             with stop_tokens_of_call(model, config):
                 tokenizer = CallTokenizer(self.tokenizer, pad)
-                self._engine = (key, asked.attach(model, tokenizer, self.seed, None, self._context()))
+                self._engine = (key, asked.attach(model, tokenizer, self.seed, None, context))
         engine = self._engine[1]
         if hasattr(engine, "seed"):
             engine.seed = self.seed  # type: ignore[attr-defined]
         if options.may_change:  # an engine in another process need not restart
             engine.options = options
         return ResponseSampler(engine, options, pad)
-
-    def _context(self) -> BuildContext:
-        """Build context for the engine of this process."""
-        if (mesh := self._parallelism) is None:
-            return BuildContext(device=str(self.device))
-        return BuildContext(device=str(mesh.device), rank=mesh.rank, world_size=mesh.world_size)
 
     def sync(self) -> SyncResult:
         """Send the current weights to the engine, as `generate` also does; nothing to do if it uses the same

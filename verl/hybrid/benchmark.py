@@ -40,8 +40,6 @@ def measure_switch_overhead(
     """
     if mode not in (known := (*get_args(Mode), *STATES)):
         raise ConfigError(f"mode is {mode!r}: must be one of {', '.join(known)}.{hint(nearest(str(mode), known))}")
-    if repeats < 1:
-        raise ConfigError(f"repeats is {repeats}: must be at least 1.")
     if mode == "reload" and actor.process_group is not None:
         raise ConfigError("mode is 'reload': it loads the model into one process. Use an unsharded actor.")
     mode = STATES.get(mode, mode)  # type: ignore[assignment]

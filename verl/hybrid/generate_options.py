@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -17,6 +19,7 @@ from verl.protocol import DataProto
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
+_log = logging.getLogger(__name__)
 # Supported options with the defaults of transformers.
 DEFAULTS: dict[str, Any] = {
     "max_new_tokens": None,
@@ -60,6 +63,7 @@ def read_options(options: Mapping[str, Any], model: Any, tokenizer: Any, prompt_
     if unknown := [name for name in options if name not in DEFAULTS]:
         known = f" Known: {', '.join(DEFAULTS)}."
         raise ConfigError([f"generate.{x} is not a known key.{hint(nearest(x, DEFAULTS)) or known}" for x in unknown])
+    warn_unsupported_settings(model)
     config = copy.deepcopy(model.generation_config)
     # Not by `update`, which refuses several greedy samples, and logs what it holds to be ineffective.
     for name, default in DEFAULTS.items():
@@ -126,10 +130,16 @@ def sampling_options(config: GenerationConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def unsupported_settings(model: Any) -> str:
-    """Settings in the model's generation configuration that are not supported here, as text; empty without any."""
+def warn_unsupported_settings(model: Any) -> None:
+    """Warn once of settings in the model's generation configuration that are not supported here."""
     values = {name: getattr(model.generation_config, name, None) for name in NOT_SUPPORTED}
-    return ", ".join(f"{name}={value}" for name, value in values.items() if value not in NOT_SUPPORTED[name])
+    _warn_of(", ".join(f"{name}={value}" for name, value in values.items() if value not in NOT_SUPPORTED[name]))
+
+
+@functools.cache
+def _warn_of(settings: str) -> None:
+    if settings:
+        _log.warning("the generation configuration of the model has %s, which is not supported here.", settings)
 
 
 def prompt_rows(input_ids: Any, attention_mask: Tensor | None, config: GenerationConfig) -> DataProto:

@@ -99,11 +99,6 @@ def hybrid_parallelism(config: HybridConfig, device: str) -> HybridParallelism |
     return None
 
 
-def own_device() -> str:
-    """Device of this process: its GPU if there are any, else the CPU."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-
-
 class HybridParallelism(ShardedParallelism):
     """The process mesh of an actor. Creates the default process group if the user has not."""
 

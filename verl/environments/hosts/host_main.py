@@ -11,7 +11,6 @@ is empty.
 
 import asyncio
 import contextlib
-import ctypes
 import faulthandler
 import importlib
 import importlib.util
@@ -34,7 +33,6 @@ MAX_TRACE = 8000  # characters
 BEAT_S = 0.1  # of the clock
 BEATS_TOLD = 5  # the trainer is told of every fifth
 STALL_S = 1.0  # a longer gap between two beats: the process was suspended, or a thread held the interpreter
-PR_SET_NAME = 15
 OWN_FILES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -65,6 +63,7 @@ class Replies:
         spec.loader.exec_module(module)
         self.channel = module.Channel(socket.socket(fileno=os.dup(0)), stuck_s=None, codec=module.JSONMessages)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.stdout = sys.stderr  # an environment may close the other one
         self.lock = threading.Lock()
         self.process = os.getpid()
 
@@ -319,7 +318,6 @@ class World:
         threading.Thread(target=self.run, name=self.name, daemon=True).start()
 
     def run(self):
-        name_thread(self.name)
         loop, environment = asyncio.new_event_loop(), None
         while True:
             request = self.inbox.get()
@@ -376,7 +374,6 @@ async def awaited(found):
 
 
 def call_tool(function, request, replies, clock):
-    name_thread(f"call {request['id']}")
     reply = {"id": request["id"]}
     try:
         result = function(**request["arguments"])
@@ -438,12 +435,6 @@ def serve():
         worlds[number].inbox.put(request)
         if request["op"] == "close":
             del worlds[number]
-
-
-def name_thread(name):
-    """Name this thread for the operating system, so that the trainer can read from outside how much it computes."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 if __name__ == "__main__":

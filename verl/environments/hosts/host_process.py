@@ -50,18 +50,6 @@ class _HostCall:
         self.reply.set_running_or_notify_cancel()  # from now on nobody can cancel it
 
 
-class _Silent(Exception):
-    """The process has given no sign of life for too long.
-
-    Attributes:
-        thread: name of the thread that holds the interpreter; empty if none does.
-    """
-
-    def __init__(self, why: str, thread: str):
-        super().__init__(why)
-        self.thread = thread
-
-
 class Host:
     """One process that runs environments.
 
@@ -90,7 +78,7 @@ class Host:
         self._sending = threading.Lock()
         self._pid = 0  # of the environments; that of `_child` is its supervisor's
         self._why, self._suspects = "", frozenset[str]()
-        self._looked_at, self._silent_s, self._before = time.monotonic(), 0.0, dict[str, float]()
+        self._looked_at, self._silent_s = time.monotonic(), 0.0
         output, output_writer = os.pipe()
         try:
             self._child = SupervisedProcess([python, str(PROGRAMS / "host_main.py")], output_writer, MAX_REPLY)
@@ -142,17 +130,11 @@ class Host:
         finally:
             self._waiting.pop(number, None)  # a reply that comes later belongs to nobody
 
-    def end(self, why: str, thread: str = "") -> None:
-        """End the process; pending requests fail with this reason.
-
-        Args:
-            thread: that is to blame; every thread that carries out a request, if it is not one of them.
-        """
+    def end(self, why: str) -> None:
+        """End the process; pending requests fail with this reason."""
         pending = [call for call in list(self._waiting.values()) if not call.reply.done()]
         if not self.is_over:
-            threads = frozenset(call.thread for call in pending)
-            self._suspects = threads & {thread} or threads
-            self.is_over, self._why = True, why
+            self.is_over, self._why, self._suspects = True, why, frozenset(call.thread for call in pending)
         self._child.channel.close()  # the supervisor kills all of its processes then
         for call in pending:
             with contextlib.suppress(Exception):  # answered meanwhile
@@ -193,7 +175,6 @@ class Host:
 
     def _read(self) -> None:
         """Receive replies until the process ends, is silent for too long, or sends something else."""
-        thread = ""
         try:
             while True:
                 self._receive(self._child.channel.receive(self._look))
@@ -201,13 +182,13 @@ class Host:
             self._child.await_exit(EXIT_S)
             self._printed.thread.join(EXIT_S)
             why = f"the process of the environment has ended ({self._child.describe_exit() or error})"
-        except _Silent as error:
-            why, thread = str(error), error.thread
+        except TimeoutError as error:
+            why = str(error)
         except ValueError as error:
             why = f"a reply of the environment is not JSON ({error})"
         except Exception as error:  # noqa: BLE001 - of what an environment has written there
             why = f"a reply of the environment is not valid ({type(error).__name__}: {error})"
-        self.end(why + self._printed.last(), thread)
+        self.end(why + self._printed.last())
 
     def _receive(self, reply: dict[str, Any]) -> None:
         if "process" in reply:
@@ -220,36 +201,16 @@ class Host:
                 call.reply.set_result(reply)
 
     def _look(self, num_bytes: int) -> None:
-        """Raise where the process gives no sign of life for as long as its calls may take, and find who is to blame.
-
-        A thread that does not let go of the interpreter is found by its processor time.
-        """
+        """Raise TimeoutError where the process gives no sign of life for as long as its calls may take."""
         now = time.monotonic()
         gap_s, self._looked_at = now - self._looked_at, now
         if num_bytes or gap_s > 2 * LOOK_S:  # or this process itself did not run
-            self._silent_s, self._before = 0.0, {}
+            self._silent_s = 0.0
             return
-        self._before = self._before or _thread_seconds(self._pid)
         self._silent_s += gap_s
         if self._silent_s > max((call.limit_s for call in list(self._waiting.values())), default=float("inf")):
-            spent = {name: s - self._before.get(name, 0.0) for name, s in _thread_seconds(self._pid).items()}
-            busiest = max(spent, key=lambda name: spent[name], default="")
-            holds = bool(busiest) and spent[busiest] > self._silent_s / 10
-            state = "a thread does not let go of the interpreter" if holds else state_of(self._pid)
-            why = f"the process of the environment has given no sign of life for {self._silent_s:.0f} s ({state})"
-            raise _Silent(why, busiest if holds else "")
-
-
-def _thread_seconds(pid: int) -> dict[str, float]:
-    """Processor time of each named thread of a process; empty where the system does not tell."""
-    seconds: dict[str, float] = {}
-    tick = os.sysconf("SC_CLK_TCK")
-    for task in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
-            name, _, rest = task.read_text().partition("(")[2].rpartition(")")
-            fields = rest.split()
-            seconds[name] = seconds.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / tick
-    return seconds
+            why = f"the process of the environment has given no sign of life for {self._silent_s:.0f} s"
+            raise TimeoutError(f"{why} ({state_of(self._pid)})")
 
 
 class _PrintedLines:
