@@ -41,7 +41,7 @@ from verl.rewards.pool_worker import PoolSettings
 from verl.utils.child_process.channel import ChannelClosed
 from verl.utils.child_process.pool import PoolClosed, ProcessPool
 from verl.utils.child_process.process import ChildProcess
-from verl.utils.progress import Progress, ProgressWatch, StoppedTime, is_stopped, processor_wait_s, report
+from verl.utils.progress import Progress, ProgressWatch, is_stopped, processor_wait_s, report
 
 _log = logging.getLogger(__name__)
 
@@ -97,8 +97,8 @@ class FunctionPool:
         module, _, name = path.rpartition(":")
         if module.endswith(".py"):  # the processes start in another working directory
             path = f"{os.path.abspath(module)}:{name}"
-        setting = PoolSettings(path, dict(kwargs), timeout_s, tuple(preloaded), whole_batch, trace=-1)
-        self._processes = ProcessPool(lambda: _Worker(self.path, setting), num_workers, starters=num_workers)
+        setting = PoolSettings(path, dict(kwargs), tuple(preloaded), whole_batch, trace=-1)
+        self._processes = ProcessPool(lambda: _Worker(self.path, setting, timeout_s), num_workers, starters=num_workers)
         try:
             with contextlib.ExitStack() as all_of_them:
                 workers = [all_of_them.enter_context(self._processes.lend()) for _ in range(num_workers)]
@@ -174,8 +174,8 @@ class _Worker:
 
     facts: tuple[Source, Signature]
 
-    def __init__(self, path: str, setting: PoolSettings):
-        self._path, self._timeout_s, self._is_killed = path, setting.timeout_s, False
+    def __init__(self, path: str, setting: PoolSettings, timeout_s: float):
+        self._path, self._timeout_s, self._is_killed = path, timeout_s, False
         self._progress = Progress(num_slots=1)
         self._trace = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
         self._child = ChildProcess(
@@ -184,7 +184,8 @@ class _Worker:
             environment={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ,
             files=[self._trace.fileno()],
             is_in_own_session=True,
-            stuck_s=setting.timeout_s + GRACE_S,
+            is_killed_with_parent=True,  # also in code that never releases the interpreter
+            stuck_s=timeout_s + GRACE_S,
         )
         self.pid, self.channel = self._child.pid, self._child.channel
         with contextlib.suppress(ChannelClosed):  # it has ended already: await_ready reports that
@@ -195,21 +196,11 @@ class _Worker:
         return not self._is_killed and self._child.is_alive()
 
     def await_ready(self) -> None:
-        """Wait until the function is imported.
-
-        Raises:
-            RewardError: it cannot be imported, or the process is suspended.
-        """
-        stopped = StoppedTime(LOOK_EVERY_S)
-
-        def look(num_bytes: int) -> None:
-            if stopped.of(self.pid) > self._timeout_s:
-                raise TimeoutError(f"it is suspended{self._state()}")
-
+        """Raises RewardError: the function cannot be imported."""
         try:
-            kind, detail = self.channel.receive(look, timeout_s=START_TIMEOUT_S)
-        except TimeoutError as error:
-            kind, detail = "error", str(error)
+            kind, detail = self.channel.receive(timeout_s=START_TIMEOUT_S)
+        except TimeoutError:
+            kind, detail = "error", f"it did not finish within {START_TIMEOUT_S:g} s{self._state()}"
         except ChannelClosed:
             kind, detail = "error", f"the process ended with {self._exit_words()}"
         if kind != "ready":
@@ -223,15 +214,10 @@ class _Worker:
             self.channel.send(message)
             kind, detail = self.channel.receive(watch=watch)
         except (TimeoutError, ChannelClosed) as error:
-            has_taken, is_late = self._progress.count(0) != count, isinstance(error, TimeoutError)
-            if is_late:
-                state, is_blameless = self._state(), not has_taken or is_stopped(self.pid)
-                self.kill(with_trace=True)
-                return self._late(state, is_blameless)
-            words = self._exit_words()
-            if self._trace_text():  # it has outlived its limit unjudged: the whole run was suspended for a while
-                return self._late("", is_blameless=True)
-            return PoolResult(failure=f"the process ended with {words}", is_blameless=not has_taken)
+            has_taken = self._progress.count(0) != count
+            if isinstance(error, TimeoutError):
+                return self._late(is_blameless=not has_taken or is_stopped(self.pid))
+            return PoolResult(failure=f"the process ended with {self._exit_words()}", is_blameless=not has_taken)
         return PoolResult(score=detail) if kind == "score" else PoolResult(failure=detail, was_raised=True)
 
     def kill(self, with_trace: bool = False) -> None:
@@ -251,7 +237,9 @@ class _Worker:
             time.sleep(0.01)  # it may be written in two parts
         self._child.kill()
 
-    def _late(self, state: str, is_blameless: bool) -> PoolResult:
+    def _late(self, is_blameless: bool) -> PoolResult:
+        state = self._state()
+        self.kill(with_trace=True)
         lines = re.findall(rf'File "{re.escape(self.facts[0].file)}", (line \d+) in (\S+)', self._trace_text())
         where = f"\n  It was at {lines[0][0]}, in {lines[0][1]}()" if lines else ""
         return PoolResult(

@@ -411,7 +411,6 @@ def serve():
     replies = Replies()
     clock = Clock(replies)
     options = replies.channel.receive()
-    replies.send({"process": os.getpid()})
     start = {"id": 0, "limit_s": options["limit_s"]}
     clock.begin(start)
     try:

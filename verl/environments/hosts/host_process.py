@@ -20,7 +20,7 @@ from typing import Any
 
 from verl.environments.base import DeadlinePassed, Fault, InfraError, ToolError
 from verl.utils.child_process.channel import ChannelClosed
-from verl.utils.child_process.process import SupervisedProcess
+from verl.utils.child_process.process import CommandProcess
 from verl.utils.progress import state_of
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,6 @@ MAX_PRINTED = 1000  # bytes of a line that an environment prints; longer ones ar
 PRINTED_LINES, PRINTED_WITHIN_S = 200, 10.0  # of one process in the run's log
 LOOK_S = 0.5
 EXIT_S = 2.0  # for the exit status of a process that has closed its connection
-CLOSE_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -76,19 +75,18 @@ class Host:
         self._ids = itertools.count(1)
         self._waiting: dict[int, _HostCall] = {}
         self._sending = threading.Lock()
-        self._pid = 0  # of the environments; that of `_child` is its supervisor's
         self._why, self._suspects = "", frozenset[str]()
         self._looked_at, self._silent_s = time.monotonic(), 0.0
         output, output_writer = os.pipe()
         try:
-            self._child = SupervisedProcess([python, str(PROGRAMS / "host_main.py")], output_writer, MAX_REPLY)
+            self._child = CommandProcess([python, str(PROGRAMS / "host_main.py")], output_writer, MAX_REPLY)
         except OSError as error:
             os.close(output)
             raise InfraError(f"{python} cannot be started: {error}") from error
         finally:
             os.close(output_writer)
         self._started = self._expect(0, "MainThread", start_s)
-        self._printed = _PrintedLines(output, self)
+        self._printed = _PrintedLines(output, self._child.pid)
         threading.Thread(target=self._read, name="environment replies", daemon=True).start()
         self._send({**options, "limit_s": start_s})
 
@@ -135,7 +133,6 @@ class Host:
         pending = [call for call in list(self._waiting.values()) if not call.reply.done()]
         if not self.is_over:
             self.is_over, self._why, self._suspects = True, why, frozenset(call.thread for call in pending)
-        self._child.channel.close()  # the supervisor kills all of its processes then
         for call in pending:
             with contextlib.suppress(Exception):  # answered meanwhile
                 call.reply.set_exception(InfraError(self._why, self._fault(call.thread)))
@@ -143,7 +140,7 @@ class Host:
     def kill(self) -> None:
         """End the process and wait until it is gone."""
         self.end("the environment is closed")
-        self._child.end(CLOSE_S)
+        self._child.kill()
 
     def _fault(self, thread: str) -> Fault:
         """Fault that the end of the process is for the episode whose call a thread carries out."""
@@ -189,10 +186,9 @@ class Host:
         except Exception as error:  # noqa: BLE001 - of what an environment has written there
             why = f"a reply of the environment is not valid ({type(error).__name__}: {error})"
         self.end(why + self._printed.last())
+        self._child.kill()
 
     def _receive(self, reply: dict[str, Any]) -> None:
-        if "process" in reply:
-            self._pid = int(reply["process"])
         if "id" in reply:
             call = self._waiting.pop(reply["id"], None)
             if not {"late", "error", "value"} & reply.keys():
@@ -210,22 +206,22 @@ class Host:
         self._silent_s += gap_s
         if self._silent_s > max((call.limit_s for call in list(self._waiting.values())), default=float("inf")):
             why = f"the process of the environment has given no sign of life for {self._silent_s:.0f} s"
-            raise TimeoutError(f"{why} ({state_of(self._pid)})")
+            raise TimeoutError(f"{why} ({state_of(self._child.pid)})")
 
 
 class _PrintedLines:
     """Lines that environments of one process print: into the run's log, with a limit, and the last one for messages."""
 
-    def __init__(self, output: int, host: Host):
+    def __init__(self, output: int, pid: int):
         self._last, self._part = b"", b""
         self._begun, self._count = time.monotonic(), 0
-        self.thread = threading.Thread(target=self._read, args=(output, host), name="environment output", daemon=True)
+        self.thread = threading.Thread(target=self._read, args=(output, pid), name="environment output", daemon=True)
         self.thread.start()
 
-    def _read(self, output: int, host: Host) -> None:
+    def _read(self, output: int, pid: int) -> None:
         with open(output, "rb", buffering=0) as file:
             while chunk := file.read(1 << 16):
-                self.add(host._pid, chunk)
+                self.add(pid, chunk)
 
     def add(self, pid: int, chunk: bytes) -> None:
         chunk = self._part + chunk
