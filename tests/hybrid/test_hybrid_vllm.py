@@ -86,14 +86,14 @@ def test_it_draws_from_the_model_that_it_has_and_none_that_it_cannot_follow(acto
     assert torch.equal(actor.generate(**encoded, **asked), ours.generate(**encoded, **asked))
     assert actor.rollout_engine.process_id == engine
     hook = other.model.norm.register_forward_hook(lambda module, args, output: output * 2)
-    with pytest.raises(ConfigError, match=r"at model.norm"):
+    with pytest.raises(ConfigError, match=r"hooks: model.norm"):
         actor.generate(**encoded, **asked)
     hook.remove()
     assert torch.equal(actor.generate(**encoded, **asked), ours.generate(**encoded, **asked))
     assert actor.rollout_engine.process_id == engine
     other.config.rope_parameters = {**other.config.rope_parameters, "rope_theta": 5.0}
     actor.model = other
-    with pytest.raises(ConfigError, match="model differs from what the rollout engine can be sent"):
+    with pytest.raises(ConfigError, match="model differs from what the rollout engine is sent"):
         actor.generate(**encoded, **asked)
     actor.model = before
 

@@ -372,10 +372,6 @@ class HybridActor:
                 parameter.data = parameter.data.contiguous()
             _log.info("made contiguous: %s", shown)
 
-    def _holds_weights(self) -> bool:
-        """Whether the engine has its own copy of the weights."""
-        return self._rollout.chosen_for(_unwrapped(self.model)).runs_ahead
-
     def _synced_sampler_for(self, config: GenerationConfig) -> ResponseSampler:
         """A sampler whose engine is synchronised with the current weights.
 
@@ -388,17 +384,13 @@ class HybridActor:
         except WeightSyncError as error:
             if error.faults:
                 raise
-            own = [
-                path or "the model"
-                for path, module in _unwrapped(self.model).named_modules()
-                if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-            ]
+            modules = _unwrapped(self.model).named_modules()
+            own = [name for name, x in modules if x._forward_hooks or x._forward_pre_hooks or "forward" in vars(x)]
             raise ConfigError(
-                f"model differs from what the rollout engine can be sent, and log-probs by {error.gap_nats:.1e} nats: "
-                + (f"it has hooks, or a forward set on the object, at {', '.join(own[:3])}. " if own else "")
-                + "Engines with their own weights get parameters and plain LoRA, and no hooks, quantized weights, "
-                "other adapters or rounded buffers (.half()). Remove them, or set rollout='hf', which samples from the "
-                "model itself."
+                f"model differs from what the rollout engine is sent, and log-probs by {error.gap_nats:.1e} nats: "
+                "parameters and plain LoRA, and no hooks, quantized weights, other adapters or rounded buffers "
+                f"(.half()). Modules with hooks: {', '.join(own[:3]) or 'none'}. Remove what differs, or set "
+                "rollout='hf', which samples from the model itself."
             ) from error
         return sampler
 
@@ -432,7 +424,7 @@ class HybridActor:
         with self._lock:
             if self._engine is None:
                 return SAME_TENSORS
-            if not self._holds_weights():
+            if not self._rollout.chosen_for(_unwrapped(self.model)).runs_ahead:  # the engine has no weights of its own
                 return self._engine[1].sync()
             self._follow_model()
             with self.sampling():  # verification compares with the model in evaluation mode

@@ -6,7 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, get_args
 
 from verl.component import hint, nearest
@@ -63,14 +63,13 @@ def measure_switch_overhead(
 
 def _switch(actor: HybridActor, mode: str) -> _Timer:
     """A switch in place: mode of the modules, and synchronisation of the engine."""
-    timer = _Timer(actor)
+    timer, sampling = _Timer(actor), ExitStack()
     actor.train()
     with timer.running(mode != "generate_to_train"):
-        sampling = actor.sampling()
-        sampling.__enter__()
+        sampling.enter_context(actor.sampling())
         actor.sync()
     with timer.running(mode != "train_to_generate"):
-        sampling.__exit__(None, None, None)
+        sampling.close()
     return timer
 
 
