@@ -465,7 +465,7 @@ def _unwrapped(model: Any) -> Any:
 
 
 def _form_of(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """By name: each module, with a forward that was set on the object; shape, dtype and identity of tied parameters."""
+    """Modules, with a forward set on the object, and shapes, dtypes and ties of parameters, by name."""
     form: dict[str, tuple[Any, ...]] = {
         name: (module, vars(module).get("forward")) for name, module in model.named_modules()
     }
