@@ -95,6 +95,8 @@ class ProcessPool(Generic[P]):
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
+            if not self._num_waiting:
+                self._failure = None  # of a start that nobody waited for
             self._num_waiting += 1
             self._changed.notify_all()
             try:
