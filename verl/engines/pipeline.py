@@ -135,7 +135,7 @@ class StageCut:
         parts = self.stack.module._modules
         try:
             for layer in replaced:
-                layer.forward = _pass_on
+                layer.forward = lambda hidden_states, *_, **__: hidden_states
             if self.stage:
                 parts["embed_tokens"] = _Received(self)
             if not self.is_last:
@@ -172,10 +172,6 @@ class StageCut:
         states, self._received = self._received, None
         assert states is not None, "with pipeline stages the model is called once per micro-batch"
         return states
-
-
-def _pass_on(hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
-    return hidden_states
 
 
 class _Received(nn.Module):
@@ -221,14 +217,7 @@ class PipelineRunner:
     def __init__(self, cut: StageCut, group: Any, device: torch.device, schedule: Schedule):
         self.cut, self.group, self.device, self.schedule = cut, group, device, schedule
 
-    def run(
-        self,
-        micros: Sequence[MicroBatch],
-        forward: Forward,
-        dtype: torch.dtype,
-        *,
-        trains: bool,
-    ) -> None:
+    def run(self, micros: Sequence[MicroBatch], forward: Forward, dtype: torch.dtype, *, trains: bool) -> None:
         """Run a function of the model over micro-batches, which must be the same on all stages.
 
         Args:
@@ -256,7 +245,7 @@ class PipelineRunner:
             group=self.group,
         )
         kind = Schedule1F1B if self.schedule == "1f1b" and trains and count >= cut.num_stages else ScheduleGPipe
-        schedule = kind(stage, count, loss_fn=_as_it_is if trains else None, scale_grads=False)
+        schedule = kind(stage, count, loss_fn=(lambda loss, _: loss) if trains else None, scale_grads=False)
         numbers = torch.arange(count)
         inputs = (torch.zeros(count, 1),) if cut.stage == 0 else ()
         with cut.running():
@@ -296,10 +285,6 @@ class _StageModule(nn.Module):
         line = output.reshape(-1, output.shape[-1]).to(self.dtype)
         padded = torch.cat([line, line.new_zeros(self.shape[1] - len(line), line.shape[1])])[None]
         return padded.requires_grad_() if self.trains and not padded.requires_grad else padded
-
-
-def _as_it_is(loss: Tensor, number: Tensor) -> Tensor:
-    return loss
 
 
 def _reporting_stage() -> Any:

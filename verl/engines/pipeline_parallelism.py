@@ -172,7 +172,6 @@ class StageShards:
 
     @torch.no_grad()
     def _gather(self, parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:
-        """Yield each parameter gathered."""
         for bucket in buckets(parameters):
             weights = [_ShardedWeight(parameter, []) for parameter in bucket]
             sent = torch.cat([_padded(local(w.parameter), w.part_numel) for w in weights])
@@ -349,7 +348,6 @@ class PipelineParallelism(ShardedParallelism):
                     runner.run(batches, forward, dtype, trains=trains)
 
     def _through_stages(self, model: nn.Module, ids: Tensor, function: Callable[[], Tensor]) -> Tensor:
-        """See `ParallelInfo.through_stages`."""
         micro, results = MicroBatch(torch.arange(len(ids)), {"input_ids": ids}), dict[str, Tensor]()
 
         def forward(_: MicroBatch) -> None:
@@ -378,7 +376,6 @@ class PipelineParallelism(ShardedParallelism):
         return box[0]
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """See `Parallelism.sum_gradients`."""
         local = [p for p in parameters if not is_on_other_stage(p)]
         super().sum_gradients(local)
         trained = [p for p in local if p.requires_grad]
@@ -392,7 +389,6 @@ class PipelineParallelism(ShardedParallelism):
             self.sum_over(ends, self._ends_group)
 
     def clip(self, parameters: Iterable[nn.Parameter], limit: float | None) -> Tensor:
-        """See `Parallelism.clip`."""
         return super().clip([p for p in parameters if not is_on_other_stage(p)], limit)
 
     def _holders(self, x: Tensor) -> int:

@@ -153,13 +153,13 @@ class GapWatch:
         of = None if numerics is None else list(dataclasses.astuple(numerics))
         if of != self._of:  # resumed with another engine or type, whose rounding is another
             self.first, self._of = None, of
-        excess = self.judge(gap, metrics.get(LARGEST, math.nan), numerics)
+        excess = self.excess_of(gap, metrics.get(LARGEST, math.nan), numerics)
         self.is_beyond = excess is not None
         if excess is None and self.first is None:
             self.first = gap
         return excess
 
-    def judge(self, gap: float, largest: float, numerics: Numerics | None) -> Excess | None:
+    def excess_of(self, gap: float, largest: float, numerics: Numerics | None) -> Excess | None:
         """The excess of a gap that no step is measured by; None within the limit."""
         limit, reason = self._limit(numerics)
         is_news = not self.is_beyond

@@ -19,7 +19,6 @@ from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import Parallelism
 from verl.environments.base import EnvironmentDescription
 from verl.environments.episode_loop import EpisodeSampler
-from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
 from verl.models.hf_state_dict import live_tensors
@@ -79,18 +78,10 @@ class Actor(TrainedRole):
             ConfigError: the model cannot be trained as a policy.
         """
         model = self.load("causal_lm", context.device, restore, "actor", parallel)
-        paths_for(
-            model,
-            context.row_tokens or rollout.max_new_tokens,
-            "actor.model",
-            shares_tokens=parallel.shares_tokens,
-        )
-        parallel.shard_model(model, self.decided_autocast)
-        engine = self.engine(model, parallel, total_updates)
+        longest = rollout.max_new_tokens
+        engine = self.engine(model, context, parallel, total_updates, restore, "actor", longest=longest)
         if rollout.router_replay:
             engine.replay_routing("actor.model")
-        if restore is not None:
-            restore.optimizer(engine, "actor")
         if generates:
             sampler = self.sampler(model, rollout, environment, context)
         else:
@@ -184,9 +175,9 @@ class ActorWorker(TrainedWorker):
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), version)}))
 
     @on_all
-    def rest(self) -> None:
+    def offload(self) -> None:
         """Free the rollout engine's memory, because nothing is generated until the next sync."""
-        self.sampler.rest()
+        self.sampler.offload()
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
@@ -194,7 +185,7 @@ class ActorWorker(TrainedWorker):
 
         Where the batch has `policy_version`, `is_on_policy` [B] too: whether these very weights drew the row.
         """
-        self.sampler.rest()
+        self.sampler.offload()
         self.first_batch.look(batch)
         self._unreplayed = self._gap_without_replay(batch)
         return self._with_origin(self.engine.infer(batch, self.micro_batch_scores), batch)
@@ -203,7 +194,7 @@ class ActorWorker(TrainedWorker):
     def plain_log_probs(self, batch: DataProto, lengthened: bool = False) -> DataProto:
         """`old_log_probs` [B T] and `is_on_policy` [B], by a forward pass of each row alone; `lengthened` by
         tokens behind each row, where routers choose by themselves."""
-        self.sampler.rest()
+        self.sampler.offload()
         plain = with_tail(self.first_batch.plain, self.engine, batch) if lengthened else self.first_batch.plain
         scores = self.engine.infer(batch, plain, alone=True, replays=False if lengthened else None)
         return self._with_origin({"old_log_probs": scores["log_probs"]} if scores else {}, batch)
@@ -214,7 +205,7 @@ class ActorWorker(TrainedWorker):
 
         Where nothing computed log-probs before, its metrics also contain what is otherwise measured then.
         """
-        self.sampler.rest()
+        self.sampler.offload()
         self.first_batch.look(batch)
         self._gap, measures = LogProbGap(), self._measures(batch.batch)
         if measures:
@@ -246,7 +237,6 @@ class ActorWorker(TrainedWorker):
 
     @on_all
     def current_version(self) -> int:
-        """See `version`."""
         return self.version
 
     @on_all
@@ -269,7 +259,6 @@ class ActorWorker(TrainedWorker):
         return Numerics(dtype, engine.compute_type or dtype, type(engine).__name__, self.temperature)
 
     def close(self) -> None:
-        """End what the rollout engine has started."""
         self.sampler.close()
 
     def micro_batch_scores(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:

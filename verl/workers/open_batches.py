@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,9 +48,9 @@ class OpenRow:
     Attributes:
         request: with which it was begun.
         batch: that it belongs to.
-        tokens, log_probs, versions: drawn before the present turns of the engine were opened.
-        updates: changes of the weights since then, under which it was not computed anew: the number of tokens since
-            then that the former weights determine, and their version.
+        tokens, log_probs, versions: sampled before the present turns of the engine were opened.
+        updates: of the weights since then, by which the row was not recomputed (`kv_cache=keep`): number of its tokens
+            since then that were sampled by the former weights, and the version of these.
     """
 
     request: TurnRequest
@@ -82,23 +82,17 @@ class OpenRow:
         return replace(request, tokens=[*request.tokens, *self.tokens], position=len(self.tokens))
 
 
-class RowTurns(Protocol):
-    """The generator of rows, a `StepLoop`."""
-
-    def open(self, row: OpenRow) -> None: ...
-
-    def forget(self, number: int) -> None: ...
-
-
 class ResponseBatch:
     """The responses of a batch, a prompt's samples side by side.
 
+    Args:
+        turns: generates rows, a `StepLoop`.
     Attributes:
         is_begun: its event has been carried out.
         is_finished: all of it is generated.
     """
 
-    def __init__(self, prompts: DataProto, request: GenerationRequest, sampler: ResponseSampler, turns: RowTurns):
+    def __init__(self, prompts: DataProto, request: GenerationRequest, sampler: ResponseSampler, turns: Any):
         fields = {name: prompts[name].clone() for name in PROMPT_FIELDS}
         self.prompts = DataProto.from_dict(fields, non_tensors=prompts.non_tensor_batch)
         self.request, self.sampler, self.turns = request, sampler, turns
@@ -109,7 +103,6 @@ class ResponseBatch:
         assert self.num_rows <= NUMBERS
 
     def begin(self) -> None:
-        """Open rows."""
         self.is_begun = True
         for turn in self.sampler.requests([self.prompts], self.request):
             self.rows.append(OpenRow(replace(turn, episode=self.first + turn.episode), self))
@@ -369,7 +362,8 @@ class Environments:
         while results := [*self._known(), *self._sampler.calls.take(0.0)]:
             self._idle_s = 0.0
             for result in results:
-                loop = self._loop_of(result)
+                batch = self._batches.get(result.episode // NUMBERS)
+                loop = batch.loop if isinstance(batch, EpisodeBatch) else None
                 if loop is None or not loop.awaits(result):
                     continue
                 self.waiting[result.episode] = result
@@ -392,10 +386,6 @@ class Environments:
         self._idle_s += min(seconds, 2 * IDLE_WAIT_S)  # more: this process was suspended
         if self._idle_s > self._sampler.calls.stuck_after_s(sum(b.num_rows for b in list(self._batches.values()))):
             raise self._sampler.calls.stuck_error()
-
-    def _loop_of(self, result: CallResult) -> EpisodeLoop | None:
-        batch = self._batches.get(result.episode // NUMBERS)
-        return batch.loop if isinstance(batch, EpisodeBatch) else None
 
     def _known(self) -> list[CallResult]:
         """Answers from journals, which are written before calls are handed over."""

@@ -347,7 +347,6 @@ class StepLoop:
             raise
 
     def _advance(self) -> None:
-        """One step of the engine."""
         if self._is_lost:
             assert self._reload is not None
             self._reload()

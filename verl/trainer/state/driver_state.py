@@ -72,11 +72,6 @@ WHEN_BUILT = ("dataloader", "scheduler", "replay_buffer")
 """Components that a resumed trainer loads when it is built; `rng` follows when its first step begins."""
 
 
-def states_of(parts: Mapping[str, Stateful]) -> PartStates:
-    """The state of every part, for a save."""
-    return {name: part.state_dict() for name, part in parts.items()}
-
-
 def load_parts(point: ResumePoint, parts: Mapping[str, Stateful], components: Collection[str] | None = None) -> None:
     """Let parts go on from a checkpoint.
 
@@ -242,7 +237,6 @@ PLACES: dict[str, PartPlace] = {
 
 
 def place_of(part: str) -> PartPlace:
-    """Place of a part in a checkpoint."""
     return PLACES.get(part) or ScheduleEntry(name=part)
 
 
