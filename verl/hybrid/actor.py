@@ -198,7 +198,7 @@ class HybridActor:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward: `actor(input_ids=..., attention_mask=..., labels=...).loss`."""
         with self._lock:
-            if self._engine is not None and hasattr(self._engine[1], "rest"):
+            if self._engine is not None and hasattr(self._engine[1], "offload"):
                 self._engine[1].offload()  # an engine with its own weights frees memory for training
             if self._parallelism is not None:
                 self._parallelism.refuse_other_rows(kwargs.get("input_ids", args[0] if args else None))

@@ -129,7 +129,7 @@ class FunctionPool:
                     with contextlib.suppress(IndexError, TimeoutError), self._processes.lend(LOOK_EVERY_S) as worker:
                         while worker.is_usable:
                             index = waiting.popleft()
-                            outcome = outcomes[index] = self._rated(worker, samples[index])
+                            outcome = outcomes[index] = worker.call(samples[index])
                             if outcome.is_blameless and index not in retried:
                                 _log.warning("path is %r: %s. It is tried again.", self.path, outcome.failure)
                                 retried.add(index)
@@ -166,13 +166,6 @@ class FunctionPool:
     def close(self) -> None:
         """Kill the workers; calling it again does nothing."""
         self._processes.close()
-
-    def _rated(self, worker: _Worker, sample: Any) -> PoolResult:
-        try:
-            message = pickle.dumps(sample)
-        except Exception as error:  # noqa: BLE001 - pickling runs user code
-            return PoolResult(failure=f"a column cannot be sent to a worker process ({error_text(error)})")
-        return worker.call(message)
 
 
 class _Worker:
@@ -213,8 +206,12 @@ class _Worker:
             raise RewardError(f"path is {self._path!r}: a worker process could not import it: {detail}.")
         self.facts = cast(tuple[Source, Signature], detail)
 
-    def call(self, message: bytes) -> PoolResult:
+    def call(self, sample: Any) -> PoolResult:
         """Score a sample. The process is killed where it gives no answer in time."""
+        try:
+            message = pickle.dumps(sample)
+        except Exception as error:  # noqa: BLE001 - pickling runs user code
+            return PoolResult(failure=f"a column cannot be sent to a worker process ({error_text(error)})")
         count, watch = self._progress.count(0), _SampleWatch(self._progress, self._timeout_s, self.pid)
         try:
             self.channel.send(message)
@@ -227,11 +224,7 @@ class _Worker:
         return PoolResult(score=detail) if kind == "score" else PoolResult(failure=detail, was_raised=True)
 
     def kill(self, with_trace: bool = False) -> None:
-        """Kill the process and all processes that it started.
-
-        Args:
-            with_trace: let it write its stack trace first; a suspended one writes none.
-        """
+        """Kill the process and all that it started; `with_trace` lets it write its stack trace first."""
         if self._is_killed:
             return
         self._is_killed = True
