@@ -59,16 +59,9 @@ from verl.trainer.config import PPOSettings
 from verl.trainer.guards import PPOGuards
 from verl.trainer.sampling import RolloutQueue, Sampling, rollout_worker_errors
 from verl.trainer.setup import prepare_saving, rank_writers_of, restore_of, start_cluster
-from verl.trainer.state.driver_state import (
-    GeneratorStates,
-    LossStates,
-    RewardStats,
-    Stateful,
-    go_on_from,
-    run_date,
-    with_day,
-)
+from verl.trainer.state.driver_state import GeneratorStates, LossStates, RewardStats, Stateful
 from verl.trainer.state.lineage import environment_record
+from verl.trainer.state.run_date import go_on_from, run_date, with_day
 from verl.trainer.state.training_identity import replay_identity
 from verl.trainer.timers import StageTimers
 from verl.trainer.train_loop import LoopTrainer
