@@ -34,12 +34,10 @@ class LogRecord:
     """One line of the log.
 
     Args:
-        number: from 1.
         kind: a trainer's claim on the tier, or a checkpoint.
         claim: of the trainer that wrote it; empty for a manual push.
         by: the writer, for information.
-        manifest: digest of the checkpoint's manifest.
-        manifest_bytes: its size.
+        manifest: digest of the checkpoint's manifest, of `manifest_bytes`.
     """
 
     number: int

@@ -160,11 +160,7 @@ def newest_lease(store: ObjectStore) -> tuple[int, LeaseRecord | None]:
 
 
 def living_holder(storage: Storage, wait_s: float) -> LeaseRecord | None:
-    """The run that holds the lease, if a renewal was seen within `wait_s`; does not take the lease.
-
-    Raises:
-        StorageError: the store does not answer, or refuses.
-    """
+    """The run that holds the lease, if a renewal was seen within `wait_s`; does not take the lease."""
     with storage.connect() as store:
         number, current = newest_lease(store)
         return current if current is not None and _lives(store, number, current, wait_s) else None
