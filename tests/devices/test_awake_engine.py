@@ -15,7 +15,7 @@ from verl.compose.validate import validate
 from verl.errors import ConfigError, WeightSyncError
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.client.gpu_memory import CONTEXT_BYTES, NCCL_BYTES
-from verl.rollout.weight_verification.fingerprint import ALLOWED_NATS
+from verl.rollout.weight_verification.log_prob_probe import ALLOWED_NATS
 from verl.rollout.weight_verification.verifier import TrainerSide, VerifyReply, verify_sync
 from verl.trainer.plan import run_plan
 from verl.trainer.plan.memory import memory_plan
