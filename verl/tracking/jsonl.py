@@ -58,8 +58,7 @@ class JsonLinesTracker(ContinuedTracker):
     """
 
     def __init__(self) -> None:
-        self._path = Path("metrics.jsonl")
-        self._unwritten = b""  # lines of metrics
+        self._metrics = LineFile(Path("metrics.jsonl"))
         self._sampled: set[int] = set()  # steps with a sample file of this run
         self._table_bytes = 0
         self._thread: ThreadPoolExecutor | None = None
@@ -67,20 +66,16 @@ class JsonLinesTracker(ContinuedTracker):
         self.num_lost = 0
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
-        self._path = run_dir / "metrics.jsonl"
+        self._metrics = LineFile(run_dir / "metrics.jsonl")
         self._begin = time.monotonic()
         self._table_bytes = sum(file.stat().st_size for name in TABLES for file in run_dir.glob(f"{name}/step_*.jsonl"))
-        with open(self._path, "ab+", buffering=0, opener=regular_opener) as file:
+        with open(self._metrics.path, "ab+", buffering=0, opener=regular_opener) as file:
             is_cut = ends_with_partial_line(file)
-        _append(self._path, b"\n" * is_cut)
+        _append(self._metrics.path, b"\n" * is_cut)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         record = {"step": step, "time_s": round(time.monotonic() - self._begin, 3), **metrics}
-        self._unwritten += json_line(record)
-        while len(self._unwritten) > KEPT_BYTES and self._unwritten.count(b"\n") > 1:
-            self._unwritten = self._unwritten.partition(b"\n")[2]
-            self.num_lost += 1
-        self._write()
+        self._metrics.add(json_line(record))
         self._raise_failures()
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
@@ -99,16 +94,12 @@ class JsonLinesTracker(ContinuedTracker):
         if self._thread is not None:
             self._thread.shutdown()
         try:
-            self._write()
+            self._metrics.add(b"")
         finally:
-            self.num_lost += self._unwritten.count(b"\n")
             while self._pending:
                 with contextlib.suppress(OSError):
                     self._raise_failures()
-
-    def _write(self) -> None:
-        _append(self._path, self._unwritten)
-        self._unwritten = b""
+            self.num_lost += self._metrics.num_lost + self._metrics.waiting.count(b"\n")
 
     def _in_thread(self, table: str, rows: list[dict[str, Any]], step: int, replaces: bool = True) -> None:
         """Write a table in the thread for tables, in order.
@@ -130,7 +121,7 @@ class JsonLinesTracker(ContinuedTracker):
                 raise
 
     def _write_table(self, table: str, rows: list[dict[str, Any]], step: int, replaces: bool) -> None:
-        data, file = b"".join(map(json_line, rows)), self._path.parent / table / f"step_{step}.jsonl"
+        data, file = b"".join(map(json_line, rows)), self._metrics.path.parent / table / f"step_{step}.jsonl"
         before, self._table_bytes = self._table_bytes, self._table_bytes + len(data)
         if self._table_bytes <= TABLE_BYTES:
             file.parent.mkdir(exist_ok=True)
@@ -138,6 +129,31 @@ class JsonLinesTracker(ContinuedTracker):
         elif before <= TABLE_BYTES:
             names, limit = ", ".join(f"{name}/" for name in TABLES), TABLE_BYTES // 2**20
             _log.warning("%s of this run have reached %d MiB: no more of them is written.", names, limit)
+
+
+class LineFile:
+    """Puts lines behind those of a file; what a full disk refuses waits, up to `KEPT_BYTES`, for the next ones.
+
+    Attributes:
+        num_lost: lines that were dropped, the oldest first.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.waiting, self.num_lost = path, b"", 0
+        self._replaces = False
+
+    def add(self, lines: bytes, replaces: bool = False) -> None:
+        """Write whole lines after those that wait, or in place of the file.
+
+        Raises:
+            OSError: the file cannot be written; they wait.
+        """
+        self.waiting, self._replaces = (lines, True) if replaces else (self.waiting + lines, self._replaces)
+        while len(self.waiting) > KEPT_BYTES and self.waiting.count(b"\n") > 1:
+            self.waiting = self.waiting.partition(b"\n")[2]
+            self.num_lost += 1
+        (write_whole if self._replaces else _append)(self.path, self.waiting)
+        self.waiting, self._replaces = b"", False
 
 
 def _append(path: Path, data: bytes) -> None:
