@@ -57,6 +57,8 @@ class JsonLinesTracker(ContinuedTracker):
     it refuses is lost.
     """
 
+    num_lost: int
+
     def __init__(self) -> None:
         self._metrics = LineFile(Path("metrics.jsonl"))
         self._sampled: set[int] = set()  # steps with a sample file of this run

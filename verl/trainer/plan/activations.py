@@ -156,7 +156,7 @@ def trace_activations(
             parts = [_part_of(config, depth, siblings, chosen) for depth in depths]
             by_experts.append(_continued([_traced(part, tokens, dtype, recomputed) for part in parts], layers))
         share = 1.0 if expert_load is None else text.num_experts_per_tok * expert_load / siblings  # of experts, here
-        traced = Activations(*map(int, _continued(by_experts, share)), logits)
+        traced = Activations(*map(int, _continued(by_experts, share)), logits=logits)
     except Exception as error:  # noqa: BLE001 - a model's own code on tensors without data may fail in any way
         traced = counted(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
     finally:

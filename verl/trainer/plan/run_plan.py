@@ -189,7 +189,7 @@ class RunPlan:
         """The whole plan in plain text, in lines of at most `WIDTH` characters, except for long words."""
         for line in self._sentences():
             indent = " " * (len(line) - len(line.lstrip()) + 4)
-            unbroken = {"break_long_words": False, "break_on_hyphens": False}
+            unbroken: Any = {"break_long_words": False, "break_on_hyphens": False}
             yield from textwrap.wrap(line, WIDTH, subsequent_indent=indent, **unbroken) or [""]
 
     def _sentences(self) -> Iterator[str]:

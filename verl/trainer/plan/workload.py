@@ -203,7 +203,7 @@ class DeviceRates:
 def _gpu(name: str, mib: int, half: float, single: float, bandwidth: float, link: float, host: float) -> DeviceRates:
     """Memory in MiB, operations in 10^12 per second, the rest in 10^9 bytes per second."""
     rates = {"bfloat16": half * TERA, "float16": half * TERA, "float32": single * TERA, "float64": single * TERA / 2}
-    moved = {"bandwidth": bandwidth * GB, "link": link * GB, "host_link": host * GB}
+    moved: Any = {"bandwidth": bandwidth * GB, "link": link * GB, "host_link": host * GB}
     return DeviceRates(name=name, memory=mib << 20, products=rates, context=GIB // 2, **moved)
 
 
@@ -284,11 +284,14 @@ def measured_here(hidden: int, mlp: int, dtype: str = "float32", seconds: float 
     rate = 4 * rows * hidden * mlp / _fastest(lambda: (x @ w) @ back, seconds)
     large = torch.ones(2**25, dtype=torch.float32)
     copied = large.nbytes / _fastest(lambda: large.clone(), seconds)
-    small = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    small: Any = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
     with torch.random.fork_rng(devices=[]), torch.no_grad():  # a token's layer is the start of its operations
         model, token = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **small)).eval(), torch.zeros(1, 1).long()
         layer_s = _fastest(lambda: model(input_ids=token, use_cache=False), seconds / 2) / 4
-    products, moved = {dtype: rate, "float32": rate}, {"bandwidth": 2 * copied, "link": copied, "host_link": copied}
+    products, moved = (
+        {dtype: rate, "float32": rate},
+        dict[str, Any](bandwidth=2 * copied, link=copied, host_link=copied),
+    )
     return replace(this_cpu(), products=products, layer_s=layer_s, is_measured=True, **moved)
 
 
