@@ -99,7 +99,7 @@ def package(tmp_path: Path, monkeypatch, name: str, version: str, source: str) -
     monkeypatch.syspath_prepend(str(tmp_path))
     table = (*REQUIREMENTS, env_check.Requirement(name, "1.0", "1.5"))
     monkeypatch.setattr(env_check, "REQUIREMENTS", table)
-    wanted = (env_check.BackendInterface(name, f"{name}:wanted.call", question=True),)
+    wanted = (f"{name} {name}:wanted.call?",)
     monkeypatch.setitem(BACKENDS, "engine", wanted)
 
 
