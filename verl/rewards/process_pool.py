@@ -26,7 +26,8 @@ import numpy as np
 
 from verl.errors import NonFiniteRewardError, RewardError, error_text
 from verl.protocol import DataProto
-from verl.protocol.provenance import Signature, Source
+from verl.protocol.provenance import Source
+from verl.protocol.user_function import Signature
 from verl.rewards.base import (
     LARGEST,
     Reward,
@@ -70,7 +71,7 @@ class FunctionPool:
     """Worker processes that call one function.
 
     Args:
-        path: of the function, see `verl.protocol.provenance.load_function`.
+        path: of the function, see `verl.protocol.user_function.load_function`.
         kwargs: further keyword arguments of every call.
         timeout_s: deadline of one sample, from when a worker takes it, without the time that the worker waited for a
             processor.
