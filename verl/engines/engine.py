@@ -5,20 +5,11 @@
 
 A role passes the engine a function from (model, micro-batch) to tensors or to a loss. The engine splits the rows into
 micro-batches and reduces results over the processes of the role. Results do not depend on the split.
-
-A model can be compiled layer by layer: programs that torch compiles for one decoder layer serve all layers like it.
-
-    layer ── norms, projections, rotation ──> attention of the packed line, as it is ──> projection, norm, MLP
-
-Attention stays outside: it reads the layout of each line, so that a program would serve one micro-batch. Sizes are
-symbols; a line of another length compiles nothing. What was compiled is kept on disk by torch
-(`TORCHINDUCTOR_CACHE_DIR`). Decoding, where a layer is called with a cache of keys and values, is not compiled.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -27,18 +18,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from verl.engines.fsdp import blocks_of
 from verl.engines.optimizer import AdamW
-from verl.engines.parallel_dims import Parallelism, ShardedParallelism
+from verl.engines.parallel_dims import Parallelism
 from verl.errors import ConfigError
-from verl.model_paths import packed_attention
 from verl.model_paths.check import exempt_from_determinism, paths_for
 from verl.model_paths.expert_routing import ExpertLoad, defines_balance_loss, routing_of
 from verl.model_paths.families import PLAIN, ModelPaths, Scoring
 from verl.model_paths.micro_batch import MicroBatch, cut_into_micro_batches, empty_micro_batch
 from verl.models.heads import LMHead
 from verl.models.parallel_info import Autocast, compute_device, computing_in
-from verl.models.structure import call_model, expert_layers, unwrapped
+from verl.models.structure import call_model, unwrapped
 from verl.ops.masking import LossTotals
 from verl.ops.resharding.dtensor import ReadableTensor, at_stage_of, is_on_other_stage, read_slice_like
 from verl.protocol import DataProto
@@ -46,9 +35,6 @@ from verl.utils.memory import release_cached
 from verl.utils.progress import report
 
 BLOCK_MULTIPLE = 64  # attention lengths on a GPU are rounded up to it: few distinct shapes, aligned for the kernels
-
-COMPILED_PARTS = "compiled layers were tried with ddp and fsdp alone. Set model.compile=false."
-COMPILED_EXPERTS = "has experts, whose choices are counted in Python while it runs. Set model.compile=false."
 
 Compute = Callable[[nn.Module, MicroBatch], dict[str, Tensor]]
 Packs = Literal["auto", "off"]
@@ -379,33 +365,3 @@ class TrainingEngine:
 
     def _computing(self) -> AbstractContextManager[None]:
         return computing_in(self.autocast, self.model)
-
-
-def compile_layers(model: Any, parallel: Parallelism, backend: str = "inductor") -> None:
-    """Compile the layers of a model at their first call.
-
-    Args:
-        parallel: how the model will be sharded.
-        backend: of torch.compile.
-    Raises:
-        ConfigError: the model has experts, or a sharding splits its layers.
-    """
-    degrees = parallel.degrees if isinstance(parallel, ShardedParallelism) else None
-    split = [] if degrees is None else [name for name in ("tp", "pp", "ep") if getattr(degrees, name) > 1]
-    if split:
-        raise ConfigError(
-            f"model.compile is true, and sharding.{split[0]} is {getattr(degrees, split[0])}: {COMPILED_PARTS}"
-        )
-    if expert_layers(model):
-        raise ConfigError(f"model.compile is true: a {type(model).__name__} {COMPILED_EXPERTS}")
-    packed_attention.leave_uncompiled()
-    for layer in blocks_of(model):  # what `layer.compile()` sets; `forward` stays that of its class
-        compiled = torch.compile(layer._call_impl, dynamic=True, backend=backend)
-        layer._compiled_call_impl = functools.partial(_call, layer._call_impl, compiled)
-
-
-def _call(eager: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    from transformers import Cache
-
-    decodes = any(isinstance(x, Cache) for x in (*args, *kwargs.values()))
-    return (eager if decodes else compiled)(*args, **kwargs)

@@ -94,7 +94,7 @@ class Actor(TrainedRole):
     def sampler(
         self, model: Any, rollout: Rollout, environment: EnvironmentDescription | None, context: BuildContext
     ) -> ResponseSampler:
-        """Attach a rollout engine to the loaded model, and what draws responses, or episodes, with it."""
+        """Attach a rollout engine to the loaded model, and what samples responses, or episodes, with it."""
         tokenizer = context.tokenizer
         engine = rollout.attach(model, tokenizer, context.seed, self.decided_autocast, context)
         if environment is None:
@@ -159,7 +159,7 @@ class ActorWorker(TrainedWorker):
 
     @by_rows_to_one
     def begin_generate(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Begin to draw responses with the engine's present weights, while this process goes on to other calls."""
+        """Begin to sample responses with the engine's present weights, while this process goes on to other calls."""
         if self._version_sampled != self.version:
             self.sync()
         self.sampler.begin(prompts, request)
@@ -183,7 +183,7 @@ class ActorWorker(TrainedWorker):
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """`old_log_probs` and `entropies` [B T] of the responses under the present weights.
 
-        Where the batch has `policy_version`, `is_on_policy` [B] too: whether these very weights drew the row.
+        Where the batch has `policy_version`, `is_on_policy` [B] too: whether these very weights sampled the row.
         """
         self.sampler.offload()
         self.first_batch.look(batch)
@@ -283,10 +283,10 @@ class ActorWorker(TrainedWorker):
             entropy="grad" if entropy_coef > 0 else "value" if needs_entropy else None,
             candidates="ref_candidates" if algorithm.num_candidates else None,
         )
-        now, is_drawn = scores.log_probs.detach(), x["policy_version"] >= 0 if "policy_version" in x else None
+        now, is_sampled = scores.log_probs.detach(), x["policy_version"] >= 0 if "policy_version" in x else None
         x.setdefault("old_log_probs", now)  # missing in the only update of a step
-        if is_drawn is not None:  # a response of the data has no ratio
-            x["old_log_probs"] = torch.where(is_drawn[:, None], x["old_log_probs"], now)
+        if is_sampled is not None:  # a response of the data has no ratio
+            x["old_log_probs"] = torch.where(is_sampled[:, None], x["old_log_probs"], now)
         per_token, stats = self.loss(scores.log_probs, x)
         if scores.candidate_log_probs is not None:
             assert algorithm.distill is not None
@@ -297,8 +297,8 @@ class ActorWorker(TrainedWorker):
             per_token = per_token + penalty
             stats["kl_loss"] = penalty
         if measures:
-            drawn_mask = mask if is_drawn is None else mask & is_drawn[:, None]
-            self._gap.add(x["rollout_log_probs"], now, drawn_mask, self._is_on_policy(x))
+            sampled_mask = mask if is_sampled is None else mask & is_sampled[:, None]
+            self._gap.add(x["rollout_log_probs"], now, sampled_mask, self._is_on_policy(x))
             assert scores.entropies is not None
             stats["rollout/entropy_nats"] = scores.entropies
             if (kl := algorithm.kl.measure(now, x)) is not None:
@@ -326,6 +326,6 @@ class ActorWorker(TrainedWorker):
         return DataProto.from_dict(found)
 
     def _is_on_policy(self, rows: Mapping[str, Tensor]) -> Tensor | None:
-        """Whether the present weights drew each row [B]; None where nothing tells what drew it."""
+        """Whether the present weights sampled each row [B]; None where nothing tells what sampled it."""
         version = rows.get("policy_version")
         return None if version is None else (version == self.version) & self._engine_follows

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from verl.algorithms.functions import PartState, keeps_state
 from verl.component import BuildContext, Description, component
-from verl.engines.engine import COMPILED_EXPERTS, COMPILED_PARTS, Packs, TrainingEngine, compile_layers
+from verl.engines.engine import Packs, TrainingEngine
+from verl.engines.layer_compile import COMPILED_EXPERTS, COMPILED_PARTS, compile_layers
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import Parallelism

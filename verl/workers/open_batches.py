@@ -61,18 +61,18 @@ class OpenRow:
     updates: list[tuple[int, int]] = field(default_factory=list)
     is_finished: bool = False
 
-    def add(self, drawn: DrawnTurn, version: int) -> None:
-        """Append what the present turns of the engine have drawn, the last of it by the weights of this version."""
+    def add(self, sampled: DrawnTurn, version: int) -> None:
+        """Append what the present turns of the engine have sampled, the last of it by the weights of this version."""
         versions: list[int] = []
-        for count, former in [*self.updates, (len(drawn.tokens), version)]:
-            versions += [former] * (min(count, len(drawn.tokens)) - len(versions))
-        self.tokens += drawn.tokens
-        self.log_probs += drawn.log_probs
+        for count, former in [*self.updates, (len(sampled.tokens), version)]:
+            versions += [former] * (min(count, len(sampled.tokens)) - len(versions))
+        self.tokens += sampled.tokens
+        self.log_probs += sampled.log_probs
         self.versions += versions
         self.updates = []
 
     def begin_anew(self) -> None:
-        """Forget what was drawn."""
+        """Forget what was sampled."""
         self.tokens, self.log_probs, self.versions, self.updates = [], [], [], []
 
     @property
@@ -109,7 +109,7 @@ class ResponseBatch:
             self.turns.open(self.rows[-1])
 
     def drew(self, row: OpenRow, *, is_complete: bool) -> None:
-        """Go on where the last token of a row was drawn."""
+        """Go on where the last token of a row was sampled."""
         row.is_finished = True
         self.turns.forget(row.request.episode)
         self.num_finished += 1
@@ -123,8 +123,8 @@ class ResponseBatch:
         """All of it, or finished groups, with `token_versions` [B T] and `policy_version` [B], the oldest of a row;
         log-probs of this type."""
         prompts, own = self._chosen(self.rows, groups)
-        drawn = [DrawnTurn(0, row.tokens, row.log_probs, True) for row in own]
-        rows = assemble_turns(prompts, drawn, _with_type(dtype), self.sampler.pad_id, self.request.num_samples)
+        sampled = [DrawnTurn(0, row.tokens, row.log_probs, True) for row in own]
+        rows = assemble_turns(prompts, sampled, _with_type(dtype), self.sampler.pad_id, self.request.num_samples)
         versions = {
             "token_versions": right_padded([row.versions for row in own], 0, torch.int64),
             "policy_version": torch.tensor([min(row.versions) for row in own]),
@@ -182,7 +182,7 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.loop: EpisodeLoop | None = None
-        self._open: dict[int, OpenRow] = {}  # the turn that is drawn, by episode
+        self._open: dict[int, OpenRow] = {}  # the turn that is sampled, by episode
         self._loaded: dict[int, Any] = {}  # by open episode, the parts of that turn, or None
         self._made_again: set[int] = set()  # open episodes whose environments are as they were
 
@@ -258,15 +258,15 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
 
     def go_on(self) -> None:
         assert self.loop is not None
-        for number, drawn in self._loaded.items():
+        for number, sampled in self._loaded.items():
             episode = self.loop.episodes[number]
             if number not in self._made_again:
                 episode.restarted, episode.reads_journal = True, False
                 self.loop.start(episode)
-            elif drawn is not None:
+            elif sampled is not None:
                 self.loop.next_turn(episode)
                 row = self._open[number]
-                row.tokens, row.log_probs, row.versions = drawn
+                row.tokens, row.log_probs, row.versions = sampled
             elif episode.calls:
                 self.loop.ask_step(episode)
             else:

@@ -1,7 +1,7 @@
 """The role `sampler`: a rollout engine in a process of its own, with a copy of the actor's model.
 
 actor ── weights ──> load(version, weights) ──> the copy ──> digests, which the driver compares
-                     generate(prompts)      ──> rows, with the version of the weights that drew them
+                     generate(prompts)      ──> rows, with the version of the weights that sampled them
 
 Calls are carried out in the order they were made. With `rollout.weight_update=drain` weights change between two
 batches, never within one. With `in_flight` a `StepLoop` generates, and they change between two tokens:
@@ -79,7 +79,7 @@ class RolloutWorker:
 
     @on_all
     def begin_batch(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Begin to draw the responses to this process's prompts of a batch, beside those of earlier batches."""
+        """Begin to sample the responses to this process's prompts of a batch, beside those of earlier batches."""
         assert self.loop is not None
         self.loop.begin(prompts[list(range(self._rank, len(prompts), self._size))], request)
 
