@@ -258,9 +258,8 @@ class MemoryPlan:
             for phase in (phase for phase in self.phases if phase.roles == roles):
                 large = sorted((-size, part) for part, size in phase.parts.items() if size >= 0.005 * unit)
                 words = [f"{part} {-size / unit:.2f}" for size, part in large]
-                words += [f"{phase.imbalance_bytes / unit:+.2f} with twice the load on its experts"] * (
-                    phase.imbalance_bytes > 0
-                )
+                if phase.imbalance_bytes:
+                    words.append(f"{phase.imbalance_bytes / unit:+.2f} with twice the load on its experts")
                 mark = "*" if phase is self.peak else " "
                 yield f" {mark}{phase.name:<15}{phase.total / unit:>9.2f}   {', '.join(words)}"
         if self.estimate.host:
