@@ -234,13 +234,9 @@ class RunPlan:
         def short(what: str, needed: int, free: int, remedy: str) -> str:
             return f"{what} takes about {needed / GIB:.1f} GiB, and {free / GIB:.1f} are free: {remedy}"
 
-        peak, worst = self.memory.peak, self.memory.unbalanced_peak
         if not self.fits:
+            peak = self.memory.peak
             yield short(f"Memory: {peak.name}, in each process,", peak.total, limit, self._what_helps())
-        elif worst.total + worst.imbalance_bytes > limit:
-            remedy = f"lower {worst.name.split()[-1]}.micro_batch_tokens"
-            worse = f"Memory: {worst.name} with twice the balanced load on its experts"
-            yield short(worse, worst.total + worst.imbalance_bytes, limit, remedy)
         if host is not None and estimate.host > host:
             offloads = any(role.is_offloaded for role in estimate.roles)
             settings = ["checkpoint=sync"] * (estimate.copied > 0) + ["sharding.cpu_offload=false"] * offloads
