@@ -220,7 +220,7 @@ def test_products_of_a_float32_engine_are_not_rounded():
     assert exact["CUDA_VISIBLE_DEVICES"] == "0"
 
 
-def test_the_actor_lets_its_engine_rest_before_anything_else_computes(monkeypatch, tmp_path, model32):
+def test_the_actor_offloads_its_engine_before_anything_else_computes(monkeypatch, tmp_path, model32):
     from trainer.runs import PPO_ALGORITHM, ppo_run
 
     found = []
