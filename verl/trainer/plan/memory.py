@@ -25,6 +25,7 @@ from verl.trainer.plan.workload import GIB, DeviceRates, RoleLayout, Workload, p
 from verl.utils.memory import DeviceMemory
 from verl.workers.base import TrainedRole, roles_on_device
 
+AWAKE_SHARE = 0.9  # of the limit that a run may need whose engine never sleeps; the rest is what the plan leaves out
 ASLEEP = "sleeping engine"  # what its process keeps on a GPU, outside of generation
 NOT_TRACED = Activations(0, 0, 0, 0)
 _HEADS = {"critic": "backbone", "reward": "classifier"}  # models that give no logits over the vocabulary
@@ -229,6 +230,11 @@ class MemoryPlan:
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
+    def engine_cache(self) -> int:
+        """Bytes of the keys and values of an engine."""
+        return max(phase.parts.get("keys and values", 0) for phase in self.phases)
+
+    @property
     def fits(self) -> bool:
         return self.peak.total <= self.limit
 
@@ -262,6 +268,18 @@ def memory_plan(run: Any, device: DeviceRates, limit: int | None = None, counted
     roles = [_traced(run, role, step, device, counted_below) for role in estimate.roles]
     if limit is None:
         limit = device.memory if device.is_gpu else device.memory // max(1, estimate.processes)
+    plan = _memory_plan(run, step, roles, estimate, device, limit)
+    if device.is_gpu and getattr(getattr(run, "rollout", None), "sleep", None) == "auto" and not estimate.stays_awake:
+        awake = _memory_plan(run, step, roles, replace(estimate, stays_awake=True), device, limit)
+        if awake.peak.total <= AWAKE_SHARE * limit and awake.engine_cache == plan.engine_cache:
+            return awake
+    return plan
+
+
+def _memory_plan(
+    run: Any, step: Workload, roles: Sequence[RoleMemory], estimate: MemoryEstimate, device: DeviceRates, limit: int
+) -> MemoryPlan:
+    """The plan where it is decided whether an engine beside the trainer sleeps."""
     phases: list[PhaseMemory] = []
     beside = 0
     for group in sorted({role.group for role in roles}):

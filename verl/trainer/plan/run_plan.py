@@ -173,6 +173,12 @@ class RunPlan:
     def fits(self) -> bool:
         return self.memory.fits
 
+    def decided(self, run: Any) -> Any:
+        """The run with `rollout.sleep=auto` replaced by what the plan counted with."""
+        if getattr(run.rollout, "sleep", None) != "auto":
+            return run
+        return replace(run, rollout=replace(run.rollout, sleep=not self.memory.estimate.stays_awake))
+
     def summary(self) -> str:
         """One line."""
         peak, role = self.memory.peak, self.memory.roles[0]
@@ -183,6 +189,8 @@ class RunPlan:
             f"({count * role.stored.itemsize / 1e6:.0f} MB); "
             f"{peak.name} needs most, {peak.total / GIB:.2f} of {self.memory.limit / GIB:.1f} GiB in each process; "
             f"about {_duration(self.step_s)} a step on {self.device.name}"
+            + "; the engine keeps its GPU memory while the trainer works"
+            * self.memory.estimate.stays_awake
         )
 
     def lines(self) -> Iterator[str]:
