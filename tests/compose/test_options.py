@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import json
 from functools import partial
@@ -15,8 +16,8 @@ from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
 from verl.component import BuildContext
-from verl.compose.command_line import command_line
 from verl.compose.compose import compose_root
+from verl.compose.overrides import command_line
 from verl.compose.schema import ROOTS, conf_dir, group_options, json_schema, root_keys
 from verl.compose.validate import refuse_here, validate
 from verl.errors import ConfigError
@@ -125,6 +126,30 @@ OPTIONAL_TRACKERS = {"tensorboard": "tensorboard", "matplotlib": "plots"}
 
 IDENTITIES = json.loads((Path(__file__).parents[1] / "golden/identities.json").read_text())
 """Of every shipped configuration, by root and options; scripts/record_identities.py records them."""
+COMPOSITIONS = json.loads((Path(__file__).parents[1] / "golden/compositions.json").read_text())
+"""Of the same, a digest of all values and references, and all of them for those `WRITTEN_OUT`."""
+WRITTEN_OUT = ("ppo experiment=arithmetic_grpo", "sft experiment=arithmetic_sft")
+
+
+def unresolved(config) -> dict:
+    """All values and references of a configuration; a whole number is one of floats."""
+
+    def plain(node):
+        if isinstance(node, dict):
+            return {str(key): plain(item) for key, item in sorted(node.items(), key=lambda pair: str(pair[0]))}
+        if isinstance(node, list):
+            return [plain(item) for item in node]
+        return float(node) if type(node) is int else node
+
+    return plain(OmegaConf.to_container(config, resolve=False))
+
+
+def digest(config) -> str:
+    return hashlib.blake2b(json.dumps(unresolved(config)).encode(), digest_size=8).hexdigest()
+
+
+def is_as_recorded(config, key: str) -> bool:
+    return COMPOSITIONS[key] in (digest(config), unresolved(config))
 
 
 def roots_of(option: str) -> list[str]:
@@ -186,6 +211,7 @@ def test_options_compose_and_check_in_ppo(options, users_files):
     run = validate(config)
     assert schema_faults("ppo", OmegaConf.to_container(config, resolve=True)) == []
     assert (type(run).__name__, run.identity()) == ("PPORun", IDENTITIES[f"ppo {options}"])
+    assert is_as_recorded(config, f"ppo {options}")
 
 
 def is_first_or_of_sft_alone(option: str) -> bool:
@@ -213,6 +239,7 @@ def test_option_composes_and_checks_in_the_other_roots(case, users_files):
     assert schema_faults(root, OmegaConf.to_container(config, resolve=True)) == []
     kind = ROOTS[root].run.rpartition(".")[2]
     assert (type(run).__name__, run.identity()) == (kind, IDENTITIES[f"{root} {option}"])
+    assert is_as_recorded(config, f"{root} {option}")
 
 
 @pytest.mark.parametrize(
@@ -224,6 +251,7 @@ def test_debug_goes_with_every_experiment(experiment, debug, users_files):
     run = validate(config)
     assert schema_faults(root, OmegaConf.to_container(config, resolve=True)) == []
     assert run.identity() == IDENTITIES[f"{root} {option} debug={debug}"]
+    assert is_as_recorded(config, f"{root} {option} debug={debug}")
 
 
 @pytest.mark.parametrize("file", sorted((conf_dir() / "experiment").glob("*.yaml")), ids=lambda file: file.stem)
@@ -409,7 +437,7 @@ def test_a_default_length_is_at_most_what_the_model_holds(tmp_path):
 
 
 def test_the_name_of_other_programs_for_the_size_of_a_group_is_taken():
-    from verl.compose.command_line import command_line
+    from verl.compose.overrides import command_line
 
     arguments, assigned = command_line("ppo", ["rollout.n=8"])
     assert not assigned.faults

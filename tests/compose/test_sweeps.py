@@ -15,7 +15,7 @@ from omegaconf import open_dict
 from PIL import Image
 
 from verl.compose import schema
-from verl.compose.command_line import swept_overrides
+from verl.compose.overrides import swept_overrides
 from verl.compose.schema import conf_dir, group_options
 from verl.compose.validate import validate
 from verl.tracking.plots import outcomes, table, write
