@@ -130,7 +130,7 @@ def test_what_this_version_does_not_have_is_refused_by_name_with_what_it_needs(c
     assert said[0] == "2 faults in the configuration:"
     assert not any("resume_from_checkpoint" in line for line in said)
     assert any(line.startswith("  --buffer_warmup_steps 50 needs a replay buffer") for line in said)
-    assert any(line.startswith("  --fsdp_sharding_strategy HALF is ") and "does not have" in line for line in said)
+    assert any(line.startswith("  --fsdp_sharding_strategy HALF") and "does not have" in line for line in said)
 
 
 @pytest.mark.parametrize(("strategy", "option"), [("FULL_SHARD", "fsdp"), ("HYBRID_SHARD", "hsdp")])

@@ -16,7 +16,7 @@ from typing import Any
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf, open_dict
 
-from verl.component import Description, as_plain
+from verl.component import as_plain
 from verl.compose.validate import TARGET, import_component
 
 
@@ -57,12 +57,18 @@ def _fill(parent: Any, key: Any) -> None:
 
 
 def _fill_fields(node: DictConfig) -> None:
-    for key, default in _defaults(node._get_node(TARGET)._value() if TARGET in node else None).items():
+    for key, default in _defaults(raw_target(node)).items():
         changes = node._get_node(key)
         if changes is None:
             OmegaConf.update(node, key, default, merge=False)
         elif isinstance(default, dict) and TARGET in default and _changes_default(changes):
             OmegaConf.update(node, key, OmegaConf.merge(default, changes), merge=False)
+
+
+def raw_target(node: DictConfig) -> Any:
+    """The `_target_` of a node, as it is written; None if it has none."""
+    target: Any = node._get_node(TARGET)
+    return None if target is None else target._value()
 
 
 def _changes_default(node: Any) -> bool:
@@ -74,9 +80,11 @@ def _changes_default(node: Any) -> bool:
 @functools.lru_cache(maxsize=512)
 def _defaults(target: object) -> Mapping[str, Any]:
     """The plain defaults of the fields of a component, in their order; empty if it cannot be imported."""
-    kind = import_component(target) if isinstance(target, str) else ""
+    kind = import_component(target) if isinstance(target, str) else None
+    if not isinstance(kind, type):
+        return {}
     defaults: dict[str, Any] = {}
-    for field in dataclasses.fields(kind) if isinstance(kind, type) and issubclass(kind, Description) else ():
+    for field in dataclasses.fields(kind):
         if field.name == kind.other_keys:
             continue
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from hydra._internal.utils import get_args_parser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
-from hydra.main import get_args_parser
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.component import hint, nearest
@@ -330,7 +330,7 @@ def swept_overrides(arguments: Sequence[str], sweeper: Any, overrides: Sequence[
 
 
 def composition_fault(root: str, error: BaseException) -> str:
-    """What Hydra and OmegaConf say of a composition that failed, and where to look."""
+    """The messages of Hydra and OmegaConf about a composition that failed, on one line."""
     said: dict[str, None] = {}
     while error is not None:
         said |= dict.fromkeys(line.strip() for line in str(error).splitlines() if line.strip())

@@ -54,6 +54,7 @@ from verl.trainer.timers import StageTimers
 from verl.utils import torchrun
 from verl.utils.redact import redact_tree
 from verl.utils.seeding import derive_seed, seed_everything
+from verl.utils.threads import choose_threads
 from verl.workers.base import TrainedRole
 from verl.workers.load_state import RestoreSource, SavedRoleState
 
@@ -73,7 +74,7 @@ class ProcessState:
             before = (torch.get_num_threads(), active_library(), deterministic, config.strict_data_check, variable)
             type(self)._before = before
         self._alive.append(self)
-        if settings.num_threads is not None:
+        if isinstance(settings.num_threads, int):
             torch.set_num_threads(settings.num_threads)
         use_library(chosen_library(settings.cpu_matmul))
         if settings.strict_data_check:
@@ -174,6 +175,11 @@ def prepare_saving(
     job = job_name(context.job, context.swept)
     save_directory = SaveDirectoryChoice(chosen, run.trainer, job, run.storage, identity, run_id).choose(run.resume)
     point = save_directory.resumed
+    if run.trainer.num_threads == "auto" and context.device == "cpu" and run.trainer.n_gpus_per_node == 1:
+        saved = point and point.state.get("num_threads")
+        width = getattr(run.actor.model.load_config().get_text_config(), "hidden_size", 256)
+        if line := choose_threads(width, run.actor.autocast, saved if isinstance(saved, int) else None):
+            _log.info("CPU: %s.", line)
     saver = CheckpointSaver(chosen, save_directory, config, identity, loss_key, uses, run_id)
     if context.run_dir is not None:
         try:

@@ -10,5 +10,6 @@ progress             Progress of a process in shared memory, for deadlines of pr
 redact               Redacts secrets from output, logs and files
 seeding              Seeds: all random numbers derive from one integer and the name of their use
 signals              Signals, the first of which finishes and saves the step; `exit()` in component code
+threads              The number of threads of a run on a CPU, measured
 torchrun             The environment variables that torchrun sets for each of its processes
 """

@@ -10,6 +10,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from cases import exhaustive
 from refusals import refusal
 from same_training import STEPS, course, digest, newest, numbers
@@ -328,6 +329,16 @@ def test_an_edited_source_other_threads_and_products_are_told_and_where_a_run_en
         f"float32 products on the CPU: by {other} before, by {chosen_library('auto')} now. Last bits differ; set "
         f"trainer.cpu_matmul={other} for the same numbers",
     ]
+
+
+def test_a_resumed_run_keeps_measured_threads(model32, tmp_path, monkeypatch):
+    fit(course(model32, tmp_path, stop_after=1), tmp_path / "first")
+    copied_state(tmp_path / "checkpoints/global_step_1", num_threads=3)
+    threads = torch.get_num_threads()
+    run = course(model32, tmp_path, resume="latest", stop_after=2, num_threads="auto")
+    with run.build(BuildContext(run_dir=tmp_path / "second")):
+        assert torch.get_num_threads() == 3
+    assert torch.get_num_threads() == threads
 
 
 def copied_state(checkpoint: Path, **changed: object) -> Path:

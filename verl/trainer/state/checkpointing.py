@@ -101,6 +101,7 @@ class CheckpointSaver:
         self.directory, self.loss_key, self.uses = place.directory, loss_key, uses
         self.run_id, self.messages, self._lock = run_id or new_run_id(), place.messages, place.lock
         self._config, self.identity = redact_tree(dict(config)), dict(identity)
+        self._num_threads = torch.get_num_threads()  # now: a sampler takes half of them while the run trains
         self.run_dir_lock: RunLock | None = None
         self._longest_step_s = 0.0
         self._tier, self._lease, self._reading = place.tier, place.lease, place.reading
@@ -489,7 +490,7 @@ class CheckpointSaver:
             "identity": self.identity,
             "config": self._config,
             "sources": self._sources,
-            "num_threads": torch.get_num_threads(),
+            "num_threads": self._num_threads,
             "cpu_matmul": active_library(),
         }
 

@@ -1,0 +1,46 @@
+"""`trainer.num_threads=auto`: what is measured, what is chosen, and what a resumed run takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from verl.utils.threads import best, choose_threads, counts, measured
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Four threads, whatever the variable of this process says."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    yield 4
+    torch.set_num_threads(before)
+
+
+def test_all_threads_are_taken_unless_fewer_are_clearly_faster() -> None:
+    assert best({8: 1.0, 4: 0.9, 1: 3.0}) == 8
+    assert best({8: 1.0, 4: 0.7, 1: 3.0}) == 4
+    assert best({2: 1.0, 1: 0.3}) == 1
+    assert counts(2) == [2, 1]
+    assert counts(16) == [16, 8, 1]
+
+
+@pytest.mark.parametrize("autocast", [None, "bfloat16"])
+def test_a_measurement_has_seconds_of_each_number_and_leaves_the_threads(threads: int, autocast: str | None) -> None:
+    found = measured(64, autocast)
+    assert [*found] == [4, 2, 1]
+    assert min(found.values()) > 0
+    assert torch.get_num_threads() == threads
+
+
+def test_a_resumed_run_has_the_threads_of_its_checkpoint_and_a_variable_counts_as_a_choice(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    choose_threads(64, None, 3)
+    assert torch.get_num_threads() == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert choose_threads(64, None, None) == ""
+    assert torch.get_num_threads() == 3
