@@ -39,6 +39,7 @@ from yaml import YAMLError
 
 from verl.checkpoint.read.compare import flat
 from verl.compose import schema
+from verl.compose.compose import compose_root
 from verl.compose.overrides import Overrides, command_line, composition_fault, flags_of, swept_overrides
 from verl.compose.run_start import RunStart
 from verl.compose.schema import ROOTS, conf_dir, group_options, own_conf_dirs, root_keys
@@ -75,6 +76,7 @@ _GROUPS = {
     "trainer": "Length of the run, batch sizes, evaluation, devices.",
 }
 COUNT = "trainer.n_gpus_per_node"
+EXPLAIN = "--explain"
 
 
 def help_text(root: str) -> str:
@@ -98,7 +100,7 @@ def help_text(root: str) -> str:
   groups
 {groups}
 
-  Every key is explained in conf/<group>/<option>.yaml.
+  --explain prints the whole configuration with a sentence for each key.
   Results go to outputs/<project>/<experiment>/<time>.
 """
 
@@ -171,13 +173,14 @@ def entry_point(root: str) -> Callable[[Callable[[RunStart], Any]], Callable[[],
                 schema.register()
                 sys.path.append(str(Path.cwd()))  # user modules are in the working directory
                 script, words, count = sys.argv[0], sys.argv[1:], torchrun.counts()[0]
-                arguments, assigned = command_line(root, words)
+                explains = EXPLAIN in words
+                arguments, assigned = command_line(root, [word for word in words if word != EXPLAIN])
                 set_command([*start_message(script, count), *words])
                 take_over(arguments, assigned)
                 for note in assigned.notes:
                     _tell(note)
                 flags, _ = flags_of(arguments)
-                only_shown = flags.cfg or flags.info  # which never reach the check of the run
+                only_shown = flags.cfg or flags.info or explains  # which never reach the check of the run
                 if assigned.faults and (only_shown or assigned.is_sweep):  # every job would have them
                     raise ConfigError(assigned.faults)
                 sys.argv[1:] = arguments
@@ -185,12 +188,23 @@ def entry_point(root: str) -> Callable[[Callable[[RunStart], Any]], Callable[[],
                 with reader_may_leave() if only_shows else nullcontext():
                     if flags.help:
                         sys.stdout.write(help_text(root))
+                    elif explains:
+                        _explain(root, arguments)
                     else:
                         _run_hydra(root, main, assigned.faults)
 
         return command
 
     return decorate
+
+
+def _explain(root: str, arguments: Sequence[str]) -> None:
+    from verl.compose.explain import explained
+
+    try:
+        sys.stdout.write(explained(compose_root(root, [word for word in arguments if not word.startswith("-")])))
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(composition_fault(root, error)) from error
 
 
 def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]) -> None:

@@ -353,7 +353,7 @@ def _any_of(base: str, kinds: Iterable[type[Description]]) -> dict[str, Any]:
 
 
 def _component_schema(kind: type[Description]) -> dict[str, Any]:
-    descriptions, fields = _field_texts(kind), {}
+    descriptions, fields = field_texts(kind), {}
     raw_fields = _raw_schema(kind).get("properties", {})
     for name, raw in raw_fields.items():
         schema = _with_places({key: value for key, value in raw.items() if key not in ("title", "default")})
@@ -379,7 +379,7 @@ def _with_places(schema: Any) -> Any:
     return {key: _with_places(value) for key, value in schema.items()}
 
 
-def _field_texts(kind: type[Description]) -> dict[str, str]:
+def field_texts(kind: type[Description]) -> dict[str, str]:
     """Descriptions of the fields from `Args:` or `Attributes:` in the docstrings of a class and its bases."""
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
