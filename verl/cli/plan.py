@@ -100,6 +100,7 @@ def _validated(root: str, arguments: list[str], config_dir: Path | None) -> Any:
     from verl.compose.validate import validate
     from verl.compose.warm_start import with_architectures
 
+    sys.path.append(str(Path.cwd()))  # user modules are in the working directory
     flags = [] if config_dir is None else [f"--config-dir={config_dir}"]
     words, assigned = command_line(root, [*flags, *arguments])
     words = words[len(flags) :]
@@ -107,7 +108,6 @@ def _validated(root: str, arguments: list[str], config_dir: Path | None) -> Any:
         raise ConfigError(
             f"{further[0]} is a flag of `verl {ROOTS[root].command}`: verl plan takes group=option and key=value."
         )
-    sys.path.append(str(Path.cwd()))  # user modules are in the working directory
     try:
         config = compose_root(root, words)
     except Exception as error:

@@ -16,7 +16,7 @@ from typing import Any
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf, open_dict
 
-from verl.component import as_plain
+from verl.component import Description, as_plain
 from verl.compose.validate import TARGET, import_component
 
 
@@ -77,16 +77,17 @@ def _changes_default(node: Any) -> bool:
     return is_mapping and TARGET not in node
 
 
-@functools.lru_cache(maxsize=512)
 def _defaults(target: object) -> Mapping[str, Any]:
-    """The plain defaults of the fields of a component, in their order; empty if it cannot be imported."""
+    """The plain defaults of the fields of a component; empty if it cannot be imported, which `validate` reports."""
     kind = import_component(target) if isinstance(target, str) else None
-    if not isinstance(kind, type):
-        return {}
+    return _defaults_of(kind) if isinstance(kind, type) else {}
+
+
+@functools.cache
+def _defaults_of(kind: type[Description]) -> Mapping[str, Any]:
     defaults: dict[str, Any] = {}
     for field in dataclasses.fields(kind):
-        if field.name == kind.other_keys:
-            continue
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        defaults[field.name] = MISSING if default is dataclasses.MISSING else as_plain(default)
+        if field.name != kind.other_keys:
+            default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+            defaults[field.name] = MISSING if default is dataclasses.MISSING else as_plain(default)
     return defaults
