@@ -37,7 +37,7 @@ class World:
             if fault == "raises":
                 raise ValueError("a bug of the environment")
             if fault == "bad json":
-                os.write(replies.file.fileno(), b"{not json\\n")
+                os.write(replies.channel.fileno(), (9).to_bytes(8, "big") + b"{not json")
                 time.sleep(60)
             if fault == "answers twice":
                 import json

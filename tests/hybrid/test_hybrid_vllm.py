@@ -86,16 +86,14 @@ def test_it_draws_from_the_model_that_it_has_and_none_that_it_cannot_follow(acto
     assert torch.equal(actor.generate(**encoded, **asked), ours.generate(**encoded, **asked))
     assert actor.rollout_engine.process_id == engine
     hook = other.model.norm.register_forward_hook(lambda module, args, output: output * 2)
-    with pytest.raises(ConfigError, match=r"hooks, or a forward set on the object, at model.norm"):
+    with pytest.raises(ConfigError, match=r"hooks: model.norm"):
         actor.generate(**encoded, **asked)
     hook.remove()
     assert torch.equal(actor.generate(**encoded, **asked), ours.generate(**encoded, **asked))
     assert actor.rollout_engine.process_id == engine
-    other.half()
-    with pytest.raises(ConfigError, match="model has changed"):
-        actor.generate(**encoded, **asked)
+    other.config.rope_parameters = {**other.config.rope_parameters, "rope_theta": 5.0}
     actor.model = other
-    with pytest.raises(ConfigError, match=r"model.dtype is float16, and model.rotary_emb.inv_freq differs"):
+    with pytest.raises(ConfigError, match="model differs from what the rollout engine is sent"):
         actor.generate(**encoded, **asked)
     actor.model = before
 
@@ -121,13 +119,11 @@ def test_an_adapter_is_followed_when_switched_and_merged(actors, encoded):
     actor.model = adapted.merge_and_unload()
     assert torch.equal(actor.generate(**encoded, **asked), drawn[0])
     actor.model.resize_token_embeddings(160)
-    actor.model = actor.model
     assert torch.equal(
         actor.generate(**encoded, **asked), HybridActor(actor.model, own.tokenizer).generate(**encoded, **asked)
     )
     for parameter in actor.model.parameters():
         parameter.data = parameter.data.bfloat16()
-    actor.model = actor.model
     actor.generate(**encoded, **asked)
     assert actor.rollout_engine.setting.dtype == torch.bfloat16
     actor.model = before

@@ -16,7 +16,7 @@ from cluster.processes_of import wait_until_gone
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, SandboxError
-from verl.sandbox import cgroup, jail_command, jail_pool
+from verl.sandbox import cgroup, jail, jail_command
 from verl.sandbox.base import Program
 from verl.sandbox.jail import Jail
 from verl.sandbox.jail_command import JailCommand
@@ -409,7 +409,7 @@ def processes_of_jails_besides(pool) -> list[int]:
     deadline = time.monotonic() + 10
     while True:
         kept = {pid for ready in list(pool.warm) for pid in (ready.process.pid, ready.first)}
-        found = [pid for pid in jail_pool.descendants_of(os.getpid()) if pid not in kept and pid != os.getpid()]
+        found = [pid for pid in jail.descendants_of(os.getpid()) if pid not in kept and pid != os.getpid()]
         found = [pid for pid in found if "sleep" in _command(pid)]
         if not found or time.monotonic() > deadline:
             return found
@@ -429,7 +429,7 @@ def _command(pid: int) -> str:
 def test_the_kernel_limits_the_memory_of_all_processes_of_a_jail_together(monkeypatch):
     if isinstance(found := cgroup.JailGroups.find(), str):
         pytest.skip(found)
-    monkeypatch.setattr(jail_pool, "LOOK_EVERY_S", 1000.0)  # so that nothing but the kernel limits it
+    monkeypatch.setattr(jail, "LOOK_EVERY_S", 1000.0)  # so that nothing but the kernel limits it
     peaks, groups = [], []
     removed = cgroup.JailGroup.remove
 
@@ -457,7 +457,7 @@ print("the first of them has ended", flush=True)
     finally:
         made.close()
     assert [result.outcome for result in results] == ["memory", "memory", "ok"]
-    assert max(peaks) <= jail_pool.group_bytes(made.described, 64)
+    assert max(peaks) <= jail.group_bytes(made.described, 64)
     assert not any(path.exists() for group in groups for path in group.paths.values())
 
 

@@ -11,7 +11,7 @@ from pydantic import PositiveInt
 
 from verl.component import BuildContext, component
 from verl.environments.base import EnvironmentDescription, EnvironmentFactory, ToolError
-from verl.environments.tools import Tool, ToolEnvironment
+from verl.environments.tools import Tool, ToolFactory
 
 _OPERATORS: Mapping[type, Any] = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
@@ -46,18 +46,6 @@ def _value(node: ast.AST, max_digits: int) -> int:
     raise ValueError("not arithmetic")
 
 
-class _CalculatorFactory(EnvironmentFactory):
-    def __init__(self, options: Calculator):
-        self.options = options
-        self.tools = {"calc": options.tool()}
-        self.tool_parameters = {name: tool.parameters for name, tool in self.tools.items()}
-
-    def make(self) -> ToolEnvironment:
-        environment = ToolEnvironment(self.tools, self.options.step_timeout_s, self.options.suffix, "stateless")
-        environment.answers_at_once = True
-        return environment
-
-
 @component
 class Calculator(EnvironmentDescription):
     """The tool `calc(expression)`; a turn without a call is the answer. Rewards come from `reward`.
@@ -86,4 +74,4 @@ class Calculator(EnvironmentDescription):
         return (self.tool().schema,)
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
-        return _CalculatorFactory(self)
+        return ToolFactory(self, [self.tool()], "stateless", answers_at_once=True)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -197,23 +197,24 @@ class _ToolPool(HostPool):
 
     async def start(self) -> None:
         await super().start()
-        self.tools = self.tools_of(self.host)
+        self.tools = self.tools_of(None)
         self.tool_parameters = {name: tool.parameters for name, tool in self.tools.items()}
 
-    def tools_of(self, choose: Callable[[], Awaitable[Host]]) -> dict[str, Tool]:
+    def tools_of(self, own_host: Callable[[], Host] | None) -> dict[str, Tool]:
         """The tools by name.
 
         Args:
-            choose: the process of a call.
+            own_host: the process of their calls; None for any.
         """
 
         def caller(name: str) -> Any:
             async def call(**arguments: Any) -> Any:
-                host, limit_s = await choose(), self.options.step_timeout_s
+                host, limit_s = own_host() if own_host else await self.host(), self.options.step_timeout_s
                 try:
                     return await host.request("call", limit_s=limit_s, name=name, arguments=arguments)
                 finally:
-                    self._end_if_idle(host)
+                    if own_host is None:
+                        await self.release(host)
 
             return call
 
@@ -230,23 +231,18 @@ class _ToolPool(HostPool):
 class _ToolsAlone(ToolEnvironment):
     """An episode whose tools have a process of their own."""
 
+    host: Host
+
     def __init__(self, pool: _ToolPool):
-        super().__init__(pool.tools_of(self.own_host), pool.options.step_timeout_s, pool.suffix, pool.recovery)
+        super().__init__(pool.tools_of(lambda: self.host), pool.options.step_timeout_s, pool.suffix, pool.recovery)
         self.pool = pool
-        self.host: Host | None = None
 
     async def acquire_process(self) -> None:
         self.host = await self.pool.own_host()
-        self.host.environments += 1
-
-    async def own_host(self) -> Host:
-        assert self.host is not None
-        return self.host
 
     async def close(self) -> None:
-        host, self.host = self.host, None
-        if host is not None:
-            self.pool.release(host)
+        if (host := vars(self).pop("host", None)) is not None:
+            await self.pool.release(host)
 
 
 @component

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from verl.component import BuildContext, component, package_fault
 from verl.environments.base import EnvironmentDescription, EnvironmentFactory, InfraError, Recovery, ToolError
-from verl.environments.tools import Tool, ToolEnvironment
+from verl.environments.tools import Tool, ToolFactory
 from verl.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -103,22 +103,21 @@ class _McpConnection:
                 await asyncio.wait_for(self._task, CLOSE_S)
 
 
-class _Server(EnvironmentFactory):
+class _Server(ToolFactory):
     """Calls over one session at a time; if it is lost, the next call opens another one."""
 
     def __init__(self, options: MCPTools):
-        self.options = options
-        self.tools: dict[str, Tool] = {}
+        super().__init__(options, [], options.recovery)
         self.connection: _McpConnection | None = None
         self._old: list[_McpConnection] = []
         self._opening = asyncio.Lock()
 
     async def start(self) -> None:
-        connection = await self._connected(self.options.reset_timeout_s)
-        for tool in connection.tools:
+        tools = []
+        for tool in (await self._connected(self.options.reset_timeout_s)).tools:
             schema = getattr(tool, "inputSchema", None) or getattr(tool, "input_schema", {})
-            self.tools[tool.name] = Tool(tool.name, tool.description or "", schema, self._caller(tool.name))
-        self.tool_parameters = {name: tool.parameters for name, tool in self.tools.items()}
+            tools.append(Tool(tool.name, tool.description or "", schema, self._caller(tool.name)))
+        self.use(tools)
 
     async def _connected(self, timeout_s: float) -> _McpConnection:
         async with self._opening:
@@ -161,10 +160,6 @@ class _Server(EnvironmentFactory):
                 if is_last or not any(phrase in str(error) for phrase in SESSION_ENDED):
                     raise InfraError(f"{self.options.server}: {_reason(error)}") from error
         raise AssertionError
-
-    def make(self) -> ToolEnvironment:
-        options = self.options
-        return ToolEnvironment(self.tools, options.step_timeout_s, options.suffix, options.recovery)
 
     async def stop(self) -> None:
         for connection in [*self._old, self.connection]:

@@ -10,19 +10,18 @@ from pydantic import PositiveInt
 
 from verl.component import BuildContext, component
 from verl.environments.base import EnvironmentDescription, EnvironmentFactory, InfraError, ToolError
-from verl.environments.tools import Tool, ToolEnvironment
+from verl.environments.tools import Tool, ToolFactory
 from verl.errors import faults_below
 from verl.sandbox.base import CodeRunner, ExecutionResult, Sandbox
 
 SPARE_S = 10.0  # for a place in the sandbox, beside a program's own time
 
 
-class _PythonSandboxFactory(EnvironmentFactory):
+class _PythonSandboxFactory(ToolFactory):
     def __init__(self, options: PythonSandbox, context: BuildContext):
-        self.options, self._context = options, context
+        super().__init__(options, [options.tool(self._run)], "stateless")  # every program has a fresh jail
+        self._context = context
         self._runner: CodeRunner | None = None
-        self.tools = {"python": options.tool(self._run)}
-        self.tool_parameters = {name: tool.parameters for name, tool in self.tools.items()}
 
     async def start(self) -> None:
         assert self.options.sandbox is not None
@@ -38,10 +37,6 @@ class _PythonSandboxFactory(EnvironmentFactory):
         if result.outcome != "ok":
             raise ToolError(text)
         return text
-
-    def make(self) -> ToolEnvironment:
-        # every program has a fresh jail
-        return ToolEnvironment(self.tools, self.options.step_timeout_s, self.options.suffix, "stateless")
 
     async def stop(self) -> None:
         if self._runner is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from verl.environments.base import (
     Action,
     CallRecord,
     Environment,
+    EnvironmentFactory,
     Fault,
     InfraError,
     Outcome,
@@ -122,6 +123,29 @@ class ToolEnvironment(Environment):
         if isinstance(error, (InfraError, OSError, MemoryError)):
             return "infra", error_text(error)
         return "tool_error", f"error: {error_text(error)}"  # of the tool, on the model's arguments
+
+
+class ToolFactory(EnvironmentFactory):
+    """Environments with the same tools.
+
+    Args:
+        options: with a `suffix`.
+        answers_at_once: see `Environment`.
+    """
+
+    def __init__(self, options: Any, tools: Sequence[Tool], recovery: Recovery, answers_at_once: bool = False):
+        self.options, self.answers_at_once = options, answers_at_once
+        self.recovery: Recovery = recovery
+        self.use(tools)
+
+    def use(self, tools: Sequence[Tool]) -> None:
+        self.tools = {tool.name: tool for tool in tools}
+        self.tool_parameters = {tool.name: tool.parameters for tool in tools}
+
+    def make(self) -> ToolEnvironment:
+        environment = ToolEnvironment(self.tools, self.options.step_timeout_s, self.options.suffix, self.recovery)
+        environment.answers_at_once = self.answers_at_once
+        return environment
 
 
 def _answer(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -21,25 +22,17 @@ from torch import Tensor, nn
 from verl import config
 from verl.component import BuildContext
 from verl.compose.from_yaml import described, load_rollout
-from verl.errors import ConfigError, RolloutError, WeightSyncError, faults_below
-from verl.hybrid.engine_faults import (
+from verl.errors import ConfigError, WeightSyncError, faults_below
+from verl.hybrid.generate_options import (
     CallTokenizer,
-    form_difference,
-    form_of,
-    make_contiguous,
-    modules_with_own_code,
-    naming_quantization,
-    own_weights_faults,
-    prompt_learning_fault,
     prompt_rows,
     read_options,
     sampling_options,
     seed_of_call,
     stop_tokens_of_call,
-    unsupported_settings,
-    unwrapped,
+    warn_unsupported_settings,
 )
-from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_parallelism, own_device
+from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_parallelism
 from verl.model_paths.check import forget
 from verl.models.interfaces import check_interface
 from verl.models.lora import LoRA
@@ -66,14 +59,8 @@ class HybridActor:
         optimizer.step()
 
     `generate` switches the model to evaluation, synchronises the engine with the current weights, and restores the
-    model's state afterwards, including accumulated gradients.
-
-    The form of the model (its modules, and the shapes, dtypes and ties of its parameters) is fixed when the actor is
-    made. `generate` refuses a changed one until it is set: `actor.model = actor.model`. Weights, training mode,
-    `requires_grad`, hooks and the switches of an adapter may change between calls. Calls from several threads wait for
-    each other.
-
-    With several processes, which must make the same calls, the model is sharded by `hybrid_config`: docs/library.md.
+    model's state afterwards. The model may change between calls, also its modules and the shapes, dtypes and ties of
+    parameters, unless it is sharded by `hybrid_config`. Calls from several threads wait for each other.
 
     Args:
         model: a loaded model; `from_pretrained` loads one.
@@ -89,11 +76,9 @@ class HybridActor:
 
     Attributes:
         model: the Hugging Face model, with its adapter if it has one. Can be set, unless it is sharded.
-        tokenizer: the tokenizer or None. Can be set.
         rollout: the component of the engine. Can be set, also by name.
-        seed: can be set.
+        tokenizer, seed, contiguous, auto_cache_clear: see the arguments; can be set.
         hybrid_config: how it is sharded, as a `HybridConfig`.
-        contiguous, auto_cache_clear: can be set.
 
     Raises:
         ConfigError: the model cannot be an actor, a key is unknown, or a setting is not supported.
@@ -132,12 +117,11 @@ class HybridActor:
             self._model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
         self.tokenizer, self.seed, self._parallelism = tokenizer, seed, parallelism
         self._engine: tuple[Any, Any] | None = None  # with the settings that it was attached for
-        self._settings_reported = ""
-        make_contiguous(self.model, copies=self.contiguous)
+        self._check_contiguous()
         if parallelism is not None:
             parallelism.take(self.model)
-        self._form = form_of(unwrapped(self._settled()))
-        self._warn_unsupported_settings()
+        self._form = _form_of(_unwrapped(self._settled()))
+        warn_unsupported_settings(model)
 
     @classmethod
     def from_pretrained(
@@ -163,7 +147,8 @@ class HybridActor:
         """
         config = described(HybridConfig, "hybrid_config", hybrid_config)  # before weights are loaded
         pretrained = described(Pretrained, "from_pretrained", {"path": str(name_or_path), **source})
-        device = own_device() if device == "auto" else device
+        if device == "auto":
+            device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
         parallelism, actor = hybrid_parallelism(config, device), cls.__new__(cls)
         actor._configure(config, contiguous, auto_cache_clear)
         with faults_below("from_pretrained"):
@@ -186,7 +171,7 @@ class HybridActor:
         with self._lock:
             _refuse_no_actor(model)
             self._refuse_if_divided("model cannot be replaced")
-            self._model, self._form = model, form_of(unwrapped(model))
+            self._model, self._form = model, _form_of(_unwrapped(model))
             forget(model)
             self._end_engine()
 
@@ -219,7 +204,7 @@ class HybridActor:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._lock, self._form = threading.RLock(), form_of(unwrapped(self.model))
+        self._lock, self._form = threading.RLock(), _form_of(_unwrapped(self.model))
 
     # Training
 
@@ -331,10 +316,9 @@ class HybridActor:
             [B * num_return_sequences, P + T]: prompts with their responses; samples of one prompt are consecutive.
         Raises:
             ConfigError: an unknown option, an invalid value, or a model that the engine cannot sample from.
-            RolloutError: another thread changed the weights meanwhile.
         """
-        with self._lock, naming_quantization(unwrapped(self.model)):
-            self._check_model()
+        with self._lock:
+            self._follow_model()
             width = input_ids.shape[-1] if isinstance(input_ids, Tensor) else 0
             config = read_options(options, self.model, self.tokenizer, width)
             prompts = prompt_rows(input_ids, attention_mask, config)
@@ -344,21 +328,14 @@ class HybridActor:
                 number = self._parallelism.agreed(number)
             request = GenerationRequest(number, config.num_return_sequences, not config.do_sample)
             with self.sampling():
-                written = self._times_written()
                 rows = self._synced_sampler_for(config).generate(prompts, request)
-                if self._times_written() != written:
-                    raise RolloutError(
-                        "the weights were changed during generation, by an optimizer step or a load in another thread: "
-                        "the responses do not belong to one set of weights. Use one thread for both, or protect both "
-                        "by a lock."
-                    )
             return rows["input_ids"].to(input_ids.device)
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
         """Inside this context modules are in evaluation mode; on exit the mode of each module is restored."""
         with self._lock:
-            make_contiguous(self.model, copies=self.contiguous)
+            self._check_contiguous()
             training = [module for module in self.model.modules() if module.training]
             self.model.eval()
             try:
@@ -369,87 +346,76 @@ class HybridActor:
                 if config.auto_cache_clear if self.auto_cache_clear is None else self.auto_cache_clear:
                     release_cached(self.device)
 
-    def _check_model(self) -> None:
-        """Compare the model with its form.
+    def _follow_model(self) -> None:
+        """Start anew with a model whose modules, or shapes, dtypes or ties of parameters, have changed: engines and
+        checks of execution paths are made for these.
 
         Raises:
-            ConfigError: the form is another, or the engine cannot reproduce the model.
+            ConfigError: it has changed and is sharded.
         """
-        model = unwrapped(self._settled())
-        if difference := form_difference(self._form, form_of(model)):
-            fault = f"model has changed ({difference})"
-            self._refuse_if_divided(fault)
-            raise ConfigError(
-                f"{fault}, and its form is fixed when the actor is made. Set `actor.model = actor.model` to go on with "
-                "the changed model."
-            )
-        self._warn_unsupported_settings()
-        if self._parallelism is None and self._holds_weights() and getattr(self._rollout, "weights", None) != "fixed":
-            sends_adapter = getattr(self._rollout, "lora", "merged") == "adapter"
-            if (fault := next(own_weights_faults(model, sends_adapter), None)) is not None:
-                raise ConfigError(fault)
+        form = _form_of(_unwrapped(self._settled()))
+        if changed := [name for name in {**self._form, **form} if self._form.get(name) != form.get(name)]:
+            self._refuse_if_divided(f"model has changed at {changed[0] or 'its forward'}")
+            self.model = self._model
 
-    def _holds_weights(self) -> bool:
-        """Whether the engine has its own copy of the weights."""
-        return self._rollout.chosen_for(unwrapped(self.model)).runs_ahead
-
-    def _times_written(self) -> int:
-        """Number of in-place writes to tensors of the model, by torch's version counters."""
-        if self._parallelism is not None:  # gathering writes to them too
-            return 0
-        return sum(p._version for p in self.model.parameters() if not p.is_inference())
-
-    def _warn_unsupported_settings(self) -> None:
-        """Warn once about unsupported settings in the model's generation configuration."""
-        settings = unsupported_settings(self.model)
-        if settings and settings != self._settings_reported:
-            _log.warning("the generation configuration of the model has %s, which is not supported here.", settings)
-        self._settings_reported = settings
+    def _check_contiguous(self) -> None:
+        """Refuse (or copy) parameters that are not contiguous; engines and checkpoints copy contiguous memory."""
+        if names := [name for name, p in self.model.named_parameters() if not p.is_contiguous()]:
+            shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+            if not self.contiguous:
+                raise ConfigError(
+                    f"model has parameters that are not contiguous in memory: {shown}. Give contiguous=True to have "
+                    "them copied."
+                )
+            for name in names:
+                parameter = self.model.get_parameter(name)
+                parameter.data = parameter.data.contiguous()
+            _log.info("made contiguous: %s", shown)
 
     def _synced_sampler_for(self, config: GenerationConfig) -> ResponseSampler:
         """A sampler whose engine is synchronised with the current weights.
 
         Raises:
-            ConfigError: the model runs user code that the engine does not.
+            ConfigError: an engine with its own weights computes something else than the model.
         """
         sampler = self._sampler_for(config)
         try:
             sampler.sync()
         except WeightSyncError as error:
-            if not error.faults and (names := modules_with_own_code(unwrapped(self.model))):
-                raise ConfigError(
-                    f"model has hooks, or a forward set on the object, at {', '.join(names[:3])}: the rollout engine "
-                    f"does not run them, and its log-probs differ by {error.gap_nats:.1e} nats. Remove "
-                    "them, or set rollout='hf', which samples from the model itself."
-                ) from error
-            raise
+            if error.faults:
+                raise
+            modules = _unwrapped(self.model).named_modules()
+            own = [name for name, x in modules if x._forward_hooks or x._forward_pre_hooks or "forward" in vars(x)]
+            raise ConfigError(
+                f"model differs from what the rollout engine is sent, and log-probs by {error.gap_nats:.1e} nats: "
+                "parameters and plain LoRA, and no hooks, quantized weights, other adapters or rounded buffers "
+                f"(.half()). Modules with hooks: {', '.join(own[:3]) or 'none'}. Remove what differs, or set "
+                "rollout='hf', which samples from the model itself."
+            ) from error
         return sampler
 
     def _sampler_for(self, config: GenerationConfig) -> ResponseSampler:
         """A sampler with the options of a call; its engine is a new one if options are fixed at start."""
         asked: Any = replace(self.rollout, **sampling_options(config))
-        model, pad = unwrapped(self.model), config.pad_token_id
+        model, pad = _unwrapped(self.model), config.pad_token_id
         options = asked.chosen_for(model)
         size = len(self.tokenizer) if hasattr(self.tokenizer, "__len__") else None
         fixed = None if options.may_change else options
         key = (config.eos_token_id, pad, self.device, fixed, self.tokenizer, size)
         if self._engine is None or self._engine[0] != key:
             self._end_engine()
+            context = BuildContext(device=str(self.device))
+            if (mesh := self._parallelism) is not None:
+                context = BuildContext(device=str(mesh.device), rank=mesh.rank, world_size=mesh.world_size)
             with stop_tokens_of_call(model, config):
                 tokenizer = CallTokenizer(self.tokenizer, pad)
-                self._engine = (key, asked.attach(model, tokenizer, self.seed, None, self._context()))
+                self._engine = (key, asked.attach(model, tokenizer, self.seed, None, context))
         engine = self._engine[1]
         if hasattr(engine, "seed"):
             engine.seed = self.seed  # type: ignore[attr-defined]
         if options.may_change:  # an engine in another process need not restart
             engine.options = options
         return ResponseSampler(engine, options, pad)
-
-    def _context(self) -> BuildContext:
-        """Build context for the engine of this process."""
-        if (mesh := self._parallelism) is None:
-            return BuildContext(device=str(self.device))
-        return BuildContext(device=str(mesh.device), rank=mesh.rank, world_size=mesh.world_size)
 
     def sync(self) -> SyncResult:
         """Send the current weights to the engine, as `generate` also does; nothing to do if it uses the same
@@ -458,9 +424,9 @@ class HybridActor:
         with self._lock:
             if self._engine is None:
                 return SAME_TENSORS
-            if not self._holds_weights():
+            if not self._rollout.chosen_for(_unwrapped(self.model)).runs_ahead:  # the engine has no weights of its own
                 return self._engine[1].sync()
-            self._check_model()
+            self._follow_model()
             with self.sampling():  # verification compares with the model in evaluation mode
                 return self._engine[1].sync()
 
@@ -483,6 +449,27 @@ class HybridActor:
 def _refuse_no_actor(model: Any) -> None:
     if isinstance(model, (str, Path)):
         raise ConfigError(f"model is {str(model)!r}: expected a loaded model. HybridActor.from_pretrained loads one.")
-    if (fault := prompt_learning_fault(model)) is not None:
-        raise ConfigError(fault)
-    check_interface("actor", unwrapped(model), "model")
+    adapters = getattr(model, "peft_config", None)
+    for name, adapter in adapters.items() if isinstance(adapters, Mapping) else ():
+        if getattr(adapter, "is_prompt_learning", False):
+            raise ConfigError(
+                f"model has the adapter {name!r} of {type(adapter).__name__}, which puts virtual tokens before each "
+                "text: no rollout engine here supports them. Use LoRA, or model.generate of transformers."
+            )
+    check_interface("actor", _unwrapped(model), "model")
+
+
+def _unwrapped(model: Any) -> Any:
+    """The module inside a `torch.compile` wrapper, with the same weights; other models unchanged."""
+    return getattr(model, "_orig_mod", model) if isinstance(model, nn.Module) else model
+
+
+def _form_of(model: nn.Module) -> dict[str, tuple[Any, ...]]:
+    """Modules, with a forward set on the object, and shapes, dtypes and ties of parameters, by name."""
+    form: dict[str, tuple[Any, ...]] = {
+        name: (module, vars(module).get("forward")) for name, module in model.named_modules()
+    }
+    first: dict[int, str] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        form[name] = parameter.shape, parameter.dtype, first.setdefault(id(parameter), name)
+    return form

@@ -6,7 +6,7 @@ import gc
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, get_args
 
 from verl.component import hint, nearest
@@ -38,47 +38,43 @@ def measure_switch_overhead(
     Raises:
         ConfigError: there is no such mode.
     """
-    known = (*get_args(Mode), *STATES)
-    if mode not in known:
+    if mode not in (known := (*get_args(Mode), *STATES)):
         raise ConfigError(f"mode is {mode!r}: must be one of {', '.join(known)}.{hint(nearest(str(mode), known))}")
-    if repeats < 1:
-        raise ConfigError(f"repeats is {repeats}: must be at least 1.")
     if mode == "reload" and actor.process_group is not None:
         raise ConfigError("mode is 'reload': it loads the model into one process. Use an unsharded actor.")
-    was_training = [module for module in actor.model.modules() if module.training]
     mode = STATES.get(mode, mode)  # type: ignore[assignment]
+    was_training = [module for module in actor.model.modules() if module.training]
     try:
         costs = [_reload(actor) if mode == "reload" else _switch(actor, mode) for _ in range(repeats + 1)][1:]
     finally:
         actor.eval()
         for module in was_training:
             module.training = True
-    times, sizes = [seconds * 1e3 for seconds, _ in costs], [size / MIB for _, size in costs]
-    quartiles = statistics.quantiles(times, n=4, method="inclusive") if repeats > 1 else times * 3
+    times = [1e3 * timer.seconds for timer in costs]
+    low, _, high = statistics.quantiles(times * 2 if repeats == 1 else times, n=4, method="inclusive")
     return {
         "latency_ms": statistics.median(times),
-        "mem_increase_mb": max(0.0, statistics.median(sizes)),
-        "latency_ms_quartiles": [quartiles[0], quartiles[2]],
+        "mem_increase_mb": max(0.0, statistics.median(timer.bytes / MIB for timer in costs)),
+        "latency_ms_quartiles": [low, high],
         "mode": mode,
         "repeats": repeats,
     }
 
 
-def _switch(actor: HybridActor, mode: str) -> tuple[float, int]:
-    """Seconds and additional bytes of a switch in place: mode of the modules, and synchronisation of the engine."""
-    timer = _Timer(actor)
+def _switch(actor: HybridActor, mode: str) -> _Timer:
+    """A switch in place: mode of the modules, and synchronisation of the engine."""
+    timer, sampling = _Timer(actor), ExitStack()
     actor.train()
     with timer.running(mode != "generate_to_train"):
-        sampling = actor.sampling()
-        sampling.__enter__()
+        sampling.enter_context(actor.sampling())
         actor.sync()
     with timer.running(mode != "train_to_generate"):
-        sampling.__exit__(None, None, None)
-    return timer.seconds, timer.bytes
+        sampling.close()
+    return timer
 
 
-def _reload(actor: HybridActor) -> tuple[float, int]:
-    """Seconds and additional bytes of saving the weights and loading them as a second model."""
+def _reload(actor: HybridActor) -> _Timer:
+    """Saving the weights and loading them as a second model."""
     timer, dtype = _Timer(actor), str(next(actor.parameters()).dtype).removeprefix("torch.")
     with TemporaryDirectory("verl-reload-") as directory:
         with timer.running(True):
@@ -86,7 +82,7 @@ def _reload(actor: HybridActor) -> tuple[float, int]:
             second = Pretrained(path=directory, dtype=dtype).load_causal_lm(str(actor.device))  # type: ignore[arg-type]
         del second
         gc.collect()
-    return timer.seconds, timer.bytes
+    return timer
 
 
 class _Timer:

@@ -55,22 +55,9 @@ class HybridConfig(Description):
         """Whether weights are sharded over the data-parallel processes."""
         return self.fsdp_sharding not in (None, "NO_SHARD")
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether the actor uses a single process."""
-        return self.tp_size == 1 and self.dp_size in (None, 1) and not self.shards
-
 
 TIMEOUT_S = 600.0
-
 _log = logging.getLogger(__name__)
-
-
-def num_processes() -> int:
-    """World size of the default process group; without one, the number of processes started by torchrun."""
-    import torch.distributed as dist
-
-    return dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def sizes_of(config: HybridConfig, processes: int) -> tuple[int, int, int]:
@@ -101,28 +88,23 @@ def hybrid_parallelism(config: HybridConfig, device: str) -> HybridParallelism |
     Raises:
         ConfigError: the settings do not match the number of processes.
     """
-    if config.is_alone:
-        return None
-    if config.shards and config.tp_size == 1 and config.dp_size in (None, 1) and num_processes() == 1:
-        _log.warning(
-            "hybrid_config.fsdp_sharding is %s: there is 1 process, so nothing is sharded", config.fsdp_sharding
-        )
-        return None
-    return HybridParallelism(config, device)
+    import torch.distributed as dist
 
-
-def own_device() -> str:
-    """Device of this process: its GPU if there are any, else the CPU."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
+    processes = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    if config.tp_size > 1 or config.dp_size not in (None, 1) or (config.shards and processes > 1):
+        return HybridParallelism(config, device, processes)
+    if config.shards:
+        text = "hybrid_config.fsdp_sharding is %s: there is 1 process, so nothing is sharded"
+        _log.warning(text, config.fsdp_sharding)
+    return None
 
 
 class HybridParallelism(ShardedParallelism):
     """The process mesh of an actor. Creates the default process group if the user has not."""
 
-    def __init__(self, config: HybridConfig, device: str):
+    def __init__(self, config: HybridConfig, device: str, world: int):
         import torch.distributed as dist
 
-        world = num_processes()
         sizes = sizes_of(config, world)
         rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
         context = BuildContext(device=device, rank=rank, world_size=world)
@@ -200,16 +182,12 @@ class HybridParallelism(ShardedParallelism):
         norms_of_ranks: list[Any] = [None] * self.world_size
         self.dist.all_gather_object(norms_of_ranks, norms)
         for rank, other in enumerate(norms_of_ranks):
-            differing = [
-                name
-                for name, norm in norms_of_ranks[0].items()
-                if not math.isclose(norm, other.get(name, math.nan), rel_tol=1e-9)
-            ]
-            if differing:
-                raise ConfigError(
-                    f"model has other weights in process {rank} than in process 0: {differing[0]} and "
-                    f"{len(differing) - 1} more. Load it from one place, or create it with one seed in all processes."
-                )
+            for name, norm in norms_of_ranks[0].items():
+                if not math.isclose(norm, other.get(name, math.nan), rel_tol=1e-9):
+                    raise ConfigError(
+                        f"model has other weights in process {rank} than in process 0: {name} is the first. Load it "
+                        "from one place, or create it with one seed in all processes."
+                    )
 
     def refuse_other_rows(self, ids: Any) -> None:
         """Check that tensor-parallel siblings have the same tokens.

@@ -26,7 +26,7 @@ from verl.rewards.base import (
     texts_of,
 )
 from verl.rewards.deadline import BATCH_TIMEOUT_S, CallFailed, awaited, call_within
-from verl.rewards.process_pool import ProcessPool, SampleReward
+from verl.rewards.process_pool import FunctionPool, SampleReward
 from verl.rewards.signatures import with_own_arguments
 from verl.utils.signals import raised_by_code
 
@@ -265,7 +265,7 @@ class ProcessReward(CallableReward):
     rates_ahead = True
 
     def __init__(self, path: str, kwargs: Mapping[str, Any], timeout_s: float):
-        self.pool = ProcessPool(path, kwargs, timeout_s, num_workers=1, whole_batch=True)
+        self.pool = FunctionPool(path, kwargs, timeout_s, num_workers=1, whole_batch=True)
         try:
             self._describe(self.pool.source, kwargs, self.pool.signature)
         except BaseException:

@@ -27,8 +27,6 @@ from verl.utils.child_process.channel import Channel, ChannelClosed
 from verl.utils.child_process.process import run_child
 from verl.utils.progress import Progress
 
-ORPHAN_FACTOR = 10  # times timeout_s, for a worker whose driver was killed
-
 
 @dataclass(frozen=True)
 class PoolSettings:
@@ -41,7 +39,6 @@ class PoolSettings:
 
     path: str
     kwargs: Mapping[str, Any]
-    timeout_s: float
     preloaded: tuple[str, ...]
     whole_batch: bool
     trace: int
@@ -69,10 +66,7 @@ def _serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
     while True:
         message: bytes = channel.receive()
         progress.advance("scoring a sample")
-        # The driver ends a late sample. Without a driver faulthandler does, also in code that never releases the GIL.
-        faulthandler.dump_traceback_later(ORPHAN_FACTOR * setting.timeout_s, exit=True, file=setting.trace)
         answer = _rated(function, message, kwargs, setting.whole_batch)
-        faulthandler.cancel_dump_traceback_later()
         progress.advance("waiting for a sample")
         channel.send(answer)
 

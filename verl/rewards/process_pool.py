@@ -9,7 +9,6 @@ The time in which a worker was ready to run but had no processor does not count:
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -18,14 +17,14 @@ import re
 import tempfile
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
-from multiprocessing.connection import wait
 from typing import Any, cast
 
 import numpy as np
 
-from verl.errors import NonFiniteRewardError, RewardError
+from verl.errors import NonFiniteRewardError, RewardError, error_text
 from verl.protocol import DataProto
 from verl.protocol.provenance import Signature, Source
 from verl.rewards.base import (
@@ -40,8 +39,9 @@ from verl.rewards.base import (
 )
 from verl.rewards.pool_worker import PoolSettings
 from verl.utils.child_process.channel import ChannelClosed
+from verl.utils.child_process.pool import PoolClosed, ProcessPool
 from verl.utils.child_process.process import ChildProcess
-from verl.utils.progress import Progress, ProgressWatch, StoppedTime, is_stopped, processor_wait_s, report
+from verl.utils.progress import Progress, ProgressWatch, is_stopped, processor_wait_s, report
 
 _log = logging.getLogger(__name__)
 
@@ -55,7 +55,8 @@ class PoolResult:
     """The score of a sample, or a description of its failure.
 
     Attributes:
-        is_blameless: whether the failure was not caused by the sample, but by a suspended worker.
+        is_blameless: whether the failure was not caused by the sample, but by a worker that was suspended or ended
+            before it.
         was_raised: whether the function raised; False for a time-out or a process that ended.
     """
 
@@ -65,7 +66,7 @@ class PoolResult:
     was_raised: bool = False
 
 
-class ProcessPool:
+class FunctionPool:
     """Worker processes that call one function.
 
     Args:
@@ -83,9 +84,6 @@ class ProcessPool:
         RewardError: the function cannot be imported in a worker.
     """
 
-    source: Source
-    signature: Signature
-
     def __init__(
         self,
         path: str,
@@ -95,22 +93,23 @@ class ProcessPool:
         preloaded: Sequence[str] = (),
         whole_batch: bool = False,
     ):
-        self.path, self.timeout_s = path, timeout_s
+        self.path, self._num_workers = path, num_workers
         module, _, name = path.rpartition(":")
         if module.endswith(".py"):  # the processes start in another working directory
             path = f"{os.path.abspath(module)}:{name}"
-        self._setting = PoolSettings(path, dict(kwargs), timeout_s, tuple(preloaded), whole_batch, trace=-1)
-        self.workers: list[_PoolProcess] = []
-        atexit.register(self.close)
+        setting = PoolSettings(path, dict(kwargs), tuple(preloaded), whole_batch, trace=-1)
+        self._processes = ProcessPool(lambda: _Worker(self.path, setting, timeout_s), num_workers, starters=num_workers)
         try:
-            for _ in range(num_workers):
-                self.workers.append(_PoolProcess(self._setting))
-            for number, worker in enumerate(self.workers):
-                self.workers[number] = self._ready(worker)
-            self.source, self.signature = self.workers[0].facts
+            with contextlib.ExitStack() as all_of_them:
+                workers = [all_of_them.enter_context(self._processes.lend()) for _ in range(num_workers)]
+            self.source, self.signature = workers[0].facts
         except BaseException:
             self.close()
             raise
+
+    @property
+    def workers(self) -> list[_Worker]:
+        return list(self._processes.loans)
 
     def rate(self, samples: Sequence[Any], stop_at_failure: bool = False) -> list[PoolResult | None]:
         """Score every sample by one call each.
@@ -119,117 +118,65 @@ class ProcessPool:
             samples: keyword arguments of each call.
             stop_at_failure: start no further sample after a failure; the result of those is None.
         """
-        if not self.workers:
-            raise RewardError("The workers of this reward were stopped: close() was called.")
         outcomes: list[PoolResult | None] = [None] * len(samples)
-        waiting = _packed(samples, outcomes, stop_at_failure)
-        busy: dict[_PoolProcess, tuple[int, bytes]] = {}
-        again: deque[tuple[int, bytes]] = deque()  # samples whose worker was suspended
-        retried: set[int] = set()
+        waiting, retried = deque(range(len(samples))), set[int]()
+
+        def work() -> None:
+            while waiting:
+                with self._processes.lend() as worker:
+                    while worker.is_usable and waiting:
+                        with contextlib.suppress(IndexError):  # another thread has taken the last one
+                            index = waiting.popleft()
+                            outcome = outcomes[index] = self._rated(worker, samples[index])
+                            if outcome.is_blameless and index not in retried:
+                                _log.warning("path is %r: %s. It is tried again.", self.path, outcome.failure)
+                                retried.add(index)
+                                waiting.appendleft(index)
+                            elif stop_at_failure and outcome.failure is not None:
+                                waiting.clear()
+
+        threads = ThreadPoolExecutor(self._num_workers, "verl rewards")
+        futures = [threads.submit(work) for _ in range(min(self._num_workers, len(samples)))]
         try:
-            while True:
-                for number, worker in enumerate(self.workers):
-                    if worker in busy or (handed := again.popleft() if again else next(waiting, None)) is None:
-                        continue
-                    worker = self.workers[number] = self._hand_over(worker, handed[1])
-                    busy[worker] = handed
-                if not busy:
-                    return outcomes
-                for worker, outcome in self._finished(list(busy)):
+            left = len(samples)
+            while futures:
+                done, _ = wait(futures, timeout=LOOK_EVERY_S)
+                if len(waiting) < left or done:
+                    left = len(waiting)
                     report()
-                    index, message = busy.pop(worker)
-                    if outcome.is_blameless and index not in retried:
-                        _log.warning("path is %r: %s. A new process takes the sample.", self.path, outcome.failure)
-                        retried.add(index)
-                        again.append((index, message))
-                        continue
-                    outcomes[index] = outcome
-                    if stop_at_failure and outcome.failure is not None:
-                        waiting.close()
+                for future in done:
+                    future.result()
+                    futures.remove(future)
+            return outcomes
+        except PoolClosed:
+            raise RewardError("The workers of this reward were stopped: close() was called.") from None
         finally:
-            for worker in busy:  # interrupted: nobody waits for their results
-                worker.kill()
+            retried.update(range(len(samples)))
+            waiting.clear()
+            if futures:  # interrupted: nobody waits for the other results
+                self._processes.kill_lent()
+            threads.shutdown()
 
     def close(self) -> None:
         """Kill the workers; calling it again does nothing."""
-        atexit.unregister(self.close)
-        workers, self.workers = self.workers, []
-        for worker in workers:
-            worker.kill()
+        self._processes.close()
 
-    def _hand_over(self, worker: _PoolProcess, message: bytes) -> _PoolProcess:
-        """Send a sample to a worker, or to a new one if it has ended. Returns the worker that has the sample."""
-        if not worker.ended:
-            if worker.send(message):
-                return worker
-            _log.warning("path is %r: a worker process does not accept a sample%s", self.path, worker.state())
-        worker.kill()
-        worker = self._ready(_PoolProcess(self._setting))
-        if not worker.send(message):
-            worker.kill()
-            raise RewardError(f"path is {self.path!r}: a new worker process ended right after its start.")
-        return worker
-
-    def _ready(self, worker: _PoolProcess) -> _PoolProcess:
-        """Wait until a worker has imported the function; one that was suspended meanwhile is replaced once.
-
-        Raises:
-            RewardError: the function cannot be imported.
-        """
+    def _rated(self, worker: _Worker, sample: Any) -> PoolResult:
         try:
-            if not worker.await_ready(self.path, may_be_stopped=True):
-                _log.warning("path is %r: a worker process was suspended while it started, and is replaced.", self.path)
-                worker.kill()
-                worker = _PoolProcess(self._setting)
-                worker.await_ready(self.path)
-        except BaseException:
-            worker.kill()
-            raise
-        return worker
-
-    def _finished(self, busy: list[_PoolProcess]) -> Iterator[tuple[_PoolProcess, PoolResult]]:
-        """Wait for workers that answered, ended or timed out, and yield each with its result."""
-        left = min(self.timeout_s - worker.spent_s for worker in busy)
-        channels: list[Any] = [worker.channel for worker in busy]  # anything with fileno() can be waited for
-        wait(channels, timeout=max(0.0, min(left, LOOK_EVERY_S)))
-        for worker in busy:
-            if worker.channel.has_message():  # asked now: it may have answered while another one was killed
-                yield worker, self._outcome(worker)
-            elif worker.spent_s >= self.timeout_s:
-                state, stands_still = worker.state(), not worker.has_taken or is_stopped(worker.pid)
-                worker.kill(with_trace=True)
-                yield worker, self._late(worker, state, stands_still)
-
-    def _outcome(self, worker: _PoolProcess) -> PoolResult:
-        """The answer of a worker, or why it closed its connection."""
-        try:
-            kind, detail = worker.channel.receive()
-        except ChannelClosed:
-            words = worker.exit_words()
-            if worker.trace():  # it has outlived its limit unjudged: the whole run was suspended for a while
-                return self._late(worker, is_blameless=True)
-            return PoolResult(failure=f"the process ended with {words}")
-        return PoolResult(score=detail) if kind == "score" else PoolResult(failure=detail, was_raised=True)
-
-    def _late(self, worker: _PoolProcess, state: str = "", is_blameless: bool = False) -> PoolResult:
-        lines = re.findall(rf'File "{re.escape(self.source.file)}", (line \d+) in (\S+)', worker.trace())
-        where = f"\n  It was at {lines[0][0]}, in {lines[0][1]}()" if lines else ""
-        return PoolResult(
-            failure=f"no answer within timeout_s, which is {self.timeout_s:g}: its process was killed{state}{where}",
-            is_blameless=is_blameless,
-        )
+            message = pickle.dumps(sample)
+        except Exception as error:  # noqa: BLE001 - pickling runs user code
+            return PoolResult(failure=f"a column cannot be sent to a worker process ({error_text(error)})")
+        return worker.call(message)
 
 
-class _PoolProcess:
+class _Worker:
     """A worker process, its connection, and the file for its stack trace at a time-out."""
 
     facts: tuple[Source, Signature]
 
-    def __init__(self, setting: PoolSettings):
-        self.ended = False
-        self._progress, self._count, self._waited_s = Progress(num_slots=1), 0, 0.0
-        self._timeout_s = setting.timeout_s
-        self._watch = ProgressWatch(self._progress, setting.timeout_s, look_every_s=2 * LOOK_EVERY_S)
+    def __init__(self, path: str, setting: PoolSettings, timeout_s: float):
+        self._path, self._timeout_s, self._is_killed = path, timeout_s, False
+        self._progress = Progress(num_slots=1)
         self._trace = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
         self._child = ChildProcess(
             "verl.rewards.pool_worker",
@@ -237,68 +184,41 @@ class _PoolProcess:
             environment={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ,
             files=[self._trace.fileno()],
             is_in_own_session=True,
-            stuck_s=setting.timeout_s + GRACE_S,
+            is_killed_with_parent=True,  # also in code that never releases the interpreter
+            stuck_s=timeout_s + GRACE_S,
         )
-        self.channel = self._child.channel
+        self.pid, self.channel = self._child.pid, self._child.channel
         with contextlib.suppress(ChannelClosed):  # it has ended already: await_ready reports that
             self._child.begin(replace(setting, trace=self._trace.fileno()))
 
-    def await_ready(self, path: str, may_be_stopped: bool = False) -> bool:
-        """Wait until the function is imported.
+    @property
+    def is_usable(self) -> bool:
+        return not self._is_killed and self._child.is_alive()
 
-        Returns:
-            False if the process was suspended for longer than `timeout_s` and `may_be_stopped`; else True.
-        """
-        deadline, stopped = time.monotonic() + START_TIMEOUT_S, StoppedTime(LOOK_EVERY_S)
-        while not (is_heard := self.channel.has_message(LOOK_EVERY_S)) and time.monotonic() < deadline:
-            if stopped.of(self.pid) > self._timeout_s:
-                if may_be_stopped:
-                    return False
-                break
-        kind, detail = "error", f"it did not finish within {START_TIMEOUT_S:g} s, or is suspended{self.state()}"
-        if is_heard:
-            try:
-                kind, detail = self.channel.receive()
-            except ChannelClosed:
-                detail = f"the process ended with {self.exit_words()}"
+    def await_ready(self) -> None:
+        """Raises RewardError: the function cannot be imported."""
+        try:
+            kind, detail = self.channel.receive(timeout_s=START_TIMEOUT_S)
+        except TimeoutError:
+            kind, detail = "error", f"it did not finish within {START_TIMEOUT_S:g} s{self._state()}"
+        except ChannelClosed:
+            kind, detail = "error", f"the process ended with {self._exit_words()}"
         if kind != "ready":
-            raise RewardError(f"path is {path!r}: a worker process could not import it: {detail}.")
+            raise RewardError(f"path is {self._path!r}: a worker process could not import it: {detail}.")
         self.facts = cast(tuple[Source, Signature], detail)
-        return True
 
-    @property
-    def pid(self) -> int:
-        return self._child.pid
-
-    def state(self) -> str:
-        """State of the process by the operating system, to append to a message."""
-        state = self._child.state()
-        return f" ({state})" if state else ""
-
-    @property
-    def has_taken(self) -> bool:
-        """Whether it has received the sample that was sent last."""
-        return self._progress.count(0) != self._count
-
-    def send(self, message: bytes) -> bool:
-        """Send a sample; False if the worker has ended or does not receive."""
-        self._count, self._waited_s = self._progress.count(0), processor_wait_s(self.pid)
+    def call(self, message: bytes) -> PoolResult:
+        """Score a sample. The process is killed where it gives no answer in time."""
+        count, watch = self._progress.count(0), _SampleWatch(self._progress, self._timeout_s, self.pid)
         try:
             self.channel.send(message)
-        except ChannelClosed:
-            return False
-        self._watch.restart()
-        return True
-
-    @property
-    def spent_s(self) -> float:
-        """Seconds that the current sample has taken, without those in which the driver was suspended or the worker
-        waited for a processor."""
-        return self._watch.idle_s - max(0.0, processor_wait_s(self.pid) - self._waited_s)
-
-    def trace(self) -> str:
-        self._trace.seek(0)
-        return self._trace.read().decode(errors="replace")
+            kind, detail = self.channel.receive(watch=watch)
+        except (TimeoutError, ChannelClosed) as error:
+            has_taken = self._progress.count(0) != count
+            if isinstance(error, TimeoutError):
+                return self._late(is_blameless=not has_taken or is_stopped(self.pid))
+            return PoolResult(failure=f"the process ended with {self._exit_words()}", is_blameless=not has_taken)
+        return PoolResult(score=detail) if kind == "score" else PoolResult(failure=detail, was_raised=True)
 
     def kill(self, with_trace: bool = False) -> None:
         """Kill the process and all processes that it started.
@@ -306,39 +226,54 @@ class _PoolProcess:
         Args:
             with_trace: let it write its stack trace first; a suspended one writes none.
         """
-        if self.ended:
+        if self._is_killed:
             return
-        self.ended = True
+        self._is_killed = True
         if with_trace:
             self._child.request_stack()
             deadline = time.monotonic() + GRACE_S
-            while not self.trace() and time.monotonic() < deadline:
+            while not self._trace_text() and time.monotonic() < deadline:
                 time.sleep(0.01)
             time.sleep(0.01)  # it may be written in two parts
         self._child.kill()
-        self._progress.close()
 
-    def exit_words(self) -> str:
+    def _late(self, is_blameless: bool) -> PoolResult:
+        state = self._state()
+        self.kill(with_trace=True)
+        lines = re.findall(rf'File "{re.escape(self.facts[0].file)}", (line \d+) in (\S+)', self._trace_text())
+        where = f"\n  It was at {lines[0][0]}, in {lines[0][1]}()" if lines else ""
+        return PoolResult(
+            failure=f"no answer within timeout_s, which is {self._timeout_s:g}: its process was killed{state}{where}",
+            is_blameless=is_blameless,
+        )
+
+    def _state(self) -> str:
+        """State of the process by the operating system, to append to a message."""
+        state = self._child.state()
+        return f" ({state})" if state else ""
+
+    def _trace_text(self) -> str:
+        self._trace.seek(0)
+        return self._trace.read().decode(errors="replace")
+
+    def _exit_words(self) -> str:
         self._child.await_exit(GRACE_S)
         words = self._child.describe_exit() or "its connection closed"
         self.kill()
         return words
 
 
-def _packed(
-    samples: Sequence[Any], outcomes: list[PoolResult | None], stop_at_failure: bool
-) -> Generator[tuple[int, bytes], None, None]:
-    """Yield index and pickled bytes of each sample; one that cannot be pickled gets a failure in `outcomes`."""
-    for index, sample in enumerate(samples):
-        try:
-            message = pickle.dumps(sample)
-        except Exception as error:  # noqa: BLE001 - pickling runs user code
-            fault = f"a column cannot be sent to a worker process ({type(error).__name__}: {error})"
-            outcomes[index] = PoolResult(failure=fault)
-            if stop_at_failure:
-                return
-            continue
-        yield index, message
+class _SampleWatch(ProgressWatch):
+    """The deadline of a sample: its time is that since a worker took it, without the time that the worker waited for a
+    processor, and without that in which this process was suspended."""
+
+    def __init__(self, progress: Progress, timeout_s: float, pid: int):
+        self._pid, self._waited_s = pid, processor_wait_s(pid)
+        super().__init__(progress, timeout_s, look_every_s=2 * LOOK_EVERY_S)
+
+    @property
+    def idle_s(self) -> float:
+        return super().idle_s - max(0.0, processor_wait_s(self._pid) - self._waited_s)
 
 
 EXPECTED = "one finite number"
@@ -373,7 +308,7 @@ class SampleReward(Reward):
         preloaded: Sequence[str] = (),
     ):
         self.kwargs, self.error_score, self._renamed = dict(kwargs), error_score, dict(columns or {})
-        self.pool = ProcessPool(path, self.kwargs, timeout_s, num_workers, preloaded)
+        self.pool = FunctionPool(path, self.kwargs, timeout_s, num_workers, preloaded)
         self.function: Any = self.pool.source
         self._accepted = self.pool.signature.accepted
         try:

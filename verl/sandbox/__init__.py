@@ -2,10 +2,9 @@
 
 base          Interface of sandboxes: run a Python program and return its outcome
 cgroup        Control groups: limits that hold for all processes of a jail together
-jail          Jails on this machine, made by bubblewrap: one for each program
+jail          Jails on this machine, made by bubblewrap and started in advance: one for each program
 jail_command  The command that makes a jail: its contents, system calls, and whether this machine supports it
 jail_init     The first process of a jail
-jail_pool     A pool of jails that are started in advance
 limited_run   Runs one program with limits of time, memory and output, here or on a server
 remote        A sandbox server over HTTP with E2B's protocol
 unit_tests    Unit tests of a program that runs in another process than the tests

@@ -1,14 +1,408 @@
-"""Jails on this machine, made by bubblewrap: one for each program."""
+"""Jails on this machine, made by bubblewrap and started in advance: each runs one program and ends with it.
+
+run ── lend ──> warm jail ── program ──> its first process ── fork ──> the program
+ │                │ stdout, stderr, memory and time are watched from here
+ └── outcome <────┘ the first process ends, and the kernel ends what is left of the jail
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import json
+import logging
+import marshal
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TypeVar
 
 from verl.component import BuildContext, component
 from verl.errors import ConfigError
-from verl.sandbox.jail_command import ELSE, JailCommand, JailSettings
-from verl.sandbox.jail_pool import JailPool
+from verl.sandbox.base import CodeRunner, ExecutionResult, Outcome, Program, closed_error, outcome_of, run_linked
+from verl.sandbox.cgroup import CgroupError, JailGroups
+from verl.sandbox.jail_command import ELSE, JailCommand, JailSettings, seccomp_filter
+from verl.utils.child_process.pool import PoolClosed, ProcessPool
+
+log = logging.getLogger(__name__)
+
+START_TIMEOUT_S = 30.0  # of one jail; 10 ms on an idle machine
+END_TIMEOUT_S = 10.0  # from SIGKILL to the end of a jail
+ATTEMPTS = 3  # of one program, each in a fresh jail, where a jail ends without a report: it has left nothing behind
+LOOK_EVERY_S = 0.05  # at the memory of a jail
+INTERPRETER_MIB = 32  # of address space, beside the program's own
+MAX_FILES = 128
+
+
+Results = TypeVar("Results", bound=tuple[ExecutionResult, ...])
+
+
+class JailFailed(Exception):
+    """A jail could not be started, or ended without reporting its program's status."""
+
+
+class _JailProcess:
+    """A jail whose first process waits for a program.
+
+    Attributes:
+        process: bubblewrap outside of the jail, which ends with it.
+        control: connection to the first process of the jail.
+        first: process id of the jail's first process, as seen from outside.
+        group: its cgroup; None without.
+    """
+
+    def __init__(self, described: JailSettings, command: JailCommand, groups: JailGroups | None):
+        self._described, self._groups, self.group = described, groups, None
+        self.control, theirs = socket.socketpair()
+        info, info_writer = os.pipe()
+        self._info = open(info, "rb")  # noqa: SIM115 - closed by `await_ready`
+        filter_fd = os.memfd_create("verl-seccomp")
+        binary = os.open(command.bwrap, os.O_RDONLY)
+        libraries = [os.open(path, os.O_RDONLY) for path in command.libraries]
+        preloaded = {"LD_PRELOAD": " ".join(f"/proc/self/fd/{fd}" for fd in libraries)} if libraries else {}
+        try:
+            os.write(filter_fd, seccomp_filter())
+            os.lseek(filter_fd, 0, os.SEEK_SET)
+            fds = (binary, filter_fd, info_writer, theirs.fileno())
+            pipe = subprocess.PIPE
+            self.process = subprocess.Popen(
+                command.arguments(described.disk_mib, *fds),
+                stdin=pipe,
+                stdout=pipe,
+                stderr=pipe,
+                pass_fds=(*fds, *libraries),
+                env=preloaded,
+                cwd="/",
+                bufsize=0,
+            )
+        finally:
+            theirs.close()
+            for fd in (info_writer, filter_fd, binary, *libraries):
+                os.close(fd)
+        self.first = self.process.pid
+
+    @property
+    def is_usable(self) -> bool:
+        return self.process.poll() is None
+
+    def await_ready(self) -> None:
+        """Raises JailFailed: the jail cannot be made."""
+        try:
+            self.control.settimeout(START_TIMEOUT_S)
+            ready = self.control.recv(1)
+            with self._info:
+                if ready:
+                    self.first = int(json.load(self._info)["child-pid"])
+        except (OSError, ValueError, KeyError) as error:
+            raise JailFailed(f"a jail did not start within {START_TIMEOUT_S:g} s ({error})") from error
+        if not ready:
+            assert self.process.stderr is not None
+            output = self.process.stderr.read(2000).decode(errors="replace").strip() or "it wrote nothing"
+            raise JailFailed(f"a jail cannot be made on this machine: {output}")
+        if self._groups is not None:
+            described, num_processes = self._described, self._described.max_processes + 1
+            try:
+                self.group = self._groups.make(group_bytes(described, described.memory_mib), num_processes)
+                self.group.add(self.first)
+            except CgroupError as error:
+                raise JailFailed(f"a jail has no cgroup: {error}") from error
+
+    def ran_out_of_memory(self) -> bool:
+        return self.group is not None and self.group.ran_out_of_memory()
+
+    def kill(self) -> None:
+        """Kill the whole jail and wait for its end."""
+        self.control.close()
+        for pid in (self.first, self.process.pid):  # the second where the first one's end does not end it
+            if self.process.poll() is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.process.wait(END_TIMEOUT_S / 2)
+        for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
+            if stream is not None:
+                with contextlib.suppress(OSError):
+                    stream.close()
+        group, self.group = self.group, None
+        if self._groups is not None and group is not None:
+            self._groups.remove(group)
+
+
+class JailPool(CodeRunner):
+    """A running `Jail`."""
+
+    described: JailSettings
+
+    def __init__(self, described: JailSettings, command: JailCommand):
+        super().__init__(described)
+        self.groups = _groups_for(described)
+        self._slots = threading.BoundedSemaphore(described.max_concurrency)
+        self._jails = ProcessPool(
+            lambda: _JailProcess(described, command, self.groups), described.pool_size, is_used_once=True
+        )
+
+    def __enter__(self) -> JailPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def warm(self) -> list[_JailProcess]:
+        """The jails that wait for a program."""
+        return list(self._jails.loans)
+
+    def execute(self, program: Program) -> ExecutionResult:
+        (result,) = self._attempted(lambda: (self._attempt(program),))
+        return result
+
+    def execute_linked(self, first: Program, second: Program) -> tuple[ExecutionResult, ExecutionResult]:
+        return self._attempted(lambda: run_linked(self._attempt, first, second))
+
+    def _attempted(self, attempt: Callable[[], Results]) -> Results:
+        with self._slots:
+            results = attempt()
+            for _ in range(ATTEMPTS - 1):
+                if any(result.outcome == "infra" for result in results):
+                    results = attempt()
+            return results
+
+    def _attempt(self, program: Program) -> ExecutionResult:
+        started = time.perf_counter()
+        try:
+            with self._jails.lend(START_TIMEOUT_S) as jail:
+                return _Execution(self, jail, program).result(started)
+        except PoolClosed:
+            raise closed_error() from None
+        except (JailFailed, OSError) as error:
+            return ExecutionResult("infra", detail=str(error), seconds=time.perf_counter() - started)
+
+    def close(self) -> None:
+        self._jails.close()
+        if self.groups is not None:
+            self.groups.close()
+
+
+def _groups_for(described: JailSettings) -> JailGroups | None:
+    """Raises ConfigError: groups are required, and this process may make none."""
+    if described.cgroups == "off":
+        return None
+    groups = JailGroups.find()
+    if isinstance(groups, JailGroups):
+        return groups
+    if described.cgroups == "required":
+        raise ConfigError(
+            f"cgroups is required: {groups}. Run as root, or in a group that is yours (systemd-run --user --scope), or "
+            "set auto."
+        )
+    log.info("Jails have no cgroups (%s): memory of all processes of one is looked at, not limited.", groups)
+    return None
+
+
+def group_bytes(described: JailSettings, memory_mib: int) -> int:
+    """Memory that the processes of a jail may use together, with what they write to /tmp, which is memory."""
+    return (memory_mib + INTERPRETER_MIB + described.disk_mib) * 2**20
+
+
+class _Execution:
+    """The execution of one program in one jail."""
+
+    def __init__(self, pool: JailPool, jail: _JailProcess, program: Program):
+        self._described, self._jail, self._program = pool.described, jail, program
+        self._timeout_s, self._memory_mib = pool.limits(program)
+        self._texts: dict[int, bytearray] = {}
+        self._cut: Outcome | None = None
+        self._ran_out = False
+
+    def result(self, started: float) -> ExecutionResult:
+        jail = self._jail
+        try:
+            self._hand_over()
+            self._watch(time.monotonic() + self._timeout_s)
+            report = self._report()
+            self._ran_out = jail.ran_out_of_memory()
+            if report is None and self._cut is None and not self._ran_out:
+                raise JailFailed("a jail ended without a report of its program")
+        finally:
+            jail.kill()
+        stdout, stderr = (bytes(text).decode("utf-8", "replace") for text in self._texts.values())
+        outcome, status = self._outcome(report, stderr)
+        return ExecutionResult(outcome, stdout, stderr, status, seconds=time.perf_counter() - started)
+
+    def _hand_over(self) -> None:
+        channel, control = self._program.channel, self._jail.control
+        contents = self._program.contents()
+        program = {
+            "code": self._program.code,
+            "files": [(name, len(content)) for name, content in contents.items()],
+            "limits": self._limits(),
+            "has_channel": channel is not None,
+        }
+        text = marshal.dumps(program, 2)  # the form of any Python 3
+        try:
+            if self._jail.group is not None:
+                self._jail.group.limit_memory(group_bytes(self._described, self._memory_mib))
+            control.sendall(len(text).to_bytes(8, "little") + text)
+            for content in contents.values():
+                control.sendall(content)
+            if channel is not None:
+                socket.send_fds(control, [b"C"], [channel.fileno()])
+                channel.close()
+        except (OSError, CgroupError) as error:
+            self._report()
+            raise JailFailed(f"a jail ended before it had its program ({error})") from error
+
+    def _limits(self) -> dict[str, int]:
+        described, mib = self._described, 2**20
+        return {
+            "RLIMIT_CORE": 0,
+            "RLIMIT_MEMLOCK": 0,
+            "RLIMIT_MSGQUEUE": 0,
+            "RLIMIT_CPU": int(self._timeout_s) + 2,  # of one process, where its clock fails to end it
+            "RLIMIT_FSIZE": described.disk_mib * mib,
+            "RLIMIT_NOFILE": MAX_FILES,
+            "RLIMIT_NPROC": described.max_processes + 1,  # the jail's first process counts
+            "RLIMIT_AS": (self._memory_mib + INTERPRETER_MIB) * mib,
+        }
+
+    def _watch(self, deadline: float) -> None:
+        """Transfer input and output and check memory until the jail ends or must be killed."""
+        process, poll = self._jail.process, select.poll()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        stdin, written = self._program.stdin.encode("utf-8", "surrogatepass"), 0
+        fd_in, fd_out, fd_err = process.stdin.fileno(), process.stdout.fileno(), process.stderr.fileno()
+        self._texts = {fd_out: bytearray(), fd_err: bytearray()}
+        is_open = {fd_out, fd_err}
+        for fd in is_open:
+            poll.register(fd, select.POLLIN)
+        if stdin:
+            os.set_blocking(fd_in, False)
+            poll.register(fd_in, select.POLLOUT)
+        else:
+            process.stdin.close()
+        look = time.monotonic() + LOOK_EVERY_S
+        while is_open:
+            now = time.monotonic()
+            if now >= deadline:
+                self._cut = "timeout"
+                return
+            if now >= look:
+                look = now + LOOK_EVERY_S
+                if self._is_above_memory():
+                    self._cut = "memory"
+                    return
+            for fd, _ in poll.poll(max(1.0, 1000 * (min(look, deadline) - now))):
+                if fd == fd_in:
+                    try:
+                        written += os.write(fd, stdin[written : written + 2**16])
+                    except BlockingIOError:
+                        continue
+                    except OSError:  # it reads no more
+                        written = len(stdin)
+                    if written >= len(stdin):
+                        poll.unregister(fd)
+                        process.stdin.close()
+                    continue
+                piece = os.read(fd, 2**16)
+                if not piece:
+                    poll.unregister(fd)
+                    is_open.remove(fd)
+                elif self._is_too_much(self._texts[fd], piece):
+                    self._cut = "output"
+                    return
+        self._wait(deadline)
+
+    def _wait(self, deadline: float) -> None:
+        """Wait for a program that closed its output and still runs."""
+        while self._cut is None and not select.select([self._jail.control], [], [], LOOK_EVERY_S)[0]:
+            if time.monotonic() >= deadline:
+                self._cut = "timeout"
+            elif self._is_above_memory():
+                self._cut = "memory"
+
+    def _is_above_memory(self) -> bool:
+        if self._jail.ran_out_of_memory():
+            return True
+        return memory_mib(self._jail.first) > self._memory_mib + INTERPRETER_MIB
+
+    def _is_too_much(self, text: bytearray, piece: bytes) -> bool:
+        most = self._described.max_output_kib * 1024
+        text += piece[: most - len(text)]
+        return len(text) >= most and len(piece) > 0
+
+    def _report(self) -> tuple[int, float] | None:
+        """Wait status and CPU seconds of the program, reported by the first process; None without a report.
+
+        Raises:
+            ValueError: the files of the program do not fit.
+        """
+        if self._cut is not None:
+            return None
+        self._jail.control.settimeout(END_TIMEOUT_S)
+        try:
+            report = self._jail.control.recv(4096)
+        except OSError:
+            return None
+        if report.startswith(b"F"):
+            raise ValueError(
+                f"files has {report[1:].decode('utf-8', 'replace')}. The sandbox holds disk_mib="
+                f"{self._described.disk_mib} MiB."
+            )
+        status, _, cpu_s = report.partition(b" ")
+        return (int(status), float(cpu_s)) if cpu_s else None
+
+    def _outcome(self, report: tuple[int, float] | None, stderr: str) -> tuple[Outcome, int | None]:
+        if self._ran_out:  # a process of it was ended, whatever became of the others
+            return "memory", None
+        if self._cut is not None or report is None:
+            return self._cut or "infra", None
+        status = os.waitstatus_to_exitcode(report[0])
+        code = 128 - status if status < 0 else status
+        if status in (-signal.SIGXCPU, -signal.SIGKILL) and report[1] >= self._timeout_s:
+            return "timeout", code
+        return outcome_of(code, stderr), code
+
+
+def memory_mib(first: int) -> float:
+    """Memory of a process and its descendants; shared pages are counted once if the kernel reports them."""
+    resident, pids = 0, descendants_of(first)
+    for pid in pids:
+        with contextlib.suppress(OSError, IndexError, ValueError), open(f"/proc/{pid}/statm", "rb") as file:
+            resident += int(file.read().split()[1]) * PAGE
+    if resident <= 64 * 2**20 or len(pids) < 2:
+        return resident / 2**20
+    proportional = 0
+    for pid in pids:  # a page that several of them share counts by its part in each
+        try:
+            with open(f"/proc/{pid}/smaps_rollup", "rb") as file:
+                proportional += next(int(line.split()[1]) for line in file if line.startswith(b"Pss:")) * 1024
+        except PermissionError:
+            return resident / 2**20
+        except (OSError, StopIteration):  # it has ended meanwhile
+            continue
+    return proportional / 2**20
+
+
+PAGE = os.sysconf("SC_PAGE_SIZE")
+
+
+def descendants_of(first: int) -> list[int]:
+    pids, ahead = [], [first]
+    while ahead:
+        pid = ahead.pop()
+        pids.append(pid)
+        with contextlib.suppress(OSError):
+            for task in os.listdir(f"/proc/{pid}/task"):
+                with open(f"/proc/{pid}/task/{task}/children", "rb") as file:
+                    ahead += map(int, file.read().split())
+    return pids
 
 
 @component

@@ -1,16 +1,16 @@
-"""The process that runs environments: requests as JSON lines, replies on its standard output; standard library only,
-except that tools need pydantic.
+"""The process that runs environments, by messages in JSON over its standard input; standard library only, except that
+tools need pydantic.
 
     {"id": 7, "op": "step", "env": 3, "limit_s": 30.0, "action": {"text": "..."}}
         ──> {"id": 7, "value": {...}}    {"id": 7, "error": "...", "trace": "...", "kind": "infra"}
             {"id": 7, "late": true, "stalled": false}    {"beat": 1}, twice a second
 
-Each environment has its own thread, so one that hangs does not block the others. Output of an environment goes to
-stderr, and its standard input is empty.
+Each environment has its own thread, so one that hangs does not block the others. The standard input of an environment
+is empty.
 """
 
 import asyncio
-import ctypes
+import contextlib
 import faulthandler
 import importlib
 import importlib.util
@@ -18,6 +18,7 @@ import inspect
 import json
 import os
 import queue
+import socket
 import sys
 import sysconfig
 import threading
@@ -32,7 +33,6 @@ MAX_TRACE = 8000  # characters
 BEAT_S = 0.1  # of the clock
 BEATS_TOLD = 5  # the trainer is told of every fifth
 STALL_S = 1.0  # a longer gap between two beats: the process was suspended, or a thread held the interpreter
-PR_SET_NAME = 15
 OWN_FILES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -52,12 +52,18 @@ class HostedAction:
 
 
 class Replies:
-    """The pipe to the trainer, one line at a time."""
+    """The connection to the trainer, which is standard input; one message at a time."""
 
     def __init__(self):
-        self.file = os.fdopen(os.dup(1), "w", encoding="utf-8")
-        os.dup2(2, 1)  # what is printed must not stand between replies
-        sys.stdout = sys.stderr
+        path = os.path.join(os.path.dirname(__file__), "../../utils/child_process/channel.py")
+        spec = importlib.util.spec_from_file_location("_verl_channel", path)
+        assert spec is not None, path
+        assert spec.loader is not None, path
+        module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        self.channel = module.Channel(socket.socket(fileno=os.dup(0)), stuck_s=None, codec=module.JSONMessages)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        sys.stdout = sys.stderr  # an environment may close the other one
         self.lock = threading.Lock()
         self.process = os.getpid()
 
@@ -65,17 +71,16 @@ class Replies:
         if os.getpid() != self.process:  # a fork that an environment made, and that has returned
             os._exit(0)
         try:
-            line = json.dumps(reply)
+            size = len(json.dumps(reply))
+            if size > MAX_REPLY:
+                error = f"the answer has {size >> 20} MiB, and {MAX_REPLY >> 20} may pass"
+                reply = {"id": reply.get("id"), "error": error, "kind": "infra"}
         except Exception as error:  # noqa: BLE001 - of values of the user
-            line = json.dumps({"id": reply.get("id"), "error": f"no JSON: {text_of(error)}", "kind": "infra"})
-        if len(line) > MAX_REPLY:
-            size = f"the answer has {len(line) >> 20} MiB, and {MAX_REPLY >> 20} may pass"
-            line = json.dumps({"id": reply.get("id"), "error": size, "kind": "infra"})
+            reply = {"id": reply.get("id"), "error": f"no JSON: {text_of(error)}", "kind": "infra"}
         try:
             with self.lock:
-                self.file.write(line + "\n")
-                self.file.flush()
-        except (OSError, ValueError):  # the trainer is gone, or the environment has closed the pipe
+                self.channel.send(reply)
+        except Exception:  # noqa: BLE001 - the trainer is gone, or the environment has closed the connection
             os._exit(1)
 
 
@@ -313,7 +318,6 @@ class World:
         threading.Thread(target=self.run, name=self.name, daemon=True).start()
 
     def run(self):
-        name_thread(self.name)
         loop, environment = asyncio.new_event_loop(), None
         while True:
             request = self.inbox.get()
@@ -370,7 +374,6 @@ async def awaited(found):
 
 
 def call_tool(function, request, replies, clock):
-    name_thread(f"call {request['id']}")
     reply = {"id": request["id"]}
     try:
         result = function(**request["arguments"])
@@ -403,13 +406,12 @@ def opened(options) -> Any:
     return kind, {"value": described, "recovery": recovery_of(kind)}
 
 
-def serve(requests):
-    """Answer requests until the trainer closes the pipe."""
+def serve():
+    """Answer requests until the trainer closes the connection."""
     replies = Replies()
     clock = Clock(replies)
-    options = json.loads(requests.readline())
-    replies.send({"process": os.getpid()})
-    start = {"id": 0, "limit_s": options.get("limit_s", float("inf"))}
+    options = replies.channel.receive()
+    start = {"id": 0, "limit_s": options["limit_s"]}
     clock.begin(start)
     try:
         source, reply = opened(options)
@@ -419,8 +421,8 @@ def serve(requests):
     clock.end(start)
     replies.send({"id": 0, **reply})
     worlds = {}
-    for line in requests:
-        request = json.loads(line)
+    while True:
+        request = replies.channel.receive()
         clock.begin(request)
         if request["op"] == "call":
             arguments = source[request["name"]], request, replies, clock
@@ -434,19 +436,8 @@ def serve(requests):
             del worlds[number]
 
 
-def name_thread(name):
-    """Name this thread for the operating system, so that the trainer can read from outside how much it computes."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode(), 0, 0, 0)
-
-
-def main():
-    faulthandler.enable()
-    requests = os.fdopen(os.dup(0), encoding="utf-8")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    serve(requests)
-
-
 if __name__ == "__main__":
-    main()
+    faulthandler.enable()
+    with contextlib.suppress(ConnectionError):  # the trainer is gone
+        serve()
     os._exit(0)  # threads that hang must not keep it

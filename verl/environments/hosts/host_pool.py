@@ -29,6 +29,7 @@ from verl.environments.base import (
 )
 from verl.environments.hosts.host_process import Host
 from verl.errors import ConfigError
+from verl.utils.child_process.pool import ProcessPool
 
 MAX_ALONE = 8  # episodes that have a process of their own, for each process of the actor
 
@@ -38,71 +39,56 @@ class HostPool(EnvironmentFactory):
 
     Attributes:
         recovery: of its environments: what they say of themselves, else `environment.recovery`.
+        described: what a process said when it had started.
     """
+
+    described: Any = None
 
     def __init__(self, options: HostedDescription):
         self.options = options
         self.recovery: Recovery = options.recovery
-        self._hosts: list[Host | None] = [None] * options.num_processes
-        self._starting, self._alone = asyncio.Lock(), asyncio.Semaphore(MAX_ALONE)
-        self._next = 0
-        self._others: set[Host] = set()  # those of one episode, and those that get no new environments
-        self._closing: set[asyncio.Task[None]] = set()
-        self.described: Any = None
+        self._alone, self._num_alone = set[Host](), asyncio.Semaphore(MAX_ALONE)
 
     async def start(self) -> None:
+        self._taking = asyncio.Lock()  # so that one thread at a time waits for a process
+        self._hosts = ProcessPool(self.options.host, self.options.num_processes, max_loans=None)
         host = await self.host()
-        self._hosts[0] = host
-        self.recovery = self.options.recovery_of(host.recovery)
+        self.described, self.recovery = host.described, self.options.recovery_of(host.recovery)
+        await self.release(host)
 
     async def host(self) -> Host:
-        """The next host that accepts new environments (round robin)."""
-        async with self._starting:
-            number = self._next % len(self._hosts)
-            self._next += 1
-            host = self._hosts[number]
-            if host is None or host.is_over or host.hung:
-                if host is not None:
-                    self._others.add(host)
-                    self._end_if_idle(host)
-                host = self._hosts[number] = await self._started()
-            return host
+        """The host with the fewest environments of those that get new ones; `release` must follow."""
+        async with self._taking:
+            host = await asyncio.to_thread(self._hosts.take)
+        host.environments += 1
+        return host
 
     async def own_host(self) -> Host:
-        """A host for one episode; waits while MAX_ALONE episodes have one."""
-        await self._alone.acquire()
+        """A host for one episode; waits while MAX_ALONE episodes have one. `release` must follow."""
+        await self._num_alone.acquire()
+        host = None
         try:
-            host = await self._started(is_alone=True)
+            host = self.options.host(is_alone=True)
+            self._alone.add(host)
+            await asyncio.to_thread(host.await_ready)
         except BaseException:
-            self._alone.release()
+            self._num_alone.release()
+            if host is not None:
+                self._alone.discard(host)
+                await asyncio.to_thread(host.kill)
             raise
-        self._others.add(host)
+        host.environments += 1
         return host
 
-    async def _started(self, is_alone: bool = False) -> Host:
-        options = self.options
-        host = Host(options.host_options(), options.python or sys.executable, is_alone)
-        try:
-            self.described = await host.start(options.reset_timeout_s)
-        except BaseException:
-            await host.close()
-            raise
-        return host
-
-    def release(self, host: Host) -> None:
+    async def release(self, host: Host) -> None:
         """Called when an environment of a host has ended."""
         host.environments -= 1
-        self._end_if_idle(host)
-        if host.is_alone:
-            self._alone.release()
-
-    def _end_if_idle(self, host: Host) -> None:
-        """End a host that gets no new environments once it has none left."""
-        if host in self._others and host.environments <= 0 and (host.is_alone or not host.is_waited_for):
-            self._others.remove(host)
-            task = asyncio.create_task(host.close())
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
+        if host in self._alone:
+            self._alone.discard(host)
+            self._num_alone.release()
+            await asyncio.to_thread(host.kill)
+        else:
+            await asyncio.to_thread(self._hosts.give_back, host)
 
     def make(self) -> Any:
         return HostedEnvironment(self)
@@ -111,9 +97,10 @@ class HostPool(EnvironmentFactory):
         return HostedEnvironment(self, is_alone=True)
 
     async def stop(self) -> None:
-        hosts = [host for host in (*self._hosts, *self._others) if host is not None]
-        await asyncio.gather(*(host.close() for host in hosts), *self._closing)
-        self._hosts, self._others = [None] * len(self._hosts), set()
+        if hasattr(self, "_hosts"):
+            await asyncio.to_thread(self._hosts.close)
+        while self._alone:
+            await asyncio.to_thread(self._alone.pop().kill)
 
 
 class HostedEnvironment(Environment):
@@ -131,9 +118,8 @@ class HostedEnvironment(Environment):
     async def acquire_process(self) -> None:
         """Before `reset`: choose, and perhaps start, the process."""
         host = await (self.pool.own_host() if self.is_alone else self.pool.host())
-        host.environments += 1
         if self.is_closed:  # while it waited
-            self.pool.release(host)
+            await self.pool.release(host)
             raise InfraError("the environment was closed before its first call")
         self.host = host
 
@@ -158,7 +144,7 @@ class HostedEnvironment(Environment):
                 limit_s = self.pool.options.step_timeout_s
                 await host.request("close", f"env {self.number}", limit_s=limit_s, env=self.number)
         finally:
-            self.pool.release(host)
+            await self.pool.release(host)
 
     async def _request(self, op: str, limit_s: float, **fields: Any) -> Any:
         assert self.host is not None
@@ -216,6 +202,10 @@ class HostedDescription(EnvironmentDescription):
         """The first message to a host."""
         raise NotImplementedError
 
+    def host(self, is_alone: bool = False, **options: Any) -> Host:
+        """A process of the environment, which `kill` ends."""
+        return Host({**self.host_options(), **options}, self.python or sys.executable, self.reset_timeout_s, is_alone)
+
     def factory(self, context: BuildContext) -> EnvironmentFactory:
         return HostPool(self)
 
@@ -240,17 +230,9 @@ class HostedDescription(EnvironmentDescription):
             yield f"{what}: {error}"
 
     def _first_reply(self, options: Mapping[str, Any]) -> Any:
-        async def started() -> Any:
-            host = Host({**self.host_options(), **options}, self.python or sys.executable)
-            try:
-                return await host.start(self.reset_timeout_s)
-            finally:
-                await host.close()
-
-        from verl.http_client.client import EventLoopThread
-
-        thread = EventLoopThread("an environment's description")
+        host = self.host(**options)
         try:
-            return thread.wait(thread.begin(started()))
+            host.await_ready()
+            return host.described
         finally:
-            thread.close()
+            host.kill()

@@ -8,29 +8,29 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from verl.environments.base import DeadlinePassed, Fault, InfraError, ToolError
-from verl.utils.child_process import supervisor
-from verl.utils.child_process.process import describe_exit, memory_kills
+from verl.utils.child_process.channel import ChannelClosed
+from verl.utils.child_process.process import CommandProcess
 from verl.utils.progress import state_of
 
 log = logging.getLogger(__name__)
 
 PROGRAMS = Path(__file__).parent
-MAX_LINE = 16 << 20  # bytes of one reply
+MAX_REPLY = 16 << 20  # bytes
 MAX_PRINTED = 1000  # bytes of a line that an environment prints; longer ones are divided
 PRINTED_LINES, PRINTED_WITHIN_S = 200, 10.0  # of one process in the run's log
 LOOK_S = 0.5
-EXIT_S = 2.0  # for the exit status of a process that has closed its pipes
-CLOSE_S = 5.0
+EXIT_S = 2.0  # for the exit status of a process that has closed its connection
 
 
 @dataclass(frozen=True)
@@ -41,9 +41,12 @@ class _HostCall:
         thread: name of the thread that carries it out.
     """
 
-    reply: asyncio.Future[Any]
     thread: str
     limit_s: float
+    reply: Future[Any] = field(default_factory=Future)
+
+    def __post_init__(self) -> None:
+        self.reply.set_running_or_notify_cancel()  # from now on nobody can cancel it
 
 
 class Host:
@@ -52,53 +55,56 @@ class Host:
     Args:
         options: the first message.
         python: the interpreter.
+        start_s: limit of its start.
         is_alone: it is for one episode.
     Attributes:
         hung: number of calls past their deadline, whose threads may still run.
         environments: number of environments in it.
         recovery: what the class, or the file of tools, says of itself; see `verl.environments.base.Environment`.
+        described: value of its first reply.
+    Raises:
+        InfraError: the interpreter cannot be started.
     """
 
-    def __init__(self, options: Mapping[str, Any], python: str, is_alone: bool = False):
-        self.options, self.python, self.is_alone = options, python, is_alone
+    def __init__(self, options: Mapping[str, Any], python: str, start_s: float, is_alone: bool = False):
+        self.is_alone, self._start_s = is_alone, start_s
         self.hung = self.environments = 0
         self.is_over = False
         self.recovery: Any = None
+        self.described: Any = None
         self._ids = itertools.count(1)
         self._waiting: dict[int, _HostCall] = {}
-        self._process: asyncio.subprocess.Process | None = None
-        self._pid = 0  # of the environments; `_process` is its supervisor
-        self._printed = _PrintedLines()
-        self._tasks: list[asyncio.Task[None]] = []
-        self._heard, self._why, self._suspects = 0, "", frozenset[str]()
-        self._memory_kills = memory_kills()
+        self._sending = threading.Lock()
+        self._why, self._suspects = "", frozenset[str]()
+        self._looked_at, self._silent_s = time.monotonic(), 0.0
+        output, output_writer = os.pipe()
+        try:
+            self._child = CommandProcess([python, str(PROGRAMS / "host_main.py")], output_writer, MAX_REPLY)
+        except OSError as error:
+            os.close(output)
+            raise InfraError(f"{python} cannot be started: {error}") from error
+        finally:
+            os.close(output_writer)
+        self._started = self._expect(0, "MainThread", start_s)
+        self._printed = _PrintedLines(output, self._child.pid)
+        threading.Thread(target=self._read, name="environment replies", daemon=True).start()
+        self._send({**options, "limit_s": start_s})
 
-    async def start(self, limit_s: float) -> Any:
-        """Start the process; returns the value of its first reply.
+    @property
+    def is_usable(self) -> bool:
+        """Whether it gets new environments."""
+        return not self.is_over and not self.hung
+
+    def await_ready(self) -> None:
+        """Wait for its first reply.
 
         Raises:
-            InfraError: it could not be started, or could not load the environment, at most within `limit_s`.
+            InfraError: it could not be started, or could not load the environment, or not in time.
         """
-        pipe = asyncio.subprocess.PIPE
-        command = [self.python, "-I", "-S", supervisor.__file__, self.python, str(PROGRAMS / "host_main.py")]
-        try:
-            self._process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=pipe,
-                stdout=pipe,
-                stderr=pipe,
-                limit=MAX_LINE,
-                start_new_session=True,  # Ctrl-C is the trainer's, which ends its step first; it ends with its stdin
-            )
-        except OSError as error:
-            raise InfraError(f"{self.python} cannot be started: {error}") from error
-        call = self._expect(0, "MainThread", limit_s)
-        self._tasks = [asyncio.create_task(task) for task in (self._read(), self._read_printed(), self._watch())]
-        await self._write({**self.options, "limit_s": limit_s})
-        reply = await call.reply
+        reply = self._started.reply.result()
         if reply.get("late"):
-            raise InfraError(f"it has not started within {limit_s:g} s (environment.reset_timeout_s)")
-        return self._value(reply, limit_s)
+            raise InfraError(f"it has not started within {self._start_s:g} s (environment.reset_timeout_s)")
+        self.recovery, self.described = reply.get("recovery"), self._value(reply, self._start_s)
 
     async def request(self, op: str, thread: str | None = None, *, limit_s: float, **fields: Any) -> Any:
         """Send a request and return the value of the reply.
@@ -117,42 +123,24 @@ class Host:
             raise InfraError(self._why, self._fault(thread))
         call = self._expect(number, thread, limit_s)
         try:
-            await self._write({"id": number, "op": op, "limit_s": limit_s, **fields})
-            return self._value(await call.reply, limit_s)
+            await asyncio.to_thread(self._send, {"id": number, "op": op, "limit_s": limit_s, **fields})
+            return self._value(await asyncio.wrap_future(call.reply), limit_s)
         finally:
             self._waiting.pop(number, None)  # a reply that comes later belongs to nobody
 
-    @property
-    def is_waited_for(self) -> bool:
-        return bool(self._waiting)
-
-    def end(self, why: str, thread: str = "") -> None:
-        """End the process; pending requests fail with this reason.
-
-        Args:
-            thread: that is to blame; every thread that carries out a request, if it is not one of them.
-        """
+    def end(self, why: str) -> None:
+        """End the process; pending requests fail with this reason."""
+        pending = [call for call in list(self._waiting.values()) if not call.reply.done()]
         if not self.is_over:
-            threads = frozenset(call.thread for call in self._waiting.values() if not call.reply.done())
-            self._suspects = threads & {thread} or threads
-            self.is_over, self._why = True, why
-        for call in self._waiting.values():
-            if not call.reply.done():
+            self.is_over, self._why, self._suspects = True, why, frozenset(call.thread for call in pending)
+        for call in pending:
+            with contextlib.suppress(Exception):  # answered meanwhile
                 call.reply.set_exception(InfraError(self._why, self._fault(call.thread)))
-        pipe = None if self._process is None else self._process.stdin
-        if pipe is not None and not pipe.is_closing():
-            pipe.transport.abort()  # the supervisor kills all of its processes then
 
-    async def close(self) -> None:
+    def kill(self) -> None:
+        """End the process and wait until it is gone."""
         self.end("the environment is closed")
-        for task in self._tasks:
-            task.cancel()
-        if self._process is not None:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), CLOSE_S)
-            if self._process.returncode is None:
-                self._process.kill()
-            self._process._transport.close()  # type: ignore[attr-defined]  # or it complains of the loop's end
+        self._child.kill()
 
     def _fault(self, thread: str) -> Fault:
         """Fault that the end of the process is for the episode whose call a thread carries out."""
@@ -175,103 +163,65 @@ class Host:
         return reply["value"]
 
     def _expect(self, number: int, thread: str, limit_s: float) -> _HostCall:
-        call = self._waiting[number] = _HostCall(asyncio.get_running_loop().create_future(), thread, limit_s)
+        call = self._waiting[number] = _HostCall(thread, limit_s)
         return call
 
-    async def _write(self, message: Mapping[str, Any]) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(message, default=str).encode() + b"\n")
-            await self._process.stdin.drain()
-        except (ConnectionError, RuntimeError):
-            pass  # it has ended: `_read` finds out how, and fails the request
+    def _send(self, message: Mapping[str, Any]) -> None:
+        with self._sending, contextlib.suppress(ChannelClosed):  # `_read` finds out how it ended
+            self._child.channel.send(message)
 
-    async def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        why = ""
+    def _read(self) -> None:
+        """Receive replies until the process ends, is silent for too long, or sends something else."""
         try:
-            while line := await self._process.stdout.readline():
-                self._heard += 1
-                reply = json.loads(line)
-                if "beat" in reply:
-                    continue
-                if "process" in reply:
-                    self._pid = int(reply["process"])
-                    continue
-                call = self._waiting.pop(reply["id"], None)
-                if reply["id"] == 0:
-                    self.recovery = reply.get("recovery")
-                if not {"late", "error", "value"} & reply.keys():
-                    raise KeyError("value")
-                if call is not None and not call.reply.done():  # else it comes late
-                    call.reply.set_result(reply)
+            while True:
+                self._receive(self._child.channel.receive(self._look))
+        except ChannelClosed as error:
+            self._child.await_exit(EXIT_S)
+            self._printed.thread.join(EXIT_S)
+            why = f"the process of the environment has ended ({self._child.describe_exit() or error})"
+        except TimeoutError as error:
+            why = str(error)
+        except ValueError as error:
+            why = f"a reply of the environment is not JSON ({error})"
         except Exception as error:  # noqa: BLE001 - of what an environment has written there
-            if isinstance(error, ValueError) and "limit" in str(error):
-                why = f"a reply of the environment exceeds {MAX_LINE >> 20} MiB"
-            elif isinstance(error, json.JSONDecodeError):
-                why = f"a reply of the environment is not JSON ({error})"
-            else:
-                why = f"a reply of the environment is not valid ({type(error).__name__}: {error})"
-        if not why:
-            await asyncio.wait(self._tasks[1:2], timeout=EXIT_S)  # what it printed last
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._process.wait(), EXIT_S)
-            code = self._process.returncode
-            how = "its pipe is closed" if code is None else describe_exit(code, self._memory_kills)
-            why = f"the process of the environment has ended ({how})"
+            why = f"a reply of the environment is not valid ({type(error).__name__}: {error})"
         self.end(why + self._printed.last())
+        self._child.kill()
 
-    async def _read_printed(self) -> None:
-        """Pass on what environments print, in pieces, since a line may have any length."""
-        assert self._process is not None
-        assert self._process.stderr is not None
-        while chunk := await self._process.stderr.read(1 << 16):
-            self._printed.add(self._pid, chunk)
+    def _receive(self, reply: dict[str, Any]) -> None:
+        if "id" in reply:
+            call = self._waiting.pop(reply["id"], None)
+            if not {"late", "error", "value"} & reply.keys():
+                raise KeyError("value")
+            if call is not None:  # else it comes late
+                call.reply.set_result(reply)
 
-    async def _watch(self) -> None:
-        """End the process where it gives no sign of life for as long as its calls may take, and find who is to blame.
-
-        A thread that does not let go of the interpreter is found by its processor time.
-        """
-        heard, silent_s, before = -1, 0.0, dict[str, float]()
-        while not self.is_over:
-            begin = time.monotonic()
-            await asyncio.sleep(LOOK_S)
-            took_s = time.monotonic() - begin
-            if self._heard != heard or took_s > 2 * LOOK_S:  # or this process itself did not run
-                heard, silent_s, before = self._heard, 0.0, _thread_seconds(self._pid)
-                continue
-            silent_s += took_s
-            limit_s = max((call.limit_s for call in self._waiting.values()), default=float("inf"))
-            if silent_s > limit_s:
-                spent = {name: s - before.get(name, 0.0) for name, s in _thread_seconds(self._pid).items()}
-                busiest = max(spent, key=lambda name: spent[name], default="")
-                holds = bool(busiest) and spent[busiest] > silent_s / 10
-                state = "a thread does not let go of the interpreter" if holds else state_of(self._pid)
-                why = f"the process of the environment has given no sign of life for {silent_s:.0f} s ({state})"
-                self.end(why + self._printed.last(), busiest if holds else "")
-
-
-def _thread_seconds(pid: int) -> dict[str, float]:
-    """Processor time of each named thread of a process; empty where the system does not tell."""
-    seconds: dict[str, float] = {}
-    tick = os.sysconf("SC_CLK_TCK")
-    for task in Path(f"/proc/{pid}/task").glob("*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
-            name, _, rest = task.read_text().partition("(")[2].rpartition(")")
-            fields = rest.split()
-            seconds[name] = seconds.get(name, 0.0) + (int(fields[11]) + int(fields[12])) / tick
-    return seconds
+    def _look(self, num_bytes: int) -> None:
+        """Raise TimeoutError where the process gives no sign of life for as long as its calls may take."""
+        now = time.monotonic()
+        gap_s, self._looked_at = now - self._looked_at, now
+        if num_bytes or gap_s > 2 * LOOK_S:  # or this process itself did not run
+            self._silent_s = 0.0
+            return
+        self._silent_s += gap_s
+        if self._silent_s > max((call.limit_s for call in list(self._waiting.values())), default=float("inf")):
+            why = f"the process of the environment has given no sign of life for {self._silent_s:.0f} s"
+            raise TimeoutError(f"{why} ({state_of(self._child.pid)})")
 
 
 class _PrintedLines:
     """Lines that environments of one process print: into the run's log, with a limit, and the last one for messages."""
 
-    def __init__(self) -> None:
+    def __init__(self, output: int, pid: int):
         self._last, self._part = b"", b""
         self._begun, self._count = time.monotonic(), 0
+        self.thread = threading.Thread(target=self._read, args=(output, pid), name="environment output", daemon=True)
+        self.thread.start()
+
+    def _read(self, output: int, pid: int) -> None:
+        with open(output, "rb", buffering=0) as file:
+            while chunk := file.read(1 << 16):
+                self.add(pid, chunk)
 
     def add(self, pid: int, chunk: bytes) -> None:
         chunk = self._part + chunk

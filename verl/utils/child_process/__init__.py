@@ -2,7 +2,7 @@
 
 channel        Messages and open files between a process and its child
 interpreter    Faster start and end of Python processes that import torch
+pool           Processes that are started ahead of their use, lent, and replaced when they have ended
 process        `ChildProcess`, the parent's side of a child, `run_child`, its main program, and reports of exits
-supervisor     Script: runs a command, and ends all processes that it has started when it or the starter ends
 trial          Trials of templates and regular expressions in a child with limits of time and memory
 """

@@ -1,12 +1,13 @@
 """Messages and open files between a process and its child, over a socket pair.
 
 Neither side can wait forever: not if the other is suspended in the middle of a message, nor if it has ended while a
-third process, such as a fork of it, holds its socket open.
+third process, such as a fork of it, holds its socket open. Standard library only, so that any interpreter can load it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import select
@@ -15,9 +16,10 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verl.utils.progress import ProgressWatch
+if TYPE_CHECKING:
+    from verl.utils.progress import ProgressWatch
 
 HEADER = struct.Struct("!Q")  # bytes of the message that follows
 MOST_FILES = 8  # limit of open files per message
@@ -33,6 +35,16 @@ class ChannelClosed(ConnectionError):
     """The other process has closed the connection, has ended, or does not receive."""
 
 
+class JSONMessages:
+    """Messages as JSON, for a process whose objects must not be unpickled here."""
+
+    @staticmethod
+    def dumps(message: Any) -> bytes:
+        return json.dumps(message, default=str).encode()
+
+    loads = staticmethod(json.loads)
+
+
 class Channel:
     """One end of a connection. One thread may send while another receives.
 
@@ -42,12 +54,20 @@ class Channel:
         end: the socket.
         is_other_alive: called regularly while waiting.
         stuck_s: the longest time without a byte in the middle of a message; None for no limit.
+        codec: `pickle`, or `JSONMessages`.
+        max_bytes: of a message that is received; None for no limit.
     """
 
     def __init__(
-        self, end: socket.socket, is_other_alive: Callable[[], bool] = lambda: True, stuck_s: float | None = STUCK_S
+        self,
+        end: socket.socket,
+        is_other_alive: Callable[[], bool] = lambda: True,
+        stuck_s: float | None = STUCK_S,
+        codec: Any = pickle,
+        max_bytes: int | None = None,
     ):
         self._socket, self._is_other_alive, self._stuck_s = end, is_other_alive, stuck_s
+        self._codec, self._max_bytes = codec, max_bytes
         end.setblocking(False)
         _living.add(self)
 
@@ -61,7 +81,7 @@ class Channel:
         """Send an object, optionally with open files.
 
         Args:
-            message: a picklable object.
+            message: an object that the codec takes.
             files: descriptors.
             look: called with the number of bytes after each transfer, and else every `LOOK_EVERY_S`. It may raise to
                 abort, after which the channel cannot be used.
@@ -70,7 +90,7 @@ class Channel:
             ChannelClosed: the other end is gone, or does not receive.
             TimeoutError: `timeout_s` has passed.
         """
-        content = pickle.dumps(message)
+        content = self._codec.dumps(message)
         left = [memoryview(HEADER.pack(len(content))), memoryview(content)]
         waiting = _WaitLimits(self._stuck_s, look, timeout_s)
         with _closed_where_broken():
@@ -119,8 +139,10 @@ class Channel:
             waiting.moved(len(head))
             head += self._exactly(HEADER.size - len(head), waiting)
             (size,) = HEADER.unpack(head)
+            if self._max_bytes is not None and size > self._max_bytes:
+                raise ChannelClosed(f"a message exceeds {self._max_bytes >> 20} MiB")
             content = self._exactly(size, waiting)
-        return pickle.loads(content), files
+        return self._codec.loads(content), files
 
     def has_message(self, within_s: float = 0.0) -> bool:
         """Whether a message, or the end of the connection, arrives within this time."""
@@ -128,7 +150,13 @@ class Channel:
             return self._is_ready(select.POLLIN, within_s)
 
     def close(self) -> None:
-        """Close the connection; calling it again does nothing."""
+        """Close the connection, also for another thread that waits for a message; calling it again does nothing."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self.forget()
+
+    def forget(self) -> None:
+        """Close this process's copy of the connection, after a fork."""
         with contextlib.suppress(OSError):
             self._socket.close()
 
@@ -219,7 +247,7 @@ def _after(parts: list[memoryview], moved: int) -> list[memoryview]:
 
 def _forget_in_child() -> None:
     for channel in list(_living):
-        channel.close()
+        channel.forget()
 
 
 if hasattr(os, "register_at_fork"):

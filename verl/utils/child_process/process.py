@@ -19,6 +19,7 @@ import logging
 import os
 import pickle
 import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -31,9 +32,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from verl.utils.child_process.channel import STUCK_S, Channel, ChannelClosed, Look
+from verl.utils.child_process.channel import STUCK_S, Channel, ChannelClosed, JSONMessages, Look
 from verl.utils.child_process.interpreter import exit_without_freeing, rare_garbage_collection
-from verl.utils.orphan_cleanup import CLEANUP, kill_group, resume_without_parent
+from verl.utils.orphan_cleanup import CLEANUP, kill_group, kill_marked, resume_without_parent
 from verl.utils.progress import STARTER_VARIABLE, Progress, is_stopped, report_to_starter, state_of
 from verl.utils.redact import redact_output
 
@@ -58,7 +59,7 @@ CHAIN = ("The above exception was the direct cause", "During handling of the abo
 ABORTS = ("Fatal Python error: ", "terminate called ", "  what(): ")
 _log = logging.getLogger(__name__)
 
-PARENT_VARIABLE, CHANNEL_VARIABLE = "VERL_PARENT", "VERL_CHANNEL"
+PARENT_VARIABLE, CHANNEL_VARIABLE, MARK_VARIABLE = "VERL_PARENT", "VERL_CHANNEL", "VERL_COMMAND"
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 KILL_TIMEOUT_S = 10.0  # a killed process ends at once, unless it is blocked in a disk or a device
 LOOK_EVERY_S = 0.5
@@ -409,6 +410,48 @@ class ChildProcess:
         kill_group(self.pid)
         reap(self._process)
         CLEANUP.withdraw(self._registered)
+
+
+class CommandProcess(ChildProcess):
+    """A command for any interpreter, with a connection for JSON messages as its standard input.
+
+    It ends with all processes that it has started, in whatever session, also if this process is killed: they are found
+    by a mark in their environment.
+
+    Args:
+        command: program and arguments.
+        output: for its standard output and standard error.
+        max_bytes: of a message from it.
+    """
+
+    def __init__(self, command: Sequence[str], output: int, max_bytes: int):
+        ours, theirs = socket.socketpair()
+        mark = secrets.token_hex(8)
+        self._mark, self._memory_kills = f"{MARK_VARIABLE}={mark}", memory_kills()
+        self._registered = CLEANUP.register(environment=[self._mark])
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=os.environ | {MARK_VARIABLE: mark},
+                stdin=theirs.fileno(),
+                stdout=output,
+                stderr=output,
+                start_new_session=True,  # Ctrl-C is handled by the parent
+            )
+        except BaseException:
+            CLEANUP.withdraw(self._registered)
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self.pid = self._process.pid
+        self.channel = Channel(ours, self.is_alive, codec=JSONMessages, max_bytes=max_bytes)
+
+    def kill(self) -> None:
+        """Kill it and all processes that it has started; calling it again does nothing."""
+        if self._process.returncode is None:
+            kill_marked(self._mark)
+        super().kill()
 
 
 def reap(process: subprocess.Popen[bytes]) -> int | None:
