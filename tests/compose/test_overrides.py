@@ -303,6 +303,14 @@ def test_an_alias_does_not_choose_again_what_is_chosen_by_name():
     assert assigned.faults == []
 
 
+def test_aliases_of_one_group_go_together_in_any_order():
+    of = "actor_rollout.fsdp_config"
+    words = [f"{of}.sharding_strategy=HYBRID_SHARD", f"{of}.cpu_offload=true"]
+    for given in (words, words[::-1]):
+        node = composed(*given).sharding
+        assert (node["_target_"].rpartition(".")[2], node.cpu_offload) == ("HSDP", True)
+
+
 def test_files_of_sft_are_no_prompts():
     assert command_line("sft", ["data.train_files=[a.jsonl]"])[0][0] == "data=sft_files"
 

@@ -224,8 +224,8 @@ def _translated(root: str, pairs: Sequence[tuple[str, Any]], out: Overrides) -> 
     chosen = {key: _text(value) for key, value in pairs if key in root_keys(root)}
     for key, value in pairs:
         given, alias = f"{key}={_text(value)}", ALIASES.get(key)
-        selects = isinstance(alias, dict)
         words = alias.get(_text(value).lower(), alias.get("*")) if isinstance(alias, dict) else alias
+        selects = isinstance(alias, dict) and " " not in (words or "")
         if alias is None:
             yield key, value
         elif words is None:
