@@ -38,7 +38,7 @@ from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.config import VLLMRollout
 from verl.workers.actor import Actor
-from verl.workers.sampler import SamplerHost, SamplerWorker
+from verl.workers.rollout_worker import RolloutHost, RolloutWorker
 from verl.workers.schedule import ScheduleOptions
 
 PROMPT, RESPONSE, GROUP = 32, 200, 4
@@ -46,14 +46,14 @@ ENGINES = {"hf, keep": "keep", "hf, recompute": "recompute", "vllm, keep": "keep
 STEPS_BETWEEN, AFFECTED = 12, 4  # steps
 
 
-def sampler_of(path: Path, name: str, kv_cache: Any, num_threads: int) -> SamplerWorker:
+def sampler_of(path: Path, name: str, kv_cache: Any, num_threads: int) -> RolloutWorker:
     options: dict[str, Any] = {"max_new_tokens": RESPONSE, "min_new_tokens": RESPONSE, "kv_cache": kv_cache}
     kind = HFRollout
     if name.startswith("vllm"):
         kind = VLLMRollout
         options |= {"kv_cache_gib": 0.3, "max_model_len": PROMPT + RESPONSE + 1, "num_threads": num_threads}
     rollout, model = kind(weight_update="in_flight", **options), Pretrained(path=str(path))
-    host = SamplerHost(
+    host = RolloutHost(
         actor=Actor(model=model, optimizer=AdamW(lr=1e-3)), rollout=rollout, schedule=ScheduleOptions("{}")
     )
     context = BuildContext(seed=0, tokenizer=model.load_tokenizer(), row_tokens=PROMPT + RESPONSE)
@@ -67,7 +67,7 @@ def prompts(count: int) -> DataProto:
     return DataProto.from_dict({"prompts": ids, "prompt_mask": mask, "prompt_ids": numbers, "group_ids": numbers})
 
 
-def measured(sampler: SamplerWorker, rows: int, updates: int) -> dict[str, Any]:
+def measured(sampler: RolloutWorker, rows: int, updates: int) -> dict[str, Any]:
     """Seconds of syncs with nothing open, of steps, and of pauses."""
     loop = sampler.loop
     assert loop is not None

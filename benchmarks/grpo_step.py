@@ -1,7 +1,7 @@
 """A GRPO step against TRL: the same model, prompts, response lengths, loss and dtype.
 
     python benchmarks/grpo_step.py --cases longtail
-    python benchmarks/grpo_step.py --cases smollm2 --prompts 8 --response 30 --trl-micro 64   # SmolLM2-135M-Instruct
+    python benchmarks/grpo_step.py --cases smollm2 --prompts 8 --response 30 --trl-micro 16   # SmolLM2-135M-Instruct
 
 Each side lives in a process of its own; they take turns step by step, so that a busy machine slows both. A step draws
 the responses, scores them by a function, and makes one optimizer step (token-mean clipped loss, no reference). TRL
@@ -272,6 +272,7 @@ def measure(name: str, options: argparse.Namespace, progress: Progress, cases_le
             parameters = work.link_smollm2(Path(directory))
         else:
             parameters = work.write_model(Path(directory), options.hidden, options.layers)
+        config = json.loads((Path(directory) / "config.json").read_text())
         shared, sides = shared_arguments(case, options), []
         for who, own in contenders(case, options).items():
             progress.say(f"{name}: starting {who}")
@@ -289,7 +290,27 @@ def measure(name: str, options: argparse.Namespace, progress: Progress, cases_le
         best = min(peers, key=lambda side: work.spread(side.column("step_s"))[0])
         ratios = [theirs / ours for theirs, ours in zip(best.column("step_s"), sides[0].column("step_s"), strict=True)]
         result |= {"best_peer": best.name, "ratio": work.spread(ratios, 2), "target": case["target"]}
+    if name == "smollm2":
+        head = config["vocab_size"] * config["hidden_size"]  # its products are those of responses alone
+        drawn = options.prompts * options.samples * options.response
+        computed = (parameters - head) * (options.prompts * case["prompt_length"] + drawn) + head * drawn
+        rate = product_rate(config["hidden_size"], config["intermediate_size"], options.threads)
+        shares = [6 * computed / s / rate for s in sides[0].column("update_s")]
+        result |= {"product_gflops": round(rate / 1e9), "update_share": work.spread(shares, 2)}
     return result
+
+
+def product_rate(width: int, inner: int, threads: int) -> float:
+    """Operations per second of products in bfloat16 of a layer's shape: the best of 20 rounds."""
+    torch.set_num_threads(threads)
+    rows, weight = torch.ones(2048, width, dtype=torch.bfloat16), torch.ones(inner, width, dtype=torch.bfloat16)
+    seconds = []
+    for _ in range(20):
+        start = time.perf_counter()
+        for _ in range(4):
+            torch.nn.functional.linear(rows, weight)
+        seconds.append(time.perf_counter() - start)
+    return 8 * 2048 * width * inner / min(seconds)
 
 
 def table_row(name: str, found: dict[str, Any], options: argparse.Namespace) -> list[str]:
@@ -298,6 +319,11 @@ def table_row(name: str, found: dict[str, Any], options: argparse.Namespace) -> 
     tokens = f"{options.response} tokens" if case["lengths"] == "fixed" else "long-tailed lengths (4 to 128 tokens)"
     kind = "bfloat16 products" if case.get("bf16") else "float32"
     aside = ""
+    if "update_share" in found:
+        kind += ", SmolLM2-135M"
+        aside = (
+            f"; the update at {round(100 * found['update_share'][0])}% of {found['product_gflops']} GFLOP/s of products"
+        )
     if case.get("vllm"):
         kind += ", `rollout=vllm`"
         aside = f"; {found['times_verl_hf'][0]}x as fast as `rollout=hf`, "

@@ -28,7 +28,7 @@ from verl.checkpoint.resume_point import find
 from verl.component import BuildContext
 from verl.engines.parallel_dims import Parallelism
 from verl.models.pretrained import Pretrained
-from verl.trainer import ppo_lifecycle
+from verl.trainer import build
 from verl.trainer.state.train_state import RankWriters
 from verl.workers.load_state import CheckpointSelection, RestoreSource, load_optimizer, load_weights
 
@@ -51,14 +51,14 @@ def described(hidden: int, mode: str, steps: int, directory: Path) -> Any:
 
 def saved(side: str, hidden: int, mode: str, saves: int, directory: Path) -> list[dict[str, float]]:
     """What each save of a run cost, the first one left out: memory is touched for the first time there."""
-    run, before = described(hidden, mode, saves + 1, directory), ppo_lifecycle.rank_writers_of
+    run, before = described(hidden, mode, saves + 1, directory), build.rank_writers_of
     if side == "part":
-        ppo_lifecycle.rank_writers_of = lambda cluster, trained, settings: RankWriters(trained, settings)
+        build.rank_writers_of = lambda cluster, trained, settings: RankWriters(trained, settings)
     try:
         with run.build(BuildContext(run_dir=directory / "run")) as trainer:
             return trainer.fit().saves[1:]
     finally:
-        ppo_lifecycle.rank_writers_of = before
+        build.rank_writers_of = before
 
 
 def resumed(hidden: int, rounds: int, directory: Path) -> dict[str, float]:
@@ -69,15 +69,16 @@ def resumed(hidden: int, rounds: int, directory: Path) -> dict[str, float]:
     point, parallel = find("latest", directory / "checkpoints"), Parallelism()
     assert point is not None
     role = replace(run.actor, model=Pretrained(path=str(directory / "run/actor")))
-    source = RestoreSource(point.checkpoint.directory, verify=False)
+    source, context = RestoreSource(point.checkpoint.directory, verify=False), BuildContext()
 
     def built() -> None:
         model = role.load("causal_lm", "cpu", source, "actor", parallel)
-        source.optimizer(role.engine(model, parallel, 10), "actor")
+        role.engine(model, context, parallel, 10, source, "actor")
 
     def loaded() -> None:
         model = role.load("causal_lm", "cpu", None, "actor", parallel)
-        engine, selection = role.engine(model, parallel, 10), CheckpointSelection(point.checkpoint.directory)
+        engine = role.engine(model, context, parallel, 10, None, "actor")
+        selection = CheckpointSelection(point.checkpoint.directory)
         load_weights(model, "actor", selection, parallel)
         load_optimizer(engine, "actor", selection)
 

@@ -19,7 +19,7 @@ from verl.engines.chunked_logprobs import token_log_probs
 from verl.engines.engine import TrainingEngine
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
-from verl.engines.pipeline import num_tokens
+from verl.engines.pipeline_parallelism import num_tokens
 from verl.engines.sharding import Sharding
 from verl.model_paths.check import paths_for
 from verl.models.heads import LMHead

@@ -54,7 +54,7 @@ def run_course(run: PPORun, prompts: Sequence[Sequence[int]], directory: Path) -
     with run.build(BuildContext(run_dir=directory)) as trainer:
         for step, rows in enumerate(prompts, start=1):
             batch = trainer.train_data.collate(rows)
-            drawn: Any = trainer.generate(batch, GenerationRequest(step, run.trainer.group_size))
+            drawn: Any = trainer.sampling.generate(batch, GenerationRequest(step, run.trainer.group_size))
             keys = zip(drawn["prompt_text"], drawn["sample_ids"].tolist(), strict=True)
             texts[step] = dict(zip(keys, drawn["response_text"], strict=True))
             metrics[step] = trainer.step(batch, step) | trainer.evaluate(step)

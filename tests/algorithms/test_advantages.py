@@ -220,12 +220,7 @@ def test_padding_neither_its_width_nor_its_content_counts(estimator):
         for name in ("token_level_rewards", "values")
     }
     padded = DataProto.from_dict(
-        {
-            "response_mask": mask,
-            "group_ids": batch["group_ids"],
-            "greedy_scores": batch["greedy_scores"],
-            **dirty,
-        }
+        {"response_mask": mask, "group_ids": batch["group_ids"], "greedy_scores": batch["greedy_scores"], **dirty}
     )
     for name in ("advantages", "returns"):
         found = estimator(padded)[name]

@@ -122,10 +122,7 @@ def controller(**fields):
 
 
 # Two responses with tokens, of 3 ln 2 and ln 2 nats: 2 ln 2 a response.
-@pytest.mark.parametrize(
-    ("target", "error"),
-    [(4.0, -0.2), (1.5, 2 * LN2 / 1.5 - 1), (0.5, 0.2)],
-)
+@pytest.mark.parametrize(("target", "error"), [(4.0, -0.2), (1.5, 2 * LN2 / 1.5 - 1), (0.5, 0.2)])
 def test_the_coefficient_moves_by_the_clipped_error_and_the_batch_pays_by_the_one_before(target, error):
     running = controller(target=target)
     rewards, metrics = running.shape_rewards(scored())

@@ -138,10 +138,7 @@ def test_a_response_of_one_token_has_the_loss_of_ppo():
     assert torch.allclose(found, expected, rtol=0, atol=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("ratio", "weight"),
-    [(1.0, 1.0), (1.4, 1.4), (9.0, 1.5), (0.2, 0.6)],
-)
+@pytest.mark.parametrize(("ratio", "weight"), [(1.0, 1.0), (1.4, 1.4), (9.0, 1.5), (0.2, 0.6)])
 @pytest.mark.parametrize("advantage", [2.0, -2.0])
 def test_the_weight_is_clipped_and_the_gradient_flows_on(ratio, weight, advantage):
     log_probs = log_probs_of([[ratio]])

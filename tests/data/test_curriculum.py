@@ -14,7 +14,7 @@ from verl.compose.overrides import command_line
 from verl.compose.validate import validate
 from verl.data.curriculum import PassRate, PassRateSampler
 from verl.data.files import PromptFiles
-from verl.data.sampler import EpochSampler
+from verl.data.sampler import DataSampler
 
 IDS = [10 * row for row in range(40)]  # other rows were dropped
 
@@ -31,7 +31,7 @@ def record(order: PassRateSampler, rates: dict[int, float], responses: int = 10)
 
 
 def test_the_warm_up_is_the_order_without_a_curriculum():
-    plain, warm = EpochSampler(40, 8, seed=3), sampler(warmup_epochs=2)
+    plain, warm = DataSampler(40, 8, seed=3), sampler(warmup_epochs=2)
     record(warm, {0: 1.0, 1: 0.0})
     assert all(torch.equal(plain.next_batch(), warm.next_batch()) for _ in range(10))
     assert not torch.equal(plain.next_batch(), warm.next_batch())

@@ -11,7 +11,7 @@ from refusals import refusal
 
 from verl.component import BuildContext
 from verl.data.files import PromptFiles, SFTFiles
-from verl.data.sampler import EpochSampler, Mixture
+from verl.data.sampler import DataSampler, Mixture
 from verl.errors import ConfigError
 from verl.models.tiny import character_tokenizer
 
@@ -19,7 +19,7 @@ CONTEXT = BuildContext(tokenizer=character_tokenizer())
 
 
 def sampler(sizes, weights, batch_size=1, seed=0):
-    return EpochSampler(sum(sizes), batch_size, seed, mixture=Mixture(sizes, weights))
+    return DataSampler(sum(sizes), batch_size, seed, mixture=Mixture(sizes, weights))
 
 
 def epochs(made, count):

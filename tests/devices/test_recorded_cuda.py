@@ -234,7 +234,7 @@ def test_the_actor_lets_its_engine_rest_before_anything_else_computes(monkeypatc
         ReferenceWorker, "compute_log_probs", _recorded(found, "reference", ReferenceWorker.compute_log_probs)
     )
     monkeypatch.setattr(CriticWorker, "compute_values", _recorded(found, "values", CriticWorker.compute_values))
-    monkeypatch.setattr(HFRollout, "can_rest", True)
+    monkeypatch.setattr(HFRollout, "can_offload", True)
     run = ppo_run(model32, PPO_ALGORITHM, total_steps=1)
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:
         trainer.step(trainer.train_data.collate(trainer.sampler.next_batch()), 1)

@@ -210,3 +210,69 @@ def test_a_loss_sees_the_totals_of_the_whole_batch(model64, batch):
     assert engine.update(batch, loss)["loss"] == pytest.approx(1.0)
     assert len(seen) > 3
     assert set(seen) == {(float(batch["response_mask"].sum()), float(len(batch)))}
+
+
+CLIPPED = AdamW(lr=1e-2, max_grad_norm=0.5, weight_decay=0.1)
+
+
+def training_engine(model64):
+    return TrainingEngine(model64.load_causal_lm("cpu"), Parallelism(), 45, CLIPPED, total_updates=3, packing="off")
+
+
+def sum_of_nll(model, x):
+    """Negative log-likelihood of the responses, written out, and the number of their tokens."""
+    inputs = {name: x[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    width = x["responses"].shape[1]
+    log_probs = model(**inputs, use_cache=False).logits[:, -width - 1 : -1].log_softmax(-1)
+    of_tokens = log_probs.gather(-1, x["responses"].clamp(min=0)[..., None])[..., 0]
+    return -(of_tokens * x["response_mask"]).sum(), x["response_mask"].sum()
+
+
+def nll(model, micro, totals):
+    return sum_of_nll(model, micro.tensors)[0] / totals.tokens, {}
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_forward_backward_and_optim_step_make_the_step_that_plain_torch_makes(model64, batch, parts):
+    """Two calls of forward_backward accumulate: the step is that of the sum of both losses."""
+    batches, engine = [batch[part::parts] for part in range(parts)], training_engine(model64)
+    totals = [engine.forward_backward(rows, nll) for rows in batches]
+    metrics = engine.optim_step()
+
+    model = model64.load_causal_lm("cpu").train()
+    decayed = [[p for p in model.parameters() if (p.ndim > 1) == is_matrix] for is_matrix in (True, False)]
+    groups = [{"params": decayed[0], "weight_decay": 0.1}, {"params": decayed[1], "weight_decay": 0.0}]
+    optimizer, losses = torch.optim.AdamW(groups, lr=CLIPPED.lr, betas=CLIPPED.betas, eps=CLIPPED.eps), []
+    for rows in batches:
+        whole, tokens = sum_of_nll(model, rows)
+        losses.append(whole / tokens)
+        losses[-1].backward()
+    norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIPPED.max_grad_norm))
+    optimizer.step()
+    assert largest_difference(weights(engine.model), weights(model)) < 1e-10
+    assert norm > CLIPPED.max_grad_norm
+    assert metrics == pytest.approx({"loss": float(sum(losses)), "grad_norm": norm, "lr": CLIPPED.lr}, abs=1e-10)
+    assert [x.tokens for x in totals] == [float(rows["response_mask"].sum()) for rows in batches]
+
+
+def test_an_optimizer_step_without_gradients_is_refused(model64, batch):
+    engine = training_engine(model64)
+    engine.update(batch, nll)
+    with pytest.raises(RuntimeError, match="forward_backward"):
+        engine.optim_step()
+    engine.forward_backward(batch, nll)
+    engine.release()
+    with pytest.raises(RuntimeError, match="forward_backward"):
+        engine.optim_step()
+
+
+def test_gradients_of_a_pass_that_failed_are_in_no_later_step(model64, batch):
+    engine = training_engine(model64)
+
+    def fails(model, micro, totals):
+        raise MemoryError
+
+    engine.forward_backward(batch[::2], nll)
+    with pytest.raises(MemoryError):
+        engine.forward_backward(batch, fails)
+    assert engine.update(batch, nll) == training_engine(model64).update(batch, nll)

@@ -13,7 +13,7 @@ from roles import gradients, start_actor, with_experience
 from trial_rows import TrialRow, as_batch
 
 from verl.component import BuildContext
-from verl.engines.engine import compile_layers
+from verl.engines.layer_compile import compile_layers
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import ShardedParallelism
 from verl.engines.sharding import FSDP

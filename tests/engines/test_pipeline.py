@@ -13,7 +13,7 @@ from random_models import save_random_model
 from trial_rows import states_of
 
 from verl.engines.parallel_degrees import largest_stage, stage_bounds
-from verl.engines.pipeline import StageCut, decoder_stack, refuse_untrue
+from verl.engines.pipeline_parallelism import StageCut, decoder_stack, refuse_untrue
 from verl.engines.sharding import Parallel
 from verl.errors import ConfigError
 from verl.model_paths.families import family_table

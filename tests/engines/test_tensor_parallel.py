@@ -55,10 +55,7 @@ def test_experts_are_divided_one_by_one(family, tmp_path):
     experts = {name: style for name, style in plan_of(model, 2).items() if "experts" in name or "gate" in name}
     assert {
         name.removeprefix("model.layers.*.mlp."): style for name, style in experts.items() if "_proj" not in name
-    } == {
-        "experts": "moe_tp_experts",
-        "gate": "ep_router",
-    }
+    } == {"experts": "moe_tp_experts", "gate": "ep_router"}
     assert experts["model.layers.*.mlp.experts.gate_up_proj"] == "grouped_gemm"
 
 

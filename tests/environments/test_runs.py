@@ -40,7 +40,7 @@ def run_of(overrides, directory):
 
 def tokens_of(trainer):
     prompts = trainer.train_data.collate(range(6))
-    rows = trainer.generate(prompts, GenerationRequest(1, 3))
+    rows = trainer.sampling.generate(prompts, GenerationRequest(1, 3))
     keys = zip(rows["prompt_ids"].tolist(), rows["sample_ids"].tolist(), strict=True)
     found = {}
     for row, key in enumerate(keys):

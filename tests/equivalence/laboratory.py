@@ -29,7 +29,7 @@ from torch.distributed import ProcessGroupGloo
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.preference_runs import trained
 
-import verl.trainer.ppo_lifecycle as ppo_lifecycle
+import verl.trainer.build as build
 import verl.trainer.sft as sft
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import role_handles, row_assignment
@@ -142,12 +142,12 @@ class Bench:
     @on_all
     def course(self, run: PPORun, prompts: Sequence[Sequence[int]], directory: Path) -> Training | None:
         """`run_course`, among all processes."""
-        before, ppo_lifecycle.start_cluster = ppo_lifecycle.start_cluster, self._start
+        before, build.start_cluster = build.start_cluster, self._start
         try:
             (own := directory / str(self.context.rank)).mkdir(parents=True)
             return run_course(run, prompts, own)
         finally:
-            ppo_lifecycle.start_cluster = before
+            build.start_cluster = before
 
     @on_all
     def preferences(self, run: PreferenceRun, directory: Path) -> Training | None:
@@ -162,7 +162,7 @@ class Bench:
     @on_each
     def held(self, run: PPORun, prompts: Sequence[int], directory: Path) -> dict[str, int]:
         """Bytes of the actor in this process once it has been updated."""
-        before, ppo_lifecycle.start_cluster = ppo_lifecycle.start_cluster, self._start
+        before, build.start_cluster = build.start_cluster, self._start
         try:
             (own := directory / str(self.context.rank)).mkdir(parents=True)
             with run.build(BuildContext(run_dir=own)) as trainer:
@@ -174,12 +174,12 @@ class Bench:
                 }
                 return {kind: sum(local(x).nbytes for x in held) for kind, held in of_this.items()}
         finally:
-            ppo_lifecycle.start_cluster = before
+            build.start_cluster = before
 
     @on_each
     def drawn(self, run: PPORun, prompts: Sequence[int], directory: Path) -> list[int]:
         """How many prompts this process has drawn responses to, call by call, in a step of a run."""
-        before, ppo_lifecycle.start_cluster = ppo_lifecycle.start_cluster, self._start
+        before, build.start_cluster = build.start_cluster, self._start
         try:
             (own := directory / str(self.context.rank)).mkdir(parents=True)
             with run.build(BuildContext(run_dir=own)) as trainer:
@@ -191,7 +191,7 @@ class Bench:
                 trainer.step(trainer.train_data.collate(prompts), 1)
                 return counts
         finally:
-            ppo_lifecycle.start_cluster = before
+            build.start_cluster = before
 
     @on_each
     def updated(self, source: Any, sharding: Sharding, rows: DataProto, options: dict[str, Any]) -> dict[str, Tensor]:
@@ -253,7 +253,7 @@ class Bench:
     @on_all
     def sent(self, run: PPORun, prompts: Sequence[int], directory: Path) -> dict[str, Tensor]:
         """What an engine in a process of its own is given of an actor that has been updated, and is saved then."""
-        before, ppo_lifecycle.start_cluster = ppo_lifecycle.start_cluster, self._start
+        before, build.start_cluster = build.start_cluster, self._start
         try:
             (own := directory / str(self.context.rank)).mkdir(parents=True)
             with run.build(BuildContext(run_dir=own)) as trainer:
@@ -265,7 +265,7 @@ class Bench:
                 trainer.save(own)
                 return given
         finally:
-            ppo_lifecycle.start_cluster = before
+            build.start_cluster = before
 
     @on_all
     def loaded(self, run: PPORun, checkpoint: Path) -> dict[str, RoleState] | None:

@@ -74,12 +74,12 @@ def test_the_order_of_the_prompts_changes_no_number(algorithm: Algorithm, model6
 
 def test_the_names_of_the_groups_change_no_advantage(model64, tmp_path):
     with ppo_run(model64, GRPO_ALGORITHM, group_size=3).build(BuildContext(run_dir=tmp_path)) as trainer:
-        scored = trainer.score(trainer.generate(trainer.train_data.collate(range(4)), GenerationRequest(1, 3)))
+        scored = trainer.score(trainer.sampling.generate(trainer.train_data.collate(range(4)), GenerationRequest(1, 3)))
         names = torch.tensor([90, -7, 4, 11])
         renamed = scored.select([name for name in scored.batch if name != "group_ids"])
         renamed = renamed.union(DataProto.from_dict({"group_ids": names[scored["group_ids"]]}))
-        before, _ = trainer.assign_credit(scored)
-        after, _ = trainer.assign_credit(renamed)
+        before, _ = trainer.advantages(scored)
+        after, _ = trainer.advantages(renamed)
     assert before["advantages"].abs().max() > 0.1
     assert torch.equal(before["advantages"], after["advantages"])
 
@@ -88,7 +88,7 @@ def test_a_response_depends_on_its_prompt_and_number_and_not_on_its_company(mode
     with ppo_run(model64, GRPO_ALGORITHM, group_size=3).build(BuildContext(run_dir=tmp_path)) as trainer:
 
         def drawn(rows: list[int], num_samples: int) -> dict[tuple[str, int], str]:
-            made = trainer.generate(trainer.train_data.collate(rows), GenerationRequest(1, num_samples))
+            made = trainer.sampling.generate(trainer.train_data.collate(rows), GenerationRequest(1, num_samples))
             keys = zip(made["prompt_text"], made["sample_ids"].tolist(), strict=True)
             return dict(zip(keys, made["response_text"], strict=True))
 

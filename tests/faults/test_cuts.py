@@ -19,8 +19,8 @@ GENERATION = "verl.rollout.token_sampler:TokenSampler.pick"  # of the next token
 REWARD = "verl.rewards.function:CallableReward.rate"
 CRITIC, ACTOR = "verl.workers.critic:CriticWorker.update", "verl.workers.actor:ActorWorker.update"
 MICRO_BATCH = "verl.workers.actor:ActorWorker.micro_batch_loss"
-EVALUATION = "verl.trainer.ppo:PPOTrainer.judge"  # greedily first, then with samples
-DATA = "verl.data.sampler:EpochSampler.next_batch"
+EVALUATION = "verl.trainer.sampling:Sampling.evaluate"  # greedily first, then with samples
+DATA = "verl.data.sampler:DataSampler.next_batch"
 SAVE = "verl.trainer.state.checkpointing:CheckpointSaver.save"
 COPY, DRAIN = (
     "verl.checkpoint.save.async_writer:CheckpointWriter.copy",

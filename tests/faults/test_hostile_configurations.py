@@ -331,6 +331,7 @@ def test_a_configuration_of_another_form_is_named(saved):
         ["reward=weighted_sum"],
         ["reward=math", "rollout=auto"],
         ["reward=normalized", "rollout=vllm"],
+        *([f"experiment=smollm2_{name}"] for name in ("json", "largest", "length", "calculator")),
     ],
 )
 def test_options_without_code_or_servers_need_no_additions(overrides):

@@ -47,7 +47,7 @@ def test_three_rounds_of_rest_give_memory_back_although_torch_has_filled_its_cac
     before = generate(vllm, random_prompts(), GenerationRequest(0))
     for _ in range(3):
         awake = torch.cuda.mem_get_info()[0]
-        vllm.rest()
+        vllm.offload()
         assert torch.cuda.mem_get_info()[0] - awake > 2**29
         filler = [torch.empty(2**28, dtype=torch.uint8, device="cuda") for _ in range(16)]  # as activations do
         del filler

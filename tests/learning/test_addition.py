@@ -54,7 +54,7 @@ def started(overrides: list[str], cache: Path) -> PPORun:
 def drawn_reward(trainer: PPOTrainer) -> float:
     """Mean reward of 16 responses drawn to each problem of the training set."""
     problems = trainer.train_data.collate(range(PROBLEMS))
-    rows = trainer.generate(problems, GenerationRequest(0, num_samples=16, stream=EVALUATION))
+    rows = trainer.sampling.generate(problems, GenerationRequest(0, num_samples=16, stream=EVALUATION))
     return float(trainer.reward.score(rows)["score"].astype(float).mean())
 
 

@@ -186,10 +186,7 @@ SMALL: dict[str, tuple[str, dict[str, Any]]] = {
             "global_config": {**WIDTHS, "num_hidden_layers": 2},
         },
     ),
-    "gpt_oss sparse": (
-        "gpt_oss",
-        {**WIDTHS, "sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2},
-    ),
+    "gpt_oss sparse": ("gpt_oss", {**WIDTHS, "sliding_window": 20, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "llama dynamic": (
         "llama",
         {**WIDTHS, "max_position_embeddings": 40, "rope_parameters": {"rope_type": "dynamic", "factor": 4.0}},

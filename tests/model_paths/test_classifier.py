@@ -129,10 +129,7 @@ def test_a_model_whose_scores_depend_on_what_was_scored_before_is_refused(tmp_pa
     assert "scored before it" in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("dims", "kept"),
-    [(1, True), (0, False)],
-)
+@pytest.mark.parametrize(("dims", "kept"), [(1, True), (0, False)])
 def test_a_model_that_looks_at_padding_or_other_texts_is_noticed_in_the_first_batch(dims, kept, tmp_path, caplog):
     running = started(save_random_classifier(tmp_path / "mistral", "mistral"))
     assert running.model is not None

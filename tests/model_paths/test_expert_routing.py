@@ -112,7 +112,7 @@ def test_a_step_replays_what_was_recorded_and_tells_both_gaps(tmp_path):
     run = ppo_run(model, dataclasses.replace(GRPO_ALGORITHM, mini_batches=1), group_size=3, rollout=rollout)
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:
         batch = trainer.train_data.collate([0, 1])
-        rows = trainer.generate(batch, GenerationRequest(1, 3))
+        rows = trainer.sampling.generate(batch, GenerationRequest(1, 3))
         routed, mask = rows["routed_experts"], rows["response_mask"]
         assert routed.shape == (*mask.shape, 2, 2)
         assert ((routed >= 0).flatten(2).all(dim=2) == mask).all()

@@ -46,13 +46,7 @@ REASONS = re.compile(
 )
 
 
-SHORT = {
-    "llama4_text",
-    "qwen2_moe",
-    "mamba",
-    "phi3 longrope, short rows",
-    "bart",
-}
+SHORT = {"llama4_text", "qwen2_moe", "mamba", "phi3 longrope, short rows", "bart"}
 
 
 @pytest.mark.parametrize("name", short_where(RIGHT, SHORT.__contains__))

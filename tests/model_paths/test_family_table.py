@@ -119,8 +119,7 @@ class Mixing(OwnLlama):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"),
-    [(Later, check.NOT_A_POLICY), (Drawing, check.NOT_REPEATABLE), (Mixing, check.NOT_BESIDE_OTHERS)],
+    ("kind", "told"), [(Later, check.NOT_A_POLICY), (Drawing, check.NOT_REPEATABLE), (Mixing, check.NOT_BESIDE_OTHERS)]
 )
 def test_an_own_class_that_no_path_is_right_for_is_refused_by_name(kind, told):
     with refusal("model") as refused:
@@ -129,8 +128,7 @@ def test_an_own_class_that_no_path_is_right_for_is_refused_by_name(kind, told):
 
 
 @pytest.mark.parametrize(
-    ("family", "settings"),
-    [("llama", {"is_causal": False}), ("gemma3_text", {"use_bidirectional_attention": True})],
+    ("family", "settings"), [("llama", {"is_causal": False}), ("gemma3_text", {"use_bidirectional_attention": True})]
 )
 def test_configurations_that_see_the_future_are_refused(family, settings):
     with refusal("model") as refused:

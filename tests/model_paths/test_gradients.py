@@ -24,11 +24,7 @@ FAMILIES = (
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        *FAMILIES[:1],
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in FAMILIES[1:]),
-    ],
+    "name", [*FAMILIES[:1], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in FAMILIES[1:])]
 )
 def test_an_update_has_the_gradient_of_rows_one_by_one(name, tmp_path):
     path = save_family(tmp_path / "model", name)

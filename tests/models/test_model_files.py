@@ -57,10 +57,7 @@ DAMAGES = {
     "cut tokenizer": (cut("tokenizer.json", 0.5), "it is not JSON"),
     "pointer for the tokenizer": (pointer("tokenizer.json"), "pointer of git-lfs"),
     "cut tokenizer configuration": (cut("tokenizer_config.json", 0.5), "it is not JSON"),
-    "cut index": (
-        lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": '),
-        "it is not JSON",
-    ),
+    "cut index": (lambda d: (d / "model.safetensors.index.json").write_text('{"weight_map": {"a": '), "it is not JSON"),
     "page of an error": (lambda d: (d / "config.json").write_text("<html>404</html>"), "it is not JSON"),
     "old weights that are cut": (lambda d: (d / "pytorch_model.bin").write_bytes(b"PK\3\4" + b"0" * 99), "its end"),
 }

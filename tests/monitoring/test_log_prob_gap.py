@@ -125,11 +125,7 @@ def test_two_processes_come_to_the_gap_of_one(algorithm, model32, tmp_path):
         assert two[key] == pytest.approx(one[key], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "mini_batches",
-    [1, *exhaustive(2)],
-    ids=["told by the update", "known before"],
-)
+@pytest.mark.parametrize("mini_batches", [1, *exhaustive(2)], ids=["told by the update", "known before"])
 def test_a_fault_of_long_rows_stops_the_run_before_the_first_of_them_is_trained_on(mini_batches, model32, tmp_path):
     algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=mini_batches)
     run = faulty(model32, "long rows", algorithm, prompts_per_step=8)
@@ -161,7 +157,7 @@ def test_a_warning_is_told_once_and_a_wrong_start_is_never_the_measure(model32, 
         run = faulty(model32, "other model", safety=safety, total_steps=4)
         with run.build(BuildContext(run_dir=tmp_path)) as trainer:
             assert trainer.fit().status == "finished"
-            state = trainer.guard.state_dict()["log_prob_gap"]
+            state = trainer.guards.monitor.state_dict()["log_prob_gap"]
             assert (state["first_nats"], state["is_beyond"]) == (None, True)
     told = [record.getMessage() for record in caplog.records if GAP in record.getMessage()]
     assert len(told) == 1
@@ -196,8 +192,7 @@ SOUND = {
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "options"),
-    each_value_once({"told by the update": ONE_UPDATE, "known before": PPO_ALGORITHM}, SOUND),
+    ("algorithm", "options"), each_value_once({"told by the update": ONE_UPDATE, "known before": PPO_ALGORITHM}, SOUND)
 )
 def test_a_sound_run_is_silent(algorithm, options, model32, tmp_path, caplog):
     limit = LIMITS["bfloat16"] if "autocast" in options else 1e-5
@@ -284,7 +279,7 @@ def test_a_resumed_run_keeps_the_first_gap_bit_for_bit_and_an_older_checkpoint_g
         trainer.fit()
         of = ["float32", "float32", "FaultySampler", 1.0]
         state = {"first_nats": first[GAP], "of": of, "is_beyond": False}
-        assert trainer.guard.state_dict()["log_prob_gap"] == state
+        assert trainer.guards.monitor.state_dict()["log_prob_gap"] == state
     again = [without_times(line) for line in step_lines(tmp_path / "again")]
     assert again == [without_times(line) for line in step_lines(tmp_path / "whole")[1:]]
 

@@ -131,7 +131,7 @@ def test_a_step_whose_reward_is_not_finite_is_skipped_as_if_it_had_not_been(mode
                     metrics = trainer.step(trainer.train_data.collate(rows), step)
                 except StepSkipped:
                     metrics = {}
-                found.append(metrics | trainer.guard.take())
+                found.append(metrics | trainer.guards.monitor.take())
             trainer.save(directory / "saved")
             return found, weights(directory / "saved")
 
@@ -239,8 +239,10 @@ def test_an_update_whose_gradient_overflows_is_left_out_by_every_process(model32
         run = ppo_run(model32, GRPO_ALGORITHM, critic=None, safety=skipping(), **QUICK, **SHARDINGS[sharding])
         with run.build(BuildContext(run_dir=directory)) as trainer:
             trainer.tracker.start("run", {}, directory, 2)
-            rows = trainer.score(trainer.generate(trainer.train_data.collate([0, 1, 2]), GenerationRequest(1, 2)))
-            experience, _ = trainer.assign_credit(rows)
+            rows = trainer.score(
+                trainer.sampling.generate(trainer.train_data.collate([0, 1, 2]), GenerationRequest(1, 2))
+            )
+            experience, _ = trainer.advantages(rows)
             huge = experience["advantages"].clone()
             huge[0] = 1e38 * experience["response_mask"][0]  # one row: under ddp one process alone has it
             other = experience.select([name for name in experience.batch if name != "advantages"])
@@ -249,7 +251,7 @@ def test_an_update_whose_gradient_overflows_is_left_out_by_every_process(model32
             if overflow:
                 metrics = trainer.update(large, 2)
                 assert math.isfinite(metrics["actor/loss"])  # of the mini-batches that were sound
-                assert trainer.guard.take() == {"safety/skipped_updates": 1.0}
+                assert trainer.guards.monitor.take() == {"safety/skipped_updates": 1.0}
             else:
                 whole = [part for part in trainer.mini_batches(large, 2) if 0 not in part.tolist()]
                 for part in whole:
@@ -284,7 +286,7 @@ def test_an_update_that_is_left_out_leaves_the_optimizer_and_its_schedule_as_the
             assert same(engine.model.state_dict(), tensors)
         assert math.isnan(metrics["actor/loss"])
         assert math.isnan(metrics["critic/loss"])
-        assert trainer.guard.take() == {"safety/skipped_updates": 4.0}
+        assert trainer.guards.monitor.take() == {"safety/skipped_updates": 4.0}
         trainer.step(batch, 3)
         assert [engine.updates for engine in engines] == [4, 4]
 

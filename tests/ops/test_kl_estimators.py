@@ -56,8 +56,7 @@ def test_k3_keeps_its_digits_for_nearly_equal_policies():
 
 
 @pytest.mark.parametrize(
-    ("name", "function"),
-    [("k1", lambda p, q: torch.zeros(()) * p.sum()), ("k2", kl), ("k3", lambda p, q: kl(q, p))],
+    ("name", "function"), [("k1", lambda p, q: torch.zeros(()) * p.sum()), ("k2", kl), ("k3", lambda p, q: kl(q, p))]
 )
 def test_the_mean_gradient_is_the_one_the_docstring_states(name, function):
     logits = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()

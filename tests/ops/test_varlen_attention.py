@@ -6,15 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from cases import each_value_once
-from devices.attention_cost import (
-    BYTES,
-    KINDS,
-    AttentionCost,
-    by_kernel,
-    group_of,
-    needed,
-    under_masks,
-)
+from devices.attention_cost import BYTES, KINDS, AttentionCost, by_kernel, group_of, needed, under_masks
 from devices.attention_cost import WIDTH as HEAD_SIZE
 from devices.flash_kernel import flash_on_cpu
 from torch.nn.attention.varlen import AuxRequest, varlen_attn

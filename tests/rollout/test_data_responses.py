@@ -157,17 +157,17 @@ def test_each_step_chooses_its_share_by_seed_and_step_alone(tokenizer):
     for step in range(1, 20):
         given = mix.rows(prompts, step)["prompt_ids"].tolist()
         assert len(given) == 3
-        assert sorted([*given, *mix.drawn(prompts, step)["prompt_ids"].tolist()]) == list(range(10, 20))
+        assert sorted([*given, *mix.sampled(prompts, step)["prompt_ids"].tolist()]) == list(range(10, 20))
         assert again.rows(prompts, step)["prompt_ids"].tolist() == given
         chosen.append((given, other.rows(prompts, step)["prompt_ids"].tolist()))
     assert len({tuple(given) for given, _ in chosen}) > 10
     assert sum(one != two for one, two in chosen) > 10
     alone, _ = data_responses(tokenizer, rows, fraction=1)
     assert len(alone.rows(prompts, 1)) == 10
-    assert len(alone.drawn(prompts, 1)) == 1
+    assert len(alone.sampled(prompts, 1)) == 1
     none, _ = data_responses(tokenizer, rows, fraction=0)
     assert none.rows(prompts, 1) is None
-    assert none.drawn(prompts, 1)["prompt_ids"].tolist() == list(range(10, 20))
+    assert none.sampled(prompts, 1)["prompt_ids"].tolist() == list(range(10, 20))
 
 
 def test_a_response_is_cut_where_a_generated_one_ends(tokenizer):

@@ -88,7 +88,7 @@ def test_programs_against_the_endpoint_train_the_policy(run, tmp_path):
     with run() as trainer:
         tokenizer, model = trainer.tokenizer, trainer.actor_worker.model
         prompts = trainer.train_data.collate(range(4))
-        episodes = trainer.generate(prompts, GenerationRequest(1, 3))
+        episodes = trainer.sampling.generate(prompts, GenerationRequest(1, 3))
         rows = training_rows(episodes)
         assert len(episodes) == 12
         assert len(rows) == 24  # the conversation of two turns is one row, the other one another
@@ -109,7 +109,7 @@ def test_programs_against_the_endpoint_train_the_policy(run, tmp_path):
         assert torch.allclose(rows["rollout_log_probs"][mask], own[mask], atol=2e-5)
 
         whole = tokens_of(rows)
-        alone = training_rows(trainer.generate(prompts[2:3], GenerationRequest(1, 3)))
+        alone = training_rows(trainer.sampling.generate(prompts[2:3], GenerationRequest(1, 3)))
         assert tokens_of(alone).items() <= whole.items()  # whatever ran beside them, and in whatever order
         trainer.fit()
     lines = [json.loads(line) for line in (tmp_path / "play" / "metrics.jsonl").read_text().splitlines()]
@@ -135,15 +135,15 @@ def test_programs_play_with_the_sampler_while_the_policy_is_trained(run, tmp_pat
 
 def test_what_fails_never_becomes_a_reward_and_what_a_limit_cuts_is_named(run):
     with run("fail") as trainer:
-        rows = trainer.generate(trainer.train_data.collate(range(3)), GenerationRequest(1, 3))
+        rows = trainer.sampling.generate(trainer.train_data.collate(range(3)), GenerationRequest(1, 3))
         assert set(rows["prompt_ids"].tolist()) == {0, 2}
         assert rows["episode"][0]["left_out"] == 3
         environment = trainer.actor_worker.sampler.options
         trainer.actor_worker.sampler.options = replace(environment, on_infra="stop")
         with pytest.raises(RolloutError, match="the program is broken, at line .* in fail.*on_infra is stop"):
-            trainer.generate(trainer.train_data.collate(range(3)), GenerationRequest(1, 3))
+            trainer.sampling.generate(trainer.train_data.collate(range(3)), GenerationRequest(1, 3))
     with run("endless", "environment.max_turns=4") as trainer:
-        rows = trainer.generate(trainer.train_data.collate(range(2)), GenerationRequest(1, 3))
+        rows = trainer.sampling.generate(trainer.train_data.collate(range(2)), GenerationRequest(1, 3))
         records = rows["episode"]
         assert {record["end"] for record in records} <= {"turns", "tokens"}
         assert {len(record["turns"]) for record in records if record["end"] == "turns"} == {4}
@@ -178,7 +178,7 @@ def test_a_program_of_its_own_with_openais_client_trains_too(run, tmp_path):
 
     command = f"environment.command=[{sys.executable},{tmp_path}/agent.py]"
     with run("play", "environment.path=null", command) as trainer:
-        rows = trainer.generate(trainer.train_data.collate(range(2)), GenerationRequest(1, 2))
+        rows = trainer.sampling.generate(trainer.train_data.collate(range(2)), GenerationRequest(1, 2))
     assert len(training_rows(rows)) == 4
     for row in range(4):
         turns = rows["episode"][row]["turns"]
@@ -236,7 +236,7 @@ def test_rows_of_one_agent_are_the_same_over_every_api(run, tmp_path):
     found = {}
     for name in ("chat", "responses", "messages"):
         with run("play", f"environment.path={tmp_path}/agents.py:{name}", "trainer.eval_samples=0") as trainer:
-            rows = trainer.generate(trainer.train_data.collate(range(3)), GenerationRequest(1, 2))
+            rows = trainer.sampling.generate(trainer.train_data.collate(range(3)), GenerationRequest(1, 2))
         assert [record["end"] for record in rows["episode"]] == ["terminated"] * 6
         parts = training_rows(rows)
         assert len(parts) == 6  # both turns of an episode are one row
@@ -253,7 +253,7 @@ def test_choices_that_a_stop_text_has_ended_are_rows_with_all_that_was_sampled(r
     (tmp_path / "agents.py").write_text(AGENTS)
     with run("play", f"environment.path={tmp_path}/agents.py:stopped", "rollout.stop_token_ids=[]") as trainer:
         tokenizer = trainer.tokenizer
-        episodes = trainer.generate(trainer.train_data.collate(range(3)), GenerationRequest(1, 2))
+        episodes = trainer.sampling.generate(trainer.train_data.collate(range(3)), GenerationRequest(1, 2))
         rows, texts, num_cut = training_rows(episodes), set(), 0
         turns = [turn for record in episodes["episode"] for turn in record["turns"]]
         assert len(rows) == len(turns) == 12

@@ -44,8 +44,8 @@ def selecting(model, selection: DynamicSampling, lengths: tuple[int, ...], **set
 def test_each_response_meets_the_greedy_one_to_its_own_prompt(model32, tmp_path):
     with ppo_run(model32, REMAX, group_size=3).build(BuildContext(run_dir=tmp_path)) as trainer:
         prompts = trainer.train_data.collate([4, 0, 2])
-        rows = trainer.generate(prompts, GenerationRequest(1, 3))
-        greedy = trainer.generate(prompts, GenerationRequest(1, 1, greedy=True))
+        rows = trainer.sampling.generate(prompts, GenerationRequest(1, 3))
+        greedy = trainer.sampling.generate(prompts, GenerationRequest(1, 1, greedy=True))
         expected = trainer.reward.score(greedy)["score"].astype(float).repeat(3)
         assert rows["greedy_scores"].tolist() == expected.tolist()
         assert len(set(expected)) == 3
@@ -104,11 +104,13 @@ def test_an_engine_that_agrees_with_the_trainer_needs_no_correction(model64, tmp
     def credit(correction):
         algorithm = dataclasses.replace(GRPO_ALGORITHM, correction=correction)
         with ppo_run(model64, algorithm, group_size=3).build(BuildContext(run_dir=tmp_path)) as trainer:
-            scored = trainer.score(trainer.generate(trainer.train_data.collate([0, 1]), GenerationRequest(1, 3)))
+            scored = trainer.score(
+                trainer.sampling.generate(trainer.train_data.collate([0, 1]), GenerationRequest(1, 3))
+            )
             off = scored.select([name for name in scored.batch if name != "rollout_log_probs"]).union(
                 DataProto.from_dict({"rollout_log_probs": scored["old_log_probs"] - torch.log(torch.tensor(1.5))})
             )
-            return trainer.assign_credit(scored), trainer.assign_credit(off)
+            return trainer.advantages(scored), trainer.advantages(off)
 
     (plain, _), _ = credit(None)
     (same, metrics), (weighted, _) = credit(TruncatedIS(cap=2.0))

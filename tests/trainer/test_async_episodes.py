@@ -26,7 +26,7 @@ from verl.errors import WorkerDied
 from verl.models.tiny import TinyModel
 from verl.rewards.episode_reward import EpisodeReward
 from verl.rollout.hf import HFRollout
-from verl.trainer import ppo_lifecycle
+from verl.trainer import build
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.train_loop import TrainLoop
 from verl.workers.schedule import FILE
@@ -178,7 +178,7 @@ def test_a_sampler_killed_inside_of_episodes_is_named_and_a_resume_goes_on_with_
 
 
 def test_threads_that_were_left_to_the_sampler_are_given_back(model32, tmp_path, monkeypatch):
-    monkeypatch.setattr(ppo_lifecycle, "num_cores", lambda: 2)
+    monkeypatch.setattr(build, "num_cores", lambda: 2)
     threads, quiet = torch.get_num_threads(), {"num_threads": None, "total_steps": 1}
     torch.set_num_threads(2)
     try:
@@ -221,7 +221,7 @@ def test_roles_anywhere_train_what_one_process_with_a_sampler_does(where, local,
         "mesh": {"placement": DeviceMesh(devices=("cpu:0",), sub_meshes={"sampler": ("cpu:1",)})},
     }
     with playing(model64, tmp_path, **options[where]).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        pids = trainer.sampler_group.pids
+        pids = trainer.rollout_workers.pids
         assert len(pids) == 1
         trainer.fit()
     assert wait_until_gone(pids, 30.0) == []

@@ -23,7 +23,7 @@ from trainer.runs import GRPO_ALGORITHM, Prompts, fit, step_lines
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.checkpoint.resume_point import find
 from verl.component import BuildContext, component
-from verl.data.sampler import EpochSampler
+from verl.data.sampler import DataSampler
 from verl.protocol import DataProto
 from verl.rewards.async_rewards import AsyncRewards
 from verl.rewards.base import Reward, RewardDescription, RewardResult, texts_of, token_scores_of
@@ -174,7 +174,7 @@ class Waiting(Counted):
 
 @pytest.mark.parametrize("step", [1, 3])  # awaited at once; begun ahead
 def test_a_group_is_rated_while_another_of_its_batch_is_generated(step, model32, tmp_path):
-    order = EpochSampler(8, 2, seed=derive_seed(0, "data order"))
+    order = DataSampler(8, 2, seed=derive_seed(0, "data order"))
     slow, awaited = [[1 + row for row in order.next_batch().tolist()] for _ in range(4)][step - 1]
     games = WaitingGames(slow=slow, awaited=awaited, directory=str(tmp_path), max_tokens=20, max_turns=2)
     data = Prompts(train=tuple("1" * length for length in range(1, 9)), eval=())
@@ -241,7 +241,7 @@ def test_groups_in_any_order_with_saves_between_are_rated_as_a_batch_at_once(rew
                     rewards = fed(in_parts, stats)
                     rewards.load_state_dict(state)
                     rewards.expect(step, prompts, lambda rows: rows)
-            rating = rewards.rating(step, batch)
+            rating = rewards.result_of(step, batch)
             counted = rewards.take_counts()
             assert sum(counted.values()) == 2 * len(batch)
             scored = in_parts.score(batch, in_parts.apply(rating, batch))
@@ -265,7 +265,7 @@ def test_a_group_that_fails_beside_rated_ones_is_told_by_its_row_of_the_batch():
         time.sleep(0.001)
     rewards.note({1: batch[[3, 4, 5]]})
     with pytest.raises(ValueError, match="planted 3"):
-        rewards.rating(1, batch)
+        rewards.result_of(1, batch)
     rewards.close()
 
 
@@ -285,7 +285,7 @@ def test_ratings_of_other_responses_or_of_another_reward_are_not_used():
         stats.identity = identity
         rewards.load_state_dict(state)
         CALLS.clear()
-        rewards.rating(1, rollout)
+        rewards.result_of(1, rollout)
         assert bool(CALLS) == (not is_used)
     rewards.close()
 
@@ -311,7 +311,7 @@ def test_a_reward_that_is_replaced_rates_what_was_begun_before_anew(model32, tmp
         loop = TrainLoop(trainer, {})
         loop.open()
         loop.step()
-        trainer.pipeline.collect()
+        trainer.sampling.queue.collect()
         trainer.replace_reward(SUM)
         loop.step()
     last = step_lines(tmp_path / "run")[-1]
@@ -348,5 +348,5 @@ def test_a_rating_that_ends_after_a_checkpoint_was_loaded_is_not_counted_beside_
     reward.goes_on.set()
     rewards.note({1: rows})
     wait_until(lambda: reward.num_calls == 2, 60)
-    assert len(rewards.rating(1, rows).scores) == len(rows)
+    assert len(rewards.result_of(1, rows).scores) == len(rows)
     rewards.close()

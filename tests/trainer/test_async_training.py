@@ -210,8 +210,8 @@ def test_a_sampler_that_dies_or_hangs_ends_the_run_by_name_and_says_what_to_do(
         loop = TrainLoop(trainer, {})
         loop.open()
         loop.step()
-        trainer.sampler_group._call_timeout_s = 3.0
-        os.kill(trainer.sampler_group.pids[0], signal_number)
+        trainer.rollout_workers._call_timeout_s = 3.0
+        os.kill(trainer.rollout_workers.pids[0], signal_number)
         steps = iter(loop.step, None)
         with pytest.raises(kind) as error:
             list(itertools.islice(steps, 3))  # one batch may be there already
@@ -334,11 +334,7 @@ def local(model64, tmp_path_factory):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "where",
-    [
-        pytest.param("mesh", marks=TWO),
-        pytest.param("ray", marks=RAY),
-        pytest.param("ray, restarted", marks=RAY),
-    ],
+    [pytest.param("mesh", marks=TWO), pytest.param("ray", marks=RAY), pytest.param("ray, restarted", marks=RAY)],
 )
 def test_a_sampler_in_flight_anywhere_gives_the_bits_of_one_beside_the_driver(
     where, local, model64, tmp_path, request, monkeypatch

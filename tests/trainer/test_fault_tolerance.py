@@ -11,13 +11,13 @@ import rich
 from same_training import course
 from trainer.runs import fit
 
-from verl.component import BuildContext, as_plain
+from verl.component import BuildContext
 from verl.errors import WorkerDied
 from verl.tracking.base import Trackers
 from verl.tracking.console import Console
 from verl.tracking.logging_setup import setup_logging
 from verl.trainer import train_loop
-from verl.trainer.setup import fit_with_restarts, last_checkpoint_of
+from verl.trainer.train_loop import fit_with_restarts, last_checkpoint_of
 
 
 @pytest.mark.exhaustive
@@ -117,6 +117,6 @@ def test_without_restarts_the_loss_is_told_as_it_was(model32, tmp_path):
 def _as_it_is(trainer, may_restart):
     """One fit; after a loss the trainer's own step is back."""
     try:
-        return train_loop.fit(trainer, as_plain(trainer.description), may_restart=may_restart)
+        return train_loop.fit(trainer, may_restart=may_restart)
     finally:
         vars(trainer).pop("step", None)

@@ -237,13 +237,7 @@ class FailsAtCall(RewardDescription):
 
 @pytest.mark.parametrize(
     ("way", "found"),
-    [
-        ("raises", "KeyError"),
-        ("short", "5 items"),
-        ("nan", "nan"),
-        ("none", "None"),
-        ("item", "of type str"),
-    ],
+    [("raises", "KeyError"), ("short", "5 items"), ("nan", "nan"), ("none", "None"), ("item", "of type str")],
 )
 def test_a_reward_that_goes_wrong_ends_the_run_and_keeps_what_was_written(model32, tmp_path, way, found):
     reward = FailsAtCall(way=way, call=3)

@@ -18,7 +18,7 @@ def test_the_reward_of_an_empty_answer_lies_on_its_end(algorithm, share, model32
     rollout = HFRollout(max_new_tokens=7, stop_token_ids=tuple(range(0, vocabulary, share)))
     with ppo_run(model32, algorithm, rollout=rollout).build(BuildContext(run_dir=tmp_path)) as trainer:
         batch = trainer.train_data.collate(range(3))
-        rows = trainer.score(trainer.generate(batch, GenerationRequest(1, 2)))
+        rows = trainer.score(trainer.sampling.generate(batch, GenerationRequest(1, 2)))
         mask, lengths = rows["response_mask"], rows["response_mask"].sum(dim=1)
         assert (lengths == 1).any()
         assert (lengths == 1).all() or share > 1
@@ -26,7 +26,7 @@ def test_the_reward_of_an_empty_answer_lies_on_its_end(algorithm, share, model32
         scores = torch.tensor(rows["score"].astype(float), dtype=rows["token_level_scores"].dtype)
         assert torch.equal(rows["token_level_scores"][last], scores)
         assert not rows["token_level_scores"][~last].any()
-        experience, _ = trainer.assign_credit(rows)
+        experience, _ = trainer.advantages(rows)
         assert not experience["advantages"][~mask].any()
         metrics = trainer.step(batch, 1)
         assert metrics["actor/grad_norm"] >= 0

@@ -13,8 +13,8 @@ from verl.checkpoint.read.reader import CheckpointReader
 from verl.engines.sharding import DDP
 from verl.ops.batching import BatchPartition
 from verl.protocol import DataProto
-from verl.trainer import rollout_pipeline
-from verl.trainer.rollout_pipeline import LengthPredictor
+from verl.trainer import sampling
+from verl.trainer.sampling import LengthPredictor
 
 STATE = "scheduler/state.json"
 
@@ -45,7 +45,7 @@ def test_a_prompt_is_expected_to_be_answered_as_last_and_a_new_one_as_others_are
 
 
 def test_what_is_known_is_saved_and_the_prompts_that_were_seen_last_are_kept(monkeypatch):
-    monkeypatch.setattr(rollout_pipeline, "MOST", 2)
+    monkeypatch.setattr(sampling, "MOST", 2)
     lengths, other = LengthPredictor(), LengthPredictor()
     for name in ("p1", "p2", "p1", "p3"):
         lengths.note(rows(**{name: [int(name[1:])]}))

@@ -280,13 +280,7 @@ def test_every_process_that_holds_a_role_is_counted():
 @pytest.mark.exhaustive
 def test_a_role_in_a_pool_of_its_own_is_divided_over_that_pool():
     pools = "+trainer.placement.pools={a:[actor,reference],b:[critic]}"
-    settings = (
-        "trainer=ray",
-        "sharding=fsdp",
-        "trainer.n_gpus_per_node=4",
-        pools,
-        "+trainer.placement.workers={b:2}",
-    )
+    settings = ("trainer=ray", "sharding=fsdp", "trainer.n_gpus_per_node=4", pools, "+trainer.placement.workers={b:2}")
     plan = planned(*settings)
     roles = {role.name: role for role in plan.memory.roles}
     assert (roles["actor"].memory.layout.processes, roles["critic"].memory.layout.processes) == (4, 2)

@@ -125,10 +125,7 @@ def test_a_resumed_run_has_them_from_the_checkpoint_and_loads_no_reference(shard
         pytest.param(ORPO(), FSDP(timeout_s=60.0), id="orpo, fsdp", marks=pytest.mark.exhaustive),
         pytest.param(BradleyTerry(), DDP(timeout_s=60.0), id="reward model, ddp", marks=pytest.mark.exhaustive),
         pytest.param(
-            BradleyTerry(centre_coef=0.1),
-            FSDP(timeout_s=60.0),
-            id="reward model, fsdp",
-            marks=pytest.mark.exhaustive,
+            BradleyTerry(centre_coef=0.1), FSDP(timeout_s=60.0), id="reward model, fsdp", marks=pytest.mark.exhaustive
         ),
     ],
 )

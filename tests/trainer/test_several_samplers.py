@@ -21,13 +21,13 @@ from trainer.test_async_training import asynchronous, in_flight
 
 from verl.cluster.placement import DeviceMesh
 from verl.component import BuildContext
-from verl.data.sampler import EpochSampler
+from verl.data.sampler import DataSampler
 from verl.errors import RolloutError, WorkerDied, WorkerHung
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.train_loop import TrainLoop
 from verl.utils.seeding import derive_seed
-from verl.workers import sampler as sampler_module
-from verl.workers.sampler import SamplerWorker
+from verl.workers import rollout_worker
+from verl.workers.rollout_worker import RolloutWorker
 from verl.workers.schedule import read_lines, schedule_path
 
 RAY, TWO = pytest.mark.xdist_group("ray"), pytest.mark.xdist_group("two processes")
@@ -139,8 +139,8 @@ def test_a_dead_or_stopped_engine_of_two_ends_the_run_by_its_rank(run_of, number
         loop = TrainLoop(trainer, {})
         loop.open()
         loop.step()
-        trainer.sampler_group._call_timeout_s = 3.0
-        os.kill(trainer.sampler_group.pids[rank], number)
+        trainer.rollout_workers._call_timeout_s = 3.0
+        os.kill(trainer.rollout_workers.pids[rank], number)
         steps = iter(loop.step, None)
         with pytest.raises(kind, match=rf"^rank {rank} of the sampler failed in .*") as error:
             list(itertools.islice(steps, 3))  # one batch may be there already
@@ -150,7 +150,7 @@ def test_a_dead_or_stopped_engine_of_two_ends_the_run_by_its_rank(run_of, number
 @TWO
 @needs_two_cores
 def test_a_group_of_one_engine_is_rated_while_another_has_none(model32, tmp_path):
-    slow, awaited = [1 + row for row in EpochSampler(8, 2, seed=derive_seed(0, "data order")).next_batch().tolist()]
+    slow, awaited = [1 + row for row in DataSampler(8, 2, seed=derive_seed(0, "data order")).next_batch().tolist()]
     games = WaitingGames(slow=slow, awaited=awaited, directory=str(tmp_path), max_tokens=20, max_turns=2)
     data = Prompts(train=tuple("1" * length for length in range(1, 9)), eval=())
     options: dict[str, Any] = {"rollout": engine_of("in_flight"), "data": data, "eval_samples": 0, "total_steps": 1}
@@ -159,7 +159,7 @@ def test_a_group_of_one_engine_is_rated_while_another_has_none(model32, tmp_path
     assert [path.name for path in tmp_path.glob("waited_*")] == ["waited_for_it"]
 
 
-class OneWrong(SamplerWorker):
+class OneWrong(RolloutWorker):
     """Changes a value of its copy where it is the second engine."""
 
     def _take(self, weights):
@@ -169,7 +169,7 @@ class OneWrong(SamplerWorker):
         return held
 
 
-class WrongHost(sampler_module.SamplerHost):
+class WrongHost(rollout_worker.RolloutHost):
     def build(self, context):
         host = super().build(context)
         host.workers["sampler"].__class__ = OneWrong
@@ -180,13 +180,13 @@ class WrongHost(sampler_module.SamplerHost):
 @needs_two_cores
 @pytest.mark.exhaustive
 def test_wrong_weights_in_the_second_engine_stop_the_run(model32, tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.trainer.ppo_lifecycle.SamplerHost", WrongHost)
+    monkeypatch.setattr("verl.trainer.build.RolloutHost", WrongHost)
     run = in_flight(model32, tmp_path, placement=mesh(*ENGINES))
     with pytest.raises(RolloutError, match=r"rank 1 of the sampler does not hold .* weights of version 0: 1 of \d+ te"):
         fit(run, tmp_path / "run")
 
 
-class DyingHost(sampler_module.SamplerHost):
+class DyingHost(rollout_worker.RolloutHost):
     def build(self, context):
         if context.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -197,12 +197,12 @@ class DyingHost(sampler_module.SamplerHost):
 @needs_two_cores
 @pytest.mark.exhaustive
 def test_an_engine_that_dies_while_it_starts_is_named_by_role_and_rank(model32, tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.trainer.ppo_lifecycle.SamplerHost", DyingHost)
+    monkeypatch.setattr("verl.trainer.build.RolloutHost", DyingHost)
     with pytest.raises(WorkerDied, match=r"rank 1 failed in start:\nit held the role sampler; .* SIGKILL"):
         fit(in_flight(model32, tmp_path, placement=mesh(*ENGINES)), tmp_path / "run")
 
 
-class HangingHost(sampler_module.SamplerHost):
+class HangingHost(rollout_worker.RolloutHost):
     """The second engine hangs in its tenth step, in a process that answers."""
 
     def build(self, context):
@@ -218,10 +218,10 @@ class HangingHost(sampler_module.SamplerHost):
 @needs_two_cores
 @pytest.mark.exhaustive
 def test_an_engine_that_hangs_beside_one_that_goes_on_is_named_by_its_rank(model32, tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.trainer.ppo_lifecycle.SamplerHost", HangingHost)
+    monkeypatch.setattr("verl.trainer.build.RolloutHost", HangingHost)
     run = in_flight(model32, tmp_path, placement=mesh(*ENGINES), reward=Counted())  # whose groups are asked for
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        trainer.sampler_group._call_timeout_s = 3.0
+        trainer.rollout_workers._call_timeout_s = 3.0
         with pytest.raises(WorkerHung, match=r"rank 1 of the sampler failed in sampler.finished_groups") as error:
             trainer.fit()
     assert error.value.rank == 1

@@ -83,10 +83,7 @@ def test_a_metric_that_does_not_come_is_told_after_the_first_step(model32, tmp_p
     safety = Monitoring(watched=(*WATCHED, "actor/los"))
     run = ppo_run(model32, PPO_ALGORITHM, safety=safety, total_steps=2, eval_before=False, data=Prompts(eval=()))
     run = dataclasses.replace(run, checkpoint=saved)
-    with (
-        caplog.at_level(logging.WARNING, logger="verl"),
-        run.build(BuildContext(run_dir=tmp_path / "run")) as trainer,
-    ):
+    with caplog.at_level(logging.WARNING, logger="verl"), run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         trainer.fit()
     told = [record.getMessage() for record in caplog.records if "no such metric" in record.getMessage()]
     assert told == [

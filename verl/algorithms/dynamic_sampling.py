@@ -46,15 +46,15 @@ class DynamicSampling(Description):
         return torch.isin(group_ids, group_ids[differs])
 
 
-def kept_groups(drawn: Sequence[DataProto], selection: DynamicSampling) -> list[DataProto]:
+def kept_groups(sampled: Sequence[DataProto], selection: DynamicSampling) -> list[DataProto]:
     """The selected groups of all rounds, one batch each, in order of generation.
 
     Args:
-        drawn: rows of each round, with `score` and `group_ids`.
+        sampled: rows of each round, with `score` and `group_ids`.
         selection: the rule.
     """
     informative = []
-    for rows in drawn:
+    for rows in sampled:
         chosen = rows[selection(_scores(rows), rows["group_ids"])]
         informative += [chosen[chosen["group_ids"] == label] for label in chosen["group_ids"].unique().tolist()]
     return informative
@@ -67,11 +67,11 @@ def concat_groups(groups: Sequence[DataProto]) -> DataProto:
     return rows.union(DataProto.from_dict({"group_ids": numbers}))
 
 
-def selection_metrics(drawn: Sequence[DataProto], kept: Sequence[DataProto]) -> dict[str, float]:
+def selection_metrics(sampled: Sequence[DataProto], kept: Sequence[DataProto]) -> dict[str, float]:
     """Metrics, see `DynamicSampling`; for a step without an update also zero counts of trained rows."""
-    groups, scores = sum(len(rows["group_ids"].unique()) for rows in drawn), torch.cat([*map(_scores, drawn)])
+    groups, scores = sum(len(rows["group_ids"].unique()) for rows in sampled), torch.cat([*map(_scores, sampled)])
     metrics = {
-        "selection/rounds": float(len(drawn)),
+        "selection/rounds": float(len(sampled)),
         "selection/groups": float(groups),
         "selection/kept_share": len(kept) / max(groups, 1),
         **({"selection/reward_mean": float(scores.mean())} if len(scores) else {}),
@@ -80,15 +80,15 @@ def selection_metrics(drawn: Sequence[DataProto], kept: Sequence[DataProto]) -> 
     return metrics if kept else metrics | {"perf/samples": 0.0, "perf/tokens": 0.0}
 
 
-def no_group_error(drawn: Sequence[DataProto]) -> RewardError:
+def no_group_error(sampled: Sequence[DataProto]) -> RewardError:
     """The error of a step that found no mixed group."""
-    scores = torch.cat([_scores(rows) for rows in drawn])
-    groups = sum(len(rows["group_ids"].unique()) for rows in drawn)
+    scores = torch.cat([_scores(rows) for rows in sampled])
+    groups = sum(len(rows["group_ids"].unique()) for rows in sampled)
     low, high = float(scores.min()), float(scores.max())
     return RewardError(
-        f"No group of mixed rewards among {groups} prompts in {len(drawn)} rounds (rewards from {low:g} to {high:g}): "
-        "the task is too easy or too hard for this policy, or the reward is constant. Raise trainer.group_size or "
-        "algorithm.selection.max_rounds, or set algorithm.selection.on_none=skip."
+        f"No group of mixed rewards among {groups} prompts in {len(sampled)} rounds (rewards from {low:g} to "
+        f"{high:g}): the task is too easy or too hard for this policy, or the reward is constant. Raise "
+        "trainer.group_size or algorithm.selection.max_rounds, or set algorithm.selection.on_none=skip."
     )
 
 

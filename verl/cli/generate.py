@@ -209,7 +209,7 @@ def _responses(trainer: Any, samples: int, greedy: bool) -> Iterator[dict[str, A
     request, total = GenerationRequest(0, num_samples=samples, greedy=greedy, stream=EVALUATION), len(trainer.eval_data)
     for start in range(0, total, BATCH_ROWS):
         batch = trainer.eval_data.collate(range(start, min(start + BATCH_ROWS, total)))
-        rows = trainer.generate(batch, request)
+        rows = trainer.sampling.generate(batch, request)
         lengths = rows["response_mask"].sum(dim=1).tolist()
         texts = zip(rows["prompt_text"], rows["response_text"], lengths, strict=True)
         yield from ({"prompt": prompt, "response": response, "tokens": tokens} for prompt, response, tokens in texts)

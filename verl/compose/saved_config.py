@@ -37,6 +37,8 @@ _ALLOWED = {  # below `verl.`
     "data.calculator.CalculatorSFT": (
         "max_digits pair_digits pair_share pair_calls train_size held_out seed max_length"
     ),
+    "data.chat_task.ChatTaskPrompts": "task train_size held_out seed max_prompt_length system_prompt",
+    "data.chat_task.ChatTaskSFT": "task train_size held_out seed max_length",
     "data.curriculum.PassRate": "target bands falloff memory warmup_epochs",
     "data.episodes.EpisodePrompts": "prompt system_prompt chat_template train_size held_out max_prompt_length",
     "data.files.PromptFiles": f"{_ROWS} prompt_key final_assistant train_files eval_files weights",
@@ -75,7 +77,11 @@ RESOURCES = frozenset(
         "pipeline_parallel_size", "lora", "sleep", "num_threads", "chunk_mib",
     )
 )  # fmt: skip
-OWN_FUNCTIONS = ("verl.rewards.math_rules:gsm8k_score", "verl.rewards.math_rules:math_score")
+_CHAT_REWARDS = ("json_object", "last_number", "length_error", "common_subsequence")
+OWN_FUNCTIONS = (
+    *(f"verl.rewards.math_rules:{name}_score" for name in ("gsm8k", "math")),
+    *(f"verl.rewards.chat_rewards:{name}" for name in _CHAT_REWARDS),
+)
 OWN_PATTERNS = ("<think>.*</think>.+",)  # others may backtrack without end
 FILES = ("train_files", "eval_files")
 

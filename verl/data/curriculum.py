@@ -17,19 +17,19 @@ from pydantic import Field, NonNegativeInt
 from torch import Tensor
 
 from verl.component import Description, UnitInterval, component
-from verl.data.sampler import STATE_KEYS, EpochSampler
+from verl.data.sampler import STATE_KEYS, DataSampler
 
 
 @component
 class Curriculum(Description):
     """Base class of curricula."""
 
-    def sampler(self, prompt_ids: Sequence[int], batch_size: int, **options: Any) -> EpochSampler:
+    def sampler(self, prompt_ids: Sequence[int], batch_size: int, **options: Any) -> DataSampler:
         """The sampler of a run.
 
         Args:
             prompt_ids: identity of each row of the training data, in order.
-            batch_size, options: those of `EpochSampler`.
+            batch_size, options: those of `DataSampler`.
         """
         raise NotImplementedError
 
@@ -73,14 +73,14 @@ class PassRate(Curriculum):
         return PassRateSampler(self, prompt_ids, batch_size, **options)
 
 
-def sampler_of(curriculum: Curriculum | None, rows: Any, batch_size: int, **options: Any) -> EpochSampler:
+def sampler_of(curriculum: Curriculum | None, rows: Any, batch_size: int, **options: Any) -> DataSampler:
     """The sampler of training rows, each a mapping with `prompt_ids` where there is a curriculum."""
     if curriculum is None:
-        return EpochSampler(len(rows), batch_size, **options)
+        return DataSampler(len(rows), batch_size, **options)
     return curriculum.sampler([rows[index]["prompt_ids"] for index in range(len(rows))], batch_size, **options)
 
 
-class PassRateSampler(EpochSampler):
+class PassRateSampler(DataSampler):
     """Batches by recorded pass rates; an epoch is as many rows as the data has.
 
     Attributes:
@@ -101,7 +101,7 @@ class PassRateSampler(EpochSampler):
         return batch
 
     def peek(self, ahead: int = 0) -> Tensor:
-        """See `EpochSampler.peek`; the batch stays what it is, whatever is recorded before its turn."""
+        """See `DataSampler.peek`; the batch stays what it is, whatever is recorded before its turn."""
         while len(self._drawn) <= ahead:
             self._drawn.append(self._draw(len(self._drawn)))
         return self._drawn[ahead].clone()

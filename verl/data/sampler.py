@@ -54,7 +54,7 @@ class Mixture:
         return torch.cat(rows)
 
 
-class EpochSampler:
+class DataSampler:
     """Yields batches of row indices without end, in a new permutation per epoch.
 
     The permutation depends on `(seed, epoch)` only, so `(seed, epoch, position)` is the complete state, and a sampler

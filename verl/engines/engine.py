@@ -1,21 +1,15 @@
-"""The training engine: inference and optimizer steps over micro-batches, equal to one big batch; gradient accumulation.
+"""The training engine: inference and optimizer steps over micro-batches, equal to one big batch.
+
+    forward_backward(batch, loss)   gradients, accumulated over micro-batches and over calls
+    optim_step()                    summed over processes, clipped, applied
 
 A role passes the engine a function from (model, micro-batch) to tensors or to a loss. The engine splits the rows into
 micro-batches and reduces results over the processes of the role. Results do not depend on the split.
-
-A model can be compiled layer by layer: programs that torch compiles for one decoder layer serve all layers like it.
-
-    layer ── norms, projections, rotation ──> attention of the packed line, as it is ──> projection, norm, MLP
-
-Attention stays outside: it reads the layout of each line, so that a program would serve one micro-batch. Sizes are
-symbols; a line of another length compiles nothing. What was compiled is kept on disk by torch
-(`TORCHINDUCTOR_CACHE_DIR`). Decoding, where a layer is called with a cache of keys and values, is not compiled.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -24,18 +18,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from verl.engines.fsdp import blocks_of
 from verl.engines.optimizer import AdamW
-from verl.engines.parallel_dims import Parallelism, ShardedParallelism
+from verl.engines.parallel_dims import Parallelism
 from verl.errors import ConfigError
-from verl.model_paths import packed_attention
 from verl.model_paths.check import exempt_from_determinism, paths_for
 from verl.model_paths.expert_routing import ExpertLoad, defines_balance_loss, routing_of
 from verl.model_paths.families import PLAIN, ModelPaths, Scoring
 from verl.model_paths.micro_batch import MicroBatch, cut_into_micro_batches, empty_micro_batch
 from verl.models.heads import LMHead
 from verl.models.parallel_info import Autocast, compute_device, computing_in
-from verl.models.structure import call_model, expert_layers, unwrapped
+from verl.models.structure import call_model, unwrapped
 from verl.ops.masking import LossTotals
 from verl.ops.resharding.dtensor import ReadableTensor, at_stage_of, is_on_other_stage, read_slice_like
 from verl.protocol import DataProto
@@ -43,9 +35,6 @@ from verl.utils.memory import release_cached
 from verl.utils.progress import report
 
 BLOCK_MULTIPLE = 64  # attention lengths on a GPU are rounded up to it: few distinct shapes, aligned for the kernels
-
-COMPILED_PARTS = "compiled layers were tried with ddp and fsdp alone. Set model.compile=false."
-COMPILED_EXPERTS = "has experts, whose choices are counted in Python while it runs. Set model.compile=false."
 
 Compute = Callable[[nn.Module, MicroBatch], dict[str, Tensor]]
 Packs = Literal["auto", "off"]
@@ -99,6 +88,8 @@ class TrainingEngine:
         self.replays_routing = False
         self._balance_coef = 0.0
         self._head: LMHead | None = None
+        self._shares: dict[str, Tensor] | None = None  # sums of this process since the last optimizer step
+        self._expert_load: Tensor | None = None
 
     @torch.no_grad()
     def infer(
@@ -137,26 +128,29 @@ class TrainingEngine:
             self.routing.end(self.device)
         return {name: x.to(mask.device) for name, x in self.parallel.from_last_stage(results).items()}
 
-    def update(self, batch: DataProto, loss: Loss) -> dict[str, float]:
-        """One optimizer step on this process's share of the rows of a batch.
+    def forward_backward(self, batch: DataProto, loss: Loss) -> LossTotals:
+        """Accumulate the gradient of a loss on this process's share of the rows of a batch.
+
+        After several calls `optim_step` takes the gradient of the sum of their losses, each divided by the totals of
+        its own batch. After a call that raised, the next one begins anew.
 
         Args:
             batch: see `cut_into_micro_batches`; it may be empty as long as another process has rows.
             loss: returns the share of a micro-batch in the loss and in each metric, both divided by the totals of the
                 whole batch that it receives, so that summing over micro-batches and processes gives the loss.
         Returns:
-            Metrics of the whole batch, with `loss`, `grad_norm` (before clipping) and `lr`. If one of them is not
-            finite, the step is skipped: weights, optimizer and schedule are unchanged. All processes have the same
-            metrics and therefore take the same decision.
+            Those totals.
         """
-        assert self.optimizer_config is not None, "this engine only infers"
-        assert self.optimizer is not None
-        totals = self._totals(batch)
+        assert self.optimizer is not None, "this engine only infers"
+        local = LossTotals.of(batch.batch["response_mask"], batch.batch.get("episode_tokens"))
+        totals = LossTotals(**self.parallel.sums({"tokens": local.tokens, "sequences": local.sequences}))
         if self.routing is not None and self._balance_coef:
             self.routing.balance(self._load_of(batch))
         self.model.train(self.paths(batch).trains)
-        self.optimizer.zero_grad(set_to_none=True)
-        shares: dict[str, Tensor] = {}
+        shares, self._shares = self._shares, None  # until this call has succeeded
+        if shares is None:
+            self.optimizer.zero_grad(set_to_none=True)
+            shares, self._expert_load = {}, None
 
         def loss_of_one(micro: MicroBatch) -> Tensor:
             if self.routing is not None:
@@ -165,7 +159,7 @@ class TrainingEngine:
             if self.routing is not None and self._balance_coef:
                 stats["router_aux_loss"] = self.routing.balance_loss()
                 value = value + self._balance_coef * stats["router_aux_loss"].to(value.dtype)
-            if "plant_nan" in batch.meta_info:  # fault injection; see verl.monitoring
+            if "plant_nan" in batch.meta_info:  # fault injection; see verl.trainer.guards
                 value = value * math.nan
             for name, x in {"loss": value, **stats}.items():
                 shares[name] = shares.get(name, 0.0) + x.detach().double()
@@ -174,14 +168,34 @@ class TrainingEngine:
         self.parallel.run_micro_batches(
             self.micro_batches(batch), loss_of_one, self._computing, model=self.model, trains=True
         )
+        if self.routing is not None:
+            load = self.routing.end(self.device).tensors()
+            self._expert_load = load if self._expert_load is None else self._expert_load + load
+            self.routing.balance(None)
+        self._shares = shares
+        return totals
+
+    def optim_step(self) -> dict[str, float]:
+        """One optimizer step with the gradients of `forward_backward`.
+
+        Returns:
+            Metrics of the whole batch, with `loss`, `grad_norm` (before clipping) and `lr`. If one of them is not
+            finite, the step is skipped: weights, optimizer and schedule are unchanged. All processes have the same
+            metrics and therefore take the same decision.
+        Raises:
+            RuntimeError: no `forward_backward` came before it, or `release` has freed its gradients.
+        """
+        shares, self._shares = self._shares, None
+        if shares is None:
+            raise RuntimeError("optim_step has no gradients: call forward_backward before each optim_step.")
+        assert self.optimizer is not None
+        assert self.optimizer_config is not None
         self.parallel.sum_gradients(self.parameters.values())
         local = torch.stack(list(shares.values())).tolist() if shares else []  # one transfer from the device
         metrics = self.parallel.sums(dict(zip(shares, local, strict=True)))
         metrics["grad_norm"] = float(self.parallel.clip(self.parameters.values(), self.optimizer_config.max_grad_norm))
-        if self.routing is not None:
-            load = self.parallel.sum_of_tokens(self.routing.end(self.device).tensors())
-            metrics |= ExpertLoad.metrics(load, self.routing.layers)
-            self.routing.balance(None)
+        if self.routing is not None and self._expert_load is not None:
+            metrics |= ExpertLoad.metrics(self.parallel.sum_of_tokens(self._expert_load), self.routing.layers)
         lr = self.optimizer_config.learning_rate(self.updates, self.total_updates)
         if not all(math.isfinite(x) for x in metrics.values()):
             self.optimizer.zero_grad(set_to_none=True)
@@ -197,8 +211,14 @@ class TrainingEngine:
             metrics["peak_gpu_memory_mib"] = self.parallel.most(torch.cuda.max_memory_allocated(self.device)) / 2**20
         return {**metrics, "lr": lr}
 
+    def update(self, batch: DataProto, loss: Loss) -> dict[str, float]:
+        """One optimizer step on a batch: `forward_backward` and `optim_step`."""
+        self.forward_backward(batch, loss)
+        return self.optim_step()
+
     def release(self) -> None:
         """Free the gradients and the caching allocator's unused memory, for generation and for other roles."""
+        self._shares = None
         if self.optimizer is not None:
             self.optimizer.zero_grad(set_to_none=True)
         release_cached(self.device)
@@ -345,38 +365,3 @@ class TrainingEngine:
 
     def _computing(self) -> AbstractContextManager[None]:
         return computing_in(self.autocast, self.model)
-
-    def _totals(self, batch: DataProto) -> LossTotals:
-        local = LossTotals.of(batch.batch["response_mask"], batch.batch.get("episode_tokens"))
-        summed = self.parallel.sums({"tokens": local.tokens, "sequences": local.sequences})
-        return LossTotals(tokens=summed["tokens"], sequences=summed["sequences"])
-
-
-def compile_layers(model: Any, parallel: Parallelism, backend: str = "inductor") -> None:
-    """Compile the layers of a model at their first call.
-
-    Args:
-        parallel: how the model will be sharded.
-        backend: of torch.compile.
-    Raises:
-        ConfigError: the model has experts, or a sharding splits its layers.
-    """
-    degrees = parallel.degrees if isinstance(parallel, ShardedParallelism) else None
-    split = [] if degrees is None else [name for name in ("tp", "pp", "ep") if getattr(degrees, name) > 1]
-    if split:
-        raise ConfigError(
-            f"model.compile is true, and sharding.{split[0]} is {getattr(degrees, split[0])}: {COMPILED_PARTS}"
-        )
-    if expert_layers(model):
-        raise ConfigError(f"model.compile is true: a {type(model).__name__} {COMPILED_EXPERTS}")
-    packed_attention.leave_uncompiled()
-    for layer in blocks_of(model):  # what `layer.compile()` sets; `forward` stays that of its class
-        compiled = torch.compile(layer._call_impl, dynamic=True, backend=backend)
-        layer._compiled_call_impl = functools.partial(_call, layer._call_impl, compiled)
-
-
-def _call(eager: Callable[..., Any], compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    from transformers import Cache
-
-    decodes = any(isinstance(x, Cache) for x in (*args, *kwargs.values()))
-    return (eager if decodes else compiled)(*args, **kwargs)

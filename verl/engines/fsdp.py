@@ -83,14 +83,7 @@ def units_of(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def set_reduces_gradients(model: nn.Module, reduces: bool) -> None:
-    """Set whether the next backward pass reduce-scatters gradients, or accumulates whole ones in this process, which
-    the next pass that reduces includes."""
-    cast(Any, model).set_requires_gradient_sync(reduces)
-
-
 def free_gathered_parameters(model: nn.Module) -> None:
-    """Free all gathered weights."""
     for unit in units_of(model):
         unit.reshard()
 

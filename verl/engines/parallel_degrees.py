@@ -178,7 +178,6 @@ class ShardingCost:
 
     @property
     def resting(self) -> int:
-        """Weights, gradients and optimizer state."""
         return self.weights + self.gradients + self.optimizer
 
     def per_step(self, micro_batches: int, updates: int = 1) -> int:

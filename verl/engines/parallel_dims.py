@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.component import BuildContext
-from verl.engines.fsdp import free_gathered_parameters, gathered, load_own_slices, set_reduces_gradients, shard_fully
+from verl.engines.fsdp import free_gathered_parameters, gathered, load_own_slices, shard_fully
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.tensor_parallel import (
     EXPERT,
@@ -405,7 +405,6 @@ class ShardedParallelism(DataParallelism):
         model: nn.Module,
         trains: bool = False,
     ) -> None:
-        """See `Parallelism.run_micro_batches`."""
         parts = self._own_modules.get(id(model))
         if trains and self.reduces_once:
             micros = self._reducing_after_last(micros, head_of(model).backbone)
@@ -413,13 +412,13 @@ class ShardedParallelism(DataParallelism):
             super().run_micro_batches(micros, forward, computing, model=model, trains=trains)
 
     @staticmethod
-    def _reducing_after_last(micros: Iterable[MicroBatch], core: nn.Module) -> Iterator[MicroBatch]:
+    def _reducing_after_last(micros: Iterable[MicroBatch], core: Any) -> Iterator[MicroBatch]:
         """The micro-batches, of which the backward pass of the last alone reduces gradients."""
         micros = iter(micros)
         following = next(micros, None)
         while following is not None:
             micro, following = following, next(micros, None)
-            set_reduces_gradients(core, following is None)
+            core.set_requires_gradient_sync(following is None)  # otherwise whole gradients are accumulated
             yield micro
 
     @contextlib.contextmanager

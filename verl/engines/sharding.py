@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
@@ -213,15 +213,12 @@ class FSDP(_Processes):
         )
 
     def build(self, context: BuildContext) -> Parallelism:
-        return ShardedParallelism(
-            context,
-            self.timeout_s,
-            self.degrees(context.world_size),
-            fully=True,
-            reshard=self.strategy == "FULL_SHARD",
-            offload=self.cpu_offload,
-            reduces_once=self.reduce_gradients == "update",
-        )
+        return self._sharded(context, fully=True)
+
+    def _sharded(self, context: BuildContext, **options: Any) -> ShardedParallelism:
+        options |= {"reshard": self.strategy == "FULL_SHARD", "offload": self.cpu_offload}
+        options["reduces_once"] = self.reduce_gradients == "update"
+        return ShardedParallelism(context, self.timeout_s, self.degrees(context.world_size), **options)
 
     def degrees(self, world_size: int) -> ParallelDegrees:
         return ParallelDegrees(dp_shard=world_size)
@@ -442,16 +439,7 @@ class Parallel(FSDP):
                 least_micro_batches=self.least_micro_batches,
                 cp_style=self.cp_style,
             )
-        return ShardedParallelism(
-            context,
-            self.timeout_s,
-            degrees,
-            fully=degrees.shards > 1,
-            reshard=self.strategy == "FULL_SHARD",
-            offload=self.cpu_offload,
-            reduces_once=self.reduce_gradients == "update",
-            cp_style=self.cp_style,
-        )
+        return self._sharded(context, fully=degrees.shards > 1, cp_style=self.cp_style)
 
     @property
     def least_micro_batches(self) -> int:

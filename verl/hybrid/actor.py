@@ -212,7 +212,7 @@ class HybridActor:
         """The model's own forward: `actor(input_ids=..., attention_mask=..., labels=...).loss`."""
         with self._lock:
             if self._engine is not None and hasattr(self._engine[1], "rest"):
-                self._engine[1].rest()  # an engine with its own weights frees memory for training
+                self._engine[1].offload()  # an engine with its own weights frees memory for training
             if self._parallelism is not None:
                 self._parallelism.refuse_other_rows(kwargs.get("input_ids", args[0] if args else None))
             return self.model(*args, **kwargs)

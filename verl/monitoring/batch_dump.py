@@ -25,7 +25,7 @@ from verl.protocol import DataProto
 from verl.tracking.jsonl import json_line
 from verl.utils.redact import redact, redact_tree
 
-# What training reads of an experience. Entropies are not among it: of a token that cannot be drawn they may be nan.
+# What training reads of an experience. Entropies are not among it: of a token that cannot be sampled they may be nan.
 TRAINED_ON = (
     "token_level_scores", "greedy_scores", "old_log_probs", "ref_log_probs", "values",
     "token_level_rewards", "advantages", "returns",

@@ -43,7 +43,7 @@ FAR = 4.0  # times: a part of the tokens whose gap is so much larger than that o
 class LogProbGapLimit(Description):
     """Limit of the gap between log-probs of the sampling engine and of the trainer, and the action beyond it.
 
-    What is compared is the mean over the tokens of a step, in rows that were drawn by the very weights that score them.
+    What is compared is the mean over the tokens of a step, in rows sampled by the very weights that score them.
     The largest is a metric alone: in a mixture of experts a single token may differ by nats through rounding.
 
     Args:
@@ -100,7 +100,7 @@ class Excess:
         type_name = "was expected" if self.numerics is None else self.numerics.engine
         stale = f"{engine} did not take over the last weights (see sync/... and docs/weight_proof.md)"
         model = f"{engine} holds another model, or reads another tokenizer's ids"
-        drawing = "it draws by another temperature, or tells log-probs after top_k, top_p or a penalty"
+        drawing = "it samples by another temperature, or tells log-probs after top_k, top_p or a penalty"
         masks = (
             "one of the two computes positions, attention windows, padding or packed rows otherwise (try "
             "actor.packing=off, and rollout=hf)"
@@ -118,7 +118,7 @@ class Excess:
         when = "It was so from the start" if self.first is None else "It was not so at first"
         return (
             f"{when}. Likely causes, the likeliest first: {'; '.join(likely)}. Training on such rows learns from "
-            "probabilities that nothing was drawn by. Where the difference is intended: algorithm.correction, and "
+            "probabilities that nothing was sampled by. Where the difference is intended: algorithm.correction, and "
             "trainer.safety.log_prob_gap.on_excess=warn or a higher limit_nats."
         )
 
@@ -153,13 +153,13 @@ class GapWatch:
         of = None if numerics is None else list(dataclasses.astuple(numerics))
         if of != self._of:  # resumed with another engine or type, whose rounding is another
             self.first, self._of = None, of
-        excess = self.judge(gap, metrics.get(LARGEST, math.nan), numerics)
+        excess = self.excess_of(gap, metrics.get(LARGEST, math.nan), numerics)
         self.is_beyond = excess is not None
         if excess is None and self.first is None:
             self.first = gap
         return excess
 
-    def judge(self, gap: float, largest: float, numerics: Numerics | None) -> Excess | None:
+    def excess_of(self, gap: float, largest: float, numerics: Numerics | None) -> Excess | None:
         """The excess of a gap that no step is measured by; None within the limit."""
         limit, reason = self._limit(numerics)
         is_news = not self.is_beyond

@@ -136,7 +136,7 @@ class NonFiniteGuard:
             for key in settings.watched:
                 self._bands[key] = SpikeDetector(key, factor, settings.spike_history, settings.spike_window)
 
-    def planted(self, rows: DataProto) -> DataProto:
+    def with_injected_fault(self, rows: DataProto) -> DataProto:
         """The batch of an update, which the settings may want to have a loss of nan."""
         if self.step != self.settings.plant_nan_at:
             return rows
@@ -144,7 +144,7 @@ class NonFiniteGuard:
         return rows.union(marked)
 
     @contextmanager
-    def rating(self, rows: DataProto) -> Iterator[None]:
+    def reward_errors(self, rows: DataProto) -> Iterator[None]:
         """Around a reward: what is not finite stops the run or skips the step.
 
         Raises:
@@ -195,29 +195,29 @@ class NonFiniteGuard:
             LogProbGapError: the difference is beyond the limit, which applies to each row here, and the settings stop
                 (`on_excess=warn` tells it).
         """
-        drawn = rows[~rows["is_replayed"]] if "is_replayed" in rows else rows
-        if self._gap is None or longest_row(drawn) <= self._longest_compared:
+        sampled = rows[~rows["is_replayed"]] if "is_replayed" in rows else rows
+        if self._gap is None or longest_row(sampled) <= self._longest_compared:
             return
-        chosen = drawn[chosen_rows(drawn)]
+        chosen = sampled[chosen_rows(sampled)]
         scores = plain(chosen, False)
         chosen = chosen.union(scores)
         if "is_on_policy" in scores:
             chosen = chosen[scores["is_on_policy"]]
         if not len(chosen):
             return
-        self._longest_compared = longest_row(drawn)
+        self._longest_compared = longest_row(sampled)
         engine, trainer, mask = (chosen[name] for name in ("rollout_log_probs", "old_log_probs", "response_mask"))
         largest = float((engine - trainer).abs().masked_fill(~mask, 0.0).max())
         gaps = row_gaps(engine, trainer, mask)
-        excess = self._gap.judge(float(gaps.max()), largest, self.numerics)
+        excess = self._gap.excess_of(float(gaps.max()), largest, self.numerics)
         if excess is not None:
             gaps = beyond_noise(gaps, row_gaps(plain(chosen, True)["old_log_probs"], trainer, mask))
-            excess = self._gap.judge(float(gaps.max()), largest, self.numerics)
+            excess = self._gap.excess_of(float(gaps.max()), largest, self.numerics)
         if excess is not None:
             self._tell_gap(excess, chosen)
             self._gap.is_beyond = True
 
-    def judge(self, role: str, metrics: Mapping[str, float], batch: Callable[[], DataProto]) -> None:
+    def check_update(self, role: str, metrics: Mapping[str, float], batch: Callable[[], DataProto]) -> None:
         """Look at the metrics of one optimizer step, which the engine did not make if one of them is not finite.
 
         Args:
@@ -325,7 +325,7 @@ class NonFiniteGuard:
 
 
 def is_finite(metrics: Mapping[str, float]) -> bool:
-    """Whether an optimizer step with these metrics was made; see `TrainingEngine.update`."""
+    """Whether an optimizer step with these metrics was made; see `TrainingEngine.optim_step`."""
     return all(math.isfinite(x) for x in metrics.values())
 
 

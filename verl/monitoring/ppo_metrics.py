@@ -74,33 +74,33 @@ def evaluation_metrics(records: Sequence[Mapping[str, Any]], has_tools: bool = T
     """Metrics of an evaluation.
 
     Args:
-        records: of every response, as `evaluated_rows` makes them: one greedy response per prompt, k drawn ones side by
+        records: of every response, as `evaluated_rows` makes them: one greedy response per prompt, k samples side by
             side or none, and one per prompt without tools or none.
         has_tools: whether there are tools to call.
     """
-    greedy, drawn, bare = ([row for row in records if row["kind"] == kind and _is_rated(row)] for kind in EVALUATED)
+    greedy, sampled, bare = ([row for row in records if row["kind"] == kind and _is_rated(row)] for kind in EVALUATED)
     answers = [row for row in records if row["kind"] == "greedy"]
     metrics = {"eval/accuracy": _mean_of(greedy, "success"), "eval/score": _mean_of(greedy, "score")}
     metrics["eval/response_length_tokens"] = _mean_of(answers, "tokens")
     if len(greedy) < len(answers):
         metrics["eval/unrated"] = float(len(answers) - len(greedy))
     metrics |= accuracy_by_calls(greedy, has_tools) | {"eval/accuracy_without_tools": _mean_of(bare, "success")}
-    if drawn:
-        k, best = 1 + max(row["sample_id"] for row in drawn), [max(right) for right in successes_by_prompt(drawn)]
-        metrics |= {f"eval/mean@{k}": _mean_of(drawn, "success"), f"eval/best@{k}": sum(best) / len(best)}
+    if sampled:
+        k, best = 1 + max(row["sample_id"] for row in sampled), [max(right) for right in successes_by_prompt(sampled)]
+        metrics |= {f"eval/mean@{k}": _mean_of(sampled, "success"), f"eval/best@{k}": sum(best) / len(best)}
     return {name: x for name, x in metrics.items() if not np.isnan(x)}
 
 
-def successes_by_prompt(drawn: Sequence[Mapping[str, Any]]) -> list[list[bool]]:
+def successes_by_prompt(sampled: Sequence[Mapping[str, Any]]) -> list[list[bool]]:
     """Whether each response is right, by prompt."""
     by_prompt: dict[int, list[bool]] = {}
-    for row in drawn:
+    for row in sampled:
         by_prompt.setdefault(row["prompt_id"], []).append(row["success"])
     return list(by_prompt.values())
 
 
 def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
-    """Probability that one of k responses is right, estimated without bias from n drawn ones of which c are right.
+    """Probability that one of k responses is right, estimated without bias from n sampled ones of which c are right.
 
         pass@k = 1 - C(n - c, k) / C(n, k)
 
@@ -133,10 +133,10 @@ def interval_of_mean(values: Sequence[float], samples: int = 1) -> tuple[float, 
 
 def evaluation_estimates(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float, float]]:
     """Accuracy, mean@n and pass@k for k = 1, 2, 4, ... n, each with the ends of its 95% interval."""
-    greedy, drawn, _ = ([row for row in records if row["kind"] == kind and _is_rated(row)] for kind in EVALUATED)
+    greedy, sampled, _ = ([row for row in records if row["kind"] == kind and _is_rated(row)] for kind in EVALUATED)
     values = {"eval/accuracy": ([float(row["success"]) for row in greedy], 1)}
-    if drawn:
-        right, n = successes_by_prompt(drawn), 1 + max(row["sample_id"] for row in drawn)
+    if sampled:
+        right, n = successes_by_prompt(sampled), 1 + max(row["sample_id"] for row in sampled)
         values[f"eval/mean@{n}"] = [sum(x) / len(x) for x in right], n
         for k in sorted({n, *(2**i for i in range(n.bit_length()))}):
             values[f"eval/pass@{k}"] = [pass_at_k(sum(x), len(x), k) for x in right if len(x) >= k], n if k == 1 else 1
@@ -274,7 +274,7 @@ def token_rows(batch: DataProto, count: int, tokenizer: Any) -> list[dict[str, A
         tokenizer: of the policy.
     Returns:
         `prompt_id`, `sample_id`, `score`, `prompt`, and the lists `ids`, `texts`, `mask` (1 on tokens that the policy
-        chose), `versions` (of the policy that drew them), and those of `NUMBERS` that the batch has.
+        chose), `versions` (of the policy that sampled them), and those of `NUMBERS` that the batch has.
     """
     batch = batch[:count]
     width = batch["responses"].shape[1]

@@ -1,12 +1,12 @@
 """Rewards of the groups of a batch that are finished before it is trained on, computed while the trainer works.
 
-engine    groups of step t are finished ── note ──> a thread: Reward.prepare ──> ratings by step and group
-trainer   the turn of step t ── rating ──> those, and the groups that have none yet, in the order of the rows
-                                   └──> Reward.apply: statistics of scores, as if the batch were rated at once
+engine    groups of step t are finished ── note ──> a thread: Reward.prepare ──> results by step and group
+trainer   step t ── scored ──> those, and results of the groups that have none yet, in the order of the rows
+                        └──> Reward.apply: statistics of scores, as if the batch were scored at once
 
-A rating is used for the very responses that it was computed of (`_digests`), so that one that comes late, or from a
-checkpoint, is never given to others. Groups whose rating fails in the thread are rated in their turn, where an error
-ends the run.
+A result is used for the very responses that it was computed of (`_digests`), so that one that comes late, or from a
+checkpoint, is never given to others. Groups whose scoring fails in the thread are scored again with their step, where
+an error ends the run.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from verl.rewards.base import Reward, RewardResult
 log = logging.getLogger(__name__)
 
 POLL_S = 0.05  # between questions for finished groups
-Rating = tuple[dict[int, str], RewardResult]  # of some groups: their digests, in the order of the rows
+Scores = tuple[dict[int, str], RewardResult]  # of some groups: their digests, in the order of the rows
 FinishedGroups = list[tuple[bool, dict[int, DataProto]]]  # by engine: is an awaited batch finished; rows by step
 
 
@@ -51,8 +51,8 @@ class AsyncRewards:
         self._changed = threading.Condition()  # guards the next four, by step; taken after `lock`
         self._expected: dict[int, tuple[DataProto, Callable[[DataProto], DataProto]]] = {}
         self._noted: dict[int, set[int]] = {}  # groups that are rated, or will be
-        self._unrated: dict[int, list[DataProto]] = {}
-        self._ratings: dict[int, list[Rating]] = {}
+        self._unscored: dict[int, list[DataProto]] = {}
+        self._results: dict[int, list[Scores]] = {}
         self._counts: dict[str, list[float]] = {}
         self._thread: threading.Thread | None = None
         self._is_due = self._is_closed = False
@@ -60,7 +60,7 @@ class AsyncRewards:
     def use(self, reward: Reward, stats: Any) -> None:
         """Rate by this reward from now on; `stats` are its `RewardStats`."""
         with self.lock, self._changed:
-            self._reward, self._stats, self._ratings = reward, stats, {}
+            self._reward, self._stats, self._results = reward, stats, {}
 
     def expect(self, step: int, prompts: DataProto, describe: Callable[[DataProto], DataProto]) -> None:
         """Rate the groups of these prompts [P] as they are noted; `describe` gives rows as a reward reads them."""
@@ -68,7 +68,7 @@ class AsyncRewards:
             if not (self.is_fed and self._reward.rates_ahead) or step in self._expected:
                 return
             self._expected[step] = prompts, describe
-            self._noted[step] = {group for digests, _ in self._ratings.get(step, []) for group in digests}
+            self._noted[step] = {group for digests, _ in self._results.get(step, []) for group in digests}
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="async rewards", daemon=True)
                 self._thread.start()
@@ -85,11 +85,11 @@ class AsyncRewards:
             for step, rows in groups.items():
                 of_rows, noted = rows["group_ids"].tolist(), self._noted.get(step)
                 if noted is not None and (new := [row for row, group in enumerate(of_rows) if group not in noted]):
-                    self._unrated.setdefault(step, []).append(rows[new])
+                    self._unscored.setdefault(step, []).append(rows[new])
                     noted.update(of_rows)
             self._changed.notify()
 
-    def rating(self, step: int, rollout: DataProto) -> RewardResult:
+    def result_of(self, step: int, rollout: DataProto) -> RewardResult:
         """Give what `Reward.prepare` gives for the batch of a step, whose groups may be rated, and count it; forgets
         the step. Step 0 is that of rows that were never expected.
         """
@@ -97,14 +97,20 @@ class AsyncRewards:
         with self.lock:
             self._is_due = False
             with self._changed:
-                ratings = self._ratings.get(step, [])
-                for by_step in (self._expected, self._noted, self._unrated, self._ratings):
+                results = self._results.get(step, [])
+                for by_step in (self._expected, self._noted, self._unscored, self._results):
                     for number in [number for number in by_step if number <= step]:
                         del by_step[number]
-            rating = self._completed(rollout, ratings) if ratings else self._reward.prepare(rollout)
-            for name, numbers in rating.counts.items():
+            result = self._completed(rollout, results) if results else self._reward.prepare(rollout)
+            for name, numbers in result.counts.items():
                 self._counts.setdefault(name, []).extend(numbers)
-            return rating
+            return result
+
+    def scored(self, rollout: DataProto, step: int | None = None) -> DataProto:
+        """Responses with their rewards; `step`: see `result_of`, None in an evaluation."""
+        with self.lock:
+            result = self._reward.prepare(rollout) if step is None else self.result_of(step, rollout)
+            return rollout.union(self._reward.score(rollout, self._reward.apply(result, rollout)))
 
     def count(self, name: str, number: float) -> None:
         """Add to a count of the step."""
@@ -122,33 +128,33 @@ class AsyncRewards:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """The ratings that there are, and by which reward; empty if there are none. One with a column that is not of
+        """The results that there are, and by which reward; empty if there are none. One with a column that is not of
         JSON values is left out."""
         with self._changed:
-            ratings = [(step, *rating) for step, of_step in self._ratings.items() for rating in of_step]
+            results = [(step, *result) for step, of_step in self._results.items() for result in of_step]
         states = []
-        for step, digests, result in ratings:
+        for step, digests, result in results:
             with suppress(NotJson):
                 states.append({"step": step, "digests": list(digests.items()), "result": json_value(_state(result))})
         return {"reward_of": self._stats.identity, "ratings": states} if states else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ratings of the same reward; those of another are passed over."""
+        """Go on from results of the same reward; those of another are passed over."""
         with self._changed:
-            for by_step in (self._expected, self._noted, self._unrated, self._ratings):
+            for by_step in (self._expected, self._noted, self._unscored, self._results):
                 by_step.clear()
             for saved in state["ratings"] if state and state["reward_of"] == self._stats.identity else []:
-                rating = dict(saved["digests"]), _result(saved["result"])
-                self._ratings.setdefault(saved["step"], []).append(rating)
+                result = dict(saved["digests"]), _result(saved["result"])
+                self._results.setdefault(saved["step"], []).append(result)
 
     def close(self) -> None:
         """Begin nothing more in the thread. Idempotent."""
         self._is_closed = True
 
-    def _completed(self, rollout: DataProto, ratings: Sequence[Rating]) -> RewardResult:
-        """Ratings of the rows of a batch in their order; those that there are not are made now."""
+    def _completed(self, rollout: DataProto, ready: Sequence[Scores]) -> RewardResult:
+        """Results of the rows of a batch in their order; those that are missing are computed now."""
         digests, groups = _digests(rollout), np.array(rollout["group_ids"].tolist())
-        chosen = [rating for rating in ratings if rating[0].items() <= digests.items()]
+        chosen = [scores for scores in ready if scores[0].items() <= digests.items()]
         rows = [row for known, _ in chosen for group in known for row in np.flatnonzero(groups == group)]
         rest = np.setdiff1d(np.arange(len(rollout)), rows).tolist()
         results = [result for _, result in chosen]
@@ -157,7 +163,7 @@ class AsyncRewards:
                 results += [self._reward.prepare(rollout[rest])] if rest else []
                 return _joined(results, np.argsort(rows + rest), rollout["responses"].shape[1])
             except Exception as error:  # noqa: BLE001 - an error that names rows is to name those of the batch
-                log.warning("The batch is rated as a whole, because a part of it failed (%s).", type(error).__name__)
+                log.warning("The batch is scored as a whole, because a part of it failed (%s).", type(error).__name__)
         return self._reward.prepare(rollout)
 
     # In the thread
@@ -165,7 +171,7 @@ class AsyncRewards:
     def _run(self) -> None:
         asked: Future[FinishedGroups] | None = None
         while not self._is_closed:
-            if self._rate():
+            if self._score():
                 continue
             if self.poll is not None and (known := self.known) and (asked is None or asked.done()):
                 with suppress(Exception):  # questions of the trainer's own raise it
@@ -179,31 +185,31 @@ class AsyncRewards:
             for _, groups in asked.result():
                 self.note(groups)
 
-    def _rate(self) -> bool:
+    def _score(self) -> bool:
         """Rate all groups of the first step that has some, by one call; all of its batch, where the reward does not
         rate groups. Returns whether there were any.
         """
-        if self._is_due or not self._unrated:
+        if self._is_due or not self._unscored:
             return False
         with self.lock:
             with self._changed:
-                is_whole = {step: len(self._noted[step]) == len(self._expected[step][0]) for step in self._unrated}
+                is_whole = {step: len(self._noted[step]) == len(self._expected[step][0]) for step in self._unscored}
                 step = min((x for x in is_whole if is_whole[x] or self._reward.rates_groups), default=0)
                 if not step:
                     return False
-                parts, expected = self._unrated.pop(step), self._expected[step]
+                parts, expected = self._unscored.pop(step), self._expected[step]
             try:
                 prompts, describe = expected
                 rows = DataProto.concat(parts)
                 rows = rows[rows["group_ids"].argsort(stable=True)]
                 if prompts["prompt_ids"][rows["group_ids"]].equal(rows["prompt_ids"]):  # else of another batch size
                     rows = describe(rows)
-                    rating = _digests(rows), self._reward.prepare(rows)
+                    result = _digests(rows), self._reward.prepare(rows)
                     with self._changed:
                         if self._expected.get(step) is expected:  # else a checkpoint was loaded
-                            self._ratings.setdefault(step, []).append(rating)
-            except BaseException as error:  # noqa: BLE001 - `rating` raises it, if it comes again
-                log.info("Groups of step %d will be rated in their turn: %s", step, error)
+                            self._results.setdefault(step, []).append(result)
+            except BaseException as error:  # noqa: BLE001 - `result_of` raises it, if it comes again
+                log.info("Groups of step %d will be scored with their step: %s", step, error)
         return True
 
 

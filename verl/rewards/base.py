@@ -74,17 +74,17 @@ def checked_result(
         rows = [{"score": item, **(item if isinstance(item, Mapping) else {})} for item in result]
         result = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
     table = {"score": result, **(result if isinstance(result, Mapping) else {})}
-    rating = RewardResult(checked_scores(table.pop("score"), prompts, responses, function), nan_is_none=True)
+    scored = RewardResult(checked_scores(table.pop("score"), prompts, responses, function), nan_is_none=True)
     for name, values in table.items():
         items = _items(values)
         if name in TAKEN or isinstance(items, str) or len(items) != len(responses):
             raise reward_error(f"columns of {len(responses)} items, not named {', '.join(TAKEN)}", name, function)
         numbers = [_number(item) for item in items]
         if [x for x in numbers if x is not None] and numbers.count(None) == items.count(None):
-            rating.parts[name] = np.array(numbers, dtype=np.float64)  # None is nan
+            scored.parts[name] = np.array(numbers, dtype=np.float64)  # None is nan
         else:
-            rating.columns[name] = np.array([None if x is None else str(x) for x in items], dtype=object)
-    return rating
+            scored.columns[name] = np.array([None if x is None else str(x) for x in items], dtype=object)
+    return scored
 
 
 TAKEN = ("mean", "std", "failed", "unrated")  # metrics `reward/NAME` of every reward
@@ -285,7 +285,7 @@ class Reward:
         rates_ahead: whether it may rate a batch in a thread, while the trainer works: it computes elsewhere, or little,
             and draws from no generator of this process.
         rates_groups: whether a score does not depend on the responses to other prompts, and `parts` and `columns` have
-            the same names for any responses. With `rates_ahead`, the responses to a prompt are then rated as soon as
+            the same names for any responses. With `rates_ahead`, the responses to a prompt are then scored as soon as
             all of them are there; else those of a batch are.
     """
 
@@ -333,11 +333,11 @@ class Reward:
         """Rate responses before their turn: the part of `rated` that no running statistics of scores enter."""
         return self.rated(batch)
 
-    def apply(self, rating: RewardResult, batch: DataProto) -> RewardResult:
+    def apply(self, result: RewardResult, batch: DataProto) -> RewardResult:
         """Apply running statistics of scores, in the turn of a batch, to what `prepare` gave for its rows; gives what
         `rated` would give then.
         """
-        return rating
+        return result
 
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
         """Check the rows that a run will score, before weights load.
@@ -371,12 +371,12 @@ class Reward:
     def close(self) -> None:
         """Stop processes and connections. The trainer calls it at the end of a run; calling it again does nothing."""
 
-    def score(self, batch: DataProto, rating: RewardResult | None = None) -> DataProto:
+    def score(self, batch: DataProto, result: RewardResult | None = None) -> DataProto:
         """Score every response of a batch.
 
         Args:
             batch: response_mask [B T]; `prompt_text`, `response_text` and the columns of the data.
-            rating: of the batch; None calls `rated`.
+            result: of the batch; None calls `rated`.
         Returns:
             token_level_scores [B T] float32: per-token scores of the reward, or the score on the last True of
             response_mask and 0 elsewhere (all 0 for a row with an empty mask). In `non_tensor_batch`: `score`, B
@@ -385,11 +385,11 @@ class Reward:
         Raises:
             RewardError: the reward raised, or did not return B finite numbers; names the sample and the function.
         """
-        rating = self.rated(batch) if rating is None else rating
-        placed, scores = token_scores_of(rating, batch.batch["response_mask"]), rating.scores.astype(object)
-        scores[np.isnan(rating.scores)] = None
-        parts = {f"reward/{name}": values.astype(object) for name, values in rating.parts.items()}
-        columns = {f"reward_{name}": values for name, values in rating.columns.items()}
+        result = self.rated(batch) if result is None else result
+        placed, scores = token_scores_of(result, batch.batch["response_mask"]), result.scores.astype(object)
+        scores[np.isnan(result.scores)] = None
+        parts = {f"reward/{name}": values.astype(object) for name, values in result.parts.items()}
+        columns = {f"reward_{name}": values for name, values in result.columns.items()}
         return DataProto.from_dict(
             tensors={"token_level_scores": placed},
             non_tensors={"score": scores, **parts, **columns},
@@ -409,19 +409,19 @@ def in_time(reward: Reward, timeout_s: float | None = None) -> Reward:
     return reward
 
 
-def token_scores_of(rating: RewardResult, mask: torch.Tensor) -> torch.Tensor:
+def token_scores_of(result: RewardResult, mask: torch.Tensor) -> torch.Tensor:
     """Per-token scores [B T] float32: those of the result, or each score on the last token of its response.
 
     Args:
-        rating: scores of the batch.
+        result: scores of the batch.
         mask: response_mask [B T].
     """
-    if rating.token_scores is not None:
-        return rating.token_scores.to(device=mask.device, dtype=torch.float32)
+    if result.token_scores is not None:
+        return result.token_scores.to(device=mask.device, dtype=torch.float32)
     last = last_true(mask)
     rows = torch.nonzero(last >= 0).squeeze(1)
     placed = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-    placed[rows, last[rows]] = torch.tensor(rating.summands).to(placed)[rows]
+    placed[rows, last[rows]] = torch.tensor(result.summands).to(placed)[rows]
     return placed
 
 

@@ -100,19 +100,19 @@ class ScaledReward(Reward):
     def prepare(self, batch: DataProto) -> RewardResult:
         return self.reward.prepare(batch)
 
-    def apply(self, rating: RewardResult, batch: DataProto) -> RewardResult:
-        rating = self.reward.apply(rating, batch)
-        if not len(rating.scores):
-            return rating
-        if rating.token_scores is not None:
+    def apply(self, result: RewardResult, batch: DataProto) -> RewardResult:
+        result = self.reward.apply(result, batch)
+        if not len(result.scores):
+            return result
+        if result.token_scores is not None:
             raise RewardError(
                 "The reward returns token-level rewards, but normalisation needs one score for each response. Turn "
                 "normalisation off, or return one number for each response."
             )
         if self._learns:
-            self.norm.update(rating.scores[~np.isnan(rating.scores)])
+            self.norm.update(result.scores[~np.isnan(result.scores)])
         return RewardResult(
-            self.norm(rating.scores), {"raw": rating.scores, **rating.parts}, nan_is_none=rating.nan_is_none
+            self.norm(result.scores), {"raw": result.scores, **result.parts}, nan_is_none=result.nan_is_none
         )
 
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:

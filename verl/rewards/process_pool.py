@@ -347,10 +347,10 @@ class SampleReward(Reward):
             self.error_score if index in failures or outcome is None else outcome.score
             for index, outcome in enumerate(outcomes)
         ]
-        rating = checked_result(scores, prompts, responses, self.function)
+        result = checked_result(scores, prompts, responses, self.function)
         if self.error_score is not None:
-            rating.parts["failed"] = np.array([float(index in failures) for index in range(len(scores))])
-        return rating
+            result.parts["failed"] = np.array([float(index in failures) for index in range(len(scores))])
+        return result
 
     def close(self) -> None:
         self.pool.close()

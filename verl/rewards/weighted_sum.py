@@ -71,29 +71,29 @@ class SumOfRewards(Reward):
 
     def prepare(self, batch: DataProto) -> RewardResult:
         inner = {name: reward.prepare(batch) for name, reward in self.parts.items()}
-        counts = {f"{name}_{of_part}": x for name, rating in inner.items() for of_part, x in rating.counts.items()}
+        counts = {f"{name}_{of_part}": x for name, result in inner.items() for of_part, x in result.counts.items()}
         return RewardResult(np.zeros(len(batch)), counts=counts, inner=inner)
 
-    def apply(self, rating: RewardResult, batch: DataProto) -> RewardResult:
-        ratings = {name: reward.apply(rating.inner[name], batch) for name, reward in self.parts.items()}
+    def apply(self, result: RewardResult, batch: DataProto) -> RewardResult:
+        results = {name: reward.apply(result.inner[name], batch) for name, reward in self.parts.items()}
         total, parts, columns = np.zeros(len(batch)), {}, {}
-        for name, rating in ratings.items():
-            total = total + self.weights[name] * rating.summands
-            parts[name] = rating.scores
-            parts |= {f"{name}_{inner}": values for inner, values in rating.parts.items()}
-            columns |= {f"{name}_{inner}": values for inner, values in rating.columns.items()}
-        is_rated = np.any([~np.isnan(rating.scores) for rating in ratings.values()], axis=0)
-        is_none, tokens = all(rating.nan_is_none for rating in ratings.values()), self._token_scores(ratings, batch)
-        return RewardResult(np.where(is_rated, total, np.nan), parts, columns, tokens, nan_is_none=is_none)
+        for name, result in results.items():
+            total = total + self.weights[name] * result.summands
+            parts[name] = result.scores
+            parts |= {f"{name}_{inner}": values for inner, values in result.parts.items()}
+            columns |= {f"{name}_{inner}": values for inner, values in result.columns.items()}
+        is_scored = np.any([~np.isnan(result.scores) for result in results.values()], axis=0)
+        is_none, tokens = all(result.nan_is_none for result in results.values()), self._token_scores(results, batch)
+        return RewardResult(np.where(is_scored, total, np.nan), parts, columns, tokens, nan_is_none=is_none)
 
-    def _token_scores(self, ratings: Mapping[str, RewardResult], batch: DataProto) -> torch.Tensor | None:
+    def _token_scores(self, results: Mapping[str, RewardResult], batch: DataProto) -> torch.Tensor | None:
         """Weighted sum of token scores [B T]; None if no part scores single tokens."""
-        if all(rating.token_scores is None for rating in ratings.values()):
+        if all(result.token_scores is None for result in results.values()):
             return None
         mask = batch.batch["response_mask"]
         total = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-        for name, rating in ratings.items():
-            total += self.weights[name] * token_scores_of(rating, mask)
+        for name, result in results.items():
+            total += self.weights[name] * token_scores_of(result, mask)
         return total
 
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -35,7 +35,7 @@ class AutoRollout(Rollout):
     """
 
     supports: ClassVar[frozenset[Capability]] = HFRollout.supports - {"router_replay", "sampler"}
-    can_rest: ClassVar[bool] = True
+    can_offload: ClassVar[bool] = True
 
     max_model_len: int | None = None
 

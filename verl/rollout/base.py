@@ -52,14 +52,14 @@ class Rollout(Description):
         location: of generation: in the `trainer` with the tensors that train, in a `process` beside it with its own
             copy of the weights, or on a `server`.
         supports: what it can do beyond responses of a model of transformers; see `Capability`.
-        can_rest: whether the engine can release GPU memory between the last response of a step and the next sync.
+        can_offload: whether the engine can release GPU memory between the last response of a step and the next sync.
         may_change: the engine reads `options` at every call, so they may be replaced between calls.
         call_timeout_s: how long an engine in another process may make no progress; 0 for an engine in this process.
     """
 
     location: ClassVar[Literal["trainer", "process", "server"]] = "trainer"
     supports: ClassVar[frozenset[Capability]] = frozenset()
-    can_rest: ClassVar[bool] = False
+    can_offload: ClassVar[bool] = False
     may_change: ClassVar[bool] = False
     call_timeout_s: ClassVar[float] = 0.0
 
@@ -360,7 +360,7 @@ class RolloutEngine:
         """
         return SAME_TENSORS
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """Free memory for training until the next `turns` or `sync`, if the engine supports it."""
 
     def close(self) -> None:

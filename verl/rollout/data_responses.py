@@ -1,10 +1,10 @@
 """Responses of the data set in place of sampled ones, for a share of the prompts of each step.
 
-prompts of a step ──> drawn ── generate, score, assign_credit ──> experience ──> joined ── update
+prompts of a step ──> sampled ── score, advantages ──> experience ──> joined ── update
                   └─> rows: prompt and response of the data ── the teacher ─────────┘
 
 Which prompts these are depends on the seed and the step alone, so that a resumed run, one that generates ahead, and one
-in other processes choose the same. Their rows were drawn by no policy: `policy_version` is -1, advantages are 0, and
+in other processes choose the same. Their rows were sampled by no policy: `policy_version` is -1, advantages are 0, and
 they are in no reward, no curriculum and no replay buffer.
 """
 
@@ -55,7 +55,7 @@ class DataResponses:
                     f"expected {expected}."
                 )
 
-    def drawn(self, prompts: DataProto, step: int) -> DataProto:
+    def sampled(self, prompts: DataProto, step: int) -> DataProto:
         """The prompts of a step that the policy responds to: at least one, from which metrics are computed."""
         if not self._fraction:
             return prompts

@@ -104,9 +104,9 @@ class ResponseSampler:
         """See `RolloutEngine.sync`."""
         return self.engine.sync()
 
-    def rest(self) -> None:
-        """See `RolloutEngine.rest`."""
-        self.engine.rest()
+    def offload(self) -> None:
+        """See `RolloutEngine.offload`."""
+        self.engine.offload()
 
     def close(self) -> None:
         """Stop the engine. Idempotent."""

@@ -15,16 +15,10 @@ from verl.models.own_module import ModuleModel
 from verl.monitoring.ppo_metrics import evaluation_keys
 from verl.rewards.base import missing_columns
 from verl.rollout.data_responses import missing_completions
+from verl.trainer.build import PPODescription
 from verl.trainer.config import unused_settings
 from verl.trainer.plan.workload import role_processes
-from verl.trainer.ppo_description import PPODescription
-from verl.trainer.setup import (
-    metric_faults,
-    placement_faults,
-    resume_faults,
-    saving_faults,
-    sharding_faults,
-)
+from verl.trainer.setup import metric_faults, placement_faults, resume_faults, saving_faults, sharding_faults
 
 if TYPE_CHECKING:
     from verl.trainer.ppo import PPOTrainer

@@ -1,22 +1,15 @@
-"""LoopTrainer: set-up and tear-down that all trainers share (device, seeds, threads, roles, restored state), and fault
-tolerance.
-
-With `trainer=ray` a run that loses a worker, or one of whose workers hangs, restarts from its last checkpoint, at most
-`trainer.placement.max_restarts` times; otherwise it ends with `WorkerDied` or `WorkerHung`:
-
-fit ──> WorkerDied (WorkerHung included) ──> the last checkpoint ──> new workers ──> fit
-"""
+"""Set-up that all trainers share, each part with its check before a run: process settings, device, save directory,
+resumed checkpoint, processes of the roles."""
 
 from __future__ import annotations
 
 import functools
 import logging
 import os
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Self, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -24,39 +17,30 @@ from verl import config
 from verl.checkpoint.commit.upload_state import manifest_digest
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
+from verl.checkpoint.read.discovery import LATEST
 from verl.checkpoint.resume_point import find
 from verl.cluster.local_worker_group import InlineWorkerGroup, LocalWorkerGroup
 from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, as_plain, hint, nearest
 from verl.compose.run_start import lock_run_directory
-from verl.data.base import Dataset, DataSplits, named_source, report_counts
-from verl.data.curriculum import sampler_of
-from verl.data.sampler import EpochSampler
 from verl.engines.sharding import Sharding
-from verl.errors import CheckpointNotFound, ConfigError, WorkerDied, faults_below
+from verl.errors import ConfigError, faults_below
 from verl.models.model_files import WARM_START
 from verl.models.pretrained import ModelSource
-from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.ops.cpu_matmul import active_library, chosen_library, use_library
-from verl.protocol import DataProto
 from verl.storage.config import is_address
-from verl.tracking.base import TrackerSet
 from verl.trainer.config import LoopSettings
-from verl.trainer.plan.run_plan import RunPlan, log_plan
 from verl.trainer.plan.workload import role_processes
 from verl.trainer.state.checkpointing import CheckpointSaver, new_run_id
-from verl.trainer.state.driver_state import WHEN_BUILT, PartStates, Stateful, load_parts, states_of
 from verl.trainer.state.save_directory import SaveDirectoryChoice, job_name, run_dir_faults
 from verl.trainer.state.train_state import RankWriters
 from verl.trainer.state.training_identity import difference_messages, identity_of, paths_of_texts
-from verl.trainer.timers import StageTimers
 from verl.utils import torchrun
 from verl.utils.redact import redact_tree
 from verl.utils.seeding import derive_seed, seed_everything
 from verl.utils.threads import choose_threads
 from verl.workers.base import TrainedRole
-from verl.workers.load_state import RestoreSource, SavedRoleState
+from verl.workers.load_state import RestoreSource
 
 _log = logging.getLogger(__name__)
 
@@ -122,13 +106,6 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
     return replace(context, device=device, seed=settings.seed, run_dir=run_dir, cpu_matmul=library)
 
 
-def library_messages(context: BuildContext) -> list[str]:
-    """The start line about matrix products, where they are not computed as PyTorch does by default."""
-    if context.cpu_matmul == "mkl" or context.device != "cpu":
-        return []
-    return ["Large float32 products on the CPU are computed by oneDNN (trainer.cpu_matmul=mkl: by MKL)."]
-
-
 def resume_faults(resume: str | None) -> Iterator[str]:
     """Faults of the path in `resume` that can be found from directories and headers; bytes are verified later.
     Addresses and `latest` are resolved when the trainer is built.
@@ -162,8 +139,7 @@ def prepare_saving(
         is_restart: this trainer has trained in its run directory before.
         data: settings of the data that are known now that they are read, see `DataSplits.settled`.
     Raises:
-        ConfigError: there is no such checkpoint, or it is of another training, or another run saves in the directory,
-            or another run writes in the run directory, or one that this one does not resume has trained there.
+        ConfigError: there is no such checkpoint, or it is of another training, or a directory is another run's.
         BadCheckpoint: it is damaged.
         CheckpointWriteFailed: the directory cannot be written.
     """
@@ -334,196 +310,3 @@ def sharding_faults(run: Any) -> list[str]:
             if size is not None and (fault := fault_of(*size, counts[role])) is not None:
                 indivisible.setdefault(paths[role], f"{paths[role]}.{fault} ({name} of {role}.model)")
     return [*indivisible.values(), *with_degrees]
-
-
-class LoopTrainer(ABC):
-    """A running trainer: roles in their processes, data, trackers and checkpoints. The training loop calls its steps.
-
-    Call `close` when done, or use it as a context manager.
-
-    Attributes:
-        description: the run's description, written beside the results.
-        settings: those of the loop, and of the trainer's own kind.
-        cluster: the processes of the roles; None when they are closed.
-        saving: a `CheckpointSaver`; None before it is made.
-        restarts: reason of each restart.
-    """
-
-    description: Any
-    settings: Any
-    tracker: TrackerSet
-    stages: StageTimers
-    guard: NonFiniteGuard
-    train_data: Dataset
-    eval_data: Dataset | None
-    data_counts: dict[str, int]
-    sampler: EpochSampler
-    num_steps: int
-    run_dir: Path
-    context: BuildContext
-    cluster: WorkerGroup | None
-    saving: Any
-
-    def __init__(self, run: Any, context: BuildContext):
-        self.restarts: list[str] = []
-        self._context = context  # kept for a rebuild
-        self._start(run, context)
-
-    def _start(self, run: Any, context: BuildContext) -> None:
-        self.description, self.settings = run, run.trainer
-        self.cluster = self.saving = None
-        self._state = ProcessState(run.trainer)
-        try:
-            self._build(run, prepare_context(context, run.trainer))
-            if (point := self.saving.resumed) is not None:
-                load_parts(point, self.parts, WHEN_BUILT)
-        except BaseException:
-            self.close()
-            raise
-
-    @abstractmethod
-    def _build(self, run: Any, context: BuildContext) -> None:
-        """Load data and weights, and start the processes of the roles; sets every attribute."""
-
-    @abstractmethod
-    def step(self, batch: DataProto, step: int) -> dict[str, float]:
-        """One training step, number `step` from 1; returns its metrics."""
-
-    @abstractmethod
-    def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics of the weights after `step` steps."""
-
-    @property
-    @abstractmethod
-    def trained(self) -> dict[str, Any]:
-        """Handles of the roles whose weights are updated, by name."""
-
-    @property
-    @abstractmethod
-    def parts(self) -> dict[str, Stateful]:
-        """The driver's parts of a checkpoint; see `verl.trainer.state.driver_state`."""
-
-    def _use_data(self, splits: DataSplits, batch_size: int, setting: str) -> None:
-        """Take over data sets; `setting` is the path of the batch size, for messages."""
-        self.train_data, self.eval_data = splits.train, splits.eval
-        self.data_counts, self.settled_data = report_counts(splits), splits.settled
-        seed, source = derive_seed(self.settings.seed, "data order"), named_source(self.description.data)
-        options = {"seed": seed, "batch_size_name": setting, "mixture": splits.mixture, "source": source}
-        options["fills"] = splits.fills_last
-        curriculum = getattr(self.description.data, "curriculum", None)
-        self.sampler = sampler_of(curriculum, splits.train, batch_size, **options)
-        self.num_steps = self.settings.num_steps(self.sampler.batches_of)
-
-    def evaluates_after(self, step: int) -> bool:
-        """Whether the weights after this step are evaluated, if there are held-out rows."""
-        interval = self.settings.eval_interval
-        return step == self.num_steps or (interval > 0 and step % interval == 0)
-
-    def _plan(self, context: BuildContext) -> RunPlan | None:
-        """Plan the run, with the lengths of its rows and messages for its start; None where nothing trains."""
-        sampler = self.sampler
-        if (point := self.saving.resumed) is not None and sampler.fills:
-            sampler.fills = bool(point.read_json("dataloader/state.json").get("fills"))
-            self.num_steps = self.settings.num_steps(sampler.batches_of)
-        if (rest := sampler.size % sampler.batch_size) and self.num_steps >= sampler.batches_per_epoch:
-            how = "and further ones of the next epoch" if sampler.fills else "which are left out"
-            self.saving.messages.append(f"Data: an epoch of {sampler.size} rows ends with {rest} rows, {how}.")
-        if not (run := self.description).actor.trains:
-            return None
-        limit = next((key for key in ("max_length", "max_prompt_length") if hasattr(run.data, key)), None)
-        if limit is not None and (longest := self.longest_row()) is not None:
-            run = replace(run, data=replace(run.data, **{limit: max(2, longest)}))
-        plan = log_plan(run, context, self.saving.directory)
-        self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
-        self.saving.messages += library_messages(context)
-        return plan
-
-    def longest_row(self) -> int | None:
-        """Tokens of the longest row, of prompts without their responses, if the data provide it."""
-        longest = [getattr(data, "longest", None) for data in (self.train_data, self.eval_data) if data is not None]
-        known = [tokens for tokens in longest if tokens is not None]
-        return max(known) if len(known) == len(longest) else None
-
-    def save(self, directory: Path) -> list[Path]:
-        """Write the trained roles as Hugging Face directories below `directory`; returns these."""
-        paths = [directory / name for name in self.trained]
-        for path, role in zip(paths, self.trained.values(), strict=True):
-            path.mkdir(parents=True, exist_ok=True)  # transformers only logs that it cannot write
-            role.save(path).result()
-        return paths
-
-    def state(self, without: Collection[str] = ()) -> tuple[dict[str, SavedRoleState], PartStates]:
-        """State for a checkpoint: that of the roles by name, and of the parts but for some; see `TrainState.of`."""
-        assert self.cluster is not None
-        parts = {name: part for name, part in self.parts.items() if name not in without}
-        return self.saving.states_of(self.trained, self.cluster.shares_memory), states_of(parts)
-
-    def restart(self, resume: str | None, why: str) -> None:
-        """Rebuild everything and continue from a checkpoint, or from the beginning if `resume` is None."""
-        self.close()
-        self.restarts.append(why)
-        self._start(replace(self.description, resume=resume), self._context)
-
-    def close(self) -> None:
-        """Stop the workers, free the weights, and restore the process settings that the run changed."""
-        if self.saving is not None:
-            self.saving.close()
-        if self.cluster is not None:
-            self.cluster.close()
-            self.cluster = None
-        self._state.restore()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-
-Result = TypeVar("Result")
-
-
-def fit_with_restarts(trainer: LoopTrainer, fit: Callable[[bool], Result], max_restarts: int) -> Result:
-    """Train to the end, with restarts after lost workers.
-
-    Args:
-        fit: trains from the current step; its argument says whether a restart follows if a worker is lost.
-    Raises:
-        WorkerDied: a worker was lost, and the run has no checkpoints or no restarts left.
-    """
-    resume, why = None, None
-    while True:
-        try:
-            if why is not None:
-                trainer.restart(resume, why)  # may lose a worker too
-            return fit(max_restarts > 0 and _restart_fault(trainer, max_restarts) is None)
-        except WorkerDied as error:
-            if not max_restarts:
-                raise
-            if (reason := _restart_fault(trainer, max_restarts)) is not None:
-                detail = f"{error.detail}\n{reason}"
-                raise type(error)(error.rank, error.call, error.step, detail, error.process) from error
-            why = str(error).splitlines()[0].rstrip(":")
-            resume = last_checkpoint_of(trainer.saving) or trainer.description.resume
-            where = "the beginning, for it had saved nothing yet" if resume is None else resume
-            number = len(trainer.restarts) + 1
-            _log.warning("Restart %d of at most %d, from %s: %s", number, max_restarts, where, why)
-
-
-def _restart_fault(trainer: LoopTrainer, max_restarts: int) -> str | None:
-    """Why the run cannot be restarted automatically; None if it can."""
-    if not trainer.saving.is_wanted:
-        return "The run keeps no checkpoints, so it cannot go on by itself. Set checkpoint=async."
-    if len(trainer.restarts) >= max_restarts:
-        return f"The run was restarted {max_restarts} times before, and trainer.placement.max_restarts allows no more."
-    return None
-
-
-def last_checkpoint_of(saving: CheckpointSaver) -> str | None:
-    """The last checkpoint that this run published, not one of another run in the same directory."""
-    try:
-        complete = CheckpointDirectory(saving.directory).complete()
-    except CheckpointNotFound:
-        return None
-    of_run = [checkpoint for checkpoint in complete if checkpoint.manifest.run_id == saving.run_id]
-    return str(of_run[-1].directory) if of_run else None

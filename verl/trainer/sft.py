@@ -17,10 +17,10 @@ import torch
 from verl.algorithms.preference_losses import PreferenceLoss, PreferenceRows, evaluated
 from verl.checkpoint.config import Checkpointing
 from verl.cluster.rpc import role_handles
-from verl.component import BuildContext, Description, as_plain, component
+from verl.component import BuildContext, Description, component
 from verl.data.base import DataSplits, PreferenceSource, TextSource
 from verl.data.preference_dataset import PreferenceDataset
-from verl.data.sampler import EpochSampler
+from verl.data.sampler import DataSampler
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import tokenizer_fault
@@ -31,9 +31,8 @@ from verl.protocol import DataProto
 from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer.config import SFTSettings, unused_settings
+from verl.trainer.guards import Guards, stage
 from verl.trainer.setup import (
-    LoopTrainer,
-    fit_with_restarts,
     metric_faults,
     placement_faults,
     prepare_saving,
@@ -46,7 +45,7 @@ from verl.trainer.setup import (
 )
 from verl.trainer.state.driver_state import GeneratorStates, Stateful
 from verl.trainer.timers import StageTimers
-from verl.trainer.train_loop import TrainResult, fit
+from verl.trainer.train_loop import LoopTrainer
 from verl.workers.actor import Actor
 from verl.workers.colocated import PreferenceHost, RewardModelHost, SFTHost, with_tokenizer
 from verl.workers.load_state import RestoreSource
@@ -211,7 +210,7 @@ class SFTTrainer(LoopTrainer):
         self.tracker = run.tracker.build(context)
         self.stages = StageTimers(self.tracker)
         self.saving = prepare_saving(run, context, run.loss_key, self.uses, is_restart=bool(self.restarts))
-        self.guard = NonFiniteGuard(run.trainer.safety, self.run_dir, context.tokenizer, self._blame)
+        self.guards = Guards(self, NonFiniteGuard(run.trainer.safety, self.run_dir, context.tokenizer, self._blame))
         self._plan(context)
         restore = restore_of(self.saving)
         host = self.host(run, restore)
@@ -225,18 +224,15 @@ class SFTTrainer(LoopTrainer):
         """The roles that this trainer starts."""
         return run.host(self.num_steps, restore)
 
+    @stage
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One optimizer step on the mean negative log-likelihood per learned token."""
-        assert self.cluster is not None
-        self.cluster.step = self.guard.step = step
         self.saving.wait_copied()
         with self.stages.stage("update") as note:
-            metrics = self.learner.update(self.guard.planted(batch)).result()
-            self.guard.judge("sft", metrics, lambda: batch)
+            metrics = self.optimizer_step(batch, "sft", self.learner, lambda: batch)
             note.say(f"{len(batch)} sequences, loss {metrics['loss']:.4f}")
         tokens = float(batch["loss_mask"].sum())
         metrics = {f"sft/{k}": v for k, v in metrics.items()}
-        self.guard.watch(metrics, batch)
         return {**metrics, "perf/samples": float(len(batch)), "perf/tokens": tokens}
 
     def evaluate(self, step: int) -> dict[str, float]:
@@ -266,19 +262,9 @@ class SFTTrainer(LoopTrainer):
 
     @property
     def parts(self) -> dict[str, Stateful]:
-        """The driver's parts of a checkpoint."""
         assert self.cluster is not None
         generators = GeneratorStates(self.cluster, self.learner, self.settings.seed)
-        return {"sampler": self.sampler, "safety": self.guard, "rng": generators}
-
-    def fit(self) -> TrainResult:
-        """Train to the end; see `verl.trainer.train_loop.fit`. In Ray, a lost worker costs the steps since the last
-        save.
-        """
-        return fit_with_restarts(self, self._fit_once, self.settings.max_restarts)
-
-    def _fit_once(self, may_restart: bool) -> TrainResult:
-        return fit(self, as_plain(self.description), may_restart=may_restart)
+        return {"sampler": self.sampler, "safety": self.guards.monitor, "rng": generators}
 
 
 class ReferenceScores:
@@ -293,7 +279,7 @@ class ReferenceScores:
             {} if evaluation is None else {"eval": evaluation}
         )
 
-    def compute(self, reference: Any, sampler: EpochSampler) -> None:
+    def compute(self, reference: Any, sampler: DataSampler) -> None:
         """Score the rows in the batches of a sampler at its start, and free the reference."""
         order, rest = copy.copy(sampler), torch.ones(len(self._data["train"]), dtype=torch.bool)
         batches = [order.next_batch() for _ in range(order.batches_per_epoch)]
@@ -308,7 +294,6 @@ class ReferenceScores:
         reference.free().result()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The scores of each data set."""
         return {name: data.ref_scores for name, data in self._data.items() if data.ref_scores is not None}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -364,28 +349,24 @@ class PreferenceTrainer(SFTTrainer):
             )
         return splits
 
+    @stage
     def step(self, batch: DataProto, step: int) -> dict[str, float]:
         """One optimizer step on the loss of a batch of pairs, or of labelled responses."""
-        assert self.cluster is not None
-        self.cluster.step = self.guard.step = step
         self.saving.wait_copied()
         with self.stages.stage("score"):
             coefs, metrics = self._evaluated(batch)
         rows = batch.union(DataProto.from_dict({"row_coefs": coefs}))
         rows = rows if self.loss.is_paired else rows[: len(rows) // 2]  # mismatched rows have no gradient
         with self.stages.stage("update") as note:
-            update = self.learner.update(self.guard.planted(rows)).result()
+            update = self.optimizer_step(rows, "preference", self.learner, lambda: batch)
             loss = metrics.pop("loss")
             update["loss"] = loss if math.isfinite(update["loss"]) else update["loss"]
-            self.guard.judge("preference", update, lambda: batch)
             note.say(f"{len(rows)} responses, loss {loss:.4f}")
         metrics |= {f"preference/{name}": x for name, x in update.items()}
-        self.guard.watch(metrics, batch)
         tokens = float(rows["response_mask"].sum())
         return {**metrics, "perf/samples": float(len(rows)), "perf/tokens": tokens}
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """The metrics of a step over the held-out rows."""
         if self.eval_data is None:
             return {}
         metrics = self._evaluated(self.eval_data.collate(range(len(self.eval_data))))[1]

@@ -84,7 +84,6 @@ class Profiler:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around one training step."""
         settings = self.settings
         if settings is not None and step == settings.first_step:
             self._start(settings)

@@ -1,9 +1,14 @@
-"""The training loop around every trainer: data order, evaluation, progress, saving, and an orderly end.
+"""The training loop, and what every trainer in it has: data order, evaluation, progress, saving, an orderly end.
 
 evaluate ── [ step ── log ── evaluate every eval_interval steps ── checkpoint if due ] × num_steps ── save ── close
               ^ one batch of the sampler's order
 
-`fit` runs the whole loop; a `TrainLoop` can also be run step by step.
+`fit` runs the whole loop; a `TrainLoop` can also be run step by step. `LoopTrainer` is the base of the trainers.
+
+With `trainer=ray` a run that loses a worker, or one of whose workers hangs, restarts from its last checkpoint, at most
+`trainer.placement.max_restarts` times; otherwise it ends with `WorkerDied` or `WorkerHung`:
+
+fit ──> WorkerDied (WorkerHung included) ──> the last checkpoint ──> new workers ──> fit
 """
 
 from __future__ import annotations
@@ -14,32 +19,41 @@ import logging
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
 from verl.checkpoint.core.filesystem import write_errors
-from verl.checkpoint.read.discovery import POLICY_RECORD
+from verl.checkpoint.read.discovery import POLICY_RECORD, CheckpointDirectory
 from verl.checkpoint.resume_point import ResumePoint
 from verl.checkpoint.save.save_request import SaveOutcome
-from verl.component import as_plain
-from verl.errors import CheckpointFenced, VerlError, WorkerDied, WorkerError, error_text
+from verl.cluster.rpc import WorkerGroup
+from verl.component import BuildContext, as_plain
+from verl.data.base import Dataset, DataSplits, named_source, report_counts
+from verl.data.curriculum import sampler_of
+from verl.data.sampler import DataSampler
+from verl.errors import CheckpointFenced, CheckpointNotFound, VerlError, WorkerDied, WorkerError, error_text
 from verl.monitoring.nonfinite import StepSkipped
 from verl.protocol import DataProto
+from verl.tracking.base import TrackerSet
 from verl.tracking.jsonl import plain
 from verl.tracking.logging_setup import IN_RUN_LOG
-from verl.trainer.setup import LoopTrainer
-from verl.trainer.state.checkpointing import rate_of
-from verl.trainer.state.driver_state import PartStates, load_parts
+from verl.trainer.guards import Guards, stage
+from verl.trainer.plan.run_plan import RunPlan, log_plan
+from verl.trainer.setup import ProcessState, prepare_context
+from verl.trainer.state.checkpointing import CheckpointSaver, rate_of
+from verl.trainer.state.driver_state import WHEN_BUILT, PartStates, Stateful, load_parts
 from verl.trainer.state.lineage import record_environment
-from verl.trainer.timers import Profiler
+from verl.trainer.timers import Profiler, StageTimers
 from verl.utils.external_input import write_whole
 from verl.utils.memory import forget_peak, peak_memory
 from verl.utils.redact import redact, redact_tree
+from verl.utils.seeding import derive_seed
 from verl.utils.signals import StopRequest, component_exits, interruption
 from verl.workers.load_state import SavedRoleState
 
@@ -82,17 +96,221 @@ class TrainResult:
     data: dict[str, int] = field(default_factory=dict)
 
     def as_plain(self) -> dict[str, Any]:
-        """The result as plain JSON values."""
         return {**vars(self), "run_dir": str(self.run_dir), "saved": [str(path) for path in self.saved]}
 
-    def write(self) -> None:
-        """Write `summary.json` into the run's directory."""
-        write_whole(self.run_dir / "summary.json", (json.dumps(self.as_plain(), indent=2) + "\n").encode())
+
+class LoopTrainer(ABC):
+    """A running trainer: roles in their processes, data, trackers and checkpoints. The training loop calls its steps.
+
+    Call `close` when done, or use it as a context manager.
+
+    Attributes:
+        description: the run's description, written beside the results.
+        settings: those of the loop, and of the trainer's own kind.
+        cluster: the processes of the roles; None when they are closed.
+        saving: a `CheckpointSaver`; None before it is made.
+        restarts: reason of each restart.
+    """
+
+    description: Any
+    settings: Any
+    tracker: TrackerSet
+    stages: StageTimers
+    guards: Guards
+    train_data: Dataset
+    eval_data: Dataset | None
+    data_counts: dict[str, int]
+    sampler: DataSampler
+    num_steps: int
+    run_dir: Path
+    context: BuildContext
+    cluster: WorkerGroup | None
+    saving: Any
+
+    def __init__(self, run: Any, context: BuildContext):
+        self.restarts: list[str] = []
+        self._context = context  # kept for a rebuild
+        self._start(run, context)
+
+    def _start(self, run: Any, context: BuildContext) -> None:
+        self.description, self.settings = run, run.trainer
+        self.cluster = self.saving = None
+        self._state = ProcessState(run.trainer)
+        try:
+            self._build(run, prepare_context(context, run.trainer))
+            if (point := self.saving.resumed) is not None:
+                load_parts(point, self.parts, WHEN_BUILT)
+        except BaseException:
+            self.close()
+            raise
+
+    @abstractmethod
+    def _build(self, run: Any, context: BuildContext) -> None:
+        """Load data and weights, and start the processes of the roles; sets every attribute."""
+
+    @abstractmethod
+    def step(self, batch: DataProto, step: int) -> dict[str, float]:
+        """One training step, number `step` from 1; returns its metrics."""
+
+    @stage
+    def optimizer_step(
+        self, rows: DataProto, name: str, role: Any, described: Callable[[], DataProto]
+    ) -> dict[str, float]:
+        """One optimizer step of a role; returns its metrics.
+
+        Args:
+            name: of the metrics.
+            described: gives the rows with their texts, for reports.
+        """
+        return role.update(rows).result()
+
+    @abstractmethod
+    def evaluate(self, step: int) -> dict[str, float]:
+        """Metrics of the weights after `step` steps."""
+
+    @property
+    @abstractmethod
+    def trained(self) -> dict[str, Any]:
+        """Handles of the roles whose weights are updated, by name."""
+
+    @property
+    @abstractmethod
+    def parts(self) -> dict[str, Stateful]:
+        """The driver's parts of a checkpoint; see `verl.trainer.state.driver_state`."""
+
+    def _use_data(self, splits: DataSplits, batch_size: int, setting: str) -> None:
+        """Take over data sets; `setting` is the path of the batch size, for messages."""
+        self.train_data, self.eval_data = splits.train, splits.eval
+        self.data_counts, self.settled_data = report_counts(splits), splits.settled
+        seed, source = derive_seed(self.settings.seed, "data order"), named_source(self.description.data)
+        options = {"seed": seed, "batch_size_name": setting, "mixture": splits.mixture, "source": source}
+        options["fills"] = splits.fills_last
+        curriculum = getattr(self.description.data, "curriculum", None)
+        self.sampler = sampler_of(curriculum, splits.train, batch_size, **options)
+        self.num_steps = self.settings.num_steps(self.sampler.batches_of)
+
+    def evaluates_after(self, step: int) -> bool:
+        """Whether the weights after this step are evaluated, if there are held-out rows."""
+        interval = self.settings.eval_interval
+        return step == self.num_steps or (interval > 0 and step % interval == 0)
+
+    def _plan(self, context: BuildContext) -> RunPlan | None:
+        """Plan the run, with the lengths of its rows and messages for its start; None where nothing trains."""
+        sampler = self.sampler
+        if (point := self.saving.resumed) is not None and sampler.fills:
+            sampler.fills = bool(point.read_json("dataloader/state.json").get("fills"))
+            self.num_steps = self.settings.num_steps(sampler.batches_of)
+        if (rest := sampler.size % sampler.batch_size) and self.num_steps >= sampler.batches_per_epoch:
+            how = "and further ones of the next epoch" if sampler.fills else "which are left out"
+            self.saving.messages.append(f"Data: an epoch of {sampler.size} rows ends with {rest} rows, {how}.")
+        if not (run := self.description).actor.trains:
+            return None
+        limit = next((key for key in ("max_length", "max_prompt_length") if hasattr(run.data, key)), None)
+        if limit is not None and (longest := self.longest_row()) is not None:
+            run = replace(run, data=replace(run.data, **{limit: max(2, longest)}))
+        plan = log_plan(run, context, self.saving.directory)
+        self.saving.messages += [] if plan is None else [f"Plan: {plan.summary()}."]
+        if context.cpu_matmul != "mkl" and context.device == "cpu":
+            self.saving.messages.append(
+                "Large float32 products on the CPU are computed by oneDNN (trainer.cpu_matmul=mkl: by MKL)."
+            )
+        return plan
+
+    def longest_row(self) -> int | None:
+        """Tokens of the longest row, of prompts without their responses, if the data provide it."""
+        longest = [getattr(data, "longest", None) for data in (self.train_data, self.eval_data) if data is not None]
+        known = [tokens for tokens in longest if tokens is not None]
+        return max(known) if len(known) == len(longest) else None
+
+    def save(self, directory: Path) -> list[Path]:
+        """Write the trained roles as Hugging Face directories below `directory`; returns these."""
+        paths = [directory / name for name in self.trained]
+        for path, role in zip(paths, self.trained.values(), strict=True):
+            path.mkdir(parents=True, exist_ok=True)  # transformers only logs that it cannot write
+            role.save(path).result()
+        return paths
+
+    def state(self, without: Collection[str] = ()) -> tuple[dict[str, SavedRoleState], PartStates]:
+        """State for a checkpoint: that of the roles by name, and of the parts but for some; see `TrainState.of`."""
+        assert self.cluster is not None
+        roles = self.saving.states_of(self.trained, self.cluster.shares_memory)
+        return roles, {name: part.state_dict() for name, part in self.parts.items() if name not in without}
+
+    def fit(self) -> TrainResult:
+        """Train to the end; see `fit`. In Ray, a lost worker costs the steps since the last save."""
+        return fit_with_restarts(
+            self, lambda may_restart: fit(self, may_restart=may_restart), self.settings.max_restarts
+        )
+
+    def restart(self, resume: str | None, why: str) -> None:
+        """Rebuild everything and continue from a checkpoint, or from the beginning if `resume` is None."""
+        self.close()
+        self.restarts.append(why)
+        self._start(replace(self.description, resume=resume), self._context)
+
+    def close(self) -> None:
+        """Stop the workers, free the weights, and restore the process settings that the run changed."""
+        if self.saving is not None:
+            self.saving.close()
+        if self.cluster is not None:
+            self.cluster.close()
+            self.cluster = None
+        self._state.restore()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
 
-def fit(
-    trainer: LoopTrainer, config: dict[str, Any], course: TrainLoop | None = None, *, may_restart: bool = False
-) -> TrainResult:
+def fit_with_restarts(trainer: LoopTrainer, fit: Callable[[bool], TrainResult], max_restarts: int) -> TrainResult:
+    """Train to the end, with restarts after lost workers.
+
+    Args:
+        fit: trains from the current step; its argument says whether a restart follows if a worker is lost.
+    Raises:
+        WorkerDied: a worker was lost, and the run has no checkpoints or no restarts left.
+    """
+    resume, why = None, None
+    while True:
+        try:
+            if why is not None:
+                trainer.restart(resume, why)  # may lose a worker too
+            return fit(max_restarts > 0 and _restart_fault(trainer, max_restarts) is None)
+        except WorkerDied as error:
+            if not max_restarts:
+                raise
+            if (reason := _restart_fault(trainer, max_restarts)) is not None:
+                detail = f"{error.detail}\n{reason}"
+                raise type(error)(error.rank, error.call, error.step, detail, error.process) from error
+            why = str(error).splitlines()[0].rstrip(":")
+            resume = last_checkpoint_of(trainer.saving) or trainer.description.resume
+            where = "the beginning, for it had saved nothing yet" if resume is None else resume
+            number = len(trainer.restarts) + 1
+            _log.warning("Restart %d of at most %d, from %s: %s", number, max_restarts, where, why)
+
+
+def _restart_fault(trainer: LoopTrainer, max_restarts: int) -> str | None:
+    """Why the run cannot be restarted automatically; None if it can."""
+    if not trainer.saving.is_wanted:
+        return "The run keeps no checkpoints, so it cannot go on by itself. Set checkpoint=async."
+    if len(trainer.restarts) >= max_restarts:
+        return f"The run was restarted {max_restarts} times before, and trainer.placement.max_restarts allows no more."
+    return None
+
+
+def last_checkpoint_of(saving: CheckpointSaver) -> str | None:
+    """The last checkpoint that this run published, not one of another run in the same directory."""
+    try:
+        complete = CheckpointDirectory(saving.directory).complete()
+    except CheckpointNotFound:
+        return None
+    of_run = [checkpoint for checkpoint in complete if checkpoint.manifest.run_id == saving.run_id]
+    return str(of_run[-1].directory) if of_run else None
+
+
+def fit(trainer: LoopTrainer, course: TrainLoop | None = None, *, may_restart: bool = False) -> TrainResult:
     """Train to the end: from the start, from the trainer's checkpoint, or from the current step of a loop.
 
     On SIGTERM and Ctrl-C the current step is finished and saved, and `Terminated` or KeyboardInterrupt is raised. A
@@ -101,7 +319,7 @@ def fit(
     Args:
         may_restart: the caller restarts the run after a lost worker, so that this does not end it.
     """
-    course = TrainLoop(trainer, config) if course is None else course
+    course = TrainLoop(trainer, as_plain(trainer.description)) if course is None else course
     result = course.result
     course.open()
     stop = StopRequest()
@@ -130,20 +348,6 @@ def _result_so_far(trainer: LoopTrainer) -> TrainResult:
         result.wall_s, result.train_s = point.state.get("wall_clock_s", 0.0), done.get("train_s", 0.0)
         result.evaluations = {int(step): metrics for step, metrics in done.get("evaluations", {}).items()}
     return result
-
-
-def _begin(trainer: LoopTrainer, result: TrainResult) -> None:
-    point = trainer.saving.resumed
-    if point is not None:
-        load_parts(point, trainer.parts, ["rng"])  # the rest was loaded when the trainer was built
-        if trainer.settings.repeat_first_batch:
-            trainer.sampler.rewind()
-        if point.step >= trainer.num_steps:
-            trainer.tracker.message(
-                f"Nothing is left to do: the checkpoint is of step {point.step}, and the run has {trainer.num_steps}."
-            )
-    elif trainer.settings.eval_before:
-        _evaluate(trainer, 0, result)
 
 
 class TrainLoop:
@@ -188,9 +392,19 @@ class TrainLoop:
         if self._is_begun:
             return
         self._is_begun = True
-        self.trainer.saving.start(self.trainer.run_dir)
-        if evaluates or self.trainer.saving.resumed is not None:
-            _begin(self.trainer, self.result)
+        trainer, point = self.trainer, self.trainer.saving.resumed
+        trainer.saving.start(trainer.run_dir)
+        if point is None:
+            if evaluates and trainer.settings.eval_before:
+                self._evaluate(0)
+            return
+        load_parts(point, trainer.parts, ["rng"])  # the rest was loaded when the trainer was built
+        if trainer.settings.repeat_first_batch:
+            trainer.sampler.rewind()
+        if point.step >= trainer.num_steps:
+            trainer.tracker.message(
+                f"Nothing is left to do: the checkpoint is of step {point.step}, and the run has {trainer.num_steps}."
+            )
 
     def run(self, stop: StopRequest) -> None:
         """Run steps to the end of the run, or until it must stop."""
@@ -208,9 +422,13 @@ class TrainLoop:
         if self._rows is None or not settings.repeat_first_batch:
             self._rows = trainer.sampler.next_batch()
         with self.profiler.step(step):
-            metrics = _step(trainer, trainer.train_data.collate(self._rows), step)
+            try:
+                metrics = trainer.step(trainer.train_data.collate(self._rows), step)
+            except StepSkipped:
+                metrics = {"perf/samples": 0.0}
             took = time.perf_counter() - started
         metrics |= {
+            **trainer.guards.monitor.take(),
             **trainer.stages.take(),
             "timing/step_s": took,
             "perf/samples_per_s": metrics["perf/samples"] / took,
@@ -224,14 +442,16 @@ class TrainLoop:
         if not self._is_prepared and not is_last and trainer.saving.is_async:  # now the optimizer has its state
             trainer.saving.prepare(*trainer.state(without=("drawn_ahead",)))  # which would wait for the engine
         self._is_prepared = True
-        evaluated: dict[str, float] = {}
-        if trainer.evaluates_after(step):
-            evaluated = _evaluate(trainer, step, result)
+        evaluated = self._evaluate(step) if trainer.evaluates_after(step) else {}
         if (sentence := trainer.saving.note(step, metrics)) is not None:
             trainer.tracker.message(sentence)
-        reason = None if is_last else _reason_to_stop(trainer, step)
+        reason = None
+        if step == settings.stop_after and not is_last:
+            reason = "trainer.stop_after says so"
+        elif not is_last and trainer.saving.out_of_time():
+            reason = "another one might not end within the time limit"
         is_stopping = bool(stop) or reason is not None
-        _checkpoint(trainer, result, {**metrics, **evaluated}, took, is_last, is_stopping)
+        self._save_if_due({**metrics, **evaluated}, took, is_last, is_stopping)
         if reason is not None:
             trainer.tracker.message(f"Stopping after step {step}: {reason}.")
         return is_stopping
@@ -251,7 +471,7 @@ class TrainLoop:
         trainer, saving = self.trainer, self.trainer.saving
         is_own = directory is None or directory.absolute() == saving.directory
         with trainer.stages.stage("save") as note:
-            roles, state, facts = _to_save(trainer, self.result, self.result.last_metrics)
+            roles, state, facts = self._to_save(self.result.last_metrics)
             facts |= {"metrics": self.result.last_metrics, "tag": tag, "why": "asked for"}
             note.say(f"step {self.result.steps}, asked for")
             if not is_own or not saving.is_on:
@@ -259,17 +479,17 @@ class TrainLoop:
             saving.save(self.result.steps, roles, state, **facts)
             outcomes = saving.drain()
         trainer.stages.take()
-        _handle_outcomes(trainer, self.result, outcomes, is_end=True)
+        self._log_saves(outcomes, is_end=True)
         return saving.directory / self.result.checkpoints[-1]
 
     def settle(self) -> None:
         """Wait for pending saves and record their outcomes."""
-        _handle_outcomes(self.trainer, self.result, self.trainer.saving.drain(), is_end=False)
+        self._log_saves(self.trainer.saving.drain(), is_end=False)
 
     def evaluate(self) -> dict[str, float]:
         """Evaluate the current weights on the held-out rows; logs and returns metrics."""
         self.begin()
-        return _evaluate(self.trainer, self.result.steps, self.result)
+        return self._evaluate(self.result.steps)
 
     def go_on_from(self, point: ResumePoint) -> None:
         """Continue from the step of a checkpoint."""
@@ -297,131 +517,111 @@ class TrainLoop:
             setattr(error, IN_RUN_LOG, True)
 
     def end(self) -> None:
-        """Write the weights and the summary, and close trackers and checkpoints. Idempotent."""
+        """Write the weights and the summary, and close trackers and checkpoints, each even if what comes before it
+        fails. Idempotent."""
         if self.is_over:
             return
         self.is_over = True
-        try:
-            self.profiler.close()
-        finally:
-            self.result.wall_s += time.perf_counter() - self._started
-            _finish(self.trainer, self.result)
+        trainer, result = self.trainer, self.result
+        result.wall_s += time.perf_counter() - self._started
+        with ExitStack() as ending:
+            ending.callback(lambda: trainer.tracker.close(result.status))
+            ending.callback(lambda: trainer.tracker.result(result.as_plain() | self._to_continue()))
+            ending.callback(lambda: trainer.saving.close(result.status, result.steps))
+            ending.callback(self._write_result)
+            ending.callback(self._save_final)
+            ending.callback(self.profiler.close)
 
-
-def _reason_to_stop(trainer: LoopTrainer, step: int) -> str | None:
-    """Why the run ends before its last step, other than by a signal."""
-    if step == trainer.settings.stop_after:
-        return "trainer.stop_after says so"
-    return "another one might not end within the time limit" if trainer.saving.out_of_time() else None
-
-
-def _checkpoint(
-    trainer: LoopTrainer,
-    result: TrainResult,
-    metrics: dict[str, float],
-    took_s: float,
-    is_last: bool,
-    is_stopping: bool,
-) -> None:
-    """Save a checkpoint if one is due, and record the outcomes of earlier saves."""
-    saving, step = trainer.saving, result.steps
-    why = saving.due(step, took_s, is_last, is_stopping)
-    if saving.is_better(metrics) and why is None:
-        why = "the best so far"
-    is_asked, tag = saving.asked_for()
-    if is_asked:
-        why = "somebody asked for it"
-    if why is not None:
-        with trainer.stages.stage("save") as note:
-            roles, state, facts = _to_save(trainer, result, metrics)
-            saving.save(step, roles, state, metrics=metrics, tag=tag, why=why, **facts)
-            note.say(f"step {step}, {why}")
+    def _evaluate(self, step: int) -> dict[str, float]:
+        trainer = self.trainer
+        if trainer.eval_data is None:
+            return {}
+        with trainer.stages.stage("eval") as note:
+            metrics = trainer.evaluate(step)
+            note.say(f"the weights after {step} steps")
+        if metrics:
+            self.result.evaluations[step] = metrics
+            trainer.tracker.evaluation(metrics, step)
         trainer.stages.take()
-    is_end = is_last or is_stopping
-    _handle_outcomes(trainer, result, saving.drain() if is_end else saving.poll(), is_end)
+        return metrics
 
+    def _save_if_due(self, metrics: dict[str, float], took_s: float, is_last: bool, is_stopping: bool) -> None:
+        """Save a checkpoint if one is due, and record the outcomes of earlier saves."""
+        saving, step = self.trainer.saving, self.result.steps
+        why = saving.due(step, took_s, is_last, is_stopping)
+        if saving.is_better(metrics) and why is None:
+            why = "the best so far"
+        is_asked, tag = saving.asked_for()
+        if is_asked:
+            why = "somebody asked for it"
+        if why is not None:
+            with self.trainer.stages.stage("save") as note:
+                roles, state, facts = self._to_save(metrics)
+                saving.save(step, roles, state, metrics=metrics, tag=tag, why=why, **facts)
+                note.say(f"step {step}, {why}")
+            self.trainer.stages.take()
+        is_end = is_last or is_stopping
+        self._log_saves(saving.drain() if is_end else saving.poll(), is_end)
 
-def _to_save(
-    trainer: LoopTrainer, result: TrainResult, metrics: dict[str, float]
-) -> tuple[dict[str, SavedRoleState], PartStates, dict[str, Any]]:
-    """State of the roles, of the driver's parts, and metadata for a checkpoint."""
-    roles, state = trainer.state()
-    progress = _progress(trainer, result)
-    metadata = {"learning_rate": rate_of(metrics), "progress": progress, "trackers": trainer.tracker.identity()}
-    return roles, state, metadata
+    def _to_save(self, metrics: dict[str, float]) -> tuple[dict[str, SavedRoleState], PartStates, dict[str, Any]]:
+        """State of the roles, of the driver's parts, and metadata for a checkpoint."""
+        roles, state = self.trainer.state()
+        trackers = self.trainer.tracker.identity()
+        return roles, state, {"learning_rate": rate_of(metrics), "progress": self._progress(), "trackers": trackers}
 
+    def _progress(self) -> dict[str, Any]:
+        counts = {name: getattr(self.result, name) for name in ("samples", "train_s", "evaluations")}
+        return counts | {"has_chats": getattr(self.trainer.train_data, "has_chats", None)}
 
-def _progress(trainer: LoopTrainer, result: TrainResult) -> dict[str, Any]:
-    counts = {name: getattr(result, name) for name in ("samples", "train_s", "evaluations")}
-    return counts | {"has_chats": getattr(trainer.train_data, "has_chats", None)}
-
-
-def _handle_outcomes(trainer: LoopTrainer, result: TrainResult, outcomes: list[SaveOutcome], is_end: bool) -> None:
-    """Log the outcomes of saves. A failed save does not end the training, unless it was the last one of the run."""
-    for outcome in outcomes:
-        if outcome.was_skipped:
-            trainer.tracker.message(f"Step {outcome.step} was not saved: two earlier checkpoints are being written.")
-        elif isinstance(outcome.error, CheckpointFenced):  # whatever this run did from here on would be lost
-            raise outcome.error
-        elif outcome.error is not None:
-            _log.error("The checkpoint of step %d was NOT SAVED: %s", outcome.step, outcome.error)
-            trainer.tracker.message(f"The checkpoint of step {outcome.step} was not saved: {outcome.error}")
-            if is_end:
+    def _log_saves(self, outcomes: list[SaveOutcome], is_end: bool) -> None:
+        """Log the outcomes of saves. A failed save does not end the training, unless it was the last one of the run."""
+        result, tracker = self.result, self.trainer.tracker
+        for outcome in outcomes:
+            if outcome.was_skipped:
+                tracker.message(f"Step {outcome.step} was not saved: two earlier checkpoints are being written.")
+            elif isinstance(outcome.error, CheckpointFenced):  # whatever this run did from here on would be lost
                 raise outcome.error
-        elif outcome.name is not None:
-            result.checkpoints.append(outcome.name)
-            cost = {"stall_s": outcome.stall_s, "total_s": outcome.total_s, "bytes": outcome.num_bytes}
-            result.saves.append({"step": outcome.step, **cost})
-            _log.info("checkpoint %s is published, %.2f s after it began", outcome.name, outcome.total_s)
+            elif outcome.error is not None:
+                _log.error("The checkpoint of step %d was NOT SAVED: %s", outcome.step, outcome.error)
+                tracker.message(f"The checkpoint of step {outcome.step} was not saved: {outcome.error}")
+                if is_end:
+                    raise outcome.error
+            elif outcome.name is not None:
+                result.checkpoints.append(outcome.name)
+                cost = {"stall_s": outcome.stall_s, "total_s": outcome.total_s, "bytes": outcome.num_bytes}
+                result.saves.append({"step": outcome.step, **cost})
+                _log.info("checkpoint %s is published, %.2f s after it began", outcome.name, outcome.total_s)
 
+    def _to_continue(self) -> dict[str, Any]:
+        """`policy_words`, and the path of the last checkpoint, by the key `last_checkpoint`."""
+        trainer, saved = self.trainer, self.result.checkpoints
+        last = str(Path(trainer.saving.directory) / saved[-1]) if saved else None
+        return {"policy_words": trainer.context.policy_words, "last_checkpoint": last}
 
-def _step(trainer: LoopTrainer, batch: DataProto, step: int) -> dict[str, float]:
-    trainer.guard.step = step
-    try:
-        metrics = trainer.step(batch, step)
-    except StepSkipped:
-        metrics = {"perf/samples": 0.0}
-    return metrics | trainer.guard.take()
+    def _write_result(self) -> None:
+        file = self.result.run_dir / "summary.json"
+        try:
+            write_whole(file, (json.dumps(self.result.as_plain(), indent=2) + "\n").encode())
+        except OSError as error:  # a full disk must not fail a run whose weights are saved
+            _log.error("%s cannot be written: %s", file, error)
 
-
-def _evaluate(trainer: LoopTrainer, step: int, result: TrainResult) -> dict[str, float]:
-    if trainer.eval_data is None:
-        return {}
-    with trainer.stages.stage("eval") as note:
-        metrics = trainer.evaluate(step)
-        note.say(f"the weights after {step} steps")
-    if metrics:
-        result.evaluations[step] = metrics
-        trainer.tracker.evaluation(metrics, step)
-    trainer.stages.take()
-    return metrics
-
-
-def _finish(trainer: LoopTrainer, result: TrainResult) -> None:
-    """Write the weights and the summary, and close the trackers, each even if what comes before it fails."""
-    with ExitStack() as ending:
-        ending.callback(lambda: trainer.tracker.close(result.status))
-        ending.callback(lambda: trainer.tracker.result(result.as_plain() | _to_continue(trainer, result)))
-        ending.callback(lambda: trainer.saving.close(result.status, result.steps))
-        ending.callback(_write_result, result)
-        is_sound = result.status not in ("failed", "restarting")
-        if is_sound and result.steps and trainer.settings.save_final:
-            status, result.status = result.status, "failed"  # unless the weights are written
-            _save(trainer, result)
-            result.status = status
-
-
-def _to_continue(trainer: LoopTrainer, result: TrainResult) -> dict[str, Any]:
-    """`policy_words`, and the path of the last checkpoint, by the key `last_checkpoint`."""
-    last = str(Path(trainer.saving.directory) / result.checkpoints[-1]) if result.checkpoints else None
-    return {"policy_words": trainer.context.policy_words, "last_checkpoint": last}
-
-
-def _write_result(result: TrainResult) -> None:
-    try:
-        result.write()
-    except OSError as error:  # a full disk must not fail a run whose weights are saved
-        _log.error("%s cannot be written: %s", result.run_dir / "summary.json", error)
+    def _save_final(self) -> None:
+        """Write the weights of a run that ended well, and beside them what trained them, by which `verl eval` evaluates
+        them."""
+        trainer, result = self.trainer, self.result
+        if result.status in ("failed", "restarting") or not result.steps or not trainer.settings.save_final:
+            return
+        status, result.status = result.status, "failed"  # unless the weights are written
+        with trainer.stages.stage("save") as note:
+            with _whole_or_nothing(trainer.run_dir):
+                result.saved = trainer.save(trainer.run_dir)
+                reward = trainer.parts["reward"].state_dict() if "reward" in trainer.parts else {}
+                record = {"step": result.steps, "config": as_plain(trainer.description), **reward}
+                record["progress"] = self._progress()
+                policy = json.dumps(plain(redact_tree(record)), indent=1).encode()
+                write_whole(trainer.run_dir / POLICY_RECORD, policy)
+            note.say(", ".join(str(path) for path in result.saved))
+        result.status = status
 
 
 @contextmanager
@@ -451,15 +651,3 @@ def _whole_or_nothing(run_dir: Path) -> Iterator[None]:
             if path.name in ("actor", "critic", "reward_model") and path.name not in there:
                 shutil.rmtree(path, ignore_errors=True)
         raise
-
-
-def _save(trainer: LoopTrainer, result: TrainResult) -> None:
-    """Write the weights, and beside them what trained them, by which `verl eval` evaluates them."""
-    with trainer.stages.stage("save") as note:
-        with _whole_or_nothing(trainer.run_dir):
-            result.saved = trainer.save(trainer.run_dir)
-            reward = trainer.parts["reward"].state_dict() if "reward" in trainer.parts else {}
-            record = {"step": result.steps, "config": as_plain(trainer.description), **reward}
-            record["progress"] = _progress(trainer, result)
-            write_whole(trainer.run_dir / POLICY_RECORD, json.dumps(plain(redact_tree(record)), indent=1).encode())
-        note.say(", ".join(str(path) for path in result.saved))

@@ -19,7 +19,6 @@ from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import Parallelism
 from verl.environments.base import EnvironmentDescription
 from verl.environments.episode_loop import EpisodeSampler
-from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
 from verl.models.hf_state_dict import live_tensors
@@ -79,18 +78,10 @@ class Actor(TrainedRole):
             ConfigError: the model cannot be trained as a policy.
         """
         model = self.load("causal_lm", context.device, restore, "actor", parallel)
-        paths_for(
-            model,
-            context.row_tokens or rollout.max_new_tokens,
-            "actor.model",
-            shares_tokens=parallel.shares_tokens,
-        )
-        parallel.shard_model(model, self.decided_autocast)
-        engine = self.engine(model, parallel, total_updates)
+        longest = rollout.max_new_tokens
+        engine = self.engine(model, context, parallel, total_updates, restore, "actor", longest=longest)
         if rollout.router_replay:
             engine.replay_routing("actor.model")
-        if restore is not None:
-            restore.optimizer(engine, "actor")
         if generates:
             sampler = self.sampler(model, rollout, environment, context)
         else:
@@ -103,7 +94,7 @@ class Actor(TrainedRole):
     def sampler(
         self, model: Any, rollout: Rollout, environment: EnvironmentDescription | None, context: BuildContext
     ) -> ResponseSampler:
-        """Attach a rollout engine to the loaded model, and what draws responses, or episodes, with it."""
+        """Attach a rollout engine to the loaded model, and what samples responses, or episodes, with it."""
         tokenizer = context.tokenizer
         engine = rollout.attach(model, tokenizer, context.seed, self.decided_autocast, context)
         if environment is None:
@@ -168,7 +159,7 @@ class ActorWorker(TrainedWorker):
 
     @by_rows_to_one
     def begin_generate(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Begin to draw responses with the engine's present weights, while this process goes on to other calls."""
+        """Begin to sample responses with the engine's present weights, while this process goes on to other calls."""
         if self._version_sampled != self.version:
             self.sync()
         self.sampler.begin(prompts, request)
@@ -184,17 +175,17 @@ class ActorWorker(TrainedWorker):
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), version)}))
 
     @on_all
-    def rest(self) -> None:
+    def offload(self) -> None:
         """Free the rollout engine's memory, because nothing is generated until the next sync."""
-        self.sampler.rest()
+        self.sampler.offload()
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """`old_log_probs` and `entropies` [B T] of the responses under the present weights.
 
-        Where the batch has `policy_version`, `is_on_policy` [B] too: whether these very weights drew the row.
+        Where the batch has `policy_version`, `is_on_policy` [B] too: whether these very weights sampled the row.
         """
-        self.sampler.rest()
+        self.sampler.offload()
         self.first_batch.look(batch)
         self._unreplayed = self._gap_without_replay(batch)
         return self._with_origin(self.engine.infer(batch, self.micro_batch_scores), batch)
@@ -203,7 +194,7 @@ class ActorWorker(TrainedWorker):
     def plain_log_probs(self, batch: DataProto, lengthened: bool = False) -> DataProto:
         """`old_log_probs` [B T] and `is_on_policy` [B], by a forward pass of each row alone; `lengthened` by
         tokens behind each row, where routers choose by themselves."""
-        self.sampler.rest()
+        self.sampler.offload()
         plain = with_tail(self.first_batch.plain, self.engine, batch) if lengthened else self.first_batch.plain
         scores = self.engine.infer(batch, plain, alone=True, replays=False if lengthened else None)
         return self._with_origin({"old_log_probs": scores["log_probs"]} if scores else {}, batch)
@@ -214,7 +205,7 @@ class ActorWorker(TrainedWorker):
 
         Where nothing computed log-probs before, its metrics also contain what is otherwise measured then.
         """
-        self.sampler.rest()
+        self.sampler.offload()
         self.first_batch.look(batch)
         self._gap, measures = LogProbGap(), self._measures(batch.batch)
         if measures:
@@ -246,7 +237,6 @@ class ActorWorker(TrainedWorker):
 
     @on_all
     def current_version(self) -> int:
-        """See `version`."""
         return self.version
 
     @on_all
@@ -269,7 +259,6 @@ class ActorWorker(TrainedWorker):
         return Numerics(dtype, engine.compute_type or dtype, type(engine).__name__, self.temperature)
 
     def close(self) -> None:
-        """End what the rollout engine has started."""
         self.sampler.close()
 
     def micro_batch_scores(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
@@ -294,10 +283,10 @@ class ActorWorker(TrainedWorker):
             entropy="grad" if entropy_coef > 0 else "value" if needs_entropy else None,
             candidates="ref_candidates" if algorithm.num_candidates else None,
         )
-        now, is_drawn = scores.log_probs.detach(), x["policy_version"] >= 0 if "policy_version" in x else None
+        now, is_sampled = scores.log_probs.detach(), x["policy_version"] >= 0 if "policy_version" in x else None
         x.setdefault("old_log_probs", now)  # missing in the only update of a step
-        if is_drawn is not None:  # a response of the data has no ratio
-            x["old_log_probs"] = torch.where(is_drawn[:, None], x["old_log_probs"], now)
+        if is_sampled is not None:  # a response of the data has no ratio
+            x["old_log_probs"] = torch.where(is_sampled[:, None], x["old_log_probs"], now)
         per_token, stats = self.loss(scores.log_probs, x)
         if scores.candidate_log_probs is not None:
             assert algorithm.distill is not None
@@ -308,8 +297,8 @@ class ActorWorker(TrainedWorker):
             per_token = per_token + penalty
             stats["kl_loss"] = penalty
         if measures:
-            drawn_mask = mask if is_drawn is None else mask & is_drawn[:, None]
-            self._gap.add(x["rollout_log_probs"], now, drawn_mask, self._is_on_policy(x))
+            sampled_mask = mask if is_sampled is None else mask & is_sampled[:, None]
+            self._gap.add(x["rollout_log_probs"], now, sampled_mask, self._is_on_policy(x))
             assert scores.entropies is not None
             stats["rollout/entropy_nats"] = scores.entropies
             if (kl := algorithm.kl.measure(now, x)) is not None:
@@ -337,6 +326,6 @@ class ActorWorker(TrainedWorker):
         return DataProto.from_dict(found)
 
     def _is_on_policy(self, rows: Mapping[str, Tensor]) -> Tensor | None:
-        """Whether the present weights drew each row [B]; None where nothing tells what drew it."""
+        """Whether the present weights sampled each row [B]; None where nothing tells what sampled it."""
         version = rows.get("policy_version")
         return None if version is None else (version == self.version) & self._engine_follows

@@ -12,13 +12,16 @@ from pydantic import PositiveInt
 from torch import Tensor, nn
 
 from verl.algorithms.functions import PartState, keeps_state
-from verl.component import Description, component
-from verl.engines.engine import COMPILED_EXPERTS, COMPILED_PARTS, Packs, TrainingEngine, compile_layers
+from verl.component import BuildContext, Description, component
+from verl.engines.engine import Packs, TrainingEngine
+from verl.engines.layer_compile import COMPILED_EXPERTS, COMPILED_PARTS, compile_layers
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import Sharding
 from verl.errors import faults_below
+from verl.model_paths.check import paths_for
+from verl.models.heads import head_of
 from verl.models.hf_state_dict import HFStateDict, hf_state_dict, live_tensors, load_adapter, tokenizer_files
 from verl.models.lora import LoRA
 from verl.models.own_module import ModuleModel
@@ -141,15 +144,36 @@ class TrainedRole(Description):
             load_adapter(model, restore.adapter(component))
         return model
 
-    def engine(self, model: nn.Module, parallel: Parallelism, total_updates: int) -> TrainingEngine:
-        """The engine that trains `model` as this role says."""
+    def engine(
+        self,
+        model: nn.Module,
+        context: BuildContext,
+        parallel: Parallelism,
+        total_updates: int,
+        restore: RestoreSource | None,
+        component: str,
+        path: str | None = None,
+        longest: int = 1,
+    ) -> TrainingEngine:
+        """Shard `model`, and make the engine that trains it, with the optimizer of a checkpoint if one is given.
+
+        Args:
+            path: see `load`.
+            longest: tokens of a row, if the context has none.
+        """
+        where, backbone = f"{path or component}.model", head_of(model).backbone
+        paths_for(backbone, context.row_tokens or longest, where, shares_tokens=parallel.shares_tokens)
+        parallel.shard_model(model, self.decided_autocast)
         if self.gradient_checkpointing:
             enable: Any = model.gradient_checkpointing_enable
             enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         optimizer = self.optimizer.for_model(model, self.lr_factor * (1.0 if self.lora is None else ADAPTER_LR_FACTOR))
-        return TrainingEngine(
+        engine = TrainingEngine(
             model, parallel, self.micro_batch_tokens, optimizer, total_updates, self.decided_autocast, self.packing
         )
+        if restore is not None:
+            restore.optimizer(engine, component)
+        return engine
 
 
 def roles_on_device(run: Any, computes_bfloat16: bool) -> Any:
@@ -248,7 +272,6 @@ class TrainedWorker:
         return RoleState(form, optimizer, self.engine.updates, self.constant_files())
 
     def constant_files(self) -> dict[str, bytes]:
-        """The tokenizer's."""
         if self._tokenizer_files is None:
             self._tokenizer_files = tokenizer_files(self.tokenizer)
         return self._tokenizer_files
@@ -262,22 +285,18 @@ class TrainedWorker:
 
     @on_all
     def remote_states(self) -> dict[str, RemoteRoleState]:
-        """See `RankCheckpointWriter.states`."""
         return self._parts.states()
 
     @on_all
     def prepare_parts(self, setting: RankSaveSettings) -> None:
-        """See `RankCheckpointWriter.prepare`."""
         self._parts.prepare(setting)
 
     @on_each
     def save_part(self, setting: RankSaveSettings, step: int, transaction: Path, nonce: str) -> bool:
-        """See `RankCheckpointWriter.save`."""
         return self._parts.save(setting, step, transaction, nonce)
 
     @on_all
     def wait_copied(self) -> None:
-        """See `RankCheckpointWriter.wait_copied`."""
         self._parts.wait_copied()
 
     @property
@@ -301,12 +320,10 @@ class TrainedWorker:
 
     @on_all
     def loss_keeps_state(self) -> bool:
-        """Whether a checkpoint holds state of the loss."""
         return keeps_state(self.loss)
 
     @on_each
     def loss_states(self) -> dict[str, Any]:
-        """The state of the loss in this process."""
         return PartState(self.loss, "algorithm").state_dict()
 
     @on_all

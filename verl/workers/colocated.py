@@ -123,7 +123,6 @@ class RLHost(Description):
         return {role: kind for role, kind in types.items() if self.chosen is None or role in self.chosen}
 
     def shardings(self) -> dict[str, Sharding]:
-        """Role -> how it is divided."""
         shardings = {"actor": self.actor.sharding}
         shardings["critic"] = None if self.critic is None else self.critic.sharding
         shardings["reference"] = None if self.reference is None else reference_sharding(self.reference, self.actor)
@@ -150,7 +149,7 @@ class RLHost(Description):
         return host
 
     def _start_roles(self, host: RoleProcess, context: BuildContext) -> None:
-        types, actor = self.worker_types(), None
+        types, actor, course = self.worker_types(), None, (self.total_updates, self.restore)
         parallels = {role: host.parallel(sharding, context) for role, sharding in self.shardings().items()}
         if "actor" in types:
             seed_everything(derive_seed(context.seed, "actor"))
@@ -159,24 +158,17 @@ class RLHost(Description):
                 parallels["actor"],
                 self.algorithm,
                 self.rollout,
-                self.total_updates,
-                self.restore,
+                *course,
                 self.environment,
                 self.actor_generates,
             )
         if self.critic is not None and "critic" in types:
             seed_everything(derive_seed(context.seed, "critic"))
-            host.workers["critic"] = self.critic.start(
-                context, parallels["critic"], self.algorithm, self.total_updates, self.restore
-            )
+            host.workers["critic"] = self.critic.start(context, parallels["critic"], self.algorithm, *course)
         if self.reference is not None and "reference" in types:
+            scoring = self.rollout.temperature, self.algorithm.num_candidates
             host.workers["reference"] = self.reference.start(
-                context,
-                parallels["reference"],
-                self.actor,
-                actor,
-                self.rollout.temperature,
-                self.algorithm.num_candidates,
+                context, parallels["reference"], self.actor, actor, *scoring
             )
         if self.reward is not None and "rm" in types:
             host.workers["rm"] = RewardWorker.start(self.reward, context)
@@ -204,7 +196,6 @@ class SFTHost(Description):
         return {"learner": self.worker} | ({} if self.reference is None else {"reference": ReferenceWorker})
 
     def shardings(self) -> dict[str, Sharding]:
-        """Role -> how it is divided."""
         shardings = {"learner": self.learner.sharding or self.sharding}
         if self.reference is not None:
             shardings["reference"] = reference_sharding(self.reference, self.learner) or self.sharding
@@ -215,7 +206,6 @@ class SFTHost(Description):
         return self
 
     def build(self, context: BuildContext) -> RoleProcess:
-        """Load the models."""
         make_current(context.device)
         use_library(context.cpu_matmul)
         host, learner = RoleProcess(), self.learner.on_device(computes_bfloat16(context.device))
@@ -233,15 +223,11 @@ class SFTHost(Description):
 
 @component
 class PreferenceHost(SFTHost):
-    """A policy under preference optimisation, and its reference."""
-
     worker = PreferenceWorker
 
 
 @component
 class RewardModelHost(SFTHost):
-    """A reward model in training."""
-
     worker = RewardModelWorker
     saved_as = "reward_model"
 

@@ -11,7 +11,6 @@ from verl.algorithms.functions import built_part
 from verl.component import BuildContext, component
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
-from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import ModelHead, ValueHeadModel
 from verl.ops.masking import LossTotals, aggregate
@@ -54,11 +53,7 @@ class Critic(TrainedRole):
             model.load(restore.file("critic", model.file).parent)
         elif (trained := self.model.value_head(model.file)) is not None:
             model.load(trained.parent)
-        paths_for(model.backbone, context.row_tokens or 1, "critic.model", shares_tokens=parallel.shares_tokens)
-        parallel.shard_model(model, self.decided_autocast)
-        engine = self.engine(model, parallel, total_updates)
-        if restore is not None:
-            restore.optimizer(engine, "critic")
+        engine = self.engine(model, context, parallel, total_updates, restore, "critic")
         return CriticWorker(engine, built_part(algorithm.value_loss, context), context.tokenizer)
 
 

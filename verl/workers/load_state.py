@@ -24,13 +24,7 @@ from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
 from verl.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, FileFault
 from verl.models.heads import head_of
-from verl.models.hf_state_dict import (
-    ADAPTER_BIN,
-    ADAPTER_FILE,
-    HFStateDict,
-    live_tensors,
-    names_in_files,
-)
+from verl.models.hf_state_dict import ADAPTER_BIN, ADAPTER_FILE, HFStateDict, live_tensors, names_in_files
 from verl.models.pretrained import ModelSource, Pretrained
 from verl.ops.resharding.dtensor import ReadableTensor, local, own_part
 from verl.storage.config import Storage

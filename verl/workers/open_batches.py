@@ -18,7 +18,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -48,9 +48,9 @@ class OpenRow:
     Attributes:
         request: with which it was begun.
         batch: that it belongs to.
-        tokens, log_probs, versions: drawn before the present turns of the engine were opened.
-        updates: changes of the weights since then, under which it was not computed anew: the number of tokens since
-            then that the former weights determine, and their version.
+        tokens, log_probs, versions: sampled before the present turns of the engine were opened.
+        updates: of the weights since then, by which the row was not recomputed (`kv_cache=keep`): number of its tokens
+            since then that were sampled by the former weights, and the version of these.
     """
 
     request: TurnRequest
@@ -61,18 +61,18 @@ class OpenRow:
     updates: list[tuple[int, int]] = field(default_factory=list)
     is_finished: bool = False
 
-    def add(self, drawn: DrawnTurn, version: int) -> None:
-        """Append what the present turns of the engine have drawn, the last of it by the weights of this version."""
+    def add(self, sampled: DrawnTurn, version: int) -> None:
+        """Append what the present turns of the engine have sampled, the last of it by the weights of this version."""
         versions: list[int] = []
-        for count, former in [*self.updates, (len(drawn.tokens), version)]:
-            versions += [former] * (min(count, len(drawn.tokens)) - len(versions))
-        self.tokens += drawn.tokens
-        self.log_probs += drawn.log_probs
+        for count, former in [*self.updates, (len(sampled.tokens), version)]:
+            versions += [former] * (min(count, len(sampled.tokens)) - len(versions))
+        self.tokens += sampled.tokens
+        self.log_probs += sampled.log_probs
         self.versions += versions
         self.updates = []
 
     def begin_anew(self) -> None:
-        """Forget what was drawn."""
+        """Forget what was sampled."""
         self.tokens, self.log_probs, self.versions, self.updates = [], [], [], []
 
     @property
@@ -82,23 +82,17 @@ class OpenRow:
         return replace(request, tokens=[*request.tokens, *self.tokens], position=len(self.tokens))
 
 
-class RowTurns(Protocol):
-    """The generator of rows, a `StepLoop`."""
-
-    def open(self, row: OpenRow) -> None: ...
-
-    def forget(self, number: int) -> None: ...
-
-
 class ResponseBatch:
     """The responses of a batch, a prompt's samples side by side.
 
+    Args:
+        turns: generates rows, a `StepLoop`.
     Attributes:
         is_begun: its event has been carried out.
         is_finished: all of it is generated.
     """
 
-    def __init__(self, prompts: DataProto, request: GenerationRequest, sampler: ResponseSampler, turns: RowTurns):
+    def __init__(self, prompts: DataProto, request: GenerationRequest, sampler: ResponseSampler, turns: Any):
         fields = {name: prompts[name].clone() for name in PROMPT_FIELDS}
         self.prompts = DataProto.from_dict(fields, non_tensors=prompts.non_tensor_batch)
         self.request, self.sampler, self.turns = request, sampler, turns
@@ -109,14 +103,13 @@ class ResponseBatch:
         assert self.num_rows <= NUMBERS
 
     def begin(self) -> None:
-        """Open rows."""
         self.is_begun = True
         for turn in self.sampler.requests([self.prompts], self.request):
             self.rows.append(OpenRow(replace(turn, episode=self.first + turn.episode), self))
             self.turns.open(self.rows[-1])
 
     def drew(self, row: OpenRow, *, is_complete: bool) -> None:
-        """Go on where the last token of a row was drawn."""
+        """Go on where the last token of a row was sampled."""
         row.is_finished = True
         self.turns.forget(row.request.episode)
         self.num_finished += 1
@@ -130,8 +123,8 @@ class ResponseBatch:
         """All of it, or finished groups, with `token_versions` [B T] and `policy_version` [B], the oldest of a row;
         log-probs of this type."""
         prompts, own = self._chosen(self.rows, groups)
-        drawn = [DrawnTurn(0, row.tokens, row.log_probs, True) for row in own]
-        rows = assemble_turns(prompts, drawn, _with_type(dtype), self.sampler.pad_id, self.request.num_samples)
+        sampled = [DrawnTurn(0, row.tokens, row.log_probs, True) for row in own]
+        rows = assemble_turns(prompts, sampled, _with_type(dtype), self.sampler.pad_id, self.request.num_samples)
         versions = {
             "token_versions": right_padded([row.versions for row in own], 0, torch.int64),
             "policy_version": torch.tensor([min(row.versions) for row in own]),
@@ -189,7 +182,7 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.loop: EpisodeLoop | None = None
-        self._open: dict[int, OpenRow] = {}  # the turn that is drawn, by episode
+        self._open: dict[int, OpenRow] = {}  # the turn that is sampled, by episode
         self._loaded: dict[int, Any] = {}  # by open episode, the parts of that turn, or None
         self._made_again: set[int] = set()  # open episodes whose environments are as they were
 
@@ -265,15 +258,15 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
 
     def go_on(self) -> None:
         assert self.loop is not None
-        for number, drawn in self._loaded.items():
+        for number, sampled in self._loaded.items():
             episode = self.loop.episodes[number]
             if number not in self._made_again:
                 episode.restarted, episode.reads_journal = True, False
                 self.loop.start(episode)
-            elif drawn is not None:
+            elif sampled is not None:
                 self.loop.next_turn(episode)
                 row = self._open[number]
-                row.tokens, row.log_probs, row.versions = drawn
+                row.tokens, row.log_probs, row.versions = sampled
             elif episode.calls:
                 self.loop.ask_step(episode)
             else:
@@ -369,7 +362,8 @@ class Environments:
         while results := [*self._known(), *self._sampler.calls.take(0.0)]:
             self._idle_s = 0.0
             for result in results:
-                loop = self._loop_of(result)
+                batch = self._batches.get(result.episode // NUMBERS)
+                loop = batch.loop if isinstance(batch, EpisodeBatch) else None
                 if loop is None or not loop.awaits(result):
                     continue
                 self.waiting[result.episode] = result
@@ -392,10 +386,6 @@ class Environments:
         self._idle_s += min(seconds, 2 * IDLE_WAIT_S)  # more: this process was suspended
         if self._idle_s > self._sampler.calls.stuck_after_s(sum(b.num_rows for b in list(self._batches.values()))):
             raise self._sampler.calls.stuck_error()
-
-    def _loop_of(self, result: CallResult) -> EpisodeLoop | None:
-        batch = self._batches.get(result.episode // NUMBERS)
-        return batch.loop if isinstance(batch, EpisodeBatch) else None
 
     def _known(self) -> list[CallResult]:
         """Answers from journals, which are written before calls are handed over."""

@@ -15,7 +15,6 @@ from verl.component import BuildContext
 from verl.engines.chunked_logprobs import token_log_probs
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
-from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import ScoreHeadModel
 from verl.ops.masking import LossTotals
@@ -100,11 +99,7 @@ class RewardModelWorker(RowScores):
         directory = getattr(role.model, "path", None) if restore is None else restore.plain("reward_model")
         if directory is not None and model.head_in(directory) is not None:
             model.load(directory)
-        paths_for(backbone, context.row_tokens or 1, "actor.model", shares_tokens=parallel.shares_tokens)
-        parallel.shard_model(model, role.decided_autocast)
-        engine = role.engine(model, parallel, total_updates)
-        if restore is not None:
-            restore.optimizer(engine, "reward_model")
+        engine = role.engine(model, context, parallel, total_updates, restore, "reward_model", path="actor")
         return cls(engine, context.tokenizer)
 
     def scored_rows(self, batch: DataProto) -> DataProto:

@@ -26,12 +26,7 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.safetensors_format import INDEX_NAME, MODEL_METADATA, model_files
 from verl.checkpoint.save.async_writer import WRITER_TIMEOUT_S, CheckpointWriter
-from verl.checkpoint.save.save_request import (
-    MultiWriterSave,
-    SaveRequest,
-    sees_nonce,
-    submit_failure,
-)
+from verl.checkpoint.save.save_request import MultiWriterSave, SaveRequest, sees_nonce, submit_failure
 from verl.checkpoint.save.snapshot import PartialTensor, SavedComponent
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import STAGE, TENSOR, Parallelism
@@ -122,8 +117,7 @@ def whole_on_owners(
     source = layout_of(once, parallel.mesh)
     stages = Mesh((("pp", parallel.world_size),))  # a pipeline, each stage of which has some tensors whole
     target = Layout(
-        stages,
-        {n: TensorLayout(t.shape, stage=owner[n], itemsize=t.itemsize) for n, t in source.tensors.items()},
+        stages, {n: TensorLayout(t.shape, stage=owner[n], itemsize=t.itemsize) for n, t in source.tensors.items()}
     )
     assigned = {name for name in once if owner[name] == parallel.rank}
     whole = {name: torch.empty(once[name].shape, dtype=once[name].dtype) for name in assigned if not once[name].numel()}
@@ -190,9 +184,7 @@ class TrainedState(Protocol):
 
     engine: TrainingEngine
 
-    def constant_files(self) -> dict[str, bytes]:
-        """Files that never change, such as a tokenizer's."""
-        ...
+    def constant_files(self) -> dict[str, bytes]: ...
 
 
 class RankCheckpointWriter:
@@ -258,7 +250,6 @@ class RankCheckpointWriter:
             self._writer.wait_copied()
 
     def close(self) -> None:
-        """Finish what is under way."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

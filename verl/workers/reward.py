@@ -30,9 +30,9 @@ class RewardWorker:
     @by_rows
     def rate(self, batch: DataProto) -> DataProto:
         """`rating` [B] float64 of the responses, and each part of it."""
-        rating = self.reward.rate_batch(batch)
-        parts = {f"{PART}{name}": torch.as_tensor(values) for name, values in rating.parts.items()}
-        return DataProto.from_dict({"rating": torch.from_numpy(np.ascontiguousarray(rating.scores)), **parts})
+        result = self.reward.rate_batch(batch)
+        parts = {f"{PART}{name}": torch.as_tensor(values) for name, values in result.parts.items()}
+        return DataProto.from_dict({"rating": torch.from_numpy(np.ascontiguousarray(result.scores)), **parts})
 
 
 class RemoteRewardModel(Reward):

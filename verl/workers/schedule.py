@@ -72,7 +72,6 @@ class ScheduleOptions:
 
 
 def schedule_path(run_dir: str | Path, engine: int = 0) -> Path:
-    """The schedule of the engine of this rank."""
     return Path(run_dir) / (f"schedule_{engine}.jsonl" if engine else FILE)
 
 

@@ -10,7 +10,6 @@ from verl.component import BuildContext
 from verl.engines.chunked_logprobs import token_log_probs
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
-from verl.model_paths.check import paths_for
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
 from verl.ops.masking import LossTotals, aggregate
@@ -44,13 +43,8 @@ class SFTWorker(TrainedWorker):
     ) -> SFTWorker:
         """Load the weights, those of a checkpoint if one is given, and attach the engine that trains them."""
         model = role.load("causal_lm", context.device, restore, "actor", parallel)
-        paths_for(model, context.row_tokens or 1, "actor.model", shares_tokens=parallel.shares_tokens)
-        parallel.shard_model(model, role.decided_autocast)
-        engine = role.engine(model, parallel, total_updates)
-        if restore is not None:
-            restore.optimizer(engine, "actor")
-        worker = cls(engine, context.tokenizer)
-        engine.balance_routers(role.router_aux_loss_coef, worker.head)
+        worker = cls(role.engine(model, context, parallel, total_updates, restore, "actor"), context.tokenizer)
+        worker.engine.balance_routers(role.router_aux_loss_coef, worker.head)
         return worker
 
     @by_rows_to_one

@@ -6,7 +6,7 @@ begin(batch), weights(version), save(step)       in the order in which the train
         │                                        with the number of its step
         └──> rows of a batch, as soon as the last of them is finished, while later ones are open (`open_batches.py`)
 
-Open rows are computed anew by closing the turns of the engine and adding them again behind the tokens that were drawn
+Open rows are computed anew by closing the turns of the engine and adding them again behind the tokens that were sampled
 (`TurnRequest.position`). A save does that too. So an engine that goes on from a checkpoint has the state of the one
 that saved, bit by bit.
 """
@@ -333,7 +333,7 @@ class StepLoop:
             if event.kind in ("save", "generate", "weights") or event.row_tokens > self._row_tokens:
                 try:
                     if event.kind == "weights" and self.keeps_cache:
-                        self._note_drawn()
+                        self._note_sampled()
                     else:
                         self._close_turns()
                 except EngineLost as error:
@@ -347,17 +347,16 @@ class StepLoop:
             raise
 
     def _advance(self) -> None:
-        """One step of the engine."""
         if self._is_lost:
             assert self._reload is not None
             self._reload()
             self._is_lost = False
         turns = self._turns or self._open_turns()
-        for drawn in turns.advance():
-            row = self._rows.pop(drawn.episode)
-            row.add(drawn, self.version)
+        for sampled in turns.advance():
+            row = self._rows.pop(sampled.episode)
+            row.add(sampled, self.version)
             self._num_losses = 0
-            row.batch.drew(row, is_complete=drawn.is_complete)
+            row.batch.drew(row, is_complete=sampled.is_complete)
         self._settle()
         self.engine_step += 1
         first = next((batch for batch in list(self._batches.values()) if not batch.is_finished), None)
@@ -420,21 +419,21 @@ class StepLoop:
             turns.add(row.further)
         return turns
 
-    def _note_drawn(self) -> None:
-        """Note in the rows how far the present weights have drawn them, before others come."""
+    def _note_sampled(self) -> None:
+        """Note in the rows how far the present weights have sampled them, before others come."""
         if self._turns is None:
             return
-        for drawn in self._turns.open_turns():
-            count = len(drawn.tokens) + self._turns.lookahead
-            self._rows[drawn.episode].updates.append((count, self.version))
+        for sampled in self._turns.open_turns():
+            count = len(sampled.tokens) + self._turns.lookahead
+            self._rows[sampled.episode].updates.append((count, self.version))
 
     def _close_turns(self) -> None:
-        """End the turns of the engine; what they have drawn is kept in the rows."""
+        """End the turns of the engine; what they have sampled is kept in the rows."""
         turns, self._turns = self._turns, None
         if turns is None:
             return
         try:
-            for drawn in turns.open_turns():
-                self._rows[drawn.episode].add(drawn, self.version)
+            for sampled in turns.open_turns():
+                self._rows[sampled.episode].add(sampled, self.version)
         finally:
             turns.close()

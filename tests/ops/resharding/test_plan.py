@@ -148,13 +148,7 @@ def test_what_cannot_be_planned_is_named(source, target, says):
         reshard_plan(source, target)
 
 
-@pytest.mark.parametrize(
-    ("dims", "says"),
-    [
-        ((("a", 2), ("a", 2)), "named once"),
-        ((("a", 0),), "at least 1"),
-    ],
-)
+@pytest.mark.parametrize(("dims", "says"), [((("a", 2), ("a", 2)), "named once"), ((("a", 0),), "at least 1")])
 def test_a_mesh_that_is_none_is_refused(dims, says):
     with pytest.raises(ValueError, match=says):
         Mesh(dims)

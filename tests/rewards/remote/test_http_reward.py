@@ -175,7 +175,7 @@ def test_a_sample_may_get_a_score_of_its_own_instead_and_is_counted(made, caplog
         reward = made(server, on_error="score", error_score=-1.0, batch_size=1)
         counted = AsyncRewards()
         counted.use(reward, None)
-        scored = reward.score(batch_of(), counted.rating(1, batch_of()))
+        scored = reward.score(batch_of(), counted.result_of(1, batch_of()))
     assert list(scored["score"]) == [0, 1, -1, 3, 4]
     assert list(scored["reward/failed"]) == [0, 0, 1, 0, 0]
     assert outcomes(scored)[2].startswith("failed, asked 3 times: HTTP 500")

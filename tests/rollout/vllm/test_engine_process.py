@@ -35,9 +35,9 @@ def drawn(model, directory, rollout=ROLLOUT, lora=None, **parts):
     with run.build(BuildContext(run_dir=directory)) as trainer:
         batches = [trainer.train_data.collate(trainer.sampler.next_batch()) for _ in range(2)]
         grouped = [batch.union(DataProto.from_dict({"group_ids": torch.arange(4)})) for batch in batches]
-        first = trainer.generate(grouped[0], GenerationRequest(1, 2))
+        first = trainer.sampling.generate(grouped[0], GenerationRequest(1, 2))
         metrics = trainer.step(batches[0], 1)
-        return first, trainer.generate(grouped[1], GenerationRequest(2, 2)), metrics
+        return first, trainer.sampling.generate(grouped[1], GenerationRequest(2, 2)), metrics
 
 
 @pytest.fixture(scope="module")
@@ -133,18 +133,18 @@ def test_an_engine_that_is_killed_beside_a_divided_model_is_made_anew_and_draws_
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:
         batch = trainer.train_data.collate(trainer.sampler.next_batch())
         prompts = batch.union(DataProto.from_dict({"group_ids": torch.arange(4)}))
-        expected = trainer.generate(prompts, GenerationRequest(1, 2))
+        expected = trainer.sampling.generate(prompts, GenerationRequest(1, 2))
         first = engines_of(os.getpid())
         os.kill(first[0], signal.SIGKILL)  # while it waits
-        assert agreement(expected, trainer.generate(prompts, GenerationRequest(1, 2)))[0] == 1
+        assert agreement(expected, trainer.sampling.generate(prompts, GenerationRequest(1, 2)))[0] == 1
         second = engines_of(os.getpid())
         assert first[0] not in second
         assert len(second) == len(first)
         killer = threading.Thread(target=kill_soon, args=(second[-1],))  # while it draws, or thereabouts
         killer.start()
-        assert agreement(expected, trainer.generate(prompts, GenerationRequest(1, 2)))[0] == 1
+        assert agreement(expected, trainer.sampling.generate(prompts, GenerationRequest(1, 2)))[0] == 1
         killer.join()
-        assert agreement(expected, trainer.generate(prompts, GenerationRequest(1, 2)))[0] == 1
+        assert agreement(expected, trainer.sampling.generate(prompts, GenerationRequest(1, 2)))[0] == 1
         assert engines_of(os.getpid()) != second
 
 
@@ -164,17 +164,17 @@ def test_an_engine_that_is_stopped_beside_several_processes_is_made_anew_and_dra
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:
         batch = trainer.train_data.collate(trainer.sampler.next_batch())
         prompts = batch.union(DataProto.from_dict({"group_ids": torch.arange(4)}))
-        expected = trainer.generate(prompts, GenerationRequest(1, 2))
+        expected = trainer.sampling.generate(prompts, GenerationRequest(1, 2))
         first = engines_of(os.getpid())
         os.kill(first[-1], signal.SIGSTOP)  # while it waits: found when it is asked to draw
-        assert agreement(expected, trainer.generate(prompts, GenerationRequest(1, 2)))[0] == 1
+        assert agreement(expected, trainer.sampling.generate(prompts, GenerationRequest(1, 2)))[0] == 1
         second = engines_of(os.getpid())
         assert first[-1] not in second
         assert len(second) == len(first)
         os.kill(second[0], signal.SIGSTOP)  # found when it is given weights
         assert trainer.sync()["sync/probe_gap_nats"] < 1e-4
         assert second[0] not in engines_of(os.getpid())
-        assert agreement(expected, trainer.generate(prompts, GenerationRequest(1, 2)))[0] == 1
+        assert agreement(expected, trainer.sampling.generate(prompts, GenerationRequest(1, 2)))[0] == 1
 
 
 @pytest.mark.exhaustive

@@ -98,7 +98,7 @@ def test_a_running_trainer_that_loads_a_checkpoint_goes_on_with_what_was_drawn_a
             course.step()
         whole = numbers(tmp_path / "run")
         load_checkpoint(course, tmp_path / "checkpoints/global_step_2")
-        assert trainer.pipeline.state_dict()["policy_version"].tolist() == [1] * 4
+        assert trainer.sampling.queue.state_dict()["policy_version"].tolist() == [1] * 4
         for _ in range(2):
             course.step()
     assert trained_on == [[0], [0], [1], [2], [1], [2]]

@@ -240,7 +240,7 @@ def test_an_engine_that_is_stopped_when_it_is_to_give_memory_back_is_ended_and_m
     os.kill(vllm.process_id, signal.SIGSTOP)
     with monkeypatch.context() as on_gpu, caplog.at_level(logging.WARNING):
         on_gpu.setattr(vllm, "setting", dataclasses.replace(vllm.setting, is_on_gpu=True))
-        vllm.rest()
+        vllm.offload()
     assert "asked to give its GPU memory back, made no progress" in caplog.text
     assert vllm.process_id is None
     assert agreement(expected, generate(vllm, random_prompts(), GenerationRequest(6, 4)))[0] == 1

@@ -165,7 +165,7 @@ class VLLMEngine(RolloutEngine):
             self._num_failures = 0
         return synced
 
-    def rest(self) -> None:
+    def offload(self) -> None:
         """Free GPU memory until the next sync; on a CPU there is nothing to do."""
         if self.weights is None or self._open_turns is not None:
             return

@@ -48,7 +48,7 @@ class VLLMOptions(Rollout):
 
     location: ClassVar[Literal["trainer", "process", "server"]] = "process"
     supports: ClassVar[frozenset[Capability]] = frozenset({"stages", "experts", "turns", "router_replay"})
-    can_rest: ClassVar[bool] = True
+    can_offload: ClassVar[bool] = True
     may_change: ClassVar[bool] = True
 
     kv_cache_gib: PositiveFloat | None = None

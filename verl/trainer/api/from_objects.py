@@ -127,7 +127,6 @@ class ModelObject(ModelSource):
 
     @classmethod
     def of(cls, argument: str, model: Any) -> ModelObject:
-        """The description of a model."""
         config = model.config.get_text_config()
         return cls(
             argument=argument,
@@ -149,7 +148,6 @@ class ModelObject(ModelSource):
         return backbone.to(device).eval()
 
     def load_config(self) -> Any:
-        """The configuration of the model."""
         return carried_by(self)[0].config
 
     def load_tokenizer(self) -> Any:
@@ -191,7 +189,6 @@ def carrying(described: Any, value: Any) -> Any:
 
 
 def carried_by(described: Any) -> Any:
-    """The object attached by `carrying`."""
     value = getattr(described, "_carried", None)
     if value is None:
         raise ConfigError(
@@ -389,7 +386,7 @@ def _plain(value: Any) -> Any:
 
 
 def _weights_digest(module: Any) -> str:
-    from verl.workers.sampler import weight_digests
+    from verl.workers.rollout_worker import weight_digests
 
     return _digest(weight_digests(dict(itertools.chain(module.named_parameters(), module.named_buffers()))).items())
 

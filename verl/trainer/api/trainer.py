@@ -45,9 +45,8 @@ from verl.trainer.api.from_objects import (
 from verl.trainer.api.load_checkpoint import load_checkpoint
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.ppo_config import PPORun
-from verl.trainer.setup import fit_with_restarts
 from verl.trainer.state.training_identity import identity_of
-from verl.trainer.train_loop import TrainLoop, TrainResult, fit
+from verl.trainer.train_loop import TrainLoop, TrainResult, fit, fit_with_restarts
 from verl.utils.signals import component_exits
 
 _log = logging.getLogger(__name__)
@@ -209,7 +208,6 @@ class Trainer:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last step."""
         return dict(self._loop.result.last_metrics)
 
     def step(self) -> float:
@@ -235,7 +233,7 @@ class Trainer:
     def fit(self) -> TrainResult:
         """Train from the current step to the end. On Ctrl-C finished work is saved first.
 
-        In Ray, a lost worker costs the steps since the last save: see `verl.trainer.setup`.
+        In Ray, a lost worker costs the steps since the last save: see `verl.trainer.train_loop`.
         """
         self._under_way()
         return fit_with_restarts(self.trainer, self._fit_once, self.trainer.settings.max_restarts)
@@ -244,7 +242,7 @@ class Trainer:
         if self._loop.is_over:  # a worker was lost: the trainer is rebuilt
             del self._loop
         loop = self._under_way()
-        return fit(loop.trainer, loop.config, loop, may_restart=may_restart)
+        return fit(loop.trainer, loop, may_restart=may_restart)
 
     @component_exits()
     def evaluate(self) -> dict[str, float]:
@@ -388,7 +386,6 @@ def _arguments(
     checkpoint: Mapping[str, Any] | None,
     train: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    """The arguments as configuration values."""
     chosen: dict[str, Any] = {} if isinstance(algorithm, Algorithm) else {"algorithm": algorithm}
     for key, value in (rollout or {}).items():
         if key == "engine":

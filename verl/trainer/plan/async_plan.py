@@ -3,7 +3,7 @@
 trainer   batch t is whole ── admits batch t+S ── train_s ── sync_s ── waits for batch t+1
 engine    each open row gets a token in token_s(rows) seconds ──> a row ends, or waits for a tool
 
-Admission is that of `verl.trainer.rollout_pipeline`. With `rollout.weight_update=drain` the engine carries out batches
+Admission is that of `verl.trainer.sampling`. With `rollout.weight_update=drain` the engine carries out batches
 and weight updates one after another; otherwise rows of several batches are open, and an update stops them for `load_s`.
 Devices are divided between the two sides in proportion: rows over engines, and `train_s` over the devices that train.
 """

@@ -61,7 +61,6 @@ def rate_of(metrics: Mapping[str, float]) -> float | None:
 
 
 def new_run_id() -> str:
-    """A name for one start of a training."""
     return secrets.token_hex(4)
 
 
@@ -138,7 +137,6 @@ class CheckpointSaver:
 
     @cached_property
     def code(self) -> dict[str, Any]:
-        """Version and commit of verl."""
         return code_version()
 
     @property
@@ -148,7 +146,6 @@ class CheckpointSaver:
 
     @property
     def storage(self) -> Storage | None:
-        """The object storage of the run's checkpoints."""
         return None if self._tier is None else self._tier.storage
 
     def start(self, run_dir: Path) -> None:
@@ -226,10 +223,8 @@ class CheckpointSaver:
         return f"every {every_s:g} s" if every_s and time.monotonic() - self._last_save >= every_s else None
 
     def asked_for(self) -> tuple[bool, str | None]:
-        """Whether the user has created a file `save` in the run's directory, and the tag in it, if any.
-
-        The file is removed; an invalid tag is reported, and the checkpoint is saved without it.
-        """
+        """Whether the user has created a file `save` in the run's directory, which is removed, and the tag in it. An
+        invalid tag is reported and not used."""
         if self._writer is None:
             return False, None
         file, taken = self._run_dir / ASKED, self._run_dir / f".{ASKED}.taken"
@@ -281,11 +276,8 @@ class CheckpointSaver:
         return left < self.settings.time_margin_s + 1.5 * self._longest_step_s
 
     def note(self, step: int, metrics: Mapping[str, float]) -> str | None:
-        """Add a step to the loss curve; returns a message if after a resume the first losses jump, or the learning rate
-        is that of another schedule.
-
-        Steps with a non-finite loss, such as skipped ones, are left out.
-        """
+        """Add a step to the loss curve, unless its loss is not finite; returns a message if after a resume the first
+        losses jump, or the learning rate is that of another schedule."""
         if (loss := metrics.get(self.loss_key)) is not None and math.isfinite(loss):
             self._history.append((step, float(loss)))
         if self.resumed is not None and step == self.resumed.step + 1:
@@ -314,12 +306,7 @@ class CheckpointSaver:
         self._save(self._writer, self._request(self._contents, step, roles, state, facts), roles)
 
     def save_aside(
-        self,
-        directory: Path,
-        step: int,
-        roles: Mapping[str, SavedRoleState],
-        state: PartStates,
-        **facts: Any,
+        self, directory: Path, step: int, roles: Mapping[str, SavedRoleState], state: PartStates, **facts: Any
     ) -> Path:
         """Save once in another directory, without retention; see `save`. Returns the checkpoint.
 
@@ -353,7 +340,6 @@ class CheckpointSaver:
         return {name: role.state(not shares_memory).result() for name, role in trained.items()}
 
     def workers_lost(self, reason: str) -> None:
-        """Abort saves that wait for lost processes."""
         if self.rank_writers is not None:
             self.rank_writers.give_up(reason)
 
@@ -392,12 +378,10 @@ class CheckpointSaver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save is in progress."""
         return self._writer is not None and self._writer.num_under_way > 0
 
     @property
     def is_async(self) -> bool:
-        """Whether saves are asynchronous."""
         return self._writer is not None and self._writer.mode == "async"
 
     def prepare(self, roles: Mapping[str, SavedRoleState], state: PartStates) -> None:
@@ -444,8 +428,7 @@ class CheckpointSaver:
         return outcomes
 
     def _close_uploader(self, waits: bool) -> None:
-        """Wait for remaining uploads, up to the maximum, and end the process. The next start of the run uploads the
-        rest."""
+        """Wait for uploads, up to the maximum, and end the process; the next start of the run uploads the rest."""
         if self._uploader is None or self._tier is None:
             return
         uploader, wait_s, address = self._uploader, self.settings.upload_wait_s, self._tier.address
@@ -461,7 +444,6 @@ class CheckpointSaver:
         self._uploader = None
 
     def _record_uploads(self, events: list[UploadEvent]) -> None:
-        """Record uploaded checkpoints and log failures."""
         address = "" if self._tier is None else self._tier.address
         for event in events:
             self._num_waiting = event.waiting
@@ -477,7 +459,6 @@ class CheckpointSaver:
                 )  # fmt: skip
 
     def _state(self, state: PartStates, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Content of `trainer_state.json`."""
         return {
             **facts,
             "epoch": state["sampler"].get("epoch"),

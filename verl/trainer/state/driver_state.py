@@ -14,10 +14,6 @@ replay_buffer         replay_buffer/, files that are linked      replay_buffer
 rng                   rng/                                       rng
 
 Other parts are entries of scheduler/state.json, so that a trainer adds one by an entry in its `parts`.
-
-`RunDate` is the day that dated chat templates write into prompts: that on which the run began, after a resume too.
-Llama 3's template and others write the day's date (`strftime_now`) into the system message, so that a run that is
-resumed on another day would train on other prompts.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any, ClassVar, Protocol
@@ -38,9 +34,7 @@ from verl.checkpoint.resume_point import ResumePoint
 from verl.checkpoint.save.save_request import ExistingFile
 from verl.checkpoint.save.snapshot import SavedComponent
 from verl.cluster.rpc import WorkerGroup
-from verl.component import BuildContext, as_plain
-from verl.data import chat_template
-from verl.data.chat_template import ChatTemplate, pin_date
+from verl.component import as_plain
 from verl.errors import ConfigError
 from verl.replay.config import COMPONENT as REPLAY_BUFFER
 from verl.rewards.base import Reward, RewardDescription
@@ -48,8 +42,6 @@ from verl.trainer.state.training_identity import differences, reward_identity
 from verl.utils.seeding import RngState, derive_seed, rng_state, set_rng_state
 
 _log = logging.getLogger(__name__)
-PART = "date"
-FILE = "scheduler/state.json"
 
 
 class Stateful(Protocol):
@@ -70,11 +62,6 @@ PartStates = dict[str, Mapping[str, Any]]
 
 WHEN_BUILT = ("dataloader", "scheduler", "replay_buffer")
 """Components that a resumed trainer loads when it is built; `rng` follows when its first step begins."""
-
-
-def states_of(parts: Mapping[str, Stateful]) -> PartStates:
-    """The state of every part, for a save."""
-    return {name: part.state_dict() for name, part in parts.items()}
 
 
 def load_parts(point: ResumePoint, parts: Mapping[str, Stateful], components: Collection[str] | None = None) -> None:
@@ -242,7 +229,6 @@ PLACES: dict[str, PartPlace] = {
 
 
 def place_of(part: str) -> PartPlace:
-    """Place of a part in a checkpoint."""
     return PLACES.get(part) or ScheduleEntry(name=part)
 
 
@@ -349,59 +335,3 @@ class GeneratorStates:
                 f"{len(ranks)} processes of its roles" if ranks else "its roles in one process", size, treatment,
             )  # fmt: skip
         self._role.set_rng_states(ranks, seed).result()
-
-
-class RunDate:
-    """The part of a checkpoint that holds the day.
-
-    Attributes:
-        day: as 2026-11-23.
-        is_read: whether the chat template of the run reads it.
-    """
-
-    def __init__(self, day: str, is_read: bool):
-        self.day, self.is_read = day, is_read
-
-    @property
-    def parts(self) -> dict[str, RunDate]:
-        """The part itself, where a checkpoint has to hold it."""
-        return {PART: self} if self.is_read else {}
-
-    def state_dict(self) -> Mapping[str, Any]:
-        return {"day": self.day}
-
-    def load_state_dict(self, state: Any) -> None:
-        """The day was taken over before prompts were rendered."""
-
-
-def with_day(context: BuildContext) -> BuildContext:
-    """The context with a day: today, unless it has one."""
-    return context if context.day else replace(context, day=chat_template.today())
-
-
-def run_date(context: BuildContext, template: str | None) -> RunDate:
-    """The day of a run that begins, said once where its chat template reads it."""
-    date = RunDate(context.day, ChatTemplate(context.tokenizer, template).is_dated)
-    if date.is_read:
-        _log.info("The chat template writes the current date: %s, for the whole run and its resumes.", date.day)
-    return date
-
-
-def go_on_from(date: RunDate, point: ResumePoint | None, tokenizer: Any) -> bool:
-    """Use the date of a checkpoint; returns whether it differs, so that prompts must be rendered again."""
-    if point is None or not date.is_read:
-        return False
-    day = (point.read_json(FILE).get(PART) or {}).get("day")
-    if day is None:
-        _log.warning(
-            "The chat template writes the day's date, and the checkpoint does not hold the day of its run: prompts now "
-            "have %s, and may have had another.",
-            date.day,
-        )
-        return False
-    if day == date.day:
-        return False
-    _log.info("The chat template writes the day's date: %s, as before this run was interrupted.", day)
-    date.day = day
-    pin_date(tokenizer, day)
-    return True

@@ -111,8 +111,6 @@ class LineageEvent:
 
 @dataclass
 class RunEvent(LineageEvent):
-    """Record of the start of a run."""
-
     run_dir: str = ""
     code: dict[str, Any] | None = None
     identity: dict[str, Any] | None = None
@@ -127,8 +125,6 @@ class CheckpointEvent(LineageEvent):
 
 @dataclass
 class EndEvent(LineageEvent):
-    """Record of the end of a run."""
-
     status: str
     step: int
 

@@ -74,7 +74,6 @@ class SaveDirectory:
     messages: list[str] = field(default_factory=list)
 
     def release(self) -> None:
-        """Release what is held of it."""
         for held in (self.reading, self.lease, self.lock):
             if held is not None:
                 held.release()

@@ -1,19 +1,16 @@
-"""The queue between generation and training, `max_staleness` S batches long; 0 generates and trains alternately.
+"""Responses to the prompts of a step, and their rewards: the queue between generation and training, dynamic sampling.
+
+The queue is `max_staleness` S batches long; 0 generates and trains alternately.
 
 step t     take(t) ── begin(t+S) ── score, update ── sync
 engine     ... ── t+1 ── weights ── t+2 ── weights ── ... ── t+S
 
 Each group of responses has a ticket, its place in the order of the data: batch t is the tickets tP to (t+1)P. A batch
 begins only after batch t-S was taken, so that begun less trained groups stay below (S+1)P, and batches are taken in
-order. The engine does its work in the order in which it was asked (`rollout.weight_update=drain`): batch t+S is drawn
+order. The engine does its work in the order in which it was asked (`rollout.weight_update=drain`): batch t+S is sampled
 with the weights after step t-1, whatever the speed of either side. A run can therefore be repeated, and resumed, bit by
 bit. With `in_flight` the engine takes weights between two tokens, and the schedule of its steps
 (`verl/workers/schedule.py`) says which two.
-
-`LengthPredictor` estimates the response length of each prompt, to balance the load of processes that generate in
-parallel. The estimate for a prompt is its last length; for a new prompt, the mean of all others. A response does not
-depend on the process that generates it, but a resumed run must distribute prompts as the original one would, so the
-lengths are part of a checkpoint.
 """
 
 from __future__ import annotations
@@ -22,34 +19,185 @@ import json
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from verl.algorithms.dynamic_sampling import (
+    DynamicSampling,
+    concat_groups,
+    kept_groups,
+    no_group_error,
+    selection_metrics,
+)
 from verl.cluster.rpc import RoleHandle, WorkerGroup
+from verl.environments.episode import response_texts, without_dropped
 from verl.errors import RolloutError, VerlError, WorkerError
+from verl.ops.sampling import TRAINING
 from verl.protocol import DataProto
 from verl.protocol.serialization import json_text
 from verl.rewards.async_rewards import AsyncRewards
 from verl.rollout.base import GenerationRequest, SyncResult
-from verl.workers.sampler import SamplerWorker, weight_digests
+from verl.trainer.guards import stage
+from verl.workers.rollout_worker import RolloutWorker, weight_digests
 from verl.workers.schedule import ScheduleFile, schedule_path
 
 log = logging.getLogger(__name__)
 
+PROMPT_FIELDS = ["prompts", "prompt_mask", "prompt_ids", "group_ids"]
 SYNC_VERSIONS = "sync_versions"  # in a checkpoint: of the latest syncs, beside the rows
 JSON = "_json"  # suffix, in a checkpoint: the bytes of a column of JSON values
 STEP = "step"  # in a checkpoint, in flight: whose batch was taken last
 
 
+class Sampling:
+    """Responses of the policy, with their rewards.
+
+    Args:
+        trainer: whose data, rewards, guards and timers are used.
+        queue: between generation and training.
+    """
+
+    def __init__(self, trainer: Any, queue: RolloutQueue):
+        run = trainer.description
+        self.settings, self.algorithm, self.tokenizer = run.trainer, run.algorithm, trainer.tokenizer
+        self.data, self.order, self.num_steps = trainer.train_data, trainer.sampler, trainer.num_steps
+        self.queue, self.lengths, self.data_responses = queue, LengthPredictor(), trainer.data_responses
+        self.rewards, self.guards, self.stages = trainer.async_rewards, trainer.guards, trainer.stages
+        self._plays_episodes = run.environment is not None
+        self._offloads = not queue.depth and run.rollout.can_offload
+        self._step = 0
+
+    def sample(self, batch: DataProto, step: int) -> tuple[DataProto, dict[str, float]]:
+        """Responses to the prompts of a step, those that dynamic sampling selects; what is next is begun ahead."""
+        self._step, metrics = step, dict[str, float]()
+        rollout = self.generate(self.data_responses.sampled(batch, step), self.request(step))
+        self.begin_ahead(step)
+        if self.algorithm.selection is not None:
+            rollout, metrics = self.select(rollout, self.algorithm.selection)
+        if self._offloads:  # nothing is generated before the next sync
+            self.queue.actor.offload().result()
+        return rollout, metrics
+
+    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """Sample responses y ~ pi(. | x), or episodes: prompts with all tokens after them, [B S], and their texts."""
+        with self.stages.stage("gen") as note:
+            rows = self._respond(prompts, request)
+            if self.algorithm.needs_greedy_baseline:
+                greedy = self._respond(prompts, replace(request, num_samples=1, greedy=True))
+                scores = torch.tensor(self.compute_rewards(greedy, 0)["score"].astype(float))
+                baseline = {"greedy_scores": scores.repeat_interleave(request.num_samples)}
+                rows = rows.union(DataProto.from_dict(baseline))
+            tokens = int(rows["response_mask"].sum())
+            note.say(f"{len(rows)} responses to {len(prompts)} prompts, {tokens} tokens")
+        return rows
+
+    def select(self, rollout: DataProto, selection: DynamicSampling) -> tuple[DataProto, dict[str, float]]:
+        """Keep groups with mixed rewards, and sample further prompts to replace the others."""
+        sampled, groups = [self.add_rewards(rollout)], []
+        for round_ in range(1, selection.max_rounds + 1):
+            groups = kept_groups(sampled, selection)
+            if len(groups) >= self.settings.prompts_per_step or round_ == selection.max_rounds:
+                break
+            seen = torch.cat([rows["prompt_ids"] for rows in sampled])
+            further = self.data.collate(self.order.next_batch())
+            further = further[~torch.isin(further["prompt_ids"], seen)]
+            if not len(further):  # an epoch ended within the step: all that is left was sampled already
+                break
+            sampled.append(self.add_rewards(self.generate(further, self.request(self._step))))
+        if not groups and selection.on_none == "error" and any(map(len, sampled)):
+            raise no_group_error(sampled)
+        chosen = concat_groups(groups[: self.settings.prompts_per_step]) if groups else sampled[0][:0]
+        return chosen, selection_metrics(sampled, groups)
+
+    def begin_ahead(self, step: int) -> None:
+        """Start generation for the batches after this step's that the queue admits, and score them early."""
+        for ahead in range(len(self.queue), min(self.queue.depth, self.num_steps - step)):
+            request = self.request(step + 1 + ahead)
+            prompts = self.data.collate(self.order.peek(ahead))
+            prompts = _grouped(self.data_responses.sampled(prompts, request.step))
+            self.rewards.expect(request.step, prompts, partial(self._described, prompts=prompts))
+            self.queue.begin(self._asked(prompts, request), request)
+
+    def add_rewards(self, rollout: DataProto) -> DataProto:
+        """The responses that have a reward, with it; unchanged if they have it already."""
+        if "token_level_scores" in rollout:  # a selection has read them
+            return rollout
+        with self.stages.stage("reward") as note:
+            rollout = self.reward_rows(rollout)
+            scores = rollout["score"].astype(float)
+            self.order.record(rollout["prompt_ids"], torch.tensor(scores) >= self.settings.success_score)
+            note.say(f"mean {float(np.mean(scores)):.4f}" if len(scores) else "no response has one")
+        return rollout
+
+    @stage
+    def reward_rows(self, rollout: DataProto) -> DataProto:
+        """The rows that have a reward and a greedy baseline, where there is one; the others (None) are left out."""
+        rollout = self.compute_rewards(rollout, self._step)
+        has_none = torch.tensor(np.isnan(rollout["score"].astype(float)))
+        has_none &= rollout["token_level_scores"].isfinite().all(dim=1)  # else the reward is not finite
+        if "greedy_scores" in rollout:
+            has_none |= rollout["greedy_scores"].isnan()
+        if has_none.any():
+            self.rewards.count("unrated", float(has_none.sum()))
+        if has_none.all():
+            self.stages.tracker.message(f"Step {self._step}: none of {len(rollout)} responses has a reward (None).")
+        return rollout[~has_none] if has_none.any() else rollout
+
+    @stage
+    def compute_rewards(self, rows: DataProto, step: int) -> DataProto:
+        """Responses with their rewards, NaN where a reward is None; step 0 for rows that were not expected."""
+        return self.rewards.scored(rows, step)
+
+    def evaluate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """Responses with their rewards that nothing is trained on."""
+        return self.rewards.scored(self._respond(prompts, request))
+
+    def request(self, step: int) -> GenerationRequest:
+        return GenerationRequest(step, self.settings.group_size)
+
+    def close(self) -> None:
+        """Compute no more rewards ahead, and write what is left of the schedule."""
+        self.rewards.close()
+        self.queue.close()
+
+    def _respond(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """Responses or episodes, the data columns, and the response texts."""
+        prompts = _grouped(prompts)
+        asked, is_training = self._asked(prompts, request), request.stream == TRAINING and not request.greedy
+        if is_training:
+            self.rewards.expect(request.step, prompts, partial(self._described, prompts=prompts))
+        rows = (self.queue.take if is_training else self.queue.generate)(asked, request)
+        if is_training:
+            self.lengths.note(rows)
+        return self._described(rows, prompts)
+
+    def _described(self, rows: DataProto, prompts: DataProto) -> DataProto:
+        """Responses with the data columns of their prompts, and their texts."""
+        texts: Any = response_texts(rows, self.tokenizer)
+        columns = prompts.select([], list(prompts.non_tensor_batch))[rows["group_ids"]]
+        return without_dropped(rows.union(columns, DataProto.from_dict(non_tensors={"response_text": texts})))
+
+    def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """The fields of the prompts that the engine reads."""
+        columns = list(prompts.non_tensor_batch) if self._plays_episodes else []
+        return self.lengths.beside(prompts.select(PROMPT_FIELDS, columns), request.num_samples)
+
+
+def _grouped(prompts: DataProto) -> DataProto:
+    return prompts.union(DataProto.from_dict({"group_ids": torch.arange(len(prompts))}))
+
+
 @contextmanager
-def sampler_errors(size: int = 1) -> Iterator[None]:
+def rollout_worker_errors(size: int = 1) -> Iterator[None]:
     """Errors of a process of the role `sampler`, of which there are `size`, by its name and with what to do."""
     try:
         yield
@@ -63,52 +211,46 @@ def sampler_errors(size: int = 1) -> Iterator[None]:
         raise type(error)(error.rank, error.call, error.step, detail, process) from error
 
 
+@dataclass
 class _BegunBatch:
-    """A batch in the queue.
+    """A batch in the queue; `is_loaded`: its rows come from a checkpoint."""
 
-    Attributes:
-        begun_s: when it was begun, or loaded.
-        is_loaded: its rows come from a checkpoint.
-    """
+    finish: Callable[[], DataProto]
+    is_loaded: bool = False
+    begun_s: float = field(default_factory=time.monotonic)
 
-    def __init__(self, finish: Callable[[], DataProto], *, is_loaded: bool = False):
-        self._finish, self._rows = finish, None
-        self.begun_s, self.is_loaded = time.monotonic(), is_loaded
-
-    @property
+    @cached_property
     def rows(self) -> DataProto:
         """The responses; waits for them."""
-        if self._rows is None:
-            self._rows = self._finish()
-        return self._rows
+        return self.finish()
 
 
-class RolloutPipeline:
+class RolloutQueue:
     """The batches between generation and training.
 
     An engine of the actor's (`rollout=vllm`, `rollout=server`) generates one batch beside the training; before its
-    weights change, that batch is waited for. The role `sampler` has a copy of the model and a queue of its own, in
-    which weights follow the batches that were begun before, so that a sync waits for nothing. In flight it has a loop
-    over steps of the engine, which takes them at once, whatever the engine.
+    weights change, that batch is waited for. A rollout worker (the role `sampler`) has a copy of the model and a queue,
+    in which weights follow the batches that were begun before, so that a sync waits for nothing. In flight it has a
+    loop over steps of the engine, which takes them between two tokens.
 
     Responses that were begun are part of a checkpoint, because the weights that generated them no longer exist. In
-    flight those that are open are part of it as far as they were drawn; else they are waited for.
+    flight open ones are saved with the tokens that they have; else they are waited for.
 
     Args:
         actor: handle of the role that trains.
-        depth: batches that are begun ahead; more than 1 with a sampler only.
-        sampler: the processes of the role `sampler`, an engine in each; None for an engine of the actor's.
+        depth: batches that are begun ahead; more than 1 with rollout workers only.
+        workers: the rollout workers, an engine in each; None for an engine of the actor's.
         in_flight: each has a `verl.workers.step_loop.StepLoop`.
         actor_generates: the actor has an engine too, for evaluations.
         run_dir: for the schedules of engines that are on machines without it.
-        rewards: is given the groups that a sampler has finished.
+        rewards: is given the groups that rollout workers have finished.
     """
 
     def __init__(
         self,
         actor: Any,
         depth: int,
-        sampler: WorkerGroup | None = None,
+        workers: WorkerGroup | None = None,
         *,
         in_flight: bool = False,
         actor_generates: bool = True,
@@ -116,25 +258,25 @@ class RolloutPipeline:
         rewards: AsyncRewards | None = None,
     ):
         self._rewards = AsyncRewards() if rewards is None else rewards
-        self._num_engines = 1 if sampler is None else sampler.world_size
+        self._num_engines = 1 if workers is None else workers.world_size
         paths = [] if run_dir is None else [schedule_path(run_dir, engine) for engine in range(self._num_engines)]
         self._schedule_files = [ScheduleFile(path) for path in paths]
         self._writes_schedule = False
-        self._actor, self.depth, self._group, self.in_flight = actor, depth, sampler, in_flight
-        self._sampler: Any = None if sampler is None else RoleHandle(sampler, "sampler", SamplerWorker)
+        self.actor, self.depth, self._group, self.in_flight = actor, depth, workers, in_flight
+        self._workers: Any = None if workers is None else RoleHandle(workers, "sampler", RolloutWorker)
         self._actor_generates = actor_generates
         self._queue: deque[_BegunBatch] = deque()
         self._versions: list[int] = []  # of the latest syncs, the present one last
         self._num_versions = depth + 2  # that are kept
-        self._sent: int | None = None  # version that the sampler was sent last
+        self._sent: int | None = None  # version that the rollout workers were sent last
         self._loads: deque[tuple[int, dict[str, str], Future[list[dict[str, str]]]]] = deque()  # unverified weights
         self._step = 0  # whose batch was taken last
         self._last_call: Future[Any] | None = None
         self._idle_since = time.monotonic()
         self._metrics: dict[str, float] = {}
-        self._rewards.is_fed = sampler is not None and depth > 0
+        self._rewards.is_fed = workers is not None and depth > 0
         if in_flight:
-            self._rewards.poll = self._sampler.finished_groups
+            self._rewards.poll = self._workers.finished_groups
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -142,11 +284,10 @@ class RolloutPipeline:
     @property
     def holds_weights(self) -> bool:
         """Weights must not change before `collect`."""
-        return bool(self.depth) and self._sampler is None
+        return bool(self.depth) and self._workers is None
 
     def current_version(self) -> int:
-        """Version of the policy: its optimizer steps."""
-        return self._actor.current_version().result()
+        return self.actor.current_version().result()
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         """Start generating for the next batch; returns immediately."""
@@ -155,19 +296,19 @@ class RolloutPipeline:
             self._group.step = request.step
         if self.in_flight:
             self._update_engine(version)
-            begun = self._sampler.begin_batch(prompts, request)
+            begun = self._workers.begin_batch(prompts, request)
             self._queue.append(_BegunBatch(partial(self._finish, request.step, begun)))
             return
-        if self._sampler is None:
+        if self._workers is None:
             self.collect()
             self._note_version(version)
-            self._actor.begin_generate(prompts, request).result()
-            self._queue.append(_BegunBatch(lambda: self._actor.finish_generate(prompts, request).result()))
+            self.actor.begin_generate(prompts, request).result()
+            self._queue.append(_BegunBatch(lambda: self.actor.finish_generate(prompts, request).result()))
             return
         self._update_engine(version)
-        drawn = self._call(self._sampler.generate, prompts, request)
-        drawn.add_done_callback(partial(self._note_drawn, request.step))
-        self._queue.append(_BegunBatch(partial(self._answer, drawn)))
+        sampled = self._call(self._workers.generate, prompts, request)
+        sampled.add_done_callback(partial(self._note_sampled, request.step))
+        self._queue.append(_BegunBatch(partial(self._answer, sampled)))
 
     def collect(self) -> None:
         """Wait for all responses that were begun. Idempotent."""
@@ -175,13 +316,13 @@ class RolloutPipeline:
             self._wait(batch)
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """New responses by the present weights, beside the pipeline."""
+        """New responses by the present weights, outside of the queue."""
         if not self._actor_generates:
             self._update_engine(self.current_version())
-            return self._answer(self._sampler.generate(prompts, request))
+            return self._answer(self._workers.generate(prompts, request))
         if self.holds_weights:
             self.collect()
-        return self._actor.generate(prompts, request).result()
+        return self.actor.generate(prompts, request).result()
 
     def take(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """The responses to these prompts: those of the oldest batch, or new ones if the queue is empty."""
@@ -193,7 +334,7 @@ class RolloutPipeline:
             )
             self.load_state_dict({})
         self._step = request.step
-        if not self._queue and self._sampler is None:
+        if not self._queue and self._workers is None:
             rows = self.generate(prompts, request)
             return self._measured(rows, time.monotonic()) if self.depth else rows
         if not self._queue:
@@ -208,14 +349,14 @@ class RolloutPipeline:
         """Write what is left of the schedule."""
         if self._writes_schedule:
             with suppress(VerlError):  # the run may end because of that process
-                self._write_schedules(self._sampler.take_schedule().result())
+                self._write_schedules(self._workers.take_schedule().result())
 
     def sync(self) -> SyncResult:
         """Send the present weights to the engine, and the metrics since the last sync."""
         if self.holds_weights:
             self.collect()
-        synced: SyncResult = self._actor.sync().result()
-        if self._sampler is not None:
+        synced: SyncResult = self.actor.sync().result()
+        if self._workers is not None:
             synced = self._send_weights()
         elif self.depth:
             self._note_version(self.current_version())
@@ -223,25 +364,24 @@ class RolloutPipeline:
         return SyncResult(synced.note, metrics, synced.is_current)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The responses that were not trained on yet, later batches under `INDEX.NAME`; empty if there are none. In
-        flight: what `StepLoop.save` gives, of other engines than the first under `RANK/NAME`."""
+        """The responses that were not trained on yet, later batches under `INDEX.NAME`; in flight the states of
+        `StepLoop.save`, of later engines under `RANK/NAME`."""
         if self.in_flight:
             self._update_engine(self.current_version())
-            states = self._answer(self._sampler.save_rows(self._step))
+            states = self._answer(self._workers.save_rows(self._step))
             state = {f"{rank}/{name}" if rank else name: x for rank, of in enumerate(states) for name, x in of.items()}
             return state | {SYNC_VERSIONS: torch.tensor(self._versions), STEP: torch.tensor([self._step])}
         state = {}
         for index, batch in enumerate(self._queue):
             rows, prefix = self._wait(batch), f"{index}." if index else ""
-            columns = {f"{name}{JSON}": _json_tensor(name, x) for name, x in rows.non_tensor_batch.items()}
-            state |= {f"{prefix}{name}": x for name, x in (dict(rows.batch) | columns).items()}
+            columns = {name: bytearray(json_text(name, list(x)).encode()) for name, x in rows.non_tensor_batch.items()}
+            texts = {f"{name}{JSON}": torch.frombuffer(text, dtype=torch.uint8) for name, text in columns.items()}
+            state |= {f"{prefix}{name}": x for name, x in (dict(rows.batch) | texts).items()}
         return state | {SYNC_VERSIONS: torch.tensor(self._versions)} if state else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the current responses by those of a checkpoint.
-
-        They are used only if the next batch has the same prompts, that is, if the batch size was not changed.
-        """
+        """Replace the current responses by those of a checkpoint, which are used if the next batch has their prompts,
+        that is, if the batch size was not changed."""
         if state and self.in_flight != ("schedule" in state):
             log.warning("The responses generated ahead in the checkpoint are for another rollout.weight_update.")
             self.load_state_dict({})
@@ -265,7 +405,7 @@ class RolloutPipeline:
         self._load_versions(state.get(SYNC_VERSIONS, state["policy_version"].unique()).tolist() if state else [])
 
     def _restore(self, state: Mapping[str, Tensor]) -> None:
-        """Have the engine go on from a checkpoint, in flight."""
+        """Restore the rollout workers from a checkpoint, in flight."""
         states: dict[str, dict[str, Tensor]] = {}
         for name, x in state.items():
             if name not in (SYNC_VERSIONS, STEP):
@@ -279,8 +419,8 @@ class RolloutPipeline:
             )
             state, states = {}, {}
         self._sent = self.current_version()
-        version, weights = self._actor.rollout_weights().result()
-        loaded = self._sampler.restore_rows([states[rank] for rank in sorted(states, key=_number)], version, weights)
+        version, weights = self.actor.rollout_weights().result()
+        loaded = self._workers.restore_rows([states[rank] for rank in sorted(states, key=_number)], version, weights)
         self._answer(loaded)
         self._loads.append((version, weight_digests(weights), loaded))
         steps = state["steps"].tolist() if state else []
@@ -289,7 +429,7 @@ class RolloutPipeline:
         self._step = int(state[STEP]) if state else 0
 
     def _answer(self, call: Future[Any]) -> Any:
-        with sampler_errors(self._num_engines):
+        with rollout_worker_errors(self._num_engines):
             return call.result()
 
     def _update_engine(self, version: int) -> None:
@@ -297,20 +437,20 @@ class RolloutPipeline:
         if self._sent != version:
             self._send_weights()
 
-    def _note_drawn(self, step: int, drawn: Future[DataProto]) -> None:
-        if not drawn.cancelled() and drawn.exception() is None:
-            self._rewards.note({step: drawn.result()})
+    def _note_sampled(self, step: int, sampled: Future[DataProto]) -> None:
+        if not sampled.cancelled() and sampled.exception() is None:
+            self._rewards.note({step: sampled.result()})
 
     def _finish(self, step: int, begun: Future[None] | None = None) -> DataProto:
         if begun is not None:
             self._answer(begun)
         is_finished = False
         while not is_finished and (known := self._rewards.known):
-            finished = self._answer(self._sampler.finished_groups(known, step))
+            finished = self._answer(self._workers.finished_groups(known, step))
             for _, groups in finished:
                 self._rewards.note(groups)
             is_finished = all(is_whole for is_whole, _ in finished)
-        parts, idle_s, unwritten = zip(*self._answer(self._sampler.finish_batch(step)), strict=True)
+        parts, idle_s, unwritten = zip(*self._answer(self._workers.finish_batch(step)), strict=True)
         self._write_schedules(unwritten)
         self._add("async/sampler_idle_s", sum(idle_s) / len(idle_s))
         if len(parts) == 1:
@@ -325,9 +465,9 @@ class RolloutPipeline:
                 file.write(first, lines)
 
     def _send_weights(self) -> SyncResult:
-        """Queue a copy of the present weights for the sampler, behind the batches that were begun."""
-        version, weights = self._actor.rollout_weights().result()
-        load = self._sampler.load if self.in_flight else partial(self._call, self._sampler.load)
+        """Queue a copy of the present weights for the rollout workers, after the batches that were begun."""
+        version, weights = self.actor.rollout_weights().result()
+        load = self._workers.load if self.in_flight else partial(self._call, self._workers.load)
         self._loads.append((version, weight_digests(weights), load(version, weights)))
         self._note_version(version)
         self._sent = version
@@ -335,15 +475,15 @@ class RolloutPipeline:
         note = f"{len(weights)} tensors, {num_bytes / 2**20:.1f} MiB, to the sampler"
         return SyncResult(note, {"sync/bytes": float(num_bytes)})
 
-    def _verify(self, drawn_by: int) -> None:
-        """Compare what the sampler has loaded with what was sent: the weights up to those of the youngest token that is
-        to be trained on, whose answer may come behind that token's, and others that are there.
+    def _verify(self, sampled_by: int) -> None:
+        """Compare the weights that the rollout workers have loaded with those that were sent: all versions up to the
+        newest that a token to be trained on was sampled with (waits for them), and later ones that are loaded by now.
 
         Raises:
             RolloutError: a tensor differs.
         """
         version = -1
-        while self._loads and (version < drawn_by >= self._loads[0][0] or self._loads[0][2].done()):
+        while self._loads and (version < sampled_by >= self._loads[0][0] or self._loads[0][2].done()):
             version, sent, load = self._loads.popleft()
             for rank, held in enumerate(self._answer(load)):
                 if wrong := [name for name, digest in sent.items() if held.get(name) != digest]:
@@ -355,7 +495,7 @@ class RolloutPipeline:
                     )
 
     def _call(self, method: Callable[..., Future[Any]], *args: Any) -> Future[Any]:
-        """Ask the sampler, and count the time in which it had nothing to do."""
+        """Call the rollout workers, and count the time in which they had nothing to do."""
         if self._last_call is None or self._last_call.done():
             self._add("async/sampler_idle_s", time.monotonic() - self._idle_since)
         self._last_call = method(*args)
@@ -374,13 +514,13 @@ class RolloutPipeline:
             versions = rows["policy_version"][:, None].expand(rows["responses"].shape)
             rows = rows.union(DataProto.from_dict({"token_versions": versions.clone()}))
         self._note_version(self.current_version())
-        drawn = rows["token_versions"][rows["response_mask"]]
-        lags = (torch.tensor(self._versions, dtype=torch.int64) > drawn[:, None]).sum(dim=1)
+        sampled = rows["token_versions"][rows["response_mask"]]
+        lags = (torch.tensor(self._versions, dtype=torch.int64) > sampled[:, None]).sum(dim=1)
         counts = torch.bincount(lags, minlength=self.depth + 1).tolist()
         assert not is_bounded or not any(counts[self.depth + 1 :]), f"lags {counts} exceed {self.depth}"
         self._metrics |= {f"async/lag_{lag}_share": n / max(1, len(lags)) for lag, n in enumerate(counts)}
         self._metrics["async/oldest_group_s"] = time.monotonic() - begun_s
-        if self._sampler is not None:
+        if self._workers is not None:
             self._add("async/sampler_idle_s", 0.0)
         return rows
 
@@ -389,7 +529,7 @@ class RolloutPipeline:
         self._versions = [*earlier, version][-self._num_versions :]
 
     def _load_versions(self, versions: list[int]) -> None:
-        """Go on from those of a checkpoint, which may be of a run with a larger `max_staleness`."""
+        """Restore those of a checkpoint, which may be of a run with a larger `max_staleness`."""
         self._versions, self._num_versions = versions, max(self.depth + 2, len(versions))
 
     def _add(self, name: str, seconds: float) -> None:
@@ -400,16 +540,15 @@ def _number(rank: str) -> int:
     return int(rank or 0)
 
 
-def _json_tensor(name: str, column: Iterable[Any]) -> Tensor:
-    """The bytes of a column of JSON values."""
-    return torch.frombuffer(bytearray(json_text(name, list(column)).encode()), dtype=torch.uint8)
-
-
 MOST = 1 << 16  # prompts that are remembered, those seen last
 
 
 class LengthPredictor:
-    """Mean lengths of responses, in tokens, by the id of their prompt."""
+    """Estimates the response length of each prompt, to balance the load of processes that generate in parallel: its
+    last length, and for a new prompt the mean of all others.
+
+    A resumed run must distribute prompts as the original one would, so the lengths are part of a checkpoint.
+    """
 
     def __init__(self):
         self._means: dict[int, float] = {}

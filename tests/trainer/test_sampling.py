@@ -13,14 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from verl.data.sampler import EpochSampler
+from verl.data.sampler import DataSampler
 from verl.errors import RolloutError, WorkerDied
 from verl.protocol import DataProto
 from verl.rewards.async_rewards import AsyncRewards
 from verl.rollout.base import GenerationRequest, SyncResult
-from verl.trainer.ppo import PPOTrainer
-from verl.trainer.rollout_pipeline import RolloutPipeline
-from verl.workers.sampler import weight_digests
+from verl.trainer.sampling import RolloutQueue, Sampling
+from verl.workers.rollout_worker import weight_digests
 
 
 def done(value: Any) -> Future[Any]:
@@ -191,6 +190,13 @@ class FakeActor:
         return done(drawn(prompts, request, version))
 
 
+class _OfBareRows(Sampling):
+    """Its rows have ids and no tokens."""
+
+    def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        return prompts
+
+
 @dataclass
 class Schedule:
     """A run of the real admission and queue over fake engines.
@@ -208,12 +214,8 @@ class Schedule:
     in_flight: bool = False
     num_engines: int = 1
     trained: list[tuple[list[int], int, int]] = field(default_factory=list)
-    _request = PPOTrainer._request
 
     def __post_init__(self):
-        self.settings, self.async_rewards = SimpleNamespace(group_size=2), AsyncRewards()  # without a reward
-        self.train_data = SimpleNamespace(collate=self._collate)
-        self.data_responses = SimpleNamespace(drawn=lambda prompts, step: prompts)
         self.start()
 
     def start(self, saved: Any = None) -> None:
@@ -221,8 +223,15 @@ class Schedule:
         self.actor = FakeActor()
         samplers = FakeStepSamplers(self.num_engines) if self.in_flight else FakeSampler()
         self.group: Any = samplers if self.has_sampler else None
-        self.sampler = EpochSampler(7, self.prompts_per_step, seed=3)
-        self.pipeline: Any = RolloutPipeline(self.actor, self.staleness, self.group, in_flight=self.in_flight)
+        self.sampler = DataSampler(7, self.prompts_per_step, seed=3)
+        self.pipeline: Any = RolloutQueue(self.actor, self.staleness, self.group, in_flight=self.in_flight)
+        settings, rollout = SimpleNamespace(group_size=2), SimpleNamespace(can_offload=False)
+        run = SimpleNamespace(trainer=settings, algorithm=None, environment=None, rollout=rollout)
+        trainer: Any = SimpleNamespace(description=run, tokenizer=None, guards=None, stages=None)
+        trainer.train_data, trainer.sampler = SimpleNamespace(collate=self._collate), self.sampler
+        trainer.num_steps, trainer.async_rewards = self.num_steps, AsyncRewards()
+        trainer.data_responses = SimpleNamespace(sampled=lambda prompts, step: prompts)
+        self.sampling = _OfBareRows(trainer, self.pipeline)
         self.trained = []
         if saved is not None:
             self.trained, self.actor.version = list(saved[0]), saved[1]
@@ -237,7 +246,7 @@ class Schedule:
         step, batch = len(self.trained) + 1, self._collate(self.sampler.next_batch())
         self._engine_works(chance)
         rows = self.pipeline.take(batch, GenerationRequest(step, 2))
-        PPOTrainer._draw_ahead(self, step)  # type: ignore[arg-type]
+        self.sampling.begin_ahead(step)
         assert len(self.pipeline) == min(self.staleness, self.num_steps - step)
         begun = step + len(self.pipeline)
         assert begun - (step - 1) <= self.staleness + 1
@@ -267,12 +276,6 @@ class Schedule:
         while len(self.trained) < self.num_steps:
             self.step(chance)
 
-    def _described(self, rows: DataProto, prompts: DataProto) -> DataProto:
-        raise NotImplementedError
-
-    def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        return prompts
-
     def _collate(self, rows: torch.Tensor) -> DataProto:
         return DataProto.from_dict({"prompt_ids": rows, "group_ids": torch.arange(len(rows))})
 
@@ -300,7 +303,7 @@ def test_any_schedule_in_flight_trains_on_each_ticket_once_in_order_and_within_t
             if kills and chance.random() < 0.3:
                 kills, killed = kills - 1, killed + 1
                 schedule.start(saved)
-        order = EpochSampler(7, prompts, seed=3)
+        order = DataSampler(7, prompts, seed=3)
         synced = [sum(step not in skipped for step in range(1, s)) for s in range(1, steps + 1)]
         for index, (prompt_ids, version, trained_at) in enumerate(schedule.trained):
             assert prompt_ids == order.next_batch().tolist(), seed
@@ -331,7 +334,7 @@ def test_any_schedule_with_saves_and_kills_trains_on_each_ticket_once_in_order_a
             if kills and chance.random() < 0.3:
                 kills, killed = kills - 1, killed + 1
                 schedule.start(saved)
-        order = EpochSampler(7, schedule.prompts_per_step, seed=3)
+        order = DataSampler(7, schedule.prompts_per_step, seed=3)
         synced = [sum(step not in schedule.skipped for step in range(1, s)) for s in range(1, schedule.num_steps + 1)]
         expected = [
             (order.next_batch().tolist(), synced[max(0, index - schedule.staleness)], synced[index])
@@ -395,7 +398,7 @@ def test_steps_without_an_update_give_their_place_back():
 @pytest.mark.parametrize("has_sampler", [True, False])
 def test_a_resume_at_a_late_version_begins_no_more_than_the_bound_admits(has_sampler):
     schedule = Schedule(2 if has_sampler else 1, 2, 99, has_sampler, frozenset())
-    schedule.start(([([], 0, 0)] * 50, 50, EpochSampler(7, 2, seed=3).state_dict(), {}))  # of a synchronous run
+    schedule.start(([([], 0, 0)] * 50, 50, DataSampler(7, 2, seed=3).state_dict(), {}))  # of a synchronous run
     for _ in range(4):
         schedule.step(Paced(0))  # asserts what was begun, and the age of what is trained on
     assert [version for _, version, _ in schedule.trained[50:]][:3] == [50] * (schedule.staleness + 1) + [51] * (
@@ -414,14 +417,14 @@ def test_a_resume_with_another_staleness_trains_on_each_ticket_once_in_order(bef
     while len(schedule.trained) < schedule.num_steps:
         batch, step = schedule._collate(schedule.sampler.next_batch()), len(schedule.trained) + 1
         rows = schedule.pipeline.take(batch, GenerationRequest(step, 2))
-        PPOTrainer._draw_ahead(schedule, step)  # type: ignore[arg-type]
+        schedule.sampling.begin_ahead(step)
         assert len(schedule.pipeline) <= max(after, 2 * before + 3 - step)
         version = int(rows["policy_version"][0])
         assert schedule.pipeline._metrics[f"async/lag_{schedule.actor.version - version}_share"] == 1
         schedule.trained.append((batch["prompt_ids"].tolist(), version, schedule.actor.version))
         schedule.actor.version += 1
         schedule.pipeline.sync()
-    order = EpochSampler(7, 2, seed=3)
+    order = DataSampler(7, 2, seed=3)
     assert [prompts for prompts, _, _ in schedule.trained] == [order.next_batch().tolist() for _ in range(19)]
     assert [at - version for _, version, at in schedule.trained][-2:] == [after, after]
 
@@ -486,9 +489,9 @@ def test_digests_that_come_behind_the_rows_of_their_weights_are_awaited(monkeypa
 def test_tokens_that_are_older_than_the_bound_are_not_trained_on(in_flight, monkeypatch):
     schedule, chance = Schedule(2, 1, 9, True, frozenset(), in_flight), Paced(99)
     monkeypatch.setattr(
-        RolloutPipeline,
+        RolloutQueue,
         "_send_weights",
-        lambda self, send=RolloutPipeline._send_weights: send(self) if self._sent is None else SyncResult("lost"),
+        lambda self, send=RolloutQueue._send_weights: send(self) if self._sent is None else SyncResult("lost"),
     )
     with pytest.raises(AssertionError, match="lags .* exceed 2"):
         schedule.run(chance)

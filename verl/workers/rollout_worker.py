@@ -1,7 +1,7 @@
 """The role `sampler`: a rollout engine in a process of its own, with a copy of the actor's model.
 
 actor ── weights ──> load(version, weights) ──> the copy ──> digests, which the driver compares
-                     generate(prompts)      ──> rows, with the version of the weights that drew them
+                     generate(prompts)      ──> rows, with the version of the weights that sampled them
 
 Calls are carried out in the order they were made. With `rollout.weight_update=drain` weights change between two
 batches, never within one. With `in_flight` a `StepLoop` generates, and they change between two tokens:
@@ -48,7 +48,7 @@ from verl.workers.schedule import ScheduleOptions
 from verl.workers.step_loop import StepLoop
 
 
-class SamplerWorker:
+class RolloutWorker:
     """The running role.
 
     Args:
@@ -79,7 +79,7 @@ class SamplerWorker:
 
     @on_all
     def begin_batch(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Begin to draw the responses to this process's prompts of a batch, beside those of earlier batches."""
+        """Begin to sample the responses to this process's prompts of a batch, beside those of earlier batches."""
         assert self.loop is not None
         self.loop.begin(prompts[list(range(self._rank, len(prompts), self._size))], request)
 
@@ -96,13 +96,11 @@ class SamplerWorker:
     def finished_groups(
         self, known: Mapping[int, Collection[int]], awaited: int | None = None
     ) -> tuple[bool, dict[int, DataProto]]:
-        """See `StepLoop.finished_groups`."""
         assert self.loop is not None
         return self.loop.finished_groups(known, awaited)
 
     @on_each
     def take_schedule(self) -> tuple[int, list[str]]:
-        """See `Schedule.take_unwritten`."""
         assert self.loop is not None
         return self.loop.schedule.take_unwritten()
 
@@ -130,7 +128,6 @@ class SamplerWorker:
         return type(engine).__name__, engine.compute_type
 
     def close(self) -> None:
-        """Free the engine."""
         if self.loop is not None:
             self.loop.close()
         self.sampler.close()
@@ -149,7 +146,7 @@ class SamplerWorker:
 
 
 @component
-class SamplerHost(Description):
+class RolloutHost(Description):
     """The role `sampler`, alone in its processes.
 
     Args:
@@ -164,10 +161,9 @@ class SamplerHost(Description):
     schedule: ScheduleOptions | None = None
 
     def worker_types(self) -> dict[str, type]:
-        return {"sampler": SamplerWorker}
+        return {"sampler": RolloutWorker}
 
     def shardings(self) -> dict[str, Sharding]:
-        """The role is not sharded."""
         return {"sampler": NoSharding()}
 
     def build(self, context: BuildContext) -> RoleProcess:
@@ -188,7 +184,7 @@ class SamplerHost(Description):
         sampler = actor.sampler(model, rollout, self.environment, context)
         if self.schedule is not None:
             loop = StepLoop(sampler, context.row_tokens, self.schedule.build(context))
-        host.workers["sampler"] = SamplerWorker(model, sampler, loop, (context.rank, context.world_size))
+        host.workers["sampler"] = RolloutWorker(model, sampler, loop, (context.rank, context.world_size))
         return host
 
 

@@ -13,17 +13,17 @@ from roles import start_actor
 from verl.models.lora import LoRA
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
-from verl.workers.sampler import SamplerWorker, weight_digests
+from verl.workers.rollout_worker import RolloutWorker, weight_digests
 from verl.workers.schedule import Schedule
 from verl.workers.step_loop import StepLoop
 
 
-def sampler_of(model, tokens=40, **options) -> tuple[SamplerWorker, dict[str, torch.Tensor]]:
+def sampler_of(model, tokens=40, **options) -> tuple[RolloutWorker, dict[str, torch.Tensor]]:
     """A sampler in flight, with copies of the weights that its actor would be sent."""
     rollout = HFRollout(max_new_tokens=tokens, min_new_tokens=tokens, weight_update="in_flight", kv_cache="keep")
     actor = start_actor(model, rollout, **options)
     sent = {name: x.clone() for name, x in actor.rollout_weights()[1].items()}
-    return SamplerWorker(actor.model, actor.sampler, StepLoop(actor.sampler, 80, Schedule({}))), sent
+    return RolloutWorker(actor.model, actor.sampler, StepLoop(actor.sampler, 80, Schedule({}))), sent
 
 
 CASES: dict[str, Any] = {"float32": {}, "autocast": {"autocast": "bfloat16"}}

@@ -1,0 +1,133 @@
+"""Guards: what surrounds the stages of a training step and is no part of the algorithm.
+
+A stage is a method under `@stage`, and its name is one of `STAGES`. A guard is a generator function that takes the
+arguments of a stage: it runs up to its `yield` before the stage, and continues after it with the result, or the error,
+of the stage. What it yields replaces the first argument, unless it is None. A trainer registers its guards once,
+when it is built, the first one innermost:
+
+stage             guards
+step              before: the number of the step; after: the log-prob gap of the whole step, and spikes
+compute_rewards   around: a reward that raises because a number is not finite
+reward_rows       after: rewards that are not finite
+run_roles         before: log-probs of the rollout engine against a plain forward pass
+score             after: log-probs and values that are not finite
+advantages        after: advantages that are not finite; KL control and estimator get back the state that they had
+optimizer_step    before: an injected fault; after: a step that the engine skipped because a number was not finite
+
+The checks themselves, and what they report, are in `verl.monitoring.nonfinite`.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from verl.algorithms.functions import copied_state
+from verl.errors import NonFiniteError
+from verl.monitoring.nonfinite import NonFiniteGuard, StepSkipped
+from verl.protocol import DataProto
+
+STAGES = ("step", "compute_rewards", "reward_rows", "run_roles", "score", "advantages", "optimizer_step")
+
+Guard = Callable[..., Generator[Any, Any, None]]
+T = TypeVar("T")
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+def stage(method: Callable[Concatenate[T, P], Result]) -> Callable[Concatenate[T, P], Result]:
+    """Mark a method of a trainer, or of a part of it, as the stage of its name, which its `guards` surround."""
+    name = method.__name__
+    assert name in STAGES, name
+
+    @functools.wraps(method)
+    def guarded(self: T, *args: P.args, **kwargs: P.kwargs) -> Result:
+        call: Callable[..., Any] = functools.partial(method, self)
+        for guard in self.guards.of_stage[name]:  # type: ignore[attr-defined]
+            call = functools.partial(_surrounded, guard, call)
+        return call(*args, **kwargs)
+
+    return guarded
+
+
+def _surrounded(guard: Guard, call: Callable[..., Any], *args: Any) -> Any:
+    generator = guard(*args)
+    replaced = next(generator)
+    try:
+        result = call(*(args if replaced is None else (replaced, *args[1:])))
+    except BaseException as error:
+        generator.throw(error)
+        raise
+    with suppress(StopIteration):
+        generator.send(result)
+    return result
+
+
+class Guards:
+    """The guards of every trainer: of the step and of each optimizer step.
+
+    Args:
+        monitor: checks and reports.
+    Attributes:
+        of_stage: guards by stage.
+    """
+
+    def __init__(self, trainer: Any, monitor: NonFiniteGuard):
+        self.trainer, self.monitor = trainer, monitor
+        self.trained_on: DataProto | None = None  # what the metrics of this step are about
+        self.of_stage: dict[str, list[Guard]] = {name: [] for name in STAGES}
+        self.of_stage["step"].append(self.whole_step)
+        self.of_stage["optimizer_step"] += [self.skipped_update, self.injected_fault]
+
+    def whole_step(self, batch: DataProto, step: int) -> Generator[None, dict[str, float], None]:
+        self.trainer.cluster.step = self.monitor.step = step
+        self.trained_on = batch
+        metrics = yield
+        if metrics["perf/samples"]:
+            self.monitor.watch(metrics, self.trained_on)
+        self.trained_on = None
+
+    def injected_fault(self, rows: DataProto, *args: Any) -> Generator[DataProto, Any, None]:
+        yield self.monitor.with_injected_fault(rows)
+
+    def skipped_update(
+        self, rows: DataProto, name: str, role: Any, described: Callable[[], DataProto]
+    ) -> Generator[None, dict[str, float], None]:
+        self.monitor.check_update(name, (yield), described)
+
+
+class PPOGuards(Guards):
+    """The guards of a policy-gradient trainer."""
+
+    def __init__(self, trainer: Any, monitor: NonFiniteGuard):
+        super().__init__(trainer, monitor)
+        for name in ("compute_rewards", "reward_rows", "run_roles", "score", "advantages"):
+            self.of_stage[name].append(getattr(self, name))
+
+    def compute_rewards(self, rows: DataProto, step: int) -> Generator[None, DataProto, None]:
+        with self.monitor.reward_errors(rows):
+            yield
+
+    def reward_rows(self, rows: DataProto) -> Generator[None, DataProto, None]:
+        self.monitor.inspect((yield), "reward")
+
+    def run_roles(self, rows: DataProto) -> Generator[None, Any, None]:
+        self.monitor.compare(rows, self.trainer.plain_log_probs)
+        yield
+
+    def score(self, rows: DataProto) -> Generator[None, DataProto, None]:
+        self.monitor.inspect((yield), "score")
+
+    def advantages(self, scored: DataProto) -> Generator[None, tuple[DataProto, Any], None]:
+        trainer = self.trainer
+        before = copy.copy(trainer.kl), copied_state(trainer.advantage)
+        experience, _ = yield
+        try:
+            self.monitor.inspect(experience, "credit")
+        except (NonFiniteError, StepSkipped):
+            trainer.kl, trainer.advantage = before
+            raise
+        self.trained_on = experience

@@ -1,0 +1,77 @@
+"""The day that dated chat templates write into prompts: that on which the run began, after a resume too.
+
+Llama 3's template and others write the day's date (`strftime_now`) into the system message, so that a run that is
+resumed on another day would train on other prompts.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from verl.checkpoint.resume_point import ResumePoint
+from verl.component import BuildContext
+from verl.data import chat_template
+from verl.data.chat_template import ChatTemplate, pin_date
+
+_log = logging.getLogger(__name__)
+PART = "date"
+FILE = "scheduler/state.json"
+
+
+class RunDate:
+    """The part of a checkpoint that holds the day.
+
+    Attributes:
+        day: as 2026-11-23.
+        is_read: whether the chat template of the run reads it.
+    """
+
+    def __init__(self, day: str, is_read: bool):
+        self.day, self.is_read = day, is_read
+
+    @property
+    def parts(self) -> dict[str, RunDate]:
+        """The part itself, where a checkpoint has to hold it."""
+        return {PART: self} if self.is_read else {}
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"day": self.day}
+
+    def load_state_dict(self, state: Any) -> None:
+        """The day was taken over before prompts were rendered."""
+
+
+def with_day(context: BuildContext) -> BuildContext:
+    """The context with a day: today, unless it has one."""
+    return context if context.day else replace(context, day=chat_template.today())
+
+
+def run_date(context: BuildContext, template: str | None) -> RunDate:
+    """The day of a run that begins, said once where its chat template reads it."""
+    date = RunDate(context.day, ChatTemplate(context.tokenizer, template).is_dated)
+    if date.is_read:
+        _log.info("The chat template writes the current date: %s, for the whole run and its resumes.", date.day)
+    return date
+
+
+def go_on_from(date: RunDate, point: ResumePoint | None, tokenizer: Any) -> bool:
+    """Use the date of a checkpoint; returns whether it differs, so that prompts must be rendered again."""
+    if point is None or not date.is_read:
+        return False
+    day = (point.read_json(FILE).get(PART) or {}).get("day")
+    if day is None:
+        _log.warning(
+            "The chat template writes the day's date, and the checkpoint does not hold the day of its run: prompts now "
+            "have %s, and may have had another.",
+            date.day,
+        )
+        return False
+    if day == date.day:
+        return False
+    _log.info("The chat template writes the day's date: %s, as before this run was interrupted.", day)
+    date.day = day
+    pin_date(tokenizer, day)
+    return True
