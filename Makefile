@@ -85,7 +85,7 @@ test: style
 FAST := algorithms checkpoint/commit checkpoint/core checkpoint/read compose/test_options.py compose/test_overrides.py \
         compose/test_validate.py data models/test_tiny.py monitoring/test_spike_detector.py ops protocol \
         replay/test_arrow_rows.py rewards/test_rules.py test_component.py test_imports.py \
-        trainer/test_golden_results.py
+        trainer/test_golden_results.py trainer/test_guards.py
 
 test-fast: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(addprefix tests/,$(FAST))

@@ -29,7 +29,7 @@ from _progress import Progress
 
 from verl.models.hf_state_dict import hf_state_dict
 from verl.models.pretrained import Pretrained
-from verl.rollout.weight_verification.fingerprint import trainer_log_probs
+from verl.rollout.weight_verification.log_prob_probe import trainer_log_probs
 from verl.rollout.weight_verification.verifier import SyncVerifier, answer_request
 
 SHAPES = {"embedded": (128, 2), "small": (256, 4), "large": (768, 11)}  # hidden, layers

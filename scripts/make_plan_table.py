@@ -127,8 +127,8 @@ def layout_rows(directory: Path, table: str) -> Iterator[str]:
         role = plan.memory.roles[0]
         update = next(phase for phase in plan.memory.phases if phase.name == "update actor")
         stage = next(stage for stage in plan.stages if stage.name == "update actor")
-        rest = role.memory.weights + role.memory.gradients + role.memory.optimizer
-        sizes = [rest, update.parts["activations"], update.total, stage.sent]
+        rest = role.weights + role.gradients + role.optimizer
+        sizes = [rest, update.parts["activations"], update.total, stage.sent_bytes]
         cells = [f"{size / GIB:.1f}" for size in sizes]
         cells[2] += "" if update.total <= plan.memory.limit else ", does not fit"
         yield f"| {name} | {count} | {layout} | {length} | {role.tokens} | {' | '.join(cells)} | {stage.seconds:.0f} |"

@@ -10,14 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from verl.errors import (
-    BadCheckpoint,
-    ConfigError,
-    DataProtoValidationError,
-    VerlError,
-    WeightSyncError,
-    WorkerError,
-)
+from verl.errors import BadCheckpoint, ConfigError, DataProtoValidationError, VerlError, WeightSyncError, WorkerError
 
 
 def blamed(error: BaseException) -> tuple[str | int | None, ...]:

@@ -22,15 +22,7 @@ PACKAGE = Path(verl.__file__).parent
 WITH_EXAMPLES = sorted(
     str(path.relative_to(PACKAGE.parent)) for path in PACKAGE.rglob("*.py") if ">>> " in path.read_text()
 )
-OF_OTHER_MODULES = (
-    CheckpointManager,
-    CheckpointReader,
-    CheckpointStore,
-    FileSystem,
-    Path,
-    SavedComponent,
-    AdamW,
-)
+OF_OTHER_MODULES = (CheckpointManager, CheckpointReader, CheckpointStore, FileSystem, Path, SavedComponent, AdamW)
 
 
 @pytest.mark.parametrize("path", WITH_EXAMPLES)

@@ -82,3 +82,18 @@ def test_every_document_is_in_the_index_and_every_link_leads_somewhere():
     for page in [*pages, *ROOT.glob("*.md")]:
         targets = re.findall(r"\]\(((?!https?:)[^)#\s]+)[^)]*\)", page.read_text())
         assert [target for target in targets if not (page.parent / target).exists()] == [], page.name
+
+
+def test_the_tour_follows_one_step_through_few_files_and_names_only_what_they_define():
+    section = (ROOT / "docs/tour.md").read_text().partition("## One batch\n")[2]
+    calls = re.findall(r"^ *(\S+\.py) +(.+)$", section.split("```")[1], re.MULTILINE)
+    names = [
+        (ROOT / file if file == "main_ppo.py" else ROOT / "verl" / file, names.split(", ")) for file, names in calls
+    ]
+    files, hops = len({file for file, _ in names}), sum(len(of_file) for _, of_file in names)
+    assert f"{files} files, {hops} hops" in section
+    assert (files <= 35, hops <= 70) == (True, True)
+    for file, of_file in names:
+        text = file.read_text()
+        for name in (part for dotted in of_file for part in dotted.split(".")):
+            assert re.search(rf"\b(def|class) {name}\b|^{name} = ", text, re.MULTILINE), (file, name)

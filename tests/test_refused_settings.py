@@ -269,10 +269,7 @@ REFUSED_RUNS = [  # overrides, and a part of the message
     ([*TOOLS, "rollout.min_new_tokens=2"], "a turn has no minimum"),
     ([*TOOLS, "environment=guess_number"], "the rows of data have no column 'secret'"),
     ([*TOOLS, "environment=none", "reward=environment"], "environment is null"),
-    (
-        [*TOOLS, "environment=none", "trainer.eval_without_tools=true"],
-        "eval_without_tools is true, and environment",
-    ),
+    ([*TOOLS, "environment=none", "trainer.eval_without_tools=true"], "eval_without_tools is true, and environment"),
     ([*TOOLS, "environment.max_tokens=500"], "with environment.max_tokens 500 that makes 516 tokens"),
 ]
 

@@ -154,8 +154,7 @@ LEARNED = {  # what the texts of a notebook claim, in what it prints
 
 @pytest.mark.exhaustive
 @pytest.mark.skipif(
-    not (is_installed("nbclient") and is_installed("ipykernel")),
-    reason="needs pip install -r requirements-docs.txt",
+    not (is_installed("nbclient") and is_installed("ipykernel")), reason="needs pip install -r requirements-docs.txt"
 )
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_comes_to_what_it_says(notebook):

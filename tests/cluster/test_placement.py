@@ -33,10 +33,7 @@ needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="n
             [(FIRST, ("actor", "reference")), (SECOND, ("critic", "rm")), (FIRST, ALONE)],
         ),
         ({"sampler": ["cpu:1"]}, [(FIRST, ROLES), (SECOND, ALONE)]),
-        (
-            {"rm": ["cpu:0"], "critic": TWO},
-            [(TWO, ("actor", "critic", "reference")), (FIRST, ("rm",)), (FIRST, ALONE)],
-        ),
+        ({"rm": ["cpu:0"], "critic": TWO}, [(TWO, ("actor", "critic", "reference")), (FIRST, ("rm",)), (FIRST, ALONE)]),
     ],
 )
 def test_a_role_lives_where_it_is_put_and_the_others_where_nobody_is(sub_meshes, groups):

@@ -45,7 +45,8 @@ from verl.ops.resharding.dtensor import local
 from verl.rollout.vllm import state_dict
 from verl.rollout.vllm.sync.weight_transfer import TransferInProgress, WeightTransfer
 from verl.rollout.weight_verification import fingerprint
-from verl.rollout.weight_verification.fingerprint import ProbeVectors, probe_rows, trainer_log_probs
+from verl.rollout.weight_verification.fingerprint import ProbeVectors
+from verl.rollout.weight_verification.log_prob_probe import probe_rows, trainer_log_probs
 
 NAME = "fakegpu"
 CONFIG = LlamaConfig(

@@ -213,10 +213,7 @@ def test_processes_that_share_a_device_give_back_what_torch_keeps_after_each_cal
 
     monkeypatch.setattr(placement, "LocalWorkerGroup", start)
     monkeypatch.setattr(placement, "RoleGroups", list)
-    meshes = (
-        (("cuda:1",), {"actor": False, "critic": False}),
-        (("cuda:0", "cuda:1"), {"actor": True, "critic": True}),
-    )
+    meshes = ((("cuda:1",), {"actor": False, "critic": False}), (("cuda:0", "cuda:1"), {"actor": True, "critic": True}))
     for of_critic, wanted in meshes:
         mesh = DeviceMesh(devices=("cuda:0",), sub_meshes={"critic": of_critic})
         host = SimpleNamespace(

@@ -25,12 +25,7 @@ from verl.compose.validate import validate
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.client.engine_args import EngineArgs, as_config_error, write_model_directory
 from verl.rollout.vllm.client.engine_process import EngineError
-from verl.rollout.vllm.client.gpu_memory import (
-    cache_bytes,
-    engine_shape,
-    utilization,
-    warn_of_small_cache,
-)
+from verl.rollout.vllm.client.gpu_memory import cache_bytes, engine_shape, utilization, warn_of_small_cache
 from verl.rollout.vllm.config import VLLMRollout
 from verl.utils.memory import DeviceMemory
 

@@ -52,12 +52,6 @@ class World:
                 return 5
         return "ok", 1.0, self.turn >= 3, False, {}
 
-class Watched:
-    last = 0
-    file = None
-    def send(self, reply):
-        pass
-
 import gc
 for found in gc.get_objects():
     if type(found).__name__ == "Replies":

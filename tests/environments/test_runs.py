@@ -82,7 +82,7 @@ def test_a_run_of_several_turns_trains_evaluates_and_dumps_its_episodes(tmp_path
     assert told.exit_code == 0, told.output
     assert "environment" in told.output
     assert "ended by" in told.output
-    page = CliRunner().invoke(app, ["samples", str(tmp_path), "--html", str(tmp_path / "page.html")])
+    page = CliRunner().invoke(app, ["report", str(tmp_path), "--html", str(tmp_path / "page.html")])
     assert page.exit_code == 0, page.output
     assert "turnsOf(row.others.episode)" in (tmp_path / "page.html").read_text()
 

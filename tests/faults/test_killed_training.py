@@ -63,10 +63,7 @@ def uninterrupted(server, model32, tmp_path_factory) -> str:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("mode", "seed"),
-    [("async", 0), ("sync", 1), ("async", 2), ("async", 3)],
-)
+@pytest.mark.parametrize(("mode", "seed"), [("async", 0), ("sync", 1), ("async", 2), ("async", 3)])
 def test_a_training_killed_at_random_moments_until_it_ends_has_the_digest_of_one_that_was_not(
     mode, seed, uninterrupted, server, model32, tmp_path
 ):

@@ -146,10 +146,7 @@ def test_a_pipeline_stage_that_stops_is_named(stage, timeout_s, call_timeout_s, 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("sent", "error", "told"),
-    [
-        (signal.SIGKILL, WorkerDied, "SIGKILL"),
-        (signal.SIGSTOP, WorkerHung, "(does not react at all|it is stopped)"),
-    ],
+    [(signal.SIGKILL, WorkerDied, "SIGKILL"), (signal.SIGSTOP, WorkerHung, "(does not react at all|it is stopped)")],
     ids=["killed", "stopped"],
 )
 @pytest.mark.parametrize("rank", [1, 2])  # of the first stage, and of the second

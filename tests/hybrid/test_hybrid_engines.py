@@ -7,9 +7,7 @@ import torch
 from http_client.servers import serving
 from rollout.speaking import Speaker
 
-from verl.component import component
 from verl.hybrid.actor import HybridActor
-from verl.rollout.hf import HFRollout
 from verl.rollout.server.config import ServerRollout
 
 TEXTS = ["1+2=", "what is 6*7? "]
@@ -43,20 +41,3 @@ def test_a_server_is_asked_for_what_each_call_asks_for(dir32, encoded):
             actor.generate(**encoded, do_sample=True, temperature=temperature, max_new_tokens=2)
             assert [asked.body["temperature"] for asked in server.asked if "seed" in asked.body][-1] == temperature
         actor.close()
-
-
-@component
-class Noting(HFRollout):
-    """Notes the place of the process that it was told."""
-
-    def attach(self, model, tokenizer, seed, autocast=None, context=None):
-        engine = super().attach(model, tokenizer, seed, autocast)
-        engine.context = context  # type: ignore[attr-defined]
-        return engine
-
-
-def test_an_engine_is_told_where_the_model_lies(dir32, encoded):
-    actor = HybridActor.from_pretrained(dir32, rollout=Noting(), device="cpu")
-    actor.generate(**encoded, max_new_tokens=1)
-    context = actor.rollout_engine.context
-    assert (context.device, context.rank, context.world_size) == ("cpu", 0, 1)

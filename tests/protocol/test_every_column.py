@@ -288,8 +288,7 @@ def test_a_missing_foreign_or_damaged_file_is_refused_by_name(tmp_path):
 def test_a_part_weighs_what_its_rows_do_and_no_more():
     big = torch.zeros(10_000, 100)
     held = DataProto.from_dict(
-        {"x": big, "t": big.T.contiguous().T, "e": torch.zeros(1, 100).expand(10_000, 100)},
-        {"list": big.tolist()},
+        {"x": big, "t": big.T.contiguous().T, "e": torch.zeros(1, 100).expand(10_000, 100)}, {"list": big.tolist()}
     )
     part = held[5:7]
     nbytes = 2 * 100 * (4 * 3 + 9)

@@ -126,10 +126,7 @@ def test_rows_of_episodes_are_repadded_to_the_most_and_to_the_longest_context():
         return DataProto.from_dict({"contexts": contexts, "prompts": torch.full((1, contexts.shape[2]), 9)})
 
     joined = DataProto.concat([part([[5, 6, 7]]), part([[1, 2], [-1, 3]])])
-    assert joined["contexts"].tolist() == [
-        [[5, 6, 7], [-1, -1, -1]],
-        [[-1, 1, 2], [-1, -1, 3]],
-    ]
+    assert joined["contexts"].tolist() == [[[5, 6, 7], [-1, -1, -1]], [[-1, 1, 2], [-1, -1, 3]]]
 
 
 def test_s_is_repadded_even_where_its_length_happens_to_agree():

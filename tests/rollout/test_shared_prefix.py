@@ -23,12 +23,7 @@ def long_prompts(padding: list[int]) -> DataProto:
     tokens = torch.randint(6, 60, (len(padding), WIDTH), generator=generator)
     numbers = torch.arange(len(padding))
     return DataProto.from_dict(
-        {
-            "prompts": tokens.masked_fill(~mask, 0),
-            "prompt_mask": mask,
-            "prompt_ids": numbers,
-            "group_ids": numbers,
-        }
+        {"prompts": tokens.masked_fill(~mask, 0), "prompt_mask": mask, "prompt_ids": numbers, "group_ids": numbers}
     )
 
 

@@ -54,8 +54,9 @@ def users_files(tmp_path, monkeypatch):
 
 def assignments_of_flag(name, capsys):
     """What a flag becomes with a value of its kind, once the command line of a run has judged it."""
-    value = VALUES.get(name, {"int": "8", "float": "0.5", "str": "owner/name"}.get(GIVEN[name].kind.__name__))
-    flag = [f"--{name}"] if GIVEN[name].kind is bool else [f"--{name}", value]
+    kind = GIVEN[name][2]
+    value = VALUES.get(name, {"int": "8", "float": "0.5", "str": "owner/name"}.get(kind.__name__))
+    flag = [f"--{name}"] if kind is bool else [f"--{name}", value]
     if name in ("train_files", "eval_files"):
         flag += ["--train_files", "rows.jsonl", "--max_prompt_length", "16"]
     if name == "buffer_warmup_steps":
@@ -121,18 +122,6 @@ def test_a_model_beside_an_experiment_keeps_the_rates_that_the_experiment_chose(
     assert sorted(overrides) == ["actor.model.path=./m", "experiment=gsm8k_qwen2_5_0_5b"]
 
 
-def test_what_this_version_does_not_have_is_refused_by_name_with_what_it_needs(capsys):
-    flags = "--resume_from_checkpoint PATH --num_gpus 64 --fsdp_sharding_strategy HALF --buffer_warmup_steps 50"
-    with pytest.raises(SystemExit) as ended:
-        train.main(flags.split())
-    assert ended.value.code == 2
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "2 faults in the configuration:"
-    assert not any("resume_from_checkpoint" in line for line in said)
-    assert any(line.startswith("  --buffer_warmup_steps 50 needs a replay buffer") for line in said)
-    assert any(line.startswith("  --fsdp_sharding_strategy HALF") and "does not have" in line for line in said)
-
-
 @pytest.mark.parametrize(("strategy", "option"), [("FULL_SHARD", "fsdp"), ("HYBRID_SHARD", "hsdp")])
 def test_a_strategy_of_sharding_chooses_the_sharding_of_several_processes(strategy, option, capsys):
     overrides = told(capsys, "--num_gpus", "4", "--fsdp_sharding_strategy", strategy)
@@ -142,8 +131,7 @@ def test_a_strategy_of_sharding_chooses_the_sharding_of_several_processes(strate
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--algorithm grop", "--algorithm grop: no such option; there are "),
-        ("--fsdp_sharding_strategy NO_SHARD --num_gpus 2", "means sharding=none, but --num_gpus 2 is given too"),
+        ("--fsdp_sharding_strategy HALF", "invalid choice: 'HALF'"),
         ("--learning_rat 1", "unknown: --learning_rat 1; a flag of the list in --help, or KEY=VALUE, is expected"),
         ("--seed one", "argument --seed: invalid int value: 'one'"),
     ],
@@ -178,13 +166,3 @@ def test_faults_of_the_run_end_the_script_with_status_2(fork_server, tmp_path):
     done = fork_server.run([ROOT / "scripts" / "train.py", "--seed", "-1"], tmp_path)
     assert (done.returncode, done.stderr) == (2, "trainer.seed is -1: must not be negative.\n")
     assert done.stdout == "python main_ppo.py trainer.seed=-1\n"
-
-
-def test_warming_a_buffer_up_is_a_flag_where_there_is_a_buffer_and_else_a_sentence(capsys):
-    line = ["--algorithm", "grpo", "--total_steps", "2", "--buffer_warmup_steps", "50", "--dry_run"]
-    train.main([*line, "replay=tiered", "algorithm.replay_fraction=0.5"])
-    assert "replay.buffer_warmup_steps=50 replay=tiered" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as ended:
-        train.main(line)
-    assert ended.value.code == 2
-    assert "--buffer_warmup_steps 50 needs a replay buffer to fill, and none is chosen. Add" in capsys.readouterr().err

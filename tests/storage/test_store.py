@@ -21,9 +21,7 @@ LONG = bytes(range(256)) * (11 * 4096)  # 11 MiB: three parts of 5
 @pytest.fixture(params=["local", "s3", "gcs", *exhaustive("s3 without conditions", "oss")])
 def store(request: pytest.FixtureRequest, tmp_path: Path):
     prefix = f"{request.node.name.replace('[', '-').replace(']', '').replace(' ', '-')}/here"
-    made: dict[str, Storage] = {
-        "local": LocalStorage(path=str(tmp_path / "objects"), prefix=prefix, part_mib=5),
-    }
+    made: dict[str, Storage] = {"local": LocalStorage(path=str(tmp_path / "objects"), prefix=prefix, part_mib=5)}
     if request.param.startswith("s3"):
         url, condition = request.getfixturevalue("s3_url"), "without" not in request.param
         made[request.param] = S3Storage(

@@ -39,11 +39,7 @@ PPO_ALGORITHM = Algorithm(
     advantage=GAE(lam=0.9), policy_loss=PPOClip(), kl=KLInReward(coef=0.1), entropy_coef=0.01, epochs=2, mini_batches=1
 )
 GRPO_ALGORITHM = Algorithm(
-    advantage=GRPO(),
-    policy_loss=PPOClip(),
-    kl=KLInLoss(coef=0.1),
-    aggregation="seq-mean-token-mean",
-    mini_batches=3,
+    advantage=GRPO(), policy_loss=PPOClip(), kl=KLInLoss(coef=0.1), aggregation="seq-mean-token-mean", mini_batches=3
 )
 
 

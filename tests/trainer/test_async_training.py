@@ -138,7 +138,7 @@ def test_rows_of_the_replay_buffer_are_no_older_than_their_limit_for_the_present
 
     def noted(self, experience, step):
         replayed = experience["policy_version"][experience["is_replayed"]]
-        oldest[step] = int((self.pipeline.current_version() - replayed).max()) if len(replayed) else None
+        oldest[step] = int((self.sampling.queue.current_version() - replayed).max()) if len(replayed) else None
         return update(self, experience, step)
 
     monkeypatch.setattr(PPOTrainer, "update", noted)

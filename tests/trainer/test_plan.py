@@ -95,7 +95,7 @@ def test_a_model_that_cannot_be_traced_is_counted_and_the_plan_says_so(tmp_path,
     path = save_random_model(tmp_path, "llama", torch.float32, num_hidden_layers=4, hidden_size=40)
     roles = ["actor=pretrained", f"actor.model.path={path}", "critic=none", "algorithm=grpo"]
     plan = plan_run(run_of(*roles, "++data.max_prompt_length=16"), device_named("cpu"))
-    assert [line for line in plan.lines() if line.startswith("Activations of actor are counted")]
+    assert [line for line in plan.lines() if line.startswith("activations of actor")]
     assert plan.memory.peak.parts["activations"] > 0
 
 
@@ -157,7 +157,7 @@ def test_an_update_of_the_actor_takes_what_the_plan_says(tmp_path, name, recompu
 def test_8b_fits_on_eight_devices_and_names_its_parts(llama_8b):
     plan = planned_8b(llama_8b, "h100", "rollout=vllm", "sharding=fsdp", "trainer.n_gpus_per_node=8")
     phases = {phase.name: phase.parts for phase in plan.memory.phases}
-    weights = model_stats(plan.memory.roles[0].memory.config).parameters
+    weights = model_stats(plan.memory.roles[0].config).parameters
     assert plan.fits
     assert not plan.changes
     assert phases["rest"]["actor weights"] == pytest.approx(4 * weights / 8, rel=0.01)
@@ -169,17 +169,14 @@ def test_8b_fits_on_eight_devices_and_names_its_parts(llama_8b):
     assert 20 * GIB < plan.memory.peak.total - cache < 50 * GIB
 
 
-def test_what_it_takes_to_reduce_gradients_once_per_update_is_told(llama_8b):
+def test_gradients_that_are_reduced_once_per_update_take_more_memory_and_less_traffic(llama_8b):
     common = ["rollout=vllm", "sharding=fsdp", "trainer.n_gpus_per_node=8", "actor.micro_batch_tokens=4096"]
     each = planned_8b(llama_8b, "h100", *common)
     once = planned_8b(llama_8b, "h100", *common, "sharding.reduce_gradients=update")
     less, most = (next(x.total for x in p.memory.phases if x.name == "update actor") for p in (each, once))
-    more = most - less
-    assert more == pytest.approx(4 * each.memory.roles[0].memory.sizes.parameters, rel=1e-6)
-    (told,) = [line for line in each.memory.lines() if "reduce_gradients" in line]
-    fits = "fits" if most <= each.memory.limit else "does not fit"
-    assert f"reduce_gradients=update: actor would take {more / GIB:.2f} GiB more in an update, which {fits}" in told
-    assert not [line for line in once.memory.lines() if "reduce_gradients" in line]
+    assert most - less == pytest.approx(4 * each.memory.roles[0].sizes.parameters, rel=1e-6)
+    more, fewer = (next(x.sent_bytes for x in p.stages if x.name == "update actor") for p in (each, once))
+    assert fewer < more
 
 
 def test_what_does_not_fit_is_told_with_changes_that_make_it_fit(llama_8b):
@@ -191,7 +188,7 @@ def test_what_does_not_fit_is_told_with_changes_that_make_it_fit(llama_8b):
         settings = " ".join(change.settings).split()
         again = planned_8b(llama_8b, "a100-40", *common, "trainer.prompts_per_step=512", *settings)
         assert again.fits
-        assert again.memory.peak.total == change.peak
+        assert again.memory.peak.total == change.peak_bytes
     assert "does not fit" in "\n".join(plan.lines())
 
 
@@ -247,15 +244,11 @@ def test_experts_with_twice_their_share_of_the_tokens_take_what_twice_as_many_fo
     sizes = ["critic=none", "algorithm=grpo", "sharding=tp", "trainer.n_gpus_per_node=2", "rollout.max_new_tokens=64"]
     run = run_of("actor=pretrained", f"actor.model.path={tmp_path / '2'}", *sizes, "++data.max_prompt_length=16")
     plan = plan_run(run, device_named("h100"))
-    balanced, twice = (
-        next(phase for phase in phases if phase.name == "update actor").parts
-        for phases in (plan.memory.phases, plan.memory.unbalanced)
-    )
-    assert twice["activations"] > 1.1 * balanced["activations"]
-    assert {**twice, "activations": 0, "logits": 0} == {**balanced, "activations": 0, "logits": 0}
-    assert "With twice the balanced load on its experts update actor takes" in "\n".join(plan.lines())
+    update = next(phase for phase in plan.memory.phases if phase.name == "update actor")
+    assert update.imbalance_bytes > 0.1 * update.parts["activations"]
+    assert "with twice the load on its experts" in " ".join(" ".join(plan.lines()).split())
     whole = run_of("actor=pretrained", f"actor.model.path={tmp_path / '2'}", *sizes[:2], "++data.max_prompt_length=16")
-    assert not plan_run(whole, device_named("h100")).memory.unbalanced  # one process has all experts
+    assert not any(phase.imbalance_bytes for phase in plan_run(whole, device_named("h100")).memory.phases)
 
 
 @pytest.mark.exhaustive
@@ -277,21 +270,14 @@ def test_batch_arithmetic_names_every_remainder():
 
 
 @pytest.mark.exhaustive
-def test_the_plan_says_when_the_disk_is_full_and_how_long_an_upload_takes(llama_8b):
+def test_the_plan_says_when_the_disk_is_full(llama_8b):
     run = run_of("actor=llama8b", f"actor.model.path={llama_8b}", "critic=none", "algorithm=grpo", "rollout=vllm")
-    store = {"storage": run_of("storage=s3", "storage.bucket=checkpoints", "checkpoint.keep_last_n=null").storage}
-    every = replace(run.checkpoint, save_interval=10)
-    found = {}
     for keep in (3, None):
-        kept = replace(run, checkpoint=replace(every, keep_last_n=keep), **store)
-        found[keep] = plan_run(kept, device_named("h100"), free_disk=200 * GIB, upload_rate=100 * 2**20)
-    size, step_s = found[3].memory.estimate.saving, found[3].step_s
-    assert size == pytest.approx(12 * model_stats(found[3].memory.roles[0].memory.config).parameters, rel=0.01)
-    soon, never = "\n".join(found[3].disk), "\n".join(found[None].disk)
-    assert "200.00 GiB are free there, full with checkpoint 3" in soon
-    assert "The disk is full after 2 of them, in about" in never
-    assert f"Uploading one takes about {size / 100 / 2**20 / 60:.0f} min." in soon
-    assert f"full with checkpoint 3, in about {30 * step_s:.1f} s" in soon
+        kept = replace(run, checkpoint=replace(run.checkpoint, keep_last_n=keep))
+        plan = plan_run(kept, device_named("h100"), free_disk=200 * GIB)
+        parameters = model_stats(plan.memory.roles[0].config).parameters
+        assert plan.memory.estimate.saving == pytest.approx(12 * parameters, rel=0.01)
+        assert "full with checkpoint 3" in plan.disk
 
 
 def test_the_command_plans_the_default_run_and_gives_its_numbers():
@@ -308,7 +294,7 @@ def test_the_command_ends_with_1_where_a_run_does_not_fit(llama_8b):
     arguments = ["plan", "actor=llama8b", f"actor.model.path={llama_8b}", "critic=none", "algorithm=grpo"]
     found = CliRunner().invoke(app, [*arguments, "--device", "rtx4090"])
     assert found.exit_code == 1
-    assert "It does not fit" in found.stdout
+    assert "does not fit" in found.stdout
 
 
 @pytest.mark.parametrize("fits", [True, *exhaustive(False)])
@@ -352,9 +338,9 @@ def test_a_pretrained_model_computes_in_bfloat16_with_float32_weights_on_a_gpu(t
     short = ["++data.max_prompt_length=16"] if root == "ppo" else []
     run = validate(compose_root(root, ["actor=pretrained", f"actor.model.path={path}", *short]))
     plan = plan_run(run, device_named(device))
-    assert {role.memory.dtype for role in plan.memory.roles} == {dtype}
+    assert {role.dtype for role in plan.memory.roles} == {dtype}
     copy = 0 if dtype == torch.float32 else 2  # in the type of the computation
-    parameters = model_stats(plan.memory.roles[0].memory.config).parameters
+    parameters = model_stats(plan.memory.roles[0].config).parameters
     assert plan.memory.phases[0].parts["actor weights"] == (4 + copy) * parameters
     assert f"actor computes in {dtype}".replace("torch.", "") in plan.summary()
 
@@ -414,7 +400,7 @@ def test_published_steps_are_within_the_range_of_the_plan_and_the_document_has_t
     plan = plan_run(run, device_named("h100"), response=average - 128)
     assert plan.step_s == pytest.approx(expected, rel=0.01)
     assert plan.range_s[0] <= checkpoint <= plan.range_s[1]
-    assert "by the error of such plans for published steps" in "\n".join(plan.lines())
+    assert "for published steps" in "\n".join(plan.lines())
     document = (Path(__file__).parents[2] / "docs" / "results.md").read_text()
     assert f"| {checkpoint:g} | {expected:.0f} | {expected / checkpoint - 1:+.0%} |" in document
 

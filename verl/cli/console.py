@@ -1,4 +1,4 @@
-"""Console output of commands: tables, JSON, sizes, one line for an error, and the exit status.
+"""Console output of commands: JSON, sizes, one line for an error, and the exit status.
 
 0   done; everything is as it should be
 1   the command ran and found a fault: damage, a difference, no checkpoint to resume from
@@ -8,28 +8,22 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
-import os
 import re
-import shutil
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
 
 from verl.compose.schema import set_own_conf_dirs
-from verl.errors import BadCheckpoint, ConfigError, VerlError, end_cut
-from verl.tracking.console import equal_share, fitting_columns
+from verl.errors import BadCheckpoint, ConfigError, VerlError
 from verl.tracking.jsonl import plain
 from verl.utils.external_input import printable
 from verl.utils.memory import out_of_memory_message, refuse_small_address_space
 from verl.utils.redact import redact
 
 FOUND, FAILED = 1, 2
-SHORTEST_CUT = 16  # characters of a cell that is truncated; in less room columns are left out
 
 
 def _use_groups(context: typer.Context, directory: Path | None) -> Path | None:
@@ -93,71 +87,6 @@ def fail(message: str, status: int = FAILED) -> NoReturn:
 def print_json(value: Any) -> None:
     """Print JSON for scripts. Numbers that JSON does not know become texts."""
     echo(json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def output_width() -> int | None:
-    """Width of the terminal, or of COLUMNS; None for a pipe or a file."""
-    if sys.stdout.isatty() or "COLUMNS" in os.environ:
-        return shutil.get_terminal_size().columns
-    return None
-
-
-def print_table(
-    columns: Sequence[str],
-    rows: Sequence[Sequence[object]],
-    right: Sequence[str] = (),
-    width: int = 10_000,
-    drop: Sequence[str] = (),
-    cut: Sequence[str] = (),
-) -> None:
-    """Print a table with a header.
-
-    Args:
-        columns: header.
-        rows: cells.
-        right: names of right-aligned columns.
-        width: width at which cells are folded if the output has none of its own.
-        drop: columns to leave out, first one first, if the output is too narrow; they are listed below the table, and
-            no cell is folded.
-        cut: columns whose cells are truncated to fit before any column is left out.
-    """
-    from rich.cells import cell_len
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    columns, right, drop, cut = ([*map(printable, names)] for names in (columns, right, drop, cut))
-    cells = [["" if cell is None else printable(str(cell)) for cell in row] for row in rows]
-    is_terminal = sys.stdout.isatty()
-    width = shutil.get_terminal_size().columns if is_terminal else width
-    left_out: list[str] = []
-    if drop:
-        room = (output_width() or width) + 2  # each column has 2 characters behind it
-        sizes = [max(cell_len(row[i]) for row in (columns, *cells)) + 2 for i in range(len(columns))]
-        least = [
-            min(size, SHORTEST_CUT + 2) if name in cut else size for name, size in zip(columns, sizes, strict=True)
-        ]
-        shown = fitting_columns(least, room, [columns.index(column) for column in drop])
-        left_out = [column for index, column in enumerate(columns) if index not in shown]
-        columns, cells = [columns[i] for i in shown], [[row[i] for i in shown] for row in cells]
-        texts = [sizes[i] - 2 for i, name in zip(shown, columns, strict=True) if name in cut]
-        others = sum(sizes[i] for i, name in zip(shown, columns, strict=True) if name not in cut)
-        most = equal_share(texts, room - others - 2 * len(texts), SHORTEST_CUT)
-        cells = [
-            [end_cut(x, most) if name in cut else x for name, x in zip(columns, row, strict=True)] for row in cells
-        ]
-        width = 10_000
-    table = Table(box=None, pad_edge=False, header_style="bold" if is_terminal else "")
-    for column in columns:
-        table.add_column(Text(column), justify="right" if column in right else "left", overflow="fold")
-    for row in cells:
-        table.add_row(*map(Text, row))
-    drawn = io.StringIO()
-    Console(file=drawn, force_terminal=is_terminal, width=width).print(table)
-    for line in drawn.getvalue().split("\n")[:-1]:
-        typer.echo(line.rstrip())  # cells are printable, and rich styles the header
-    if left_out:
-        echo(f"not shown, the terminal is too narrow: {', '.join(left_out)}")
 
 
 def size(num_bytes: int) -> str:

@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import verl
-from verl.cli.console import CONFIG_DIR, duration, echo, faults_reported, print_table
+from verl.cli.console import CONFIG_DIR, duration, echo, faults_reported
 from verl.component import as_plain
 from verl.errors import ConfigError
 from verl.storage.config import is_address
 from verl.tracking.base import short
-from verl.tracking.jsonl import plain
+from verl.tracking.console import print_table
+from verl.tracking.jsonl import json_lines, plain
 from verl.utils.directories import TemporaryDirectory
-from verl.utils.external_input import ExternalInputError, parse_mapping, read_bytes, write_whole
+from verl.utils.external_input import write_whole
 from verl.utils.redact import redact_tree
 from verl.utils.signals import orderly_termination
 
@@ -93,14 +94,10 @@ def evaluate(
 def _records(trainer: Any, step: int, size: int, path: Path, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Records of all rows, batch by batch, each batch appended to a file; an evaluation of the same settings that has
     not ended is continued. The last record of a batch has the number of rows that are done."""
-    lines: list[Any] = []
-    with contextlib.suppress(ExternalInputError):  # the last line may be half written
-        lines.extend(parse_mapping(line) for line in (read_bytes(path).splitlines() if path.is_file() else ()))
-    total = len(trainer.eval_data)
+    lines, total = [*json_lines(path)] if path.is_file() else [], len(trainer.eval_data)  # the last may be half written
     done = [number for number, line in enumerate(lines, 1) if "rows_done" in line]
     records = lines[1 : done[-1]] if done and lines[0] == settings else []
-    if records and records[-1]["rows_done"] >= total:  # it has ended
-        records = []
+    records = [] if records and records[-1]["rows_done"] >= total else records  # it has ended
     if first := records[-1]["rows_done"] if records else 0:
         echo(f"{first} of {total} rows were evaluated before, in {path}", err=True)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -248,10 +245,7 @@ def running(
     if any("_target_" in text for text in overrides):
         sys.path.append(str(Path.cwd()))  # classes that the command names may be in the working directory
     run = changed(policy_run(saved, root, overrides, None if data is None else data.absolute()))
-    with (
-        TemporaryDirectory("verl-policy-") as directory,
-        run.build(BuildContext(run_dir=Path(directory))) as trainer,
-    ):
+    with TemporaryDirectory("verl-policy-") as directory, run.build(BuildContext(run_dir=Path(directory))) as trainer:
         if root == "ppo" and has_own_config(saved, root) and not any(text.startswith("reward") for text in overrides):
             saved.load_reward(trainer.reward)
         yield trainer
@@ -266,8 +260,7 @@ def serve_policy(
     max_tokens: Annotated[int | None, typer.Option(min=2, help="Limit of a conversation.")] = None,
     kv_cache_gib: Annotated[float, typer.Option(min=0.0, help="Keys and values of conversations.")] = 2.0,
     ignore_sampling: Annotated[
-        bool,
-        typer.Option("--ignore-sampling", help="Use those of the run, whatever a request says."),
+        bool, typer.Option("--ignore-sampling", help="Use those of the run, whatever a request says.")
     ] = False,
     timeout_s: Annotated[float, typer.Option(min=0.1, help="Limit of one turn in seconds.")] = 600.0,
     text: Annotated[
@@ -315,11 +308,10 @@ def served(saved: SavedPolicy, settings: Sequence[str], directory: Path) -> Iter
 
     def alone(run: Any) -> Any:
         environments.append(run.environment)
-        if run.environment is None:
-            return run
-        return dataclasses.replace(
-            run, environment=None, trainer=dataclasses.replace(run.trainer, eval_without_tools=False)
+        settings = (
+            run.trainer if run.environment is None else dataclasses.replace(run.trainer, eval_without_tools=False)
         )
+        return dataclasses.replace(run, environment=None, trainer=settings)
 
     with running(saved, "ppo", settings, one_prompt(directory), alone) as trainer:
         yield trainer, environments[0]
@@ -344,18 +336,11 @@ def server_of(
     environment: Any = None,
     joins_texts: bool = False,
 ) -> Any:
-    """Make a server for a trainer's policy. It listens, but does not serve yet.
+    """A server for a trainer's policy, which listens and does not serve yet.
 
     Args:
-        trainer: its policy is served.
-        host, port: address to listen at.
-        record: file for token ids and log-probs of every request.
-        max_tokens: the most tokens of a conversation; None for the context length.
-        kv_cache_gib: memory for keys and values of open conversations.
-        ignore_sampling: ignore sampling options of requests that differ from those of the run.
-        timeout_s: limit of one turn.
         environment: that of the training, or None.
-        joins_texts: join messages as one text, without the chat template.
+        joins_texts: join messages as one text, without the chat template; see `serve_policy` for the others.
     Raises:
         ConfigError: the engine does not support turns, or the address is not available.
     """
@@ -363,21 +348,16 @@ def server_of(
     from verl.serving.endpoint import PolicyEndpoint
     from verl.serving.http_api import PolicyServer
 
-    rollout, tokenizer = trainer.description.rollout, trainer.tokenizer
+    rollout, tokenizer, actor = trainer.description.rollout, trainer.tokenizer, trainer.actor_worker
     if "turns" not in rollout.supports:
-        raise ConfigError(
-            f"rollout is {type(rollout).__name__}: it does not support conversations of several turns. Set rollout=hf."
-        )
-    actor = trainer.actor_worker
-    held = trainer.description.actor.model.max_positions()
-    if max_tokens is not None and held is not None and max_tokens > held:
-        raise ConfigError(f"--max-tokens is {max_tokens}: more than the context length {held} of the model.")
-    engine_holds = actor.sampler.engine.row_tokens
-    if max_tokens is not None and engine_holds is not None and max_tokens > engine_holds:
-        raise ConfigError(
-            f"--max-tokens is {max_tokens}: more than the {engine_holds} of the engine. Add "
-            f"rollout.max_model_len={max_tokens} under rollout=vllm, or lower it."
-        )
+        raise ConfigError(f"rollout is {type(rollout).__name__}: it supports single turns only. Set rollout=hf.")
+    held, engine_holds = trainer.description.actor.model.max_positions(), actor.sampler.engine.row_tokens
+    for most, what in (
+        (held, "model holds"),
+        (engine_holds, "engine holds (rollout.max_model_len under rollout=vllm)"),
+    ):
+        if max_tokens is not None and most is not None and max_tokens > most:
+            raise ConfigError(f"--max-tokens is {max_tokens}: more than the {most} that the {what}. Lower it.")
     row_tokens = max_tokens or min(held or DEFAULT_ROW_TOKENS, engine_holds or held or DEFAULT_ROW_TOKENS)
     stops = stop_tokens(actor.model, tokenizer, rollout.stop_token_ids).tolist()
     limits = TurnLimits(row_tokens, kv_cache_gib)

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 import verl
 from verl.cli import checkpoint, train
-from verl.cli.console import echo, one_line_errors, print_table
+from verl.cli.console import echo, one_line_errors
 from verl.cli.generate import evaluate, generate, serve_policy
 from verl.cli.plan import plan
 from verl.cli.report.watch import report, watch
@@ -24,20 +24,13 @@ from verl.cli.samples import samples
 from verl.compose.schema import ROOTS, RootName
 from verl.errors import ConfigError
 from verl.model_paths.families import family_table, summaries
-from verl.tracking.console import reader_may_leave
+from verl.tracking.console import print_table, reader_may_leave
 from verl.utils.child_process.interpreter import run_main
 from verl.utils.env_check import BACKENDS, check_env
 from verl.utils.redact import redact_output
 from verl.utils.signals import component_exits
 
 FAMILIES_WIDTH = 80
-
-
-def print_summary() -> None:
-    """Print how many families of models run on fast paths, on plain ones, and are refused."""
-    counts = Counter(summary.status.partition(" up to")[0] for summary in summaries())
-    words = ", ".join(f"{counts[status]} {status}" for status in ("fast", "plain", "refused", "not built"))
-    echo(f"    model families: {words}; see verl env --models")
 
 
 def print_families(names: Sequence[str] = ()) -> None:
@@ -130,18 +123,10 @@ def config_schema(
 def env(
     backend: Annotated[
         list[str] | None,
-        typer.Option(
-            "--backend",
-            "-b",
-            help=f"Also check the interface of this backend: {', '.join(BACKENDS)}. Repeatable.",
-        ),
+        typer.Option("--backend", "-b", help=f"Check the interface of this backend too: {', '.join(BACKENDS)}."),
     ] = None,
     models: Annotated[
-        bool,
-        typer.Option(
-            "--models",
-            help="List the execution paths of model families; with FAMILY, of those.",
-        ),
+        bool, typer.Option("--models", help="List the execution paths of model families; with FAMILY, of those.")
     ] = False,
     family: Annotated[
         list[str] | None, typer.Argument(help="With --models: a model_type of transformers, such as llama.")
@@ -153,11 +138,10 @@ def env(
     if models:
         print_families(family or ())
         return
-    try:
-        met = check_env(tuple(backend), exit_on_failure=False) if backend else check_env(exit_on_failure=False)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error), param_hint="--backend") from error
-    print_summary()
+    met = check_env(*([backend] if backend else []), exit_on_failure=False)
+    counts = Counter(summary.status.partition(" up to")[0] for summary in summaries())
+    words = ", ".join(f"{counts[status]} {status}" for status in ("fast", "plain", "refused", "not built"))
+    echo(f"    model families: {words}; see verl env --models")
     raise typer.Exit(0 if met else 1)
 
 

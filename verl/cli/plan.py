@@ -21,28 +21,17 @@ if TYPE_CHECKING:
 
 DEVICE = "plan.device="
 PLAN_ONLY = "plan=only"  # an argument of the main scripts
+OVERRIDES = "Overrides as for `verl ppo`: actor=llama8b sharding=fsdp trainer.n_gpus_per_node=8 ..."
+DEVICES = "a100-40, a100, l4, l40s, rtx4090, h100, h200, b200, mi300x or cpu; also as plan.device=NAME."
+RECORDS = "With --async: a run whose seconds and lengths are used, not those of the plan."
 
 
 def plan(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="Overrides as for `verl ppo`: actor=llama8b sharding=fsdp trainer.n_gpus_per_node=8 ..."),
-    ] = None,
-    device: Annotated[
-        str | None,
-        typer.Option(
-            help="a100-40, a100, l4, l40s, rtx4090, h100, h200, b200, mi300x or cpu; also as plan.device=NAME."
-        ),
-    ] = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Measure this machine's CPU for about 10 s, instead of using a table.")
-    ] = False,
-    exact: Annotated[bool, typer.Option("--exact", help="Trace all layers, not one and two.")] = False,
+    overrides: Annotated[list[str] | None, typer.Argument(help=OVERRIDES)] = None,
+    device: Annotated[str | None, typer.Option(help=DEVICES)] = None,
+    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine's CPU for about 10 s.")] = False,
     response_tokens: Annotated[
         int | None, typer.Option(min=1, help="Average tokens of a response, for the time. Default: the longest.")
-    ] = None,
-    upload_mib_s: Annotated[
-        float | None, typer.Option(min=0.001, help="MiB per second to the object storage, for the time of an upload.")
     ] = None,
     config_dir: Annotated[Path | None, CONFIG_DIR] = None,
     sft: Annotated[bool, typer.Option("--sft", help="Plan a run of `verl sft`; the same as --root sft.")] = False,
@@ -50,10 +39,7 @@ def plan(
     asynchronous: Annotated[
         bool, typer.Option("--async", help="Also simulate trainer.mode=async: speed, idle shares, staleness.")
     ] = False,
-    records: Annotated[
-        Path | None,
-        typer.Option("--from", help="With --async: a run whose seconds and lengths are used, not those of the plan."),
-    ] = None,
+    records: Annotated[Path | None, typer.Option("--from", help=RECORDS)] = None,
     lengths: Annotated[
         str | None, typer.Option(help="With --async: tokens of responses, equally likely, such as 100,200,900.")
     ] = None,
@@ -65,22 +51,18 @@ def plan(
 
     Of models only config.json is read. The exit status is 1 if the run does not fit its devices.
     """
-    words = list(overrides or [])
-    named = [word.removeprefix(DEVICE) for word in words if word.startswith(DEVICE)]
-    words = [word for word in words if not word.startswith(DEVICE)]
+    named = [word.removeprefix(DEVICE) for word in overrides or () if word.startswith(DEVICE)]
+    words = [word for word in overrides or () if not word.startswith(DEVICE)]
     with faults_reported():
         if not asynchronous and (records or lengths or tool_calls or tool_s):
             raise ConfigError("--from, --lengths, --tool-calls, --tool-s: only the simulation reads them. Add --async.")
         run = _validated("sft" if sft else root, words, config_dir)
         rates = _rates(run, device or (named[-1] if named else None), measure)
-        run_plan = _planned(run, rates, exact, response_tokens, upload_mib_s)
+        run_plan = _planned(run, rates, response_tokens)
         if asynchronous:
             simulated = _simulated(run, run_plan, records, lengths, response_tokens, calls=tool_calls, latency_s=tool_s)
             run_plan = replace(run_plan, asynchronous=simulated)
-    if as_json:
-        echo(json.dumps(run_plan.to_json(), indent=2))
-    else:
-        echo("\n".join(run_plan.lines()))
+    echo(json.dumps(run_plan.to_json(), indent=2) if as_json else "\n".join(run_plan.lines()))
     if not run_plan.fits:
         raise typer.Exit(FOUND)
 
@@ -121,36 +103,30 @@ def _rates(run: Any, name: str | None, measure: bool) -> DeviceRates:
     from verl.models.model_stats import model_stats, sizes_config
     from verl.trainer.plan.workload import device_named, gpu_here, measured_here
 
+    if measure and name in (None, "cpu"):
+        source, sizes = run.actor.model, model_stats(sizes_config(run.actor.model))
+        return measured_here(sizes.hidden, sizes.mlp, run.actor.on_device(False).autocast or source.dtype)
     if measure:
-        if name not in (None, "cpu"):
-            raise ConfigError(f"plan.device is {name}: --measure is of this machine. Leave one of them out.")
-        source = run.actor.model
-        sizes = model_stats(sizes_config(source))
-        dtype = run.actor.on_device(False).autocast or source.dtype
-        return measured_here(sizes.hidden, sizes.mlp, dtype)
-    if name is not None:
-        return device_named(name)
-    return gpu_here() if torch.cuda.is_available() and run.trainer.device != "cpu" else device_named("cpu")
+        raise ConfigError(f"plan.device is {name}: --measure is of this machine. Leave one of them out.")
+    if name is None and torch.cuda.is_available() and run.trainer.device != "cpu":
+        return gpu_here()
+    return device_named(name or "cpu")
 
 
-def _planned(run: Any, rates: DeviceRates, exact: bool, response: int | None, upload_mib_s: float | None) -> Any:
+def _planned(run: Any, rates: DeviceRates, response: int | None) -> RunPlan:
     from verl.trainer.plan.run_plan import plan_run
     from verl.trainer.plan.workload import free_disk
 
-    saves = run.checkpoint
-    directory = Path(saves.save_dir or ".").expanduser() if saves is not None else Path()
-    rate = None if upload_mib_s is None else upload_mib_s * 2**20
+    directory = Path((run.checkpoint and run.checkpoint.save_dir) or ".").expanduser()
     free = None if "://" in str(directory) else free_disk(directory.absolute())
     try:
-        return plan_run(run, rates, exact=exact, response=response, free_disk=free, upload_rate=rate)
+        return plan_run(run, rates, response=response, free_disk=free)
     except (VerlError, OSError):
         raise
     except Exception as error:  # some families lack the configuration entries that are counted
-        reason = f"{type(error).__name__}: {error}"
         raise ConfigError(
-            f"actor.model.path: this model cannot be planned ({reason}): its configuration lacks entries for layers, "
-            "heads "
-            "or widths of a transformer. The run itself may work."
+            f"actor.model.path: this model cannot be planned ({type(error).__name__}: {error}): its configuration "
+            "lacks entries for layers, heads or widths of a transformer. The run itself may work."
         ) from error
 
 
@@ -163,13 +139,10 @@ def _simulated(
 
     if not hasattr(run.trainer, "staleness") or run.rollout.location == "server":
         raise ConfigError("--async: only runs of verl ppo are simulated, and none whose engine is a server.")
-    try:
-        numbers = None if lengths is None else [int(x) for x in lengths.split(",")]
-        if numbers is not None and min(numbers) < 1:
-            raise ValueError
-        draws = async_plan.length_draws(run, numbers, mean)
-    except ValueError as error:
-        raise ConfigError(f"--lengths is {lengths!r}: expected numbers of tokens, such as 100,200,900.") from error
+    numbers = None if lengths is None else [int(x) if x.isdecimal() else 0 for x in lengths.split(",")]
+    if numbers is not None and min(numbers) < 1:
+        raise ConfigError(f"--lengths is {lengths!r}: expected numbers of tokens, such as 100,200,900.")
+    draws = async_plan.length_draws(run, numbers, mean)
     if records is None:
         times = async_plan.planned_times(run, run_plan.memory, run_plan.stages, run_plan.device)
     else:

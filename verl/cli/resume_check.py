@@ -142,10 +142,7 @@ class RunLauncher:
 def laid_over(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
     """Merge overrides; a later one replaces earlier ones of the same key or below the same component."""
     keys = {text.partition("=")[0] for text in later}
-    return [
-        *(text for text in overrides if not keys & {text.partition("=")[0], text.partition(".")[0]}),
-        *later,
-    ]
+    return [*(text for text in overrides if not keys & {text.partition("=")[0], text.partition(".")[0]}), *later]
 
 
 def check_resume(

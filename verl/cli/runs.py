@@ -13,7 +13,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,19 +27,11 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.compare import flat
 from verl.checkpoint.read.discovery import PINS, RUN_LOCK, CheckpointDirectory
 from verl.checkpoint.retention import pins
-from verl.cli.console import (
-    FOUND,
-    counted,
-    duration,
-    echo,
-    parse_duration,
-    print_json,
-    print_table,
-    size,
-)
+from verl.cli.console import FOUND, counted, duration, echo, parse_duration, print_json, size
 from verl.cli.report.read import RUNNING, last_start, pointer_of, run_status
 from verl.errors import CheckpointError, ConfigError, end_cut
 from verl.tracking.base import HEADLINE, short
+from verl.tracking.console import print_table
 from verl.tracking.jsonl import json_object
 from verl.trainer.state.lineage import forest, read_events
 from verl.utils.external_input import ExternalInputError, open_regular, parse_as, parse_mapping, printable, read_text
@@ -102,8 +94,8 @@ def runs(
     --prune removes directories of runs. It keeps a run that is running, a run or checkpoint that another run was
     resumed from, pinned checkpoints, and files that another run or checkpoint names. Checkpoints elsewhere stay.
     """
-    if directory is not None and not directory.is_dir():
-        raise ConfigError(f"{directory}: no such directory. Give the directory of a run, or one above.")
+    if directory is not None:
+        _require(directory, "a run")
     if as_json and prune:
         raise ConfigError("--json prints the runs and --prune asks before it removes some: give one of the two.")
     roots = [root for root in ([directory] if directory else ROOTS) if root.is_dir()]
@@ -119,10 +111,16 @@ def runs(
         echo(f"There are no runs below {' or '.join(map(str, roots or ROOTS))}.")
 
 
+def _require(directory: Path, what: str) -> None:
+    if not directory.is_dir():
+        raise ConfigError(f"{directory}: no such directory. Give the directory of {what}, or one above.")
+
+
 def list_runs(roots: Sequence[Path]) -> list[ListedRun]:
     """The runs below some directories, the last written one last."""
-    directories = [Path(root) for above in roots for root, _, names in os.walk(above) if _is_run(names)]
-    return sorted(map(_listed, directories), key=lambda run: run.updated)
+    files = ((Path(root), {*names}) for above in roots for root, _, names in os.walk(above))
+    of_runs = [path for path, names in files if "metrics.jsonl" in names or {"config.yaml", "overrides.yaml"} <= names]
+    return sorted(map(_listed, of_runs), key=lambda run: run.updated)
 
 
 def last_metrics(file: Path) -> tuple[int, dict[str, Any]]:
@@ -138,37 +136,25 @@ def last_metrics(file: Path) -> tuple[int, dict[str, Any]]:
     return step if isinstance(step, int) else 0, metrics
 
 
-def _is_run(names: Sequence[str]) -> bool:
-    return "metrics.jsonl" in names or {"config.yaml", "overrides.yaml"} <= {*names}
-
-
 def _listed(directory: Path) -> ListedRun:
     step, metrics = last_metrics(directory / "metrics.jsonl")
     size_bytes, updated = _size_and_time(directory)
-    events = last_start(directory)
-    run = ListedRun(directory, run_status(directory, events), step, metrics, updated, size_bytes)
-    if (pointer := pointer_of(directory)) is not None:
-        run.run_ids = [pointer.run_id, *pointer.earlier]
-    if started := [event for event in events if event["event"] == "run"]:
-        run.parent = started[-1].get("parent")
-    return run
+    events, pointer = last_start(directory), pointer_of(directory)
+    ids = [] if pointer is None else [pointer.run_id, *pointer.earlier]
+    parents = [event.get("parent") for event in events if event["event"] == "run"]
+    status, parent = run_status(directory, events), parents[-1] if parents else None
+    return ListedRun(directory, status, step, metrics, updated, size_bytes, parent, ids)
 
 
 def _size_and_time(directory: Path) -> tuple[int, float]:
     """Bytes of all files, each inode once, and the time of the last write."""
-    sizes: dict[tuple[int, int], int] = {}
-    updated = 0.0
-    for path in _files(directory):
+    sizes, updated = dict[Inode, int](), 0.0
+    for path in (os.path.join(root, name) for root, _, names in os.walk(directory) for name in names):
         with contextlib.suppress(OSError):  # removed meanwhile
-            status = path.lstat()
+            status = os.lstat(path)
             sizes[status.st_dev, status.st_ino] = status.st_size
             updated = max(updated, status.st_mtime)
     return sum(sizes.values()), updated
-
-
-def _files(directory: Path) -> Iterator[Path]:
-    for root, _, names in os.walk(directory):
-        yield from (Path(root, name) for name in names)
 
 
 def _print(listed: Sequence[ListedRun], reasons: Mapping[Path, str] | None = None) -> None:
@@ -407,14 +393,10 @@ def lineage(
     as_json: Annotated[bool, typer.Option("--json", help="Nested objects instead of a tree.")] = False,
 ) -> None:
     """Show the tree of runs and checkpoints in a directory and below it."""
-    if not directory.is_dir():
-        raise ConfigError(f"{directory}: no such directory. Give the directory of checkpoints, or one above it.")
-    _print_forest(directory, forest(directory), as_json)
-
-
-def _print_forest(directory: Path, roots: Sequence[LineageRun], as_json: bool) -> None:
+    _require(directory, "checkpoints")
+    roots = forest(directory)
     if as_json:
-        echo(json.dumps([run.as_json() for run in roots], indent=2))
+        print_json([run.as_json() for run in roots])
         return
     if not roots:
         echo(f"There are no checkpoints below {directory}.")
@@ -475,8 +457,8 @@ def _changes(run: LineageRun) -> list[str]:
     changed = {} if run.parent is None else run.parent.differences
     lines = [f"{path}: {' -> '.join(map(_shown, values))}" for path, values in list(changed.items())[:SHOWN]]
     lines += [f"and {len(changed) - SHOWN} other differences"] if len(changed) > SHOWN else []
-    data = [f"content of {path}: {' -> '.join(map(_shown, values))}" for path, values in run.data_changes.items()]
-    return lines + data
+    changed = run.data_changes.items()
+    return lines + [f"content of {path}: {' -> '.join(map(_shown, values))}" for path, values in changed]
 
 
 def _shown(value: Any) -> str:

@@ -1,7 +1,6 @@
-"""`verl samples`: browse the rollouts of a run, as a table, one prompt across steps, as JSON, or as an HTML page.
+"""`verl samples`: browse the rollouts of a run, as a table, one prompt across steps, or as JSON.
 
-Rows come from the replay buffer of the run and from its sample tables. Filters of the HTML page are part of its URL
-after `#`, so that a view can be shared: `samples.html#sort=-score`.
+Rows come from the replay buffer of the run and from its sample tables. `verl report` has the latter as a page.
 """
 
 from __future__ import annotations
@@ -10,16 +9,14 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from verl.cli.console import echo, output_width, print_json, print_table
+from verl.cli.console import echo, print_json
 from verl.cli.report.samples import EPISODE, OF_BUFFER, DumpedSample, read_samples
 from verl.errors import ConfigError, end_cut
-from verl.tracking.console import visible
-from verl.utils.external_input import write_text
+from verl.tracking.console import output_width, print_table, visible
 
 WIDTH = 60  # width of a text if the output has none
 LEAST = 16  # characters: a beginning that prompts share is shown if it is not longer
@@ -30,11 +27,6 @@ SORTS: dict[str, Callable[[DumpedSample], float]] = {
     "reward": lambda sample: float("-inf") if sample.score is None else sample.score,
     "length": lambda sample: -1 if sample.length is None else sample.length,
 }
-
-
-def chosen(samples: Sequence[DumpedSample], tests: Sequence[Callable[[DumpedSample], bool]]) -> list[DumpedSample]:
-    """The samples that pass every test."""
-    return [sample for sample in samples if all(test(sample) for test in tests)]
 
 
 def within(option: str, text: str, value_of: Callable[[DumpedSample], float | None]) -> Callable[[DumpedSample], bool]:
@@ -65,20 +57,25 @@ def samples(
     compare: Annotated[bool, typer.Option("--compare", help="One prompt across steps, a line per step.")] = False,
     sort: Annotated[str, typer.Option(help="step, reward or length; -reward for the largest first.")] = "step",
     limit: Annotated[int, typer.Option(help="Rows shown; 0 for all.")] = 20,
-    html: Annotated[Path | None, typer.Option(help="Write the selected rows as an HTML page.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON.")] = False,
     turns: Annotated[bool, typer.Option("--turns", help="Episodes turn by turn.")] = False,
 ) -> None:
     """Browse the rollouts of a run: its sample tables and its replay buffer."""
-    tests = _tests(reward, length, step, prompt, prompt_id, source)
-    selected = _sorted(chosen(read_samples(run), tests), sort)
+    ranges = (("reward", "score", reward), ("length", "length", length), ("step", "step", step))
+    tests = [within(f"--{name}", text, attrgetter(field)) for name, field, text in ranges if text is not None]
+    equal = [(name, x) for name, x in (("prompt_id", prompt_id), ("source", source)) if x is not None]
+    if (key := SORTS.get(sort.removeprefix("-"))) is None:
+        raise ConfigError(f"--sort is {sort!r}: expected {', '.join(SORTS)}, with - before it for the largest first.")
+    passing = (
+        sample
+        for sample in read_samples(run)
+        if all(test(sample) for test in tests)
+        if all(getattr(sample, name) == x for name, x in equal)
+        if prompt is None or prompt in sample.prompt
+    )
+    selected = sorted(passing, key=key, reverse=sort.startswith("-"))
     shown = selected[:limit] if limit else selected
-    if html is not None:
-        from verl.cli.report.page import render, samples_content
-
-        write_text(html, render(samples_content(selected), f"Samples of {run}"))
-        echo(f"{html}: {len(selected)} rows")
-    elif as_json:
+    if as_json:
         print_json([sample.as_json() for sample in shown])
     elif compare:
         _compare(selected)
@@ -87,29 +84,6 @@ def samples(
     else:
         _print_samples(shown)
         echo(f"{len(shown)} of {len(selected)} rows" + ("" if len(shown) == len(selected) else " (--limit)"))
-
-
-def _tests(
-    reward: str | None, length: str | None, step: str | None, prompt: str | None, number: int | None, source: str | None
-) -> list[Callable[[DumpedSample], bool]]:
-    tests: list[Callable[[DumpedSample], bool]] = []
-    for name, text in (("reward", reward), ("length", length), ("step", step)):
-        if text is not None:
-            tests.append(within(f"--{name}", text, attrgetter("score" if name == "reward" else name)))
-    if prompt is not None:
-        tests.append(lambda sample: prompt in sample.prompt)
-    if number is not None:
-        tests.append(lambda sample: sample.prompt_id == number)
-    if source is not None:
-        tests.append(lambda sample: sample.source == source)
-    return tests
-
-
-def _sorted(samples: Sequence[DumpedSample], sort: str) -> list[DumpedSample]:
-    key = SORTS.get(sort.removeprefix("-"))
-    if key is None:
-        raise ConfigError(f"--sort is {sort!r}: expected {', '.join(SORTS)}, with - before it for the largest first.")
-    return sorted(samples, key=key, reverse=sort.startswith("-"))
 
 
 def _compare(samples: Sequence[DumpedSample]) -> None:
@@ -130,9 +104,8 @@ def _compare(samples: Sequence[DumpedSample]) -> None:
         best = max(group, key=SORTS["reward"])
         scores = [sample.score for sample in group if sample.score is not None]
         lengths = [sample.length for sample in group if sample.length is not None]
-        rows.append(
-            [str(step), str(len(group)), _mean(scores), _number(best.score), _mean(lengths), _short(best.response)]
-        )
+        numbers = _mean(scores), _number(best.score), _mean(lengths)
+        rows.append([step, len(group), *numbers, _short(best.response)])
     print_table(["step", "responses", "mean reward", "best", "mean tokens", "best response"], rows)
 
 

@@ -27,8 +27,8 @@ from typing import Any, TypeVar
 import httpx
 
 from verl.errors import ComponentHung
-from verl.http_client.endpoint import Endpoint
 from verl.http_client.request import (
+    EndpointSettings,
     Kind,
     NotRetryable,
     Request,
@@ -238,7 +238,7 @@ class HTTPClient:
         key: API key, sent with every request and redacted from messages.
     """
 
-    def __init__(self, endpoint: Endpoint, key: str | None):
+    def __init__(self, endpoint: EndpointSettings, key: str | None):
         self.endpoint, self._key = endpoint, key
         self._background = EventLoopThread("verl remote")
         self._backoff, self._pace = Backoff(endpoint.backoff_s), RateLimit(endpoint.requests_per_minute)

@@ -6,15 +6,14 @@ forward, backward, step ──> the weights <── generate
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -96,30 +95,25 @@ class HybridActor:
         contiguous: bool = False,
         auto_cache_clear: bool | None = None,
     ):
-        self._configure(described(HybridConfig, "hybrid_config", hybrid_config), contiguous, auto_cache_clear)
-        _refuse_no_actor(model)
-        parallelism = hybrid_parallelism(self.hybrid_config, str(model.device))
-        if parallelism is not None:
-            parallelism.refuse_other_weights(model)
-        self._start(model, tokenizer, rollout, lora, seed, parallelism)
-
-    def _configure(self, hybrid_config: HybridConfig, contiguous: bool, auto_cache_clear: bool | None) -> None:
-        self.hybrid_config, self.contiguous = hybrid_config, contiguous or hybrid_config.contiguous
-        self.auto_cache_clear = hybrid_config.auto_cache_clear if auto_cache_clear is None else auto_cache_clear
-
-    def _start(
-        self, model: Any, tokenizer: Any, rollout: Any, lora: Any, seed: int, parallelism: HybridParallelism | None
-    ) -> None:
-        self._lock = threading.RLock()
+        config = described(HybridConfig, "hybrid_config", hybrid_config)
+        self.contiguous = contiguous or config.contiguous
+        self.auto_cache_clear = config.auto_cache_clear if auto_cache_clear is None else auto_cache_clear
+        self.hybrid_config, self.tokenizer, self.seed, self._lock = config, tokenizer, seed, threading.RLock()
         self._rollout = load_rollout(rollout)
         adapter = None if lora is None else described(LoRA, "lora", lora)
-        with nullcontext() if parallelism is None else parallelism.same_random_numbers():
-            self._model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
-        self.tokenizer, self.seed, self._parallelism = tokenizer, seed, parallelism
+        if isinstance(model, _Loaded):  # by `from_pretrained`
+            model, parallelism = model
+        else:
+            _refuse_no_actor(model)
+            parallelism = hybrid_parallelism(config, str(model.device))
+            if parallelism is not None:
+                parallelism.refuse_other_weights(model)
+        self._parallelism = parallelism
+        self._model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
         self._engine: tuple[Any, Any] | None = None  # with the settings that it was attached for
         self._check_contiguous()
         if parallelism is not None:
-            parallelism.take(self.model)
+            parallelism.take(self.model, is_new=adapter is not None)
         self._form = _form_of(_unwrapped(self._settled()))
         warn_unsupported_settings(model)
 
@@ -149,16 +143,15 @@ class HybridActor:
         pretrained = described(Pretrained, "from_pretrained", {"path": str(name_or_path), **source})
         if device == "auto":
             device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if torch.cuda.is_available() else "cpu"
-        parallelism, actor = hybrid_parallelism(config, device), cls.__new__(cls)
-        actor._configure(config, contiguous, auto_cache_clear)
+        parallelism = hybrid_parallelism(config, device)
         with faults_below("from_pretrained"):
             if parallelism is None:
                 model = pretrained.load_causal_lm(device)
             else:
                 model = load_unsharded(pretrained, "causal_lm", device, parallelism, sliced=lora is None)
             tokenizer = pretrained.load_tokenizer()
-        actor._start(model, tokenizer, rollout, lora, seed, parallelism)
-        return actor
+        options: dict[str, Any] = {"contiguous": contiguous, "auto_cache_clear": auto_cache_clear}
+        return cls(_Loaded(model, parallelism), tokenizer, config, rollout, lora, seed, **options)
 
     # What may be replaced
 
@@ -191,12 +184,6 @@ class HybridActor:
                 f"{fault}: it is sharded over {self._parallelism.world_size} processes. Make a new HybridActor."
             )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> HybridActor:
-        with self._lock:
-            actor = type(self).__new__(type(self))
-            actor.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        return actor
-
     def __getstate__(self) -> dict[str, Any]:
         """State without the engine, which a copy starts with its first call."""
         self._refuse_if_divided("an actor cannot be copied or pickled")
@@ -211,7 +198,7 @@ class HybridActor:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward: `actor(input_ids=..., attention_mask=..., labels=...).loss`."""
         with self._lock:
-            if self._engine is not None and hasattr(self._engine[1], "rest"):
+            if self._engine is not None and hasattr(self._engine[1], "offload"):
                 self._engine[1].offload()  # an engine with its own weights frees memory for training
             if self._parallelism is not None:
                 self._parallelism.refuse_other_rows(kwargs.get("input_ids", args[0] if args else None))
@@ -444,6 +431,13 @@ class HybridActor:
         engine, self._engine = self._engine, None
         if engine is not None and hasattr(engine[1], "close"):
             engine[1].close()
+
+
+class _Loaded(NamedTuple):
+    """A model that was loaded as its parallelism wants it."""
+
+    model: Any
+    parallelism: HybridParallelism | None
 
 
 def _refuse_no_actor(model: Any) -> None:

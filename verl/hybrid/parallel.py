@@ -10,8 +10,6 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -113,14 +111,20 @@ class HybridParallelism(ShardedParallelism):
         super().__init__(context, TIMEOUT_S, degrees, fully=config.shards and world > sizes[2], reshard=reshard)
         self.groups, self.tensors = sizes[0] * sizes[1], sizes[2]
 
-    def take(self, model: Any) -> None:
+    def take(self, model: Any, is_new: bool) -> None:
         """Shard a model in place, and register hooks that reduce its gradients in every backward pass.
 
         Gradients are those of the mean loss over the groups, as in torch's DistributedDataParallel.
 
+        Args:
+            model: on its device.
+            is_new: its trainable weights were drawn just now; those of the first process are taken.
         Raises:
             ConfigError: the model cannot be sharded this way.
         """
+        if is_new:
+            for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+                self.dist.broadcast(parameter.data, src=0)
         config = model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", 1)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -154,23 +158,6 @@ class HybridParallelism(ShardedParallelism):
         self.dist.all_reduce(part, group=self.data_group)
         part /= self.groups
         return mean
-
-    @contextmanager
-    def same_random_numbers(self) -> Iterator[None]:
-        """Inside this context all processes have the generator state of the first; on exit each has its own again.
-
-        Processes that had the state of the first before also have it afterwards.
-        """
-        state = torch.get_rng_state()
-        shared = state.clone().to(self.device)
-        self.dist.broadcast(shared, src=0)
-        first = shared.cpu()
-        torch.set_rng_state(first)
-        try:
-            yield
-        finally:
-            if not torch.equal(state, first):
-                torch.set_rng_state(state)
 
     def refuse_other_weights(self, model: Any) -> None:
         """Check that all replicas have equal weights; only gradients are synchronised later.

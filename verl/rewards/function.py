@@ -12,7 +12,8 @@ from pydantic import Field, PositiveInt
 from verl.component import BuildContext, component
 from verl.errors import RewardError, error_text
 from verl.protocol import DataProto
-from verl.protocol.provenance import Signature, Source, own_line, path_faults, signature_of, source_of, source_signature
+from verl.protocol.provenance import Source, source_of
+from verl.protocol.user_function import Signature, own_line, path_faults, signature_of, source_signature
 from verl.rewards.base import (
     TOKEN_REWARDS,
     Reward,

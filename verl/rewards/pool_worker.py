@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl.errors import RewardError, error_text
-from verl.protocol.provenance import load_function, own_line, signature_of, source_of
+from verl.protocol.provenance import source_of
+from verl.protocol.user_function import load_function, own_line, signature_of
 from verl.rewards.deadline import awaited
 from verl.rewards.signatures import with_own_arguments
 from verl.utils.child_process.channel import Channel, ChannelClosed

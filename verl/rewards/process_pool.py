@@ -18,15 +18,16 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from threading import Thread
 from typing import Any, cast
 
 import numpy as np
 
 from verl.errors import NonFiniteRewardError, RewardError, error_text
 from verl.protocol import DataProto
-from verl.protocol.provenance import Signature, Source
+from verl.protocol.provenance import Source
+from verl.protocol.user_function import Signature
 from verl.rewards.base import (
     LARGEST,
     Reward,
@@ -70,7 +71,7 @@ class FunctionPool:
     """Worker processes that call one function.
 
     Args:
-        path: of the function, see `verl.protocol.provenance.load_function`.
+        path: of the function, see `verl.protocol.user_function.load_function`.
         kwargs: further keyword arguments of every call.
         timeout_s: deadline of one sample, from when a worker takes it, without the time that the worker waited for a
             processor.
@@ -121,52 +122,51 @@ class FunctionPool:
         outcomes: list[PoolResult | None] = [None] * len(samples)
         waiting, retried = deque(range(len(samples))), set[int]()
 
+        errors: list[BaseException] = []
+
         def work() -> None:
-            while waiting:
-                with self._processes.lend() as worker:
-                    while worker.is_usable and waiting:
-                        with contextlib.suppress(IndexError):  # another thread has taken the last one
+            try:
+                while waiting:  # another thread may take the last one, also while this one waits for a worker
+                    with contextlib.suppress(IndexError, TimeoutError), self._processes.lend(LOOK_EVERY_S) as worker:
+                        while worker.is_usable:
                             index = waiting.popleft()
-                            outcome = outcomes[index] = self._rated(worker, samples[index])
+                            outcome = outcomes[index] = worker.call(samples[index])
                             if outcome.is_blameless and index not in retried:
                                 _log.warning("path is %r: %s. It is tried again.", self.path, outcome.failure)
                                 retried.add(index)
                                 waiting.appendleft(index)
                             elif stop_at_failure and outcome.failure is not None:
                                 waiting.clear()
+            except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
+                errors.append(error)
+                waiting.clear()
 
-        threads = ThreadPoolExecutor(self._num_workers, "verl rewards")
-        futures = [threads.submit(work) for _ in range(min(self._num_workers, len(samples)))]
+        threads = [Thread(target=work, name="verl rewards", daemon=True) for _ in range(self._num_workers)]
+        threads, left = threads[: len(samples)], len(samples)
         try:
-            left = len(samples)
-            while futures:
-                done, _ = wait(futures, timeout=LOOK_EVERY_S)
-                if len(waiting) < left or done:
+            for thread in threads:
+                thread.start()
+            while alive := [thread for thread in threads if thread.is_alive()]:
+                alive[0].join(LOOK_EVERY_S)
+                if len(waiting) < left or not alive[0].is_alive():
                     left = len(waiting)
                     report()
-                for future in done:
-                    future.result()
-                    futures.remove(future)
+            if errors:
+                raise errors[0]
             return outcomes
         except PoolClosed:
             raise RewardError("The workers of this reward were stopped: close() was called.") from None
         finally:
-            retried.update(range(len(samples)))
-            waiting.clear()
-            if futures:  # interrupted: nobody waits for the other results
+            if any(thread.is_alive() for thread in threads):  # interrupted: nobody waits for the other results
+                retried.update(range(len(samples)))
+                waiting.clear()
                 self._processes.kill_lent()
-            threads.shutdown()
+                for thread in threads:
+                    thread.join()
 
     def close(self) -> None:
         """Kill the workers; calling it again does nothing."""
         self._processes.close()
-
-    def _rated(self, worker: _Worker, sample: Any) -> PoolResult:
-        try:
-            message = pickle.dumps(sample)
-        except Exception as error:  # noqa: BLE001 - pickling runs user code
-            return PoolResult(failure=f"a column cannot be sent to a worker process ({error_text(error)})")
-        return worker.call(message)
 
 
 class _Worker:
@@ -207,8 +207,12 @@ class _Worker:
             raise RewardError(f"path is {self._path!r}: a worker process could not import it: {detail}.")
         self.facts = cast(tuple[Source, Signature], detail)
 
-    def call(self, message: bytes) -> PoolResult:
+    def call(self, sample: Any) -> PoolResult:
         """Score a sample. The process is killed where it gives no answer in time."""
+        try:
+            message = pickle.dumps(sample)
+        except Exception as error:  # noqa: BLE001 - pickling runs user code
+            return PoolResult(failure=f"a column cannot be sent to a worker process ({error_text(error)})")
         count, watch = self._progress.count(0), _SampleWatch(self._progress, self._timeout_s, self.pid)
         try:
             self.channel.send(message)
@@ -221,11 +225,7 @@ class _Worker:
         return PoolResult(score=detail) if kind == "score" else PoolResult(failure=detail, was_raised=True)
 
     def kill(self, with_trace: bool = False) -> None:
-        """Kill the process and all processes that it started.
-
-        Args:
-            with_trace: let it write its stack trace first; a suspended one writes none.
-        """
+        """Kill the process and all that it started; `with_trace` lets it write its stack trace first."""
         if self._is_killed:
             return
         self._is_killed = True

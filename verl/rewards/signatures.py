@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from verl.protocol.provenance import GIVEN, signature_of
+from verl.protocol.user_function import GIVEN, signature_of
 
 
 def with_own_arguments(function: Callable, kwargs: dict[str, Any], per_sample: bool = False) -> Callable:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -170,24 +170,19 @@ class Trackers(Description):
                 yield f"{name} {fault}"
 
     def build(self, context: BuildContext) -> TrackerSet:
-        described = self._described()
-        absent = {
-            name: fault
-            for name, kind in described.items()
-            if kind.if_installed
-            if (fault := _package_fault(name, kind))
-        }
-        for name, fault in absent.items():
-            _log.info("tracker.%s is left out: %s", name, fault)
-        return TrackerSet({name: kind.build(context) for name, kind in described.items() if name not in absent})
+        built = {}
+        for name, kind in self._described().items():
+            if kind.if_installed and (fault := _package_fault(name, kind)):
+                _log.info("tracker.%s is left out: %s", name, fault)
+            else:
+                built[name] = kind.build(context)
+        return TrackerSet(built)
 
     def _described(self) -> dict[str, TrackerDescription]:
         """Trackers by name in order of their start; those with `shows_others` last."""
-        by_name = {
-            tracker.name: getattr(self, tracker.name) for tracker in fields(self) if tracker.name != "more"
-        } | self.more
-        there = {name: kind for name, kind in by_name.items() if kind is not None}
-        return dict(sorted(there.items(), key=lambda item: item[1].shows_others))
+        by_name = {x.name: getattr(self, x.name) for x in fields(self) if x.name != "more"} | self.more
+        there = [(name, kind) for name, kind in by_name.items() if kind is not None]
+        return dict(sorted(there, key=lambda item: item[1].shows_others))
 
 
 def _package_fault(name: str, kind: TrackerDescription) -> str | None:
@@ -250,76 +245,67 @@ class TrackerSet(Tracker):
         return {name: identity for name, identity in identities.items() if identity}
 
     def stage_begins(self, name: str) -> None:
-        self._each(lambda tracker: tracker.stage_begins(name))
+        self._each("stage_begins", name)
 
     def stage(self, name: str, seconds: float, note: str = "") -> None:
         note = redact(note)
         _log.info("%s", stage_line(name, seconds, note), extra=_TO_FILE_ONLY)
-        self._each(lambda tracker: tracker.stage(name, seconds, note))
+        self._each("stage", name, seconds, note)
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
         numbers = {key: _number(key, value) for key, value in metrics.items()}
         _log.info("step %d  %s", step, metrics_line(numbers), extra=_TO_FILE_ONLY)
-        self._each(lambda tracker: tracker.log(numbers, step))
+        self._each("log", numbers, step)
 
     def evaluation(self, metrics: Mapping[str, Any], step: int) -> None:
         numbers = {key: _number(key, value) for key, value in metrics.items()}
         _log.info("evaluation after step %d  %s", step, metrics_line(numbers), extra=_TO_FILE_ONLY)
-        self._each(lambda tracker: tracker.evaluation(numbers, step))
+        self._each("evaluation", numbers, step)
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str = "samples") -> None:
-        rows = redact_tree(rows)
-        self._each(lambda tracker: tracker.samples(rows, step, name))
+        self._each("samples", redact_tree(rows), step, name)
 
     def evaluated_rows(self, rows: list[dict[str, Any]], step: int) -> None:
-        self._each(lambda tracker: tracker.evaluated_rows(rows, step))
+        self._each("evaluated_rows", rows, step)
 
     def token_rows(self, rows: list[dict[str, Any]], step: int) -> None:
-        rows = [_without_secrets(row) for row in rows]
-        self._each(lambda tracker: tracker.token_rows(rows, step))
+        self._each("token_rows", [_without_secrets(row) for row in rows], step)
 
     def message(self, text: str) -> None:
         text = redact(text)
         _log.info("%s", text, extra=_TO_FILE_ONLY)
-        self._each(lambda tracker: tracker.message(text))
+        self._each("message", text)
 
     def result(self, summary: Mapping[str, Any]) -> None:
-        shown = redact_tree(dict(summary))
-        self._each(lambda tracker: tracker.result(shown))
+        self._each("result", redact_tree(dict(summary)))
 
     def close(self, status: str = "finished") -> None:
         trackers, self.trackers = self.trackers, {}
         for name, tracker in trackers.items():
-            self._close(name, tracker, status)
+            try:
+                with kept_generators():
+                    tracker.close(status)
+            except BaseException as error:  # the others still have to be released
+                if not raised_by_code(error):
+                    raise
+                _log.warning("tracker.%s failed while closing: %s", name, _cause(error))
         for name, calls in self._failed.items():
             lost = trackers[name].num_lost if name in trackers else None
             loss_text = f"lost {calls if lost is None else lost} records of this run" if lost != 0 else "lost no record"
             _log.warning("tracker.%s failed %d times and %s.", name, calls, loss_text)
         self._failed = {}
 
-    def _close(self, name: str, tracker: Tracker, status: str) -> None:
-        try:
-            with kept_generators():
-                tracker.close(status)
-        except BaseException as error:  # the others still have to be released
-            if not raised_by_code(error):
-                raise
-            _log.warning("tracker.%s failed while closing: %s", name, _cause(error))
-
-    def _each(self, call: Callable[[Tracker], None]) -> None:
+    def _each(self, method: str, *arguments: Any) -> None:
         for name, tracker in self.trackers.items():
-            self._call(name, tracker, call)
-
-    def _call(self, name: str, tracker: Tracker, call: Callable[[Tracker], None]) -> None:
-        try:
-            with kept_generators():
-                call(tracker)
-        except BaseException as error:  # a failing tracker must not end training
-            if not raised_by_code(error):
-                raise
-            if name not in self._failed:
-                _log.warning("tracker.%s FAILED, training goes on: %s", name, _cause(error))
-            self._failed[name] = self._failed.get(name, 0) + 1
+            try:
+                with kept_generators():
+                    getattr(tracker, method)(*arguments)
+            except BaseException as error:  # a failing tracker must not end training
+                if not raised_by_code(error):
+                    raise
+                if name not in self._failed:
+                    _log.warning("tracker.%s FAILED, training goes on: %s", name, _cause(error))
+                self._failed[name] = self._failed.get(name, 0) + 1
 
 
 def _without_secrets(row: dict[str, Any]) -> dict[str, Any]:

@@ -7,9 +7,11 @@ step 12/300  reward 0.812  kl 0.0128  entropy 4.48  length 7.67  0.90s  eta 4:22
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import shlex
+import shutil
 import sys
 import textwrap
 import time
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 _RECENT_STEPS = 20  # the remaining time is estimated from this many
 _DIGITS = 3
 _CUT = "..."
+SHORTEST_CUT = 16  # characters of a cell that is truncated; in less room columns are left out
 WORTH_A_COLUMN = {"rollout/clipped_ratio": 0.1, "reward/unrated": 0.0}  # above these the line of a step has them
 _LABELS = {  # shorter than the keys, so that the line of a step fits 80 columns
     "reward/mean": "reward",
@@ -107,10 +110,7 @@ class ConsoleTracker(Tracker):
     """
 
     def __init__(
-        self,
-        settings: Console,
-        console: RichConsole | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, settings: Console, console: RichConsole | None = None, clock: Callable[[], float] = time.monotonic
     ):
         import rich
 
@@ -431,20 +431,61 @@ def equal_share(widths: Sequence[int], room: int, least: int) -> int:
     return next((share for share in shares if sum(min(width, share) for width in widths) <= room), least)
 
 
-def fitting_columns(widths: Sequence[int], width: int, drop: Sequence[int]) -> list[int]:
-    """Indices of the columns of a table that fit in `width` characters.
+def output_width() -> int | None:
+    """Width of the terminal, or of COLUMNS; None for a pipe or a file."""
+    if sys.stdout.isatty() or "COLUMNS" in os.environ:
+        return shutil.get_terminal_size().columns
+    return None
+
+
+def print_table(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[object]],
+    right: Sequence[str] = (),
+    width: int = 10_000,
+    drop: Sequence[str] = (),
+    cut: Sequence[str] = (),
+) -> None:
+    """Print a table with a header.
 
     Args:
-        widths: width of each column with its separator.
-        width: available characters.
-        drop: columns that may be left out, first one first.
+        right: names of right-aligned columns.
+        width: at which cells are folded if the output has none of its own.
+        drop: columns to leave out, first one first, if the output is too narrow; they are listed below the table, and
+            no cell is folded.
+        cut: columns whose cells are truncated to fit before any column is left out.
     """
-    columns = list(range(len(widths)))
-    for index in drop:
-        if sum(widths[i] for i in columns) <= width:
-            break
-        columns.remove(index)
-    return columns
+    from rich.cells import cell_len
+    from rich.console import Console as RichConsole
+    from rich.table import Table
+    from rich.text import Text
+
+    columns, right, drop, cut = ([*map(printable, names)] for names in (columns, right, drop, cut))
+    cells = [["" if cell is None else printable(str(cell)) for cell in row] for row in rows]
+    is_terminal, left_out, shown = sys.stdout.isatty(), list[str](), [*range(len(columns))]
+    width = shutil.get_terminal_size().columns if is_terminal else width
+    if drop:
+        room, width = (output_width() or width) + 2, 10_000  # each column has 2 characters behind it
+        sizes = [max(cell_len(row[i]) for row in (columns, *cells)) + 2 for i in shown]
+        least = [min(x, SHORTEST_CUT + 2) if name in cut else x for name, x in zip(columns, sizes, strict=True)]
+        for name in drop:
+            if sum(least[i] for i in shown) > room:
+                shown.remove(columns.index(name))
+                left_out.append(name)
+        texts = [sizes[i] - 2 for i in shown if columns[i] in cut]
+        others = sum(sizes[i] for i in shown if columns[i] not in cut)
+        most = equal_share(texts, room - others - 2 * len(texts), SHORTEST_CUT)
+        cells = [[end_cut(x, most) if name in cut else x for name, x in zip(columns, row)] for row in cells]
+    table = Table(box=None, pad_edge=False, header_style="bold" if is_terminal else "")
+    for i in shown:
+        table.add_column(Text(columns[i]), justify="right" if columns[i] in right else "left", overflow="fold")
+    for row in cells:
+        table.add_row(*(Text(row[i]) for i in shown))
+    drawn = io.StringIO()
+    RichConsole(file=drawn, force_terminal=is_terminal, width=width).print(table)
+    text = "".join(f"{line.rstrip()}\n" for line in drawn.getvalue().split("\n")[:-1])
+    text += f"not shown, the terminal is too narrow: {', '.join(left_out)}\n" if left_out else ""
+    sys.stdout.write(text)  # cells are printable, and rich styles the header
 
 
 def visible(text: str) -> str:

@@ -10,11 +10,10 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from verl.component import BuildContext, component
 from verl.tracking.base import ContinuedTracker, TrackerDescription
@@ -29,7 +28,7 @@ from verl.utils.external_input import (
     write_whole,
 )
 
-KEPT_BYTES = 64 * 2**20  # limit of records that wait for disk space; the oldest are dropped first
+KEPT_BYTES = 64 * 2**20  # limit of metrics that wait for disk space; the oldest are dropped first
 TABLE_BYTES = 256 * 2**20  # limit of a run's tables: `samples/`, `evals/` and `tokens/` together
 TABLES = ("samples", "evals", "tokens")
 MAX_PENDING = 8  # tables that wait for the writing thread; one more waits for the first of them
@@ -52,160 +51,130 @@ class JsonLines(TrackerDescription):
 
 
 class JsonLinesTracker(ContinuedTracker):
-    """Writes metrics unbuffered: each call passes a complete line to the operating system. A thread writes the tables.
+    """Writes metrics unbuffered: each call passes complete lines to the operating system. A thread writes the tables.
 
-    Records that a full disk refuses are kept in memory and written in order once there is space.
+    Lines of metrics that a full disk refuses are kept in memory and written in order once there is space; a table that
+    it refuses is lost.
     """
 
+    num_lost: int
+
     def __init__(self) -> None:
-        self._path = Path("metrics.jsonl")
+        self._metrics = LineFile(Path("metrics.jsonl"))
         self._sampled: set[int] = set()  # steps with a sample file of this run
-        self._metrics, self._tables = RecordQueue(), RecordQueue()
         self._table_bytes = 0
         self._thread: ThreadPoolExecutor | None = None
         self._pending: deque[Future[None]] = deque()
+        self.num_lost = 0
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
-        self._path = run_dir / "metrics.jsonl"
+        self._metrics = LineFile(run_dir / "metrics.jsonl")
         self._begin = time.monotonic()
         self._table_bytes = sum(file.stat().st_size for name in TABLES for file in run_dir.glob(f"{name}/step_*.jsonl"))
-        with open(self._path, "ab+", buffering=0, opener=regular_opener) as file:
-            if ends_with_partial_line(file):
-                _append(file, self._path, b"\n")
+        with open(self._metrics.path, "ab+", buffering=0, opener=regular_opener) as file:
+            is_cut = ends_with_partial_line(file)
+        _append(self._metrics.path, b"\n" * is_cut)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         record = {"step": step, "time_s": round(time.monotonic() - self._begin, 3), **metrics}
-        self._metrics.add(Record(self._path, json_line(record)))
+        self._metrics.add(json_line(record))
         self._raise_failures()
-        if self._tables.waiting and not self._pending:
-            self._in_thread(self._tables.write)
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
         # A step repeated after a resume replaces its table; a second table of the same step is appended.
         replaces = step not in self._sampled
         self._sampled.add(step)
-        self._in_thread(self._write_table, "samples", [{"table": name, **row} for row in rows], step, replaces=replaces)
+        self._in_thread("samples", [{"table": name, **row} for row in rows], step, replaces)
 
     def evaluated_rows(self, rows: list[dict[str, Any]], step: int) -> None:
-        self._in_thread(self._write_table, "evals", rows, step, replaces=True)
+        self._in_thread("evals", rows, step)
 
     def token_rows(self, rows: list[dict[str, Any]], step: int) -> None:
-        self._in_thread(self._write_table, "tokens", rows, step, replaces=True)
+        self._in_thread("tokens", rows, step)
 
     def close(self, status: str) -> None:
         if self._thread is not None:
             self._thread.shutdown()
         try:
-            try:
-                self._metrics.write()
-            finally:
-                self._tables.write()
+            self._metrics.add(b"")
         finally:
-            self.num_lost = self._metrics.num_lost + self._tables.num_lost
-            self.num_lost += len(self._metrics.waiting) + len(self._tables.waiting)
-        with contextlib.suppress(OSError):  # what was refused before is written now
-            self._raise_failures()
+            while self._pending:
+                with contextlib.suppress(OSError):
+                    self._raise_failures()
+            self.num_lost += self._metrics.num_lost + self._metrics.waiting.count(b"\n")
 
-    def _in_thread(self, call: Callable[..., None], *args: Any, **options: Any) -> None:
-        """Call in the thread that writes tables, in order.
+    def _in_thread(self, table: str, rows: list[dict[str, Any]], step: int, replaces: bool = True) -> None:
+        """Write a table in the thread for tables, in order.
 
         Raises:
-            OSError: an earlier call could not write.
+            OSError: an earlier one could not be written.
         """
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tables")
-        self._pending.append(self._thread.submit(call, *args, **options))
+        self._pending.append(self._thread.submit(self._write_table, table, rows, step, replaces))
         self._raise_failures()
 
     def _raise_failures(self) -> None:
         while self._pending and (self._pending[0].done() or len(self._pending) > MAX_PENDING):
-            self._pending.popleft().result()
+            try:
+                self._pending.popleft().result()
+            except OSError:
+                self.num_lost += 1
+                raise
 
-    def _write_table(self, table: str, rows: list[dict[str, Any]], step: int, *, replaces: bool) -> None:
-        data = b"".join(map(json_line, rows))
+    def _write_table(self, table: str, rows: list[dict[str, Any]], step: int, replaces: bool) -> None:
+        data, file = b"".join(map(json_line, rows)), self._metrics.path.parent / table / f"step_{step}.jsonl"
         before, self._table_bytes = self._table_bytes, self._table_bytes + len(data)
         if self._table_bytes <= TABLE_BYTES:
-            self._tables.add(Record(self._path.parent / table / f"step_{step}.jsonl", data, replaces))
+            file.parent.mkdir(exist_ok=True)
+            write_whole(file, data) if replaces else _append(file, data)
         elif before <= TABLE_BYTES:
             names, limit = ", ".join(f"{name}/" for name in TABLES), TABLE_BYTES // 2**20
             _log.warning("%s of this run have reached %d MiB: no more of them is written.", names, limit)
 
 
-@dataclass(frozen=True)
-class Record:
-    """Complete lines for one file, which they replace or continue."""
-
-    path: Path
-    data: bytes
-    replaces: bool = False
-
-    def write(self) -> None:
-        self.path.parent.mkdir(exist_ok=True)
-        if self.replaces:
-            write_whole(self.path, self.data)
-            return
-        with open(self.path, "ab", buffering=0, opener=regular_opener) as file:
-            _append(file, self.path, self.data)
-
-
-class RecordQueue:
-    """Writes records in order per file; those that a full disk refuses wait, up to `KEPT_BYTES`.
+class LineFile:
+    """Puts lines behind those of a file; what a full disk refuses waits, up to `KEPT_BYTES`, for the next ones.
 
     Attributes:
-        num_lost: records that were dropped.
+        num_lost: lines that were dropped, the oldest first.
     """
 
-    def __init__(self) -> None:
-        self.waiting: deque[Record] = deque()
-        self.num_lost = 0
+    def __init__(self, path: Path):
+        self.path, self.waiting, self.num_lost = path, b"", 0
+        self._replaces = False
 
-    def add(self, record: Record) -> None:
-        """Write a record after those that wait.
+    def add(self, lines: bytes, replaces: bool = False) -> None:
+        """Write whole lines after those that wait, or in place of the file.
 
         Raises:
-            OSError: a file cannot be written; its records wait.
+            OSError: the file cannot be written; they wait.
         """
-        self.waiting.append(record)
-        while sum(len(waiting.data) for waiting in self.waiting) > KEPT_BYTES and len(self.waiting) > 1:
-            self.waiting.popleft()
+        self.waiting, self._replaces = (lines, True) if replaces else (self.waiting + lines, self._replaces)
+        while len(self.waiting) > KEPT_BYTES and self.waiting.count(b"\n") > 1:
+            self.waiting = self.waiting.partition(b"\n")[2]
             self.num_lost += 1
-        self.write()
-
-    def write(self) -> None:
-        """Write what waits; a file that cannot be written does not block others.
-
-        Raises:
-            OSError: see `add`.
-        """
-        waiting, self.waiting = self.waiting, deque()
-        failures: dict[Path, OSError] = {}
-        for record in waiting:
-            try:
-                if record.path not in failures:
-                    record.write()
-                    continue
-            except OSError as error:
-                failures[record.path] = error
-            self.waiting.append(record)
-        for error in failures.values():
-            raise error
+        (write_whole if self._replaces else _append)(self.path, self.waiting)
+        self.waiting, self._replaces = b"", False
 
 
-def _append(file: BinaryIO, path: Path, data: bytes) -> None:
+def _append(path: Path, data: bytes) -> None:
     """Write all or nothing, so that the file never has a partial line.
 
     Raises:
         OSError: the write failed; the message includes the path.
     """
-    end = file.seek(0, os.SEEK_END) if file.seekable() else 0
-    try:
-        written = file.write(data)
-        if written != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            file.truncate(end)
-        raise OSError(error.errno, error.strerror, str(path)) from error
+    if not data:
+        return
+    with open(path, "ab", buffering=0, opener=regular_opener) as file:
+        end = file.seek(0, os.SEEK_END) if file.seekable() else 0
+        try:
+            if file.write(data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                file.truncate(end)
+            raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def json_line(record: dict[str, Any]) -> bytes:

@@ -20,7 +20,7 @@ from pydantic import Field
 from verl.component import BuildContext, component
 from verl.errors import install_command
 from verl.tracking.base import Tracker, TrackerDescription
-from verl.tracking.console import fitting_columns, print_line
+from verl.tracking.console import print_line, print_table
 from verl.tracking.jsonl import json_lines, json_object
 from verl.tracking.wandb import RUN_FILE
 from verl.utils.external_input import regular_opener, write_whole
@@ -38,7 +38,14 @@ PANELS: dict[str, list[str]] = {
     "policy loss": ["actor/loss"],
     "value loss": ["critic/loss"],
     "loss (nats per token)": ["sft/loss", "eval/loss"],
-}
+    "entropy (nats)": ["rollout/entropy_nats", "actor/entropy"],
+    "clip share": ["*/clip_fraction"],
+    "gradient norm": ["*/grad_norm"],
+    "gap of log-probs (nats)": ["rollout/log_prob_gap_nats", "rollout/off_policy_gap_nats", "sync/probe_gap_nats"],
+    "effective share": ["*/effective_share"],
+    "staleness (versions)": ["*staleness*"],
+    "samples per second": ["perf/samples_per_s"],
+}  # of `curves.png` and of the page of a run
 COLORS = ("#2458a6", "#c8553d", "#3f8f5b", "#8a5fa8", "#b8862b", "#4a4a4a")
 _SMOOTH_FROM = 60  # points; longer series are drawn faint under their moving average
 
@@ -277,32 +284,13 @@ def write(directory: Path, jobs: Sequence[JobOutcome]) -> list[Path]:
 
 
 def show(jobs: Sequence[JobOutcome], title: str) -> None:
-    """Print the table. On a terminal job numbers link to W&B runs; columns that do not fit are listed below."""
+    """Print the table; columns that do not fit are listed below, and are in `sweep.csv`."""
     import rich
-    from rich.table import Table
-    from rich.text import Text
 
     head, rows = table(jobs)
-    console, first = rich.get_console(), head.index("status") + 1
-    names = [column if index < first else _in_words(column) for index, column in enumerate(head)]
-    cells = [max(map(len, (*name.split("\n"), *(row[i] for row in rows)))) for i, name in enumerate(names)]
-    order = [head.index(column) for column in DROPPED_FIRST if column in head]
-    fitting = fitting_columns([cell + len(" | ") for cell in cells], console.width - 1, order)
-    shown = Table(title=title)
-    for index in fitting:
-        shown.add_column(names[index], justify="right" if index >= first else "left", no_wrap=True)
-    for job, row in zip(jobs, rows, strict=True):
-        link = f"link {job.wandb}" if "://" in job.wandb else ""
-        shown.add_row(*(Text(row[index], style="" if index else link) for index in fitting))
-    console.print(shown, crop=False, no_wrap=True, overflow="ignore")
-    if len(fitting) < len(head):
-        left_out = ", ".join(column for index, column in enumerate(head) if index not in fitting)
-        print_line(console, f"only in sweep.csv: {left_out}")
-
-
-def _in_words(column: str) -> str:
-    """Column header with one word per line, units excepted."""
-    return column.replace(" ", "\n").replace("\n(", " (").replace("of\na\n", "of a\n")
+    print_line(rich.get_console(), title, "bold")
+    measured = head[head.index("status") + 1 :]
+    print_table(head, rows, right=measured, drop=[column for column in DROPPED_FIRST if column in head])
 
 
 def _values(lines: Iterable[Mapping[str, Any]], key: str) -> list[float]:

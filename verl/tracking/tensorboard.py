@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from pydantic import PositiveInt
 
 from verl.component import BuildContext, component
 from verl.tracking.base import ContinuedTracker, TrackerDescription
-
-if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
 
 
 @component
@@ -34,51 +29,28 @@ class TensorBoard(TrackerDescription):
 
 
 class TensorBoardTracker(ContinuedTracker):
-    """Scalars by metric key, the configuration and the samples as text.
-
-    A TensorBoard writer that has failed, e.g. on a full disk, never writes again; it is replaced by a new one.
-    """
+    """Scalars by metric key, the configuration and the samples as text."""
 
     def __init__(self, settings: TensorBoard):
         self._settings = settings
-        self._writer: SummaryWriter | None = None
-        self._directory: str | None = None
+        self._writer: Any = None
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
-        self._directory = str(run_dir / "tensorboard")
-        self._running().add_text("config", _as_code(config), 0)
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir=str(run_dir / "tensorboard"), flush_secs=self._settings.flush_s)
+        self._writer.add_text("config", _as_code(config), 0)
 
     def log(self, metrics: dict[str, float], step: int) -> None:
-        with self._replaced_on_failure() as writer:
-            for key, value in metrics.items():
-                writer.add_scalar(key, value, step)
+        for key, value in metrics.items():
+            self._writer.add_scalar(key, value, step)
 
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
-        with self._replaced_on_failure() as writer:
-            writer.add_text(f"samples/{name}", "\n\n".join(_as_code(row) for row in rows[:20]), step)
+        self._writer.add_text(f"samples/{name}", "\n\n".join(_as_code(row) for row in rows[:20]), step)
 
     def close(self, status: str) -> None:
         if self._writer is not None:
             self._writer.close()
-
-    def _running(self) -> SummaryWriter:
-        from torch.utils.tensorboard import SummaryWriter
-
-        assert self._directory is not None, "a call before start"
-        if self._writer is None:
-            self._writer = SummaryWriter(log_dir=self._directory, flush_secs=self._settings.flush_s)
-        return self._writer
-
-    @contextmanager
-    def _replaced_on_failure(self) -> Iterator[SummaryWriter]:
-        try:
-            yield self._running()
-        except Exception:
-            writer, self._writer = self._writer, None
-            if writer is not None:
-                with suppress(Exception):
-                    writer.close()
-            raise
 
 
 def _as_code(value: Any) -> str:

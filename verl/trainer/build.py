@@ -176,11 +176,11 @@ class PolicyTrainer(LoopTrainer):
     Attributes:
         actor, critic, reference: handles to the roles, in any process; None if a role is not needed.
         sampling: responses and rewards; None before the roles run.
-        reuse: the replay buffer.
+        replay: the replay buffer.
     """
 
     reward: Any = None
-    reuse: Any = None
+    replay: Any = None
     sampling: Any = None
     rollout_workers: WorkerGroup | None = None
     _divided_threads = 0  # of this process, before half of them were left to the sampler
@@ -190,7 +190,7 @@ class PolicyTrainer(LoopTrainer):
 
     def _build(self, run: PPODescription, context: BuildContext) -> None:
         self.algorithm, self.async_rewards = run.algorithm, AsyncRewards()
-        self.reward = self.reuse = self.sampling = self.rollout_workers = None
+        self.reward = self.replay = self.sampling = self.rollout_workers = None
         context = self.read_tokenizer(run, context)
         self.load_data(run, context)
         self.build_reward(run, context)
@@ -287,12 +287,12 @@ class PolicyTrainer(LoopTrainer):
         """Phase 5. Needs the number of steps, the longest row, and the checkpoint, from which roles are built.
 
         Gives `cluster` with the handles `actor`, `critic` and `reference`, what the driver computes with them (`kl`,
-        `advantage`, `reuse`, `sampling`), and the guards of the stages.
+        `advantage`, `replay`, `sampling`), and the guards of the stages.
         """
         self._divide_threads(run)
         self.guards = PPOGuards(self, NonFiniteGuard(run.trainer.safety, self.run_dir, self.tokenizer))
         self.kl, self.advantage = run.algorithm.kl.build(context), built_part(run.algorithm.advantage, context)
-        self.reuse = ReplayMixing(run, context, self.saving.directory)
+        self.replay = ReplayMixing(run, context, self.saving.directory)
         plan = self._plan(context)
         self._start_processes(run, replace(context, bytes_beside_engine=plan and plan.memory.beside_engine))
         self.reward_stats = RewardStats(run.reward, self.reward)
@@ -389,7 +389,7 @@ class PolicyTrainer(LoopTrainer):
 
     def observe(self, experience: DataProto, step: int) -> dict[str, float]:
         """Metrics of the responses of a step; the first one and those that evaluate also record tokens."""
-        rows = self.reuse.new(experience)
+        rows = self.replay.new(experience)
         if self.settings.sample_rows and (step == 1 or self.evaluates_after(step)):
             self.tracker.token_rows(token_rows(rows, self.settings.sample_rows, self.tokenizer), step)
         metrics, rollout = experience_metrics(rows) | self.sampler.metrics, self.description.rollout
@@ -446,7 +446,7 @@ class PolicyTrainer(LoopTrainer):
             **kept,
             **self._loss_states,
             **self.date.parts,
-            "replay_buffer": self.reuse,
+            "replay_buffer": self.replay,
             "rng": GeneratorStates(self.cluster, self.actor, self.settings.seed),
         }
 
@@ -479,7 +479,7 @@ class PolicyTrainer(LoopTrainer):
             torch.set_num_threads(self._divided_threads)
         self._divided_threads = 0
         super().close()
-        for part in (self.reward, self.reuse):
+        for part in (self.reward, self.replay):
             if part is not None:
                 part.close()
 

@@ -19,11 +19,12 @@ from verl.compose.overrides import flatten, parse_overrides
 from verl.data.base import PromptOptions
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.errors import ConfigError
-from verl.trainer.api.from_objects import PromptsObject, data_from_object, reward_from_object, run_with_objects
+from verl.trainer.api.from_objects import data_from_object, reward_from_object, run_with_objects
 from verl.trainer.api.trainer import Trainer
 from verl.utils.signals import component_exits
 
 PREFERENCES = {"tracker.console.stage_lines": True}  # progress of a script, for its author
+SHARDINGS = ("sharding", "trainer.backend", "actor_rollout.fsdp_config.sharding_strategy")  # keys that name one
 
 
 @component_exits()
@@ -34,17 +35,13 @@ def LocalPPOTrainer(
     overrides: Sequence[str] = (),
     device_mesh: DeviceMesh | None = None,
 ) -> Trainer:
-    """A `Trainer` with every role in this process, or in processes that it starts itself (sharding=ddp).
-
-    Works from a script without a `__main__` guard and from a notebook. Where several devices are asked for
-    (`trainer.n_gpus_per_node`, or a mesh) and no backend is named, they are used by `sharding=ddp`; on a machine
-    without GPUs the run takes one process, and says so.
+    """A `Trainer` of a short YAML file, with every role in this process or in processes that it starts (sharding=ddp).
 
     Args:
-        config_path: a short YAML file, laid over the composed default of `verl ppo`: values by their paths, and
-            options of groups by name, such as `algorithm: grpo`. None for the default.
-        train_dataset: prompts to train on, in place of the configured data: an `RLHFDataset`, a list of rows (dicts
-            with a `prompt`), or the path of a parquet or JSONL file. `data.eval_files` still names what to evaluate on.
+        config_path: laid over the composed default of `verl ppo`: values by their paths, and options of groups by name,
+            such as `algorithm: grpo`. None for the default.
+        train_dataset: in place of the configured data: an `RLHFDataset`, rows (dicts with a `prompt`), or the path of a
+            parquet or JSONL file. `data.eval_files` still names what to evaluate on.
         reward_fn: a function of prompts and responses, in place of the configured reward; see `RewardFunction`.
         overrides: laid over the file, as on the command line.
         device_mesh: which roles live on which devices of this machine, in place of the configured placement.
@@ -53,64 +50,54 @@ def LocalPPOTrainer(
     """
     import rich
 
-    short = read_short_file(config_path) if config_path is not None else {}
-    objects: dict[str, Description] = {}
-    if train_dataset is not None:
-        objects["data"] = data_from_object(train_dataset)
-    if reward_fn is not None:
-        objects["reward"] = reward_from_object(reward_fn, argument="reward_fn")
-    if device_mesh is not None:
-        objects["trainer.placement"] = device_mesh
+    short, objects = {} if config_path is None else read_short_file(config_path), dict[str, Description]()
+    objects |= {} if train_dataset is None else {"data": data_from_object(train_dataset)}
+    objects |= {} if reward_fn is None else {"reward": reward_from_object(reward_fn, argument="reward_fn")}
+    objects |= {} if device_mesh is None else {"trainer.placement": device_mesh}
     chosen, notes = sharding_for_devices(short, overrides, device_mesh)
     composed = compose_short_file(short, objects, [*overrides, *chosen])
     for note in [*notes, *composed.notes]:
         rich.get_console().print(note, markup=False, soft_wrap=True)
     run = run_with_objects(composed, objects)
-    _refuse_other_options(run.data, train_dataset)
+    if isinstance(train_dataset, RLHFDataset):
+        pairs = ((f.name, getattr(run.data, f.name), getattr(train_dataset.options, f.name)) for f in OPTIONS)
+        other = [f"data.{name} is {x!r}: train_dataset was made with {y!r}." for name, x, y in pairs if x != y]
+        if other:
+            raise ConfigError([f"{fault} Leave one out." for fault in other])
     return Trainer.of_run(run, composed, overrides, choices_of("ppo", composed.options))
 
 
-SHARDINGS = ("sharding", "trainer.backend", "actor_rollout.fsdp_config.sharding_strategy")  # keys that name one
+OPTIONS = dataclasses.fields(PromptOptions)
 
 
 def sharding_for_devices(
     short: Mapping[str, Any], overrides: Sequence[str], device_mesh: DeviceMesh | None
 ) -> tuple[list[str], list[str]]:
-    """Sharding for several devices where no backend is named: data parallelism, or one process where there are none.
-
-    Returns:
-        Overrides, and a sentence for each.
-    """
+    """Overrides, and a sentence for each, where several devices and no backend are named: data parallelism, or one
+    process on a machine without GPUs."""
     import torch
 
     named = {**dict(flatten(short)), **dict(parse_overrides(overrides)[0])}
     if any(key in SHARDINGS or key.startswith("sharding.") for key in named):
         return [], []
+    what, count = "", named.get("trainer.n_gpus_per_node", 1)
     if device_mesh is not None:
-        sizes = device_mesh.sizes(ROLES, 1)
-        if all(size == 1 for role, size in sizes.items() if role != SAMPLER):
-            return [], []
-        return ["sharding=ddp"], ["device_mesh has roles on several devices, and no backend is named: sharding=ddp."]
-    count, there = named.get("trainer.n_gpus_per_node", 1), torch.cuda.device_count()
-    if not isinstance(count, int) or count < 2:
-        return [], []
-    if there:
-        return ["sharding=ddp"], [f"trainer.n_gpus_per_node is {count}, and no backend is named: sharding=ddp."]
-    return ["trainer.n_gpus_per_node=1"], [
-        f"trainer.n_gpus_per_node is {count}, and this machine has no GPU: the run takes one process. For several on "
-        "its cores set trainer.backend=ddp."
-    ]
+        sizes = (size for role, size in device_mesh.sizes(ROLES, 1).items() if role != SAMPLER)
+        what = "device_mesh has roles on several devices" if max(sizes) > 1 else ""
+    elif isinstance(count, int) and count > 1:
+        what = f"trainer.n_gpus_per_node is {count}"
+        if not torch.cuda.device_count():
+            note = f"{what}, and this machine has no GPU: the run takes one process. For several on its cores set "
+            return ["trainer.n_gpus_per_node=1"], [f"{note}trainer.backend=ddp."]
+    return (["sharding=ddp"], [f"{what}, and no backend is named: sharding=ddp."]) if what else ([], [])
 
 
 def compose_short_file(
-    short: Mapping[str, Any],
-    objects: Mapping[str, Description],
-    overrides: Sequence[str],
+    short: Mapping[str, Any], objects: Mapping[str, Description], overrides: Sequence[str]
 ) -> ComposedConfig:
     """The default run with the short file, the user's objects, and the overrides laid over it in turn."""
-    notes: list[str] = []
+    notes, data = [], short.get("data")
     if "data" in objects:
-        data = short.get("data")
         if isinstance(data, Mapping) and "train_files" in data:
             short = {**short, "data": {key: value for key, value in data.items() if key != "train_files"}}
             notes = ["data.train_files is ignored: train_dataset is given."]
@@ -120,15 +107,3 @@ def compose_short_file(
     composed = compose_over_default(short, overrides, replacements, PREFERENCES)
     composed.notes = [*notes, *composed.notes]
     return composed
-
-
-def _refuse_other_options(described: Any, dataset: Any) -> None:
-    if not isinstance(described, PromptsObject) or not isinstance(dataset, RLHFDataset):
-        return
-    faults = []
-    for f in dataclasses.fields(PromptOptions):
-        configured, made_with = getattr(described, f.name), getattr(dataset.options, f.name)
-        if configured != made_with:
-            faults.append(f"data.{f.name} is {configured!r}: train_dataset was made with {made_with!r}. Leave one out.")
-    if faults:
-        raise ConfigError(faults)

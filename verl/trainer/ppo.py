@@ -41,18 +41,18 @@ class PPOTrainer(PolicyTrainer):
             experience, of_credit = self.advantages(self.score(rollout))
             metrics |= self.observe(experience, step) | of_credit
             metrics |= self.update(self.with_data(experience, batch, step), step)
-            metrics |= self.reuse.keep(experience, step, self.saving.is_busy)
+            metrics |= self.replay.keep(experience, step, self.saving.is_busy)
         return metrics | self.sync()
 
     def sample(self, batch: DataProto, step: int) -> tuple[DataProto, dict[str, float]]:
         """Responses y ~ pi(. | x) with their rewards, [B S], and rows of earlier steps that are trained on again."""
-        self.reuse.expect(step)
+        self.replay.expect(step)
         rollout, metrics = self.sampling.sample(batch, step)
         rollout = self.sampling.add_rewards(rollout)
         metrics |= self.async_rewards.take_counts()
         if not len(rollout):
             return rollout, metrics | {"perf/samples": 0.0, "perf/tokens": 0.0}
-        return self.reuse.mixed(rollout, step, self.sampling.queue.current_version), metrics
+        return self.replay.mixed(rollout, step, self.sampling.queue.current_version), metrics
 
     @stage
     def score(self, rollout: DataProto) -> DataProto:
@@ -88,7 +88,7 @@ class PPOTrainer(PolicyTrainer):
             rewards, metrics = self.kl.shape_rewards(scored)
             scored = scored.union(DataProto.from_dict({"token_level_rewards": rewards}))
             credit, of_credit = self.algorithm.credit(scored, self.advantage)
-            weights, of_weights = self.reuse.weights(scored)
+            weights, of_weights = self.replay.weights(scored)
             experience = scored.union(credit if weights is None else weight_advantages(credit, weights))
             note.say(type(self.algorithm.advantage).__name__)
         return experience, metrics | of_credit | of_weights

@@ -391,36 +391,25 @@ class RolloutQueue:
             return
         self.collect()
         self._queue.clear()
-        batches: dict[str, dict[str, Tensor]] = {}
-        for name, x in state.items():
-            if name != SYNC_VERSIONS:
-                index, _, field = name.rpartition(".")
-                batches.setdefault(index, {})[field] = x
-        for index in sorted(batches, key=_number):
-            columns = {name: x for name, x in batches[index].items() if name.endswith(JSON)}
-            tensors = {name: x for name, x in batches[index].items() if name not in columns}
-            texts = {name.removesuffix(JSON): x.numpy().tobytes() for name, x in columns.items()}
-            rows = DataProto.from_dict(tensors, {name: json.loads(text) for name, text in texts.items()})
+        for part in _numbered(state, "."):
+            texts = {name.removesuffix(JSON): part.pop(name).numpy() for name in list(part) if name.endswith(JSON)}
+            rows = DataProto.from_dict(part, {name: json.loads(text.tobytes()) for name, text in texts.items()})
             self._queue.append(_BegunBatch(lambda rows=rows: rows, is_loaded=True))
         self._load_versions(state.get(SYNC_VERSIONS, state["policy_version"].unique()).tolist() if state else [])
 
     def _restore(self, state: Mapping[str, Tensor]) -> None:
         """Restore the rollout workers from a checkpoint, in flight."""
-        states: dict[str, dict[str, Tensor]] = {}
-        for name, x in state.items():
-            if name not in (SYNC_VERSIONS, STEP):
-                rank, _, field = name.rpartition("/")
-                states.setdefault(rank, {})[field] = x
+        states = _numbered(state, "/")
         if states and len(states) != self._num_engines:
             log.warning(
                 "The responses generated ahead in the checkpoint are of %d engines; they are generated again by %d.",
                 len(states),
                 self._num_engines,
             )
-            state, states = {}, {}
+            state, states = {}, []
         self._sent = self.current_version()
         version, weights = self.actor.rollout_weights().result()
-        loaded = self._workers.restore_rows([states[rank] for rank in sorted(states, key=_number)], version, weights)
+        loaded = self._workers.restore_rows(states, version, weights)
         self._answer(loaded)
         self._loads.append((version, weight_digests(weights), loaded))
         steps = state["steps"].tolist() if state else []
@@ -536,8 +525,15 @@ class RolloutQueue:
         self._metrics[name] = self._metrics.get(name, 0.0) + seconds
 
 
-def _number(rank: str) -> int:
-    return int(rank or 0)
+def _numbered(state: Mapping[str, Tensor], separator: str) -> list[dict[str, Tensor]]:
+    """The parts of a state by their number, which stands before the names of their tensors; that of the first is left
+    out."""
+    parts: dict[int, dict[str, Tensor]] = {}
+    for name, x in state.items():
+        if name not in (SYNC_VERSIONS, STEP):
+            number, _, own_name = name.rpartition(separator)
+            parts.setdefault(int(number or 0), {})[own_name] = x
+    return [parts[number] for number in sorted(parts)]
 
 
 MOST = 1 << 16  # prompts that are remembered, those seen last

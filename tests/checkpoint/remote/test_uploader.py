@@ -38,12 +38,7 @@ from verl.storage.config import LocalStorage, S3Storage
 @pytest.fixture
 def tier(proxy: Proxy, tmp_path: Path) -> CheckpointTier:
     storage = S3Storage(
-        bucket=BUCKET,
-        prefix=tmp_path.name,
-        endpoint_url=proxy.url,
-        part_mib=5,
-        retries=1,
-        backoff_s=0.01,
+        bucket=BUCKET, prefix=tmp_path.name, endpoint_url=proxy.url, part_mib=5, retries=1, backoff_s=0.01
     )
     return CheckpointTier(storage=storage)
 
@@ -56,9 +51,7 @@ def near(tmp_path: Path) -> CheckpointTier:
 def uploader(tier: CheckpointTier, directory: Path, claim: str = "one", timeout_s: float = 600.0) -> Uploader:
     CheckpointStore(directory).claim_directory()
     cold = UploadTarget(
-        address=tier.address,
-        upload_interval=tier.upload_interval,
-        upload_interval_s=tier.upload_interval_s or 0.0,
+        address=tier.address, upload_interval=tier.upload_interval, upload_interval_s=tier.upload_interval_s or 0.0
     )
     write_upload_target(FileSystem(), directory, cold)
     return Uploader(

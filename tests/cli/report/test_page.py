@@ -18,7 +18,7 @@ from cli.report.run_files import HOSTILE, add_lineage, evals, metrics, run_direc
 from typer.testing import CliRunner
 
 from verl.cli.main import app
-from verl.cli.report.page import render, report, samples_content
+from verl.cli.report.page import render, report
 from verl.cli.report.samples import DumpedSample
 from verl.cli.report.tracker import Report
 from verl.component import BuildContext
@@ -53,6 +53,10 @@ def dom(
     faults = [line for line in done.stderr.splitlines() if "CONSOLE" in line]
     assert faults == []
     return done.stdout
+
+
+def samples_content(samples: list[DumpedSample]) -> dict:
+    return {"samples": [sample.as_json() for sample in samples]}
 
 
 def shown(dumped: str) -> list[list[str]]:

@@ -147,11 +147,7 @@ def test_a_run_trains_on_what_the_server_draws(num_processes, sharding, speaker,
 @pytest.mark.xdist_group("two processes")
 @pytest.mark.parametrize(
     "sharding",
-    [
-        TP(timeout_s=60.0),
-        Parallel(cp=2, timeout_s=60.0),
-        Parallel(pp=2, timeout_s=60.0),
-    ],
+    [TP(timeout_s=60.0), Parallel(cp=2, timeout_s=60.0), Parallel(pp=2, timeout_s=60.0)],
     ids=["tp", "cp", "pp"],
 )
 def test_one_of_the_processes_with_the_same_rows_plays_their_episodes(sharding, speaker, dir32, tmp_path):

@@ -63,12 +63,7 @@ def closing_leaves_nothing(engine, log):
 
 
 ROWS = [[0, 1, 2], [3, 4]]
-SHARDINGS = {
-    "fsdp": (2, FSDP()),
-    "tp": (2, TP()),
-    "pp": (2, Parallel(pp=2)),
-    "tp fsdp": (4, TPFSDP(tensor_parallel=2)),
-}
+SHARDINGS = {"fsdp": (2, FSDP()), "tp": (2, TP()), "pp": (2, Parallel(pp=2)), "tp fsdp": (4, TPFSDP(tensor_parallel=2))}
 
 
 def sharded(model, lora, name=None, adapter=LoRA(rank=8), **parts):  # noqa: B008 - frozen

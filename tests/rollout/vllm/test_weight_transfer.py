@@ -230,12 +230,7 @@ def test_two_stages_feed_one_engine_and_send_the_second_half_alone(lora, model32
 @pytest.mark.parametrize("lora", [False, True], ids=["plain", "lora"])
 @pytest.mark.parametrize(
     "sharding",
-    [
-        Parallel(pp=2, dp_replicate=2),
-        Parallel(pp=2, tp=2),
-        Parallel(pp=2, dp_shard=2),
-        Parallel(pp=2, cp=2),
-    ],
+    [Parallel(pp=2, dp_replicate=2), Parallel(pp=2, tp=2), Parallel(pp=2, dp_shard=2), Parallel(pp=2, cp=2)],
     ids=["pp dp", "pp tp", "pp fsdp", "pp cp"],
 )
 def test_stages_of_four_processes_deliver_bit_by_bit(sharding, lora, model32, tmp_path):

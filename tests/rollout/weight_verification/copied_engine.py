@@ -10,7 +10,8 @@ import torch
 from verl.component import component
 from verl.rollout.base import SyncResult
 from verl.rollout.hf import HFRollout, HFSampler
-from verl.rollout.weight_verification.fingerprint import fingerprint, trainer_log_probs
+from verl.rollout.weight_verification.fingerprint import fingerprint
+from verl.rollout.weight_verification.log_prob_probe import trainer_log_probs
 from verl.rollout.weight_verification.verifier import SyncVerifier, VerifyReply, VerifyRequest
 
 

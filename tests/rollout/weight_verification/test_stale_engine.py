@@ -31,12 +31,7 @@ def model(request, tmp_path_factory):
 
 def fit(model, tmp_path, algorithm=ONE_UPDATE, **options):
     run = ppo_run(
-        model,
-        algorithm,
-        lr=1e-5,
-        total_steps=3,
-        rollout=CopyRollout(max_new_tokens=5, **options),
-        tracker=JSONL,
+        model, algorithm, lr=1e-5, total_steps=3, rollout=CopyRollout(max_new_tokens=5, **options), tracker=JSONL
     )
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:
         trainer.fit()

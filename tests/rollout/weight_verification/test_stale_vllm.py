@@ -41,14 +41,7 @@ def test_a_sync_that_brings_nothing_stops_the_run(tmp_path, monkeypatch):
     path = tmp_path / "model"
     save_random_model(path, "qwen2", torch.float32, hidden_size=128, tie_word_embeddings=True)
     rollout = VLLMRollout(max_new_tokens=5, max_num_seqs=8, start_timeout_s=600)
-    run = ppo_run(
-        Pretrained(path=str(path)),
-        GRPO_ALGORITHM,
-        lr=1e-5,
-        total_steps=3,
-        rollout=rollout,
-        tracker=JSONL,
-    )
+    run = ppo_run(Pretrained(path=str(path)), GRPO_ALGORITHM, lr=1e-5, total_steps=3, rollout=rollout, tracker=JSONL)
     with run.build(BuildContext(run_dir=tmp_path)) as trainer, pytest.raises(WeightSyncError) as caught:
         trainer.fit()
     steps = step_lines(tmp_path)

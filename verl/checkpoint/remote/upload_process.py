@@ -29,7 +29,8 @@ from verl.checkpoint.commit.upload_state import (
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
-from verl.checkpoint.remote.commit_log import CommitLog, StoreLease
+from verl.checkpoint.remote.commit_log import CommitLog
+from verl.checkpoint.remote.store_lease import StoreLease
 from verl.checkpoint.remote.transfer import CheckpointUpload
 from verl.errors import BadCheckpoint, CheckpointError, CheckpointFenced, StorageError, StorageRefused, VerlError
 from verl.storage.config import Storage

@@ -29,7 +29,7 @@ import numpy as np
 
 from verl.cli.console import duration
 from verl.cli.report.read import KILLED, MetricColumn, RunRecord, as_number, diagnosis, read_run, step_files
-from verl.cli.report.samples import DumpedSample, read_tables
+from verl.cli.report.samples import read_tables
 from verl.tracking.base import HEADLINE
 from verl.tracking.jsonl import plain
 from verl.tracking.plots import PANELS, panel_of
@@ -49,15 +49,6 @@ MAX_TEXT = 20_000  # characters of a prompt or response
 MAX_TEXTS = 4_000_000  # characters of all samples
 MAX_TOKENS = 50_000  # tokens of all rows in the view of tokens
 MAX_PROMPTS = 5_000  # listed by pass rate
-FURTHER_PANELS = {
-    "entropy (nats)": ["rollout/entropy_nats", "actor/entropy"],
-    "clip share": ["*/clip_fraction"],
-    "gradient norm": ["*/grad_norm"],
-    "gap of log-probs (nats)": ["rollout/log_prob_gap_nats", "rollout/off_policy_gap_nats", "sync/probe_gap_nats"],
-    "effective share": ["*/effective_share"],
-    "staleness (versions)": ["*staleness*"],
-    "samples per second": ["perf/samples_per_s"],
-}
 SEED = "trainer.seed"
 # Settings that name a run or where it writes, in which runs of one group may differ
 NAMES = (SEED, "trainer.experiment_name", "trainer.project_name", "checkpoint.save_dir", "resume")
@@ -124,7 +115,7 @@ def report(directories: Sequence[str | Path], status: str | None = None, live: M
     grids = _Grids()
     content: dict[str, Any] = {"runs": [_run(run, grids, MAX_VALUES // len(runs)) for run in runs], "panels": []}
     for key in dict.fromkeys(key for run in runs for key in run.keys()):  # noqa: SIM118 - not a mapping
-        content["panels"].append((key, panel_of(key, PANELS | FURTHER_PANELS)))
+        content["panels"].append((key, panel_of(key, PANELS)))
     if len(runs) > 1:
         content["comparison"] = _comparison(runs)
     else:
@@ -135,16 +126,11 @@ def report(directories: Sequence[str | Path], status: str | None = None, live: M
     return render(content, title, live)
 
 
-def samples_content(samples: Sequence[DumpedSample]) -> dict[str, Any]:
-    """The content of a page that shows samples only."""
-    return {"samples": [sample.as_json() for sample in samples]}
-
-
 def render(content: Mapping[str, Any], title: str, live: Mapping[str, Any] | None = None) -> str:
     """The HTML of a page.
 
     Args:
-        content: JSON values; see `report` and `samples_content`. Numbers that are not finite become texts.
+        content: JSON values; see `report`. Numbers that are not finite become texts.
         live: see `report`.
     """
     style, script = (files("verl.cli.report").joinpath(f"page.{suffix}").read_text("utf-8") for suffix in ("css", "js"))

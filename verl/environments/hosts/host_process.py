@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +32,17 @@ LOOK_S = 0.5
 EXIT_S = 2.0  # for the exit status of a process that has closed its connection
 
 
-@dataclass(frozen=True)
-class _HostCall:
-    """A request whose reply has not come.
+class _HostCall(Future):
+    """A request, whose result is the reply.
 
-    Attributes:
+    Args:
         thread: name of the thread that carries it out.
     """
 
-    thread: str
-    limit_s: float
-    reply: Future[Any] = field(default_factory=Future)
-
-    def __post_init__(self) -> None:
-        self.reply.set_running_or_notify_cancel()  # from now on nobody can cancel it
+    def __init__(self, thread: str, limit_s: float):
+        super().__init__()
+        self.thread, self.limit_s = thread, limit_s
+        self.set_running_or_notify_cancel()  # from now on nobody can cancel it
 
 
 class Host:
@@ -101,7 +97,7 @@ class Host:
         Raises:
             InfraError: it could not be started, or could not load the environment, or not in time.
         """
-        reply = self._started.reply.result()
+        reply = self._started.result()
         if reply.get("late"):
             raise InfraError(f"it has not started within {self._start_s:g} s (environment.reset_timeout_s)")
         self.recovery, self.described = reply.get("recovery"), self._value(reply, self._start_s)
@@ -124,18 +120,18 @@ class Host:
         call = self._expect(number, thread, limit_s)
         try:
             await asyncio.to_thread(self._send, {"id": number, "op": op, "limit_s": limit_s, **fields})
-            return self._value(await asyncio.wrap_future(call.reply), limit_s)
+            return self._value(await asyncio.wrap_future(call), limit_s)
         finally:
             self._waiting.pop(number, None)  # a reply that comes later belongs to nobody
 
     def end(self, why: str) -> None:
         """End the process; pending requests fail with this reason."""
-        pending = [call for call in list(self._waiting.values()) if not call.reply.done()]
+        pending = [call for call in list(self._waiting.values()) if not call.done()]
         if not self.is_over:
             self.is_over, self._why, self._suspects = True, why, frozenset(call.thread for call in pending)
         for call in pending:
             with contextlib.suppress(Exception):  # answered meanwhile
-                call.reply.set_exception(InfraError(self._why, self._fault(call.thread)))
+                call.set_exception(InfraError(self._why, self._fault(call.thread)))
 
     def kill(self) -> None:
         """End the process and wait until it is gone."""
@@ -189,12 +185,10 @@ class Host:
         self._child.kill()
 
     def _receive(self, reply: dict[str, Any]) -> None:
-        if "id" in reply:
-            call = self._waiting.pop(reply["id"], None)
-            if not {"late", "error", "value"} & reply.keys():
-                raise KeyError("value")
-            if call is not None:  # else it comes late
-                call.reply.set_result(reply)
+        if "id" in reply and not {"late", "error", "value"} & reply.keys():
+            raise KeyError("value")
+        if (call := self._waiting.pop(reply.get("id", -1), None)) is not None:  # else it comes late, or is a beat
+            call.set_result(reply)
 
     def _look(self, num_bytes: int) -> None:
         """Raise TimeoutError where the process gives no sign of life for as long as its calls may take."""

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from verl.component import BuildContext, component
 from verl.http_client.request import RetryableAnswer
-from verl.protocol.provenance import load_function, path_faults, signature_of, source_signature
+from verl.protocol.user_function import load_function, path_faults, signature_of, source_signature
 from verl.rewards.base import check_columns, shown
 from verl.rewards.remote.remote_base import (
     RemoteDescription,

@@ -44,7 +44,7 @@ from verl.rollout.server.weight_update import ServerWeightUpdate, named_tensors
 from verl.rollout.token_sampler import noise_keys
 from verl.rollout.vllm.client.engine_args import dtype_of
 from verl.rollout.vllm.sync.weight_transfer import TransferToFirst
-from verl.rollout.weight_verification.fingerprint import ALLOWED_NATS, probe_rows, trainer_log_probs
+from verl.rollout.weight_verification.log_prob_probe import ALLOWED_NATS, probe_rows, trainer_log_probs
 from verl.utils.progress import report
 
 logger = logging.getLogger(__name__)

@@ -1,16 +1,12 @@
-"""The two proofs of a weight sync: fingerprints of every tensor, and log-probs of a few fixed rows, on both sides.
+"""Fingerprints of every tensor: products of a matrix with a few probe vectors, equal on both sides if the weights are.
 
-A fingerprint holds products of a matrix with a few probe vectors, equal on both sides if the weights are. Engines
-re-pack their weights, so only products W x of a layer can be read. Two kinds of x are used:
+Engines re-pack their weights, so only products W x of a layer can be read. Two kinds of x are used:
 
     signs     x_j = +-1        exact in every type, so W x differs only by rounding of the sum; covers every entry
     columns   x = e_j          W x is column j, bit by bit
 
 A missing sync changes every column, even for small steps; a fault in a part of a matrix is detected by the signs and
 by one column in each quarter. The columns advance with every sync.
-
-Fingerprints verify each tensor separately. The log-probs cover everything else: rotary positions, scales, connections
-of layers, experts in kernels that cannot be read, an adapter that requests do not use.
 """
 
 from __future__ import annotations
@@ -28,8 +24,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.models.parallel_info import Autocast, compute_device, computing_in, release_gathered, through_stages
-from verl.ops.logprobs import log_probs_of, response_positions
 from verl.ops.resharding.layout import Box
 from verl.ops.sampling import uniform
 
@@ -39,20 +33,16 @@ _SEED = 0x5EED
 
 @dataclass(frozen=True)
 class ProbeVectors:
-    """The vectors of one sync.
+    """The vectors of the sync `version`.
 
     They depend only on the width of a layer, so that a tensor loaded in place of another of the same shape is
     recognised.
-
-    Args:
-        version: number of the sync.
     """
 
     version: int = 0
 
     def columns(self, width: int) -> tuple[int, ...]:
-        """The columns to read: at most `COLUMNS`, each of which advances through its part of the width from sync to
-        sync."""
+        """The columns to read: at most `COLUMNS`, each advancing through its part of the width from sync to sync."""
         count = min(COLUMNS, width)
         bounds = [width * part // count for part in range(count + 1)]
         return tuple(low + self.version % (high - low) for low, high in pairwise(bounds))
@@ -329,13 +319,7 @@ def _sums(shards: Sequence[FingerprintShard]) -> Iterator[FingerprintShard]:
 def own_shard(
     part: Tensor, box: Box, shape: Sequence[int], vectors: ProbeVectors, dtype: torch.dtype
 ) -> FingerprintShard:
-    """The fingerprint shard of a part of a vector or matrix, in an engine's `dtype`.
-
-    Args:
-        part: of the tensor.
-        box: its position in the tensor.
-        shape: of the whole tensor.
-    """
+    """The fingerprint shard of the part at `box` of a vector or matrix of this shape, in an engine's `dtype`."""
     if len(shape) < 2:
         return FingerprintShard(fingerprint(part, vectors, dtype), shape[0] if shape else 1, box[0][0] if box else 0)
     (first, last), (left, right) = box
@@ -349,59 +333,10 @@ def own_shard(
     for value, column in zip(values[1:], vectors.columns(shape[1]), strict=True):
         if left <= column < right:
             value.copy_(rounded[:, column - left])
-    return FingerprintShard(
-        WeightFingerprint(as_array(values), shape[1], dtype_name(dtype)), shape[0], first, is_term=True
-    )
+    mark = WeightFingerprint(as_array(values), shape[1], dtype_name(dtype))
+    return FingerprintShard(mark, shape[0], first, is_term=True)
 
 
 def transpose_to_out_in(part: Tensor, box: Box, shape: Sequence[int]) -> tuple[Tensor, Box, tuple[int, ...]]:
     """Transpose a part of a matrix from [in, out] to [out, in]."""
     return part.T, (box[1], box[0]), (shape[1], shape[0])
-
-
-ROWS, LENGTH = 1, 16  # one forward pass over few tokens: its cost is that of reading the weights once
-_ROW_SEED = 0x9A7E
-# Mean distance that rounding may make: about 100 times the type's rounding error, which a model of many layers adds up,
-# but at least 1e-3. docs/weight_proof.md has the derivation.
-ALLOWED_NATS = {"float32": 1e-3, "tf32": 5e-2, "float16": 5e-2, "bfloat16": 3e-1}
-
-
-def allowed_nats(*types: str) -> float:
-    """The limit for two compute types, as named by `compute_type`: that of the coarser one."""
-    return max(ALLOWED_NATS.get(name, ALLOWED_NATS["float32"]) for name in types)
-
-
-def probe_rows(vocab_size: int, context: int = 4096) -> tuple[tuple[int, ...], ...]:
-    """Rows of tokens that are the same on every machine, of length `LENGTH` or the context length if that is
-    smaller."""
-    length = max(2, min(LENGTH, context - 1))
-    noise = uniform(_ROW_SEED, 0, torch.arange(ROWS)[:, None], torch.tensor(0), torch.arange(length))
-    return tuple(tuple(row) for row in (noise * vocab_size).long().tolist())
-
-
-@torch.no_grad()
-def trainer_log_probs(model: Any, rows: tuple[tuple[int, ...], ...], autocast: Autocast = None) -> np.ndarray:
-    """Log-probs [rows, length - 1] of each token but the first, from the training model."""
-    tokens = torch.tensor(rows, device=compute_device(model))
-    following = tokens[:, 1:]
-
-    def log_probs() -> torch.Tensor:
-        with computing_in(autocast, model):
-            logits = model(input_ids=tokens, attention_mask=torch.ones_like(tokens), use_cache=False).logits
-        return log_probs_of(response_positions(logits, following.shape[1]), following)
-
-    computed = through_stages(model, tokens, log_probs)
-    release_gathered(model)
-    return as_array(computed)
-
-
-def engine_log_probs(llm: Any, rows: tuple[tuple[int, ...], ...], lora_request: Any = None) -> np.ndarray:
-    """The same log-probs from a vLLM engine, in its process."""
-    sampling_params = type(llm.get_default_sampling_params())  # so that nothing here has to import vLLM
-    outputs = llm.generate(
-        [{"prompt_token_ids": list(row)} for row in rows],
-        sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False),
-        use_tqdm=False,
-        lora_request=lora_request,
-    )
-    return np.array([[at[t].logprob for t, at in zip(o.prompt_token_ids[1:], o.prompt_logprobs[1:])] for o in outputs])

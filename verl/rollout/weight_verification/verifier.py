@@ -37,14 +37,16 @@ from verl.rollout.weight_verification.fingerprint import (
     FingerprintShards,
     ProbeVectors,
     WeightFingerprint,
-    allowed_nats,
     dtype_name,
-    engine_log_probs,
     join_shards,
-    probe_rows,
     tied_names,
-    trainer_log_probs,
     transposed_names,
+)
+from verl.rollout.weight_verification.log_prob_probe import (
+    allowed_nats,
+    engine_log_probs,
+    probe_rows,
+    trainer_log_probs,
 )
 from verl.rollout.weight_verification.vllm_params import LORA_B, LayerFingerprints, adapter_shards, adapter_tensors
 

@@ -33,7 +33,7 @@ from verl.data.rlhf_dataset import RLHFDataset
 from verl.errors import ConfigError, faults_below
 from verl.models.interfaces import as_reward_model, check_interface
 from verl.models.pretrained import ModelSource, Pretrained, without_dropout
-from verl.protocol.provenance import signature_of
+from verl.protocol.user_function import signature_of
 from verl.rewards.base import Reward, RewardDescription, in_time
 from verl.rewards.deadline import BATCH_TIMEOUT_S
 from verl.rewards.function import CallableReward, RewardFunction

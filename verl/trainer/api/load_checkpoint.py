@@ -75,8 +75,8 @@ def load_checkpoint(
 
 
 def _chosen(trainer: Any, components: Sequence[str] | None) -> list[str]:
-    reuse = getattr(trainer, "reuse", None)  # a trainer of supervised fine-tuning has none
-    is_own = {"critic": "critic" in trainer.trained, "replay_buffer": reuse is not None and reuse.buffer is not None}
+    replay = getattr(trainer, "replay", None)  # a trainer of supervised fine-tuning has none
+    is_own = {"critic": "critic" in trainer.trained, "replay_buffer": replay is not None and replay.buffer is not None}
     known = [name for name in COMPONENTS if is_own.get(name, True)]
     if components is None:
         return known

@@ -19,25 +19,20 @@ INSTEAD = {
     "critics": "A run has one value function, of one policy. Leave the others out",
     "references": "KL is measured against one policy. Leave the others out",
 }
+PARTS = {"train_dataset": "data", "eval_dataset": "eval_data", "critic_model": "critics", "ref_model": "references"}
 
 
 class DataPipeline:
-    """The parts of a run. Each part accepts the same forms as the arguments of `Trainer`.
+    """The parts of a run, each in the forms that `Trainer` takes, which has the arguments that are not listed too.
 
     Args:
         actors: the policy, alone.
         reward_models: rewards; several are a weighted sum, each logged by its name. One of them may be
             `{"reward": ..., "weight": 0.5, "name": "style"}`.
-        critics: initial model of the critic, or none. With one the default algorithm is `ppo`, otherwise `grpo`;
-            `train_config` can name another.
-        references: reference model for KL, or none.
-        data: prompts to train on; may be given to `RLTrainer` instead. None: as `train_dataset` of `Trainer`.
-        eval_data: prompts to evaluate on, or None.
-        tokenizer: of the policy; needed where it is a loaded model.
-        rollout_config, checkpoint_config, data_config: as of `Trainer`.
+        critics, references: initial model of the critic, and reference model for KL, one or none of each. With a critic
+            the default algorithm is `ppo`, otherwise `grpo`.
         train_config: as of `Trainer`, and `algorithm`.
-        overrides: as on the command line.
-
+        data, eval_data: prompts to train and to evaluate on; may be given to `RLTrainer` instead.
     Raises:
         ConfigError: a part is missing, or there are more of one kind than a run supports.
     """
@@ -58,28 +53,25 @@ class DataPipeline:
         data_config: Mapping[str, Any] | None = None,
         overrides: Sequence[str] = (),
     ):
-        settings = dict(train_config or {})
-        roles = {"actors": actors, "critics": critics, "references": references}
-        faults = [fault for name, models in roles.items() for fault in _count_faults(name, models)]
-        if not _is_list(reward_models):
-            faults.append(f"reward_models is {reward_models!r}: expected a list of rewards.")
+        parts = {"actors": actors, "critics": critics, "references": references, "reward_models": reward_models}
+        faults = []
+        for name, models in parts.items():
+            if not isinstance(models, (list, tuple)):
+                faults.append(f"{name} is {models!r}: expected a list, such as [{models!r}].")
+            elif len(models) > 1 and name in INSTEAD:
+                faults.append(f"{name} has {len(models)}. {INSTEAD[name]}.")
+        if not faults and not actors:
+            faults = ["actors is empty: give the policy to train."]
         if faults:
             raise ConfigError(faults)
+        settings = {"algorithm": "ppo" if critics else "grpo", **(train_config or {})}
         self.arguments = {
-            "model": actors[0],
-            "reward_model": summed_rewards(reward_models),
-            "critic_model": critics[0] if critics else None,
-            "ref_model": references[0] if references else None,
-            "algorithm": settings.pop("algorithm", "ppo" if critics else "grpo"),
-            "tokenizer": tokenizer,
-            "train_dataset": data,
-            "eval_dataset": eval_data,
-            "rollout_config": rollout_config,
-            "checkpoint_config": checkpoint_config,
-            "train_config": settings,
-            "data_config": data_config,
-            "overrides": overrides,
-        }
+            "model": actors[0], "reward_model": summed_rewards(reward_models),
+            "critic_model": critics[0] if critics else None, "ref_model": references[0] if references else None,
+            "algorithm": settings.pop("algorithm"), "train_config": settings, "tokenizer": tokenizer,
+            "train_dataset": data, "eval_dataset": eval_data, "rollout_config": rollout_config,
+            "checkpoint_config": checkpoint_config, "data_config": data_config, "overrides": overrides,
+        }  # fmt: skip
 
 
 class RLTrainer:
@@ -99,40 +91,22 @@ class RLTrainer:
         if not isinstance(pipeline, DataPipeline):
             raise ConfigError(f"pipeline is a {type(pipeline).__name__}: expected a DataPipeline.")
         self.pipeline, self._arguments = pipeline, dict(pipeline.arguments)
-        for name, argument, rows in (("data", "train_dataset", data), ("eval_data", "eval_dataset", eval_data)):
+        for argument, rows in (("train_dataset", data), ("eval_dataset", eval_data)):
             if rows is not None and self._arguments[argument] is not None:
-                raise ConfigError(f"{name} is given, but the pipeline has its own {name}: leave one of them out.")
-            if rows is not None:
-                self._arguments[argument] = rows
+                raise ConfigError(f"{PARTS[argument]} is given, and the pipeline has its own: leave one of them out.")
+            self._arguments[argument] = self._arguments[argument] if rows is None else rows
 
     def run(self) -> TrainResult:
         """Train to the end and close the trainer. Each call is a separate run.
 
         Raises:
-            ConfigError: a fault in the parts, before any weight is loaded.
+            ConfigError: a fault in the parts, by their names, before any weight is loaded.
         """
         try:
             trainer = Trainer(**self._arguments)
         except ConfigError as error:
-            raise ConfigError([_with_names_of_parts(fault) for fault in error.faults]) from error
+            faults = [re.sub(r"^model\b", "actors", fault) for fault in error.faults]
+            names = re.compile(rf"\b({'|'.join(PARTS)})\b")
+            raise ConfigError([names.sub(lambda name: PARTS[name[0]], fault) for fault in faults]) from error
         with trainer:
             return trainer.fit()
-
-
-def _with_names_of_parts(fault: str) -> str:
-    """A message about arguments of `Trainer`, with the names that a `DataPipeline` has for them."""
-    parts = {"train_dataset": "data", "eval_dataset": "eval_data", "critic_model": "critics", "ref_model": "references"}
-    fault = re.sub(r"^model\b", "actors", fault)
-    return re.sub(rf"\b({'|'.join(parts)})\b", lambda name: parts[name[0]], fault)
-
-
-def _count_faults(name: str, models: Any) -> list[str]:
-    if not _is_list(models):
-        return [f"{name} is {models!r}: expected a list, such as [{models!r}]."]
-    if name == "actors" and not models:
-        return ["actors is empty: give the policy to train."]
-    return [f"{name} has {len(models)}. {INSTEAD[name]}."] if len(models) > 1 else []
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, (list, tuple))

@@ -7,10 +7,8 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import weakref
-from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -78,7 +76,7 @@ class LiveBytes(TorchDispatchMode):
             weakref.finalize(gradient.untyped_storage(), self._release, -size)
 
 
-class FakeBytes(LiveBytes):
+class _FakeBytes(LiveBytes):
     """`LiveBytes` for fake tensors, with rules for operations that FakeTensorMode does not support."""
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -92,14 +90,14 @@ class FakeBytes(LiveBytes):
 
 @dataclass(frozen=True)
 class Activations:
-    """Memory of a micro-batch in addition to weights and gradients.
+    """Bytes of a micro-batch beside weights and gradients.
 
     Attributes:
         training: peak of forward and backward pass, without logits.
         after_forward: at the end of the forward pass, when logits are added.
         scoring: peak of a forward pass without gradients.
         logits: of one chunk of tokens in the backward pass.
-        why_counted: why the layers were not traced, so that a formula for Llama layers was used; None if they were.
+        why_counted: why a formula for Llama layers was used, and no layers traced; None if they were.
     """
 
     training: int
@@ -108,27 +106,10 @@ class Activations:
     logits: int
     why_counted: str | None = None
 
-    @property
-    def bytes(self) -> tuple[int, int, int]:
-        """Bytes that depend on the number of experts of a token."""
-        return self.training, self.after_forward, self.scoring
+
+_known: dict[Any, Activations] = {}  # a plan with its changes asks many times for the same micro-batch
 
 
-def _cached(trace: Callable[..., Activations]) -> Callable[..., Activations]:
-    """A plan with its changes asks many times for the same micro-batch."""
-    known: dict[tuple[Any, ...], Activations] = {}
-
-    @functools.wraps(trace)
-    def traced(config: Any, *args: Any, **kwargs: Any) -> Activations:
-        key = (type(config), settings_text(config), *args, *sorted(kwargs.items()))
-        if key not in known:
-            known[key] = trace(config, *args, **kwargs)
-        return known[key]
-
-    return traced
-
-
-@_cached
 def trace_activations(
     config: Any,
     tokens: int,
@@ -136,80 +117,56 @@ def trace_activations(
     *,
     recomputed: bool = False,
     siblings: int = 1,
-    exact: bool = False,
     counted_below: int = 0,
     device_type: str = "cpu",
     expert_load: float | None = None,
 ) -> Activations:
-    """Trace a packed sequence of this many tokens through a model with this Hugging Face configuration.
+    """Trace a packed sequence of this many tokens through a model with this Hugging Face configuration, by one and two
+    of its layers; by all where they differ in their parameters.
 
     Args:
         recomputed: with gradient checkpointing.
         siblings: processes that share each layer (tensor parallelism): each has its part of MLP and attention.
-        exact: run all layers, rather than one and two. They are run too where layers differ in their parameters.
         counted_below: bytes: activations that take less by a formula are not traced, which takes seconds.
         device_type: on which it will run: parts of the logits are larger on a GPU.
         expert_load: of experts that are divided over processes, how many times its share of the tokens this one's get:
             1 where routing is balanced. None where each process has all experts, or there are none.
     """
-    layers = config.get_text_config().num_hidden_layers
-    logits = _logits(config, tokens, dtype, siblings, device_type)
-    if counted_below:
-        counted = _counted(config, tokens, dtype, recomputed, siblings, logits, "they take little")
-        if counted.training < counted_below:
-            return counted
+    key = type(config), settings_text(config), tokens, dtype, recomputed, siblings, counted_below
+    if (key := (*key, device_type, expert_load)) in _known:
+        return _known[key]
+    text, logits = config.get_text_config(), _logits(config, tokens, dtype, siblings, device_type)
+
+    def counted(why: str) -> Activations:
+        stats = model_stats(config)
+        training = stats.activation_elements(tokens, recomputed) * dtype.itemsize // siblings
+        scoring = stats.layer_elements * tokens * dtype.itemsize // siblings
+        return Activations(training, training, scoring, logits, why)
+
+    if counted_below and (small := counted("they take little")).training < counted_below:
+        return _known.setdefault(key, small)
     log = logging.getLogger("torch._subclasses.fake_tensor")  # which prints tracebacks of what fails below
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
-        depths = [layers] if exact or layers < 3 or not _are_alike(config) else [1, 2]
-        if expert_load is None:
-            return _trace(config, depths, tokens, dtype, recomputed, siblings, logits)
-        share = config.get_text_config().num_experts_per_tok * expert_load / siblings  # of a token's experts, here
-        with_one, with_two = (
-            _trace(_with_chosen(config, chosen, siblings), depths, tokens, dtype, recomputed, siblings, logits)
-            for chosen in (1, 2)
-        )
-        return Activations(
-            *(int(a + (share - 1) * (b - a)) for a, b in zip(with_one.bytes, with_two.bytes, strict=True)),
-            logits=logits,
-        )
+        layers = text.num_hidden_layers
+        depths = [layers] if layers < 3 or not _are_alike(config) else [1, 2]
+        by_experts = []
+        for chosen in (None,) if expert_load is None else (1, 2):  # experts of a token
+            parts = [_part_of(config, depth, siblings, chosen) for depth in depths]
+            by_experts.append(_continued([_traced(part, tokens, dtype, recomputed) for part in parts], layers))
+        share = 1.0 if expert_load is None else text.num_experts_per_tok * expert_load / siblings  # of experts, here
+        traced = Activations(*map(int, _continued(by_experts, share)), logits=logits)
     except Exception as error:  # noqa: BLE001 - a model's own code on tensors without data may fail in any way
-        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        return _counted(config, tokens, dtype, recomputed, siblings, logits, why)
+        traced = counted(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
     finally:
         log.setLevel(level)
+    return _known.setdefault(key, traced)
 
 
-def _counted(
-    config: Any, tokens: int, dtype: torch.dtype, recomputed: bool, siblings: int, logits: int, why: str
-) -> Activations:
-    sizes = model_stats(config)
-    training = sizes.activation_elements(tokens, recomputed) * dtype.itemsize // siblings
-    scoring = sizes.layer_elements * tokens * dtype.itemsize // siblings
-    return Activations(training=training, after_forward=training, scoring=scoring, logits=logits, why_counted=why)
-
-
-def _trace(
-    config: Any, depths: list[int], tokens: int, dtype: torch.dtype, recomputed: bool, siblings: int, logits: int
-) -> Activations:
-    layers = config.get_text_config().num_hidden_layers
-
-    def at(depth: int, recomputed: bool, trains: bool) -> tuple[int, int]:
-        part = _with_layers(config, depth, siblings)
-        try:
-            return traced_activations(part, tokens, dtype, recomputed, CAUSAL, trains=trains)
-        except Exception:  # noqa: BLE001 - a family that does not take another attention: by its own
-            return traced_activations(part, tokens, dtype, recomputed, None, trains=trains)
-
-    trained = [at(depth, recomputed, True) for depth in depths]
-    scored = [at(depth, False, False) for depth in depths]
-    return Activations(
-        training=_at([peak for peak, _ in trained], layers),
-        after_forward=_at([remaining for _, remaining in trained], layers),
-        scoring=_at([peak for peak, _ in scored], layers),
-        logits=logits,
-    )
+def _continued(sizes: list[tuple[float, ...]], count: float) -> tuple[float, ...]:
+    """Sizes of one and of two, continued to `count`; a single entry stays as it is."""
+    return tuple(one + (count - 1) * (two - one) for one, two in zip(sizes[0], sizes[-1], strict=True))
 
 
 def num_experts(config: Any) -> int:
@@ -218,19 +175,6 @@ def num_experts(config: Any) -> int:
     if not getattr(text, "num_experts_per_tok", None):
         return 0
     return next((count for name in EXPERTS if (count := getattr(text, name, None))), 0)
-
-
-def _with_chosen(config: Any, chosen: int, siblings: int) -> Any:
-    """The same with so many experts for each token, among those of one of some processes."""
-    part_config = deepcopy(config)
-    text = part_config.get_text_config()
-    for name in EXPERTS:
-        if getattr(text, name, None):
-            setattr(text, name, max(2, getattr(text, name) // siblings))
-    text.num_experts_per_tok = chosen
-    if not hasattr(text, "moe_intermediate_size") and getattr(text, "intermediate_size", None):
-        text.intermediate_size *= siblings  # experts are whole: `_with_layers` divides the widths of dense layers
-    return part_config
 
 
 def _are_alike(config: Any) -> bool:
@@ -247,8 +191,46 @@ def _are_alike(config: Any) -> bool:
     return bool(stacks) and len(shapes[0]) == 1
 
 
-def _at(peaks: list[int], layers: int) -> int:
-    return peaks[0] + (layers - 1) * (peaks[1] - peaks[0]) if len(peaks) == 2 else peaks[0]
+def _part_of(config: Any, layers: int, siblings: int, chosen: int | None) -> Any:
+    """The configuration with so many layers, of which one of some siblings has its part.
+
+    Args:
+        chosen: experts for each token, among those of this process; None: as it is.
+    """
+    part = deepcopy(config)
+    text = part.get_text_config()
+    if chosen is not None:
+        for name in EXPERTS:
+            if getattr(text, name, None):
+                setattr(text, name, max(2, getattr(text, name) // siblings))
+        text.num_experts_per_tok = chosen
+        if not hasattr(text, "moe_intermediate_size") and getattr(text, "intermediate_size", None):
+            text.intermediate_size *= siblings  # experts are whole: the widths of dense layers are divided below
+    for config_part in {id(x): x for x in (part, text)}.values():
+        config_part.num_hidden_layers, config_part.use_cache = layers, False
+        if "layer_types" in vars(config_part):
+            config_part.layer_types = list(config_part.layer_types)[:layers]
+        if siblings > 1:
+            heads = config_part.num_attention_heads
+            config_part.head_dim = getattr(config_part, "head_dim", None) or config_part.hidden_size // heads
+            for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+                if getattr(config_part, name, None):
+                    setattr(config_part, name, max(1, getattr(config_part, name) // siblings))
+    return part
+
+
+def _traced(config: Any, tokens: int, dtype: torch.dtype, recomputed: bool) -> tuple[int, int, int]:
+    """Bytes at the peak of training and at the end of its forward pass, and at the peak of scoring."""
+    passes = (recomputed, True), (False, False)
+    (training, after_forward), (scoring, _) = (_peak_of(config, tokens, dtype, *how) for how in passes)
+    return training, after_forward, scoring
+
+
+def _peak_of(config: Any, tokens: int, dtype: torch.dtype, recomputed: bool, trains: bool) -> tuple[int, int]:
+    try:
+        return traced_activations(config, tokens, dtype, recomputed, CAUSAL, trains=trains)
+    except Exception:  # noqa: BLE001 - a family that does not take another attention: by its own
+        return traced_activations(config, tokens, dtype, recomputed, None, trains=trains)
 
 
 def traced_activations(
@@ -261,7 +243,7 @@ def traced_activations(
     from verl.models.pretrained import quiet_transformers
 
     AttentionInterface.register(CAUSAL, AttentionInterface._global_mapping["sdpa"])
-    AttentionMaskInterface.register(CAUSAL, _no_mask)
+    AttentionMaskInterface.register(CAUSAL, lambda *_, **__: None)  # plain causal: no matrix of scores or masks
     with FakeTensorMode(), quiet_transformers(), torch.random.fork_rng(devices=[]):
         model = AutoModel.from_config(config, dtype=dtype, attn_implementation=attention)
         if attention is not None and not model._supports_sdpa:
@@ -270,7 +252,7 @@ def traced_activations(
         if recomputed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         ids = torch.zeros(1, tokens, dtype=torch.long)
-        with FakeBytes() as counted, torch.set_grad_enabled(trains):
+        with _FakeBytes() as counted, torch.set_grad_enabled(trains):
             counted.watch(model)
             hidden = model(input_ids=ids, use_cache=False)[0]
             remaining = counted.live
@@ -279,40 +261,18 @@ def traced_activations(
         return counted.peak, remaining
 
 
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """Make attention plain causal, so that it creates no matrix of scores or masks."""
-
-
-def _with_layers(config: Any, layers: int, siblings: int) -> Any:
-    shallow = deepcopy(config)
-    for part in {id(x): x for x in (shallow, shallow.get_text_config())}.values():
-        part.num_hidden_layers = layers
-        if "layer_types" in vars(part):
-            part.layer_types = list(part.layer_types)[:layers]
-        part.use_cache = False
-        if siblings > 1:
-            size = getattr(part, "head_dim", None) or part.hidden_size // part.num_attention_heads
-            part.head_dim = size
-            part.num_attention_heads = max(1, part.num_attention_heads // siblings)
-            if getattr(part, "num_key_value_heads", None):
-                part.num_key_value_heads = max(1, part.num_key_value_heads // siblings)
-            if getattr(part, "intermediate_size", None):
-                part.intermediate_size = max(1, part.intermediate_size // siblings)
-    return shallow
-
-
 def _logits(config: Any, tokens: int, dtype: torch.dtype, siblings: int, device_type: str) -> int:
     """Bytes for one part of the tokens: logits, their log-softmax in float32, and gradients of both; where there are
     several parts, with the sum of their gradients of the head, as far as it takes more than the gradient itself."""
-    text = config.get_text_config()
-    count = max(1, min(tokens, logits_at_a_time(device_type) // text.vocab_size))
-    num_parts = 1 + (count < tokens)
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    text = config.get_text_config()
+    count = max(1, min(tokens, logits_at_a_time(device_type) // text.vocab_size))
+    num_tokens = count * (1 + (count < tokens))
     with FakeTensorMode():
         head = nn.Linear(text.hidden_size, text.vocab_size, bias=False, dtype=dtype)
-        hidden = torch.empty(num_parts * count, text.hidden_size, dtype=dtype, requires_grad=True)
-        chosen = torch.zeros(num_parts * count, dtype=torch.long)
+        chosen = torch.zeros(num_tokens, dtype=torch.long)
+        hidden = torch.empty(num_tokens, text.hidden_size, dtype=dtype, requires_grad=True)
         with LiveBytes() as counted:
             counted.watch(head)
             score_in_parts(head, hidden, chosen, count)[0].sum().backward()

@@ -36,15 +36,13 @@ Lengths = Callable[[random.Random], Sequence[float]]  # tokens of each response 
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncTimes:
-    """Seconds that both sides take.
+    """Seconds that both sides take on all devices.
 
     Attributes:
-        token_s: in which an engine with so many rows draws a token of each.
-        slots: most rows of an engine.
-        prompts_s: of a batch before its first token, on all devices.
-        train_s: of a step without generation and sync, on all devices.
-        sync_s: of a sync, for which the trainer waits.
-        load_s: of a sync, in which the engine does not draw.
+        token_s: in which an engine with so many rows draws a token of each; `slots` are the most rows of an engine.
+        train_s: of a step without generation and sync.
+        prompts_s: of a batch before its first token.
+        sync_s, load_s: of a sync, for which the trainer waits, and in which the engine does not draw.
         calls, latency_s: of tools in a response, and the seconds of each.
         devices, per_engine: of both sides together; of an engine.
         drains: whether the engine finishes what it has begun before it takes new weights.
@@ -96,7 +94,7 @@ class _Row:
 
 
 class _Simulation:
-    """One run of `setting`.
+    """One run of `setting`; `simulate` has its numbers.
 
     Attributes:
         tokens: that a row would have which was open from the beginning.
@@ -111,8 +109,8 @@ class _Simulation:
         self.train_s = times.train_s * times.devices / setting.train
         self.prompts_s = times.prompts_s * times.devices / setting.generate
         self.now = self.tokens = self.trainer_s = self.engine_s = 0.0
-        self.events: list[tuple[float, int, int | None, Callable[[], None]]] = []
-        self.order, self.stamp = itertools.count(), 0
+        self.events: list[tuple[float, int, Callable[[], None]]] = []
+        self.order = itertools.count()
         self.jobs: deque[int | None] = deque()  # batches to begin; None: weights
         self.active: list[tuple[float, int, _Row]] = []
         self.waiting: deque[_Row] = deque()
@@ -127,27 +125,21 @@ class _Simulation:
     def run(self) -> None:
         self._begin(1)
         while len(self.marks) <= self.ahead + 1 + STEPS:
-            self.stamp += 1
-            if self.active and not self.is_paused:
-                seconds = (self.active[0][0] - self.tokens) * self._token_s()
-                heapq.heappush(self.events, (self.now + seconds, next(self.order), self.stamp, self._end_rows))
-            time, _, stamp, action = heapq.heappop(self.events)
-            while stamp not in (None, self.stamp):  # rows began or ended since it was computed
-                time, _, stamp, action = heapq.heappop(self.events)
+            draws, token_s = self.active and not self.is_paused, self.times.token_s(len(self.active) / self.engines)
+            time = self.now + (self.active[0][0] - self.tokens) * token_s if draws else float("inf")
+            action = self._end_rows
+            if self.events and self.events[0][0] <= time:
+                time, _, action = heapq.heappop(self.events)
             span, self.now = time - self.now, time
-            if self.active and not self.is_paused:
-                self.tokens += span / self._token_s()
+            self.tokens += span / token_s if draws else 0.0
             self.engine_s += span * bool(self.active or self.is_paused)
             self.trainer_s += span * (self.trainer in ("trains", "syncs"))
             action()
             self._next_job()
             self._next_stage()
 
-    def _token_s(self) -> float:
-        return self.times.token_s(len(self.active) / self.engines)
-
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
-        heapq.heappush(self.events, (self.now + seconds, next(self.order), None, action))
+        heapq.heappush(self.events, (self.now + seconds, next(self.order), action))
 
     def _begin(self, end: int) -> None:
         """Ask the engine for the batches before `end` that were not begun."""
@@ -156,8 +148,7 @@ class _Simulation:
         self._next_job()
 
     def _next_job(self) -> None:
-        is_free = not self.is_paused and not (self.times.drains and self.open)
-        if self.jobs and is_free:
+        if self.jobs and not self.is_paused and not (self.times.drains and self.open):
             job, self.is_paused = self.jobs.popleft(), True
             self._after(self.times.load_s if job is None else self.prompts_s, lambda: self._start(job))
 
@@ -217,13 +208,12 @@ def simulate(setting: AsyncSetting, times: AsyncTimes, lengths: Lengths) -> Asyn
     simulation.run()
     first, last = np.array(simulation.marks[simulation.ahead + 1]), np.array(simulation.marks[-1])
     seconds, trainer_s, engine_s = (last - first).tolist()
-    tokens = sum(simulation.lags.values())
     return replace(
         setting,
         samples_per_s=STEPS * simulation.rows / seconds,
         trainer_idle=max(0.0, 1 - trainer_s / seconds),
         engine_idle=max(0.0, 1 - engine_s / seconds),
-        staleness=sum(lag * n for lag, n in simulation.lags.items()) / tokens,
+        staleness=sum(lag * n for lag, n in simulation.lags.items()) / sum(simulation.lags.values()),
     )
 
 
@@ -243,7 +233,7 @@ class AsyncPlan:
 
     def lines(self) -> Iterator[str]:
         """A table in plain text."""
-        yield f"Asynchronous training by simulation, with seconds from {self.source}: arithmetic, nothing was run."
+        yield f"asynchronous training, simulated with seconds from {self.source}: arithmetic, nothing was run"
         yield "max_staleness   generate+train  samples/s  idle: trainer  engine    lag"
         for s in self.settings:
             name = "mode=sync" if s.max_staleness is None else str(s.max_staleness)
@@ -252,13 +242,12 @@ class AsyncPlan:
             mark = "*" if s is self.best else " "
             yield f"{mark}{name:<14}{split:>15}{s.samples_per_s:>11.3g}{idle}{s.staleness:>7.2f}"
         yield "* the best; lag: mean age of a token in weight syncs"
-        split = self.best
         if self.per_engine > 1:
-            yield "The role sampler was not tried with engines of several devices."
-        elif split.max_staleness is not None and split.generate + split.train > 2:
+            yield "engines of several devices were not tried with the role sampler"
+        elif self.best.max_staleness is not None and self.best.generate + self.best.train > 2:
             yield (
-                f"The role sampler has an engine on each of {split.generate} devices with trainer=mesh and "
-                "trainer.placement.sub_meshes.sampler, or trainer=ray and trainer.placement.workers.sampler."
+                f"an engine on each of {self.best.generate} devices: trainer=mesh with "
+                "trainer.placement.sub_meshes.sampler, or trainer=ray with trainer.placement.workers.sampler"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -267,10 +256,7 @@ class AsyncPlan:
 
 def plan_async(run: Any, times: AsyncTimes, lengths: Lengths) -> AsyncPlan:
     """Simulate the synchronous run, the best split of the devices for its `max_staleness`, other bounds with it, and
-    the split that `trainer.placement` gives.
-
-    Where one engine takes all devices, as many others generate.
-    """
+    the split that `trainer.placement` gives. Where one engine takes all devices, as many others generate."""
     drains = run.rollout.weight_update == "drain"
     times = replace(times, drains=drains, sync_waits=drains and run.rollout.runs_ahead)
     count, each, staleness = times.devices, times.per_engine, min(MOST_STALENESS, run.trainer.max_staleness)
@@ -308,16 +294,13 @@ def recorded_lengths(run: Any, columns: Columns) -> Lengths:
 def planned_times(run: Any, memory: MemoryPlan, stages: Sequence[StageTime], device: DeviceRates) -> AsyncTimes:
     """Seconds by the plan of the run."""
     engine, by_name = engine_of(run, memory, device), {stage.name: stage.seconds for stage in stages}
-    length = engine.prompt + run.response_tokens / 2
-    sync_s = by_name.get("sync", memory.roles[0].memory.weights / device.link)
-    training = role_processes(run)["actor"]
-    devices = training + run.devices_apart
-    train_s = sum(seconds for name, seconds in by_name.items() if name not in ("generate", "sync"))
+    length, training = engine.prompt + run.response_tokens / 2, role_processes(run)["actor"]
+    devices, sync_s = training + run.devices_apart, by_name.get("sync", memory.roles[0].weights / device.link)
     return AsyncTimes(
         token_s=lambda count: engine.token_s(count, length)[0],
         slots=min(workload(run).rows, engine.most_slots),
         prompts_s=engine.prompts_s(run.trainer.group_size) * training / devices,
-        train_s=train_s * training / devices,
+        train_s=sum(x for name, x in by_name.items() if name not in ("generate", "sync")) * training / devices,
         sync_s=sync_s,
         load_s=sync_s,
         devices=devices,

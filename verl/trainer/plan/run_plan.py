@@ -13,7 +13,7 @@ import json
 import logging
 import textwrap
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,10 @@ from verl.models.lora import LoRA
 from verl.models.model_stats import has_shipped_shapes
 from verl.trainer.plan.activations import num_experts
 from verl.trainer.plan.async_plan import AsyncPlan
-from verl.trainer.plan.memory import GIB, MemoryEstimate, MemoryPlan, estimate_memory, memory_plan
-from verl.trainer.plan.step_time import RANGES, StageTime, share_lines, stage_times
+from verl.trainer.plan.memory import MemoryEstimate, MemoryPlan, estimate_memory, memory_plan
+from verl.trainer.plan.step_time import StageTime, stage_times
 from verl.trainer.plan.workload import (
+    GIB,
     DeviceRates,
     device_named,
     free_disk,
@@ -40,12 +41,11 @@ from verl.utils.external_input import write_text
 
 MOST_CHANGES = 3  # that are named
 GPUS = (2, 4, 8)  # that a machine of a data centre may give to a run
-_log = logging.getLogger(__name__)
-_NO_CHANGE = "No setting alone, and no two, make it fit: take a smaller model or more devices."
-
-
+SMALL_SHARE = 16  # of the memory: what takes less than one part is not traced at the start of a run
 WIDTH = 80
-UNBROKEN: Any = {"break_long_words": False, "break_on_hyphens": False}
+# A step over its plan, for published steps of dense models and of mixtures of experts: see docs/results.md
+RANGES = {False: (0.8, 1.5), True: (1.0, 3.0)}
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -53,16 +53,17 @@ class FittingChange:
     """Settings that make a run fit.
 
     Attributes:
-        peak: bytes then.
-        slower: seconds of a step then, relative to before.
+        peak_bytes: then.
+        relative_time: seconds of a step then, over those before.
     """
 
     settings: tuple[str, ...]
-    peak: int
-    slower: float
+    peak_bytes: int
+    relative_time: float
 
     def words(self) -> str:
-        return f"{' '.join(self.settings)} -> {self.peak / GIB:.1f} GiB, {self.slower - 1:+.0%} time"
+        time = f"{self.relative_time - 1:+.0%} time"
+        return f"{' '.join(self.settings)} -> {self.peak_bytes / GIB:.1f} GiB, {time}"
 
 
 def changes_that_fit(
@@ -70,7 +71,7 @@ def changes_that_fit(
 ) -> list[FittingChange]:
     """Single settings that make a run fit; pairs if no single one does."""
 
-    def planned(*names: str) -> FittingChange | None:
+    def planned(*names: str) -> list[FittingChange]:
         try:
             changed_run = run
             for name in names:
@@ -78,45 +79,37 @@ def changes_that_fit(
             changed = memory_plan(changed_run, device, limit=memory.limit)
             seconds = sum(stage.seconds for stage in stage_times(changed_run, changed, device, response))
         except (ConfigError, KeyError, ValueError):  # it does not go with the rest
-            return None
-        return (
-            FittingChange(names, changed.peak.total, seconds / step_s)
-            if changed.peak.total < memory.peak.total
-            else None
-        )
+            return []
+        change = FittingChange(names, changed.peak.total, seconds / step_s)
+        return [change] if change.peak_bytes < memory.peak.total else []
+
+    def key_of(name: str) -> str:
+        return name.partition("=")[0]
 
     names = [name for name, _ in changes(run, memory.estimate)]
-    tried = [change for name in names if (change := planned(name)) is not None]
-    fitting = _one_of_each([change for change in tried if change.peak <= memory.limit])
+    tried = [change for name in names for change in planned(name)]
+    first_of, smallest_of = dict[str, FittingChange](), dict[str, FittingChange]()  # by key
+    for change in tried:
+        if change.peak_bytes <= memory.limit:
+            first_of.setdefault(key_of(change.settings[0]), change)
+    fitting = list(first_of.values())
     if not fitting:
-        helpful = sorted(_one_of_each(tried, by_peak=True), key=lambda change: change.peak)[:4]
-        firsts = [change.settings[0] for change in helpful]
-        keys = {name: name.partition("=")[0] for name in names}
-        both = {frozenset(pair): pair for pair in product(firsts, names) if keys[pair[0]] != keys[pair[1]]}
-        pairs = [change for pair in both.values() if (change := planned(*pair)) is not None]
-        fitting = [change for change in pairs if change.peak <= memory.limit]
-    return sorted(fitting, key=lambda change: (round(change.slower, 2), change.peak))[:MOST_CHANGES]
+        for change in sorted(tried, key=lambda change: change.peak_bytes):
+            smallest_of.setdefault(key_of(change.settings[0]), change)
+        firsts = [change.settings[0] for change in list(smallest_of.values())[:4]]
+        both = {frozenset(pair): pair for pair in product(firsts, names) if key_of(pair[0]) != key_of(pair[1])}
+        fitting = [x for pair in both.values() for x in planned(*pair) if x.peak_bytes <= memory.limit]
+    return sorted(fitting, key=lambda change: (round(change.relative_time, 2), change.peak_bytes))[:MOST_CHANGES]
 
 
-def _one_of_each(changes: list[FittingChange], *, by_peak: bool = False) -> list[FittingChange]:
-    """Cheapest change of each key, or with `by_peak` the one that saves most."""
-    best: dict[str, FittingChange] = {}
-    for change in changes:
-        key = change.settings[0].partition("=")[0]
-        if key not in best or (by_peak and change.peak < best[key].peak):
-            best[key] = change
-    return list(best.values())
-
-
-def changes(run: Any, budget: MemoryEstimate) -> Iterator[tuple[str, Callable[[], Any]]]:
+def changes(run: Any, estimate: MemoryEstimate) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Settings that may reduce the memory of a run, each with the resulting run."""
 
-    def of(role: str, **fields: Any) -> Callable[[], Any]:
-        return lambda: replace(run, **{role: replace(getattr(run, role), **fields)})
+    def of(part: str, **fields: Any) -> Callable[[], Any]:
+        return lambda: replace(run, **{part: replace(getattr(run, part), **fields)})
 
     for role in ("actor", "critic", "reference"):
-        described = getattr(run, role, None)
-        if described is None:
+        if (described := getattr(run, role, None)) is None:
             continue
         for part in (4, 16, 64):  # it may be more than a step has
             if (tokens := described.micro_batch_tokens // part) >= 1:
@@ -125,26 +118,22 @@ def changes(run: Any, budget: MemoryEstimate) -> Iterator[tuple[str, Callable[[]
             yield f"{role}.gradient_checkpointing=true", of(role, gradient_checkpointing=True)
         if getattr(described, "lora", described) is None:
             yield f"{role}.lora={{_target_:verl.models.lora.LoRA,rank:8}}", of(role, lora=LoRA(rank=8))
-    rollout = getattr(run, "rollout", None)
     for name in ("kv_cache_gib", "max_rows"):
-        if (value := getattr(rollout, name, None)) is not None:
+        if (value := getattr(getattr(run, "rollout", None), name, None)) is not None:
             half = max(1, value // 2) if isinstance(value, int) else value / 2
             yield f"rollout.{name}={half:g}", of("rollout", **{name: half})
-    if budget.on_host and budget.copied:
-        yield "checkpoint=sync", of("checkpoint", save_async=False)
-    if budget.on_host:
+    if estimate.on_host:
+        if estimate.copied:
+            yield "checkpoint=sync", of("checkpoint", save_async=False)
         return
     smaller = list(run.sharding.smaller())
     for setting, sharding in smaller:
         yield setting, lambda sharding=sharding: replace(run, sharding=sharding)
-    has_place = run.trainer.placement is not None
-    for count in GPUS if not smaller and not has_place else ():
+    for count in GPUS if not smaller and run.trainer.placement is None else ():
         if count > max(1, run.trainer.n_gpus_per_node):
             sharded = {"sharding": FSDP(), "trainer": replace(run.trainer, n_gpus_per_node=count)}
-            yield (
-                f"sharding=fsdp trainer.n_gpus_per_node={count}",
-                lambda sharded=sharded: replace(run, **sharded),
-            )
+            name = f"sharding=fsdp trainer.n_gpus_per_node={count}"
+            yield name, lambda sharded=sharded: replace(run, **sharded)
 
 
 @dataclass(frozen=True)
@@ -152,10 +141,9 @@ class RunPlan:
     """The plan of a run on devices of one kind.
 
     Attributes:
-        batch: sentences about rows, micro-batches and optimizer steps.
-        faults_of_batch: divisions with a remainder.
-        disk: sentences about checkpoints.
+        batch: sentences about rows, micro-batches and optimizer steps; disk: one about checkpoints.
         changes: that make it fit, the cheapest first; empty if it fits.
+        response: average tokens of a response; None: as long as they may be.
         shipped: hub names of models whose config.json was not read, since their shapes are shipped with the package.
         asynchronous: what `verl plan --async` adds.
     """
@@ -164,7 +152,7 @@ class RunPlan:
     memory: MemoryPlan
     stages: tuple[StageTime, ...]
     batch: tuple[str, ...]
-    disk: tuple[str, ...]
+    disk: str
     changes: tuple[FittingChange, ...]
     response: int | None = None
     shipped: tuple[str, ...] = ()
@@ -176,10 +164,9 @@ class RunPlan:
 
     @property
     def range_s(self) -> tuple[float, float]:
-        """Seconds of a step at best and at worst, by published steps; the same where rates are of this machine."""
-        low, high = (
-            (1.0, 1.0) if not self.device.is_gpu else RANGES[bool(num_experts(self.memory.roles[0].memory.config))]
-        )
+        """Seconds of a step at best and at worst, by published steps; on a CPU without a range."""
+        is_mixture = bool(num_experts(self.memory.roles[0].config))
+        low, high = RANGES[is_mixture] if self.device.is_gpu else (1.0, 1.0)
         return low * self.step_s, high * self.step_s
 
     @property
@@ -188,13 +175,12 @@ class RunPlan:
 
     def summary(self) -> str:
         """One line."""
-        peak = self.memory.peak
-        first = self.memory.roles[0].memory
-        dtype, stored = (str(x).removeprefix("torch.") for x in (first.dtype, first.stored))
-        count = first.sizes.parameters
+        peak, role = self.memory.peak, self.memory.roles[0]
+        dtype, stored = (str(x).removeprefix("torch.") for x in (role.dtype, role.stored))
+        count = role.sizes.parameters
         return (
-            f"{first.name} computes in {dtype}, its {count / 1e6:.4g}M weights are {stored} "
-            f"({count * first.stored.itemsize / 1e6:.0f} MB); "
+            f"{role.name} computes in {dtype}, its {count / 1e6:.4g}M weights are {stored} "
+            f"({count * role.stored.itemsize / 1e6:.0f} MB); "
             f"{peak.name} needs most, {peak.total / GIB:.2f} of {self.memory.limit / GIB:.1f} GiB in each process; "
             f"about {_duration(self.step_s)} a step on {self.device.name}"
         )
@@ -203,36 +189,38 @@ class RunPlan:
         """The whole plan in plain text, in lines of at most `WIDTH` characters, except for long words."""
         for line in self._sentences():
             indent = " " * (len(line) - len(line.lstrip()) + 4)
-            yield from textwrap.wrap(line, WIDTH, subsequent_indent=indent, **UNBROKEN) or [""]
+            unbroken: Any = {"break_long_words": False, "break_on_hyphens": False}
+            yield from textwrap.wrap(line, WIDTH, subsequent_indent=indent, **unbroken) or [""]
 
     def _sentences(self) -> Iterator[str]:
-        estimate = self.memory.estimate
+        estimate, peak = self.memory.estimate, self.memory.peak
         machines = f" on each of {estimate.machines} machines" if estimate.machines > 1 else ""
         yield f"{estimate.processes} process{'es' * (estimate.processes > 1)}{machines}, device {self.device.name}"
         if self.shipped:
-            yield f"Shapes of {', '.join(self.shipped)} are those shipped with verl: no config.json is here."
+            yield f"shapes of {', '.join(self.shipped)}: those shipped with verl, no config.json is here"
         yield ""
         yield from self.memory.lines()
-        if self.memory.host:
-            yield f"main memory     {self.memory.host / GIB:.2f} GiB on each machine"
-        yield "It fits." if self.fits else self._short()
-        for change in self.changes:
-            yield f"  {change.words()}"
+        yield "it fits" if self.fits else f"it does not fit: {peak.name}; {self._what_helps()}"
         yield ""
         yield from self.batch
         yield ""
-        source = "measured here" if self.device.is_measured else "from a table of devices: no step was run"
-        drawn = "as long as they may be" if self.response is None else f"of {self.response} tokens"
-        yield f"A step takes about {_duration(self.step_s)}, with responses {drawn} (rates {source}):"
-        if self.range_s[0] < self.range_s[1]:
-            low, high = map(_duration, self.range_s)
-            yield f"between {low} and {high}, by the error of such plans for published steps."
-        yield from (f"  {line}" for line in share_lines(self.stages))
+        source = "measured here" if self.device.is_measured else "of a table of devices, nothing was run"
+        low, high = map(_duration, self.range_s)
+        between = f" ({low} to {high} for published steps)" if low != high else ""
+        responses = "as long as they may be" if self.response is None else f"of {self.response} tokens"
+        yield f"{_duration(self.step_s)} a step{between}, responses {responses}; rates {source}"
+        for stage in self.stages:
+            share = stage.seconds / (self.step_s or 1.0)
+            yield f"  {stage.name:<22}{stage.seconds:>10.3f} s{share:>7.0%}   bound by {stage.bound}"
         yield ""
-        yield from self.disk
+        yield self.disk
         if self.asynchronous is not None:
             yield ""
             yield from self.asynchronous.lines()
+
+    def _what_helps(self) -> str:
+        none = "no setting alone, and no two, help: take a smaller model or more devices"
+        return "; ".join(change.words() for change in self.changes) or none
 
     def warnings(self, disk: int | None, host: int | None) -> Iterator[str]:
         """Warnings about insufficient memory or disk space.
@@ -241,104 +229,74 @@ class RunPlan:
             disk: free bytes for checkpoints; None if unknown.
             host: free bytes of main memory on this machine.
         """
-        peak, limit, estimate = self.memory.peak, self.memory.limit, self.memory.estimate
+        estimate, limit = self.memory.estimate, self.memory.limit
+
+        def short(what: str, needed: int, free: int, remedy: str) -> str:
+            return f"{what} takes about {needed / GIB:.1f} GiB, and {free / GIB:.1f} are free: {remedy}"
+
+        peak, worst = self.memory.peak, self.memory.unbalanced_peak
         if not self.fits:
-            helps = "; ".join(change.words() for change in self.changes)
-            yield (
-                f"Memory may not suffice: {peak.name} needs about {peak.total / GIB:.1f} GiB in each process, and "
-                f"{limit / GIB:.1f} GiB are free for it. " + (f"What would help: {helps}." if helps else _NO_CHANGE)
-            )
+            yield short(f"Memory: {peak.name}, in each process,", peak.total, limit, self._what_helps())
+        elif worst.total + worst.imbalance_bytes > limit:
+            remedy = f"lower {worst.name.split()[-1]}.micro_batch_tokens"
+            worse = f"Memory: {worst.name} with twice the balanced load on its experts"
+            yield short(worse, worst.total + worst.imbalance_bytes, limit, remedy)
         if host is not None and estimate.host > host:
             offloads = any(role.is_offloaded for role in estimate.roles)
             settings = ["checkpoint=sync"] * (estimate.copied > 0) + ["sharding.cpu_offload=false"] * offloads
-            yield (
-                f"Main memory may not suffice: what is saved and offloaded needs about {estimate.host / GIB:.1f} GiB "
-                f"on this machine, and {host / GIB:.1f} GiB are free. Set {' or '.join(settings)}."
-            )
-        twice = self.memory.unbalanced_peak
-        if self.fits and twice is not None and twice.total > limit:
-            yield (
-                f"Memory may not suffice where the experts of a process get twice their share of the tokens: "
-                f"{twice.name} then needs about {twice.total / GIB:.1f} GiB, and {limit / GIB:.1f} are free. Lower "
-                f"{twice.name.split()[-1]}.micro_batch_tokens."
-            )
-        if disk is not None and estimate.saving * estimate.num_checkpoints > disk:
-            yield (
-                f"Disk may not suffice: {estimate.num_checkpoints} checkpoints of {estimate.saving / GIB:.1f} GiB, and "
-                f"{disk / GIB:.1f} GiB are free. "
-                + ("Lower checkpoint.keep_last_n, or set" if estimate.num_checkpoints > 2 else "Set")
-                + " checkpoint.save_dir to a larger disk."
-            )
+            remedy = f"set {' or '.join(settings)}"
+            yield short("Main memory: what is saved and offloaded, on this machine,", estimate.host, host, remedy)
+        if disk is not None and estimate.saving * (count := estimate.num_checkpoints) > disk:
+            remedy = "lower checkpoint.keep_last_n, or set" if count > 2 else "set"
+            what = f"Disk: each of {count} checkpoints"
+            yield short(what, estimate.saving, disk, f"{remedy} checkpoint.save_dir to a larger disk")
 
     def to_json(self) -> dict[str, Any]:
         """All of it as numbers: bytes and seconds."""
-        asynchronous = {} if self.asynchronous is None else {"async": self.asynchronous.to_json()}
-        return asynchronous | {
+        memory = self.memory
+        return ({} if self.asynchronous is None else {"async": self.asynchronous.to_json()}) | {
             "device": self.device.name,
-            "shipped_shapes": list(self.shipped),
+            "shipped_shapes": self.shipped,
             "fits": self.fits,
-            "limit_bytes": self.memory.limit,
-            "peak": {"phase": self.memory.peak.name, "bytes": self.memory.peak.total},
-            "phases": [
-                {"name": phase.name, "roles": list(phase.roles), "bytes": phase.total, "parts": phase.parts}
-                for phase in self.memory.phases
-            ],
-            "unbalanced_phases": [{"name": phase.name, "bytes": phase.total} for phase in self.memory.unbalanced],
-            "host_bytes": self.memory.host,
-            "batch": list(self.batch),
+            "limit_bytes": memory.limit,
+            "peak": {"phase": memory.peak.name, "bytes": memory.peak.total},
+            "phases": [{**asdict(phase), "bytes": phase.total} for phase in memory.phases],
+            "host_bytes": memory.estimate.host,
+            "batch": self.batch,
             "step_seconds": self.step_s,
-            "step_seconds_range": list(self.range_s),
-            "stages": [
-                {"name": s.name, "seconds": s.seconds, "bound": s.bound, "sent_bytes": s.sent} for s in self.stages
-            ],
-            "checkpoint_bytes": self.memory.estimate.saving,
-            "checkpoints_kept": self.memory.estimate.num_checkpoints,
-            "changes": [
-                {"settings": list(c.settings), "peak_bytes": c.peak, "relative_time": c.slower} for c in self.changes
-            ],
+            "step_seconds_range": self.range_s,
+            "stages": [asdict(stage) for stage in self.stages],
+            "checkpoint_bytes": memory.estimate.saving,
+            "checkpoints_kept": memory.estimate.num_checkpoints,
+            "changes": [asdict(change) for change in self.changes],
         }
-
-    def _short(self) -> str:
-        peak, limit = self.memory.peak, self.memory.limit
-        verdict = f"It does not fit: {peak.name} needs {peak.total / GIB:.1f} GiB, and a process has {limit / GIB:.1f}."
-        if not self.changes:
-            return f"{verdict} {_NO_CHANGE}"
-        return f"{verdict} What makes it fit:"
 
 
 def plan_run(
     run: Any,
     device: DeviceRates,
     *,
-    exact: bool = False,
     response: int | None = None,
     free_disk: int | None = None,
-    upload_rate: float | None = None,
     limit: int | None = None,
     counted_below: int = 0,
 ) -> RunPlan:
     """Plan a run from its configuration; no weight is loaded and no process started.
 
     Args:
-        exact: trace the activations of all layers.
         counted_below: bytes: smaller activations are counted, not traced.
         response: average tokens of a response, for the time; None: the maximum.
         free_disk: free bytes for checkpoints.
-        upload_rate: bytes per second to the object storage.
         limit: bytes available to a process; None: its share of the device.
     """
-    memory = memory_plan(run, device, exact, limit, counted_below)
+    memory = memory_plan(run, device, limit, counted_below)
     stages = tuple(stage_times(run, memory, device, response))
     step_s = sum(stage.seconds for stage in stages)
     changes = () if memory.fits else tuple(changes_that_fit(run, device, memory, step_s, response))
-    disk = tuple(_disk(run, memory, step_s, free_disk, upload_rate))
-    batch = tuple(workload(run).lines(run))
+    disk = _disk(run.checkpoint, memory.estimate, free_disk)
     sources = [getattr(getattr(run, role.name), "model", None) or run.actor.model for role in memory.roles]
     shipped = tuple(dict.fromkeys(source.base_path() for source in sources if has_shipped_shapes(source)))
-    return RunPlan(device, memory, stages, batch, disk, changes, response, shipped)
-
-
-SMALL_SHARE = 16  # of the memory: what takes less than one part is not traced at the start of a run
+    return RunPlan(device, memory, stages, tuple(workload(run).lines(run)), disk, changes, response, shipped)
 
 
 def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | None:
@@ -353,60 +311,37 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | No
     """
     try:
         device = gpu_here() if context.device.startswith("cuda") else device_named("cpu")
-        processes = estimate_memory(run, device.is_gpu).processes
-        disk = free_disk(checkpoints)
-        limit = free_memory(context.device, processes)
-        plan = plan_run(run, device, free_disk=disk, limit=limit, counted_below=(limit or 0) // SMALL_SHARE)
+        limit = free_memory(context.device, estimate_memory(run, device.is_gpu).processes)
+        disk, small = free_disk(checkpoints), (limit or 0) // SMALL_SHARE
+        plan = plan_run(run, device, free_disk=disk, limit=limit, counted_below=small)
     except Exception as error:  # noqa: BLE001 - whatever is odd about a configuration, a plan stops no run
         _log.warning("The plan of this run could not be made: %s: %s", type(error).__name__, error)
         return None
     assert context.run_dir is not None
     write_text(context.run_dir / "plan.txt", "\n".join(plan.lines()) + "\n")
     write_text(context.run_dir / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
-    for warning in plan.warnings(disk, free_main_memory()):
+    warnings = [*plan.warnings(disk, free_main_memory())]
+    for warning in warnings:
         _log.warning("%s", warning)
     if not plan.fits and plan.memory.estimate.stays_awake:
-        raise ConfigError(_awake_fault(run, plan.memory))
+        why, remedy = "rollout.sleep is false", "rollout.sleep=true"
+        if run.trainer.staleness:
+            why, remedy = (f"trainer.{text}" for text in run.trainer.async_setting)
+        raise ConfigError(
+            f"{why}: the engine keeps its GPU memory while the trainer works. {warnings[0]}. Set {remedy}, or an "
+            "engine on other devices."
+        )
     return plan
 
 
-def _awake_fault(run: Any, memory: MemoryPlan) -> str:
-    """Fault if an engine that never sleeps does not fit on the GPU together with the trainer."""
-    peak = memory.peak
-    if run.trainer.staleness:
-        setting, remedy = (f"trainer.{text}" for text in run.trainer.async_setting)
-        why = f"{setting}: the engine draws while the trainer works"
-    else:
-        why, remedy = "rollout.sleep is false: the engine keeps its GPU memory", "rollout.sleep=true"
-    engine = sum(size for part, size in peak.parts.items() if part == "keys and values" or part.startswith("engine"))
-    return (
-        f"{why}, so {peak.name} needs about {peak.total / GIB:.1f} GiB of each GPU, of which the engine has "
-        f"{engine / GIB:.1f}, and {memory.limit / GIB:.1f} GiB are free. Set {remedy}, or an engine on other devices."
-    )
-
-
-def _disk(run: Any, memory: MemoryPlan, step_s: float, free: int | None, upload_rate: float | None) -> Iterator[str]:
-    saves, size = run.checkpoint, memory.estimate.saving
+def _disk(saves: Any, estimate: MemoryEstimate, free: int | None) -> str:
+    size, count = estimate.saving, estimate.num_checkpoints
     if saves is None or not size:
-        yield "Nothing is saved."
-        return
-    every = saves.save_interval
-    often = "" if every is None else f", one every {every} steps (about {_duration(every * step_s)})"
-    if saves.keep_last_n is not None:
-        count = saves.keep_last_n + 1
-        yield f"A checkpoint takes {size / GIB:.2f} GiB{often}; {saves.keep_last_n} stay: {count * size / GIB:.2f} GiB."
-        if free is not None and count * size > free:
-            soon = f", in about {_duration((free // size + 1) * every * step_s)}" if every is not None else ""
-            yield (
-                f"{free / GIB:.2f} GiB are free there, full with checkpoint {free // size + 1}{soon}: lower "
-                "checkpoint.keep_last_n or set checkpoint.save_dir."
-            )
-    else:
-        yield f"A checkpoint takes {size / GIB:.2f} GiB{often}; all are kept."
-        if free is not None and every is not None:
-            yield f"The disk is full after {free // size} of them, in about {_duration(free // size * every * step_s)}."
-    if upload_rate is not None and run.storage is not None:
-        yield f"Uploading one takes about {_duration(size / upload_rate)}."
+        return "nothing is saved"
+    is_full = free is not None and (saves.keep_last_n is None or count * size > free)
+    kept = "all are kept" if saves.keep_last_n is None else f"at most {count} of them, {count * size / GIB:.2f} GiB"
+    full = f"; {free / GIB:.2f} GiB are free, full with checkpoint {free // size + 1}" if free is not None else ""
+    return f"a checkpoint takes {size / GIB:.2f} GiB, {kept}{full * is_full}"
 
 
 def _duration(seconds: float) -> str:

@@ -1,7 +1,4 @@
-"""Inputs of a plan: rows and tokens of a step, and the rates of a device.
-
-Rates are memory, matrix products, bandwidth and links, from data sheets or measured on this machine.
-"""
+"""Inputs of a plan: rows and tokens of a step, the processes of each role, and the rates of a device."""
 
 from __future__ import annotations
 
@@ -26,44 +23,34 @@ GB, GIB, TERA = 10**9, 2**30, 10**12
 _PROCESS_BYTES = 450 * 2**20  # a Python with torch and transformers, on the CPU
 
 
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True)
 class RoleLayout:
-    """The processes of a role.
+    """The processes of a role, and in how many shares they divide its work.
 
     Attributes:
-        sharding: of the role; `NoSharding` for one process.
+        shares, token_shares: of the rows of a step; of its tokens, by rows and within rows.
+        generation_shares: of rows that the training weights generate, where processes that share tokens or stages have
+            whole weights.
+        siblings, expert_ways: of each layer, and of the experts of a layer.
     """
 
     sharding: Sharding
     processes: int
+    shares: int
+    token_shares: int
+    generation_shares: int
+    siblings: int
+    expert_ways: int
 
-    @property
-    def shares(self) -> int:
-        """Number of data-parallel shares of a step's rows."""
-        return self.sharding.row_shares(self.processes)
-
-    @property
-    def token_shares(self) -> int:
-        """Number of shares of a step's tokens, by rows and within rows."""
-        return self.sharding.token_shares(self.processes)
-
-    @property
-    def generation_shares(self) -> int:
-        """Number of shares of a step's rows where they are generated with the weights that train: each of the processes
-        that share tokens or layers' stages has whole weights then.
-        """
-        degrees = self.sharding.degrees(self.processes)
-        return self.shares * degrees.pp * degrees.cp
-
-    @property
-    def siblings(self) -> int:
-        """Processes that share each layer."""
-        return self.sharding.mesh_sizes(self.processes)[2]
-
-    @property
-    def expert_ways(self) -> int:
-        """Processes that the experts of a layer are divided over."""
-        return max(self.siblings, self.sharding.degrees(self.processes).ep)
+    @classmethod
+    def of(cls, sharding: Sharding, processes: int) -> RoleLayout:
+        degrees, rows = sharding.degrees(processes), sharding.row_shares(processes)
+        tokens, siblings = sharding.token_shares(processes), sharding.mesh_sizes(processes)[2]
+        generated, experts = rows * degrees.pp * degrees.cp, max(siblings, degrees.ep)
+        return cls(sharding, processes, rows, tokens, generated, siblings, experts)
 
 
 def role_processes(run: Any) -> dict[str, int]:
@@ -80,7 +67,10 @@ def placed_roles(run: Any) -> tuple[str, ...]:
 
 def role_layouts(run: Any) -> dict[str, RoleLayout]:
     shardings, counts, alone = run.shardings(), role_processes(run), NoSharding()
-    return {role: RoleLayout(x if counts[role] > 1 else alone, counts[role]) for role, x in shardings.items()}
+    return {role: RoleLayout.of(x if counts[role] > 1 else alone, counts[role]) for role, x in shardings.items()}
+
+
+# -- rows and tokens ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -125,31 +115,28 @@ class Workload:
 
     def lines(self, run: Any) -> Iterator[str]:
         """Batch arithmetic, with every division that leaves a remainder."""
-        rows = self.rows
+        rows, layouts = self.rows, role_layouts(run)
         if not self.generates:
-            yield f"A step trains on {rows} sequences in one optimizer step."
-            yield from _remainder(rows, role_layouts(run)["actor"].shares, "sequences", "shares of the rows")
+            yield f"{rows} sequences in one optimizer step"
+            yield from _remainder(rows, layouts["actor"].shares, "sequences", "shares of the rows")
             return
-        per_update, times, updates = -(-rows // self.mini_batches), self.updates_per_row, self.updates
-        yield f"A step draws {rows // self.group_size} prompts x {self.group_size} samples = {rows} rows."
         yield (
-            f"They are trained on in {self.mini_batches} mini-batch{'es' * (self.mini_batches > 1)} of {per_update} "
-            f"rows, {times} time{'s' * (times > 1)}: {updates} optimizer step{'s' * (updates > 1)}."
+            f"{rows // self.group_size} prompts x {self.group_size} samples = {rows} rows; {self.mini_batches} "
+            f"mini-batches x {self.updates_per_row} = {self.updates} optimizer steps"
         )
         yield from _remainder(rows, self.mini_batches, "rows", "mini-batches")
-        for role, layout in role_layouts(run).items():
-            if role not in ("actor", "critic"):
+        for role in ("actor", "critic"):
+            if (layout := layouts.get(role)) is None:
                 continue
             limit, shares, sharding = getattr(run, role).micro_batch_tokens, layout.shares, layout.sharding
-            together = layout.token_shares // shares
-            in_share = -(-rows // (self.mini_batches * shares))
+            in_share, together = -(-rows // (self.mini_batches * shares)), layout.token_shares // shares
             if sharding.pipeline_ways(layout.processes) > 1:
                 limit = sharding.micro_batch_tokens(limit, in_share * self.width)
             per = max(1, limit * together // self.width)
-            where = "each process" if together == 1 else f"{together} processes that share their tokens"
+            where = "each process" if together == 1 else f"each {together} processes"
             yield (
-                f"{role}: {in_share} rows of a mini-batch in {where}, at most {self.width} tokens each, in "
-                f"{-(-in_share // per)} micro-batch{'es' * (in_share > per)} of {limit * together} tokens."
+                f"{role}: {in_share} rows of a mini-batch in {where}, up to {self.width} tokens each: "
+                f"{-(-in_share // per)} x {limit * together} tokens"
             )
             yield from _remainder(rows // self.mini_batches, shares, "rows of a mini-batch", "processes")
 
@@ -161,31 +148,32 @@ def workload(run: Any) -> Workload:
         length = getattr(run.data, "max_length", None) or run.actor.micro_batch_tokens
         return Workload(False, settings.batch_size * run.rows_per_sample, 1, 0, length)
     rows, prompt = settings.prompts_per_step * settings.group_size, getattr(run.data, "max_prompt_length", 0)
-    algorithm = run.algorithm
-    return Workload(
-        True, rows, settings.group_size, prompt, run.response_tokens, algorithm.mini_batches, algorithm.epochs
-    )
+    updates = run.algorithm.mini_batches, run.algorithm.epochs
+    return Workload(True, rows, settings.group_size, prompt, run.response_tokens, *updates)
 
 
 def _remainder(count: int, parts: int, what: str, where: str) -> Iterator[str]:
     if parts > 1 and count % parts:
-        yield f"{count} {what} over {parts} {where} leave a remainder of {count % parts}: some have one more."
+        yield f"{count} {what} over {parts} {where} leave a remainder of {count % parts}: some have one more"
+
+
+# -- devices -----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRates:
-    """Peak rates of a device; `products_share` and `bandwidth_share` are the fractions that are reached in practice.
+    """Peak rates of a device, in bytes and operations per second, and the shares of them that are reached in practice.
 
     Attributes:
         memory: bytes.
-        products: dtype -> floating-point operations per second of matrix products, without sparsity.
-        bandwidth: of its memory, bytes per second.
-        link, network: bytes per second between processes on the same machine, and on different machines.
-        host_link: bytes per second between the device and main memory.
+        products: by dtype, of matrix products without sparsity.
+        bandwidth: of its memory.
+        link, network: between processes on the same machine, and on different machines.
+        host_link: between the device and main memory.
         context: bytes of the device context of each process.
         layer_s: minimum seconds of one layer's forward pass, for launching kernels.
         decode_s: seconds that an engine takes for each token beside the model: scheduling, sampling, its replies.
-        is_measured: whether the rates were measured on this machine rather than taken from a data sheet.
+        is_measured: rates are of this machine, not from a data sheet.
     """
 
     name: str
@@ -215,15 +203,8 @@ class DeviceRates:
 def _gpu(name: str, mib: int, half: float, single: float, bandwidth: float, link: float, host: float) -> DeviceRates:
     """Memory in MiB, operations in 10^12 per second, the rest in 10^9 bytes per second."""
     rates = {"bfloat16": half * TERA, "float16": half * TERA, "float32": single * TERA, "float64": single * TERA / 2}
-    return DeviceRates(
-        name=name,
-        memory=mib << 20,
-        products=rates,
-        bandwidth=bandwidth * GB,
-        link=link * GB,
-        host_link=host * GB,
-        context=GIB // 2,
-    )
+    moved: Any = {"bandwidth": bandwidth * GB, "link": link * GB, "host_link": host * GB}
+    return DeviceRates(name=name, memory=mib << 20, products=rates, context=GIB // 2, **moved)
 
 
 # Memory as nvidia-smi (rocm-smi) reports it, less than on the data sheet. Rates are those of the vendors' data sheets:
@@ -245,40 +226,37 @@ DEVICES = {
 
 
 def device_named(name: str) -> DeviceRates:
-    """The rates of a device of the table, or `cpu`: this machine's memory with rates of two common cores.
+    """The rates of a device of the table, or of `cpu`: this machine's memory with rates of two common cores.
 
     Raises:
         ConfigError: there is no device of that name.
     """
     if name == "cpu":
         return this_cpu()
-    rates = DEVICES.get(name.lower())
-    if rates is None:
+    if (rates := DEVICES.get(name.lower())) is None:
         raise ConfigError(f"plan.device is {name!r}: known are {', '.join(DEVICES)} and cpu.")
     return rates
 
 
 def gpu_here() -> DeviceRates:
-    """The GPU of this machine, with its actual memory and the rates of the table; unknown GPUs get those of an
-    A100."""
+    """The GPU of this machine, with its actual memory and the rates of the table; unknown ones get those of an A100."""
     asked = gpu_memory_from_outside(0)  # opens no CUDA context in this process
     memory = torch.cuda.get_device_properties(0).total_memory if asked is None else asked.total
     name = gpu_name_from_outside(0) or torch.cuda.get_device_name(0)
     plain = name.lower().replace(" ", "").replace("geforce", "")
     known = next((rates for key, rates in reversed(DEVICES.items()) if key.partition("-")[0] in plain), None)
     if known is None:
-        return replace(DEVICES["a100"], name=f"{name} (not in the table: the rates of an a100)", memory=memory)
+        known, name = DEVICES["a100"], f"{name} (not in the table: the rates of an a100)"
     return replace(known, name=name, memory=memory)
 
 
 def this_cpu() -> DeviceRates:
     """The CPU of this machine with its actual memory and conservative rates; see `measured_here` for measured ones."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     rate = 60e9 * cores  # of the 70 to 100 that products of these sizes reach by themselves on cores with AVX2
     return DeviceRates(
         name="cpu",
-        memory=memory,
+        memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         products={"float32": rate, "float64": rate / 2, "bfloat16": rate * (2 if bfloat16_here() else 0.25)},
         bandwidth=10 * GB,
         link=5 * GB,
@@ -298,27 +276,27 @@ def measured_here(hidden: int, mlp: int, dtype: str = "float32", seconds: float 
         hidden, mlp: widths of the model, measured up to 4096 and 16384.
         seconds: for each of the measurements.
     """
-    hidden, mlp = min(hidden, 4096), min(mlp, 16384)
-    kind = getattr(torch, dtype)
-    rows = 1024
-    x, w, back = (torch.randn(*shape, dtype=kind) for shape in ((rows, hidden), (hidden, mlp), (mlp, hidden)))
-    product_s = _fastest(lambda: (x @ w) @ back, seconds)
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    rows, hidden, mlp = 1024, min(hidden, 4096), min(mlp, 16384)
+    shapes = (rows, hidden), (hidden, mlp), (mlp, hidden)
+    x, w, back = (torch.randn(*shape, dtype=getattr(torch, dtype)) for shape in shapes)
+    rate = 4 * rows * hidden * mlp / _fastest(lambda: (x @ w) @ back, seconds)
     large = torch.ones(2**25, dtype=torch.float32)
-    copy_s = _fastest(lambda: large.clone(), seconds)
-    rate, copied = 4 * rows * hidden * mlp / product_s, large.nbytes / copy_s
-    return replace(
-        this_cpu(),
-        products={dtype: rate, "float32": rate},
-        bandwidth=2 * copied,
-        link=copied,
-        host_link=copied,
-        layer_s=_layer_seconds(seconds),
-        is_measured=True,
+    copied = large.nbytes / _fastest(lambda: large.clone(), seconds)
+    small: Any = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
+    with torch.random.fork_rng(devices=[]), torch.no_grad():  # a token's layer is the start of its operations
+        model, token = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **small)).eval(), torch.zeros(1, 1).long()
+        layer_s = _fastest(lambda: model(input_ids=token, use_cache=False), seconds / 2) / 4
+    products, moved = (
+        {dtype: rate, "float32": rate},
+        dict[str, Any](bandwidth=2 * copied, link=copied, host_link=copied),
     )
+    return replace(this_cpu(), products=products, layer_s=layer_s, is_measured=True, **moved)
 
 
 def _fastest(work: Callable[[], object], seconds: float) -> float:
-    """Median seconds of a call, without the first calls."""
+    """Median seconds of a call, without the first one."""
     work()
     taken, end = [], time.perf_counter() + seconds
     while len(taken) < 5 or time.perf_counter() < end:
@@ -326,19 +304,6 @@ def _fastest(work: Callable[[], object], seconds: float) -> float:
         work()
         taken.append(time.perf_counter() - start)
     return sorted(taken)[len(taken) // 2]
-
-
-def _layer_seconds(seconds: float) -> float:
-    """Seconds of a layer on one token, which is dominated by launch overhead."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2
-    )
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        model = LlamaForCausalLM(config).eval()
-        token = torch.zeros(1, 1, dtype=torch.long)
-        return _fastest(lambda: model(input_ids=token, use_cache=False), seconds / 2) / 4
 
 
 def free_memory(device: str, processes: int) -> int | None:

@@ -32,7 +32,7 @@ from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory, read_pointer
-from verl.checkpoint.remote.commit_log import LEASE_S, RENEW_EVERY_S, LeaseRecord, StoreLease, living_holder
+from verl.checkpoint.remote.store_lease import LEASE_S, RENEW_EVERY_S, LeaseRecord, StoreLease, living_holder
 from verl.checkpoint.remote.transfer import CheckpointTier, find_at, tier_of
 from verl.checkpoint.resume_point import ResumePoint, find
 from verl.checkpoint.retention import ReadLock

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from blake3 import blake3
 
 from verl.errors import ConfigError
-from verl.protocol.provenance import source_file
+from verl.protocol.user_function import source_file
 
 if TYPE_CHECKING:
     from verl.checkpoint.resume_point import ResumePoint

@@ -95,6 +95,8 @@ class ProcessPool(Generic[P]):
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         with self._changed:
+            if not self._num_waiting:
+                self._failure = None  # of a start that nobody waited for
             self._num_waiting += 1
             self._changed.notify_all()
             try:
@@ -102,9 +104,9 @@ class ProcessPool(Generic[P]):
                     if self._is_closed:
                         raise PoolClosed
                     if (process := self._free()) is not None:
-                        self.loans[process] += 1
-                        if self._is_used_once:
-                            del self.loans[process]
+                        loans = self.loans.pop(process) + 1
+                        if not self._is_used_once:
+                            self.loans[process] = loans
                         return process
                     if self._failure is not None:
                         failure, self._failure = self._failure, None
@@ -120,20 +122,17 @@ class ProcessPool(Generic[P]):
     def give_back(self, process: P) -> None:
         """End a loan. A process that cannot be used any more is killed with its last one."""
         with self._changed:
-            if not self._is_used_once and process in self.loans:
-                self.loans[process] -= 1
-            is_kept = not self._is_closed and (process.is_usable or self.loans.get(process, 0) > 0)
-            if not is_kept or self._is_used_once:
-                self.loans.pop(process, None)
+            loans = self.loans.pop(process, 0) - 1  # one that is used once, or of a closed pool, is not there
+            is_kept = loans > 0 or (loans == 0 and process.is_usable)
+            if is_kept:
+                self.loans[process] = loans
             self._changed.notify_all()
-        if not is_kept or self._is_used_once:
+        if not is_kept:
             process.kill()
 
     def kill_lent(self) -> None:
         """Kill the processes that are lent, so that nobody waits for them any longer."""
-        with self._changed:
-            lent = [process for process, loans in self.loans.items() if loans]
-        for process in lent:
+        for process in [process for process, loans in list(self.loans.items()) if loans]:
             process.kill()
 
     def close(self) -> None:

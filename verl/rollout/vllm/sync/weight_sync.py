@@ -34,7 +34,8 @@ from verl.rollout.vllm.sync.weight_transfer import (
     may_be_sliced,
     whole_adapter,
 )
-from verl.rollout.weight_verification.fingerprint import FingerprintShards, trainer_log_probs, transposed_names
+from verl.rollout.weight_verification.fingerprint import FingerprintShards, transposed_names
+from verl.rollout.weight_verification.log_prob_probe import trainer_log_probs
 from verl.rollout.weight_verification.verifier import VerificationResult, VerifyRequest
 from verl.utils.memory import release_cached
 from verl.utils.orphan_cleanup import process_fields
