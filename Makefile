@@ -94,7 +94,7 @@ faults: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m "exhaustive or not exhaustive"
 
 exhaustive: install-dev environments $(VENV)/.installed-docs
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "exhaustive or hypothesis" --hypothesis-profile=default
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "exhaustive or hypothesis" --hypothesis-profile=exhaustive
 
 gpu: $(if $(NO_INSTALL),,install-dev)
 	$(if $(NO_INSTALL),$(PYTHON),$(BIN)/python) benchmarks/gpu.py $(if $(NO_INSTALL),--no-install)

@@ -30,8 +30,13 @@ from verl.protocol import DataProto
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
 
-settings.register_profile("repeatable", derandomize=True)  # `make exhaustive` draws other examples each time
+settings.register_profile("exhaustive", deadline=None)  # other examples each time; seconds are those of the machine
+settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
+
+# A shell without job control starts programs in the background with Ctrl-C ignored, and so would be all children
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 gc.disable()  # nothing of all that is imported and collected is garbage; to look through it takes seconds
 
@@ -41,6 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:  # the fork server is started once
         if "fork_server" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("fork server"))
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker(pytest.mark.timeout(7200))
 
 
 def pytest_collection_finish() -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from cases import exhaustive
 
 from verl.component import BuildContext
@@ -21,10 +22,11 @@ from verl.trainer.plan import run_plan
 from verl.trainer.plan.memory import memory_plan
 from verl.trainer.plan.run_plan import log_plan
 from verl.trainer.plan.workload import device_named
+from verl.utils import memory
 
 CORRECTION = "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS,level:token,cap:2.0}"
 AHEAD = ("trainer.rollout_ahead=1", CORRECTION)
-SLEEPLESS = ("rollout.sleep=false",)
+SLEEPLESS, SLEEPS = ("rollout.sleep=false",), ("rollout.sleep=true",)
 
 
 def run_of(*choices):
@@ -34,7 +36,7 @@ def run_of(*choices):
 
 @pytest.mark.parametrize("workers", [2, *exhaustive(1)], ids=["two GPUs", "one GPU"])
 def test_a_sleeping_engine_keeps_its_context_and_communicators_in_every_phase_but_its_own(workers):
-    fsdp = ("sharding=fsdp", "trainer.n_gpus_per_node=2", f"rollout.tensor_parallel_size={workers}")
+    fsdp = ("sharding=fsdp", "trainer.n_gpus_per_node=2", *SLEEPS, f"rollout.tensor_parallel_size={workers}")
     phases = {phase.name: phase.parts for phase in memory_plan(run_of(*fsdp), device_named("h100")).phases}
     kept = CONTEXT_BYTES + (workers - 1) * NCCL_BYTES
     others = phases.keys() - {"generate"}
@@ -51,7 +53,7 @@ def test_a_sleeping_engine_keeps_its_context_and_communicators_in_every_phase_bu
 @pytest.mark.parametrize("choices", [SLEEPLESS, *exhaustive(AHEAD)], ids=["sleepless", "ahead"])
 def test_an_engine_that_never_rests_is_in_every_phase(choices):
     h100 = device_named("h100")
-    resting, awake = (memory_plan(run_of(*own), h100) for own in ((), choices))
+    resting, awake = (memory_plan(run_of(*own), h100) for own in (SLEEPS, choices))
     assert not resting.estimate.stays_awake
     assert awake.estimate.stays_awake
     engine = {"engine weights", "keys and values"}
@@ -61,6 +63,33 @@ def test_an_engine_that_never_rests_is_in_every_phase(choices):
         assert phases["score"] is phases["update actor"] is phases["rest"] is others
     assert resting.beside_engine < awake.beside_engine  # the most that a phase takes, not what rests
     assert not memory_plan(run_of(*choices), device_named("cpu")).estimate.stays_awake
+
+
+@pytest.mark.parametrize(("gib", "sleeps"), [(40, False), (3.3, True)])
+def test_by_default_it_sleeps_only_where_it_does_not_fit_beside_the_trainer(gib, sleeps, monkeypatch, tmp_path):
+    monkeypatch.setattr(run_plan, "free_memory", lambda device, processes: int(gib * 2**30))
+    monkeypatch.setattr(run_plan, "gpu_here", lambda: device_named("h100"))
+    run = run_of()
+    plan = log_plan(run, BuildContext(device="cuda:0", run_dir=tmp_path), tmp_path)
+    assert plan.memory.estimate.stays_awake is not sleeps
+    assert plan.decided(run).rollout == replace(run.rollout, sleep=sleeps)
+    assert plan.memory.engine_cache == 2 << 30
+    on_cpu = log_plan(run, BuildContext(device="cpu", run_dir=tmp_path), tmp_path)
+    assert on_cpu.decided(run).rollout.sleep is True
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_a_process_whose_engine_stays_awake_keeps_what_torch_has_allocated(is_kept, monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("emptied"))
+    memory.keep_cached(is_kept)
+    try:
+        memory.release_cached("cuda:0")
+        assert calls == [] if is_kept else ["emptied"]
+        memory.release_cached("cuda:0", always=True)
+        assert calls[-1:] == ["emptied"]
+    finally:
+        memory.keep_cached(False)
 
 
 @pytest.mark.parametrize(

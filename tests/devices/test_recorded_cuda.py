@@ -127,13 +127,13 @@ def test_a_sync_begins_without_gradients_and_without_cached_memory(calls, monkey
     actor = start_actor(MODEL)
     rows = experience(actor, prompts(), num_samples=2)
     monkeypatch.setattr(engine_module, "release_cached", lambda device: calls.append(("empty_cache",)))
-    sampler = SimpleNamespace(rest=lambda: calls.append(("rest",)), sync=actor.sampler.sync)
+    sampler = SimpleNamespace(offload=lambda: calls.append(("offload",)), sync=actor.sampler.sync)
     synced = sampler.sync
     sampler.sync = lambda: calls.append(("sync", all(p.grad is None for p in actor.model.parameters()))) or synced()
     actor.sampler = sampler
     actor.update(rows)
     actor.sync()
-    assert calls == [("rest",), ("empty_cache",), ("sync", True)]
+    assert calls == [("offload",), ("empty_cache",), ("sync", True)]
 
 
 def test_an_update_on_a_device_leaves_no_gradients(prompts):
@@ -220,11 +220,11 @@ def test_products_of_a_float32_engine_are_not_rounded():
     assert exact["CUDA_VISIBLE_DEVICES"] == "0"
 
 
-def test_the_actor_lets_its_engine_rest_before_anything_else_computes(monkeypatch, tmp_path, model32):
+def test_the_actor_offloads_its_engine_before_anything_else_computes(monkeypatch, tmp_path, model32):
     from trainer.runs import PPO_ALGORITHM, ppo_run
 
     found = []
-    for kind, name in ((actor_module.ActorWorker, "generate"), (actor_module.ActorWorker, "rest")):
+    for kind, name in ((actor_module.ActorWorker, "generate"), (actor_module.ActorWorker, "offload")):
         real = getattr(kind, name)
         monkeypatch.setattr(kind, name, _recorded(found, name, real))
     from verl.workers.critic import CriticWorker
@@ -238,7 +238,7 @@ def test_the_actor_lets_its_engine_rest_before_anything_else_computes(monkeypatc
     run = ppo_run(model32, PPO_ALGORITHM, total_steps=1)
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:
         trainer.step(trainer.train_data.collate(trainer.sampler.next_batch()), 1)
-    assert found[:2] == ["generate", "rest"]
+    assert found[:2] == ["generate", "offload"]
     assert {"values"} <= set(found[2:])
 
 

@@ -38,9 +38,6 @@ ADDRESS = "Checkpoints in object storage, such as s3://BUCKET/PREFIX, or one of 
 def remote_summaries(address: str, level: Level = "quick") -> list[CheckpointSummary]:
     """Checkpoints in object storage, in order of publication, including those that fail verification.
 
-    Args:
-        address: such as s3://bucket/prefix.
-        level: of verification.
     Raises:
         CheckpointNotFound: there are none.
         StorageError: the store does not answer.
@@ -411,12 +408,9 @@ def _stored(directory: Path) -> str:
 
 
 def _write_model(path: str, name: str, out: Path, dtype: str | None) -> None:
-    """Write a model, an adapter merged into its base model, as a Hugging Face directory.
+    """Write a model of a directory or GGUF file, an adapter merged into its base model, as a Hugging Face directory.
 
     Args:
-        path: a directory or a GGUF file.
-        name: in messages.
-        out: a directory that `require_unused` has checked.
         dtype: None for that of the model, of an adapter that of its base model.
     """
     import torch

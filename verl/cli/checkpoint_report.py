@@ -59,14 +59,7 @@ def as_json(summary: CheckpointSummary, component: str | None) -> dict[str, Any]
 def print_inspection(
     summary: CheckpointSummary, component: str | None, all_tensors: bool, all_state: bool = False
 ) -> None:
-    """Print a checkpoint on about a page.
-
-    Args:
-        summary: of the checkpoint.
-        component: print only tensors of this one; None for all.
-        all_tensors: print every tensor, not only the first of each component.
-        all_state: print the whole trainer state, not only an outline.
-    """
+    """Print a checkpoint on about a page; of tensors the first of each component, of the trainer state an outline."""
     tensors = _tensors(summary.checkpoint, component) if summary.checkpoint else []
     for name, value in _head(summary):
         echo(f"{name:<12}{value}")
@@ -76,15 +69,8 @@ def print_inspection(
         return
     echo("")
     rows = [
-        [
-            part.name,
-            part.num_files,
-            size(part.bytes),
-            part.num_tensors or "",
-            part.num_elements or "",
-            " ".join(part.dtypes),
-        ]
-        for part in components(summary.checkpoint)
+        [x.name, x.num_files, size(x.bytes), x.num_tensors or "", x.num_elements or "", " ".join(x.dtypes)]
+        for x in components(summary.checkpoint)
     ]
     columns = ["component", "files", "size", "tensors", "elements", "types"]
     print_table(columns, rows, right=["files", "size", "tensors", "elements"])
@@ -112,12 +98,8 @@ def print_comparison(
 
 
 def outline(value: dict[str, Any], depth: int | None = None) -> Iterator[str]:
-    """Yield a nested dict as indented lines; long lists by length and last entry.
-
-    Args:
-        value: the dict.
-        depth: levels to print; deeper and large dicts are shown by their number of values. None for all.
-    """
+    """A nested dict as indented lines; long lists by length and last entry, and below `depth` levels (None: all) dicts
+    by their number of values."""
     width = max((len(str(key)) for key in value), default=0) + 2
     for key, item in value.items():
         if isinstance(item, dict) and item and depth is not None and (depth <= 1 or len(item) > LARGEST_DICT):

@@ -55,15 +55,8 @@ class RunFailed(VerlError):
 
 @dataclass(frozen=True, kw_only=True)
 class RunLauncher:
-    """Starts the runs of a check, in processes of their own.
-
-    Args:
-        root: a name of `ROOTS`.
-        steps: number of steps of the whole run.
-        directory: parent of the run directories.
-        overrides: overrides of all runs.
-        timeout_s: a run without progress for this long is killed.
-    """
+    """Starts the runs of a check, `directory / NAME`, in processes of their own; one without progress for `timeout_s`
+    is killed."""
 
     root: str
     steps: int
@@ -74,15 +67,10 @@ class RunLauncher:
     def run(
         self, name: str, saved_in: str, overrides: Sequence[str], kill_when: Callable[[], bool] | None = None
     ) -> Path:
-        """Run the training command.
+        """Run the training command with checkpoints in `SAVED_IN_checkpoints`, and return the run directory.
 
         Args:
-            name: of the run directory.
-            saved_in: name of the checkpoint directory.
-            overrides: further overrides.
             kill_when: polled every few milliseconds; the run is killed once it returns True.
-        Returns:
-            The run directory.
         Raises:
             RunFailed: it failed, or made no progress.
         """
@@ -148,13 +136,8 @@ def laid_over(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
 def check_resume(
     launcher: RunLauncher, stop_after: int, resumed_with: Sequence[str], tolerance: float, in_episode: bool
 ) -> tuple[list[str], str]:
-    """Run straight, interrupted and resumed.
+    """Run straight, interrupted after step `stop_after`, or with `in_episode` killed in the next one, and resumed.
 
-    Args:
-        stop_after: step after which the second run is stopped and resumed.
-        resumed_with: further overrides of the resumed run, such as another layout.
-        tolerance: see `verl.trainer.state.compare_runs.Tolerance`.
-        in_episode: kill the second run during the episodes of the step after that, instead of stopping it.
     Returns:
         The first metric and the first part of the checkpoints that differ, if any; and what was compared.
     Raises:

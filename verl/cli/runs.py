@@ -248,11 +248,9 @@ def _needed_by(
     events: Sequence[Mapping[str, Any]],
     uses: Mapping[Path, frozenset[Inode]],
 ) -> str | None:
-    """Why a run must stay, or None.
+    """Why a run must stay if `removed`, this one among them, were removed and `rest` not; None if it need not.
 
     Args:
-        rest: runs that are not removed.
-        removed: runs that would be removed, this one among them.
         events: recorded starts of runs.
         uses: what each run and each checkpoint names, see `_named_in`.
     """

@@ -13,11 +13,10 @@ class SweepTable(Callback):
     """Hydra callback that prints and saves the table of a sweep after its last job, with any launcher."""
 
     def on_multirun_end(self, config: DictConfig, **kwargs: Any) -> None:
-        from verl.tracking.plots import outcomes, show, write
+        from verl.tracking.sweep_table import outcomes, show, write
 
         directory = Path(config.hydra.sweep.dir)
         if not directory.is_dir() or not (jobs := outcomes(directory)):
             return
         show(jobs, f"Sweep of {len(jobs)} jobs")
-        for path in write(directory, jobs):
-            print(path)  # noqa: T201 - output of the command
+        print(write(directory, jobs))  # noqa: T201 - output of the command

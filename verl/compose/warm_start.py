@@ -102,7 +102,7 @@ def _actor_dir(name: str, console: Console, overrides: Sequence[str]) -> Path:
     if (final / "actor" / "config.json").is_file():
         console.print(f"{WARM_START}{name} lies in {final}", soft_wrap=True)
         return final / "actor"
-    console.print(f"{WARM_START}{name} is trained once, in about a minute ...", soft_wrap=True)
+    console.print(f"{WARM_START}{name} is trained once; later runs find it ...", soft_wrap=True)
     begin = time.monotonic()
     _make(run, final)
     console.print(f"{WARM_START}{name} trained in {time.monotonic() - begin:.0f} s, saved in {final}", soft_wrap=True)

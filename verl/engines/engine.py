@@ -71,12 +71,12 @@ class TrainingEngine:
         self.micro_batch_tokens = micro_batch_tokens
         self.updates = 0
         self.total_updates = total_updates
-        self.optimizer_config = optimizer
+        self.optimizer_config: Any = optimizer
         parallel.free_gathered_parameters(model)
         named = dict(model.named_parameters())  # a forward pass replaces sharded parameters by gathered ones
         self.parameters = {name: p for name, p in named.items() if not is_on_other_stage(p)}
         self._elsewhere = {name: p for name, p in named.items() if is_on_other_stage(p)}
-        self.optimizer = None if optimizer is None else optimizer.attach(self.parameters.values())
+        self.optimizer: Any = None if optimizer is None else optimizer.attach(self.parameters.values())
         self.device = compute_device(model)
         if self.device.type != "cpu":
             exempt_from_determinism(unwrapped(getattr(model, "backbone", model)))
@@ -188,8 +188,6 @@ class TrainingEngine:
         shares, self._shares = self._shares, None
         if shares is None:
             raise RuntimeError("optim_step has no gradients: call forward_backward before each optim_step.")
-        assert self.optimizer is not None
-        assert self.optimizer_config is not None
         self.parallel.sum_gradients(self.parameters.values())
         local = torch.stack(list(shares.values())).tolist() if shares else []  # one transfer from the device
         metrics = self.parallel.sums(dict(zip(shares, local, strict=True)))
@@ -228,7 +226,6 @@ class TrainingEngine:
 
         The state of parameters that other pipeline stages hold is present as tensors without data.
         """
-        assert self.optimizer is not None
         tensors = {
             f"{name}.{key}": at_stage_of(parameter, value)
             for name, parameter in self.parameters.items()
@@ -254,7 +251,6 @@ class TrainingEngine:
         Raises:
             ValueError: names or shapes do not match the parameters of this model.
         """
-        assert self.optimizer is not None
         trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         elsewhere = {name for name, p in self._elsewhere.items() if p.requires_grad}
         unmatched = {name.rpartition(".")[0] for name in tensors} ^ (trained.keys() | elsewhere)

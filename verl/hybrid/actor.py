@@ -331,7 +331,7 @@ class HybridActor:
                 for module in training:
                     module.training = True
                 if config.auto_cache_clear if self.auto_cache_clear is None else self.auto_cache_clear:
-                    release_cached(self.device)
+                    release_cached(self.device, always=True)
 
     def _follow_model(self) -> None:
         """Start anew with a model whose modules, or shapes, dtypes or ties of parameters, have changed: engines and

@@ -152,16 +152,8 @@ class BatchDump:
     def write(
         self, name: str, title: str, story: str, batch: DataProto, rows: Sequence[dict[str, Any]], reason: str
     ) -> Path | None:
-        """Write one directory, whole or not at all.
-
-        Args:
-            name: of the directory; a number is added where it is taken.
-            title, story: of README.md.
-            rows: lines of rows.jsonl.
-            reason: what these are ranked by.
-        Returns:
-            The directory; None where the limit is reached or the disk refuses.
-        """
+        """Write one directory, whole or not at all, with `rows` ranked by `reason`; a number is added to a name that is
+        taken. None where the limit is reached or the disk refuses."""
         if self.is_full:
             return None
         self._left -= 1

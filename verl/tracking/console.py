@@ -298,11 +298,8 @@ def result_lines(
     """Lines about the result of a run: status, metrics before -> after, directories, and commands to continue with.
 
     Args:
-        result: as in `summary.json`, with `policy_words`, see `BuildContext`, and `last_checkpoint`, its path, if there
-            is one.
+        result: as in `summary.json`, with `policy_words`, see `BuildContext`, and the path `last_checkpoint`, if any.
         total: number of steps of the whole run, or None.
-        run_dir: of the run.
-        command: the command that started the run.
     """
     steps = f"{result['steps']}" if total is None else f"{result['steps']} of {total}"
     error = (result.get("error") or "").strip().partition("\n")[0]

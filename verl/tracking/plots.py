@@ -1,16 +1,11 @@
-"""`curves.png` of a run, written at its end, and the jobs of a sweep compared: on the terminal, as CSV, as curves."""
+"""`curves.png` of a run, written at its end."""
 
 from __future__ import annotations
 
-import csv
 import fnmatch
-import importlib.util
 import io
-import logging
 import math
-import os
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -18,12 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from pydantic import Field
 
 from verl.component import BuildContext, component
-from verl.errors import install_command
 from verl.tracking.base import Tracker, TrackerDescription
-from verl.tracking.console import print_line, print_table
-from verl.tracking.jsonl import json_lines, json_object
-from verl.tracking.wandb import RUN_FILE
-from verl.utils.external_input import regular_opener, write_whole
+from verl.utils.external_input import write_whole
 
 if TYPE_CHECKING:
     import numpy as np
@@ -193,161 +184,3 @@ def moving_average(values: Sequence[float]) -> list[float]:
     with np.errstate(invalid="ignore", divide="ignore"):
         fitted = np.where(spread > 1e-9, (second * mean - first * slope) / spread, mean / count)
     return np.where(is_there, fitted, np.nan).tolist()
-
-
-_log = logging.getLogger(__name__)
-MIB = 2**20
-Measure = Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]]], float | None]
-"""Computes a column from `summary.json` and the lines of `metrics.jsonl`; None if it was not measured."""
-
-
-@dataclass
-class JobOutcome:
-    """The result of a job of a sweep, read from its directory.
-
-    Attributes:
-        name: name of its directory.
-        overrides: overrides of this job, by key.
-        status: as in `summary.json`; `not run` without that file.
-        measured: values by column; columns that were not measured are missing.
-        series: values over steps, by metric of `CURVES`.
-        wandb: URL of its W&B run, or the directory of an offline run relative to that of the sweep; empty for none.
-    """
-
-    name: str
-    overrides: dict[str, str]
-    status: str = "not run"
-    measured: dict[str, float] = field(default_factory=dict)
-    series: dict[str, MetricSeries] = field(default_factory=dict)
-    wandb: str = ""
-
-
-def outcomes(directory: Path) -> list[JobOutcome]:
-    """The jobs below a sweep's directory, by job number."""
-    jobs = [path for path in directory.iterdir() if path.is_dir() and path.name.isdigit()]
-    return [outcome(job) for job in sorted(jobs, key=lambda path: int(path.name))]
-
-
-def outcome(run_dir: Path) -> JobOutcome:
-    """Read the result of a job."""
-    job = JobOutcome(run_dir.name, _overrides(run_dir), wandb=_wandb(run_dir))
-    if not (summary := json_object(run_dir / "summary.json")):
-        return job
-    job.status, every = summary["status"], [*json_lines(run_dir / "metrics.jsonl")]
-    lines = [line for line in every if "timing/step_s" in line]
-    for key in CURVES.values():
-        if points := [(line["step"], _finite(line[key])) for line in every if key in line]:
-            steps, values = map(list, zip(*points, strict=True))
-            job.series[key] = MetricSeries(steps, values, evaluated=key.startswith("eval/"))
-    for column, measure in COLUMNS.items():
-        if (value := measure(summary, lines)) is not None:
-            job.measured[column] = value
-    return job
-
-
-def _finite(value: Any) -> float:
-    return float(value) if math.isfinite(float(value)) else math.nan
-
-
-def table(jobs: Sequence[JobOutcome]) -> tuple[list[str], list[list[str]]]:
-    """Column names and cells: overrides that differ between jobs, status, and measurements."""
-    keys = [key for key in dict.fromkeys(k for job in jobs for k in job.overrides) if _differs(jobs, key)]
-    columns = [column for column in COLUMNS if any(column in job.measured for job in jobs)]
-    rows = [
-        [job.name, *(job.overrides.get(key, "") for key in keys), job.status, *(_cell(job, c) for c in columns)]
-        for job in jobs
-    ]
-    return ["job", *keys, "status", *columns], rows
-
-
-def write(directory: Path, jobs: Sequence[JobOutcome]) -> list[Path]:
-    """Write `sweep.csv` and `sweep.png` to the sweep's directory; returns the paths. Without matplotlib the plot is
-    left out with a warning.
-    """
-    head, rows = table(jobs)
-    if any(job.wandb for job in jobs):
-        head, rows = [*head, "W&B run"], [[*row, job.wandb] for row, job in zip(rows, jobs, strict=True)]
-    with open(directory / "sweep.csv", "w", newline="", opener=regular_opener) as file:
-        csv.writer(file).writerows([head, *rows])
-    written, varied = [directory / "sweep.csv"], head[1 : head.index("status")]
-    labels = [" ".join([job.name, *(f"{key}={job.overrides.get(key, '')}" for key in varied)]) for job in jobs]
-    panels: dict[str, dict[str, MetricSeries]] = {}
-    for panel, key in CURVES.items():
-        if series := {label: job.series[key] for label, job in zip(labels, jobs, strict=True) if key in job.series}:
-            panels[panel] = series
-    if panels and importlib.util.find_spec("matplotlib") is None:
-        _log.warning("sweep.png is left out: matplotlib is not installed (%s)", install_command("matplotlib"))
-    elif panels:
-        draw(panels, directory / "sweep.png", f"Sweep of {len(jobs)} jobs")
-        written.append(directory / "sweep.png")
-    return written
-
-
-def show(jobs: Sequence[JobOutcome], title: str) -> None:
-    """Print the table; columns that do not fit are listed below, and are in `sweep.csv`."""
-    import rich
-
-    head, rows = table(jobs)
-    print_line(rich.get_console(), title, "bold")
-    measured = head[head.index("status") + 1 :]
-    print_table(head, rows, right=measured, drop=[column for column in DROPPED_FIRST if column in head])
-
-
-def _values(lines: Iterable[Mapping[str, Any]], key: str) -> list[float]:
-    return [float(line[key]) for line in lines if key in line]
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
-def _last(values: Sequence[float]) -> float | None:
-    return values[-1] if values else None
-
-
-def _rate(summary: Mapping[str, Any], lines: Sequence[Mapping[str, Any]]) -> float | None:
-    seconds = sum(_values(lines, "timing/step_s"))
-    return sum(_values(lines, "perf/tokens")) / seconds if seconds else None
-
-
-COLUMNS: dict[str, Measure] = {
-    "step (s)": lambda _, lines: _median(_values(lines, "timing/step_s")),
-    "tokens/s": _rate,
-    "peak memory of a process (MiB)": lambda _, lines: max(_values(lines, "perf/peak_memory_mib"), default=None),
-    "save stall (s)": lambda summary, _: _median(_values(summary.get("saves", ()), "stall_s")),
-    "checkpoint (MiB)": lambda summary, _: _median([x / MIB for x in _values(summary.get("saves", ()), "bytes")]),
-    "last reward": lambda _, lines: _last(_values(lines, "reward/mean")),
-    "accuracy": lambda summary, _: _last(_values(summary["evaluations"].values(), "eval/accuracy")),
-}
-
-
-DROPPED_FIRST = (  # if the terminal is too narrow
-    "checkpoint (MiB)", "save stall (s)", "peak memory of a process (MiB)", "tokens/s", "step (s)", "last reward",
-)  # fmt: skip
-
-
-def _cell(job: JobOutcome, column: str) -> str:
-    value = job.measured.get(column)
-    return "" if value is None else f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
-
-
-def _differs(jobs: Sequence[JobOutcome], key: str) -> bool:
-    return len({job.overrides.get(key) for job in jobs}) > 1 or len(jobs) == 1
-
-
-def _overrides(run_dir: Path) -> dict[str, str]:
-    pairs = (str(text).lstrip("+~").partition("=") for text in json_object(run_dir / "overrides.yaml", list))
-    return {key: value for key, _, value in pairs}
-
-
-def _wandb(run_dir: Path) -> str:
-    run = json_object(run_dir / RUN_FILE)
-    return run["url"] or os.path.relpath(run["directory"], run_dir.parent) if run else ""
-
-
-CURVES = {  # panel -> metric, of those that any job has
-    "reward": "reward/mean",
-    "accuracy": "eval/accuracy",
-    "loss (nats per token)": "sft/loss",
-    "held-out loss (nats per token)": "eval/loss",
-}

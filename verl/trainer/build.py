@@ -294,6 +294,7 @@ class PolicyTrainer(LoopTrainer):
         self.kl, self.advantage = run.algorithm.kl.build(context), built_part(run.algorithm.advantage, context)
         self.replay = ReplayMixing(run, context, self.saving.directory)
         plan = self._plan(context)
+        run = run if plan is None else plan.decided(run)
         self._start_processes(run, replace(context, bytes_beside_engine=plan and plan.memory.beside_engine))
         self.reward_stats = RewardStats(run.reward, self.reward)
         self.async_rewards.use(self.reward, self.reward_stats)

@@ -55,7 +55,7 @@ def device_memory(device: torch.device) -> DeviceMemory:
     """Memory of a GPU that this process uses, after emptying the caching allocator."""
     import torch
 
-    release_cached(device)
+    release_cached(device, always=True)
     free, total = torch.cuda.mem_get_info(device)
     return DeviceMemory(total, free, torch.cuda.memory_allocated(device))
 
@@ -150,11 +150,21 @@ def settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def release_cached(device: Any) -> None:
-    """Empty the caching allocator of a GPU; does nothing for the CPU."""
+_keeps_cached = False
+
+
+def keep_cached(keeps: bool) -> None:
+    """Whether `release_cached` does nothing in this process from now on: no other one needs the GPU's memory meanwhile.
+    Torch itself gives back what it keeps before an allocation of its own fails."""
+    global _keeps_cached
+    _keeps_cached = keeps
+
+
+def release_cached(device: Any, *, always: bool = False) -> None:
+    """Empty the caching allocator of a GPU, unless `keep_cached` says otherwise; does nothing for the CPU."""
     import torch
 
-    if torch.device(device).type == "cuda":
+    if torch.device(device).type == "cuda" and (always or not _keeps_cached):
         torch.cuda.empty_cache()
 
 

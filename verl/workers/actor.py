@@ -154,7 +154,7 @@ class ActorWorker(TrainedWorker):
         refuse_wrong_responses(rows, self._num_tokens)
         self.engine.parallel.assert_siblings_agree(rows["responses"])
         if config.auto_cache_clear:
-            release_cached(self.engine.device)
+            release_cached(self.engine.device, always=True)
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self.version)}))
 
     @by_rows_to_one

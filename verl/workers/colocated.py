@@ -60,7 +60,7 @@ class RoleProcess:
     def call(self, role: str, method: str, args: tuple[Any, ...]) -> Any:
         result = getattr(self.workers[role], method)(*args)
         if self.shared_device is not None:
-            release_cached(self.shared_device)
+            release_cached(self.shared_device, always=True)
         return result
 
     def close(self) -> None:

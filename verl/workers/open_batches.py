@@ -181,7 +181,7 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
 
     def __init__(self, *args: Any):
         super().__init__(*args)
-        self.loop: EpisodeLoop | None = None
+        self.loop: Any = None  # an `EpisodeLoop` once it has begun
         self._open: dict[int, OpenRow] = {}  # the turn that is sampled, by episode
         self._loaded: dict[int, Any] = {}  # by open episode, the parts of that turn, or None
         self._made_again: set[int] = set()  # open episodes whose environments are as they were
@@ -189,7 +189,6 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
     def begin(self) -> None:
         self.is_begun = True
         self._play(self._episodes())
-        assert self.loop is not None
         for episode in self.loop.episodes.values():
             self.loop.start(episode)
 
@@ -201,7 +200,6 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
         self.turns.forget(episode)
 
     def drew(self, row: OpenRow, *, is_complete: bool) -> None:
-        assert self.loop is not None
         number = row.request.episode
         del self._open[number]
         self.loop.draw(DrawnTurn(number, row.tokens, row.log_probs, is_complete, versions=row.versions))
@@ -209,7 +207,6 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
 
     def answer(self, result: CallResult) -> None:
         """Go on with an episode whose environment has answered."""
-        assert self.loop is not None
         if (journal := self.loop.journal) is not None:
             self.loop.write_answer(journal, result)
             journal.flush()
@@ -226,12 +223,10 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
         return self._whole_groups([] if loop is None else [bool(episode.end) for episode in loop.episodes.values()])
 
     def assembled(self, dtype: torch.dtype, groups: Sequence[int] | None = None) -> DataProto:
-        assert self.loop is not None
         prompts, episodes = self._chosen(list(self.loop.episodes.values()), groups)
         return self.sampler.batch_of(prompts, self.request, episodes, _with_type(dtype), has_versions=True)
 
     def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        assert self.loop is not None
         episodes = [episode_state(episode) for episode in self.loop.episodes.values()]
         for state, number in zip(episodes, self.loop.episodes, strict=True):
             row = self._open.get(number)
@@ -252,12 +247,10 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
         for episode, state in zip(episodes, states, strict=True):
             load_episode(episode, state)
         self._play(episodes)
-        assert self.loop is not None
         self._loaded = {x.number: state["open"] for x, state in zip(episodes, states, strict=True) if not x.end}
         self._make_again([episode for episode in episodes if not episode.end])
 
     def go_on(self) -> None:
-        assert self.loop is not None
         for number, sampled in self._loaded.items():
             episode = self.loop.episodes[number]
             if number not in self._made_again:
@@ -284,7 +277,6 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
         self.loop = None
 
     def _count(self) -> None:
-        assert self.loop is not None
         self.num_finished = self.num_rows - self.loop.num_open
         if not self.loop.num_open:
             if self.loop.journal is not None:
@@ -301,7 +293,6 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
 
     def _make_again(self, episodes: Sequence[Episode]) -> None:
         """Make the environments of open episodes as they were, where that is possible."""
-        assert self.loop is not None
         loop, calls, known, given = self.loop, self.loop.calls, {}, self._made_again
         for episode in episodes:
             episode.environment = calls.factory.make_alone() if episode.is_alone else calls.factory.make()

@@ -53,13 +53,15 @@ class RolloutWorker:
 
     Args:
         model: the copy; its weights mean nothing before the first `load`.
+        loop: generates in flight; None between two batches.
         place: rank and number of the processes of the role.
     """
 
     def __init__(
         self, model: Any, sampler: ResponseSampler, loop: StepLoop | None = None, place: tuple[int, int] = (0, 1)
     ):
-        self.model, self.sampler, self.loop, self.version = model, sampler, loop, -1
+        self.model, self.sampler, self.version = model, sampler, -1
+        self.loop: Any = loop
         self._rank, self._size = place
 
     @on_each
@@ -80,14 +82,12 @@ class RolloutWorker:
     @on_all
     def begin_batch(self, prompts: DataProto, request: GenerationRequest) -> None:
         """Begin to sample the responses to this process's prompts of a batch, beside those of earlier batches."""
-        assert self.loop is not None
         self.loop.begin(prompts[list(range(self._rank, len(prompts), self._size))], request)
 
     @on_each
     def finish_batch(self, step: int) -> tuple[DataProto, float, tuple[int, list[str]]]:
         """The responses of the batch of a training step; idle seconds and `Schedule.take_unwritten` since the last
         call."""
-        assert self.loop is not None
         rows = self.loop.finish(step)
         self._refuse_wrong(rows)
         return rows, self.loop.take_idle_s(), self.loop.schedule.take_unwritten()
@@ -96,18 +96,15 @@ class RolloutWorker:
     def finished_groups(
         self, known: Mapping[int, Collection[int]], awaited: int | None = None
     ) -> tuple[bool, dict[int, DataProto]]:
-        assert self.loop is not None
         return self.loop.finished_groups(known, awaited)
 
     @on_each
     def take_schedule(self) -> tuple[int, list[str]]:
-        assert self.loop is not None
         return self.loop.schedule.take_unwritten()
 
     @on_each
     def save_rows(self, step: int) -> dict[str, Tensor]:
         """Open rows and finished ones after a training step; see `StepLoop.save`."""
-        assert self.loop is not None
         return self.loop.save(step)
 
     @on_each
@@ -116,7 +113,6 @@ class RolloutWorker:
     ) -> dict[str, str]:
         """Go on from what `save_rows` gave, nothing from none, with the weights of then; returns the digest of each
         tensor."""
-        assert self.loop is not None
         held = self.loop.restore(states[self._rank] if states else {}, version, partial(self._take, weights))
         self.version = version
         return weight_digests(held)

@@ -170,12 +170,8 @@ def read_run(directory: str | Path) -> RunRecord:
 
 
 def run_status(directory: Path, events: Sequence[Mapping[str, Any]] | None = None) -> str:
-    """`running` while a process holds the lock of the directory; else as the run ended, `killed` if nothing says so.
-
-    Args:
-        events: `last_start(directory)`, where the caller has it. Where there are none, `summary.json` is asked, which
-            an earlier start may have written.
-    """
+    """`running` while a process holds the lock of the directory; else as the run ended by its `last_start`, or by
+    `summary.json`, which an earlier start may have written; `killed` if nothing says so."""
     if RunLock.is_held_here(directory) or RunLock.holder_of(directory) is not None:
         return RUNNING
     ended = [event["status"] for event in events or [] if event["event"] == "end"]

@@ -8,9 +8,8 @@ from typing import Any
 from verl.cli.report.page import report
 from verl.component import BuildContext, component
 from verl.tracking.base import Tracker, TrackerDescription
+from verl.tracking.console import PAGE
 from verl.utils.external_input import write_whole
-
-FILE = "report.html"
 
 
 @component
@@ -37,4 +36,4 @@ class ReportTracker(Tracker):
             OSError: the file cannot be written.
         """
         if self._run_dir is not None and (self._run_dir / "metrics.jsonl").is_file():
-            write_whole(self._run_dir / FILE, report([self._run_dir], status).encode())
+            write_whole(self._run_dir / PAGE, report([self._run_dir], status).encode())

@@ -218,21 +218,18 @@ class HostedDescription(EnvironmentDescription):
             ConfigError: it does not start.
         """
         try:
-            return self._first_reply(options)
+            host = self.host(**options)
+            try:
+                host.await_ready()
+                return host.described
+            finally:
+                host.kill()
         except InfraError as error:
             raise ConfigError(f"environment.{what}: {error}") from error
 
     def start_faults(self, what: str, **options: Any) -> Iterator[str]:
         """Reasons why a process of the environment cannot start, for `preflight`."""
         try:
-            self._first_reply(options)
-        except InfraError as error:
-            yield f"{what}: {error}"
-
-    def _first_reply(self, options: Mapping[str, Any]) -> Any:
-        host = self.host(**options)
-        try:
-            host.await_ready()
-            return host.described
-        finally:
-            host.kill()
+            self.ask(what, **options)
+        except ConfigError as error:
+            yield from (fault.removeprefix("environment.") for fault in error.faults)

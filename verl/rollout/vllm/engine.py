@@ -59,6 +59,7 @@ from verl.rollout.vllm.sync.engine_weights import MIB, EngineWeights
 from verl.rollout.vllm.sync.weight_sync import WeightSync
 from verl.rollout.weight_verification.verifier import SyncVerifier
 from verl.utils.env_check import num_cores
+from verl.utils.memory import keep_cached
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +108,7 @@ class VLLMEngine(RolloutEngine):
         try:
             if self.group.generates:
                 self._prepare_process(autocast, context, gpus)
+                keep_cached(self.setting.is_on_gpu and not options.sleep and not context.shares_device)
             self._with_retry(lambda: consensus(self.parallel_info, self._start, self._may_repeat))
             if self.process is not None:
                 self.weights = self._engine_weights(tokenizer, autocast, context)
@@ -180,6 +182,7 @@ class VLLMEngine(RolloutEngine):
     def close(self) -> None:
         """End the vLLM process that this process leads, and leave nothing of it."""
         if self.process is not None:
+            keep_cached(False)
             self.process.kill()
             self.process.files.remove()
         if hasattr(self, "weight_sync"):

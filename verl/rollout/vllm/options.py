@@ -38,7 +38,8 @@ class VLLMOptions(Rollout):
         pipeline_parallel_size: stages of an engine, each with some of the layers on tensor_parallel_size GPUs. A
             response passes through them in turn, so use it where tensor parallelism cannot divide the model.
         lora: how an adapter is sent to the engine: `merged` into the model's weights, or as an `adapter`.
-        sleep: free the engine's GPU memory during training; no effect on a CPU.
+        sleep: free the engine's GPU memory during training. `auto`: only where trainer and engine do not fit into it
+            together by the plan, or there is none. No effect on a CPU.
         num_threads: threads of the engine, on a CPU; null: as many as the trainer has.
         chunk_mib: weights travel in two chunks of at most this size; a larger tensor travels in several, by its rows.
         call_timeout_s: largest time without progress (a step, tensor or layer); then the engine is killed and
@@ -60,7 +61,7 @@ class VLLMOptions(Rollout):
     tensor_parallel_size: PositiveInt = 1
     pipeline_parallel_size: PositiveInt = 1
     lora: Literal["merged", "adapter"] = "merged"
-    sleep: bool = True
+    sleep: bool | Literal["auto"] = "auto"
     num_threads: PositiveInt | None = None
     chunk_mib: PositiveInt = 64
     call_timeout_s: PositiveFloat = 300.0  # type: ignore[misc]

@@ -25,7 +25,7 @@ from verl.trainer.plan.workload import GIB, DeviceRates, RoleLayout, Workload, p
 from verl.utils.memory import DeviceMemory
 from verl.workers.base import TrainedRole, roles_on_device
 
-EXPERT_LOADS = 1.0, 2.0  # times its share of the tokens that the experts of a process get
+AWAKE_SHARE = 0.9  # of the limit that a run may need whose engine never sleeps; the rest is what the plan leaves out
 ASLEEP = "sleeping engine"  # what its process keeps on a GPU, outside of generation
 NOT_TRACED = Activations(0, 0, 0, 0)
 _HEADS = {"critic": "backbone", "reward": "classifier"}  # models that give no logits over the vocabulary
@@ -43,7 +43,6 @@ class RoleMemory(ShardingCost):
         saved: bytes of the whole role in a checkpoint.
         tokens: of a micro-batch, at most, of which an update has `micro_batches`.
         activations: of a micro-batch; where experts are divided over processes, with its share of the tokens in each.
-        unbalanced: likewise, where the experts of this process get twice their share; None without such experts.
     """
 
     name: str
@@ -58,22 +57,15 @@ class RoleMemory(ShardingCost):
     micro_batches: int = 1
     recomputed: bool = False
     activations: Activations = NOT_TRACED
-    unbalanced: Activations | None = None
 
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """One phase of a step in the processes that hold some roles.
-
-    Attributes:
-        parts: bytes by name.
-        imbalance_bytes: bytes more where the experts of a process get twice their share of the tokens.
-    """
+    """One phase of a step in the processes that hold some roles: bytes by name of a part."""
 
     name: str
     roles: tuple[str, ...]
     parts: dict[str, int]
-    imbalance_bytes: int = 0
 
     @property
     def total(self) -> int:
@@ -194,16 +186,13 @@ def _traced(run: Any, memory: RoleMemory, step: Workload, device: DeviceRates, c
         layout.expert_ways > 1 and (experts := num_experts(memory.config)) and not experts % layout.expert_ways
     )
     kind = {"counted_below": counted_below, "device_type": "cuda" if device.is_gpu else "cpu"}
-    by_load = []
-    for load in EXPERT_LOADS if are_divided else (None,):
-        how = {"recomputed": recomputed, "siblings": layout.siblings, "expert_load": load}
-        traced = trace_activations(memory.config, tokens, memory.dtype, **kind, **how)
-        training = int(traced.training + (under_way - 1) * traced.after_forward)
-        after_forward, scoring = int(under_way * traced.after_forward), int(more * traced.scoring)
-        logits = 0 if memory.name in _HEADS else traced.logits
-        by_load.append(Activations(training, after_forward, scoring, logits, traced.why_counted))
-    found = dict(zip(("activations", "unbalanced"), by_load, strict=False))
-    return replace(memory, tokens=tokens, micro_batches=micro_batches, recomputed=recomputed, **found)
+    how = {"recomputed": recomputed, "siblings": layout.siblings, "expert_load": 1.0 if are_divided else None}
+    traced = trace_activations(memory.config, tokens, memory.dtype, **kind, **how)
+    training = int(traced.training + (under_way - 1) * traced.after_forward)
+    after_forward, scoring = int(under_way * traced.after_forward), int(more * traced.scoring)
+    logits = 0 if memory.name in _HEADS else traced.logits
+    found = Activations(training, after_forward, scoring, logits, traced.why_counted)
+    return replace(memory, tokens=tokens, micro_batches=micro_batches, recomputed=recomputed, activations=found)
 
 
 def micro_batch_limit(run: Any, role: RoleMemory, step: Workload, *, scores: bool = False) -> int:
@@ -241,9 +230,9 @@ class MemoryPlan:
         return max(self.phases, key=lambda phase: phase.total)
 
     @property
-    def unbalanced_peak(self) -> PhaseMemory:
-        """The phase that needs most where the experts of a process get twice their share of the tokens."""
-        return max(self.phases, key=lambda phase: phase.total + phase.imbalance_bytes)
+    def engine_cache(self) -> int:
+        """Bytes of the keys and values of an engine."""
+        return max(phase.parts.get("keys and values", 0) for phase in self.phases)
 
     @property
     def fits(self) -> bool:
@@ -258,9 +247,6 @@ class MemoryPlan:
             for phase in (phase for phase in self.phases if phase.roles == roles):
                 large = sorted((-size, part) for part, size in phase.parts.items() if size >= 0.005 * unit)
                 words = [f"{part} {-size / unit:.2f}" for size, part in large]
-                words += [f"{phase.imbalance_bytes / unit:+.2f} with twice the load on its experts"] * (
-                    phase.imbalance_bytes > 0
-                )
                 mark = "*" if phase is self.peak else " "
                 yield f" {mark}{phase.name:<15}{phase.total / unit:>9.2f}   {', '.join(words)}"
         if self.estimate.host:
@@ -282,6 +268,18 @@ def memory_plan(run: Any, device: DeviceRates, limit: int | None = None, counted
     roles = [_traced(run, role, step, device, counted_below) for role in estimate.roles]
     if limit is None:
         limit = device.memory if device.is_gpu else device.memory // max(1, estimate.processes)
+    plan = _memory_plan(run, step, roles, estimate, device, limit)
+    if device.is_gpu and getattr(getattr(run, "rollout", None), "sleep", None) == "auto" and not estimate.stays_awake:
+        awake = _memory_plan(run, step, roles, replace(estimate, stays_awake=True), device, limit)
+        if awake.peak.total <= AWAKE_SHARE * limit and awake.engine_cache == plan.engine_cache:
+            return awake
+    return plan
+
+
+def _memory_plan(
+    run: Any, step: Workload, roles: Sequence[RoleMemory], estimate: MemoryEstimate, device: DeviceRates, limit: int
+) -> MemoryPlan:
+    """The plan where it is decided whether an engine beside the trainer sleeps."""
     phases: list[PhaseMemory] = []
     beside = 0
     for group in sorted({role.group for role in roles}):
@@ -291,10 +289,7 @@ def memory_plan(run: Any, device: DeviceRates, limit: int | None = None, counted
             needs = [alone[0].total + max(role.gathered for role in members)]
             beside = max(needs + [phase.total for phase in alone if estimate.stays_awake])
             engine = _engine_parts(run, roles[0], estimate, device, beside, limit)
-        balanced = _phases(run, members, estimate, device, engine)
-        worst = [replace(role, activations=role.unbalanced or role.activations) for role in members]
-        for phase, worse in zip(balanced, _phases(run, worst, estimate, device, engine), strict=True):
-            phases.append(replace(phase, imbalance_bytes=worse.total - phase.total))
+        phases += _phases(run, members, estimate, device, engine)
     if getattr(run, "has_sampler", False):  # a process with a whole copy of the actor's model
         memory = _role_memory(run, "actor", RoleLayout.of(NoSharding(), run.num_samplers))
         if not run.actor_generates:  # it computes nothing with the copy: there is none in the dtype of computation

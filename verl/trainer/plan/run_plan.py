@@ -173,6 +173,12 @@ class RunPlan:
     def fits(self) -> bool:
         return self.memory.fits
 
+    def decided(self, run: Any) -> Any:
+        """The run with `rollout.sleep=auto` replaced by what the plan counted with."""
+        if getattr(run.rollout, "sleep", None) != "auto":
+            return run
+        return replace(run, rollout=replace(run.rollout, sleep=not self.memory.estimate.stays_awake))
+
     def summary(self) -> str:
         """One line."""
         peak, role = self.memory.peak, self.memory.roles[0]
@@ -183,6 +189,8 @@ class RunPlan:
             f"({count * role.stored.itemsize / 1e6:.0f} MB); "
             f"{peak.name} needs most, {peak.total / GIB:.2f} of {self.memory.limit / GIB:.1f} GiB in each process; "
             f"about {_duration(self.step_s)} a step on {self.device.name}"
+            + "; the engine keeps its GPU memory while the trainer works"
+            * self.memory.estimate.stays_awake
         )
 
     def lines(self) -> Iterator[str]:
@@ -234,13 +242,9 @@ class RunPlan:
         def short(what: str, needed: int, free: int, remedy: str) -> str:
             return f"{what} takes about {needed / GIB:.1f} GiB, and {free / GIB:.1f} are free: {remedy}"
 
-        peak, worst = self.memory.peak, self.memory.unbalanced_peak
         if not self.fits:
+            peak = self.memory.peak
             yield short(f"Memory: {peak.name}, in each process,", peak.total, limit, self._what_helps())
-        elif worst.total + worst.imbalance_bytes > limit:
-            remedy = f"lower {worst.name.split()[-1]}.micro_batch_tokens"
-            worse = f"Memory: {worst.name} with twice the balanced load on its experts"
-            yield short(worse, worst.total + worst.imbalance_bytes, limit, remedy)
         if host is not None and estimate.host > host:
             offloads = any(role.is_offloaded for role in estimate.roles)
             settings = ["checkpoint=sync"] * (estimate.copied > 0) + ["sharding.cpu_offload=false"] * offloads

@@ -77,7 +77,7 @@ class EngineArgs:
             "enforce_eager": options.runs_eager(self.is_on_gpu),
             "tensor_parallel_size": options.tensor_parallel_size,
             "pipeline_parallel_size": options.pipeline_parallel_size,
-            "enable_sleep_mode": self.is_on_gpu and options.sleep,
+            "enable_sleep_mode": self.is_on_gpu and bool(options.sleep),
         }
         if arguments["enable_sleep_mode"]:  # frees CUDA graphs and buffers of NCCL too
             arguments |= {"sleep_mode_offload_cudagraph": True, "enable_nccl_comm_suspend": True}
