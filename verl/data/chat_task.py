@@ -35,7 +35,7 @@ class ChatTask(Description):
         json        three facts, to be given as a JSON object and nothing else
         largest     five numbers, of which the largest is asked for
         length      a short report to sum up; `answer` is the wanted number of characters, 50
-        reverse     a text to be written from its last character to its first
+        reverse     two to four words to be written from their last character to their first
         arithmetic  a sum or product of two numbers of two to four digits
 
     Training and held-out problems are different prompts, drawn in one seeded order.
@@ -123,7 +123,7 @@ def _length(draw: random.Random) -> tuple[str, int]:
 
 
 def _reverse(draw: random.Random) -> tuple[str, str]:
-    text = " ".join(_sentence(draw).split()[: draw.randint(2, 4)])
+    text = " ".join(draw.sample([*NAMES, *CITIES, *JOBS, *PETS, *THINGS], draw.randint(2, 4)))
     return f"Write this text backwards, from its last character to its first: {text}", text[::-1]
 
 
