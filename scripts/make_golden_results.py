@@ -177,8 +177,8 @@ def _start(command: list[str], directory: Path) -> None:
 
 def _fit(run: GoldenRun, overrides: list[str], directory: Path) -> None:
     from verl.component import BuildContext
-    from verl.compose.command_line import command_line
     from verl.compose.compose import compose_root
+    from verl.compose.overrides import command_line
     from verl.compose.validate import validate
 
     root = run.script.removeprefix("main_").removesuffix(".py")

@@ -35,8 +35,8 @@ from typer.testing import CliRunner
 
 from verl.cli.main import app
 from verl.cli.report.watch import RunServer
-from verl.compose.command_line import command_line
 from verl.compose.compose import compose_root
+from verl.compose.overrides import command_line
 from verl.compose.validate import validate
 from verl.errors import ConfigError
 

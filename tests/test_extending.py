@@ -18,7 +18,7 @@ import sys
 import pytest
 from verl.compose.validate import validate
 from verl.compose.compose import compose_root
-from verl.compose.command_line import command_line
+from verl.compose.overrides import command_line
 
 arguments, assigned = command_line("ppo", sys.argv[1:])
 run = validate(compose_root("ppo", arguments), assigned.faults)

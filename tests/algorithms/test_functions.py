@@ -17,8 +17,8 @@ from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.functions import AdvantageFunction, FunctionFailed, LossFunction
 from verl.algorithms.losses import PPOClip
 from verl.component import as_plain
-from verl.compose.command_line import command_line
 from verl.compose.compose import compose_root
+from verl.compose.overrides import command_line
 from verl.compose.schema import json_schema
 from verl.compose.validate import validate
 from verl.engines.sharding import DDP

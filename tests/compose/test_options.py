@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 import importlib.util
 import json
 from functools import partial
@@ -11,14 +12,17 @@ from pathlib import Path
 import pytest
 import yaml
 from cases import each_value_once, short_where
+from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-from verl.component import BuildContext
-from verl.compose.command_line import command_line
+from verl.component import BuildContext, as_plain, field_types
+from verl.compose import schema
 from verl.compose.compose import compose_root
+from verl.compose.explain import explained
+from verl.compose.overrides import command_line
 from verl.compose.schema import ROOTS, conf_dir, group_options, json_schema, root_keys
-from verl.compose.validate import refuse_here, validate
+from verl.compose.validate import import_component, refuse_here, validate
 from verl.errors import ConfigError
 
 SFT_ONLY = {
@@ -125,6 +129,30 @@ OPTIONAL_TRACKERS = {"tensorboard": "tensorboard", "matplotlib": "plots"}
 
 IDENTITIES = json.loads((Path(__file__).parents[1] / "golden/identities.json").read_text())
 """Of every shipped configuration, by root and options; scripts/record_identities.py records them."""
+COMPOSITIONS = json.loads((Path(__file__).parents[1] / "golden/compositions.json").read_text())
+"""Of the same, a digest of all values and references, and all of them for those `WRITTEN_OUT`."""
+WRITTEN_OUT = ("ppo experiment=arithmetic_grpo", "sft experiment=arithmetic_sft")
+
+
+def unresolved(config) -> dict:
+    """All values and references of a configuration; a whole number is one of floats."""
+
+    def plain(node):
+        if isinstance(node, dict):
+            return {str(key): plain(item) for key, item in sorted(node.items(), key=lambda pair: str(pair[0]))}
+        if isinstance(node, list):
+            return [plain(item) for item in node]
+        return float(node) if type(node) is int else node
+
+    return plain(OmegaConf.to_container(config, resolve=False))
+
+
+def digest(config) -> str:
+    return hashlib.blake2b(json.dumps(unresolved(config)).encode(), digest_size=8).hexdigest()
+
+
+def is_as_recorded(config, key: str) -> bool:
+    return COMPOSITIONS[key] in (digest(config), unresolved(config))
 
 
 def roots_of(option: str) -> list[str]:
@@ -186,6 +214,7 @@ def test_options_compose_and_check_in_ppo(options, users_files):
     run = validate(config)
     assert schema_faults("ppo", OmegaConf.to_container(config, resolve=True)) == []
     assert (type(run).__name__, run.identity()) == ("PPORun", IDENTITIES[f"ppo {options}"])
+    assert is_as_recorded(config, f"ppo {options}")
 
 
 def is_first_or_of_sft_alone(option: str) -> bool:
@@ -213,6 +242,7 @@ def test_option_composes_and_checks_in_the_other_roots(case, users_files):
     assert schema_faults(root, OmegaConf.to_container(config, resolve=True)) == []
     kind = ROOTS[root].run.rpartition(".")[2]
     assert (type(run).__name__, run.identity()) == (kind, IDENTITIES[f"{root} {option}"])
+    assert is_as_recorded(config, f"{root} {option}")
 
 
 @pytest.mark.parametrize(
@@ -224,6 +254,7 @@ def test_debug_goes_with_every_experiment(experiment, debug, users_files):
     run = validate(config)
     assert schema_faults(root, OmegaConf.to_container(config, resolve=True)) == []
     assert run.identity() == IDENTITIES[f"{root} {option} debug={debug}"]
+    assert is_as_recorded(config, f"{root} {option} debug={debug}")
 
 
 @pytest.mark.parametrize("file", sorted((conf_dir() / "experiment").glob("*.yaml")), ids=lambda file: file.stem)
@@ -285,41 +316,74 @@ def test_experiment_opens_with_purpose_command_and_expected_result(experiment):
     assert f"experiment={experiment}" in lines[2]
 
 
-def test_default_ppo_run_has_at_most_164_leaves():
-    def leaves(node):
-        if isinstance(node, dict):
-            return sum(leaves(value) for key, value in node.items() if key != "_target_")
-        return 1
+def test_files_of_options_name_no_value_that_is_the_default_of_its_class():
+    """What a file repeats would hide a new default of the class."""
 
-    count = leaves(OmegaConf.to_container(compose_root("ppo"), resolve=True))
-    assert 50 < count <= 164
+    def repeated(node, path):
+        defaults = {}
+        if isinstance(kind := import_component(str(node.get("_target_"))), type):
+            defaults = as_plain({name: getattr(kind, name) for name in field_types(kind) if hasattr(kind, name)})
+        for key, value in node.items():
+            if key in defaults and value == defaults[key] and type(value) is type(defaults[key]):
+                yield f"{path}.{key}"
+            elif isinstance(value, dict):
+                yield from repeated(value, f"{path}.{key}")
+
+    files = [file for file in conf_dir().rglob("*.yaml") if "\ndefaults:" not in file.read_text()]
+    found = [path for file in files for path in repeated(yaml.safe_load(file.read_text()), file.stem)]
+    assert found == []
 
 
-def test_options_state_every_field_of_their_components():
-    """A key that exists but is not in the file could only be found by reading code."""
-    import dataclasses
+@pytest.mark.parametrize("root", ROOTS)
+def test_a_composed_configuration_has_every_field_and_is_printed_with_a_sentence_for_each(root):
+    config = compose_root(root)
+    tree = OmegaConf.to_container(config, resolve=False)
+    text = explained(config)
+    assert yaml.safe_load(text) == tree
+    lines = {line.strip().partition(":")[0]: line for line in text.splitlines()}
+    assert "# peak learning rate" in lines["lr"]
+    for kind, node in components_of(tree):
+        assert field_types(kind).keys() - {kind.other_keys, *OF_OTHER_ROOTS} <= node.keys(), kind
 
-    from verl.compose.validate import import_component
 
-    def visit(node, path):
-        if not isinstance(node, dict):
-            return
-        if "_target_" in node and not path.startswith("tracker"):
-            fields = {f.name for f in dataclasses.fields(import_component(node["_target_"]))}
-            needs_values = path != "algorithm" or import_component(node["advantage"]["_target_"]).needs_values
-            optional = set() if needs_values else {"value_loss"}
-            optional |= {"reference"} if node["_target_"].endswith("RewardModelRun") else set()  # it has none
-            assert fields - optional <= set(node), path
-        for key, item in node.items():
-            visit(item, f"{path}.{key}" if path else key)
+OF_OTHER_ROOTS = ("reference",)  # a field of `RewardModelRun` that it inherits
 
-    algorithms = [("ppo", [f"algorithm={name}"]) for name in group_options()["algorithm"]]
-    trainers = [("ppo", [f"trainer={name}"]) for name in ("ray", "mesh")]
-    losses = [("dpo", [f"loss={name}"]) for name in ("sigmoid", "ipo", "kto", "orpo", "simpo")]
-    others = [(root, []) for root in ("sft", "reward_model")]
-    files = [("dpo", words_of("data=preference_files"))]
-    for root, overrides in (("ppo", []), *trainers, *algorithms, *losses, *others, *files):
-        visit(OmegaConf.to_container(compose_root(root, overrides), resolve=True), "")
+
+def components_of(node):
+    if isinstance(node, dict):
+        if isinstance(kind := import_component(str(node.get("_target_"))), type):
+            yield kind, node
+        for item in node.values():
+            yield from components_of(item)
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "value"),
+    [
+        (["trainer.stop_after=3"], "trainer.stop_after", 3),  # named by no file
+        (["+actor.lora={_target_:verl.models.lora.LoRA,rank:4}"], "actor.lora.alpha", 16.0),
+        (["trainer.seed=${rollout.top_k}"], "trainer.seed", 0),  # a reference to a field that no file names
+        (["trainer={safety:{max_skips:7}}"], "trainer.safety.max_skips", 7),
+        (["trainer.safety={max_skips:7}"], "trainer.safety.spike_factor", 10.0),
+        (["~trainer.save_final"], "trainer.save_final", True),
+        (["algorithm=dr_grpo"], "algorithm.policy_loss._target_", "verl.algorithms.losses.PPOClip"),
+        (["algorithm=cispo"], "algorithm.policy_loss.clip_high", 4.0),
+        (["data=files"], "data.truncation", "error"),
+        (["reward=function"], "reward.timeout_s", None),
+    ],
+)
+def test_a_field_that_no_file_names_has_the_default_of_its_class(words, path, value):
+    assert OmegaConf.select(compose_root("ppo", words), path) == value
+
+
+def test_hydras_own_grammar_finds_fields_that_no_file_names(tmp_path):
+    schema.register()
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        config = compose("ppo", ["trainer.stop_after=3", "checkpoint.save_interval=7"], return_hydra_config=True)
+        config.hydra.run.dir = "${trainer.project_name}/${trainer.seed}"
+        assert (config.hydra.run.dir, config.trainer.stop_after, config.checkpoint.save_interval) == ("verl/0", 3, 7)
+        with pytest.raises(ConfigCompositionException):
+            compose("ppo", ["trainer.stop_aftr=3"])
 
 
 def test_the_critic_follows_the_actor_unless_one_is_chosen():
@@ -409,7 +473,7 @@ def test_a_default_length_is_at_most_what_the_model_holds(tmp_path):
 
 
 def test_the_name_of_other_programs_for_the_size_of_a_group_is_taken():
-    from verl.compose.command_line import command_line
+    from verl.compose.overrides import command_line
 
     arguments, assigned = command_line("ppo", ["rollout.n=8"])
     assert not assigned.faults

@@ -13,7 +13,7 @@ from hydra.types import RunMode
 from omegaconf import open_dict
 
 from verl.compose import schema
-from verl.compose.command_line import swept_overrides
+from verl.compose.overrides import swept_overrides
 from verl.compose.schema import conf_dir, group_options
 from verl.compose.validate import validate
 from verl.tracking.sweep_table import outcomes, table, write

@@ -16,8 +16,8 @@ from omegaconf import OmegaConf
 
 import verl
 from verl.component import INVALID, Description, component, field_types, set_fields
-from verl.compose.command_line import command_line
 from verl.compose.compose import apply_values, compose_root
+from verl.compose.overrides import command_line
 from verl.compose.validate import validate
 from verl.errors import ConfigError
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from refusals import refusal
 
-from verl.compose.command_line import command_line
 from verl.compose.compose import compose_root
+from verl.compose.overrides import command_line
 from verl.compose.validate import validate
 from verl.data.curriculum import PassRate, PassRateSampler
 from verl.data.files import PromptFiles
@@ -101,9 +101,9 @@ def test_pass_rates_and_the_seed_change_what_is_drawn():
 def test_the_command_line_takes_the_option_and_its_settings():
     arguments, assigned = command_line("ppo", ["data.curriculum=pass_rate", "data.curriculum.target=0.7"])
     assert validate(compose_root("ppo", arguments), assigned.faults).data.curriculum == PassRate(target=0.7)
-    assert command_line("ppo", ["data.curriculum=pass_rat"])[1].faults == [
-        "data.curriculum: curriculum=pass_rat: no such option; there are pass_rate. Did you mean pass_rate?"
-    ]
+    (fault,) = command_line("ppo", ["data.curriculum=pass_rat"])[1].faults
+    assert fault.startswith("data.curriculum=pass_rat")
+    assert fault.endswith("Did you mean pass_rate?")
 
 
 def test_weights_of_files_do_not_go_with_a_curriculum(tmp_path):

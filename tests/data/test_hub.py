@@ -14,8 +14,8 @@ from urllib.parse import unquote, urlsplit
 import pytest
 
 from verl.component import BuildContext
-from verl.compose.command_line import command_line
 from verl.compose.compose import compose_root
+from verl.compose.overrides import command_line
 from verl.compose.validate import validate
 from verl.data.hub import HubPrompts
 from verl.errors import ConfigError

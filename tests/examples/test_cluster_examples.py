@@ -18,8 +18,8 @@ import yaml
 from cli.small_runs import hold_once, small_run
 
 from verl.checkpoint.manager import CheckpointManager
-from verl.compose.command_line import command_line
 from verl.compose.compose import compose_root
+from verl.compose.overrides import command_line
 from verl.compose.validate import validate
 
 ROOT = Path(__file__).resolve().parents[2]

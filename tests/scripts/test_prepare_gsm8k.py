@@ -9,8 +9,8 @@ import pyarrow.parquet
 import pytest
 
 from verl.component import BuildContext
-from verl.compose.command_line import command_line
 from verl.compose.compose import compose_root
+from verl.compose.overrides import command_line
 from verl.compose.schema import conf_dir
 from verl.compose.validate import validate
 from verl.rewards.math_rules import gsm8k_score

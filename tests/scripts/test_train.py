@@ -10,8 +10,8 @@ import sys
 import pytest
 from cases import short_where
 
-from verl.compose.command_line import command_line
 from verl.compose.compose import compose_root
+from verl.compose.overrides import command_line
 from verl.compose.schema import conf_dir
 from verl.compose.validate import validate
 

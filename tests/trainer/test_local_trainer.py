@@ -78,7 +78,7 @@ def test_a_line_for_every_stage_is_the_default_of_a_script_and_not_of_a_command(
 
     assert is_long()
     assert not is_long("tracker.console.stage_lines=false")
-    assert "console" not in compose_short_file({}, {}, ["tracker=none"]).config.tracker
+    assert compose_short_file({}, {}, ["tracker=none"]).config.tracker.console is None
     assert not compose_root("ppo").tracker.console.stage_lines
 
 
@@ -128,13 +128,11 @@ def test_a_dataset_made_with_another_tokenizer_is_refused(short_file):
 
 def test_unknown_keys_and_what_is_missing_here_are_told_at_once(short_file):
     config = short_file(trainr={"seed": 1}, rollout={"max_new_token": 4}, use_rm=True, trainer={"backend": "megatron"})
-    assert set(faults_of(config, train_dataset=ROWS)) == {
-        "trainer.backend=megatron needs a sharding that this version does not have; it has none, ddp, fsdp, hsdp, tp, "
-        "tp_fsdp, cp, pp, parallel.",
-        "reward.model.path is not set: it has no default, so give reward.model.path=..., such as ./my_model, a "
-        "saved directory, or a hub name.",
-        "trainr.seed is not a known key: ppo.yaml has no trainr. Did you mean trainer?",
-        "rollout.max_new_token is not a known key: HFRollout has no such field. Did you mean rollout.max_new_tokens?",
+    assert {fault.split()[0].rstrip(":") for fault in faults_of(config, train_dataset=ROWS)} == {
+        "trainer.backend=megatron",
+        "reward.model.path",
+        "trainr.seed",
+        "rollout.max_new_token",
     }
 
 
@@ -163,7 +161,7 @@ def test_a_missing_or_unreadable_file_is_told(short_file):
 
 def test_an_override_that_is_none_is_told(short_file):
     (fault,) = faults_of(short_file(), train_dataset=ROWS, overrides=["what is this"])
-    assert fault.startswith("overrides: 'what is this' is not of the form key=value")
+    assert fault.startswith("'what is this'")
 
 
 @pytest.mark.exhaustive

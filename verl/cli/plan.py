@@ -77,11 +77,12 @@ def plan_only(root: str, arguments: list[str]) -> NoReturn:
 
 def _validated(root: str, arguments: list[str], config_dir: Path | None) -> Any:
     """Compose and validate the run of these arguments, as the training commands do."""
-    from verl.compose.command_line import command_line, composition_faults
     from verl.compose.compose import compose_root
+    from verl.compose.overrides import command_line, composition_fault
     from verl.compose.validate import validate
     from verl.compose.warm_start import with_architectures
 
+    sys.path.append(str(Path.cwd()))  # user modules are in the working directory
     flags = [] if config_dir is None else [f"--config-dir={config_dir}"]
     words, assigned = command_line(root, [*flags, *arguments])
     words = words[len(flags) :]
@@ -89,11 +90,10 @@ def _validated(root: str, arguments: list[str], config_dir: Path | None) -> Any:
         raise ConfigError(
             f"{further[0]} is a flag of `verl {ROOTS[root].command}`: verl plan takes group=option and key=value."
         )
-    sys.path.append(str(Path.cwd()))  # user modules are in the working directory
     try:
         config = compose_root(root, words)
     except Exception as error:
-        raise ConfigError([*assigned.faults, *composition_faults(root, error)]) from error
+        raise ConfigError([*assigned.faults, composition_fault(root, error)]) from error
     return with_architectures(validate(config, assigned.faults))
 
 

@@ -1,11 +1,12 @@
 """Composition of YAML and command line into a checked run. Only this package imports Hydra and OmegaConf.
 
-command_line   Reads the arguments of `verl ppo` and `verl sft`: flags, assignments, and values in Hydra's grammar
 compose        Composes a root configuration without `hydra.main`, and applies values to it
+defaults       Defaults of components, for the fields that no file of options names
+explain        The whole configuration with a sentence for each field
 from_yaml      Composes a run from a short YAML file over the default; single options of groups, and mappings of keys
 launch         Entry point of `verl ppo` and `verl sft`: command line, torchrun, run directory, logging
 load_policy    Finds a trained policy, in a checkpoint or as plain weights
-overrides      Overrides of the command line or a short file, as group options and values by path; aliases of keys
+overrides      Overrides of a command line, a script or a short file, as options and values by path; aliases of keys
 run_start      RunStart: checks of the machine, run directory, printed differences, log, before a run is built
 saved_config   Allow-list of a saved configuration: what an evaluation uses without being told to
 schema         The configuration directory, root keys, JSON schema

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.compose import schema
+from verl.compose.defaults import fill_defaults
 from verl.compose.schema import conf_dir, own_conf_dirs
 
 _PARSER = OverridesParser.create()
@@ -25,7 +26,7 @@ _FORCED_VALUE = re.compile(r"^\+\+(?!hydra\.)\w+(\.\w+)+=")  # chooses no option
 
 
 def compose_root(root: str, overrides: Sequence[str] = ()) -> DictConfig:
-    """Compose a root with Hydra overrides, as `hydra.main` would.
+    """Compose a root with Hydra overrides, as `hydra.main` would, with the defaults of its components.
 
     It may be called inside a Hydra job, whose global state is restored.
 
@@ -65,6 +66,7 @@ def _composition(root: str, overrides: Sequence[str]) -> tuple[DictConfig, dict[
                 OmegaConf.update(config, value.key_or_group, value.value(), merge=True, force_add=True)
     except OmegaConfBaseException:
         return _compose(root, words)
+    fill_defaults(config)
     return config, choices
 
 

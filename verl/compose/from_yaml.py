@@ -15,9 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.component import Description, hint, nearest
-from verl.compose.command_line import parse_overrides
 from verl.compose.compose import apply_values, compose_root
-from verl.compose.overrides import assign, flatten
+from verl.compose.overrides import assign, flatten, parse_overrides
 from verl.compose.schema import group_options
 from verl.compose.validate import validate
 from verl.errors import ConfigError, faults_below

@@ -35,11 +35,12 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from verl.checkpoint.read.compare import flat
 from verl.compose import schema
-from verl.compose.command_line import PRINTS_ONLY, SHOWS_ONLY, command_line, composition_faults, swept_overrides
-from verl.compose.overrides import Overrides
+from verl.compose.compose import compose_root
+from verl.compose.overrides import Overrides, command_line, composition_fault, flags_of, swept_overrides
 from verl.compose.run_start import RunStart
 from verl.compose.schema import ROOTS, conf_dir, group_options, own_conf_dirs, root_keys
 from verl.errors import CheckpointError, ConfigError, VerlError, WorkerError, error_text, root_cause
@@ -75,6 +76,7 @@ _GROUPS = {
     "trainer": "Length of the run, batch sizes, evaluation, devices.",
 }
 COUNT = "trainer.n_gpus_per_node"
+EXPLAIN = "--explain"
 
 
 def help_text(root: str) -> str:
@@ -98,7 +100,7 @@ def help_text(root: str) -> str:
   groups
 {groups}
 
-  Every key is explained in conf/<group>/<option>.yaml.
+  --explain prints the whole configuration with a sentence for each key.
   Results go to outputs/<project>/<experiment>/<time>.
 """
 
@@ -171,25 +173,38 @@ def entry_point(root: str) -> Callable[[Callable[[RunStart], Any]], Callable[[],
                 schema.register()
                 sys.path.append(str(Path.cwd()))  # user modules are in the working directory
                 script, words, count = sys.argv[0], sys.argv[1:], torchrun.counts()[0]
-                arguments, assigned = command_line(root, words)
+                explains = EXPLAIN in words
+                arguments, assigned = command_line(root, [word for word in words if word != EXPLAIN])
                 set_command([*start_message(script, count), *words])
                 take_over(arguments, assigned)
                 for note in assigned.notes:
                     _tell(note)
-                only_shown = any(a.partition("=")[0] in SHOWS_ONLY for a in arguments)
+                flags, _ = flags_of(arguments)
+                only_shown = flags.cfg or flags.info or explains  # which never reach the check of the run
                 if assigned.faults and (only_shown or assigned.is_sweep):  # every job would have them
                     raise ConfigError(assigned.faults)
                 sys.argv[1:] = arguments
-                only_shows = any(argument in PRINTS_ONLY for argument in arguments)
+                only_shows = only_shown or flags.help or flags.hydra_help
                 with reader_may_leave() if only_shows else nullcontext():
-                    if {"--help", "-h"} & {*arguments}:
+                    if flags.help:
                         sys.stdout.write(help_text(root))
+                    elif explains:
+                        _explain(root, arguments)
                     else:
                         _run_hydra(root, main, assigned.faults)
 
         return command
 
     return decorate
+
+
+def _explain(root: str, arguments: Sequence[str]) -> None:
+    from verl.compose.explain import explained
+
+    try:
+        sys.stdout.write(explained(compose_root(root, [word for word in arguments if not word.startswith("-")])))
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(composition_fault(root, error)) from error
 
 
 def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]) -> None:
@@ -222,7 +237,7 @@ def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]
                     with job.closing, component_exits(directly=False), _long_paths_named(config):
                         _with_log(main, job)
                 except OmegaConfBaseException as error:
-                    raise ConfigError(list(composition_faults(root, error))) from error
+                    raise ConfigError(composition_fault(root, error)) from error
                 except ConfigError:
                     if not is_sweep:  # the table of a sweep lists every job
                         job.withdraw()
@@ -240,13 +255,12 @@ def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]
     try:
         hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name=root)(task)()
     except (HydraException, OmegaConfBaseException) as error:  # composition failed
-        raise ConfigError([*faults, *composition_faults(root, error)]) from error
-    except (OSError, AssertionError, TypeError, ValueError, RecursionError) as error:
+        raise ConfigError([*faults, composition_fault(root, error)]) from error
+    except (OSError, AssertionError, TypeError, ValueError, RecursionError, YAMLError) as error:
         if is_composed:
             raise
-        if isinstance(error, RecursionError):
-            raise ConfigError([*faults, *composition_faults(root, error)]) from None
-        raise ConfigError([*faults, _of_hydra_itself(error)]) from error
+        said = _of_run_directory(error) if isinstance(error, OSError) else composition_fault(root, error)
+        raise ConfigError([*faults, said]) from (None if isinstance(error, RecursionError) else error)
     if any(statuses):
         sys.exit(max(statuses))
 
@@ -288,17 +302,11 @@ def _refuse_no_directory(key: str, given: str) -> None:
         raise ConfigError(f"{key} is {given!r}: expected the path of a directory for the files of this run.")
 
 
-def _of_hydra_itself(error: Exception) -> str:
-    """Message for a failure of Hydra before the run begins: of its logging, or of the run directory."""
-    if isinstance(error, OSError):
-        key = "hydra.sweep.dir" if any(word in ("-m", "--multirun") for word in sys.argv) else "hydra.run.dir"
-        return (
-            f"{key} leads to {error.filename}, which cannot be created ({error.strerror}). Set {key} to another "
-            "directory."
-        )
-    words = ", ".join(word for word in sys.argv[1:] if word.startswith("hydra")) or "its arguments"
-    reason = f": {error}" if str(error) else ""
-    return f"{words}: refused by Hydra ({type(error).__name__}{reason}). `--cfg hydra` shows its configuration."
+def _of_run_directory(error: OSError) -> str:
+    key = "hydra.sweep.dir" if any(word in ("-m", "--multirun") for word in sys.argv) else "hydra.run.dir"
+    return (
+        f"{key} leads to {error.filename}, which cannot be created ({error.strerror}). Set {key} to another directory."
+    )
 
 
 def start_message(script: str, count: int = 1) -> list[str]:

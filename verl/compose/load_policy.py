@@ -18,9 +18,8 @@ from verl.checkpoint.core.manifest import MANIFEST
 from verl.checkpoint.read.discovery import FORMAT, LATEST, POINTER, POLICY_RECORD, CheckpointDirectory
 from verl.checkpoint.resume_point import ResumePoint, find
 from verl.component import as_plain
-from verl.compose.command_line import parse_overrides
 from verl.compose.compose import apply_values, compose_root
-from verl.compose.overrides import assign
+from verl.compose.overrides import assign, parse_overrides
 from verl.compose.saved_config import OF_TRAINING, AllowedConfig, allowed_config
 from verl.compose.schema import root_of_run
 from verl.compose.validate import validate

@@ -1,132 +1,102 @@
-"""Overrides of the command line or a short file, as group options and values by path.
+"""Overrides of a command line, a script or a short file, as options of groups and values by path.
 
-The table of aliases has other libraries' spellings of our configuration keys, and keys without an equivalent, each with
-a message. It is the only place with a second spelling of a key. Each use of an alias is reported.
+    words -> Hydra's parser -> aliases -> group=option, composed by Hydra
+                                      └-> ++path=value, checked by `validate`
+
+A plain `a.b=c` becomes `++a.b=c`, so that an unknown key reaches our validation, which reports all faults at once with
+the nearest known keys. A value that Hydra's grammar refuses is a text; `~` at its start is the home directory.
+`ALIASES` has other libraries' spellings of our keys, the only place with second spellings; each use is reported.
 """
 
 from __future__ import annotations
 
-import functools
+import argparse
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import yaml
-from hydra.core.override_parser.types import Glob, ValueType
+from hydra._internal.utils import get_args_parser
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
 from verl.component import hint, nearest
 from verl.compose.compose import compose_root, parsed_override, readable, references_above
-from verl.compose.schema import CHOOSERS, LISTS, ROOTS, VALUES, group_options, option_file, root_keys
+from verl.compose.schema import CHOOSERS, LISTS, ROOTS, VALUES, group_options, root_keys, set_own_conf_dirs
 
-_OPTIONS = ("none", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp", "cp", "pp", "parallel")  # of the group `sharding`
-_SHARDINGS = f"needs a sharding that this version does not have; it has {', '.join(_OPTIONS)}."
-_STRATEGY = "is sharding=fsdp sharding.strategy=SHARD_GRAD_OP here, or a sharding that this version does not have."
-_OFFLOAD = "is sharding.cpu_offload=true here, with sharding=fsdp, hsdp or tp_fsdp."
-_RAY = "is not a key here; with trainer=ray, trainer.placement.address and the keys beside it place the roles."
-_PLAIN_OPTION = re.compile(r"^[\w,]*$")
 OWN_SHARDING = ".sharding"  # of a role: a key that takes an option of the group `sharding`
 CURRICULUM = "data.curriculum"  # takes an option of the group `curriculum`
 
-
-@dataclass(frozen=True)
-class Alias:
-    """Translation of a foreign key.
-
-    Attributes:
-        path: the key of verl that takes the value unchanged.
-        option: `group=option` to add, unless the group was chosen explicitly; `{files}` stands for the data option for
-            files of the root.
-        nulls: values, besides null, that mean null.
-        choices: for keys that select: `group=option` by lower-case value, or "" for a value that changes nothing.
-        refusal: message for every value that `choices` does not list.
-    """
-
-    path: str | None = None
-    option: str | None = None
-    nulls: tuple[str, ...] = ()
-    choices: dict[str, str] = field(default_factory=dict)
-    refusal: str | None = None
-
-
 _OFF = {"false": "", "null": "", "none": ""}
-_NEVER = ("-1", "0", "false")
-_BACKENDS = {name: f"sharding={name}" for name in _OPTIONS}
-_BACKENDS |= {"local": "sharding=none", "fsdp2": "sharding=fsdp"}
-_STRATEGIES = {"no_shard": "none", "none": "none", "full_shard": "fsdp", "hybrid_shard": "hsdp"}
-_SINGLE = {"null": "", **{name: f"sharding={option}" for name, option in _STRATEGIES.items()}}
-
-ALIASES: dict[str, Alias] = {
-    "actor_rollout.model_name_or_path": Alias(path="actor.model.path", option="actor=pretrained"),
-    "actor_rollout_ref.model.path": Alias(path="actor.model.path", option="actor=pretrained"),
-    "actor_rollout_ref.actor.optim.lr": Alias(path="actor.optimizer.lr"),
-    "actor_rollout_ref.rollout.n": Alias(path="trainer.group_size"),
-    "rollout.n": Alias(path="trainer.group_size"),
-    "actor_rollout_ref.rollout.temperature": Alias(path="rollout.temperature"),
-    "critic.model_name_or_path": Alias(path="critic.model.path", option="critic=own_model"),
-    "critic.optim.lr": Alias(path="critic.optimizer.lr"),
-    "actor_rollout.use_vllm": Alias(choices={**_OFF, "true": "rollout=vllm"}, refusal="takes true or false."),
-    "actor_rollout.fsdp_config.sharding_strategy": Alias(choices=_SINGLE, refusal=_STRATEGY),
-    "actor_rollout.fsdp_config.cpu_offload": Alias(choices=_OFF, refusal=_OFFLOAD),
-    "trainer.backend": Alias(choices=_BACKENDS, refusal=_SHARDINGS),
-    "trainer.save_freq": Alias(path="checkpoint.save_interval", nulls=_NEVER),
-    "trainer.default_local_dir": Alias(path="checkpoint.save_dir"),
-    "trainer.resume_from_path": Alias(path="resume"),
-    "save_freq": Alias(path="checkpoint.save_interval", nulls=_NEVER),
-    **{
-        f"checkpoint_config.{key}": Alias(path=f"checkpoint.{key}")
-        for key in (
-            "save_dir",
-            "save_interval",
-            "keep_last_n",
-            "keep_best",
-            "save_async",
-            "use_safetensors",
-            "incremental_save",
-            "incremental_base",
-            "cold_storage",
-        )
+_SHARDINGS = ("none", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp", "cp", "pp", "parallel")
+_SAVE_FREQ = {**dict.fromkeys(("-1", "0", "false"), "checkpoint.save_interval=null"), "*": "checkpoint.save_interval"}
+_SAVES = (
+    "save_dir save_interval keep_last_n keep_best save_async use_safetensors incremental_save incremental_base "
+    "cold_storage"
+)
+# What a key of another library is here: a path that takes its value, after options that go with it unless their group
+# is chosen by name; or, for a key that selects, by its lower-case value ("*": any other). {files}: data from files.
+ALIASES: dict[str, str | dict[str, str]] = {
+    "actor_rollout.model_name_or_path": "actor=pretrained actor.model.path",
+    "actor_rollout_ref.model.path": "actor=pretrained actor.model.path",
+    "actor_rollout_ref.actor.optim.lr": "actor.optimizer.lr",
+    "actor_rollout_ref.rollout.n": "trainer.group_size",
+    "rollout.n": "trainer.group_size",
+    "actor_rollout_ref.rollout.temperature": "rollout.temperature",
+    "critic.model_name_or_path": "critic=own_model critic.model.path",
+    "critic.optim.lr": "critic.optimizer.lr",
+    "actor_rollout.use_vllm": {**_OFF, "true": "rollout=vllm"},
+    "actor_rollout.fsdp_config.sharding_strategy": {
+        "null": "",
+        "none": "sharding=none",
+        "no_shard": "sharding=none",
+        "full_shard": "sharding=fsdp",
+        "hybrid_shard": "sharding=hsdp",
+        "shard_grad_op": "sharding=fsdp sharding.strategy=SHARD_GRAD_OP",
     },
-    "storage.type": Alias(
-        choices={**_OFF, **{name: f"storage={name}" for name in ("local", "s3", "oss", "gcs")}},
-        refusal="names a kind of storage that this version does not have; conf/storage/ lists those that it has.",
-    ),
-    "trainer.test_freq": Alias(path="trainer.eval_interval"),
-    "trainer.total_training_steps": Alias(path="trainer.total_steps"),
-    "algorithm.adv_estimator": Alias(
-        choices={
-            "gae": "algorithm=ppo",
-            "grpo": "algorithm=grpo",
-            "rloo": "algorithm=rloo",
-            "remax": "algorithm=remax",
-            "opo": "algorithm=opo",
-            "reinforce_plus_plus": "algorithm=reinforce_pp",
-            "reinforce_plus_plus_baseline": "algorithm=reinforce_pp_baseline",
-        },
-        refusal="names an estimator that this version does not have; conf/algorithm/ lists those that it has.",
-    ),
-    "algorithm.gamma": Alias(path="algorithm.advantage.gamma"),
-    "algorithm.lam": Alias(path="algorithm.advantage.lam"),
-    "data.train_batch_size": Alias(path="trainer.prompts_per_step"),
-    "data.max_response_length": Alias(path="rollout.max_new_tokens"),
-    "data.train_files": Alias(path="data.train_files", option="data={files}"),
-    "data.val_files": Alias(path="data.eval_files", option="data={files}"),
-    "teacher": Alias(path="reference.model.path", option="reference=teacher"),
-    "teacher.model.path": Alias(path="reference.model.path", option="reference=teacher"),
-    "teacher.sharding": Alias(path="reference.sharding", option="reference=teacher"),
-    "use_critic": Alias(choices={"true": "", "false": "critic=none"}, refusal="takes true or false."),
-    "use_reference_policy": Alias(choices={"true": "", "false": "reference=none"}, refusal="takes true or false."),
-    "use_rm": Alias(choices={**_OFF, "true": "reward=model"}, refusal="takes true or false."),
-    "reward_model.enable": Alias(choices={**_OFF, "true": "reward=model"}, refusal="takes true or false."),
-    "reward_model.model_name_or_path": Alias(path="reward.model.path", option="reward=model"),
-    "reward_model.model.path": Alias(path="reward.model.path", option="reward=model"),
-    "use_vllm": Alias(choices={**_OFF, "true": "rollout=vllm"}, refusal="takes true or false."),
-    "ray.address": Alias(path="trainer.placement.address", option="trainer=ray"),
-    "ray.num_cpus": Alias(path="trainer.placement.num_cpus", option="trainer=ray"),
+    "actor_rollout.fsdp_config.cpu_offload": {**_OFF, "true": "sharding=fsdp sharding.cpu_offload=true"},
+    "trainer.backend": {
+        **{name: f"sharding={name}" for name in _SHARDINGS},
+        "local": "sharding=none",
+        "fsdp2": "sharding=fsdp",
+    },
+    "trainer.save_freq": _SAVE_FREQ,
+    "save_freq": _SAVE_FREQ,
+    "trainer.default_local_dir": "checkpoint.save_dir",
+    "trainer.resume_from_path": "resume",
+    **{f"checkpoint_config.{key}": f"checkpoint.{key}" for key in _SAVES.split()},
+    "storage.type": {**_OFF, **{name: f"storage={name}" for name in ("local", "s3", "oss", "gcs")}},
+    "trainer.test_freq": "trainer.eval_interval",
+    "trainer.total_training_steps": "trainer.total_steps",
+    "algorithm.adv_estimator": {
+        "gae": "algorithm=ppo",
+        **{name: f"algorithm={name}" for name in ("grpo", "rloo", "remax", "opo")},
+        "reinforce_plus_plus": "algorithm=reinforce_pp",
+        "reinforce_plus_plus_baseline": "algorithm=reinforce_pp_baseline",
+    },
+    "algorithm.gamma": "algorithm.advantage.gamma",
+    "algorithm.lam": "algorithm.advantage.lam",
+    "data.train_batch_size": "trainer.prompts_per_step",
+    "data.max_response_length": "rollout.max_new_tokens",
+    "data.train_files": "data={files} data.train_files",
+    "data.val_files": "data={files} data.eval_files",
+    "teacher": "reference=teacher reference.model.path",
+    "teacher.model.path": "reference=teacher reference.model.path",
+    "teacher.sharding": "reference=teacher reference.sharding",
+    "use_critic": {"true": "", "false": "critic=none"},
+    "use_reference_policy": {"true": "", "false": "reference=none"},
+    "use_rm": {**_OFF, "true": "reward=model"},
+    "reward_model.enable": {**_OFF, "true": "reward=model"},
+    "reward_model.model_name_or_path": "reward=model reward.model.path",
+    "reward_model.model.path": "reward=model reward.model.path",
+    "use_vllm": {**_OFF, "true": "rollout=vllm"},
+    "ray.address": "trainer=ray trainer.placement.address",
+    "ray.num_cpus": "trainer=ray trainer.placement.num_cpus",
 }
-
 SHORT = {
     **{f"tracker={name}": f"[default,{name}]" for name in ("wandb", "trackio", "mlflow")},
     "tracker=[]": "none",
@@ -152,42 +122,73 @@ class Overrides:
     is_sweep: bool = False
 
 
-def translate(root: str, key: str, value: Any, chosen: set[str]) -> Overrides | None:
-    """Translate `key=value`; None if the key is not an alias.
+def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overrides]:
+    """The arguments of a command for Hydra, with aliases translated, and what was found on the way.
 
-    Args:
-        root: a name of `ROOTS`.
-        key, value: the assignment.
-        chosen: groups that were chosen explicitly, which an alias does not choose again.
+    Flags, `hydra.*`, `~key` and `group@package=option` are passed unchanged.
     """
-    assignment, alias = f"{key}={_text(value)}", ALIASES.get(key)
-    if alias is None:
-        return Overrides(faults=[f"{assignment} {_RAY}"]) if f"{key}.".startswith("ray.") else None
-    if alias.path is not None:
-        return _renamed(alias, root, key, value, chosen)
-    choice = alias.choices.get(_text(value).lower())
-    if choice is None:
-        return Overrides(faults=[f"{assignment} {alias.refusal}"])
-    became = choice or "nothing: the roles follow from the algorithm"
-    return Overrides(options=[choice] if choice else [], notes=[f"{assignment} became {became}"])
+    flags, words = flags_of(arguments)
+    directories = [directory for directory in (flags.config_dir, flags.config_path) if directory is not None]
+    directories += re.findall(r"file://([^,\]'\"]+)", " ".join(w for w in words if w.startswith("hydra.searchpath=")))
+    set_own_conf_dirs(Path(directory).absolute() for directory in directories)
+    sweeps = flags.multirun or any(word.startswith("sweep=") for word in words)
+    parsed, faults = _parsed(words, sweeps=sweeps)
+    passed = [x for x in parsed if x.is_hydra_override() or x.package is not None or x.is_delete()]
+    pairs = [(x.key_or_group, _text_of(x)) for x in parsed if x not in passed]
+    assigned = assign(root, pairs, sweeps=sweeps)
+    assigned.faults = [*faults, *assigned.faults]
+    chosen = {option.partition("=")[0] for option in assigned.options}
+    replaced = [  # by a component, into which Hydra would merge the keys of the default option
+        f"~{x.key_or_group}"
+        for x in parsed
+        if isinstance(x._value, dict) and x.key_or_group in group_options().keys() - {"actor", *chosen}
+    ]  # the option of the actor determines that of the critic
+    values = [f"++{path}={_text(value)}" for path, value in _with_copies(root, assigned)]
+    for_hydra = [*(x.input_line or "" for x in passed), *replaced, *map(readable, assigned.options), *values]
+    return [*_flag_words(arguments, words), *for_hydra], assigned
 
 
-def _renamed(alias: Alias, root: str, key: str, value: Any, chosen: set[str]) -> Overrides:
-    assert alias.path is not None
-    option = alias.option if alias.option and alias.option.split("=")[0] not in chosen else None
-    option = option.format(files=ROOTS[root].files) if option else None
-    assignment = f"{key}={_text(value)}"
-    if _text(value) in alias.nulls:
-        value = "null" if isinstance(value, str) else None
-    became = " ".join(part for part in (option, f"{alias.path}={_text(value)}") if part)
-    notes = [] if became == assignment else [f"{assignment} became {became}"]
-    return Overrides([option] if option else [], [(alias.path, value)], notes)
+def flags_of(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The flags among some arguments, and the others, by Hydra's parser, which ends the process at an unknown flag."""
+    flags = get_args_parser().parse_intermixed_args([*arguments])
+    return flags, flags.overrides
 
 
-def _text(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value).strip("\"'")
+def _flag_words(arguments: Sequence[str], words: Sequence[str]) -> list[str]:
+    waiting = list(words)
+    return [x for x in arguments if not (waiting and x == waiting[0] and waiting.pop(0))]
+
+
+def parse_overrides(words: Sequence[str]) -> tuple[list[tuple[str, Any]], list[str]]:
+    """Parse overrides given by a script: keys with Python values, and faults."""
+    parsed, faults = _parsed(words, sweeps=False)
+    return [(x.key_or_group, x.value()) for x in parsed], faults
+
+
+def _parsed(words: Sequence[str], *, sweeps: bool) -> tuple[list[Override], list[str]]:
+    """Words in Hydra's grammar; a value that it refuses is quoted. With the faults of the others."""
+    parsed, faults = [], []
+    for word in words:
+        key, sign, text = word.partition("=")
+        override = parsed_override(word)
+        if override is None and sign:
+            text = os.path.expanduser(text)
+            override = parsed_override(f"{key}={QuotedString(text, Quote.single).with_quotes()}")
+        if override is None or override.key_or_group == "":
+            ways = [f"{group}={word}" for group, options in group_options().items() if word in options]
+            faults.append(f"{word!r} is not of the form KEY=VALUE.{hint(' or '.join(ways[:3]))}")
+        elif override.is_sweep_override() and not sweeps:
+            key, ways = key.lstrip("+"), ""
+            if key not in group_options():
+                ways = f" Quote a text with commas, '{key}=\"{text}\"', or write {key}=[{text}] for a list."
+            faults.append(f"{key} is {text}: several values are the jobs of a sweep, which needs -m.{ways}")
+        else:
+            parsed.append(override)
+    return parsed, faults
+
+
+def _text_of(override: Override) -> str:
+    return str(override.input_line).partition("=")[2]
 
 
 def assign(root: str, pairs: Sequence[tuple[str, Any]], *, sweeps: bool = False) -> Overrides:
@@ -195,86 +196,101 @@ def assign(root: str, pairs: Sequence[tuple[str, Any]], *, sweeps: bool = False)
 
     Args:
         root: a name of `ROOTS`.
-        pairs: keys with their values.
-        sweeps: several values are the jobs of a sweep; otherwise they are a fault.
+        pairs: keys with their values, or texts of a command line.
+        sweeps: whether several values are the jobs of a sweep.
     """
     groups, keys, out = group_options(), root_keys(root), Overrides(is_sweep=sweeps)
-    chosen = {key for key, _ in pairs if key in keys}
-    for key, value in pairs:
-        if (translated := translate(root, key, value, chosen)) is not None:
-            _add(out, translated, pairs, root, f"{key}={value}")
-        elif key in VALUES:
+    for key, value in _translated(root, pairs, out):
+        top = key.partition(".")[0]
+        if key in VALUES:
             out.values.append((key, value))
-        elif (group := _group_of(key, keys)) is not None and _is_option(value):
-            fault = _option_fault(group, value, sweeps)
-            out.faults += [f"{key}: {fault}"] if fault else []
-            out.options += [] if fault else [f"+{group}@{key}={value}"]
-        elif (top := key.partition(".")[0]) not in keys:
+        elif (group := _group_of(key, keys)) is not None and re.fullmatch(r"(?!null$)[\w,]+", str(value or "")):
+            _add_option(out, f"+{group}@{key}", group, value)
+        elif top not in keys:
             out.faults.append(f"{key} is not a known key: {root}.yaml has no {top}.{hint(nearest(top, keys))}")
         elif "." in key or isinstance(value, Mapping) or str(value).startswith("{"):
             out.values.append((key, value))
-        elif _is_null(value):
-            out.options += [f"{key}=none"] if "none" in groups.get(key, []) else []
-            out.faults += (
-                [] if "none" in groups.get(key, []) or key in CHOOSERS else [f"{key} is null: a run needs one."]
-            )
-        elif fault := _option_fault(key, value, sweeps):
-            out.faults.append(fault)
-        elif (option := f"{key}={_choice(key, value)}") not in out.options:
-            out.options.append(option)
+        elif _text(value) not in ("null", ""):
+            _add_option(out, key, key, value)
+        elif "none" in groups.get(key, []):
+            out.options.append(f"{key}=none")
+        elif key not in CHOOSERS:
+            out.faults.append(f"{key} is null: a run needs one.")
     return out
 
 
-def split_at_commas(text: str) -> list[str]:
-    """Split at commas outside of quotes and brackets. A bracket or quote that is not closed is an ordinary character.
+def _translated(root: str, pairs: Sequence[tuple[str, Any]], out: Overrides) -> Iterable[tuple[str, Any]]:
+    """The pairs with aliases translated; an option that contradicts one that is chosen by name is a fault."""
+    chosen = {key: _text(value) for key, value in pairs if key in root_keys(root)}
+    for key, value in pairs:
+        given, alias = f"{key}={_text(value)}", ALIASES.get(key)
+        words = alias.get(_text(value).lower(), alias.get("*")) if isinstance(alias, dict) else alias
+        selects = isinstance(alias, dict) and " " not in (words or "")
+        if alias is None:
+            yield key, value
+        elif words is None:
+            known = ", ".join(choice for choice in alias if choice not in _OFF)
+            out.faults.append(f"{given}: this version does not have that; it has {known}.")
+        else:
+            became, contrary = [], []
+            for word in words.format(files=ROOTS[root].files).split():
+                path, sign, option = word.partition("=")
+                if selects and chosen.get(path, option) != option:
+                    contrary.append(
+                        f"{given} means {word}, but {path}={chosen[path]} is given too. Leave one of them out."
+                    )
+                elif not sign or "." in path:
+                    new = yaml.safe_load(option) if sign else value
+                    became.append(f"{path}={_text(new)}")
+                    yield path, new
+                elif path not in chosen:
+                    chosen |= {path: option} if selects else {}
+                    became.append(word)
+                    yield path, option
+            out.faults += contrary
+            if became != [given] and not contrary:
+                out.notes.append(f"{given} became {' '.join(became) or 'nothing: it is the default'}")
 
-    >>> split_at_commas("${processes:${sharding._target_},2},4")
-    ['${processes:${sharding._target_},2}', '4']
-    """
-    pieces, start, position = [], 0, 0
-    while position < len(text):
-        if text[position] == ",":
-            pieces.append(text[start:position])
-            start = position + 1
-        elif text[position] in _CLOSING:
-            position = _end_of_bracket(text, position) or position
-        elif text[position] in "'\"" and not text[start:position].strip():
-            position = max(position, text.find(text[position], position + 1))
-        position += 1
-    return [*pieces, text[start:]]
+
+def _add_option(out: Overrides, key: str, group: str, value: Any) -> None:
+    text = f"[{','.join(map(str, value))}]" if isinstance(value, (list, tuple)) else str(value)
+    text = ",".join(SHORT.get(f"{group}={choice}", choice) for choice in re.split(r",(?![^\[(]*[\])])", text))
+    known, is_list = group_options().get(group, []), text.startswith("[") and group not in LISTS
+    unknown = [] if "(" in text else [option for option in options_in(text) if option not in (*known, "null")]
+    if is_list or unknown:
+        near = hint(nearest(unknown[0], known)) if unknown else ""
+        choice = f"{unknown[0]}: no such option" if unknown else f"{text}: it takes one option"
+        out.faults.append(f"{key.partition('@')[2] or key}={choice}; there are {', '.join(known)}.{near}")
+    elif f"{key}={text}" not in out.options:
+        out.options.append(f"{key}={text}")
 
 
-_CLOSING = {"[": "]", "{": "}", "(": ")"}
+def _group_of(key: str, keys: Iterable[str]) -> str | None:
+    """The group whose options a key below a root key takes."""
+    if key == CURRICULUM:
+        return "curriculum"
+    return "sharding" if key.endswith(OWN_SHARDING) and key.removesuffix(OWN_SHARDING) in keys else None
 
 
-def _end_of_bracket(text: str, position: int) -> int | None:
-    """The position of the bracket that closes the one at `position`; None if there is none."""
-    awaited: list[str] = []
-    for i in range(position, len(text)):
-        if text[i] in _CLOSING:
-            awaited.append(_CLOSING[text[i]])
-        elif text[i] == awaited[-1]:
-            awaited.pop()
-            if not awaited:
-                return i
-    return None
+def _text(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def options_in(choice: str) -> list[str]:
     """All options that a choice names, in a list or for a sweep."""
-    pieces = (piece.strip() for piece in split_at_commas(choice))
-    listed = (piece[1:-1].split(",") if _is_list(piece) else [piece] for piece in pieces)
-    return [option.strip(" '\"") for options in listed for option in options]
+    return re.findall(r"[^\s,\[\]'\"]+", choice)
 
 
-def with_copies(root: str, assigned: Overrides) -> list[tuple[str, Any]]:
+def _with_copies(root: str, assigned: Overrides) -> list[tuple[str, Any]]:
     """Before a value below a reference, such as `critic.model: ${actor.model}`, set every key of the node to a
     reference of its own. Hydra would otherwise drop all other keys.
     """
     if not any(path.count(".") > 1 for path, _ in assigned.values):
         return assigned.values
     try:
-        config = compose_root(root, [split_at_commas(option)[0] for option in assigned.options])
+        config = compose_root(root, [option.partition(",")[0] for option in assigned.options if "[" not in option])
     except (HydraException, OmegaConfBaseException):
         return assigned.values  # Hydra reports it when it composes for itself
     values: list[tuple[str, Any]] = []
@@ -298,102 +314,25 @@ def flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, An
             yield path, value
 
 
-def _add(out: Overrides, alias: Overrides, pairs: Sequence[tuple[str, Any]], root: str, source: str) -> None:
-    """Add the translation of an alias; an option that contradicts an explicit choice is a fault."""
-    out.values += alias.values
-    out.notes += alias.notes
-    out.faults += alias.faults
-    for option in alias.options:
-        group = option.partition("=")[0]
-        if group not in root_keys(root):
-            out.faults.append(f"{source} means {option}, but {group} is not a known key: {root}.yaml has no {group}.")
-            continue
-        others = [f"{key}={value}" for key, value in pairs if key == group] + out.options
-        contrary = [other for other in others if other.startswith(f"{group}=") and other != option]
-        if contrary:
-            out.faults.append(f"{source} means {option}, but {contrary[0]} is given too. Leave one of them out.")
-        elif option not in out.options:
-            out.options.append(option)
+def swept_overrides(arguments: Sequence[str], sweeper: Any, overrides: Sequence[str]) -> tuple[str, ...]:
+    """The overrides in which a job differs from others of its sweep.
+
+    Args:
+        arguments: command-line arguments for Hydra.
+        sweeper: configuration of the sweeper, whose `params` may have more.
+        overrides: of the job.
+    """
+    params = [f"{key}={value}" for key, value in (sweeper.get("params") or {}).items()]
+    parsed = [parsed_override(text) for text in (*arguments, *params) if not text.startswith("-")]
+    varied = {(x.key_or_group, x.package) for x in parsed if x is not None and x.is_sweep_override()}
+    read = [(text, parsed_override(text)) for text in overrides]
+    return tuple(text for text, x in read if x is not None and (x.key_or_group, x.package) in varied)
 
 
-def _group_of(key: str, root_keys: Iterable[str]) -> str | None:
-    """The group whose options a key below a root key takes."""
-    if key == CURRICULUM:
-        return "curriculum"
-    return "sharding" if key.endswith(OWN_SHARDING) and key.removesuffix(OWN_SHARDING) in root_keys else None
-
-
-def _is_option(value: Any) -> bool:
-    return isinstance(value, str) and not _is_null(value) and _PLAIN_OPTION.match(value) is not None
-
-
-def _is_null(value: Any) -> bool:
-    return value is None or str(value).lower() in ("null", "")
-
-
-def _is_list(text: str) -> bool:
-    return text.startswith("[") and text.endswith("]")
-
-
-def _choice(group: str, value: Any) -> str:
-    """An option, several for a sweep, or a list of options, in Hydra's spelling."""
-    text = f"[{','.join(map(str, value))}]" if isinstance(value, (list, tuple)) else str(value)
-    return ",".join(SHORT.get(f"{group}={piece}", piece) for piece in split_at_commas(text))
-
-
-def _option_fault(group: str, value: Any, sweeps: bool) -> str | None:
-    """The fault of a choice: no such option, a list, several without -m, none for a sweep, or an unreadable file."""
-    text, known = _choice(group, value), group_options().get(group, [])
-    parsed = parsed_override(readable(f"{group}={text}"))
-    if re.match(r"(glob|choice|range|sort|shuffle)\(", text):  # sweep syntax
-        is_glob = parsed is not None and parsed.value_type == ValueType.GLOB_CHOICE_SWEEP
-        if sweeps and is_glob and not cast(Glob, parsed.value()).filter(known):  # type: ignore[union-attr]
-            return f"{group}={text}: there is no such option, so the sweep has no jobs; there are {', '.join(known)}."
-    elif group not in LISTS and any(map(_is_list, split_at_commas(text))):
-        return f"{group}={text}: it takes one option, not a list; there are {', '.join(known)}."
-    elif unknown := [option for option in options_in(text) if option not in (*known, "null")]:
-        return no_option(group, unknown[0])
-    elif parsed is None:
-        return no_option(group, text)
-    elif fault := next((fault for option in options_in(text) if (fault := _file_fault(group, option))), None):
-        return fault
-    if not sweeps and (len(split_at_commas(text)) > 1 or (parsed is not None and parsed.is_sweep_override())):
-        return f"{group}={text} has several values: add -m for a sweep over them, or give one."
-    return None
-
-
-def no_option(group: str, option: str) -> str:
-    """The fault of an option that a group does not have, or of a group that does not exist."""
-    groups = group_options()
-    if group.startswith("hydra/"):
-        return f"{group}={option}: Hydra has no such option; a plugin that brings it may not be installed."
-    if not (known := groups.get(group)):
-        return f"{group}/{option}: there is no such group of options.{hint(nearest(group, groups))}"
-    return f"{group}={option}: no such option; there are {', '.join(known)}.{hint(nearest(option, known))}"
-
-
-def _file_fault(group: str, option: str) -> str | None:
-    if (file := option_file(group, option)) is None:
-        return None
-    text = file.read_text(encoding="utf-8", errors="replace")
-    if (fault := _yaml_fault(text)) is not None:
-        return f"{group}={option}: {file}{fault}."
-    if group in CHOOSERS and not re.search(r"^#\s*@package\s+_global_\s*$", text, re.MULTILINE):
-        return f"{group}={option}: {file} does not begin with the line `# @package _global_`. {WITHOUT_PACKAGE}"
-    return None
-
-
-@functools.lru_cache(maxsize=256)
-def _yaml_fault(text: str) -> str | None:
-    try:
-        yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        line = getattr(getattr(error, "problem_mark", None), "line", None)
-        where = "" if line is None else f" line {line + 1}"
-        return f"{where} is not readable as YAML: {getattr(error, 'problem', None) or error}"
-    return None
-
-
-WITHOUT_PACKAGE = (
-    "Without it the keys of the file are placed below its group instead of at the root. Add it as first line."
-)
+def composition_fault(root: str, error: BaseException) -> str:
+    """The messages of Hydra and OmegaConf about a composition that failed, on one line."""
+    said: dict[str, None] = {}
+    while error is not None:
+        said |= dict.fromkeys(line.strip() for line in str(error).splitlines() if line.strip())
+        error = error.__cause__  # type: ignore[assignment]
+    return f"{' '.join(said).rstrip('.')}. `verl {ROOTS[root].command} --help` lists what can be chosen."

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from hydra._internal import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.utils import get_class
 from omegaconf import MISSING, OmegaConf
@@ -198,7 +199,7 @@ def root_keys(root: str) -> list[str]:
 
 
 def register() -> None:
-    """Register the schema of each root, such as `schema_ppo`, and the resolvers with Hydra.
+    """Register the schema of each root, such as `schema_ppo`, the resolvers, and the defaults of components with Hydra.
 
     `${divide:384,8}` is 48; `${processes:${sharding._target_},2}` is 1 with sharding=none, else 2;
     `${experiment_of:${algorithm},${actor.model}}` is a name such as `grpo_qwen2-0.5b-instruct`; `${tokens_of:512,
@@ -213,6 +214,9 @@ def register() -> None:
     OmegaConf.register_new_resolver("hub_or_package", hub_or_package, replace=True)
     OmegaConf.register_new_resolver("bfloat16_here", bfloat16_here, replace=True)
     OmegaConf.register_new_resolver("tokens_of", default_length, replace=True)
+    from verl.compose.defaults import WholeConfigLoader  # imports `validate`, which imports this module
+
+    hydra.ConfigLoaderImpl = WholeConfigLoader  # type: ignore[misc]
     store = ConfigStore.instance()
     for root in ROOTS.values():
         store.store(name=f"schema_{root.name}", node=root.schema(), provider="verl")
@@ -349,7 +353,7 @@ def _any_of(base: str, kinds: Iterable[type[Description]]) -> dict[str, Any]:
 
 
 def _component_schema(kind: type[Description]) -> dict[str, Any]:
-    descriptions, fields = _field_texts(kind), {}
+    descriptions, fields = field_texts(kind), {}
     raw_fields = _raw_schema(kind).get("properties", {})
     for name, raw in raw_fields.items():
         schema = _with_places({key: value for key, value in raw.items() if key not in ("title", "default")})
@@ -375,7 +379,7 @@ def _with_places(schema: Any) -> Any:
     return {key: _with_places(value) for key, value in schema.items()}
 
 
-def _field_texts(kind: type[Description]) -> dict[str, str]:
+def field_texts(kind: type[Description]) -> dict[str, str]:
     """Descriptions of the fields from `Args:` or `Attributes:` in the docstrings of a class and its bases."""
     texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):

@@ -7,10 +7,9 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import field
 from pathlib import Path
 from typing import Any, ClassVar
-
-from pydantic import Field
 
 from verl.component import BuildContext, component
 from verl.environments.base import EnvironmentFactory
@@ -31,7 +30,7 @@ class FunctionEnvironment(HostedDescription):
     example_values: ClassVar[Mapping[str, str]] = {"path": "environments.py:MyEnvironment"}
 
     path: str
-    arguments: Mapping[str, Any] = Field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def faults(self) -> Iterator[str]:
         if not self.path.rpartition(":")[0]:
@@ -61,7 +60,7 @@ class _PackageEnvironment(HostedDescription):
     package: ClassVar[str] = ""
     names: ClassVar[str] = "env_id"
 
-    arguments: Mapping[str, Any] = Field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     def machine_faults(self) -> Iterator[str]:
         yield from super().machine_faults()

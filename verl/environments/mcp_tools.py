@@ -12,9 +12,8 @@ import contextlib
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
+from dataclasses import field
 from typing import Any, ClassVar
-
-from pydantic import Field
 
 from verl.component import BuildContext, component, package_fault
 from verl.environments.base import EnvironmentDescription, EnvironmentFactory, InfraError, Recovery, ToolError
@@ -216,7 +215,7 @@ class MCPTools(EnvironmentDescription):
 
     command: tuple[str, ...] | None = None
     url: str | None = None
-    headers_from_env: Mapping[str, str] = Field(default_factory=dict)
+    headers_from_env: Mapping[str, str] = field(default_factory=dict)
     suffix: str = "\n"
     recovery: Recovery = "restart"
 

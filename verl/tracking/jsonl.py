@@ -57,15 +57,13 @@ class JsonLinesTracker(ContinuedTracker):
     it refuses is lost.
     """
 
-    num_lost: int
-
     def __init__(self) -> None:
         self._metrics = LineFile(Path("metrics.jsonl"))
         self._sampled: set[int] = set()  # steps with a sample file of this run
         self._table_bytes = 0
         self._thread: ThreadPoolExecutor | None = None
         self._pending: deque[Future[None]] = deque()
-        self.num_lost = 0
+        self._lost_tables = 0
 
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
         self._metrics = LineFile(run_dir / "metrics.jsonl")
@@ -101,7 +99,7 @@ class JsonLinesTracker(ContinuedTracker):
             while self._pending:
                 with contextlib.suppress(OSError):
                     self._raise_failures()
-            self.num_lost += self._metrics.num_lost + self._metrics.waiting.count(b"\n")
+            self.num_lost = self._lost_tables + self._metrics.num_lost + self._metrics.waiting.count(b"\n")
 
     def _in_thread(self, table: str, rows: list[dict[str, Any]], step: int, replaces: bool = True) -> None:
         """Write a table in the thread for tables, in order.
@@ -119,7 +117,7 @@ class JsonLinesTracker(ContinuedTracker):
             try:
                 self._pending.popleft().result()
             except OSError:
-                self.num_lost += 1
+                self._lost_tables += 1
                 raise
 
     def _write_table(self, table: str, rows: list[dict[str, Any]], step: int, replaces: bool) -> None:

@@ -13,10 +13,9 @@ from typing import Any
 
 from verl.cluster.placement import ROLES, SAMPLER, DeviceMesh
 from verl.component import Description, as_plain
-from verl.compose.command_line import parse_overrides
 from verl.compose.compose import choices_of
 from verl.compose.from_yaml import ComposedConfig, compose_over_default, read_short_file
-from verl.compose.overrides import flatten
+from verl.compose.overrides import flatten, parse_overrides
 from verl.data.base import PromptOptions
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.errors import ConfigError

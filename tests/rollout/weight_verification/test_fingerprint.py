@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from rollout.weight_verification.planted import marks_of, some_weights
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.models.pretrained import Pretrained
-from verl.rollout.weight_verification.fingerprint import COLUMNS, FingerprintLog, ProbeVectors, fingerprint, tied_names
+from verl.rollout.weight_verification.fingerprint import (
+    COLUMNS,
+    FingerprintLog,
+    HostCopies,
+    ProbeVectors,
+    fingerprint,
+    tied_names,
+)
 from verl.rollout.weight_verification.verifier import differing, tolerance
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -106,3 +115,26 @@ def test_tied_tensors_are_found_by_identity(tmp_path):
         path = save_random_model(tmp_path / str(is_tied), "qwen2", torch.float32, tie_word_embeddings=is_tied)
         model = Pretrained(path=str(path)).load_causal_lm("cpu")
         assert tied_names(model) == ({"lm_head.weight": "model.embed_tokens.weight"} if is_tied else {})
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations that compute, not those that look at a tensor in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not (func.is_view or func.overloadpacket.__name__ in ("empty", "_unsafe_view"))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("shape", "most"), [((576, 1536), 7), ((1536, 8960), 7), ((151936, 1536), 49), ((1536,), 2)])
+def test_a_fingerprint_on_a_device_takes_few_kernels_and_sends_nothing_there_again(shape, most):
+    weight, vectors = torch.empty(shape, device="meta"), ProbeVectors(1)
+    counts = []
+    for _ in range(2):
+        with Launches() as launches, HostCopies():
+            fingerprint(weight, vectors, torch.bfloat16)
+        counts.append(launches.count)
+    assert counts[1] <= most

@@ -49,7 +49,7 @@ class ProbeVectors:
 
     def signs(self, width: int, device: torch.device | str = "cpu") -> Tensor:
         """[width] of +-1, float32, the same in every sync."""
-        return _signs(width).to(device)
+        return _signs(width, torch.device(device))
 
     def inputs(self, width: int, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """[1 + columns, width]: the signs, then a unit vector for each column."""
@@ -60,15 +60,21 @@ class ProbeVectors:
 def _inputs(columns: tuple[int, ...], width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Probe vectors of one width, cached for this sync."""
     rows = torch.zeros(1 + len(columns), width)
-    rows[0] = _signs(width)
+    rows[0] = _signs(width, torch.device("cpu"))
     rows[range(1, len(rows)), columns] = 1.0
     return rows.to(device, dtype)
 
 
 @lru_cache(maxsize=64)
-def _signs(width: int) -> Tensor:
+def _signs(width: int, device: torch.device) -> Tensor:
     noise = uniform(_SEED, 0, torch.arange(width), torch.tensor(0), torch.tensor(0))
-    return torch.where(noise < 0.5, -1.0, 1.0)
+    return torch.where(noise < 0.5, -1.0, 1.0).to(device)
+
+
+@lru_cache(maxsize=64)
+def _numbers(columns: tuple[int, ...], device: torch.device) -> Tensor:
+    """Columns of one width in this sync, copied to a device once."""
+    return torch.tensor(columns, device=device)
 
 
 @contextlib.contextmanager
@@ -82,7 +88,8 @@ def full_precision() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-_CHUNK = 1 << 21  # entries cast at a time
+_CHUNK = 1 << 21  # entries cast at a time: as many as stay in a cache
+_CHUNK_ON_DEVICE = 1 << 24  # each chunk is a launch or three
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,7 @@ def fingerprint(
         return WeightFingerprint(as_array(tensor.to(dtype).reshape(1, -1)), None, name, slack)
     rows = tensor.reshape(-1, tensor.shape[-1])
     width = rows.shape[1]
-    columns = torch.tensor(vectors.columns(width), device=tensor.device)
+    columns = _numbers(vectors.columns(width), tensor.device)
     values = torch.empty(1 + len(columns), len(rows), device=tensor.device)
     values[1:] = rows.index_select(1, columns).T.to(dtype)
     _times(rows, vectors.signs(width, tensor.device), dtype, values[0])
@@ -130,7 +137,7 @@ def _times(rows: Tensor, signs: Tensor, dtype: torch.dtype, out: Tensor) -> None
         if rows.dtype == dtype == torch.float32:
             torch.mv(rows, signs, out=out)
             return
-        size = max(1, _CHUNK // rows.shape[1])
+        size = max(1, (_CHUNK if rows.device.type == "cpu" else _CHUNK_ON_DEVICE) // rows.shape[1])
         for part, own in zip(rows.split(size), out.split(size), strict=True):
             torch.mv(part.to(dtype).float(), signs, out=own)
 
@@ -293,6 +300,8 @@ def join_shards(ranks: Sequence[FingerprintShards]) -> Fingerprints:
 
 def _joined(shards: Sequence[FingerprintShard]) -> WeightFingerprint:
     mark = shards[0].mark
+    if len(shards) == 1 and mark.values.shape[1] == shards[0].rows:
+        return mark
     if shards[0].is_term:
         shards = list(_sums(shards))
     values = np.full((mark.values.shape[0], shards[0].rows), np.nan, dtype=np.float32)
