@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import threading
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -28,6 +29,8 @@ from verl.rollout.vllm.config import VLLMRollout
 from verl.rollout.vllm.engine import grouped
 from verl.rollout.vllm.messages import EngineInfo
 from verl.rollout.vllm.sync.engine_weights import EngineWeights
+from verl.rollout.weight_verification.fingerprint import ProbeVectors
+from verl.rollout.weight_verification.verifier import VerificationResult, VerifyRequest
 from verl.trainer.plan.workload import free_memory
 from verl.trainer.setup import prepare_context
 from verl.utils import memory, seeding
@@ -121,6 +124,36 @@ def test_an_engine_is_woken_once_after_it_slept_and_a_new_one_not(calls):
     engine.sleep()
     process.process_id = 4
     assert sync() == []
+
+
+@pytest.mark.parametrize(
+    ("stops", "unproven", "asked"), [(True, 0, [1, 0, 0, 1]), (False, 0, [1] * 4), (True, 2, [1] * 4)]
+)
+def test_the_function_of_an_engine_is_probed_once_in_a_process_where_the_gap_of_responses_ends_a_run(
+    stops, unproven, asked
+):
+    sent = []
+    process = SimpleNamespace(
+        process_id=3, is_alive=lambda: True, send=lambda _, question: sent.append(question), answer=lambda: None
+    )
+
+    def verify(reply):
+        gap = {"sync/probe_gap_nats": 0.0} if sent[-1].rows else {}
+        return VerificationResult({"sync/unproven_tensors": float(unproven)} | gap, 0.0, 1)
+
+    verifier = SimpleNamespace(
+        question=lambda **_: VerifyRequest(ProbeVectors(), ((1, 2),)),
+        without_probe=lambda question: replace(question, rows=()),
+        adopt=lambda *_: None,
+        verify=verify,
+    )
+    engine = EngineWeights(process, EngineInfo(64, 1), None, verifier, None, 1, stops)
+    for number in range(4):
+        process.process_id = 3 + (number == 3)  # the last one meets a new process
+        engine.request_fingerprints(engine.begin(lambda: False).question)
+        engine.verify([], 0.0)
+        engine.prove_function()
+    assert [len(question.rows) for question in sent] == asked
 
 
 def test_a_sync_begins_without_gradients_and_without_cached_memory(calls, monkeypatch, prompts):

@@ -295,7 +295,10 @@ class PolicyTrainer(LoopTrainer):
         self.replay = ReplayMixing(run, context, self.saving.directory)
         plan = self._plan(context)
         run = run if plan is None else plan.decided(run)
-        self._start_processes(run, replace(context, bytes_beside_engine=plan and plan.memory.beside_engine))
+        limit, behaviour = run.trainer.safety.log_prob_gap, run.algorithm.proximal == "behaviour"
+        gap_stops = limit is not None and limit.on_excess == "stop" and not behaviour and not run.trainer.staleness
+        beside = plan and plan.memory.beside_engine
+        self._start_processes(run, replace(context, bytes_beside_engine=beside, gap_stops=gap_stops))
         self.reward_stats = RewardStats(run.reward, self.reward)
         self.async_rewards.use(self.reward, self.reward_stats)
         losses = {"policy_loss": self.actor, "value_loss": self.critic}

@@ -46,6 +46,6 @@ def test_a_sync_that_brings_nothing_stops_the_run(tmp_path, monkeypatch):
         trainer.fit()
     steps = step_lines(tmp_path)
     assert len(steps) == 1
-    assert float(steps[0]["sync/probe_gap_nats"]) < 1e-4
+    assert float(steps[0]["rollout/log_prob_gap_nats"]) < 1e-4
     assert {"lm_head.weight", "model.layers.1.mlp.down_proj.weight"} <= set(caught.value.names)
     assert "it is stale: it holds what the sync before brought" in str(caught.value)

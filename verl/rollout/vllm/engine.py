@@ -211,7 +211,8 @@ class VLLMEngine(RolloutEngine):
         vocabulary = min(self.model.config.get_text_config().vocab_size, len(tokenizer))
         verifier = SyncVerifier(self.model, self.setting.dtype, vocabulary, self.info.max_model_len, autocast)
         threads = _shared_core_threads(self.setting, context)
-        return EngineWeights(self.process, self.info, self.model, verifier, self.setting.lora_rank, threads)
+        stops = context.gap_stops and self.is_alone  # else a probe is a forward pass of all processes together
+        return EngineWeights(self.process, self.info, self.model, verifier, self.setting.lora_rank, threads, stops)
 
     def _gpus(self, context: BuildContext, is_one_machine: bool) -> Sequence[str] | None:
         """Names of the GPUs of the engine of several processes; None for those of this process alone."""

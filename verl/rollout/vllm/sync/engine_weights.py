@@ -34,7 +34,8 @@ class EngineState:
     Attributes:
         is_current: the weights of the last sync, which were verified.
         was_verified: those of a sync were, at any time.
-        was_probed: the last proof compared log-probs too.
+        was_probed: the last proof compared log-probs too, or need not, see `EngineWeights`.
+        function_is_known: a proof compared log-probs, and every tensor on its own.
         is_asleep: neither weights nor keys and values; it has given their GPU memory back.
         feeds: the layout of the streams that its workers read.
     """
@@ -43,6 +44,7 @@ class EngineState:
     is_current: bool = False
     was_verified: bool = False
     was_probed: bool = True
+    function_is_known: bool = False
     is_asleep: bool = False
     feeds: list[FeedPlan] | None = None
 
@@ -54,6 +56,8 @@ class EngineWeights:
         model: that trains.
         lora_rank: rank of an adapter that is sent as itself, after the weights that it was added to; None for merged.
         num_threads: threads of trainer and engine each, while both work.
+        gap_stops: see `BuildContext`. Then log-probs of the probe are compared in the first sync of a process alone:
+            later ones prove the tensors, and the responses what is computed with them.
     Attributes:
         in_place: tensors are copied into the engine's parameters; False: vLLM reloads its whole model.
     """
@@ -66,9 +70,11 @@ class EngineWeights:
         verifier: SyncVerifier,
         lora_rank: int | None,
         num_threads: int,
+        gap_stops: bool = False,
     ):
         self.process, self.info, self.model, self.verifier = process, info, model, verifier
         self.lora_rank, self.num_threads, self.in_place = lora_rank, num_threads, True
+        self.gap_stops = gap_stops
         self._state, self._num_adapters, self._sends_all = EngineState(None), 0, True
 
     @property
@@ -93,7 +99,7 @@ class EngineWeights:
         self._sends_all = self.lora_rank is None or self.needs_sync
         # Before what may fail: questions are counted alike beside all engines.
         question = self.verifier.question(weights=self._sends_all, adapter_rank=self.lora_rank)
-        if prepare():
+        if prepare() or self._needs_no_probe:
             question = self.verifier.without_probe(question)
         self._wake("weights")
         assert self.state.process_id is not None
@@ -162,7 +168,7 @@ class EngineWeights:
 
     def request_fingerprints(self, question: VerifyRequest) -> None:
         """Ask what the engine holds."""
-        self.state.was_probed = bool(question.rows)
+        self.state.was_probed = bool(question.rows) or self._needs_no_probe
         self.process.send("prove", question)
 
     def verify(self, parts: Sequence[FingerprintShards], seconds: float) -> VerificationResult:
@@ -175,7 +181,13 @@ class EngineWeights:
         self.verifier.adopt(join_shards(parts), seconds)
         result = self.verifier.verify(self.process.answer())
         self.state.is_current = self.state.was_verified = True
+        is_probed = "sync/probe_gap_nats" in result.metrics
+        self.state.function_is_known |= is_probed and not result.metrics["sync/unproven_tensors"]
         return result
+
+    @property
+    def _needs_no_probe(self) -> bool:
+        return self.gap_stops and self.state.function_is_known
 
     def prove_function(self) -> None:
         """Compare log-probs of the probe where the last sync could not; no turns are open.
