@@ -180,6 +180,7 @@ def test_options_are_also_looked_for_in_the_directories_of_the_user(tmp_path):
         (fault,) = command_line("ppo", [argument, "reward=mien"])[1].faults
         assert fault.endswith("Did you mean mine?")
     assert command_line("ppo", ["reward=mine"])[1].faults
+    assert "nowhere" in command_line("ppo", ["--config-dir=nowhere", "reward=mine"])[1].faults[0]
 
 
 def test_a_file_of_options_that_is_not_yaml_is_named_with_the_line(tmp_path):
@@ -304,8 +305,7 @@ def test_an_alias_does_not_choose_again_what_is_chosen_by_name():
 
 
 def test_aliases_of_one_group_go_together_in_any_order():
-    of = "actor_rollout.fsdp_config"
-    words = [f"{of}.sharding_strategy=HYBRID_SHARD", f"{of}.cpu_offload=true"]
+    words = [f"actor_rollout.fsdp_config.{word}" for word in ("sharding_strategy=HYBRID_SHARD", "cpu_offload=true")]
     for given in (words, words[::-1]):
         node = composed(*given).sharding
         assert (node["_target_"].rpartition(".")[2], node.cpu_offload) == ("HSDP", True)

@@ -57,18 +57,13 @@ def _fill(parent: Any, key: Any) -> None:
 
 
 def _fill_fields(node: DictConfig) -> None:
-    for key, default in _defaults(raw_target(node)).items():
+    target: Any = node._get_node(TARGET)
+    for key, default in _defaults(None if target is None else target._value()).items():
         changes = node._get_node(key)
         if changes is None:
             OmegaConf.update(node, key, default, merge=False)
         elif isinstance(default, dict) and TARGET in default and _changes_default(changes):
             OmegaConf.update(node, key, OmegaConf.merge(default, changes), merge=False)
-
-
-def raw_target(node: DictConfig) -> Any:
-    """The `_target_` of a node, as it is written; None if it has none."""
-    target: Any = node._get_node(TARGET)
-    return None if target is None else target._value()
 
 
 def _changes_default(node: Any) -> bool:

@@ -134,8 +134,10 @@ def command_line(root: str, arguments: Sequence[str]) -> tuple[list[str], Overri
     sweeps = flags.multirun or any(word.startswith("sweep=") for word in words)
     parsed, faults = _parsed(words, sweeps=sweeps)
     passed = [x for x in parsed if x.is_hydra_override() or x.package is not None or x.is_delete()]
-    pairs = [(x.key_or_group, _text_of(x)) for x in parsed if x not in passed]
+    pairs = [(x.key_or_group, str(x.input_line).partition("=")[2]) for x in parsed if x not in passed]
     assigned = assign(root, pairs, sweeps=sweeps)
+    if flags.config_dir is not None and not os.path.isdir(flags.config_dir):
+        faults.append(f"--config-dir is {flags.config_dir}: no such directory.")
     assigned.faults = [*faults, *assigned.faults]
     chosen = {option.partition("=")[0] for option in assigned.options}
     replaced = [  # by a component, into which Hydra would merge the keys of the default option
@@ -185,10 +187,6 @@ def _parsed(words: Sequence[str], *, sweeps: bool) -> tuple[list[Override], list
         else:
             parsed.append(override)
     return parsed, faults
-
-
-def _text_of(override: Override) -> str:
-    return str(override.input_line).partition("=")[2]
 
 
 def assign(root: str, pairs: Sequence[tuple[str, Any]], *, sweeps: bool = False) -> Overrides:

@@ -67,12 +67,6 @@ def group_options() -> dict[str, list[str]]:
     return {group: sorted(options[group]) for group in sorted(options)}
 
 
-def option_file(group: str, option: str) -> Path | None:
-    """The file of an option in `conf_dir` or in `own_conf_dirs`; None if there is none."""
-    files = (directory / group / f"{option}.yaml" for directory in (conf_dir(), *_own_dirs))
-    return next((file for file in files if file.is_file()), None)
-
-
 VALUES = ("resume",)  # root keys that are values, not components chosen from a group
 LISTS = ("tracker",)  # groups with several options per run: tracker=[console,jsonl]
 CHOOSERS = ("experiment", "sweep", "debug")  # groups that set other nodes and have no node of their own
