@@ -18,11 +18,12 @@ from omegaconf import OmegaConf
 
 from verl.component import BuildContext, as_plain, field_types
 from verl.compose import schema
+from verl.compose.component_import import import_component
 from verl.compose.compose import compose_root
 from verl.compose.explain import explained
 from verl.compose.overrides import command_line
 from verl.compose.schema import ROOTS, conf_dir, group_options, json_schema, root_keys
-from verl.compose.validate import import_component, refuse_here, validate
+from verl.compose.validate import refuse_here, validate
 from verl.errors import ConfigError
 
 SFT_ONLY = {

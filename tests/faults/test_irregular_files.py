@@ -27,7 +27,7 @@ from verl.compose.load_policy import locate_policy
 from verl.compose.run_start import save_config
 from verl.errors import ConfigError, VerlError
 from verl.models.pretrained import Pretrained
-from verl.tracking import plots
+from verl.tracking import sweep_table
 from verl.tracking.jsonl import JsonLinesTracker
 from verl.tracking.logging_setup import setup_logging
 from verl.tracking.plots import MetricSeries, draw
@@ -222,8 +222,6 @@ def test_names_do_not_reach_the_terminal_as_commands_to_it(run):
         "config.yaml",
         "run.log",
         "metrics.jsonl",
-        "samples/step_1.jsonl",
-        "evals/step_1.jsonl",
         "plan.txt",
         "curves.png",
         "sweep.csv",
@@ -236,19 +234,26 @@ def test_a_file_of_the_run_directory_is_written_only_where_it_is_regular(name, k
         "config.yaml": lambda: save_config(OmegaConf.create({}), [], tmp_path),
         "run.log": lambda: setup_logging(tmp_path),
         "metrics.jsonl": lambda: tracker.start("run", {}, tmp_path, None),
-        "samples/step_1.jsonl": lambda: (
-            tracker.start("run", {}, tmp_path, None), tracker.samples([{"prompt": "1"}], 1, "train"), tracker.close("")
-        ),
-        "evals/step_1.jsonl": lambda: (
-            tracker.start("run", {}, tmp_path, None), tracker.evaluated_rows([{}], 1), tracker.close("")
-        ),
         "plan.txt": lambda: write_text(tmp_path / name, "plan"),
         "curves.png": lambda: draw({"reward": {"mean": MetricSeries([1, 2], [0.0, 1.0])}}, tmp_path / name, "run"),
-        "sweep.csv": lambda: plots.write(tmp_path, []),
+        "sweep.csv": lambda: sweep_table.write(tmp_path, []),
     }  # fmt: skip
     with in_time(), pytest.raises(OSError, match="not a regular file"):
         writes[name]()
     assert (tmp_path / name).exists()
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device"])
+@pytest.mark.parametrize("name", ["samples", "evals"])
+def test_a_table_whose_file_is_not_regular_is_counted_as_lost(name, kind, tmp_path):
+    replace(tmp_path / name / "step_1.jsonl", kind)
+    tracker = JsonLinesTracker()
+    with in_time():
+        tracker.start("run", {}, tmp_path, None)
+        with contextlib.suppress(OSError):  # at once, where its thread is quick
+            tracker.samples([{"prompt": "1"}], 1, "train") if name == "samples" else tracker.evaluated_rows([{}], 1)
+        tracker.close("")
+    assert tracker.num_lost == 1
 
 
 def test_a_log_of_runs_that_is_no_regular_file_costs_its_lines(tmp_path, caplog):

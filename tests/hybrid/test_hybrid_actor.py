@@ -265,7 +265,7 @@ def test_processes_are_replicas_shards_and_siblings(config, processes, sizes, mo
 
 def test_the_cache_setting_of_the_process_holds_where_the_actor_has_none(loaded, monkeypatch):
     released: list = []
-    monkeypatch.setattr("verl.hybrid.actor.release_cached", released.append)
+    monkeypatch.setattr("verl.hybrid.actor.release_cached", lambda device, **_: released.append(device))
     for of_process, of_actor, count in ((False, None, 0), (True, None, 1), (True, False, 1), (False, True, 2)):
         monkeypatch.setattr(verl.config, "auto_cache_clear", of_process)
         monkeypatch.setattr(loaded, "auto_cache_clear", of_actor)

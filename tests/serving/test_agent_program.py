@@ -154,7 +154,7 @@ def test_what_fails_never_becomes_a_reward_and_what_a_limit_cuts_is_named(run):
     ("overrides", "fault"),
     [
         (["environment.path=null"], "path and command: give one of the two"),
-        (["+environment.history=rerender"], "history is rerender: the program writes its messages itself"),
+        (["environment.history=rerender"], "history is rerender: the program writes its messages itself"),
     ],
 )
 def test_what_does_not_go_is_refused(run, overrides, fault):

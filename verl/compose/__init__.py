@@ -1,5 +1,6 @@
 """Composition of YAML and command line into a checked run. Only this package imports Hydra and OmegaConf.
 
+component_import  Imports a component by the `_target_` of its node
 compose        Composes a root configuration without `hydra.main`, and applies values to it
 defaults       Defaults of components, for the fields that no file of options names
 explain        The whole configuration with a sentence for each field

@@ -17,7 +17,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from omegaconf import MISSING, DictConfig, ListConfig, OmegaConf, open_dict
 
 from verl.component import Description, as_plain
-from verl.compose.validate import TARGET, import_component
+from verl.compose.component_import import TARGET, import_component
 
 
 class WholeConfigLoader(ConfigLoaderImpl):

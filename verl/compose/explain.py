@@ -10,8 +10,8 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from verl.compose.component_import import TARGET, import_component
 from verl.compose.schema import field_texts
-from verl.compose.validate import TARGET, import_component
 
 
 def explained(config: DictConfig) -> str:

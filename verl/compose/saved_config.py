@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from verl.component import as_plain
-from verl.compose.validate import TARGET, import_component
+from verl.compose.component_import import TARGET, import_component
 from verl.protocol.serialization import PLAIN
 from verl.storage.config import is_address
 from verl.utils.redact import redact_tree

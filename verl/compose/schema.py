@@ -208,7 +208,7 @@ def register() -> None:
     OmegaConf.register_new_resolver("hub_or_package", hub_or_package, replace=True)
     OmegaConf.register_new_resolver("bfloat16_here", bfloat16_here, replace=True)
     OmegaConf.register_new_resolver("tokens_of", default_length, replace=True)
-    from verl.compose.defaults import WholeConfigLoader  # imports `validate`, which imports this module
+    from verl.compose.defaults import WholeConfigLoader
 
     hydra.ConfigLoaderImpl = WholeConfigLoader  # type: ignore[misc]
     store = ConfigStore.instance()

@@ -8,7 +8,6 @@ It imports no large library and loads no weights.
 from __future__ import annotations
 
 import difflib
-import importlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,9 +26,9 @@ from verl.component import (
     join,
     set_fields,
 )
+from verl.compose.component_import import TARGET, import_component
 from verl.compose.schema import LISTS, group_options
 from verl.errors import ConfigError
-from verl.utils.signals import as_component_exit, raised_by_code
 
 _DEPTH = 40  # deeper than any real configuration; detects a node that refers to its own parent
 
@@ -110,9 +109,6 @@ def _unset(node: Any, key: Any, path: str) -> str:
 
 def _raw(node: Any) -> Any:
     return node._value() if hasattr(node, "_value") else node
-
-
-TARGET = "_target_"
 
 
 def validate(config: DictConfig | dict[str, Any], faults: Sequence[str] = ()) -> Any:
@@ -222,29 +218,6 @@ class _Validation:
             known = dict.fromkeys(self.plain.origin(path) for path in _paths(self.plain.tree, ""))
             near = nearest_path(here, [*below, *known])
             self.faults.append(f"{here} is not a known key: {kind.__name__} has no such field.{hint(near)}")
-
-
-def import_component(target: str) -> type[Description] | str:
-    """Import a component class; returns a message if that fails."""
-    module_name, _, name = target.rpartition(".")
-    if not module_name:
-        return "expected the dotted path of a component class"
-    try:
-        kind = getattr(importlib.import_module(module_name), name, None)
-    except ModuleNotFoundError as error:
-        return f"there is no module {error.name}"
-    except ImportError as error:
-        return f"it cannot be imported ({error})"
-    except BaseException as error:  # the user's module runs here and may raise anything
-        if not raised_by_code(error):
-            raise
-        cause = error if isinstance(error, Exception) else as_component_exit(error)
-        return f"importing it raised {type(cause).__name__}: {cause}"
-    if kind is None:
-        return f"{module_name} has no {name}"
-    if not (isinstance(kind, type) and issubclass(kind, Description)):
-        return "it is not a component; give a class that inherits verl.component.Description, decorated by `component`"
-    return kind
 
 
 def _of_function(annotation: Any, node: Any) -> Any:
