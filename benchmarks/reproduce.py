@@ -178,7 +178,7 @@ def reproduce(name: str, options: argparse.Namespace) -> None:
             sides["TRL"].append(json.loads(file.read_text()))
             print(f"{name} seed {seed}, TRL: reward {sides['TRL'][-1]['reward'][-1]:.3f}", flush=True)
     found = {"name": name, "machine": machine(), "seeds": options.seeds, "overrides": overrides, "note": options.note}
-    found["sides"] = sides
+    found |= {"is_timed": not options.untimed, "sides": sides}
     OUT.mkdir(parents=True, exist_ok=True)
     (OUT / f"{name}.json").write_text(json.dumps(found, separators=(",", ":")) + "\n")
     draw(found)
@@ -207,9 +207,9 @@ def draw(found: dict[str, Any]) -> None:
 
 
 HEADER = (
-    "| | steps | reward, first step | last 3 steps: mean [least, most] of seeds | held-out greedy, before and after | "
-    "s a step, median [quartiles] | of it |"
+    "| | steps | reward, first step | last 3 steps: mean [least, most] of seeds | held-out greedy, before and after |"
 )
+TIMES = " s a step, median [quartiles] | of it |"
 
 
 def table() -> str:
@@ -224,8 +224,13 @@ def table() -> str:
             f"{found['machine']}; seeds {', '.join(map(str, found['seeds']))}{changed}.",
         ]
         lines[-1] += f" {found['note']}" if found["note"] else ""
-        lines += ["", f"![reward against steps]({found['name']}.png)", "", HEADER, "|---|---|---|---|---|---|---|"]
-        lines += [row(side, runs) for side, runs in found["sides"].items()]
+        is_timed = found.get("is_timed", True)
+        head = [HEADER + TIMES * is_timed, "|---|---|---|---|---|" + "---|---|" * is_timed]
+        lines += ["", f"![reward against steps]({found['name']}.png)", "", *head]
+        lines += [row(side, runs, is_timed) for side, runs in found["sides"].items()]
+        if not is_timed:
+            lines.append("")
+            continue
         middle = {side: spread(step_seconds(runs, "step"))[0] for side, runs in found["sides"].items()}
         if len(middle) == 2:
             lines += ["", f"A step of TRL takes {middle['TRL'] / middle['verl']:.2f} times as long."]
@@ -238,23 +243,30 @@ def step_seconds(runs: list[dict[str, Any]], stage: str) -> list[float]:
     return [x for run in runs for x in run["seconds"][stage][WARM_UP:]]
 
 
-def row(side: str, runs: list[dict[str, Any]]) -> str:
+def row(side: str, runs: list[dict[str, Any]], is_timed: bool) -> str:
     """A side's row of the table."""
-    first, last = ([run["reward"][0] for run in runs], [statistics.mean(run["reward"][-3:]) for run in runs])
+    count = min(len(run["reward"]) for run in runs)
+    first, last = [run["reward"][0] for run in runs], [statistics.mean(run["reward"][count - 3 : count]) for run in runs]
     evaluated = [(run["eval"][0], run["eval"][-1]) for run in runs if len(run["eval"]) > 1]
     held = [statistics.mean(x["accuracy"] for x in at) for at in zip(*evaluated, strict=True)]
     named = [stage for stage in ("gen", "update_actor", "rest") if stage in runs[0]["seconds"]]
-    seconds, low, high = spread(step_seconds(runs, "step"))
-    return " | ".join(
-        [
-            f"| {side}",
-            f"{len(runs[0]['reward'])}",
-            f"{statistics.mean(first):.3f}",
-            f"{statistics.mean(last):.3f} [{min(last):.3f}, {max(last):.3f}]",
-            " to ".join(f"{x:.3f}" for x in held) or "-",
-            f"{seconds} [{low}, {high}]",
-            ", ".join(f"{stage} {spread(step_seconds(runs, stage))[0]}" for stage in named) + " |",
-        ]
+    times = []
+    if is_timed:
+        seconds, low, high = spread(step_seconds(runs, "step"))
+        parts = ", ".join(f"{stage} {spread(step_seconds(runs, stage))[0]}" for stage in named)
+        times = [f"{seconds} [{low}, {high}]", parts]
+    return (
+        " | ".join(
+            [
+                f"| {side}",
+                f"{count}",
+                f"{statistics.mean(first):.3f}",
+                f"{statistics.mean(last):.3f} [{min(last):.3f}, {max(last):.3f}]",
+                " to ".join(f"{x:.3f}" for x in held) or "-",
+                *times,
+            ]
+        )
+        + " |"
     )
 
 
@@ -265,6 +277,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--trl", action="store_true", help="run TRL beside it")
     parser.add_argument("--note", default="", help="a sentence about these runs, for the page")
+    parser.add_argument("--untimed", action="store_true", help="beside other work: no seconds on the page")
     parser.add_argument("--side", nargs=3, metavar=("NAME", "SEED", "FILE"), help=argparse.SUPPRESS)
     parser.add_argument("--overrides", nargs="*", default=[])
     options = parser.parse_args()
