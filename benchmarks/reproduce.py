@@ -246,7 +246,8 @@ def step_seconds(runs: list[dict[str, Any]], stage: str) -> list[float]:
 def row(side: str, runs: list[dict[str, Any]], is_timed: bool) -> str:
     """A side's row of the table."""
     count = min(len(run["reward"]) for run in runs)
-    first, last = [run["reward"][0] for run in runs], [statistics.mean(run["reward"][count - 3 : count]) for run in runs]
+    first = [run["reward"][0] for run in runs]
+    last = [statistics.mean(run["reward"][count - 3 : count]) for run in runs]
     evaluated = [(run["eval"][0], run["eval"][-1]) for run in runs if len(run["eval"]) > 1]
     held = [statistics.mean(x["accuracy"] for x in at) for at in zip(*evaluated, strict=True)]
     named = [stage for stage in ("gen", "update_actor", "rest") if stage in runs[0]["seconds"]]
