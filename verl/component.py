@@ -60,8 +60,8 @@ class BuildContext:
             see `verl.compose.load_policy`.
         swept: overrides in which this job differs from others of its sweep.
         shares_device: whether other processes of the run have roles on the same device.
-        gap_stops: log-probs of each step's responses are compared with the engine's before they are trained on, and
-            beyond the limit end the run (`trainer.safety.log_prob_gap`).
+        gap_stops: a step in which log-probs of the responses are too far from the engine's ends the run, before it is
+            saved (`trainer.safety.log_prob_gap`).
         cpu_matmul: library of large float32 products on a CPU: mkl or onednn (`verl/ops/cpu_matmul.py`).
     """
 

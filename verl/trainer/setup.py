@@ -133,7 +133,7 @@ def prepare_saving(
     is_restart: bool = False,
     data: Mapping[str, str] | None = None,
 ) -> CheckpointSaver:
-    """Choose and claim the save directory of a run, and find the checkpoint that it resumes from, if any.
+    """Claim a run's save directory, find the checkpoint that it resumes from, if any, and on a CPU choose its threads.
 
     Args:
         is_restart: this trainer has trained in its run directory before.

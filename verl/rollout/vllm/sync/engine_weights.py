@@ -57,7 +57,7 @@ class EngineWeights:
         lora_rank: rank of an adapter that is sent as itself, after the weights that it was added to; None for merged.
         num_threads: threads of trainer and engine each, while both work.
         gap_stops: see `BuildContext`. Then log-probs of the probe are compared in the first sync of a process alone:
-            later ones prove the tensors, and the responses what is computed with them.
+            later ones prove the tensors, and the gap at the end of the step shows what is computed with them.
     Attributes:
         in_place: tensors are copied into the engine's parameters; False: vLLM reloads its whole model.
     """
