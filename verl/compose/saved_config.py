@@ -38,7 +38,7 @@ _ALLOWED = {  # below `verl.`
         "max_digits pair_digits pair_share pair_calls train_size held_out seed max_length"
     ),
     "data.chat_task.ChatTaskPrompts": "task train_size held_out seed max_prompt_length system_prompt",
-    "data.chat_task.ChatTaskSFT": "task train_size held_out seed max_length",
+    "data.chat_task.ChatTaskSFT": "task train_size held_out seed max_length system_prompt",
     "data.curriculum.PassRate": "target bands falloff memory warmup_epochs",
     "data.episodes.EpisodePrompts": "prompt system_prompt chat_template train_size held_out max_prompt_length",
     "data.files.PromptFiles": f"{_ROWS} prompt_key final_assistant train_files eval_files weights",

@@ -44,12 +44,14 @@ class ChatTask(Description):
         task: the kind.
         train_size, held_out: numbers of training and evaluation problems.
         seed: of the problems.
+        system_prompt: system message; None for that of the chat template.
     """
 
     task: TaskName = "json"
     train_size: PositiveInt = 4000
     held_out: PositiveInt = 256
     seed: int = 0
+    system_prompt: str | None = None
 
     def faults(self) -> Iterator[str]:
         if self.train_size + self.held_out > 20_000:
@@ -71,11 +73,9 @@ class ChatTaskPrompts(ChatTask, PromptSource):
 
     Args:
         max_prompt_length: the most tokens of a prompt with its chat template.
-        system_prompt: system message; None for that of the chat template.
     """
 
     max_prompt_length: PositiveInt = 160
-    system_prompt: str | None = None
 
     def columns(self) -> dict[str, frozenset[str]]:
         return {"data": frozenset({"answer"})}
@@ -89,6 +89,8 @@ class ChatTaskPrompts(ChatTask, PromptSource):
 class ChatTaskSFT(ChatTask, TextSource):
     """Problems with their answers for supervised fine-tuning; see `ChatTask`.
 
+    Problems of `arithmetic` are conversations: a call of the tool `calc`, its result, and the number.
+
     Args:
         max_length: the most tokens of problem, answer and EOS together.
     """
@@ -96,7 +98,19 @@ class ChatTaskSFT(ChatTask, TextSource):
     max_length: PositiveInt = 256
 
     def build(self, context: BuildContext) -> DataSplits:
-        return DataSplits.generated(SFTDataset, self.rows, context, max_length=self.max_length, completion_key="answer")
+        options = {"max_length": self.max_length, "system_prompt": self.system_prompt}
+        if self.task == "arithmetic":
+            return DataSplits.generated(SFTDataset, self._with_calls, context, messages_key="messages", **options)
+        return DataSplits.generated(SFTDataset, self.rows, context, completion_key="answer", **options)
+
+    def _with_calls(self, split: Split) -> list[dict[str, Any]]:
+        conversations = []
+        for row in self.rows(split):
+            left, sign, right = row["prompt"][0]["content"].rstrip("?").split()[-3:]
+            call = {"role": "assistant", "content": f"calc({left}{sign}{right})"}
+            result, answer = ({"role": role, "content": row["answer"]} for role in ("tool", "assistant"))
+            conversations.append({"messages": [*row["prompt"], call, result, answer]})
+        return conversations
 
 
 def _json(draw: random.Random) -> tuple[str, str]:
