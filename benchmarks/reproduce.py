@@ -80,7 +80,7 @@ def run_trl(name: str, seed: int, overrides: list[str], file: Path) -> None:
     run = validate(compose_root("ppo", [f"experiment={name}", *overrides]))
     settings, model, lora = run.trainer, run.actor.model, run.actor.lora
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if settings.num_threads is not None:
+    if isinstance(settings.num_threads, int):
         torch.set_num_threads(settings.num_threads)
     module, _, function = run.reward.path.partition(":")
     score = getattr(importlib.import_module(module), function)
