@@ -3,6 +3,7 @@
 auto              `rollout=auto`: chooses the engine that was faster in measurements with models of this size
 base              The interface of rollout engines: turns, sync, rest, close
 data_responses    Responses of the data set in place of sampled ones, for distillation
+engine_process/   Engines in processes of their own, of any kind: life cycle, calls, turns, failures
 generation_group  How the processes that hold one model divide the generation of responses, and agree on failures
 hf                `rollout=hf`: generation on the tensors that train
 hf_rows           Rows that `rollout=hf` decodes beside each other, in slots of a key-value cache or in batches
@@ -14,5 +15,6 @@ scripted          Scripted responses, and the base of engines that answer whole 
 server/           Rollout by an external server: vLLM, another OpenAI-compatible one, or TGI
 token_sampler     From logits to the next token of each row: the sampling rule of every rollout engine
 vllm/             vLLM as a rollout engine, in a separate process; the trainer's weights are streamed to it
+weight_sync/      Weights of a model to its engines: streams, transfer between ranks, syncs
 proof/            Proves after a weight sync that an engine holds the trainer's weights
 """

@@ -17,19 +17,13 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from verl.errors import RolloutError
+from verl.rollout.engine_process.messages import EngineInfo, NumberedTurn, TurnOutput
 from verl.rollout.proof.verifier import VerifyRequest
 from verl.rollout.token_sampler import TokenSampler
-from verl.rollout.vllm.client.engine_args import EngineArgs
-from verl.rollout.vllm.messages import (
-    EngineInfo,
-    FeedPlan,
-    LoadRequest,
-    NumberedTurn,
-    TurnOutput,
-    WantedSlices,
-)
+from verl.rollout.vllm.engine_args import EngineArgs
 from verl.rollout.vllm.server.turns import EngineTurns, PrefixVersions
 from verl.rollout.vllm.server.verification import answer_request
+from verl.rollout.weight_sync.chunks import FeedPlan, LoadRequest, WantedSlices
 from verl.utils.child_process.process import describe_exit, memory_kills
 from verl.utils.progress import report
 

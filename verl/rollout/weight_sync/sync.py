@@ -19,16 +19,16 @@ from torch import Tensor
 
 from verl.models.parallel_info import Autocast, ParallelInfo, meet
 from verl.rollout.base import SyncResult
+from verl.rollout.engine_process.process import EngineDied
 from verl.rollout.generation_group import among_siblings, consensus
 from verl.rollout.probe_log_probs import trainer_log_probs
 from verl.rollout.proof.fingerprints import FingerprintShards, transposed_names
 from verl.rollout.proof.verifier import VerificationResult, VerifyRequest
-from verl.rollout.vllm.client.engine_process import EngineDied
-from verl.rollout.vllm.messages import FeedPlan, SyncOffer, SyncRound, WantedSlices
-from verl.rollout.vllm.shm_stream import StreamBroken, StreamWriter, using_threads
-from verl.rollout.vllm.state_dict import NamedWeight, weights_of
-from verl.rollout.vllm.sync.engine_weights import MIB, EngineWeights
-from verl.rollout.vllm.sync.weight_transfer import (
+from verl.rollout.weight_sync.chunks import FeedPlan, SyncOffer, SyncRound, WantedSlices
+from verl.rollout.weight_sync.engine_weights import MIB, EngineWeights
+from verl.rollout.weight_sync.state_dict import NamedWeight, weights_of
+from verl.rollout.weight_sync.stream import StreamBroken, StreamWriter, using_threads
+from verl.rollout.weight_sync.transfer import (
     FeedAssignment,
     TransferInProgress,
     WeightTransfer,
@@ -354,7 +354,7 @@ def _synced(moved: Sequence[RankSyncResult], transfer: WeightTransfer, num_tenso
     traffic, fed = sum(result.received for result in moved), sum(result.fed for result in moved)
     assert traffic == transfer.plan.num_bytes, (traffic, transfer.plan.num_bytes)
     metrics = {"sync/copy_s": moved[0].copying_s, "sync/load_s": moved[0].loading_s, "sync/bytes": float(fed)}
-    note = f"{num_tensors} tensors, {fed / MIB:.1f} MiB to vLLM"
+    note = f"{num_tensors} tensors, {fed / MIB:.1f} MiB to the engine"
     if len(moved) == 1:
         return SyncResult(note, metrics)
     note += (

@@ -21,7 +21,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from verl.rollout.vllm.messages import ChunkEntry, ChunkPlan, StreamHandle, chunk_view
+from verl.rollout.weight_sync.chunks import ChunkEntry, ChunkPlan, StreamHandle, chunk_view
 from verl.utils.memory import shareable_allocations
 from verl.utils.progress import nameless_file, report
 
@@ -44,7 +44,7 @@ def using_threads(count: int) -> Iterator[None]:
     if count == before:
         yield
         return
-    set_threads = torch._C.set_num_threads  # vLLM puts a function that does nothing in the place of torch's
+    set_threads = torch._C.set_num_threads  # an engine may put a function that does nothing in the place of torch's
     set_threads(count)
     try:
         yield
