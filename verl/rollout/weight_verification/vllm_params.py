@@ -339,7 +339,7 @@ def adapter_shards(manager: Any, adapter_id: int, rank: int, vectors: ProbeVecto
     """One engine rank's part of the adapter, read from vLLM's manager of adapters; empty if it is not in use.
 
     Args:
-        manager: `LoRAModelManager`.
+        manager: vLLM's LoRAModelManager.
         adapter_id: `lora_int_id` of the request.
         rank: of the adapter; the engine's own may be larger.
     """
