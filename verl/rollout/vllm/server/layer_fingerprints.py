@@ -16,7 +16,7 @@ Runs in the engine's processes, one rank at a time. Layers are recognised by cla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from verl.rollout.weight_verification.fingerprint import (
+from verl.rollout.proof.fingerprints import (
+    LORA_A,
+    LORA_B,
     FingerprintShard,
     FingerprintShards,
     HostCopies,
@@ -315,23 +317,6 @@ def _pieces(layer: Any, kinds: set[str]) -> list[tuple[int, int, int]]:
 def kinds_of(module: nn.Module) -> set[str]:
     """The names of a module's classes."""
     return {kind.__name__ for kind in type(module).__mro__}
-
-
-LORA_A, LORA_B = "lora_A", "lora_B"
-
-
-def adapter_tensors(model: Any, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Each A [rank, in] and each scaled B [out, rank] of a peft model, by the name of its layer.
-
-    Args:
-        tensors: of the adapter, whole, by their names in the model.
-    """
-    adapter = model.active_adapter
-    for path, module in model.named_modules():
-        if adapter in getattr(module, LORA_A, {}):
-            name, (a, b) = plain_name(path), (tensors[f"{path}.{x}.{adapter}.weight"] for x in (LORA_A, LORA_B))
-            yield f"{name}.{LORA_A}", a
-            yield f"{name}.{LORA_B}", b * module.scaling[adapter]
 
 
 @torch.no_grad()
