@@ -26,8 +26,8 @@ from verl.rollout.engine_process.engine import with_engine_group
 from verl.rollout.generation_group import OneGenerates
 from verl.rollout.proof.fingerprints import ProbeVectors
 from verl.rollout.proof.verifier import VerificationResult, VerifyRequest
-from verl.rollout.vllm import shm_stream
 from verl.rollout.vllm.engine_args import gpu_name
+from verl.rollout.weight_sync import stream as shm_stream
 from verl.rollout.weight_sync import sync as weight_sync
 from verl.rollout.weight_sync.chunks import SyncOffer, SyncRound
 from verl.rollout.weight_sync.stream import StreamReader
