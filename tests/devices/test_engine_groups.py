@@ -23,6 +23,8 @@ from verl.models.tiny import TinyModel
 from verl.ops.resharding.layout import Mesh
 from verl.rollout import generation_group
 from verl.rollout.generation_group import OneGenerates
+from verl.rollout.proof.fingerprints import ProbeVectors
+from verl.rollout.proof.verifier import VerificationResult, VerifyRequest
 from verl.rollout.vllm import shm_stream
 from verl.rollout.vllm.client.engine_args import gpu_name
 from verl.rollout.vllm.engine import with_engine_group
@@ -31,8 +33,6 @@ from verl.rollout.vllm.shm_stream import StreamReader
 from verl.rollout.vllm.sync import weight_sync
 from verl.rollout.vllm.sync.weight_sync import WeightSync
 from verl.rollout.vllm.sync.weight_transfer import FeedAssignment
-from verl.rollout.weight_verification.fingerprint import ProbeVectors
-from verl.rollout.weight_verification.verifier import VerificationResult, VerifyRequest
 
 RANKS = 4
 

@@ -1,6 +1,6 @@
 """Syncs to a vLLM engine, with faults planted in them; runs in a process of its own, and prints what became of each.
 
-    python tests/rollout/weight_verification/vllm_scenarios.py MODEL_DIR:DTYPE:KIND ...
+    python tests/rollout/proof/vllm_scenarios.py MODEL_DIR:DTYPE:KIND ...
 
 KIND is `weights`, `experts` or `adapter`. The last line is JSON: for each argument, scenario -> {"names": of tensors at
 fault, "text": of the error, "metrics": of a proof}.
@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +30,11 @@ from verl.errors import WeightSyncError
 from verl.models.hf_state_dict import hf_state_dict, live_tensors
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
-from verl.rollout.weight_verification.fingerprint import plain_name
-from verl.rollout.weight_verification.verifier import SyncVerifier, answer_request
-from verl.rollout.weight_verification.vllm_params import packed, unpacked
+from verl.rollout.probe_log_probs import trainer_log_probs
+from verl.rollout.proof import SyncVerifier, probe_rows
+from verl.rollout.proof.fingerprints import plain_name
+from verl.rollout.vllm.server.layer_fingerprints import packed, unpacked
+from verl.rollout.vllm.server.verification import answer_request
 
 Stream = Iterable[tuple[str, Tensor]]
 CONTEXT, RANK = 64, 8
@@ -65,7 +68,7 @@ class Pair:
         self.prover = self.new_prover(self.dtype)
 
     def new_prover(self, dtype: torch.dtype) -> SyncVerifier:
-        return SyncVerifier(self.model, dtype, 40, CONTEXT)
+        return SyncVerifier(self.model, dtype, probe_rows(40, CONTEXT), partial(trainer_log_probs, self.model))
 
     def train(self, lr: float) -> None:
         """One update of AdamW, from random gradients."""

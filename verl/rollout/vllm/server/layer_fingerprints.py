@@ -16,7 +16,7 @@ Runs in the engine's processes, one rank at a time. Layers are recognised by cla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -24,7 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from verl.rollout.weight_verification.fingerprint import (
+from verl.rollout.proof.fingerprints import (
+    LORA_A,
+    LORA_B,
     FingerprintShard,
     FingerprintShards,
     HostCopies,
@@ -317,29 +319,12 @@ def kinds_of(module: nn.Module) -> set[str]:
     return {kind.__name__ for kind in type(module).__mro__}
 
 
-LORA_A, LORA_B = "lora_A", "lora_B"
-
-
-def adapter_tensors(model: Any, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Each A [rank, in] and each scaled B [out, rank] of a peft model, by the name of its layer.
-
-    Args:
-        tensors: of the adapter, whole, by their names in the model.
-    """
-    adapter = model.active_adapter
-    for path, module in model.named_modules():
-        if adapter in getattr(module, LORA_A, {}):
-            name, (a, b) = plain_name(path), (tensors[f"{path}.{x}.{adapter}.weight"] for x in (LORA_A, LORA_B))
-            yield f"{name}.{LORA_A}", a
-            yield f"{name}.{LORA_B}", b * module.scaling[adapter]
-
-
 @torch.no_grad()
 def adapter_shards(manager: Any, adapter_id: int, rank: int, vectors: ProbeVectors) -> FingerprintShards:
     """One engine rank's part of the adapter, read from vLLM's manager of adapters; empty if it is not in use.
 
     Args:
-        manager: `LoRAModelManager`.
+        manager: vLLM's LoRAModelManager.
         adapter_id: `lora_int_id` of the request.
         rank: of the adapter; the engine's own may be larger.
     """

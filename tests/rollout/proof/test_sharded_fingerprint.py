@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rollout.weight_verification.planted import LOG_PROBS, marks_of
-from rollout.weight_verification.rank_models import full_weights, rank_model
+from rollout.proof.planted import LOG_PROBS, marks_of
+from rollout.proof.rank_models import full_weights, rank_model
 
 from verl.errors import WeightSyncError
-from verl.rollout.weight_verification import fingerprint
-from verl.rollout.weight_verification.fingerprint import ProbeVectors, join_shards
-from verl.rollout.weight_verification.verifier import TrainerSide, VerificationResult, VerifyReply, verify_sync
-from verl.rollout.weight_verification.vllm_params import LayerFingerprints
+from verl.rollout.proof import fingerprints
+from verl.rollout.proof.fingerprints import ProbeVectors, join_shards
+from verl.rollout.proof.verifier import TrainerSide, VerificationResult, VerifyReply, verify_sync
+from verl.rollout.vllm.server.layer_fingerprints import LayerFingerprints
 
 VERSION = 2
 
@@ -33,7 +33,7 @@ def test_ranks_together_hold_every_tensor(size):
 
 def test_fingerprints_of_tensors_on_a_device_come_in_one_copy_for_each_rank(monkeypatch):
     copies, copy = [], torch.Tensor.cpu
-    monkeypatch.setattr(fingerprint, "is_in_main_memory", lambda x: False)
+    monkeypatch.setattr(fingerprints, "is_in_main_memory", lambda x: False)
     monkeypatch.setattr(torch.Tensor, "cpu", lambda x: copies.append(x.numel()) or copy(x))
     read = [LayerFingerprints(model, torch.float32).shards(ProbeVectors(VERSION)) for model in models(2)]
     assert len(copies) == 2
@@ -46,9 +46,9 @@ def test_the_trainer_copies_fingerprints_of_a_sync_once(monkeypatch):
     weights = full_weights()
     expected = marks_of(weights, VERSION)
     copies, copy = [], torch.Tensor.cpu
-    monkeypatch.setattr(fingerprint, "is_in_main_memory", lambda x: False)
+    monkeypatch.setattr(fingerprints, "is_in_main_memory", lambda x: False)
     monkeypatch.setattr(torch.Tensor, "cpu", lambda x: copies.append(x.numel()) or copy(x))
-    log = fingerprint.FingerprintLog(ProbeVectors(VERSION), torch.float32)
+    log = fingerprints.FingerprintLog(ProbeVectors(VERSION), torch.float32)
     for each, tensor in weights.items():
         log.add_fingerprint(each, tensor)
     assert log.fingerprints.keys() == expected.keys()

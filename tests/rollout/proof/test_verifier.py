@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from rollout.weight_verification.planted import proven, some_weights
+from rollout.proof.planted import proven, some_weights
 
 from verl.errors import WeightSyncError
 

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.rollout.weight_verification.fingerprint import FingerprintLog, Fingerprints, ProbeVectors
-from verl.rollout.weight_verification.verifier import TrainerSide, VerificationResult, VerifyReply, verify_sync
+from verl.rollout.proof.fingerprints import FingerprintLog, Fingerprints, ProbeVectors
+from verl.rollout.proof.verifier import TrainerSide, VerificationResult, VerifyReply, verify_sync
 
 Weights = dict[str, Tensor]
 LOG_PROBS = np.zeros((4, 11), dtype=np.float32)

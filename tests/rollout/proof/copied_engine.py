@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,9 +11,10 @@ import torch
 from verl.component import component
 from verl.rollout.base import SyncResult
 from verl.rollout.hf import HFRollout, HFSampler
-from verl.rollout.weight_verification.fingerprint import fingerprint
-from verl.rollout.weight_verification.log_prob_probe import trainer_log_probs
-from verl.rollout.weight_verification.verifier import SyncVerifier, VerifyReply, VerifyRequest
+from verl.rollout.probe_log_probs import trainer_log_probs
+from verl.rollout.proof.fingerprints import fingerprint
+from verl.rollout.proof.probe import probe_rows
+from verl.rollout.proof.verifier import SyncVerifier, VerifyReply, VerifyRequest
 
 
 @component
@@ -35,7 +37,9 @@ class CopySampler(HFSampler):
     def __init__(self, options: CopyRollout, model: Any, tokenizer: Any, seed: int, autocast: Any = None):
         super().__init__(options, copy.deepcopy(model), tokenizer, seed, autocast)
         self.left = options.syncs
-        self.prover = SyncVerifier(model, torch.float32, len(tokenizer), 64)
+        self.prover = SyncVerifier(
+            model, torch.float32, probe_rows(len(tokenizer), 64), partial(trainer_log_probs, model)
+        )
 
     def sync(self) -> SyncResult:
         question = self.prover.question()

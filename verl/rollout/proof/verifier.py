@@ -14,14 +14,14 @@ where
 
 so the expected error can be computed from both, without reading the matrix again.
 
-`answer_request` runs in the vLLM process, and `run_on_worker` in each of its workers.
+Any trainer and any engine that gives fingerprints of its tensors can use this: it knows neither.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,25 +30,18 @@ import torch
 from torch import Tensor
 
 from verl.errors import ConfigError, WeightSyncError
-from verl.models.parallel_info import Autocast, compute_type
-from verl.rollout.weight_verification.fingerprint import (
+from verl.rollout.proof.fingerprints import (
+    LORA_B,
     FingerprintLog,
     Fingerprints,
-    FingerprintShards,
     ProbeVectors,
     WeightFingerprint,
+    adapter_tensors,
     dtype_name,
-    join_shards,
     tied_names,
     transposed_names,
 )
-from verl.rollout.weight_verification.log_prob_probe import (
-    allowed_nats,
-    engine_log_probs,
-    probe_rows,
-    trainer_log_probs,
-)
-from verl.rollout.weight_verification.vllm_params import LORA_B, LayerFingerprints, adapter_shards, adapter_tensors
+from verl.rollout.proof.probe import allowed_nats
 
 
 @dataclass(frozen=True)
@@ -325,15 +318,23 @@ class SyncVerifier:
     Args:
         model: that trains, with its adapter if it has one.
         dtype: data type of the engine.
-        vocab_size: number of token ids that a prompt may contain.
-        context: context length of the engine, in tokens.
-        autocast: of the actor.
+        rows: tokens of the probe, see `probe_rows`; none: tensors alone are compared.
+        log_probs: computes the trainer's log-probs [rows, length - 1] of the probe.
+        compute_type: data type of these log-probs; `tf32` if float32 products are rounded.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype, vocab_size: int, context: int, autocast: Autocast = None):
-        self.model, self.dtype = model, dtype
-        self.autocast: Autocast = autocast
-        self.rows = probe_rows(vocab_size, context)
+    def __init__(
+        self,
+        model: Any,
+        dtype: torch.dtype,
+        rows: tuple[tuple[int, ...], ...] = (),
+        log_probs: Callable[[tuple[tuple[int, ...], ...]], np.ndarray] | None = None,
+        compute_type: str = "float32",
+    ):
+        if rows and log_probs is None:
+            raise ValueError(f"rows has {len(rows)} rows: log_probs has to compute the trainer's log-probs of them.")
+        self.model, self.dtype, self.rows, self.compute_type = model, dtype, rows, compute_type
+        self._log_probs = log_probs
         self.tied, self.transposed = tied_names(model), transposed_names(model)
         self.version = 0
         self._ledger: FingerprintLog | None = None
@@ -386,7 +387,7 @@ class SyncVerifier:
         """
         assert self._ledger is not None, "question() begins a sync"
         began = time.perf_counter()
-        log_probs = trainer_log_probs(self.model, self.rows, self.autocast)
+        log_probs = self._log_probs(self.rows) if self._log_probs is not None else np.zeros(0)
         self._seen = log_probs, time.perf_counter() - began
 
     def verify(self, engine: VerifyReply) -> VerificationResult:
@@ -396,70 +397,8 @@ class SyncVerifier:
             self.compute_probe_log_probs()
         assert self._seen is not None
         (log_probs, seconds), self._seen = self._seen, None
-        dtype, seconds = dtype_name(self.dtype), seconds + self._ledger.seconds
-        own_type = compute_type(self.model, self.autocast)
-        side = TrainerSide(self._ledger.fingerprints, log_probs, dtype, self.tied, self._previous, seconds, own_type)
+        dtype, seconds, found = dtype_name(self.dtype), seconds + self._ledger.seconds, self._ledger.fingerprints
+        side = TrainerSide(found, log_probs, dtype, self.tied, self._previous, seconds, self.compute_type)
         proof = verify_sync(side, engine)
         self._previous |= self._ledger.fingerprints
         return proof
-
-
-READER = "_verl_layer_reader"
-
-
-def answer_request(llm: Any, question: VerifyRequest, lora_request: Any = None, rpc: str | None = None) -> VerifyReply:
-    """Fingerprints and log-probs of a `vllm.LLM`; called after new weights were loaded.
-
-    Args:
-        lora_request: used for generation, if an adapter is verified.
-        rpc: name of a method of the engine's workers that calls `run_on_worker`, for engines that take no functions.
-    """
-    began = time.perf_counter()
-
-    def on_ranks(task: str, *args: Any) -> list[Any]:
-        return llm.collective_rpc(rpc or run_on_worker, args=(task, *args))
-
-    log_probs = np.zeros(0)
-    if question.rows:
-        mode = on_ranks("score", "raw_logprobs")[0]  # an engine may be set to give logits in the place of log-probs
-        try:
-            log_probs = engine_log_probs(llm, question.rows, lora_request)  # also puts the adapter to use
-        finally:
-            on_ranks("score", mode)
-    ranks = on_ranks("read", question, lora_request.lora_int_id if lora_request is not None else None)
-    fingerprints = join_shards([shards for shards, _ in ranks])
-    unproven = tuple(dict.fromkeys(name for _, names in ranks for name in names))
-    return VerifyReply(fingerprints, log_probs, unproven, time.perf_counter() - began)
-
-
-def run_on_worker(worker: Any, task: str, *args: Any) -> Any:
-    """Run one task in the process of a rank; `worker` is vLLM's worker."""
-    return {"score": _score, "read": _read}[task](worker, *args)
-
-
-def _score(worker: Any, mode: str) -> str:
-    """Set the mode of prompt log-probs, and return the previous one."""
-    config = worker.model_runner.model_config
-    before, config.logprobs_mode = config.logprobs_mode, mode
-    return before
-
-
-def _reader(model: Any, dtype: Any) -> LayerFingerprints:
-    """The reader of the model, cached for the next sync."""
-    if READER not in model.__dict__:
-        model.__dict__[READER] = LayerFingerprints(model, dtype)
-    return model.__dict__[READER]
-
-
-def _read(worker: Any, question: VerifyRequest, adapter_id: int | None) -> tuple[FingerprintShards, list[str]]:
-    """The rank's shards, and the name prefixes of tensors that cannot be read."""
-    runner = worker.model_runner
-    shards: FingerprintShards = {}
-    unproven: list[str] = []
-    if question.weights:
-        reader = _reader(runner.get_model(), runner.model_config.dtype)
-        shards, unproven = reader.shards(question.vectors), reader.unproven
-    if question.adapter_rank is not None and adapter_id is not None:
-        manager = runner.lora_manager._adapter_manager
-        shards |= adapter_shards(manager, adapter_id, question.adapter_rank, question.vectors)
-    return shards, unproven

@@ -349,3 +349,20 @@ def own_shard(
 def transpose_to_out_in(part: Tensor, box: Box, shape: Sequence[int]) -> tuple[Tensor, Box, tuple[int, ...]]:
     """Transpose a part of a matrix from [in, out] to [out, in]."""
     return part.T, (box[1], box[0]), (shape[1], shape[0])
+
+
+LORA_A, LORA_B = "lora_A", "lora_B"
+
+
+def adapter_tensors(model: Any, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Each A [rank, in] and each scaled B [out, rank] of a peft model, by the name of its layer.
+
+    Args:
+        tensors: of the adapter, whole, by their names in the model.
+    """
+    adapter = model.active_adapter
+    for path, module in model.named_modules():
+        if adapter in getattr(module, LORA_A, {}):
+            name, (a, b) = plain_name(path), (tensors[f"{path}.{x}.{adapter}.weight"] for x in (LORA_A, LORA_B))
+            yield f"{name}.{LORA_A}", a
+            yield f"{name}.{LORA_B}", b * module.scaling[adapter]

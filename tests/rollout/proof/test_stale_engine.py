@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases import exhaustive
 from random_models import save_random_model
-from rollout.weight_verification.copied_engine import CopyRollout
+from rollout.proof.copied_engine import CopyRollout
 from trainer.runs import GRPO_ALGORITHM, JSONL, ppo_run, step_lines
 
 from verl.algorithms.importance_sampling import TruncatedIS

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from verl.rollout.weight_verification.fingerprint import Fingerprints, ProbeVectors, fingerprint, join_shards
-from verl.rollout.weight_verification.verifier import compare
-from verl.rollout.weight_verification.vllm_params import LayerFingerprints, reader_of
+from verl.rollout.proof.fingerprints import Fingerprints, ProbeVectors, fingerprint, join_shards
+from verl.rollout.proof.verifier import compare
+from verl.rollout.vllm.server.layer_fingerprints import LayerFingerprints, reader_of
 
 EXPERTS, WIDTH, INNER = 4, 24, 16
 PARTS = {"gate_proj": (INNER, WIDTH), "up_proj": (INNER, WIDTH), "down_proj": (WIDTH, INNER)}

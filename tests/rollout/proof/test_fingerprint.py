@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from rollout.weight_verification.planted import marks_of, some_weights
+from rollout.proof.planted import marks_of, some_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.models.pretrained import Pretrained
-from verl.rollout.weight_verification.fingerprint import (
+from verl.rollout.proof.fingerprints import (
     COLUMNS,
     FingerprintLog,
     HostCopies,
@@ -19,7 +19,7 @@ from verl.rollout.weight_verification.fingerprint import (
     fingerprint,
     tied_names,
 )
-from verl.rollout.weight_verification.verifier import differing, tolerance
+from verl.rollout.proof.verifier import differing, tolerance
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
