@@ -20,7 +20,7 @@ PROFILE = "[profile lab]\nregion = eu-west-1\nendpoint_url = {url}\n"
 @pytest.fixture
 def home(tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A home directory without credentials; none are in the environment."""
-    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "OSS_"))]:
+    for name in [name for name in os.environ if name.startswith(("AWS_", "GOOGLE_", "OSS_", "STORAGE_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_PROFILE", "lab")

@@ -142,7 +142,7 @@ class Backend:
         """Size of an object in bytes."""
         raise NotImplementedError
 
-    def list(self, prefix: str) -> Iterator[StoredObject]:
+    def list(self, prefix: str) -> Iterable[StoredObject]:
         """All objects whose keys begin with `prefix`."""
         raise NotImplementedError
 
@@ -180,14 +180,16 @@ class LocalBackend(Backend):
         with self._refusals(key):
             return self._path(key).stat().st_size
 
-    def list(self, prefix: str) -> Iterator[StoredObject]:
+    def list(self, prefix: str) -> list[StoredObject]:
+        objects = []
         with self._refusals(prefix):
             for directory, _, names in os.walk(self._root / prefix.rpartition("/")[0]):
                 for path in (Path(directory, name) for name in names if not name.startswith(".put-")):
                     key = path.relative_to(self._root).as_posix()
                     with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
                         if key.startswith(prefix):
-                            yield StoredObject(key, path.stat().st_size)
+                            objects.append(StoredObject(key, path.stat().st_size))
+        return sorted(objects)
 
     def delete(self, key: str) -> None:
         with self._refusals(key), contextlib.suppress(FileNotFoundError):
