@@ -154,7 +154,7 @@ def measure(storage: S3Storage, place: Path, mib: int, rounds: int, end: float) 
         checkpoint = transaction.commit()
     (entry,) = [one for one in checkpoint.manifest.files if one.path.startswith("actor/")]
     path, disk = checkpoint.path(entry.path), FileSystem()
-    theirs = S3Store(BUCKET, endpoint=storage.endpoint_url, client_options={"allow_http": True})
+    theirs = S3Store(BUCKET, endpoint=storage.endpoint_url or "", client_options={"allow_http": True})
     parts: dict[str, Any] = {"chunk_size": storage.part_mib * MIB, "max_concurrency": storage.concurrency}
     with storage.connect() as store:
         length = store.part_bytes(entry.size)

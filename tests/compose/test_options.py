@@ -161,7 +161,7 @@ def roots_of(option: str) -> list[str]:
 
 
 def applies(root: str, option: str) -> bool:
-    if root != "ppo" and option == "reference=none":  # what they lack is told once
+    if root != "ppo" and option in {"storage=oss", "storage=gcs", "reference=none"}:  # the same in each root
         return False
     return root in roots_of(option) and option.split("=")[0] in root_keys(root)
 
