@@ -95,7 +95,7 @@ def test_engines_of_machines_with_eight_gpus_have_those_of_their_ranks_and_no_tw
 def test_processes_of_one_machine_and_of_each_sub_mesh_have_devices_of_their_own(monkeypatch):
     assert [device_of_rank("cuda:0", rank) for rank in range(8)] == [f"cuda:{rank}" for rank in range(8)]
     monkeypatch.setattr("verl.cluster.placement.num_gpus_of", lambda devices: 2)
-    document = (Path(__file__).parents[2] / "docs" / "ray.md").read_text()
+    document = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
     on_command_line = re.search(r"trainer=mesh (.*)", document)
     in_script = re.search(r"mesh = (DeviceMesh\(.*\))", document)
     assert on_command_line

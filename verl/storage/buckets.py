@@ -1,4 +1,4 @@
-"""Buckets of S3, GCS and OSS, by obstore (Rust's `object_store`). The only module that imports it.
+"""Buckets of S3, GCS and OSS, by obstore, which is Rust's object_store. The only module that imports it.
 
 obstore starts threads with its first request: a process that was forked afterwards cannot use it. OSS is asked by its
 S3 protocol.

@@ -11,7 +11,7 @@ from verl.ops.sampling import uniform
 ROWS, LENGTH = 1, 16  # one forward pass over few tokens: its cost is that of reading the weights once
 _ROW_SEED = 0x9A7E
 # Mean distance that rounding may make: about 100 times the type's rounding error, which a model of many layers adds up,
-# but at least 1e-3. docs/weight_proof.md has the derivation.
+# but at least 1e-3. docs/rollout.md has the derivation.
 ALLOWED_NATS = {"float32": 1e-3, "tf32": 5e-2, "float16": 5e-2, "bfloat16": 3e-1}
 
 

@@ -277,13 +277,13 @@ class ServerSampler(RolloutEngine):
         if self.parts.source == "trainer" and not limits.is_single:
             raise ConfigError(
                 "environment: log-probs come from the trainer (rollout.log_probs), and turns of episodes need those of "
-                "the server. Use those of the server (docs/rollout_server.md), or set rollout=hf."
+                "the server. Use those of the server (docs/rollout.md), or set rollout=hf."
             )
         if self.parts.source == "trainer" and limits.while_training:
             raise ConfigError(
                 "trainer.mode is async (or trainer.rollout_ahead is 1): log-probs come from the trainer "
                 "(rollout.log_probs), whose weights change while the server draws. Use those of the server "
-                "(docs/rollout_server.md), or set trainer.mode=sync."
+                "(docs/rollout.md), or set trainer.mode=sync."
             )
         if (held := self.row_tokens) is not None:
             limit = f"the server takes {held} (vLLM's --max-model-len)"
