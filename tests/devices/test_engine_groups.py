@@ -29,7 +29,7 @@ from verl.rollout.proof.verifier import VerificationResult, VerifyRequest
 from verl.rollout.vllm.engine_args import gpu_name
 from verl.rollout.weight_sync import stream as shm_stream
 from verl.rollout.weight_sync import sync as weight_sync
-from verl.rollout.weight_sync.chunks import SyncOffer, SyncRound
+from verl.rollout.weight_sync.chunks import SyncOffer
 from verl.rollout.weight_sync.stream import StreamReader
 from verl.rollout.weight_sync.sync import WeightSync
 from verl.rollout.weight_sync.transfer import FeedAssignment
@@ -167,7 +167,7 @@ class RecordedEngine:
     def begin(self, prepare):
         prepare()
         self.events.append("weights")
-        return SyncRound(VerifyRequest(ProbeVectors(3), ((1, 2, 3),)), (1, True))
+        return VerifyRequest(ProbeVectors(3), ((1, 2, 3),)), (1, True)
 
     def offer(self, shapes):
         return SyncOffer(None, 1, 1, "", 60.0, torch.get_num_threads())

@@ -21,7 +21,7 @@ from verl.rollout.engine_process.process import EngineFiles
 from verl.rollout.probe_log_probs import trainer_log_probs
 from verl.rollout.proof import VerifyReply, VerifyRequest, fingerprint
 from verl.rollout.token_sampler import TokenSampler
-from verl.rollout.weight_sync.chunks import FeedPlan, LoadRequest
+from verl.rollout.weight_sync.chunks import FeedPlan
 from verl.rollout.weight_sync.stream import StreamReader
 from verl.utils.progress import report
 
@@ -82,7 +82,7 @@ class ToyServer:
         self.feed, self.dtype = feeds[0], dtype
         self.reader = StreamReader(self.feed.handle, self.feed.reader)
 
-    def load(self, loading: LoadRequest) -> tuple[float, None]:
+    def load(self, num_threads: int, in_place: bool) -> tuple[float, None]:
         start, held = time.perf_counter(), dict(self.model.named_parameters(remove_duplicate=False))
         for number, entries in enumerate(self.feed.chunks):
             for name, tensor in self.reader.chunk(number, entries, self.dtype):

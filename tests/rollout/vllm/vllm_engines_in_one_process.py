@@ -37,7 +37,7 @@ from verl.rollout.rows import assemble_turns, prompt_tokens
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.config import VLLMRollout
 from verl.rollout.vllm.engine_args import as_config_error, engine_args, write_model_directory
-from verl.rollout.weight_sync.chunks import FeedPlan, LoadRequest, plan_chunks
+from verl.rollout.weight_sync.chunks import FeedPlan, plan_chunks
 from verl.rollout.weight_sync.state_dict import weights_of
 from verl.rollout.weight_sync.stream import StreamWriter
 
@@ -67,7 +67,7 @@ def load(engine: Any, model: Any) -> str | None:
     sender = threading.Thread(target=stream.fill, args=filling, daemon=True)
     sender.start()
     engine.connect([FeedPlan(stream.handle, 0, chunks)], model.dtype)
-    _, anew = engine.load(LoadRequest(1))
+    _, anew = engine.load(1, True)
     sender.join()
     stream.close()
     return anew

@@ -35,14 +35,6 @@ class EngineSetup:
 
 
 @dataclass(frozen=True)
-class EngineCall:
-    """Call of a method of the engine."""
-
-    method: str
-    args: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
 class EngineReply:
     """Result or error of a call.
 

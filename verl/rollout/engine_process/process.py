@@ -3,7 +3,7 @@ if that is killed.
 
 A child process of the harness (`verl.utils.child_process`), whose output goes into a file.
 
-    trainer ──EngineCall──> engine ── advance() ── step, tensor, layer ... ──EngineReply──> trainer
+    trainer ──method, arguments──> engine ── advance() ── step, tensor, layer ... ──EngineReply──> trainer
                               └── counter in shared memory: without a change for `call_timeout_s` the process is killed
 
 Calls have no limit on their total time, as long as they make progress. A process that makes no progress, because it is
@@ -30,7 +30,7 @@ from typing import Any
 
 from verl.errors import RolloutError
 from verl.rollout.base import EngineLost
-from verl.rollout.engine_process.messages import EngineCall, EngineReply, EngineSetup
+from verl.rollout.engine_process.messages import EngineReply, EngineSetup
 from verl.utils.child_process.channel import ChannelClosed
 from verl.utils.child_process.process import ChildLog, ChildProcess, LogExcerpt
 from verl.utils.directories import KERNEL_CACHE_VARIABLE, kernel_cache_directory
@@ -251,7 +251,7 @@ class EngineProcess:
         """Begin a call; `answer` ends it."""
         if self._child is None:
             raise EngineDied(f"The {self.setup.name} engine is not running.")
-        self._ask(method, partial(self._child.channel.send, EngineCall(method, args)))
+        self._ask(method, partial(self._child.channel.send, (method, args)))
 
     def answer(self) -> Any:
         """The result of the call under way."""

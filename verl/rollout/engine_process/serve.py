@@ -24,10 +24,11 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from multiprocessing import shared_memory
 from typing import Any
 
-from verl.rollout.engine_process.messages import EngineCall, EngineReply
+from verl.rollout.engine_process.messages import EngineReply
 from verl.rollout.engine_process.process import CORES_VARIABLE, NAME_VARIABLE
 from verl.utils.child_process.channel import Channel, ChannelClosed
 from verl.utils.child_process.interpreter import rare_garbage_collection
@@ -77,14 +78,14 @@ def _serve(channel: Channel, server: str, setting: Any) -> None:
     while True:
         report("idle")
         channel.send(answer)
-        call: EngineCall = channel.receive()
-        report(STAGES.get(call.method, call.method))
-        answer = _carry_out(engine, call)
+        method, arguments = channel.receive()
+        report(STAGES.get(method, method))
+        answer = _carry_out(engine, method, arguments)
 
 
-def _carry_out(engine: Any, call: EngineCall) -> EngineReply:
+def _carry_out(engine: Any, method: str, arguments: Sequence[Any]) -> EngineReply:
     try:
-        return EngineReply(getattr(engine, call.method)(*call.args))
+        return EngineReply(getattr(engine, method)(*arguments))
     except BaseException as error:  # noqa: BLE001 - the trainer's to handle
         return _failure(error, engine)
 

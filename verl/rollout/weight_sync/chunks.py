@@ -12,22 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.ops.resharding.layout import Box
-from verl.rollout.proof.verifier import VerifyRequest
 from verl.rollout.weight_sync.state_dict import block_of
-
-
-@dataclass(frozen=True)
-class LoadResult:
-    """Result of loading weights.
-
-    Attributes:
-        seconds: time spent, without waiting for tensors.
-        anew: why the engine reloaded its whole model; None if tensors were loaded in place.
-    """
-
-    seconds: float
-    anew: str | None
-
 
 WantedSlices = dict[str, Box]  # of each tensor the slice that one process of an engine takes
 
@@ -101,19 +86,6 @@ class FeedPlan:
     slices: Mapping[str, TensorSlice] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class LoadRequest:
-    """Request to load weights from a stream.
-
-    Attributes:
-        num_threads: threads of each reader during the load, on a CPU, where trainer and engine work concurrently.
-        in_place: copy tensors into the engine's parameters; False: the engine reloads its whole model.
-    """
-
-    num_threads: int
-    in_place: bool = True
-
-
 def plan_chunks(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, chunk_bytes: int) -> tuple[ChunkPlan, int]:
     """Distribute tensors over chunks. Tensors and blocks that fit in a chunk are not split; a larger tensor is sent in
     several chunks, some rows at a time.
@@ -156,19 +128,6 @@ def chunk_view(chunk: Tensor, place: ChunkEntry, dtype: torch.dtype) -> Tensor:
     """View of a tensor in a chunk."""
     size = prod(place.shape) * dtype.itemsize
     return chunk[place.offset : place.offset + size].view(dtype).view(place.shape)
-
-
-@dataclass(frozen=True)
-class SyncRound:
-    """The part of a sync's description that changes between syncs, for the engine that a process leads.
-
-    Attributes:
-        question: of the proof.
-        engine: the process, and whether tensors are loaded in place; a change repeats the agreement on layouts.
-    """
-
-    question: VerifyRequest
-    engine: tuple[int, bool]
 
 
 @dataclass(frozen=True)

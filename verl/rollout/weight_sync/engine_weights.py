@@ -21,7 +21,7 @@ from verl.rollout.engine_process.messages import EngineInfo
 from verl.rollout.engine_process.process import EngineProcess
 from verl.rollout.proof.fingerprints import FingerprintShards, join_shards
 from verl.rollout.proof.verifier import SyncVerifier, VerificationResult, VerifyRequest
-from verl.rollout.weight_sync.chunks import FeedPlan, LoadRequest, SyncOffer, SyncRound
+from verl.rollout.weight_sync.chunks import FeedPlan, SyncOffer
 
 log = logging.getLogger(__name__)
 
@@ -90,12 +90,15 @@ class EngineWeights:
         """Whether the engine cannot draw before a sync."""
         return not (self.state.is_current and self.process.is_alive())
 
-    def begin(self, prepare: Callable[[], bool]) -> SyncRound:
+    def begin(self, prepare: Callable[[], bool]) -> tuple[VerifyRequest, tuple[int, bool]]:
         """Prepare for weights.
 
         Args:
             prepare: starts the engine if it is not running; returns whether it has open turns, which the probe would
                 generate to their end.
+        Returns:
+            The request of the proof; the process, and whether tensors are loaded in place: a change of either repeats
+            the agreement on layouts.
         """
         self._sends_all = self.lora_rank is None or self.needs_sync
         # Before what may fail: questions are counted alike beside all engines.
@@ -104,7 +107,7 @@ class EngineWeights:
             question = self.verifier.without_probe(question)
         self._wake("weights")
         assert self.state.process_id is not None
-        return SyncRound(question, (self.state.process_id, self.in_place))
+        return question, (self.state.process_id, self.in_place)
 
     def offer(self, shapes: dict[str, tuple[int, ...]] | None) -> SyncOffer:
         """Ask which weights the engine takes. `shapes` are those of tensors that may come in slices; None: only whole
@@ -131,7 +134,7 @@ class EngineWeights:
         if self.state.feeds is not feeds:
             self.process.call("connect", feeds, dtype)
             self.state.feeds = feeds
-        self.process.send("load", LoadRequest(self.num_threads, self.in_place))
+        self.process.send("load", self.num_threads, self.in_place)
 
     def end_load(self) -> float:
         """When they have read all of it. Returns the seconds of that."""
