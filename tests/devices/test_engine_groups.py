@@ -22,8 +22,8 @@ from verl.models.parallel_info import ParallelInfo, parallel_info_of
 from verl.models.tiny import TinyModel
 from verl.ops.resharding.layout import Mesh
 from verl.rollout import generation_group
-from verl.rollout.engine_process.engine import with_engine_group
 from verl.rollout.generation_group import OneGenerates
+from verl.rollout.process_engine import with_engine_group
 from verl.rollout.proof.fingerprints import ProbeVectors
 from verl.rollout.proof.verifier import VerificationResult, VerifyRequest
 from verl.rollout.vllm.engine_args import gpu_name

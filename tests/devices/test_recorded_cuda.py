@@ -23,9 +23,9 @@ from verl.engines import engine as engine_module
 from verl.engines.parallel_dims import DataParallelism
 from verl.engines.sharding import DDP, FSDP, HSDP, Parallel
 from verl.models.tiny import TinyModel
-from verl.rollout.engine_process.engine import grouped
 from verl.rollout.engine_process.messages import EngineInfo
 from verl.rollout.hf import HFRollout
+from verl.rollout.process_engine import grouped
 from verl.rollout.proof.fingerprints import ProbeVectors
 from verl.rollout.proof.verifier import VerificationResult, VerifyRequest
 from verl.rollout.vllm.config import VLLMRollout

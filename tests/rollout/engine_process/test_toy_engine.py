@@ -13,8 +13,8 @@ from rollout.engines import agreement, generate, random_prompts, save_family, sh
 from verl.errors import WeightSyncError
 from verl.models.tiny import character_tokenizer
 from verl.rollout.base import GenerationRequest
-from verl.rollout.engine_process.engine import ProcessEngine
 from verl.rollout.hf import HFRollout
+from verl.rollout.process_engine import ProcessEngine
 
 REQUEST = GenerationRequest(step=1, num_samples=2)
 SKIPPED = "model.norm.weight"

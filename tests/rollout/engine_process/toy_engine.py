@@ -14,11 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from verl.component import BuildContext, component
 from verl.models.parallel_info import Autocast
 from verl.rollout.base import ALONE, RolloutEngine
-from verl.rollout.engine_process.engine import ProcessEngine
 from verl.rollout.engine_process.messages import EngineInfo, EngineSetup, NumberedTurn, TurnOutput
 from verl.rollout.engine_process.options import ProcessOptions
 from verl.rollout.engine_process.process import EngineFiles
 from verl.rollout.probe_log_probs import trainer_log_probs
+from verl.rollout.process_engine import ProcessEngine
 from verl.rollout.proof import VerifyReply, VerifyRequest, fingerprint
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.weight_sync.chunks import FeedPlan

@@ -1,6 +1,5 @@
-"""Engines in processes of their own, of any kind: their life cycle, calls, turns, and what a failure leads to.
+"""The processes of engines of any kind: their life cycle, calls and turns.
 
-engine    The running engine, seen from the processes that hold the model: requests, syncs, repeats after a failure
 messages  Messages between the trainer and the process of an engine
 options   Options that every such engine has
 process   The process: started, called and killed by the trainer. It ends with the trainer

@@ -14,8 +14,8 @@ from verl.rollout.base import DrawnTurn, TurnEngine, TurnRequest
 from verl.rollout.engine_process.messages import NumberedTurn, TurnOutput
 from verl.rollout.engine_process.process import EngineDied, EngineError, EngineProcess
 from verl.rollout.token_sampler import TokenSampler
-from verl.rollout.weight_sync.stream import using_threads
 from verl.utils.progress import report
+from verl.utils.threads import using_threads
 
 ADVANCE_S = 0.02  # of one call, unless a turn ends before; then environments are looked at again
 GONE = "The engine that generated the open turns is not running."

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 from verl.component import BuildContext
 from verl.models.parallel_info import Autocast
-from verl.rollout.engine_process.engine import ProcessEngine
 from verl.rollout.engine_process.messages import EngineSetup
 from verl.rollout.engine_process.process import EngineError, EngineFiles
+from verl.rollout.process_engine import ProcessEngine
 from verl.rollout.vllm.engine_args import as_config_error, as_death, engine_args, environment, write_model_directory
 from verl.rollout.vllm.options import VLLMOptions
 

@@ -21,8 +21,8 @@ import torch
 from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError
 from verl.models.parallel_info import Autocast, compute_device
-from verl.rollout.engine_process.engine import gpu_name
 from verl.rollout.engine_process.process import CORES_VARIABLE, EngineDied, EngineError
+from verl.rollout.process_engine import gpu_name
 from verl.rollout.vllm.gpu_memory import (
     BLOCK_TOKENS,
     GIB,

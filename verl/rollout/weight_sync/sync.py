@@ -27,7 +27,7 @@ from verl.rollout.proof.verifier import VerificationResult, VerifyRequest
 from verl.rollout.weight_sync.chunks import FeedPlan, SyncOffer, WantedSlices
 from verl.rollout.weight_sync.engine_weights import MIB, EngineWeights
 from verl.rollout.weight_sync.state_dict import NamedWeight, weights_of
-from verl.rollout.weight_sync.stream import StreamBroken, StreamWriter, using_threads
+from verl.rollout.weight_sync.stream import StreamBroken, StreamWriter
 from verl.rollout.weight_sync.transfer import (
     FeedAssignment,
     TransferInProgress,
@@ -40,6 +40,7 @@ from verl.rollout.weight_sync.transfer import (
 from verl.utils.memory import release_cached
 from verl.utils.orphan_cleanup import process_fields
 from verl.utils.progress import Progress, ProgressWatch
+from verl.utils.threads import using_threads
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,9 @@ from verl.rollout.vllm.server.logits_processor import ActiveRequests, CounterNoi
 from verl.rollout.vllm.server.verification import run_on_worker
 from verl.rollout.vllm.server.weight_loader import InPlaceLoader, UnsupportedLayer, give_back_free_memory
 from verl.rollout.weight_sync.chunks import ChunkEntry, FeedPlan, WantedSlices
-from verl.rollout.weight_sync.stream import StreamReader, reads_peers, using_threads
+from verl.rollout.weight_sync.stream import StreamReader, reads_peers
 from verl.utils.progress import report
+from verl.utils.threads import using_threads
 
 
 class WorkerExtension:
