@@ -23,9 +23,9 @@ from trainer.runs import fit
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from verl.checkpoint.commit.fencing import RunLock
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.manager import CheckpointManager
+from verl.checkpoint.ownership import RunLock
 from verl.cli.main import app
 from verl.errors import ConfigError
 from verl.models.lora import LoRA

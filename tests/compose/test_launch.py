@@ -15,7 +15,7 @@ from cases import exhaustive
 from faults.fork_server import ForkServer
 
 import verl
-from verl.checkpoint.commit.fencing import RunLock
+from verl.checkpoint.ownership import RunLock
 from verl.compose.launch import end_message, help_text
 from verl.compose.schema import ROOTS, conf_dir, root_keys
 from verl.errors import ConfigError, RewardError
@@ -134,7 +134,7 @@ def test_a_second_run_is_refused_while_another_writes_into_its_directory(tmp_pat
     (tmp_path / "run/config.yaml").write_text("of the first\n")
     refused = run_script(*words)
     assert refused.returncode == 2, refused.stderr
-    assert refused.stderr.startswith("hydra.run.dir is run: process ")
+    assert refused.stderr.startswith("hydra.run.dir is ")
     assert "hydra.run.dir=DIR" in refused.stderr
     assert (tmp_path / "run/config.yaml").read_text() == "of the first\n"
     lock.release()

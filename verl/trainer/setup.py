@@ -17,18 +17,15 @@ from verl import config
 from verl.checkpoint.commit.upload_state import manifest_digest
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.read.discovery import LATEST
-from verl.checkpoint.resume_point import find
+from verl.checkpoint.ownership import lock_run_directory
 from verl.cluster.local_worker_group import InlineWorkerGroup, LocalWorkerGroup
 from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, as_plain, hint, nearest
-from verl.compose.run_start import lock_run_directory
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, faults_below
 from verl.models.model_files import WARM_START
 from verl.models.pretrained import ModelSource
 from verl.ops.cpu_matmul import active_library, chosen_library, use_library
-from verl.storage.config import is_address
 from verl.trainer.config import LoopSettings
 from verl.trainer.plan.workload import role_processes
 from verl.trainer.state.checkpointing import CheckpointSaver, new_run_id
@@ -104,25 +101,6 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
     run_dir.mkdir(parents=True, exist_ok=True)
     library = chosen_library(settings.cpu_matmul)
     return replace(context, device=device, seed=settings.seed, run_dir=run_dir, cpu_matmul=library)
-
-
-def resume_faults(resume: str | None) -> Iterator[str]:
-    """Faults of the path in `resume` that can be found from directories and headers; bytes are verified later.
-    Addresses and `latest` are resolved when the trainer is built.
-
-    Raises:
-        BadCheckpoint: the named checkpoint is damaged.
-    """
-    if resume is None or resume == LATEST or is_address(resume):
-        return
-    before = logging.root.manager.disable
-    logging.disable()  # what is passed over is reported when it is read in full
-    try:
-        find(resume, Path(), verify=False)
-    except ConfigError as error:
-        yield from error.faults
-    finally:
-        logging.disable(before)
 
 
 def prepare_saving(
