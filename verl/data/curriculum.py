@@ -62,7 +62,7 @@ class PassRate(Curriculum):
     warmup_epochs: NonNegativeInt = 1
 
     def band(self, rate: float) -> int:
-        """The band of a pass rate, from 0."""
+        """Index of the band that a pass rate is in, 0 for the lowest rates."""
         return min(int(rate * self.bands), self.bands - 1)
 
     def weight(self, rate: float) -> float:

@@ -310,7 +310,7 @@ class ShardedParallelism(DataParallelism):
 
     def _new_mesh(self, dims: Sequence[tuple[str, int]]) -> Any:
         """The device mesh with these dimensions. Its groups have the time limit of this run: those that
-        `init_device_mesh` creates have that of torch."""
+        `torch.distributed.init_device_mesh` creates have that of torch."""
         from torch.distributed.device_mesh import DeviceMesh
 
         ranks = torch.arange(self.world_size).view([size for _, size in dims])

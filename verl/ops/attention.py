@@ -16,7 +16,7 @@ The variable-length flash kernel of torch serves a packed line:
 
 The two softmaxes of a response are joined by the logarithms of their sums. Going backward each part gets the joined
 output and the joined sums, as in ring attention: then its gradients are those of its share of the whole softmax, and
-they add up. (`varlen_attn` of torch takes the gradient of its sums to be zero, so that a join by autograd is wrong.)
+they add up. (torch's varlen_attn takes the gradient of its sums to be zero, so that a join by autograd is wrong.)
 
 A window hides another part of the prompt from each query, which the kernel knows only for consecutive keys. Those that
 a segment sees, at most a window more than it has tokens, are gathered then, and each segment is one causal part.

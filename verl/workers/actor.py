@@ -147,7 +147,7 @@ class ActorWorker(TrainedWorker):
 
     @by_rows
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """Draw responses; see `rollout.base.RolloutEngine.generate`."""
+        """Draw responses; see `GenerationRequest`."""
         if self._version_sampled != self.version:  # a step that was cut short ended without a sync
             self.sync()
         rows = self.sampler.generate(prompts, request)

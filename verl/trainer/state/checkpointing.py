@@ -68,7 +68,7 @@ class CheckpointSaver:
     """The checkpoints of one run.
 
     Args:
-        settings: None: no checkpoints but those of `save_to`.
+        settings: None: no checkpoints are saved.
         place: the directory of the checkpoints, its object storage, and the checkpoint that the run resumes from.
         config: of the run, as plain values.
         identity: see `verl.trainer.state.training_identity`; may be empty if nothing is saved.

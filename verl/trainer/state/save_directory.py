@@ -266,7 +266,7 @@ def job_name(job: str, swept: Sequence[str]) -> str:
     'algorithm=grpo,trainer.seed=1'
 
     Args:
-        job: its number in the sweep, such as `job_3`; the name where the overrides are unknown.
+        job: its number in the sweep, such as "job_3"; the name where the overrides are unknown.
     """
     text = ",".join(sorted(override.lstrip("+") for override in swept)) or job
     name = re.sub(r"[^\w.=,-]", "_", text)

@@ -190,7 +190,7 @@ class Channel:
 
 
 class _WaitLimits:
-    """The limits of one wait."""
+    """When a wait ends without an answer: its deadline, and its checks of the sender."""
 
     def __init__(
         self,
