@@ -164,8 +164,8 @@ def _saved_by(disk: FileSystem, run_dir: Path, run: RunCheckpoints) -> ResolvedP
     if there:
         return ResolvedPath(there[0], lineage=run.lineage)
     raise CheckpointNotFound(
-        f"{run_dir} is the directory of a run that saved in {run.save_dir}, and no checkpoints are there, nor in "
-        f"{run.places(run_dir)[-1]}. Give the directory that they are in now"
+        f"{run_dir} is of a run that saved in {run.save_dir}, and there are no checkpoints in "
+        f"{' or '.join(map(str, run.places(run_dir)))}. Give the directory that they are in now"
     )
 
 
@@ -333,40 +333,39 @@ class _Search:
             lineage: of a run, whose checkpoints alone are meant.
         """
         local = CheckpointDirectory(directory)
-        complete, damaged = local.survey()
-        complete = [checkpoint for checkpoint in complete if is_of(checkpoint, lineage)]
         faults: list[BadCheckpoint | StorageError] = []
         others: list[ResumePoint] = []
-        for error in damaged:
-            self._pass_over(error, faults)
-        with self._records(tier, directory, bool(complete)) as (remote, records):
+        with read_errors(f"looking for checkpoints in {directory}"):
+            numbered: dict[Path | LogRecord, float] = {**local.newest_first()}
+        with self._records(tier, directory, bool(numbered)) as (remote, records):
+            numbered |= {record: record.sequence for record in records}
             # Of one that is in both, the local copy first
-            candidates = [*complete, *records]
-            candidates.sort(key=lambda found: (found.sequence, isinstance(found, Checkpoint)), reverse=True)
-            for candidate in candidates:
+            for found in sorted(numbered, key=lambda one: (numbered[one], isinstance(one, Path)), reverse=True):
                 try:
-                    if self.dry or self.is_own is not None:
-                        seen = _seen(candidate, remote, what)
-                        if self.is_own is not None and not self.is_own(seen.state):
-                            others.append(seen)
-                            continue
-                        if self.dry:
-                            return seen
-                    if isinstance(candidate, LogRecord):
+                    seen = self._seen(found, remote, what)
+                    if not is_of(seen.checkpoint, lineage):
+                        continue
+                    if self.is_own is not None and not self.is_own(seen.state):
+                        others.append(seen)
+                        continue
+                    if self.dry:
+                        return seen
+                    if isinstance(found, LogRecord):
                         assert remote is not None
-                        checkpoint = pull(remote, candidate, CheckpointStore(directory), anew=True)
+                        checkpoint = pull(remote, found, CheckpointStore(directory), anew=True)
                     else:
-                        checkpoint = self.verified(candidate.directory)
-                    why = f"{what}: the last published of {len(candidates) - len(others)} complete ones"
-                    why += f", {len(others)} of another training beside them" if others else ""
+                        checkpoint = self.verified(found)
+                    beside = f", {len(others)} of another training beside it" if others else ""
+                    why = f"{what}: the one that was published last{beside}"
                     return ResumePoint(checkpoint, read_state(local.disk, checkpoint), why)
                 except BadCheckpoint as error:
-                    if isinstance(candidate, Checkpoint) and not local.exists(candidate.directory):  # pruned meanwhile
+                    if isinstance(found, Path) and not local.exists(found):  # pruned meanwhile
                         return self.newest(directory, what, lineage, tier)
                     self._pass_over(error, faults)
                 except StorageError as error:
                     assert tier is not None
-                    self._pass_over(error, faults, f"{candidate.name} of {tier.address}, which cannot be fetched: ")
+                    assert isinstance(found, LogRecord)
+                    self._pass_over(error, faults, f"{found.name} of {tier.address}, which cannot be fetched: ")
         if faults and not others:
             where = str(directory) if tier is None else f"{directory} and {tier.address}, or such as cannot be fetched,"
             raise ConfigError(
@@ -376,7 +375,17 @@ class _Search:
         return others[0] if others else None
 
     def verified(self, directory: Path) -> Checkpoint:
+        """Open a checkpoint, with a hash of every byte if that is asked for."""
         return open_verified(FileSystem(), directory, "full" if self.verify and not self.dry else "quick")
+
+    def _seen(self, found: Path | LogRecord, remote: RemoteStore | None, what: str) -> ResumePoint:
+        """A checkpoint with its state, where it is, after a quick verification on the disk."""
+        if isinstance(found, Path):
+            checkpoint = open_verified(FileSystem(), found)
+            return ResumePoint(checkpoint, read_state(FileSystem(), checkpoint), what)
+        assert remote is not None
+        checkpoint = remote.open(found)
+        return ResumePoint(checkpoint, remote.state(checkpoint) if self.dry or self.is_own else {}, what)
 
     def _pass_over(
         self, error: BadCheckpoint | StorageError, faults: list[BadCheckpoint | StorageError], of: str = ""
@@ -411,12 +420,3 @@ class _Search:
             yield remote, records
         finally:
             remote.store.close()
-
-
-def _seen(candidate: Checkpoint | LogRecord, remote: RemoteStore | None, why: str) -> ResumePoint:
-    """A checkpoint with its state, where it is."""
-    if isinstance(candidate, Checkpoint):
-        return ResumePoint(candidate, read_state(FileSystem(), candidate), why)
-    assert remote is not None
-    checkpoint = remote.open(candidate)
-    return ResumePoint(checkpoint, remote.state(checkpoint), why)

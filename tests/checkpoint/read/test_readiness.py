@@ -89,7 +89,7 @@ def test_the_newest_is_found_where_all_that_was_listed_is_pruned_meanwhile(tmp_p
         assert CheckpointDirectory(directory).newest().step == 4
 
 
-@pytest.mark.parametrize("when", ["listed", "surveyed"])
+@pytest.mark.parametrize("when", ["listed", "ordered"])
 def test_a_resume_from_a_running_run_takes_the_newest_where_the_ones_that_it_found_are_pruned(
     when, tmp_path, monkeypatch
 ):
@@ -107,9 +107,7 @@ def test_a_resume_from_a_running_run_takes_the_newest_where_the_ones_that_it_fou
             prune(CheckpointStore(directory), Retention(keep_last_n=2))
         return found
 
-    surveyed, listed = CheckpointDirectory.survey, CheckpointDirectory.candidates
-    if when == "listed":
-        monkeypatch.setattr(CheckpointDirectory, "candidates", lambda self: after(listed(self)))
-    else:
-        monkeypatch.setattr(CheckpointDirectory, "survey", lambda self, level="quick": after(surveyed(self, level)))
+    method = "candidates" if when == "listed" else "newest_first"
+    found = getattr(CheckpointDirectory, method)
+    monkeypatch.setattr(CheckpointDirectory, method, lambda self: after(found(self)))
     assert resolve("latest", directory, strict=True).step == 4

@@ -35,7 +35,6 @@ from verl.checkpoint.commit.rank_writer import RankReport, RankWriter
 from verl.checkpoint.commit.upload_state import read_upload_target
 from verl.checkpoint.core.checkpoint import Checkpoint, open_checkpoint
 from verl.checkpoint.core.filesystem import (
-    NO_LINK,
     FileHandle,
     FileSystem,
     files_below,
@@ -492,23 +491,9 @@ class CheckpointStore(CheckpointDirectory):
         if self.exists(self.directory / FORMAT):
             return
         form = {"name": FORMAT_NAME, "version": FORMAT_VERSION, "run_id": self.run_id, "created_at": time.time()}
-        temporary = self.directory / STAGING / f"format-{secrets.token_hex(6)}"
-        data = json.dumps(form, indent=2).encode() + b"\n"
-        write_file(self.disk, temporary, [data])
-        with contextlib.suppress(FileExistsError, FileNotFoundError):  # another process was first, and cleaned up
-            self._create_once(temporary, self.directory / FORMAT, data)
+        with contextlib.suppress(FileExistsError):  # never replaced, since processes lock its inode; nobody reads it
+            write_file(self.disk, self.directory / FORMAT, [json.dumps(form, indent=2).encode() + b"\n"])
         self.disk.sync_directory(self.directory)
-
-    def _create_once(self, temporary: Path, target: Path, data: bytes) -> None:
-        """Give a finished file its name unless another process created one; it is never replaced, since processes lock
-        its inode."""
-        try:
-            self.disk.link(temporary, target)
-        except OSError as error:
-            if error.errno not in NO_LINK:
-                raise
-            write_file(self.disk, target, [data])  # nobody reads it
-        self.disk.unlink(temporary)
 
     def _check_space(self, needed_bytes: int, needed_files: int) -> None:
         with write_errors("looking for free space"):

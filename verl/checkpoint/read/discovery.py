@@ -104,8 +104,7 @@ class CheckpointDirectory:
         """
         damaged: list[BadCheckpoint] = []
         with read_errors(f"looking for checkpoints in {self.directory}"):
-            candidates = self.candidates() if name in (None, LATEST) else [self.directory / name]
-            for path in sorted(candidates, key=self._order, reverse=True):
+            for path in self.newest_first() if name in (None, LATEST) else [self.directory / name]:
                 try:
                     return open_verified(self.disk, path), damaged
                 except CheckpointUnsupported:
@@ -130,6 +129,12 @@ class CheckpointDirectory:
             if not is_directory(self.disk, self.directory / name):
                 raise CheckpointNotFound(f"{self.directory} has no checkpoint {name}")
             return open_verified(self.disk, self.directory / name, level)
+
+    def newest_first(self) -> dict[Path, float]:
+        """Directories that are checkpoints, complete or not, the last published first, each with the number of its
+        publication; infinite where the manifest cannot be read."""
+        numbered = {path: self._sequence(path) for path in self.candidates()}
+        return {path: numbered[path] for path in sorted(numbered, key=lambda path: numbered[path], reverse=True)}
 
     def candidates(self) -> list[Path]:
         """Directories that are checkpoints, complete or not."""
@@ -176,8 +181,7 @@ class CheckpointDirectory:
             return False
         return True
 
-    def _order(self, path: Path) -> float:
-        """Sort key: the sequence number in the manifest; checkpoints with an unreadable manifest come last."""
+    def _sequence(self, path: Path) -> float:
         try:
             head = HEAD.search(self.disk.read_range(path / MANIFEST, 0, HEAD_BYTES))
         except OSError:

@@ -32,17 +32,16 @@ from verl.checkpoint.resolve import ResumePoint, RunCheckpoints, resolve
 from verl.errors import CheckpointNotFound, ConfigError, StorageError, StorageRefused
 from verl.storage.config import Storage
 from verl.tracking.console import shown_path
+from verl.tracking.jsonl import json_lines, json_object
 from verl.trainer.config import LoopSettings
 from verl.trainer.state.training_identity import differences, refuse_other_identity
 from verl.utils.directories import unwritable
-from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping
 
 _log = logging.getLogger(__name__)
 
 MOST_KEYS = 3  # that differ, in a sentence
 WATCH_S = RENEW_EVERY_S + 2  # in which a living run of another machine renews its lease
 LONGEST_NAME = 120  # characters of the directory of a sweep's job
-LONGEST_LINE_BYTES = 2**20  # of metrics.jsonl; what is longer is no record of metrics
 OTHER_DIRECTORY = "give this run another directory: trainer.experiment_name=NAME, or checkpoint.save_dir=DIR"
 
 
@@ -306,14 +305,24 @@ def run_dir_faults(run_dir: Path, resume: str | None, point: ResumePoint | None,
         point: the checkpoint that it resumes from, or None.
         save_dir: where this run saves.
     """
-    step = _first_step(run_dir)
-    if step is None or (resume is not None and _is_resumed(run_dir, resume, point, save_dir)):
+    summary, metrics = run_dir / "summary.json", run_dir / "metrics.jsonl"
+    if summary.is_file() and _number(json_object(summary), "steps"):
+        trained = f"{json_object(summary)['steps']} steps in {summary.name}"
+    elif metrics.is_file() and (step := next(filter(None, (_number(x, "step") for x in json_lines(metrics))), 0)):
+        trained = f"step {step} in {metrics.name}"
+    else:
+        return
+    if resume is not None and _is_resumed(run_dir, resume, point, save_dir):
         return
     yield (
-        f"hydra.run.dir is {shown_path(run_dir)}: another run has trained there ({step}), and the metrics, "
+        f"hydra.run.dir is {shown_path(run_dir)}: another run has trained there ({trained}), and the metrics, "
         "configuration and weights of two runs would mix. Give this run a directory of its own (hydra.run.dir=DIR; in "
         "Python, run_dir), or continue the run that wrote there with resume=latest."
     )
+
+
+def _number(record: Mapping[str, Any], key: str) -> int:
+    return number if isinstance(number := record.get(key), int) else 0
 
 
 def _is_resumed(run_dir: Path, resume: str, point: ResumePoint | None, save_dir: Path) -> bool:
@@ -327,30 +336,3 @@ def _is_resumed(run_dir: Path, resume: str, point: ResumePoint | None, save_dir:
         same = (os.path.realpath(place) == os.path.realpath(save_dir) for place in written.places(run_dir))
         return resume == LATEST and any(same)
     return not written.lineage.keys().isdisjoint(ancestors_of(point))
-
-
-def _first_step(run_dir: Path) -> str | None:
-    """Evidence of a completed training step, or None."""
-    for name in ("summary.json", "metrics.jsonl"):
-        try:
-            with open(open_regular(run_dir / name), "rb") as file:
-                if name == "summary.json":
-                    steps = _steps(file.read(LONGEST_LINE_BYTES), "steps")
-                    if steps:
-                        return f"{steps} steps in {name}"
-                    continue
-                while line := file.readline(LONGEST_LINE_BYTES):
-                    if step := _steps(line, "step"):
-                        return f"step {step} in {name}"
-        except OSError:  # it is missing, or no file of a run
-            continue
-    return None
-
-
-def _steps(record: bytes, key: str) -> int:
-    """The number under `key`; 0 for half a line, which a killed run leaves."""
-    try:
-        number = parse_mapping(record).get(key)
-    except ExternalInputError:
-        return 0
-    return number if isinstance(number, int) else 0
