@@ -79,7 +79,6 @@ class CheckpointSaver:
         resumed: the checkpoint that the run resumes from, or None.
         messages: information about the directory for the user, one sentence each.
         ancestors: see `verl.trainer.state.save_directory.ancestors_of`.
-        run_dir_lock: of the run directory, released by `close`; None if the command holds it.
         rank_writers: set if the processes of the roles write their own parts; None if the driver writes
             everything.
     """
@@ -98,12 +97,11 @@ class CheckpointSaver:
     ):
         self.is_wanted, self.settings = settings is not None, settings or Checkpointing()
         self.directory, self.loss_key, self.uses = place.directory, loss_key, uses
-        self.run_id, self.messages, self._lock = run_id or new_run_id(), list[str](), place.lock
+        self.run_id, self.messages, self._place = run_id or new_run_id(), list[str](), place
         self._config, self.identity = redact_tree(dict(config)), dict(identity)
         self._num_threads = torch.get_num_threads()  # now: a sampler takes half of them while the run trains
-        self.run_dir_lock: RunLock | None = None
         self._longest_step_s = 0.0
-        self._tier, self._lease, self._in_use = place.tier, place.lease, place.in_use
+        self._tier = place.tier
         self._uploader: Uploader | None = None
         self._num_waiting = 0  # checkpoints that were not yet uploaded at the last report
         self._writer: CheckpointWriter | None = None
@@ -189,11 +187,11 @@ class CheckpointSaver:
                 storage=self._tier.storage,
                 claim=f"{self.run_id}-{secrets.token_hex(4)}",
                 cold=upload_target,
-                owner=self._lease and self._lease.owner,
+                owner=self._place.lease and self._place.lease.owner,
             )
             self._uploader = Uploader(setting, self.settings.upload_timeout_s)
-            if self._lease is not None:
-                self._lease.stop()  # the upload process renews it from now on
+            if self._place.lease is not None:
+                self._place.lease.stop()  # the upload process renews it from now on
 
     def _record_directory(self, run_dir: Path) -> None:
         relative = os.path.relpath(self.directory, run_dir.absolute())
@@ -292,7 +290,7 @@ class CheckpointSaver:
             return
         self._saved_step, self._last_save = step, time.monotonic()
         try:
-            if self._lock is not None and self._lock.renew():  # what was linked to is gone
+            if self._place.lock is not None and self._place.lock.renew():  # what was linked to is gone
                 self._contents = TrainState(self.settings, self._config, self.uses)
         except CheckpointError as error:
             self._writer.note(SaveOutcome(step=step, tag=facts.get("tag"), error=error))
@@ -408,9 +406,7 @@ class CheckpointSaver:
             self._close_uploader(waits=status is not None)
             if status is not None:
                 self.lineage.add("end", status=status, step=step)
-        for held in (self._in_use, self._lease, self._lock, self.run_dir_lock):
-            if held is not None:
-                held.release()
+        self._place.release()
 
     def _record_outcomes(self, outcomes: list[SaveOutcome]) -> list[SaveOutcome]:
         for outcome in outcomes:

@@ -25,7 +25,16 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.config import Checkpointing
-from verl.checkpoint.ownership import LEASE_S, RENEW_EVERY_S, CheckpointInUse, Owner, RunLock, StoreLease, living_holder
+from verl.checkpoint.ownership import (
+    LEASE_S,
+    RENEW_EVERY_S,
+    CheckpointInUse,
+    Owner,
+    RunLock,
+    StoreLease,
+    living_holder,
+    lock_run_directory,
+)
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.remote.transfer import CheckpointTier, tier_of
 from verl.checkpoint.resolve import ResumePoint, RunCheckpoints, resolve
@@ -54,6 +63,7 @@ class SaveDirectory:
         lock: the lock that is held; None if nothing is saved.
         lease: the lease in object storage; None without storage, or if it did not answer.
         in_use: keeps a checkpoint of another directory that it resumes from.
+        run_dir_lock: of the run directory; None if the command holds it.
     """
 
     directory: Path
@@ -62,9 +72,11 @@ class SaveDirectory:
     lock: RunLock | None = None
     lease: StoreLease | None = None
     in_use: CheckpointInUse | None = None
+    run_dir_lock: RunLock | None = None
 
     def release(self) -> None:
-        for held in (self.in_use, self.lease, self.lock):
+        """Idempotent."""
+        for held in (self.in_use, self.lease, self.lock, self.run_dir_lock):
             if held is not None:
                 held.release()
 
@@ -99,17 +111,26 @@ class SaveDirectoryChoice:
         whole = self._whole_identity
         return self._known(whole() if callable(whole) else whole)
 
-    def choose(self, resume: str | None, dry: bool = False, uses_storage: bool = False) -> SaveDirectory:
-        """Lock the directory to save in, and resolve `resume`.
+    def choose(
+        self,
+        resume: str | None,
+        run_dir: Path | None = None,
+        *,
+        is_restart: bool = False,
+        dry: bool = False,
+        uses_storage: bool = False,
+    ) -> SaveDirectory:
+        """Lock the directory to save in, resolve `resume`, and lock the run directory.
 
         In this order: a run that is ending there still saves and prunes. A run of this process keeps its lock until
         this one is known to be allowed.
 
         Args:
+            is_restart: this trainer has trained in its run directory before.
             dry: only raise the errors that can be found within seconds; nothing is locked, downloaded or verified.
             uses_storage: the storage holds something other than checkpoints too.
         Raises:
-            ConfigError: there is no such checkpoint, or it is of another training, or the directory is another
+            ConfigError: there is no such checkpoint, or it is of another training, or a directory is another
                 training's or a running run's; in a dry run also: it cannot be written, or the store does not answer.
             BadCheckpoint: the checkpoint is damaged.
             CheckpointWriteFailed: the directory cannot be written.
@@ -124,6 +145,10 @@ class SaveDirectoryChoice:
             chosen.resumed = self._resolve(resume, chosen, dry)
             if self._saves and (dry or is_later):
                 self._refuse_holder() if dry else self._claim(chosen)
+            if run_dir is not None:
+                chosen.run_dir_lock = None if dry else lock_run_directory(run_dir)
+                if not is_restart and (faults := [*run_dir_faults(run_dir, resume, chosen.resumed, self.directory)]):
+                    raise ConfigError(faults)
             undo.pop_all()
         return chosen
 
