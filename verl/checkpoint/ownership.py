@@ -139,7 +139,7 @@ class RunLock:
         identity: Mapping[str, Any] | None = None,
         setting: str = "checkpoint.save_dir",
     ):
-        self._path, self._setting = directory / RUN_LOCK, setting
+        self._path, self._setting, self._key = directory / RUN_LOCK, setting, os.path.realpath(directory)
         self._made: list[Path] = []  # directories that did not exist
         self._fd: int | None = None
         self.owner = Owner.here(run_id, identity)
@@ -150,17 +150,17 @@ class RunLock:
         Raises:
             CheckpointWriteFailed: the directory cannot be created or written.
         """
-        refuse_inside(self._path.parent, self._setting)
-        before = self._of_this_process.get(key := os.path.realpath(self._path))
-        with write_errors(f"locking {self._path.parent}"):
-            parents = (self._path.parent, *self._path.parent.parents)
-            self._made += itertools.takewhile(lambda path: not path.exists(), parents)
-            if before is not None and before._fd is not None and before.owner.pid == self.owner.pid:  # of a fork: not
+        directory, before = self._path.parent, self.held_here(self._path.parent)
+        refuse_inside(directory, self._setting)
+        with write_errors(f"locking {directory}"):
+            if before is not None and before._fd is not None:
                 self._fd, before._fd, self._made = before._fd, None, before._made
-            elif (holder := self._lock()) is not None:
-                return holder
+            else:
+                self._made += itertools.takewhile(lambda path: not path.exists(), (directory, *directory.parents))
+                if (holder := self._lock()) is not None:
+                    return holder
             assert self._fd is not None
-            self._of_this_process[key] = self
+            self._of_this_process[self._key] = self
             known = _record_in(self._fd, attempts=1)
             _write_record(self._fd, replace(self.owner, epoch=known.epoch, claim=known.claim))
         return None
@@ -171,20 +171,16 @@ class RunLock:
         Raises:
             CheckpointWriteFailed: as in `acquire`; the next call tries again.
         """
-        if self._of_this_process.get(os.path.realpath(self._path)) is not self:
+        if self._of_this_process.get(self._key) is not self or (self._fd is not None and _names(self._path, self._fd)):
             return False
-        if self._fd is not None:
-            if _names(self._path, self._fd):
-                return False
-            os.close(self._fd)
-            self._fd = None
+        self._close()
         self.acquire()
         return True
 
     def release(self) -> None:
         """Release the lock, and remove what was made for it; the record stays beside checkpoints. Idempotent."""
-        if self._of_this_process.get(key := os.path.realpath(self._path)) is self:
-            del self._of_this_process[key]
+        if self._of_this_process.get(self._key) is self:
+            del self._of_this_process[self._key]
         if self._fd is None:
             return
         with contextlib.suppress(OSError):
@@ -193,22 +189,26 @@ class RunLock:
                     _write_record(self._fd, replace(_record_in(self._fd), is_released=True))
                 else:
                     self._path.unlink()
-        os.close(self._fd)
-        self._fd = None
+        self._close()
         for path in self._made:
             with contextlib.suppress(OSError):
                 path.rmdir()
 
+    def _close(self) -> None:
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
     @classmethod
     def held_here(cls, directory: Path) -> RunLock | None:
         """The lock of a run of this process on a directory."""
-        lock = cls._of_this_process.get(os.path.realpath(directory / RUN_LOCK))
-        return lock if lock is not None and lock.owner.pid == os.getpid() else None
+        lock = cls._of_this_process.get(os.path.realpath(directory))
+        return lock if lock is not None and lock.owner.pid == os.getpid() else None  # in a fork it is the parent's
 
     @classmethod
     def holder_of(cls, directory: Path) -> Owner | None:
         """The other process that holds the lock of a directory, if any; does not take the lock."""
-        if os.path.realpath(directory / RUN_LOCK) not in cls._of_this_process:
+        if cls.held_here(directory) is None:
             with contextlib.suppress(OSError), _opened(directory / RUN_LOCK) as fd:
                 return _flock(fd, directory)
         return None

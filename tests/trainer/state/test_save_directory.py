@@ -32,13 +32,13 @@ from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.filesystem import FileSystem, FreeSpace
 from verl.checkpoint.core.manifest import COMMIT
 from verl.checkpoint.ownership import CheckpointInUse, Owner, RunLock, StoreLease
-from verl.checkpoint.read.discovery import RUN_LOCK, CheckpointDirectory
+from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.retention import Retention, clean, prune
 from verl.cli.checkpoint import app as checkpoint_commands
 from verl.component import BuildContext
 from verl.errors import CheckpointFenced, CheckpointNotFound, ConfigError, NoSpaceForCheckpoint
-from verl.storage.config import LocalStorage, S3Storage
-from verl.trainer.state.save_directory import SaveDirectoryChoice, job_name, run_dir_faults
+from verl.storage.config import LocalStorage, S3Storage, Storage
+from verl.trainer.state.save_directory import SaveDirectory, SaveDirectoryChoice, job_name, run_dir_faults
 from verl.trainer.train_loop import TrainLoop
 
 OTHER = Prompts(train=("1+1=", "2+2=", "3+3=", "4+4="), eval=())
@@ -122,31 +122,70 @@ def test_a_summary_that_cannot_be_written_does_not_fail_the_run(model32, tmp_pat
     assert "summary.json cannot be written" in caplog.text
 
 
-# -- one after the other ------------------------------------------------------------------------------------------
+# -- whose directory, which checkpoint ----------------------------------------------------------------------------
+
+TRAINER: Any = SimpleNamespace(project_name="verl", experiment_name="default")
+SAVED = Path("checkpoints/verl/default")
 
 
-@pytest.mark.parametrize("save", [{"save_dir": "mine"}, {}], ids=["named", "default"])
-def test_an_unrelated_run_is_refused_with_what_differs_and_what_to_do_and_nothing_is_changed(save, model32):
-    first = fit(run(model32, total_steps=3, save=save))
-    before = {path: path.stat().st_mtime_ns for path in first.rglob("*") if path.name != RUN_LOCK}
+def saved_step(directory: Path, step: int, seed: int = 1) -> None:
+    with CheckpointStore(directory, run_id=f"of seed {seed}").begin(step) as transaction:
+        transaction.commit(state={"identity": {"seed": seed}})
+
+
+def choose(resume: str | None, seed: int = 1, storage: Storage | None = None, **options: Any) -> SaveDirectory:
+    """Where a run of the training with this seed may save, and from what it resumes."""
+    settings = options.pop("settings", Checkpointing())
+    return SaveDirectoryChoice(settings, TRAINER, "", storage, {"seed": seed}, "second").choose(resume, **options)
+
+
+@pytest.mark.parametrize("dry", [False, True])
+@pytest.mark.parametrize(
+    ("there", "resume", "outcome"),
+    [
+        ("", None, None),
+        ("", "latest", None),
+        ("11", None, None),
+        ("11", "latest", 2),
+        ("22", None, ("checkpoint.save_dir",)),
+        ("22", "latest", ("seed", "resume")),
+        ("12", None, ("checkpoint.save_dir",)),
+        ("12", "latest", 1),
+        ("21", None, None),
+        ("11", "checkpoints/verl/default/global_step_1", 1),
+        ("12", "checkpoints/verl/default/global_step_2", ("seed",)),
+    ],
+)
+def test_a_run_saves_beside_its_own_training_resumes_its_newest_and_is_refused_beside_another(
+    there, resume, outcome, dry
+):
+    """`there`: seeds of the checkpoints of steps 1 and 2. The check before the run says the same and locks nothing."""
+    for step, seed in enumerate(there, 1):
+        saved_step(SAVED, step, int(seed))
+    before = sorted(Path().rglob("*"))
+    if isinstance(outcome, tuple):
+        with refusal(*outcome):
+            choose(resume, dry=dry)
+    else:
+        chosen = choose(resume, dry=dry)
+        assert (chosen.resumed and chosen.resumed.step) == outcome
+        assert (RunLock.held_here(SAVED) is None) == dry
+        chosen.release()
+    assert RunLock.held_here(SAVED) is None
+    assert sorted(Path().rglob("*")) == before
+
+
+def test_a_refusal_names_the_directory_what_differs_and_what_to_do(model32):
+    first = fit(run(model32))
     with refusal("checkpoint.save_dir") as refused:
-        fit(run(model32, algorithm=PPO_ALGORITHM, total_steps=3, save=save))
+        fit(run(model32, algorithm=PPO_ALGORITHM))
     for said in (f"{first}", "(algorithm.advantage._target_, ", "resume=latest", "trainer.experiment_name=NAME"):
         assert said in str(refused.value)
-    assert {path: path.stat().st_mtime_ns for path in first.rglob("*") if path.name != RUN_LOCK} == before
-    assert RunLock.held_here(first) is None
-    assert names(first) == ["global_step_2", "global_step_3"]
-    assert fit(run(model32, algorithm=PPO_ALGORITHM, save={"save_dir": "other"})).name == "other"
-    assert fit(run(model32, lr=1e-3, total_steps=4, save=save)) == first  # the same training once more
-
-
-@pytest.mark.exhaustive
-def test_the_same_training_begun_again_shares_the_directory_and_neither_start_prunes_the_other(model32):
-    first = fit(run(model32))
-    assert names(fit(run(model32, lr=1e-3, total_steps=4))) == [
-        "global_step_1", "global_step_2", "global_step_3", "global_step_4",
-    ]  # fmt: skip
-    assert run_of(first, "global_step_1") == run_of(first, "global_step_2") != run_of(first, "global_step_3")
+    with refusal("data.train", "resume"):
+        fit(run(model32, data=OTHER, resume="latest"))
+    assert fit(run(model32, algorithm=PPO_ALGORITHM, experiment_name="other")).name == "other"
+    assert fit(run(model32, lr=1e-3, total_steps=4)) == first  # the same training once more, which prunes its own alone
+    assert names(first) == ["global_step_1", "global_step_2", "global_step_3", "global_step_4"]
 
 
 @pytest.mark.exhaustive
@@ -187,33 +226,6 @@ def test_retention_without_a_lineage_decides_on_all_and_with_one_on_its_own_alon
     assert not any(Retention(lineage={"somebody else": 9}).covers(one) for one in complete)
 
 
-# -- resume=latest ------------------------------------------------------------------------------------------------
-
-
-def test_latest_is_the_newest_of_this_training_and_another_one_there_is_refused(model32):
-    first = fit(run(model32, stop_after=1))
-    assert fit(run(model32, resume="latest")) == first
-    assert names(first) == ["global_step_1", "global_step_2"]
-    before = sorted(Path("checkpoints").rglob("*"))
-    with pytest.raises(ConfigError) as refused:
-        fit(run(model32, algorithm=PPO_ALGORITHM, resume="latest"))
-    assert any(fault.startswith("algorithm.advantage._target_ is ") for fault in refused.value.faults)
-    assert "holds no checkpoint of this training. Set back what differs to go on" in str(refused.value)
-    assert sorted(Path("checkpoints").rglob("*")) == before
-
-
-@pytest.mark.exhaustive
-def test_latest_in_a_directory_that_two_trainings_share_passes_over_the_others(model32, tmp_path):
-    """As earlier versions left them, where every run of a name wrote into one directory."""
-    save = {"save_dir": str(tmp_path / "shared")}
-    first = fit(run(model32, save=save, stop_after=1))
-    other = fit(run(model32, data=OTHER, save={"save_dir": str(tmp_path / "other")}))
-    os.rename(other / "global_step_2", first / "global_step_2")
-    with run(model32, resume="latest", save=save).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        assert trainer.saving.resumed.checkpoint.name == "global_step_1"
-        assert "1 of another training beside them" in trainer.saving.resumed.why
-
-
 def test_a_wiped_disk_finds_its_own_training_in_the_store_and_leaves_that_of_others(model32, tmp_path):
     storage = LocalStorage(path=str(tmp_path / "bucket"))
     first = fit(run(model32, storage=storage, stop_after=1))
@@ -245,60 +257,44 @@ def test_beside_a_living_run_another_is_refused_by_who_holds_the_directory(model
     assert fit(run(model32, resume="latest")) == directory  # a dead one holds nothing
 
 
-TRAINER: Any = SimpleNamespace(project_name="verl", experiment_name="default")
-
-
-def saved_step(directory: Path, step: int) -> None:
-    with CheckpointStore(directory, run_id="first").begin(step) as transaction:
-        transaction.commit(state={"identity": {"seed": 1}})
-
-
-@pytest.mark.parametrize("resume", ["latest", "saved"])
+@pytest.mark.parametrize("resume", ["latest", "checkpoints/verl/default"])
 def test_what_a_run_saves_until_it_lets_go_of_the_directory_is_where_the_next_one_goes_on(resume, monkeypatch):
-    directory, acquire = Path("saved").absolute(), RunLock.acquire
+    acquire = RunLock.acquire
     for step in (1, 2):
-        saved_step(directory, step)
+        saved_step(SAVED, step)
 
     def acquire_after_the_last_save(self: RunLock) -> Any:
         for step in (3, 4):
-            saved_step(directory, step)
-        prune(CheckpointStore(directory), Retention(keep_last_n=2))
+            saved_step(SAVED, step)
+        prune(CheckpointStore(SAVED), Retention(keep_last_n=2))
         return acquire(self)
 
     monkeypatch.setattr(RunLock, "acquire", acquire_after_the_last_save)
-    settings = Checkpointing(save_dir=str(directory))
-    chosen = SaveDirectoryChoice(settings, TRAINER, "", None, {"seed": 1}, "second").choose(resume)
+    chosen = choose(resume)
     assert chosen.resumed is not None
     assert chosen.resumed.step == 4
     chosen.release()
-    assert RunLock.held_here(directory) is None
 
 
-@pytest.mark.parametrize("saves", [True, False])
-def test_the_retention_of_a_living_run_leaves_what_another_run_goes_on_from(saves):
-    directory = Path("saved").absolute()
+@pytest.mark.parametrize("settings", [Checkpointing(save_dir="mine"), None])
+def test_the_retention_of_a_living_run_leaves_what_another_run_goes_on_from(settings):
     for step in (1, 2, 3, 4):
-        saved_step(directory, step)
-    store, rules = CheckpointStore(directory), Retention(keep_last_n=2)
-    settings = Checkpointing(save_dir="mine") if saves else None
-    choice = SaveDirectoryChoice(settings, TRAINER, "", None, {"seed": 1}, "second")
-    chosen = choice.choose("saved/global_step_1")
+        saved_step(SAVED, step)
+    store, rules = CheckpointStore(SAVED), Retention(keep_last_n=2)
+    chosen = choose(f"{SAVED}/global_step_1", settings=settings)
     assert chosen.resumed is not None
     assert prune(store, rules) == ["global_step_2"]
-    assert choice.choose("saved/global_step_1", dry=True).in_use is None
+    assert choose(f"{SAVED}/global_step_1", settings=settings, dry=True).in_use is None
     assert clean(store, rules).kept["global_step_1"] == "a run was resumed from it and goes on"
     chosen.release()
     assert prune(store, rules) == ["global_step_1"]
-    with pytest.raises(
-        CheckpointNotFound, match=r"global_step_1 was removed by the retention of its run.* Start again"
-    ):
+    with pytest.raises(CheckpointNotFound, match="global_step_1 was removed"):
         CheckpointInUse(chosen.resumed.checkpoint)
 
 
 def test_a_checkpoint_that_a_suspended_trainer_is_about_to_remove_is_not_waited_for_without_end(monkeypatch):
-    directory = Path("saved").absolute()
-    saved_step(directory, 1)
-    checkpoint, disk = CheckpointDirectory(directory).open("global_step_1"), FileSystem()
+    saved_step(SAVED, 1)
+    checkpoint, disk = CheckpointDirectory(SAVED).open("global_step_1"), FileSystem()
     monkeypatch.setattr(ownership, "LOCK_TIMEOUT_S", 0.0)
     lock = disk.lock(checkpoint.directory / COMMIT)
     assert lock is not None
@@ -318,21 +314,13 @@ def test_files_are_locked_as_nfs_wants_it(monkeypatch):
         lock_here(fd, operation)
 
     for step in (1, 2, 3):
-        saved_step(Path("saved").absolute(), step)
+        saved_step(SAVED, step)
     monkeypatch.setattr(filesystem.fcntl, "flock", as_nfs)
-    store = CheckpointStore(Path("saved").absolute())
+    store = CheckpointStore(SAVED)
     held = CheckpointInUse(store.open("global_step_1"))
     assert prune(store, Retention(keep_last_n=2)) == []
     held.release()
     assert prune(store, Retention(keep_last_n=2)) == ["global_step_1"]
-
-
-def test_a_choice_that_fails_lets_go_of_the_directory(monkeypatch):
-    saved_step(Path("saved").absolute(), 1)
-    settings = Checkpointing(save_dir="saved")
-    with pytest.raises(ConfigError, match="of another training"):
-        SaveDirectoryChoice(settings, TRAINER, "", None, {"seed": 2}, "second").choose(None)
-    assert RunLock.held_here(Path("saved")) is None
 
 
 def test_two_runs_on_different_disks_do_not_share_a_place_in_the_store(model32, tmp_path):
@@ -356,16 +344,6 @@ def test_two_runs_on_different_disks_do_not_share_a_place_in_the_store(model32, 
 def swept_job(made: Any, number: int, **swept: Any) -> tuple[str, list[str]]:
     directory = fit(made, f"job_{number}", tuple(f"++{key.replace('_', '.')}={value}" for key, value in swept.items()))
     return directory.relative_to(Path("checkpoints/verl/default").absolute()).as_posix(), names(directory)
-
-
-@pytest.mark.exhaustive
-def test_a_sweep_repeated_leaves_the_checkpoints_of_the_first_as_they_were(model32):
-    rates = (1e-3, 2e-3)
-    first = [swept_job(run(model32, lr=lr), number, optimizer_lr=lr) for number, lr in enumerate(rates)]
-    assert [name for name, _ in first] == ["optimizer.lr=0.001", "optimizer.lr=0.002"]
-    second = [swept_job(run(model32, lr=lr), number, optimizer_lr=lr) for number, lr in enumerate(rates)]
-    assert [(name, saved[:2]) for name, saved in second] == first
-    assert [len(saved) for _, saved in second] == [4, 4]
 
 
 @pytest.mark.exhaustive
