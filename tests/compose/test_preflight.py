@@ -93,7 +93,7 @@ def test_another_training_is_refused_by_its_keys_before_anything_is_built(model3
         refuse_here(run(model32, resume=resume, storage=storage))
     with pytest.raises(ConfigError, match="holds checkpoints of another training"):
         refuse_here(run(model32, data=OTHER, save={"save_dir": str(directory)}))
-    refuse_here(run(model32, data=OTHER))  # it will save beside them
+    refuse_here(run(model32, data=OTHER, experiment_name="other"))
     assert sorted(tmp_path.rglob("*")) == before
 
 
