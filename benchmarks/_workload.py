@@ -118,12 +118,12 @@ def forced_rollout(lengths: Sequence[int], ends: bool, group_size: int, **option
     class ForcedSampler(HFSampler):
         turns_before: Any = None
 
-        def sampling_logits(self, logits: Any, turns: Any, num_drawn: int) -> Any:
+        def sampling_logits(self, logits: Any, turns: Any, num_sampled: int) -> Any:
             if turns is not self.turns_before:
                 numbers = [turn.request.prompt_id * group_size + turn.request.sample_id for turn in turns]
                 starts = torch.tensor([turn.start for turn in turns])
                 self.turns_before, self.ends = turns, starts + wanted[torch.tensor(numbers) % len(wanted)]
-            return forced(logits, self.ends, num_drawn, ends)
+            return forced(logits, self.ends, num_sampled, ends)
 
     class ForcedRollout(HFRollout):
         def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Any = None, context: Any = None) -> HFSampler:

@@ -181,7 +181,7 @@ def test_scores_of_a_reward_model_come_to_main_memory_once_whatever_the_number_o
         reward, syncs = built(path, micro_batch_tokens=budget), DeviceSyncs()
         syncs.on_device(list(reward.model.parameters()))
         with syncs:
-            reward.rate_batch(rollout())
+            reward.score_batch(rollout())
         found[budget] = {
             name: count for name, count in syncs.counts.items() if name != "item"
         }  # transformers, of masks

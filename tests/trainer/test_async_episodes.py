@@ -137,7 +137,7 @@ def test_episodes_go_on_across_updates_and_are_repeated_by_their_schedule(
 
     def noted(self, experience, step):
         rows = zip(experience["token_versions"], experience["response_mask"], strict=True)
-        versions = [set(row[is_drawn].tolist()) for row, is_drawn in rows]
+        versions = [set(row[is_sampled].tolist()) for row, is_sampled in rows]
         assert all(step - 3 <= min(found) for found in versions)
         mixed.append(sum(len(found) > 1 for found in versions))
         return update(self, experience, step)

@@ -283,7 +283,7 @@ def test_a_replayed_run_and_one_that_is_resumed_in_the_middle_of_responses_have_
 
     def noted(self, experience, step):
         mask, versions = experience["response_mask"], experience["token_versions"]
-        trained_on.append([sorted(set(row[is_drawn].tolist())) for row, is_drawn in zip(versions, mask, strict=True)])
+        trained_on.append([sorted(set(row[real].tolist())) for row, real in zip(versions, mask, strict=True)])
         return update(self, experience, step)
 
     monkeypatch.setattr(PPOTrainer, "update", noted)

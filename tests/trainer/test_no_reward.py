@@ -37,8 +37,8 @@ class Sometimes(RewardDescription, Reward):
 
     every: int = 2
 
-    def rate(self, prompts, responses, **columns):
-        scores = Arbitrary().rate(prompts, responses)
+    def score(self, prompts, responses, **columns):
+        scores = Arbitrary().score(prompts, responses)
         return [None if sum(map(ord, y)) % self.every == 0 else x for x, y in zip(scores, responses, strict=True)]
 
 
@@ -154,7 +154,7 @@ class FirstOnes(RewardDescription, Reward):
 
     rated_rows: int = 1
 
-    def rate(self, prompts, responses, **columns):
+    def score(self, prompts, responses, **columns):
         return [float(i) if i < self.rated_rows else None for i in range(len(responses))]
 
 

@@ -478,9 +478,9 @@ def print_table(
         table.add_column(Text(columns[i]), justify="right" if columns[i] in right else "left", overflow="fold")
     for row in cells:
         table.add_row(*(Text(row[i]) for i in shown))
-    drawn = io.StringIO()
-    RichConsole(file=drawn, force_terminal=is_terminal, width=width).print(table)
-    text = "".join(f"{line.rstrip()}\n" for line in drawn.getvalue().split("\n")[:-1])
+    rendered = io.StringIO()
+    RichConsole(file=rendered, force_terminal=is_terminal, width=width).print(table)
+    text = "".join(f"{line.rstrip()}\n" for line in rendered.getvalue().split("\n")[:-1])
     text += f"not shown, the terminal is too narrow: {', '.join(left_out)}\n" if left_out else ""
     sys.stdout.write(text)  # cells are printable, and rich styles the header
 

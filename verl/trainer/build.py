@@ -432,7 +432,7 @@ class PolicyTrainer(LoopTrainer):
                 prompts = self.eval_data_without_tools.collate(rows)
                 request = GenerationRequest(step, greedy=True, stream=EVALUATION, uses_environment=False)
                 bare = self.sampling.evaluate(prompts, request)
-        return {"greedy": greedy, "drawn": sampled, "without_tools": bare}
+        return {"greedy": greedy, "sampled": sampled, "without_tools": bare}
 
     @property
     def parts(self) -> dict[str, Stateful]:

@@ -171,7 +171,7 @@ class ActorWorker(TrainedWorker):
         rows = self.sampler.finish()
         refuse_wrong_responses(rows, self._num_tokens)
         assert len(rows) == len(prompts) * request.num_samples
-        version = self.version if self.sampler.has_redrawn else self._begun_at
+        version = self.version if self.sampler.has_regenerated else self._begun_at
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), version)}))
 
     @on_all
@@ -186,7 +186,7 @@ class ActorWorker(TrainedWorker):
         Where the batch has `policy_version`, `is_on_policy` [B] too: whether these very weights sampled the row.
         """
         self.sampler.offload()
-        self.first_batch.look(batch)
+        self.first_batch.check(batch)
         self._unreplayed = self._gap_without_replay(batch)
         return self._with_origin(self.engine.infer(batch, self.micro_batch_scores), batch)
 
@@ -206,7 +206,7 @@ class ActorWorker(TrainedWorker):
         Where nothing computed log-probs before, its metrics also contain what is otherwise measured then.
         """
         self.sampler.offload()
-        self.first_batch.look(batch)
+        self.first_batch.check(batch)
         self._gap, measures = LogProbGap(), self._measures(batch.batch)
         if measures:
             self._unreplayed = self._gap_without_replay(batch)

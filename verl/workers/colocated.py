@@ -149,7 +149,7 @@ class RLHost(Description):
         return host
 
     def _start_roles(self, host: RoleProcess, context: BuildContext) -> None:
-        types, actor, course = self.worker_types(), None, (self.total_updates, self.restore)
+        types, actor, progress = self.worker_types(), None, (self.total_updates, self.restore)
         parallels = {role: host.parallel(sharding, context) for role, sharding in self.shardings().items()}
         if "actor" in types:
             seed_everything(derive_seed(context.seed, "actor"))
@@ -158,13 +158,13 @@ class RLHost(Description):
                 parallels["actor"],
                 self.algorithm,
                 self.rollout,
-                *course,
+                *progress,
                 self.environment,
                 self.actor_generates,
             )
         if self.critic is not None and "critic" in types:
             seed_everything(derive_seed(context.seed, "critic"))
-            host.workers["critic"] = self.critic.start(context, parallels["critic"], self.algorithm, *course)
+            host.workers["critic"] = self.critic.start(context, parallels["critic"], self.algorithm, *progress)
         if self.reference is not None and "reference" in types:
             scoring = self.rollout.temperature, self.algorithm.num_candidates
             host.workers["reference"] = self.reference.start(

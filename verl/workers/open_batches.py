@@ -31,7 +31,7 @@ from verl.environments.journal import JournalEntry, refuse_other_answer
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.protocol.serialization import json_text
-from verl.rollout.base import DrawnTurn, GenerationRequest, TurnEngine, TurnRequest
+from verl.rollout.base import GenerationRequest, TurnEngine, TurnRequest, TurnResult
 from verl.rollout.responses import ResponseSampler
 from verl.rollout.rows import assemble_turns, right_padded
 
@@ -61,7 +61,7 @@ class OpenRow:
     updates: list[tuple[int, int]] = field(default_factory=list)
     is_finished: bool = False
 
-    def add(self, sampled: DrawnTurn, version: int) -> None:
+    def add(self, sampled: TurnResult, version: int) -> None:
         """Append what the present turns of the engine have sampled, the last of it by the weights of this version."""
         versions: list[int] = []
         for count, former in [*self.updates, (len(sampled.tokens), version)]:
@@ -123,7 +123,7 @@ class ResponseBatch:
         """All of it, or finished groups, with `token_versions` [B T] and `policy_version` [B], the oldest of a row;
         log-probs of this type."""
         prompts, own = self._chosen(self.rows, groups)
-        sampled = [DrawnTurn(0, row.tokens, row.log_probs, True) for row in own]
+        sampled = [TurnResult(0, row.tokens, row.log_probs, True) for row in own]
         rows = assemble_turns(prompts, sampled, _with_type(dtype), self.sampler.pad_id, self.request.num_samples)
         versions = {
             "token_versions": right_padded([row.versions for row in own], 0, torch.int64),
@@ -202,7 +202,7 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
     def drew(self, row: OpenRow, *, is_complete: bool) -> None:
         number = row.request.episode
         del self._open[number]
-        self.loop.draw(DrawnTurn(number, row.tokens, row.log_probs, is_complete, versions=row.versions))
+        self.loop.draw(TurnResult(number, row.tokens, row.log_probs, is_complete, versions=row.versions))
         self._count()
 
     def answer(self, result: CallResult) -> None:

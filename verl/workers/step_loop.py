@@ -38,7 +38,7 @@ from verl.workers.schedule import EventKind, Schedule, ScheduledEvent
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.05  # for groups that are finished
+POLL_INTERVAL_S = 0.05  # for groups that are finished
 AWAIT_GROUPS_S = 0.5  # of this engine, before those of others are asked for again
 MOST_LOSSES = 2  # of engines, one after another, before a row is finished
 
@@ -208,12 +208,12 @@ class StepLoop:
         return EpisodeBatch(prompts, request, self.sampler, self)
 
     def _await(self, batch: ResponseBatch, is_there: Callable[[], bool]) -> None:
-        """Wait for a batch, or something before its end, which is looked for every `LOOK_EVERY_S`."""
+        """Wait for a batch, or something before its end, which is looked for every `POLL_INTERVAL_S`."""
         with self._changed:
             self._awaited = batch
             self._changed.notify_all()
             while not is_there() and self._failure is None:
-                self._changed.wait(LOOK_EVERY_S)
+                self._changed.wait(POLL_INTERVAL_S)
             self._awaited = None
         self._raise_failure()
 

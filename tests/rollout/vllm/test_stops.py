@@ -166,7 +166,7 @@ def test_a_stop_between_begin_and_finish_is_outlived(pair, caplog):
     sampler.begin(random_prompts(), request)
     with caplog.at_level(logging.WARNING):
         assert agreement(expected, sampler.finish())[0] == 1
-    assert sampler.has_redrawn
+    assert sampler.has_regenerated
     assert "made no progress for 6 s" in caplog.text
 
 

@@ -102,7 +102,7 @@ class MemoryEstimate:
     @property
     def host(self) -> int:
         """Bytes of main memory on each machine that a run on GPUs takes beside them."""
-        offloaded = sum(role.resting for role in self.roles if role.is_offloaded)
+        offloaded = sum(role.persistent_bytes for role in self.roles if role.is_offloaded)
         return 0 if self.on_host else self.copied + self.sent + offloaded * (self.processes - self.samplers)
 
 
@@ -143,8 +143,8 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
 
 def _cache_bytes(run: Any, actor: RoleMemory) -> int:
     step = workload(run)
-    drawn = min(-(-step.rows // actor.layout.generation_shares), getattr(run.rollout, "max_rows", step.rows))
-    return actor.sizes.cache_elements // actor.layout.siblings * drawn * step.width * actor.dtype.itemsize
+    sampled = min(-(-step.rows // actor.layout.generation_shares), getattr(run.rollout, "max_rows", step.rows))
+    return actor.sizes.cache_elements // actor.layout.siblings * sampled * step.width * actor.dtype.itemsize
 
 
 def _layouts_of_models(run: Any, layouts: dict[str, RoleLayout]) -> Iterator[tuple[str, RoleLayout]]:
@@ -315,23 +315,23 @@ def _phases(
     names, has_weights = tuple(role.name for role in members), "engine weights" in engine
     actor = next((role for role in members if role.name == "actor"), None)
     in_device = [role for role in members if not (device.is_gpu and role.is_offloaded)]
-    resting = {"context": device.context} if device.context else {}
+    persistent = {"context": device.context} if device.context else {}
     for role in in_device:
-        resting |= {f"{role.name} weights": role.weights, f"{role.name} optimizer": role.optimizer}
+        persistent |= {f"{role.name} weights": role.weights, f"{role.name} optimizer": role.optimizer}
     if not device.is_gpu and actor is not None and estimate.sent:
-        resting["weights for the sampler"] = estimate.sent
+        persistent["weights for the sampler"] = estimate.sent
     if not device.is_gpu and estimate.copied:
-        resting["copy for the writer"] = estimate.copied // max(1, estimate.processes - estimate.samplers)
+        persistent["copy for the writer"] = estimate.copied // max(1, estimate.processes - estimate.samplers)
     asleep = {part: size for part, size in engine.items() if part == ASLEEP}
     engine = {part: size for part, size in engine.items() if part != ASLEEP}
     awake = {part: size for part, size in engine.items() if part != "sampling"}
-    outside = resting | (awake if has_weights and not asleep else asleep)  # of generation
+    outside = persistent | (awake if has_weights and not asleep else asleep)  # of generation
     yield PhaseMemory("rest", names, outside)
     if engine and actor is not None:
         extra = {"gathered weights": actor.generating} if actor.generating else {}
         if not has_weights and not device.is_gpu and chosen_library(run.trainer.cpu_matmul) == "onednn":
             extra["packed weights"] = max(actor.weights, actor.generating)
-        yield PhaseMemory("generate", names, resting | engine | extra)
+        yield PhaseMemory("generate", names, persistent | engine | extra)
     if workload(run).generates:
         asked = max(members, key=lambda role: role.activations.scoring + role.gathered)
         working = {"activations": asked.activations.scoring, "gathered weights": asked.gathered}
@@ -347,7 +347,7 @@ def _phases(
     if has_weights and actor is not None:
         moving = {"chunks": 2 * getattr(run.rollout, "chunk_mib", 0) * 2**20, "gathered weights": actor.gathered}
         moving["engine weights"] = engine["engine weights"]
-        yield PhaseMemory("sync", names, resting | asleep | moving)
+        yield PhaseMemory("sync", names, persistent | asleep | moving)
     if estimate.saving:
         yield PhaseMemory("save", names, outside)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verl.errors import RolloutError
-from verl.rollout.base import DrawnTurn, TurnEngine, TurnRequest
+from verl.rollout.base import TurnEngine, TurnRequest, TurnResult
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.client.engine_process import EngineDied, EngineError, EngineProcess
 from verl.rollout.vllm.messages import NumberedTurn, TurnOutput
@@ -75,7 +75,7 @@ class VLLMTurns(TurnEngine):
         self._open[number] = turn
         self._new.append(NumberedTurn(number, turn))
 
-    def advance(self) -> list[DrawnTurn]:
+    def advance(self) -> list[TurnResult]:
         """See `TurnEngine.advance`.
 
         Raises:
@@ -93,7 +93,7 @@ class VLLMTurns(TurnEngine):
             self.restart(death)
             output = self._advance()
         self.cached_tokens += output.cached_tokens
-        drawn = []
+        sampled = []
         for place, (number, tokens) in enumerate(zip(output.numbers, output.tokens, strict=True)):
             turn, experts = self._open.pop(number), None
             if self.experts is not None:
@@ -105,17 +105,17 @@ class VLLMTurns(TurnEngine):
                         "(layers, experts of a token). Set rollout.router_replay=false."
                     )
             is_complete = tokens[-1] in self.sampler.stop_ids
-            drawn.append(DrawnTurn(turn.episode, tokens, output.log_probs[place], is_complete, experts))
-        return drawn
+            sampled.append(TurnResult(turn.episode, tokens, output.log_probs[place], is_complete, experts))
+        return sampled
 
-    def open_turns(self) -> list[DrawnTurn]:
+    def open_turns(self) -> list[TurnResult]:
         if self._begun_in is None:
             return []
         if not self.is_under_way:
             raise EngineDied(GONE)
         output: TurnOutput = self._call("open_turns")
         lines = zip(output.numbers, output.tokens, output.log_probs, strict=True)
-        return [DrawnTurn(self._open[number].episode, tokens, log_probs, False) for number, tokens, log_probs in lines]
+        return [TurnResult(self._open[number].episode, tokens, values, False) for number, tokens, values in lines]
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
