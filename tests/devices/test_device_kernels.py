@@ -161,8 +161,8 @@ def test_a_token_of_an_episode_waits_once(monkeypatch):
     syncs, found = DeviceSyncs(), {}
     syncs.on_device([*actor.model.parameters(), *actor.model.buffers()])
     for new in (8, 24):
-        actor.sampler.engine.stop_ids = torch.zeros(0, dtype=torch.int64)  # all turns have all tokens
-        engine = actor.sampler.engine.turns(TurnLimits(80, 0.1))
+        actor.generator.engine.stop_ids = torch.zeros(0, dtype=torch.int64)  # all turns have all tokens
+        engine = actor.generator.engine.turns(TurnLimits(80, 0.1))
         for episode in range(3):
             engine.add(TurnRequest(episode, list(range(4, 9 + episode)), episode, 0, 0, new))
         syncs.counts.clear()

@@ -11,7 +11,7 @@ from environments.episodes import prompts_of, tiny
 
 from verl.component import BuildContext, component
 from verl.environments.base import EnvironmentDescription, EnvironmentFactory
-from verl.environments.episode_loop import EpisodeSampler
+from verl.environments.episode_loop import EpisodeGenerator
 from verl.environments.tools import Tool, ToolEnvironment
 from verl.errors import ConfigError
 from verl.rollout.base import GenerationRequest, RolloutEngine, TurnEngine, TurnResult
@@ -117,7 +117,7 @@ def test_an_episode_goes_on_after_whatever_the_model_writes_as_a_call(is_chat, m
     template = HERMES if is_chat else None
     context = BuildContext(tokenizer=tokenizer, chat_template=template)
     options = HFRollout(max_new_tokens=6000)
-    engine = EpisodeSampler(
+    engine = EpisodeGenerator(
         Echo(max_turns=50, max_tokens=60_000), Dictated(tokenizer, texts), options, tokenizer,
         (tokenizer.eos_token_id,), context,
     )  # fmt: skip

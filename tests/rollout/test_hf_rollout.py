@@ -13,7 +13,7 @@ from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 from verl.rollout.hf_rows import SlotRows
-from verl.rollout.responses import ResponseSampler
+from verl.rollout.responses import ResponseGenerator
 
 DIGITS = tuple(range(7, 17))
 TEXTS = ("1+2=", "34+5=", "what is 6*7? ", "9-", "a", "x" * 40)
@@ -28,7 +28,7 @@ def generate(model64, prompts):
         rollout = HFRollout(**{"max_new_tokens": 9, "stop_token_ids": DIGITS, **options})
         engine = rollout.attach(model, tokenizer, seed)
         engine.longest_compared, engine.keeps_slots = run.longest_compared, run.keeps_slots
-        sampler = ResponseSampler(engine, rollout, tokenizer.pad_token_id)
+        sampler = ResponseGenerator(engine, rollout, tokenizer.pad_token_id)
         return sampler.generate(batch or prompts(*TEXTS), request or GenerationRequest(3, 4))
 
     run.model, run.tokenizer, run.longest_compared, run.keeps_slots = model, tokenizer, 0, None

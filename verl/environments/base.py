@@ -224,10 +224,10 @@ class EnvironmentDescription(Description):
         """JSON schemas of its tools, which the chat template writes into the prompt."""
         return ()
 
-    def sampler(
+    def response_generator(
         self, engine: Any, rollout: Any, tokenizer: Any, stop_ids: tuple[int, ...], context: BuildContext
     ) -> Any:
-        """The sampler of its episodes, in place of `EpisodeSampler`; None for that.
+        """The generator of its episodes; None for `EpisodeGenerator`.
 
         Args:
             engine, rollout: a `RolloutEngine`, and its description.

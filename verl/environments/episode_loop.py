@@ -31,7 +31,7 @@ from verl.errors import ConfigError, RolloutError
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, TurnEngine, TurnLimits, TurnRequest, TurnResult
 from verl.rollout.lockstep import in_lockstep
-from verl.rollout.responses import ResponseSampler
+from verl.rollout.responses import ResponseGenerator
 from verl.rollout.rows import longest_prompt, prompt_tokens
 from verl.utils.progress import report
 from verl.utils.seeding import derive_seed
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.5  # between looks at the deadline, while nothing can be drawn
 
 
-class EpisodeSampler(ResponseSampler):
+class EpisodeGenerator(ResponseGenerator):
     """Samples episodes with an environment; single responses too, where a request uses none.
 
     Args:
@@ -142,7 +142,7 @@ class EpisodeSampler(ResponseSampler):
         has = {"has_rows": self.has_rows, "has_versions": has_versions}
         return episode_batch(prompts, request, samples, records, self.pad_id, turns.dtype, **has)
 
-    def beside(self) -> EpisodeSampler:
+    def beside(self) -> EpisodeGenerator:
         other = copy.copy(self)
         other._calls, other.journal = None, other.new_journal()
         return other
@@ -194,7 +194,7 @@ class EpisodeLoop:
 
     def __init__(
         self,
-        engine: EpisodeSampler,
+        engine: EpisodeGenerator,
         turns: TurnEngine,
         request: GenerationRequest,
         episodes: Sequence[Episode],

@@ -23,8 +23,8 @@ ALONE = BuildContext()
 
 # Weights from an actor in pipeline `stages`, or whose `experts` are divided (sharding.ep); a torch module of the user's
 # (`modules`); several `turns` of an episode; recording the experts that routers choose (`router_replay`); generating in
-# the role `sampler`, with a copy of the model, for `trainer.mode=async`
-Capability = Literal["stages", "experts", "modules", "turns", "router_replay", "sampler"]
+# the role `rollout`, with a copy of the model, for `trainer.mode=async`
+Capability = Literal["stages", "experts", "modules", "turns", "router_replay", "rollout_worker"]
 
 
 @component

@@ -81,7 +81,7 @@ class HFRollout(Rollout):
     """
 
     supports: ClassVar[frozenset[Capability]] = frozenset(
-        {"stages", "experts", "modules", "turns", "router_replay", "sampler"}
+        {"stages", "experts", "modules", "turns", "router_replay", "rollout_worker"}
     )
     may_change: ClassVar[bool] = True
 
@@ -91,11 +91,11 @@ class HFRollout(Rollout):
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
-    ) -> HFSampler:
-        return HFSampler(self, model, tokenizer, seed, autocast)
+    ) -> HFEngine:
+        return HFEngine(self, model, tokenizer, seed, autocast)
 
 
-class HFSampler(RolloutEngine):
+class HFEngine(RolloutEngine):
     """The running engine of `HFRollout`."""
 
     def __init__(self, options: HFRollout, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None):
@@ -246,7 +246,7 @@ class HFSampler(RolloutEngine):
         log.warning("%s. They are drawn again, from here on by %s.", problem, decoding_name(after))
 
     @property
-    def sampler(self) -> TokenSampler:
+    def token_sampler(self) -> TokenSampler:
         """The sampling rule of the present options."""
         return TokenSampler.of(self.options, self.seed, tuple(self.stop_ids.tolist()))
 
@@ -311,10 +311,10 @@ class HFTurns(TurnQueue):
 
     lookahead = 1
 
-    def __init__(self, engine: HFSampler, limits: TurnLimits, dtype: torch.dtype):
+    def __init__(self, engine: HFEngine, limits: TurnLimits, dtype: torch.dtype):
         super().__init__()
         self.engine, self.limits, self.dtype, self.contexts = engine, limits, dtype, contextlib.ExitStack()
-        self.sampler, self.rows = engine.sampler, engine.rows(limits)
+        self.token_sampler, self.rows = engine.token_sampler, engine.rows(limits)
         self.experts = None if engine.routing is None else (engine.routing.layers, engine.routing.top_k)
         self.live: list[LiveTurn] = []
         self._next = NextToken(torch.zeros(0))
@@ -335,7 +335,7 @@ class HFTurns(TurnQueue):
 
     def open_turns(self) -> list[TurnResult]:
         self._collect()
-        return [turn.result(self.sampler.stop_ids) for turn in self.live]
+        return [turn.result(self.token_sampler.stop_ids) for turn in self.live]
 
     def end(self, episode: int) -> None:
         for turn in self.live:
@@ -401,10 +401,9 @@ class HFTurns(TurnQueue):
             self._noise = self._noise_of(self.live)
         logits = self.engine.sampling_logits(self._next.logits, self.live, self._step)
         noise = self._noise[:, self._step - self._first_noise]
-        tokens = self.sampler.pick(logits, noise, self._positions(), self._greedy)
-        log_probs = self.sampler.log_probs(self._next.logits, tokens)
-        routed = self._next.routed
-        self._sampled.append((tokens, log_probs) if routed is None else (tokens, log_probs, routed))
+        tokens = self.token_sampler.pick(logits, noise, self._positions(), self._greedy)
+        log_probs = self.token_sampler.log_probs(self._next.logits, tokens)
+        self._sampled.append((tokens, log_probs, *([] if self._next.routed is None else [self._next.routed])))
         self._step += 1
         is_stop = torch.isin(tokens, self.engine.stop_ids)
         is_limit = self._step == self._next_limit
@@ -437,7 +436,7 @@ class HFTurns(TurnQueue):
         self._collect()
         rows = enumerate(zip(self.live, self._is_over.tolist(), strict=True))
         ended = {row: turn for row, (turn, is_over) in rows if is_over or turn.limit == self._step}
-        sampled = [turn.result(self.sampler.stop_ids) for turn in ended.values()]
+        sampled = [turn.result(self.token_sampler.stop_ids) for turn in ended.values()]
         read = [turn.request.tokens + made.tokens[:-1] for turn, made in zip(ended.values(), sampled, strict=True)]
         order = self.rows.end(dict(zip(ended, read, strict=True)))
         self._set_live([self.live[row] for row in order])
@@ -471,12 +470,12 @@ class HFTurns(TurnQueue):
             return torch.zeros(len(turns), NOISE_TOKENS, dtype=torch.float64, device=device)
         first = torch.tensor([self._first_noise - turn.start for turn in turns], device=device)
         positions = first[:, None] + torch.arange(NOISE_TOKENS, device=device)
-        return self.sampler.noise(keys.to(device)[:, :, None], positions.clamp_min(0))
+        return self.token_sampler.noise(keys.to(device)[:, :, None], positions.clamp_min(0))
 
     def _positions(self) -> Tensor | int:
         """Number of tokens of each turn so far; of all if stop tokens may be drawn everywhere."""
-        sampled = [self._step - turn.start for turn in (self.live if self.sampler.min_new_tokens else self.live[:1])]
-        return sampled[0] if len(set(sampled)) == 1 else torch.tensor(sampled, device=self.engine.device)
+        counts = [self._step - x.start for x in (self.live if self.token_sampler.min_new_tokens else self.live[:1])]
+        return counts[0] if len(set(counts)) == 1 else torch.tensor(counts, device=self.engine.device)
 
     def _as_rows(self, turns: Sequence[TurnRequest], sampled: Sequence[TurnResult]) -> DataProto:
         """Each turn as a row, behind everything before it; see `assemble`."""

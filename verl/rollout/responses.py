@@ -2,7 +2,7 @@
 
     prompts ── `GenerationGroup.gather` ──> parts ── turns of the engine ──> rows ── `scatter` ──> rows of the prompts
 
-`verl.environments.episode_loop.EpisodeSampler` inherits this and plays episodes of several turns instead.
+`verl.environments.episode_loop.EpisodeGenerator` inherits this and plays episodes of several turns instead.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class _Begun:
     rows: Future[list[DataProto]]
 
 
-class ResponseSampler:
+class ResponseGenerator:
     """Samples responses with a rollout engine.
 
     Args:
@@ -93,8 +93,8 @@ class ResponseSampler:
         self.has_regenerated = False
         return self._finish(begun.parts, begun.request, begun)
 
-    def beside(self) -> ResponseSampler:
-        """Another sampler with the same engine, which generates while turns of this one are set aside."""
+    def beside(self) -> ResponseGenerator:
+        """Another generator with the same engine, which generates while turns of this one are set aside."""
         return copy.copy(self)
 
     def stop(self) -> None:

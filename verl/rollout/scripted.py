@@ -55,11 +55,11 @@ class ScriptedRollout(Rollout):
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
-    ) -> ScriptedSampler:
-        return ScriptedSampler(self, model, tokenizer, autocast)
+    ) -> ScriptedEngine:
+        return ScriptedEngine(self, model, tokenizer, autocast)
 
 
-class ScriptedSampler(RolloutEngine):
+class ScriptedEngine(RolloutEngine):
     """The running engine of `ScriptedRollout`."""
 
     def __init__(self, options: ScriptedRollout, model: Any, tokenizer: Any, autocast: Autocast = None):
@@ -96,7 +96,7 @@ class ScriptedSampler(RolloutEngine):
 class ScriptedTurns(TurnQueue):
     """Turns of a script: those of the same prompt take one entry after another."""
 
-    def __init__(self, engine: ScriptedSampler):
+    def __init__(self, engine: ScriptedEngine):
         super().__init__()
         self.engine = engine
         self.dtype = torch.promote_types(engine.model.dtype, torch.float32)
@@ -147,8 +147,6 @@ class _WholeBatchTurns(TurnQueue):
         self.dtype = rows["rollout_log_probs"].dtype
         columns = zip(turns, rows["responses"], rows["response_mask"], rows["rollout_log_probs"], strict=True)
         return [
-            TurnResult(
-                turn.episode, ids[mask].tolist(), log_probs[mask].tolist(), int(mask.sum()) < turn.max_new_tokens
-            )
-            for turn, ids, mask, log_probs in columns
+            TurnResult(turn.episode, ids[m].tolist(), log_probs[m].tolist(), int(m.sum()) < turn.max_new_tokens)
+            for turn, ids, m, log_probs in columns
         ]

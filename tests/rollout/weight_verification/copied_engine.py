@@ -9,7 +9,7 @@ import torch
 
 from verl.component import component
 from verl.rollout.base import SyncResult
-from verl.rollout.hf import HFRollout, HFSampler
+from verl.rollout.hf import HFEngine, HFRollout
 from verl.rollout.weight_verification.fingerprint import fingerprint
 from verl.rollout.weight_verification.log_prob_probe import trainer_log_probs
 from verl.rollout.weight_verification.verifier import SyncVerifier, VerifyReply, VerifyRequest
@@ -29,7 +29,7 @@ class CopyRollout(HFRollout):
         return CopySampler(self, model, tokenizer, seed, autocast)
 
 
-class CopySampler(HFSampler):
+class CopySampler(HFEngine):
     """The running engine of `CopyRollout`."""
 
     def __init__(self, options: CopyRollout, model: Any, tokenizer: Any, seed: int, autocast: Any = None):

@@ -197,7 +197,7 @@ def test_two_devices_in_a_short_file_are_used_where_there_are_devices_and_else_o
     )
     for named in ({"trainer": {"backend": "fsdp", "n_gpus_per_node": 2}}, {"sharding": "none"}, {}):
         assert local_trainer.sharding_for_devices(named, [], None) == ([], [])
-    engines = DeviceMesh(devices=("cpu:0",), sub_meshes={"sampler": ("cpu:0", "cpu:1")})  # which shard nothing
+    engines = DeviceMesh(devices=("cpu:0",), sub_meshes={"rollout": ("cpu:0", "cpu:1")})  # which shard nothing
     assert local_trainer.sharding_for_devices({}, [], engines) == ([], [])
 
 

@@ -244,7 +244,7 @@ class ServerConnection:
     gap_nats: float | None = None
 
 
-class ServerSampler(RolloutEngine):
+class ServerEngine(RolloutEngine):
     """See `ServerRollout`. Made by `verl.rollout.server.connect.connect`, which checks the server."""
 
     def __init__(

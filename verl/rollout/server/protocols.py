@@ -364,8 +364,7 @@ class TGIProtocol(ServerProtocol):
         reason = read_finish_reason(details["finish_reason"], "details.finish_reason", REASONS)
         tokens = _listed(details["tokens"], "details.tokens")
         ids = [read_token_id(token.get("id"), f"{what}.id", sampling_params.num_tokens) for what, token in tokens]
-        log_probs = [read_log_prob(token.get("logprob"), f"{what}.logprob") for what, token in tokens]
-        response = ServerResponse(ids, log_probs)
+        reply = ServerResponse(ids, [read_log_prob(token.get("logprob"), f"{what}.logprob") for what, token in tokens])
         if (count := details.get("generated_tokens")) is not None and count != len(ids):
             raise RetryableAnswer(
                 f"details.generated_tokens is {shown_value(count)}, and details.tokens has {len(ids)}"
@@ -378,8 +377,8 @@ class TGIProtocol(ServerProtocol):
                     f"its tokenizer reads a prompt as {seen}, the actor's as {list(prompt)}: another model"
                 )
             logprobs = [read_log_prob(token.get("logprob"), f"{what}.logprob") for what, token in prefill[1:]]
-            response = replace(response, prompt_log_probs=logprobs)
-        return checked(response, reason == "length", sampling_params)
+            reply = replace(reply, prompt_log_probs=logprobs)
+        return checked(reply, reason == "length", sampling_params)
 
     def as_text(self, prompt: Sequence[int]) -> str:
         """The text that encodes to exactly this prompt, without the special tokens that the tokenizer prepends.

@@ -243,11 +243,11 @@ class AsyncPlan:
             yield f"{mark}{name:<14}{split:>15}{s.samples_per_s:>11.3g}{idle}{s.staleness:>7.2f}"
         yield "* the best; lag: mean age of a token in weight syncs"
         if self.per_engine > 1:
-            yield "engines of several devices were not tried with the role sampler"
+            yield "engines of several devices were not tried with the role rollout"
         elif self.best.max_staleness is not None and self.best.generate + self.best.train > 2:
             yield (
                 f"an engine on each of {self.best.generate} devices: trainer=mesh with "
-                "trainer.placement.sub_meshes.sampler, or trainer=ray with trainer.placement.workers.sampler"
+                "trainer.placement.sub_meshes.rollout, or trainer=ray with trainer.placement.workers.rollout"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -318,7 +318,7 @@ def recorded_times(run: Any, columns: Columns, source: str) -> AsyncTimes:
     if by_step < 0 or by_token < 0:  # lengths that hardly vary do not tell one from the other
         by_step, by_token = generate_s.sum() / longest.sum(), 0.0
     sync_s, training = float(x["timing/sync_s"].mean()), role_processes(run)["actor"]  # a rate is one over a mean
-    devices, engines = training + run.devices_apart, run.num_samplers or training
+    devices, engines = training + run.devices_apart, run.num_rollout_workers or training
     return AsyncTimes(
         token_s=lambda rows: by_step + by_token * engines * rows,
         slots=workload(run).rows,
