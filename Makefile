@@ -14,7 +14,7 @@
 # make reproduce    run the recipes on SmolLM2 over three seeds with TRL beside them, into docs/results/ (hours on a CPU);
 #                   NAME=smollm2_json for one of them
 # make docs         the documents and the API reference as a site, build/site/index.html; after the first call without network
-# make tables       rewrite what pages have from the code and from benchmarks/results/
+# make tables       rewrite the two tables of docs/results.md from benchmarks/results/
 # make notebooks    run examples/notebooks/ and keep what they print and draw
 
 PYTHON ?= python3
@@ -112,7 +112,15 @@ $(VENV)/.installed-docs: $(VENV)/.installed requirements-docs.txt
 	$(BIN)/python -m pip install --quiet -r requirements-docs.txt
 	@touch $@
 
-docs: $(VENV)/.installed-docs
+# Tables of the site that are made from the code; the plans take a minute
+TABLES := fields models scaling plans
+
+build/tables/%.md: scripts/make_tables.py $(wildcard verl/protocol/fields.py verl/model_paths/*.json verl/engines/*.py \
+		verl/models/*.py verl/trainer/plan/*.py) | $(VENV)/.installed
+	@mkdir -p build/tables
+	$(BIN)/python -W ignore scripts/make_tables.py $* >$@.part && mv $@.part $@
+
+docs: $(VENV)/.installed-docs $(TABLES:%=build/tables/%.md)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 	@echo "build/site/index.html; with search: $(BIN)/python -m http.server --directory build/site"
 
@@ -120,13 +128,8 @@ notebooks: $(VENV)/.installed-docs
 	$(BIN)/python scripts/run_notebooks.py
 
 tables: install
-	$(BIN)/python scripts/make_glossary.py
 	$(BIN)/python scripts/make_results_table.py
 	$(BIN)/python scripts/make_fault_table.py
-	$(BIN)/python scripts/make_environment_fault_table.py
-	$(BIN)/python scripts/make_scaling_table.py
-	$(BIN)/python scripts/make_plan_table.py
-	$(BIN)/python scripts/make_models_table.py
 
 clean:
 	rm -rf $(VENV) .venv-verifiers outputs build *.egg-info

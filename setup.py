@@ -1,6 +1,6 @@
 """Installs the package, its configuration files as `verl.conf`, and the commands.
 
-The version ranges begin and end at versions that were tried (docs/installation.md).
+The version ranges begin and end at versions that were tried (docs/quickstart.md).
 requirements.txt is the pinned set that the tests run with. `conf/` is packaged as `verl/conf`; git holds it once.
 """
 

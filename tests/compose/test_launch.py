@@ -297,7 +297,7 @@ def test_every_process_of_torchrun_on_several_machines_is_refused_with_the_comma
     said = f"torchrun has started processes on {machines} machines: it can start a run on one machine only"
     assert done.stderr.startswith(said), done.stderr
     words = f"{option} trainer.placement.address=auto trainer.nnodes={machines} trainer.n_gpus_per_node={here}"
-    command = f"python {shlex.quote(str(ROOT / script))} {words} sharding=fsdp trainer.no_such_key=1 (docs/ray.md)."
+    command = f"python {shlex.quote(str(ROOT / script))} {words} sharding=fsdp trainer.no_such_key=1 (docs/scaling.md)."
     assert command in done.stderr
     assert done.stdout == ""
     assert list(tmp_path.iterdir()) == []

@@ -23,6 +23,8 @@ from verl.models.tiny import TinyModel
 from verl.ops.resharding.layout import Mesh
 from verl.rollout import generation_group
 from verl.rollout.generation_group import OneGenerates
+from verl.rollout.proof.fingerprints import ProbeVectors
+from verl.rollout.proof.verifier import VerificationResult, VerifyRequest
 from verl.rollout.vllm import shm_stream
 from verl.rollout.vllm.client.engine_args import gpu_name
 from verl.rollout.vllm.engine import with_engine_group
@@ -31,8 +33,6 @@ from verl.rollout.vllm.shm_stream import StreamReader
 from verl.rollout.vllm.sync import weight_sync
 from verl.rollout.vllm.sync.weight_sync import WeightSync
 from verl.rollout.vllm.sync.weight_transfer import FeedAssignment
-from verl.rollout.weight_verification.fingerprint import ProbeVectors
-from verl.rollout.weight_verification.verifier import VerificationResult, VerifyRequest
 
 RANKS = 4
 
@@ -95,7 +95,7 @@ def test_engines_of_machines_with_eight_gpus_have_those_of_their_ranks_and_no_tw
 def test_processes_of_one_machine_and_of_each_sub_mesh_have_devices_of_their_own(monkeypatch):
     assert [device_of_rank("cuda:0", rank) for rank in range(8)] == [f"cuda:{rank}" for rank in range(8)]
     monkeypatch.setattr("verl.cluster.placement.num_gpus_of", lambda devices: 2)
-    document = (Path(__file__).parents[2] / "docs" / "ray.md").read_text()
+    document = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
     on_command_line = re.search(r"trainer=mesh (.*)", document)
     in_script = re.search(r"mesh = (DeviceMesh\(.*\))", document)
     assert on_command_line

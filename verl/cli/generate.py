@@ -189,8 +189,8 @@ def generate(
             data = Path(directory) / "prompts.jsonl"
             data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompt))
             settings.append("data.prompt_key=prompt")
-        unrated = ["reward=length"]  # a cheap reward: responses are not scored
-        with running(saved, "ppo", [*unrated, *(overrides or []), *settings], data) as trainer:
+        unscored = ["reward=length"]  # a cheap reward: responses are not scored
+        with running(saved, "ppo", [*unscored, *(overrides or []), *settings], data) as trainer:
             if trainer.eval_data is None:
                 raise ConfigError("the run has no evaluation data. Give --prompt TEXT or --data FILE.")
             if prompt and trainer.eval_data.has_chats:

@@ -83,7 +83,7 @@ def evaluation_metrics(records: Sequence[Mapping[str, Any]], has_tools: bool = T
     metrics = {"eval/accuracy": _mean_of(greedy, "success"), "eval/score": _mean_of(greedy, "score")}
     metrics["eval/response_length_tokens"] = _mean_of(answers, "tokens")
     if len(greedy) < len(answers):
-        metrics["eval/unrated"] = float(len(answers) - len(greedy))
+        metrics["eval/unscored"] = float(len(answers) - len(greedy))
     metrics |= accuracy_by_calls(greedy, has_tools) | {"eval/accuracy_without_tools": _mean_of(bare, "success")}
     if sampled:
         k, best = 1 + max(row["sample_id"] for row in sampled), [max(right) for right in successes_by_prompt(sampled)]

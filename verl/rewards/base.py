@@ -87,7 +87,7 @@ def checked_result(
     return scored
 
 
-TAKEN = ("mean", "std", "failed", "unrated")  # metrics `reward/NAME` of every reward
+TAKEN = ("mean", "std", "failed", "unscored")  # metrics `reward/NAME` of every reward
 TOKEN_REWARDS = (
     "a DataProto with token_level_rewards [B T], or a tensor [B], [B T] or [B T-1], finite, and 0 where response_mask "
     "is False"

@@ -35,7 +35,7 @@ _RECENT_STEPS = 20  # the remaining time is estimated from this many
 _DIGITS = 3
 _CUT = "..."
 SHORTEST_CUT = 16  # characters of a cell that is truncated; in less room columns are left out
-WORTH_A_COLUMN = {"rollout/clipped_ratio": 0.1, "reward/unrated": 0.0}  # above these the line of a step has them
+WORTH_A_COLUMN = {"rollout/clipped_ratio": 0.1, "reward/unscored": 0.0}  # above these the line of a step has them
 _LABELS = {  # shorter than the keys, so that the line of a step fits 80 columns
     "reward/mean": "reward",
     "kl/reference_nats": "kl",
@@ -43,7 +43,7 @@ _LABELS = {  # shorter than the keys, so that the line of a step fits 80 columns
     "rollout/entropy_nats": "entropy",
     "rollout/response_length_tokens": "length",
     "rollout/clipped_ratio": "clipped",
-    "reward/unrated": "unrated",
+    "reward/unscored": "unscored",
     "sft/loss": "loss",
     "preference/loss": "loss",
     "rewards/accuracies": "accuracy",

@@ -89,7 +89,7 @@ class LoopSettings(Description):
             yield (
                 f"nnodes is {self.nnodes}: nothing joins this run with other machines. Set nnodes=1, or join machines "
                 "with Ray: `ray start --head` on one, `ray start --address=HEAD:6379` on the others, and "
-                f"{self.ray_option} trainer.placement.address=auto on the first (docs/ray.md)."
+                f"{self.ray_option} trainer.placement.address=auto on the first (docs/scaling.md)."
             )
         if (fault := library_fault(self.cpu_matmul)) is not None:
             yield f"cpu_matmul is {self.cpu_matmul!r}: {fault}."

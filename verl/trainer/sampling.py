@@ -147,7 +147,7 @@ class Sampling:
         if "greedy_scores" in rollout:
             has_none |= rollout["greedy_scores"].isnan()
         if has_none.any():
-            self.rewards.count("unrated", float(has_none.sum()))
+            self.rewards.count("unscored", float(has_none.sum()))
         if has_none.all():
             self.stages.tracker.message(f"Step {self._step}: none of {len(rollout)} responses has a reward (None).")
         return rollout[~has_none] if has_none.any() else rollout

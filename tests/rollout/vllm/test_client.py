@@ -394,7 +394,7 @@ def cross_keys_and_values(vllm, monkeypatch) -> tuple[str, str]:
     return tuple(names)
 
 
-@pytest.mark.exhaustive  # tests/rollout/weight_verification plants faults in `make test`
+@pytest.mark.exhaustive  # tests/rollout/proof plants faults in `make test`
 def test_a_tensor_in_the_wrong_place_is_named_and_at_the_first_sync_vllm_is_left_to_load_by_itself(
     engines, monkeypatch, caplog
 ):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from rollout.weight_verification.rank_models import Unquantized, full_weights, rank_model
+from rollout.proof.rank_models import Unquantized, full_weights, rank_model
 from torch import nn
 
 from verl.rollout.vllm.messages import ChunkEntry

@@ -342,7 +342,7 @@ RULES = (
     Rule("rollout/response_length_tokens", "response length", 0.9, "truncated", of="rollout.max_new_tokens"),
     Rule("reward/std", "spread of rewards", 1e-6, "all responses score alike: read the samples", is_lower=True),
     Rule("reward/failed", "failed rewards", 0.0, "the reward function fails: see run.log"),
-    Rule("rollout/log_prob_gap_nats", "gap of log-probs", 0.05, "engine and trainer differ: docs/weight_proof.md"),
+    Rule("rollout/log_prob_gap_nats", "gap of log-probs", 0.05, "engine and trainer differ: docs/rollout.md"),
     Rule("importance/effective_share", "effective share", 0.5, "samples are too old", is_lower=True),
     Rule("replay/effective_share", "effective share of old rows", 0.5, "old rows are too old", is_lower=True),
     Rule("replay/staleness_max", "staleness", 0.99, "as old as allowed", of="algorithm.replay_max_staleness"),

@@ -37,6 +37,8 @@ from verl.ops.sampling import NO_TURN, uniform
 from verl.protocol import DataProto
 from verl.rollout.base import RolloutEngine, SyncResult, TurnEngine, TurnLimits, TurnRequest, TurnResult
 from verl.rollout.generation_group import OneGenerates
+from verl.rollout.probe_log_probs import trainer_log_probs
+from verl.rollout.proof.probe import ALLOWED_NATS, probe_rows
 from verl.rollout.rows import refuse_wrong_responses
 from verl.rollout.server.options import ServerOptions
 from verl.rollout.server.protocols import GenerateRequest, SamplingRequest, ServerProtocol, ServerResponse
@@ -44,7 +46,6 @@ from verl.rollout.server.weight_update import ServerWeightUpdate, named_tensors
 from verl.rollout.token_sampler import noise_keys
 from verl.rollout.vllm.client.engine_args import dtype_of
 from verl.rollout.vllm.sync.weight_transfer import TransferToFirst
-from verl.rollout.weight_verification.log_prob_probe import ALLOWED_NATS, probe_rows, trainer_log_probs
 from verl.utils.progress import report
 
 logger = logging.getLogger(__name__)
@@ -276,13 +277,13 @@ class ServerEngine(RolloutEngine):
         if self.parts.source == "trainer" and not limits.is_single:
             raise ConfigError(
                 "environment: log-probs come from the trainer (rollout.log_probs), and turns of episodes need those of "
-                "the server. Use those of the server (docs/rollout_server.md), or set rollout=hf."
+                "the server. Use those of the server (docs/rollout.md), or set rollout=hf."
             )
         if self.parts.source == "trainer" and limits.while_training:
             raise ConfigError(
                 "trainer.mode is async (or trainer.rollout_ahead is 1): log-probs come from the trainer "
                 "(rollout.log_probs), whose weights change while the server draws. Use those of the server "
-                "(docs/rollout_server.md), or set trainer.mode=sync."
+                "(docs/rollout.md), or set trainer.mode=sync."
             )
         if (held := self.row_tokens) is not None:
             limit = f"the server takes {held} (vLLM's --max-model-len)"

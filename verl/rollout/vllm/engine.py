@@ -24,6 +24,7 @@ import logging
 import platform
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -31,9 +32,11 @@ import torch
 from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError
 from verl.model_paths.expert_routing import routing_of
-from verl.models.parallel_info import Autocast, ParallelInfo, parallel_info_of
+from verl.models.parallel_info import Autocast, ParallelInfo, compute_type, parallel_info_of
 from verl.rollout.base import RolloutEngine, SyncResult, TurnEngine, TurnLimits, open_turns_error, stop_tokens
 from verl.rollout.generation_group import ConsensusFailed, OneGenerates, among_siblings, consensus
+from verl.rollout.probe_log_probs import trainer_log_probs
+from verl.rollout.proof import SyncVerifier, probe_rows
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.client.engine_args import (
     EngineArgs,
@@ -57,7 +60,6 @@ from verl.rollout.vllm.options import VLLMOptions
 from verl.rollout.vllm.shm_stream import StreamBroken
 from verl.rollout.vllm.sync.engine_weights import MIB, EngineWeights
 from verl.rollout.vllm.sync.weight_sync import WeightSync
-from verl.rollout.weight_verification.verifier import SyncVerifier
 from verl.utils.env_check import num_cores
 from verl.utils.memory import keep_cached
 
@@ -209,7 +211,10 @@ class VLLMEngine(RolloutEngine):
     def _engine_weights(self, tokenizer: Any, autocast: Autocast, context: BuildContext) -> EngineWeights:
         assert self.process is not None
         vocabulary = min(self.model.config.get_text_config().vocab_size, len(tokenizer))
-        verifier = SyncVerifier(self.model, self.setting.dtype, vocabulary, self.info.max_model_len, autocast)
+        rows = probe_rows(vocabulary, self.info.max_model_len)
+        log_probs = partial(trainer_log_probs, self.model, autocast=autocast)
+        own_type = compute_type(self.model, autocast)
+        verifier = SyncVerifier(self.model, self.setting.dtype, rows, log_probs, own_type)
         threads = _shared_core_threads(self.setting, context)
         stops = context.gap_stops and self.is_alone  # else a probe is a forward pass of all processes together
         return EngineWeights(self.process, self.info, self.model, verifier, self.setting.lora_rank, threads, stops)

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from verl.ops.resharding.layout import Box
 from verl.rollout.base import TurnRequest
+from verl.rollout.proof.verifier import VerifyRequest
 from verl.rollout.vllm.state_dict import block_of
-from verl.rollout.weight_verification.verifier import VerifyRequest
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from verl.errors import RolloutError
+from verl.rollout.proof.verifier import VerifyRequest
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.client.engine_args import EngineArgs
 from verl.rollout.vllm.messages import (
@@ -28,7 +29,7 @@ from verl.rollout.vllm.messages import (
     WantedSlices,
 )
 from verl.rollout.vllm.server.turns import EngineTurns, PrefixVersions
-from verl.rollout.weight_verification.verifier import VerifyRequest, answer_request
+from verl.rollout.vllm.server.verification import answer_request
 from verl.utils.child_process.process import describe_exit, memory_kills
 from verl.utils.progress import report
 
@@ -137,7 +138,7 @@ class EngineServer:
         return time.perf_counter() - start
 
     def prove(self, question: VerifyRequest) -> Any:
-        """Fingerprints of the engine's weights; see `verl.rollout.weight_verification.verifier`."""
+        """Fingerprints of the engine's weights; see `verl.rollout.proof`."""
         self._purpose.text = "proving the weights"
         return answer_request(self.llm, question, self._lora_request, rpc="prove_on_rank")
 

@@ -21,9 +21,9 @@ from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.messages import ChunkEntry, FeedPlan, LoadRequest, LoadResult, WantedSlices
 from verl.rollout.vllm.server.expert_recorder import ExpertRecorder
 from verl.rollout.vllm.server.logits_processor import ActiveRequests, CounterNoiseProcessor
+from verl.rollout.vllm.server.verification import run_on_worker
 from verl.rollout.vllm.server.weight_loader import InPlaceLoader, UnsupportedLayer, give_back_free_memory
 from verl.rollout.vllm.shm_stream import StreamReader, reads_peers, using_threads
-from verl.rollout.weight_verification.verifier import run_on_worker
 from verl.utils.progress import report
 
 

@@ -17,10 +17,10 @@ import torch
 
 from verl.errors import WeightSyncError
 from verl.rollout.base import SyncResult
+from verl.rollout.proof.fingerprints import FingerprintShards, join_shards
+from verl.rollout.proof.verifier import SyncVerifier, VerificationResult, VerifyRequest
 from verl.rollout.vllm.client.engine_process import EngineProcess
 from verl.rollout.vllm.messages import EngineInfo, FeedPlan, LoadRequest, SyncOffer, SyncRound
-from verl.rollout.weight_verification.fingerprint import FingerprintShards, join_shards
-from verl.rollout.weight_verification.verifier import SyncVerifier, VerificationResult, VerifyRequest
 
 log = logging.getLogger(__name__)
 

@@ -20,6 +20,9 @@ from torch import Tensor
 from verl.models.parallel_info import Autocast, ParallelInfo, meet
 from verl.rollout.base import SyncResult
 from verl.rollout.generation_group import among_siblings, consensus
+from verl.rollout.probe_log_probs import trainer_log_probs
+from verl.rollout.proof.fingerprints import FingerprintShards, transposed_names
+from verl.rollout.proof.verifier import VerificationResult, VerifyRequest
 from verl.rollout.vllm.client.engine_process import EngineDied
 from verl.rollout.vllm.messages import FeedPlan, SyncOffer, SyncRound, WantedSlices
 from verl.rollout.vllm.shm_stream import StreamBroken, StreamWriter, using_threads
@@ -34,9 +37,6 @@ from verl.rollout.vllm.sync.weight_transfer import (
     may_be_sliced,
     whole_adapter,
 )
-from verl.rollout.weight_verification.fingerprint import FingerprintShards, transposed_names
-from verl.rollout.weight_verification.log_prob_probe import trainer_log_probs
-from verl.rollout.weight_verification.verifier import VerificationResult, VerifyRequest
 from verl.utils.memory import release_cached
 from verl.utils.orphan_cleanup import process_fields
 from verl.utils.progress import Progress, ProgressWatch

@@ -24,15 +24,15 @@ from verl.ops.resharding.dtensor import is_on_other_stage
 from verl.ops.resharding.execute import LIMIT_BYTES, reshard, reshard_parts
 from verl.ops.resharding.layout import Box, Layout, TensorLayout, volume
 from verl.ops.resharding.plan import Plan, gathering_volume, reshard_plan
-from verl.rollout.vllm.messages import ChunkPlan, SyncOffer, TensorSlice, WantedSlices, plan_chunks
-from verl.rollout.vllm.state_dict import NamedWeight, WeightSource, weights_of
-from verl.rollout.weight_verification.fingerprint import (
+from verl.rollout.proof.fingerprints import (
     FingerprintShards,
     HostCopies,
     ProbeVectors,
     own_shard,
     transpose_to_out_in,
 )
+from verl.rollout.vllm.messages import ChunkPlan, SyncOffer, TensorSlice, WantedSlices, plan_chunks
+from verl.rollout.vllm.state_dict import NamedWeight, WeightSource, weights_of
 
 MIB = 1 << 20
 CHUNKS = 8  # at least, of a stream
