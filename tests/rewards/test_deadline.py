@@ -136,7 +136,7 @@ def test_a_run_whose_reward_was_passed_as_an_object_and_hangs_ends_with_a_named_
     given["train_config"] = {"total_steps": 1, "prompts_per_step": 2}
     with Trainer(**given, reward_model=sleeps, overrides=["reward.timeout_s=0.3"]) as trainer:
         trainer.reward_model = Hangs()
-        with pytest.raises(RewardError, match=r"rate\(\) failed(.|\n)*no answer within 0.3 s"):
+        with pytest.raises(RewardError, match=r"score\(\) failed(.|\n)*no answer within 0.3 s"):
             trainer.fit()
     given["actors"], given["data"] = [given.pop("model")], given.pop("train_dataset")
     given |= {"reward_models": [sleeps, Hangs()], "overrides": ["reward.parts.sleeps.timeout_s=0.3"]}
@@ -183,5 +183,5 @@ def test_a_reward_component_of_the_user_has_the_deadline_of_its_class_or_that_of
     run = course(model32, tmp_path, total_steps=1)
     described = WeightedSum(parts={"own": HangingComponent()}, weights={"own": 1.0})
     for reward in (HangingComponent(), described):
-        with pytest.raises(RewardError, match=r"rate\(\) failed(.|\n)*no answer within 0.3 s"):
+        with pytest.raises(RewardError, match=r"score\(\) failed(.|\n)*no answer within 0.3 s"):
             fit(replace(run, reward=reward), tmp_path / type(reward).__name__)

@@ -281,7 +281,7 @@ def test_slots_are_judged_by_all_logits_and_not_by_the_one_that_rounding_hits_ha
         return following
 
     monkeypatch.setattr(SlotRows, "read", rounded)
-    engine = start_actor(model32, autocast="bfloat16").sampler.engine
+    engine = start_actor(model32, autocast="bfloat16").generator.engine
     with engine.computing(), torch.no_grad():
         engine.paths(16)
     assert engine.keeps_slots is keeps_slots
