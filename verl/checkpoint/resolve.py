@@ -54,7 +54,7 @@ IsOwn = Callable[[Mapping[str, Any]], bool]  # whether `trainer_state.json` is o
 
 @dataclass(frozen=True, kw_only=True)
 class RunCheckpoints:
-    """Where a run saves, recorded in its directory at each start.
+    """The place of a run's checkpoints, recorded in its directory at each start.
 
     Args:
         save_dir: absolute.

@@ -190,7 +190,7 @@ def last_start(directory: Path) -> list[dict[str, Any]]:
 
 
 def saved_by(directory: Path) -> RunCheckpoints | None:
-    """Where a run saves; None if it saved nothing."""
+    """The place of a run's checkpoints; None if it saved none."""
     try:
         return RunCheckpoints.of(directory)
     except (CheckpointNotFound, OSError):
