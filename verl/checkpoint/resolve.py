@@ -1,4 +1,4 @@
-"""Which checkpoint a path means: `latest`, a checkpoint, a directory of checkpoints, a run directory, or an address.
+"""Resolution of a path to a checkpoint: `latest`, a checkpoint, a directory of them, a run directory, or an address.
 
 resolve_path   a path on the disk ──> the directory of checkpoints, and which of them
 resolve        what `resume=` says ──> one checkpoint, verified, from the disk or from object storage
