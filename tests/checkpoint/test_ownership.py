@@ -120,7 +120,7 @@ def test_the_end_of_a_run_does_not_give_the_directory_back_to_one_that_it_fenced
     assert late.acquire() is None
     claim = CheckpointStore(tmp_path, "late").claim_directory()
     late.release()
-    assert ownership.current_claim(tmp_path) == claim
+    assert ownership.read_owner(tmp_path).claim == claim
     assert RunLock.holder_of(tmp_path) is None
     with early.locked(), pytest.raises(ownership.CheckpointFenced, match="taken over by run late"):
         early.check_claim()

@@ -254,21 +254,11 @@ def claim_directory(directory: Path, run_id: str) -> str:
     """
     lock = RunLock.held_here(directory)
     with _opened(directory / RUN_LOCK, os.O_CREAT) as fd:
-        epoch = _record_in(fd).epoch + 1
-        owner = replace(Owner.here(run_id) if lock is None else lock.owner, epoch=epoch)
-        owner = replace(owner, claim=f"{epoch}-{secrets.token_hex(8)}")
-        _write_record(fd, owner)
+        epoch = _record_in(fd, attempts=1).epoch + 1
+        claim = f"{epoch}-{secrets.token_hex(8)}"
+        _write_record(fd, replace(Owner.here(run_id) if lock is None else lock.owner, epoch=epoch, claim=claim))
         os.fsync(fd)
-    return owner.claim
-
-
-def current_claim(directory: Path) -> str:
-    """The claim of the current owner of a directory; empty if there is none, or if its record was deleted.
-
-    Raises:
-        OSError: the file system refuses.
-    """
-    return _read_owner(directory).claim
+    return claim
 
 
 def check_claim(directory: Path, claim: str) -> None:
@@ -277,7 +267,7 @@ def check_claim(directory: Path, claim: str) -> None:
     Raises:
         CheckpointFenced: another run has claimed the directory since.
     """
-    owner = _read_owner(directory)
+    owner = read_owner(directory)
     if owner.claim not in ("", claim):  # if the record was deleted, a later owner would have left its own
         raise CheckpointFenced(
             f"{directory} was taken over by {owner}; this run no longer publishes there. Stop one of the two, or give "
@@ -285,7 +275,12 @@ def check_claim(directory: Path, claim: str) -> None:
         )
 
 
-def _read_owner(directory: Path) -> Owner:
+def read_owner(directory: Path) -> Owner:
+    """The record of the last owner of a directory; empty if there is none.
+
+    Raises:
+        OSError: the file system refuses.
+    """
     try:
         with _opened(directory / RUN_LOCK) as fd:
             return _record_in(fd)

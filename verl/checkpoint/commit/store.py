@@ -335,7 +335,7 @@ class CheckpointStore(CheckpointDirectory):
     def borrow_claim(self) -> None:
         """Use the claim of the directory's current owner, if any: for maintenance that must not fence out a running
         trainer."""
-        self.claim = ownership.current_claim(self.directory) or None
+        self.claim = ownership.read_owner(self.directory).claim or None
 
     def check_claim(self) -> None:
         """Check that the claim is still valid. The lock must be held.
