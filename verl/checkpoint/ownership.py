@@ -186,7 +186,7 @@ class RunLock:
         with contextlib.suppress(OSError):
             if _names(self._path, self._fd):  # else it was removed, and the file there is another run's
                 if (self._path.parent / FORMAT).exists():
-                    _write_record(self._fd, replace(_record_in(self._fd), is_released=True))
+                    _write_record(self._fd, replace(_record_in(self._fd), is_released=True, host=""))
                 else:
                     self._path.unlink()
         self._close()

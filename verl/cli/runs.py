@@ -237,8 +237,7 @@ def _all_events(roots: Sequence[Path], listed: Sequence[ListedRun]) -> list[dict
 
 
 def _save_dirs(run_dir: Path) -> list[Path]:
-    saved = saved_by(run_dir)
-    return [] if saved is None else saved.places(run_dir)
+    return [] if (saved := saved_by(run_dir)) is None else saved.places(run_dir)
 
 
 def _needed_by(
@@ -334,8 +333,7 @@ def _upwards(path: Path) -> list[Path]:
 def _lock_host(run_dir: Path) -> str:
     """The machine in the lock file of a run that did not end in order; empty if there is no such file."""
     with contextlib.suppress(OSError, ExternalInputError):
-        owner = parse_as(Owner, read_text(run_dir / RUN_LOCK, errors="replace"))
-        return "" if owner.is_released else owner.host
+        return parse_as(Owner, read_text(run_dir / RUN_LOCK, errors="replace")).host
     return ""
 
 

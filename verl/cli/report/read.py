@@ -172,7 +172,7 @@ def read_run(directory: str | Path) -> RunRecord:
 def run_status(directory: Path, events: Sequence[Mapping[str, Any]] | None = None) -> str:
     """`running` while a process holds the lock of the directory; else as the run ended by its `last_start`, or by
     `summary.json`, which an earlier start may have written; `killed` if nothing says so."""
-    if RunLock.held_here(directory) is not None or RunLock.holder_of(directory) is not None:
+    if RunLock.held_here(directory) or RunLock.holder_of(directory):
         return RUNNING
     ended = [event["status"] for event in events or [] if event["event"] == "end"]
     if not ended:  # what was read before the lock was looked at may lack the end
@@ -185,8 +185,7 @@ def run_status(directory: Path, events: Sequence[Mapping[str, Any]] | None = Non
 
 def last_start(directory: Path) -> list[dict[str, Any]]:
     """The recorded events of the last start of a training in a directory; empty without a record."""
-    saved = saved_by(directory)
-    return [] if saved is None else events_of(saved, directory)
+    return [] if (saved := saved_by(directory)) is None else events_of(saved, directory)
 
 
 def saved_by(directory: Path) -> RunCheckpoints | None:
