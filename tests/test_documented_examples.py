@@ -300,8 +300,8 @@ trainer.step()
 trainer.save_checkpoint()
 """,
     ("library.md", "DataPipeline("): ROWS,
-    ("ray.md", "RayPPOTrainer("): ROWS,
-    ("ray.md", "DeviceMesh("): ROWS,
+    ("scaling.md", "RayPPOTrainer("): ROWS,
+    ("scaling.md", "DeviceMesh("): ROWS,
     ("rewards.md", "batch: DataProto"): "from verl.protocol import DataProto",
     ("rewards.md", "check(response"): "check = str.__eq__",
 }
@@ -332,7 +332,7 @@ def python_blocks() -> list[Any]:
             page == "library.md" and block in (ROOT / "docs/library.md").read_text().partition("<!-- /walk -->")[0]
         )
         if page not in PYTHON_ELSEWHERE and not is_walk:
-            marks = [pytest.mark.exhaustive] if page == "ray.md" else []  # starts processes
+            marks = [pytest.mark.exhaustive] if page == "scaling.md" else []  # starts processes
             shown.append(pytest.param(page, block, id=f"{page}: {block.splitlines()[-1].strip()}", marks=marks))
     return shown
 

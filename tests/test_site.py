@@ -57,25 +57,28 @@ def pages_of_nav(entry) -> list[str]:
 def test_every_page_and_notebook_is_in_the_navigation_once():
     text = (ROOT / "mkdocs.yml").read_text()
     named = pages_of_nav(yaml.safe_load(re.sub(r"!!python/\S+ \{kwds: \{.*?\}\}", "null", text))["nav"])
-    pages = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
-    assert sorted(named) == sorted([*pages, *(f"notebooks/{path.stem}.md" for path in NOTEBOOKS)])
+    written = [path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")]
+    made = [page for page in named if page.startswith(("api/", "tables/"))]
+    reference = yaml.safe_load((ROOT / "docs/site/api.yaml").read_text())
+    assert {f"api/{name}.md" for name in ("README", *reference)} == {page for page in made if page.startswith("api/")}
+    assert sorted(named) == sorted([*written, *made, *(f"notebooks/{path.stem}.md" for path in NOTEBOOKS)])
 
 
-def test_links_of_the_reference_and_of_notebooks_lead_somewhere():
-    texts = [(path, path.read_text()) for path in (ROOT / "docs/api").glob("*.md")]
+def test_links_of_notebooks_lead_somewhere():
+    texts = []
     for path in NOTEBOOKS:
         cells = json.loads(path.read_text())["cells"]
         texts += [(path, "".join(cell["source"])) for cell in cells if cell["cell_type"] == "markdown"]
     targets = [(path, target) for path, text in texts for target in re.findall(r"\]\(((?!https?:)[^)#\s]+)", text)]
-    assert len(targets) > 10
+    assert len(targets) > 5
     assert [(path.name, target) for path, target in targets if not (path.parent / target).exists()] == []
 
 
 def test_every_exported_name_is_in_the_reference():
     import verl
 
-    reference = "".join(path.read_text() for path in (ROOT / "docs/api").glob("*.md"))
-    named = set(re.findall(r"^::: (?:\w+\.)*(\w+)$", reference, re.MULTILINE))
+    pages = yaml.safe_load((ROOT / "docs/site/api.yaml").read_text())
+    named = {path.rpartition(".")[2] for page in pages.values() for path in page["names"]}
     assert {name for name in verl.__all__ if not name.startswith("__")} - named == set()
 
 
@@ -110,7 +113,7 @@ def test_the_site_shows_the_same_lists_tables_and_code_as_the_repository(site):
 
 def test_pages_load_nothing_from_other_servers(site):
     pages = list(site.rglob("*.html"))
-    assert len(pages) > 40
+    assert len(pages) > 30
     for page in pages:
         loaded = _Tags(page.read_text()).addresses
         assert loaded

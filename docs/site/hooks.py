@@ -1,6 +1,7 @@
 """Hooks of MkDocs for pages that are also read in the repository.
 
 * Notebooks of `examples/notebooks/` become pages, with the outputs that they were saved with.
+* The API reference is made from `api.yaml`, and tables of the code are those that `make docs` wrote to build/tables/.
 * A link to a file outside docs/ leads to the repository, whose address is `extra.repository` in mkdocs.yml; without
   one it is shown as code.
 * Python-Markdown wants four spaces below a list item, and an empty line before a list and around code; GitHub does not.
@@ -15,12 +16,16 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import yaml
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOKS = ROOT / "examples/notebooks"
+TABLES = ("fields", "models", "scaling", "plans")
+REFERENCE = """Made from the docstrings: what `import verl` exports, and the base classes of components of your own.
+Names that begin with an underscore, and modules that are on no page, are internal: they change without notice."""
 LINK = re.compile(r"(?<!!)\[([^\]]+)\]\((\.\./[^)\s]+)\)")
 ITEM = re.compile(r"(?:[*-]|\d+\.) ")
 NARROW = re.compile(r" {2,3}\S")
@@ -33,7 +38,26 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=text))
         for name, content in pictures.items():
             files.append(File.generated(config, f"notebooks/{name}", content=content))
+    for name, text in reference().items():
+        files.append(File.generated(config, f"api/{name}.md", content=text))
+    for name in TABLES:
+        made = ROOT / f"build/tables/{name}.md"
+        text = (
+            made.read_text() if made.is_file() else f"# {name.capitalize()}\n\n`python scripts/make_tables.py {name}`\n"
+        )
+        files.append(File.generated(config, f"tables/{name}.md", content=text))
     return files
+
+
+def reference() -> dict[str, str]:
+    """Pages of the API reference by name, with the index of them."""
+    pages = yaml.safe_load((ROOT / "docs/site/api.yaml").read_text())
+    texts = {
+        name: "\n\n".join([f"# {page['title']}", page["text"], *(f"::: {path}" for path in page["names"])]) + "\n"
+        for name, page in pages.items()
+    }
+    index = "".join(f"* [{page['title']}]({name}.md): {page['text']}\n" for name, page in pages.items())
+    return {"README": f"# API reference\n\n{REFERENCE}\n\n{index}", **texts}
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:

@@ -42,11 +42,12 @@ from verl.models.heads import LMHead
 from verl.models.lora import LoRA
 from verl.models.parallel_info import compute_device
 from verl.ops.resharding.dtensor import local
+from verl.rollout import probe_log_probs
+from verl.rollout.probe_log_probs import trainer_log_probs
+from verl.rollout.proof.fingerprints import ProbeVectors
+from verl.rollout.proof.probe import probe_rows
 from verl.rollout.vllm import state_dict
-from verl.rollout.vllm.sync.weight_transfer import TransferInProgress, WeightTransfer
-from verl.rollout.weight_verification import fingerprint
-from verl.rollout.weight_verification.fingerprint import ProbeVectors
-from verl.rollout.weight_verification.log_prob_probe import probe_rows, trainer_log_probs
+from verl.rollout.weight_sync.transfer import TransferInProgress, WeightTransfer
 
 NAME = "fakegpu"
 CONFIG = LlamaConfig(
@@ -287,7 +288,7 @@ def checked(offload: bool) -> dict[str, str]:
 
 
 def main() -> None:
-    fingerprint.as_array = lambda x: x.detach().float().to("cpu")
+    probe_log_probs.as_array = lambda x: x.detach().float().to("cpu")
     found = planted() if "planted" in sys.argv else {"on the device": checked(False), "offloaded": checked(True)}
     with open(sys.argv[1], "w") as file:
         json.dump(found, file)
@@ -296,11 +297,11 @@ def main() -> None:
 def planted() -> dict[str, dict[str, str]]:
     """What the checks say of two faults."""
     found = {}
-    before = fingerprint.release_gathered
-    fingerprint.release_gathered = lambda model: None
+    before = probe_log_probs.release_gathered
+    probe_log_probs.release_gathered = lambda model: None
     found["planted: the probe keeps what it gathers"] = checked(True)
-    fingerprint.release_gathered = before
-    for module in (engine, heads, fingerprint):
+    probe_log_probs.release_gathered = before
+    for module in (engine, heads, probe_log_probs):
         module.compute_device = lambda model: next(model.parameters()).device
     found["planted: it computes where weights rest"] = checked(True)
     return found

@@ -17,7 +17,7 @@ from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "ray.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "scaling.md"
 
 pytestmark = pytest.mark.xdist_group("ray")
 
@@ -68,7 +68,7 @@ ROLES = ("actor", "critic", "reference", "rm")
 
 
 def documented_placements():
-    """Settings of each row of the table of docs/ray.md; a row with "the pools as above" has those of two pools."""
+    """Settings of each row of the table of docs/scaling.md; a row with "the pools as above" has those of two pools."""
     table = DOCUMENT.read_text().partition("| wanted | set |")[2].partition("\n\n")[0]
     rows = [row.strip("| ").split(" | ") for row in table.splitlines() if row.startswith("| ")]
     found = {wanted: " ".join(re.findall("`([^`]*)`", settings)).split() for wanted, settings in rows}

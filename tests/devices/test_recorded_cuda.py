@@ -23,14 +23,14 @@ from verl.engines import engine as engine_module
 from verl.engines.parallel_dims import DataParallelism
 from verl.engines.sharding import DDP, FSDP, HSDP, Parallel
 from verl.models.tiny import TinyModel
+from verl.rollout.engine_process.messages import EngineInfo
 from verl.rollout.hf import HFRollout
-from verl.rollout.vllm.client.engine_args import environment
+from verl.rollout.process_engine import grouped
+from verl.rollout.proof.fingerprints import ProbeVectors
+from verl.rollout.proof.verifier import VerificationResult, VerifyRequest
 from verl.rollout.vllm.config import VLLMRollout
-from verl.rollout.vllm.engine import grouped
-from verl.rollout.vllm.messages import EngineInfo
-from verl.rollout.vllm.sync.engine_weights import EngineWeights
-from verl.rollout.weight_verification.fingerprint import ProbeVectors
-from verl.rollout.weight_verification.verifier import VerificationResult, VerifyRequest
+from verl.rollout.vllm.engine_args import environment
+from verl.rollout.weight_sync.engine_weights import EngineWeights
 from verl.trainer.plan.workload import free_memory
 from verl.trainer.setup import prepare_context
 from verl.utils import memory, seeding
@@ -160,10 +160,10 @@ def test_a_sync_begins_without_gradients_and_without_cached_memory(calls, monkey
     actor = start_actor(MODEL)
     rows = experience(actor, prompts(), num_samples=2)
     monkeypatch.setattr(engine_module, "release_cached", lambda device: calls.append(("empty_cache",)))
-    sampler = SimpleNamespace(offload=lambda: calls.append(("offload",)), sync=actor.sampler.sync)
-    synced = sampler.sync
-    sampler.sync = lambda: calls.append(("sync", all(p.grad is None for p in actor.model.parameters()))) or synced()
-    actor.sampler = sampler
+    generator = SimpleNamespace(offload=lambda: calls.append(("offload",)), sync=actor.generator.sync)
+    synced = generator.sync
+    generator.sync = lambda: calls.append(("sync", all(p.grad is None for p in actor.model.parameters()))) or synced()
+    actor.generator = generator
     actor.update(rows)
     actor.sync()
     assert calls == [("offload",), ("empty_cache",), ("sync", True)]

@@ -226,5 +226,5 @@ def test_a_head_in_float32_is_used_as_it_is(trained, monkeypatch):
 @pytest.mark.parametrize(("device", "numbers"), [("cpu", 2**24), ("cuda", 2**27)])
 def test_a_chunk_of_the_logits_is_as_large_as_the_documents_say(device, numbers):
     assert chunked_logprobs.logits_at_a_time(device) == numbers
-    document = (Path(__file__).parents[2] / "docs" / "gpu.md").read_text()
+    document = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text()
     assert device == "cpu" or "chunks of 2^27 elements" in document

@@ -1,4 +1,4 @@
-"""An environment that does what it should not, and what becomes of its episodes: the table in docs/environments.md."""
+"""An environment that does what it should not, and what becomes of its episodes; scripts/make_tables.py prints it."""
 
 from __future__ import annotations
 

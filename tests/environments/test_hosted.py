@@ -40,8 +40,8 @@ def world(tmp_path):
     return f"{file}:World"
 
 
-def test_each_planted_fault_has_its_outcome_and_never_a_wrong_reward_and_the_document_says_so(tmp_path):
-    table, once, always = planted_faults.made(tmp_path)
+def test_each_planted_fault_has_its_outcome_and_never_a_wrong_reward(tmp_path):
+    _, once, always = planted_faults.made(tmp_path)
     for name, (_, ends_once, ends_always, why) in planted_faults.FAULTS.items():
         (record, _), (each, _) = once[name], always[name]
         assert (record["end"], each["end"]) == (ends_once, ends_always), (name, record, each)
@@ -50,7 +50,6 @@ def test_each_planted_fault_has_its_outcome_and_never_a_wrong_reward_and_the_doc
             assert record["attempts"] == 2
         for found in (record, each):
             assert found["end"] != "terminated" or found["reward"] == 3.0
-    assert table in (ROOT / "docs/environments.md").read_text(), "run scripts/make_environment_fault_table.py"
 
 
 def test_a_process_that_dies_costs_other_episodes_nothing_but_time(model, world, tmp_path):

@@ -48,9 +48,9 @@ from verl.ops.masking import aggregate
 from verl.ops.resharding.dtensor import is_on_other_stage, local
 from verl.protocol import DataProto
 from verl.protocol.dispatch import dispatch_of, on_all, on_each
-from verl.rollout.vllm.state_dict import weights_of
-from verl.rollout.vllm.sync.weight_transfer import whole_adapter
-from verl.rollout.weight_verification.vllm_params import adapter_tensors
+from verl.rollout.proof.fingerprints import adapter_tensors
+from verl.rollout.weight_sync.state_dict import weights_of
+from verl.rollout.weight_sync.transfer import whole_adapter
 from verl.trainer.ppo_config import PPORun
 from verl.trainer.sft import PreferenceRun
 from verl.workers.colocated import RLHost
@@ -183,9 +183,9 @@ class Bench:
         try:
             (own := directory / str(self.context.rank)).mkdir(parents=True)
             with run.build(BuildContext(run_dir=own)) as trainer:
-                sampler = trainer.cluster.host.workers["actor"].sampler
-                counts, sample = [], sampler.sample
-                sampler.sample = lambda turns, parts, request: (
+                generator = trainer.cluster.host.workers["actor"].generator
+                counts, sample = [], generator.sample
+                generator.sample = lambda turns, parts, request: (
                     counts.append(sum(map(len, parts))) or sample(turns, parts, request)
                 )
                 trainer.step(trainer.train_data.collate(prompts), 1)

@@ -6,14 +6,14 @@ import pytest
 import torch
 from gpu.needs import gpus
 
-from verl.rollout.weight_verification.fingerprint import (
+from verl.rollout.proof.fingerprints import (
     ProbeVectors,
     WeightFingerprint,
     as_array,
     fingerprint,
     full_precision,
 )
-from verl.rollout.weight_verification.verifier import differing
+from verl.rollout.proof.verifier import differing
 
 pytestmark = gpus()
 

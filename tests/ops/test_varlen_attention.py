@@ -90,7 +90,7 @@ def test_the_kernel_computes_the_scores_that_queries_need_and_no_others(share, m
 
 @pytest.mark.parametrize("longest", [1024, 8192, 32768])
 def test_scores_and_bytes_of_a_group_of_long_responses(longest):
-    """One layer of Llama 8B; the figures are those of docs/gpu.md."""
+    """One layer of Llama 8B."""
     packing = group_of(longest)
     masks, kernel = under_masks(packing), by_kernel(packing)
     assert kernel == AttentionCost(scores=needed(packing), key_bytes=0, mask_bytes=0)

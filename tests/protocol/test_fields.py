@@ -135,25 +135,10 @@ def test_the_table_cannot_be_changed_but_by_registering():
         FIELDS["x"] = Field("x", ("B",), "float")
 
 
-@pytest.fixture(scope="module")
-def make_glossary():
-    spec = importlib.util.spec_from_file_location("make_glossary", ROOT / "scripts" / "make_glossary.py")
+def test_the_table_of_fields_has_one_row_for_each_and_each_says_what_it_means():
+    spec = importlib.util.spec_from_file_location("make_tables", ROOT / "scripts/make_tables.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module
-
-
-def test_the_glossary_has_one_row_for_each_field_and_each_says_what_it_means(make_glossary):
-    names = re.findall(r"^\| `(\w+)` \| `\[", make_glossary.page(), flags=re.MULTILINE)
+    names = re.findall(r"^\| `(\w+)` \| `\[", module.fields(), flags=re.MULTILINE)
     assert names == list(FIELDS)
     assert all(field.meaning and field.producer for field in FIELDS.values())
-
-
-def test_the_glossary_check_fails_when_a_field_changed_since(make_glossary, tmp_path, own_field, capsys):
-    page = tmp_path / "glossary.md"
-    assert make_glossary.main(["--check", "--page", str(page)]) == 1
-    make_glossary.main(["--page", str(page)])
-    assert make_glossary.main(["--check", "--page", str(page)]) == 0
-    own_field(Field("margins", ("B", "T"), "float"))
-    assert make_glossary.main(["--check", "--page", str(page)]) == 1
-    assert "is stale" in capsys.readouterr().err

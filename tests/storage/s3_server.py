@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -85,7 +85,10 @@ class Fault:
         delay_s: before the answer.
         body: replaces that of the answer.
         cut: ends the body of the answer after so many bytes.
+        size: the length that the answer to a HEAD names.
         translated: what becomes of the body of the answer.
+        path, headers: the store is asked for these instead.
+        statuses: status and body of the answer instead of a status of the store.
     """
 
     status: int | None = None
@@ -94,7 +97,11 @@ class Fault:
     delay_s: float = 0.0
     body: bytes | None = None
     cut: int | None = None
+    size: int = 0
     translated: Callable[[bytes], bytes] = bytes
+    path: str | None = None
+    headers: dict[str, str] | None = None
+    statuses: dict[int, tuple[int, bytes]] = field(default_factory=dict)
 
 
 class Proxy(ThreadingHTTPServer):
@@ -149,12 +156,14 @@ class _Handler(BaseHTTPRequestHandler):
             fault = self.server.misbehave(request) or Fault(passed_on=True)
             request.body = b""
         if fault.status is not None:
-            self._answer(fault.status, {"Content-Type": "application/xml"}, fault.body or b"")
+            headers = {"Content-Type": "application/xml", "Content-Length": str(fault.size)}
+            self._answer(fault.status, headers, fault.body or b"")
             return
         if fault.passed_on or fault.body is not None or fault.cut is not None:
-            status, headers, answer = self._ask(body)
+            status, headers, answer = self._ask(fault, body)
         else:
             status, headers, answer = 500, {}, b""
+        status, answer = fault.statuses.get(status, (status, answer))
         self.server.over.wait(fault.delay_s)
         if fault.hang_up or not (fault.passed_on or fault.body is not None or fault.cut is not None):
             self.close_connection = True
@@ -174,10 +183,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve
 
-    def _ask(self, body: bytes) -> tuple[int, dict[str, str], bytes]:
+    def _ask(self, fault: Fault, body: bytes) -> tuple[int, dict[str, str], bytes]:
         upstream = http.client.HTTPConnection(self.server.upstream, timeout=60)
-        passed = {name: value for name, value in self.headers.items() if name.lower() != "transfer-encoding"}
-        upstream.request(self.command, self.path, body, passed)
+        headers = dict(self.headers) if fault.headers is None else fault.headers
+        passed = {name: value for name, value in headers.items() if name.lower() != "transfer-encoding"}
+        upstream.request(self.command, fault.path or self.path, body, passed)
         answer = upstream.getresponse()
         content = answer.read()
         kept = dict(answer.getheaders())

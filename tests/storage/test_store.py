@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -55,35 +54,6 @@ def test_a_long_object_travels_in_parts_and_is_whole(store: ObjectStore, tmp_pat
     assert store.put_file("long", tmp_path / "file") == len(LONG)
     assert store.get("long") == LONG
     assert b"".join(store.pieces("long", 3, len(LONG) - 5)) == LONG[3:-5]
-
-
-def test_a_listing_that_another_thread_began_before_hides_no_object(oss_url, monkeypatch) -> None:
-    """ossfs keeps listings; one that arrives between a put and the look at its size is older than the object."""
-    ossfs = pytest.importorskip("ossfs")
-    listed, may_arrive = threading.Event(), threading.Event()
-    look, ask = ossfs.OSSFileSystem.info, ossfs.OSSFileSystem._get_object_info_list
-
-    def late(fs, *arguments, **options):
-        found = ask(fs, *arguments, **options)
-        if not listed.is_set():
-            listed.set()
-            assert may_arrive.wait(60)
-        return found
-
-    def after_it(fs, path, **options):
-        if path.endswith("/one"):
-            may_arrive.set()
-            other.join(60)
-        return look(fs, path, **options)
-
-    monkeypatch.setattr(ossfs.OSSFileSystem, "_get_object_info_list", late)
-    monkeypatch.setattr(ossfs.OSSFileSystem, "info", after_it)
-    with OSSStorage(bucket=BUCKET, prefix="late listing", endpoint_url=oss_url).connect() as store:
-        other = threading.Thread(target=store.find, args=("same/other",))
-        other.start()
-        assert listed.wait(60)
-        store.put("same/one", b"x")
-        assert store.size("same/one") == 1
 
 
 def test_what_breaks_off_is_not_put(store: ObjectStore) -> None:

@@ -213,7 +213,7 @@ def test_the_ranges_of_the_package_begin_where_the_check_does_and_hold_the_pinne
     begins = {name: text.partition(",")[0].removeprefix(">=") for name, text in ranges if text.startswith(">=")}
     known = (*REQUIREMENTS, *env_check.EXTRAS)
     assert {one.name: begins.get(one.name) for one in known} == {one.name: one.oldest for one in known}
-    page = (ROOT / "docs/installation.md").read_text()
+    page = (ROOT / "docs/quickstart.md").read_text()
     for needed in REQUIREMENTS:
         (limits,) = {text for name, text in ranges if name == needed.name}
         assert packaging.version.Version(needed.tested) in packaging.specifiers.SpecifierSet(limits)

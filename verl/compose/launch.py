@@ -123,7 +123,7 @@ def refuse_several_machines(root: str) -> None:
         f"torchrun has started processes on {machines} machines: it can start a run on one machine only, and Ray joins "
         "several. Run `ray start --head` on one machine and `ray start --address=HEAD:6379` on the others, and then on "
         f"the first one, once and without torchrun: {shlex.join([*start_message(sys.argv[0]), *ray, *others])} "
-        "(docs/ray.md)."
+        "(docs/scaling.md)."
     )
 
 

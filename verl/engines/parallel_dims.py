@@ -310,7 +310,7 @@ class ShardedParallelism(DataParallelism):
 
     def _new_mesh(self, dims: Sequence[tuple[str, int]]) -> Any:
         """The device mesh with these dimensions. Its groups have the time limit of this run: those that
-        `init_device_mesh` creates have that of torch."""
+        `torch.distributed.init_device_mesh` creates have that of torch."""
         from torch.distributed.device_mesh import DeviceMesh
 
         ranks = torch.arange(self.world_size).view([size for _, size in dims])
@@ -351,8 +351,8 @@ class ShardedParallelism(DataParallelism):
                 pin=self.device.type == "cuda",
             )
         if (files := getattr(core, "weight_files", None)) is not None:
-            resting = torch.device("cpu") if self.offload else self.device
-            load_own_slices(core, files, self.device, resting)
+            storage = torch.device("cpu") if self.offload else self.device
+            load_own_slices(core, files, self.device, storage)
             del core.weight_files
         if not self.fully:
             model.to(self.device)

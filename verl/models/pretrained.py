@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _Model = TypeVar("_Model", bound="PreTrainedModel")
 
-# Attributes for multiplicative noise on hidden states in training (Mixtral, MiniMax, DBRX). `router_jitter_noise` is
+# Attributes for multiplicative noise on hidden states in training (Mixtral, MiniMax, DBRX). router_jitter_noise is
 # not among them: in PhiMoE it is a threshold that is also used in evaluation.
 ROUTER_NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 

@@ -98,7 +98,7 @@ class Excess:
         """
         engine = "the engine" if self.numerics is None else self.numerics.engine_kind
         type_name = "was expected" if self.numerics is None else self.numerics.engine
-        stale = f"{engine} did not take over the last weights (see sync/... and docs/weight_proof.md)"
+        stale = f"{engine} did not take over the last weights (see sync/... and docs/rollout.md)"
         model = f"{engine} holds another model, or reads another tokenizer's ids"
         drawing = "it samples by another temperature, or tells log-probs after top_k, top_p or a penalty"
         masks = (

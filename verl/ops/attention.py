@@ -16,7 +16,7 @@ The variable-length flash kernel of torch serves a packed line:
 
 The two softmaxes of a response are joined by the logarithms of their sums. Going backward each part gets the joined
 output and the joined sums, as in ring attention: then its gradients are those of its share of the whole softmax, and
-they add up. (`varlen_attn` of torch takes the gradient of its sums to be zero, so that a join by autograd is wrong.)
+they add up. (torch's varlen_attn takes the gradient of its sums to be zero, so that a join by autograd is wrong.)
 
 A window hides another part of the prompt from each query, which the kernel knows only for consecutive keys. Those that
 a segment sees, at most a window more than it has tokens, are gathered then, and each segment is one causal part.
@@ -125,8 +125,8 @@ def attend_behind_prompts(
     cells = joined.unflatten(2, together.shape[2:4]).transpose(1, 2).flatten(0, 1)
     parts = [cells[groups.cells], _summed(queries, key, value, mask)]  # [b K h D + 2]
     largest = torch.maximum(parts[0][..., :1], parts[1][..., :1])
-    prompt, rest = ((part[..., :1] - largest).exp() * part[..., 1:] for part in parts)
-    summed = prompt + rest
+    prompt, remaining = ((part[..., :1] - largest).exp() * part[..., 1:] for part in parts)
+    summed = prompt + remaining
     return (summed[..., 1:] / summed[..., :1]).flatten(1, 2).unsqueeze(1)
 
 

@@ -10,8 +10,8 @@ from verl.component import BuildContext, component
 from verl.models.parallel_info import Autocast, compute_device
 from verl.rollout.base import ALONE, Capability, Rollout, RolloutEngine
 from verl.rollout.hf import HFRollout
-from verl.rollout.vllm.client.engine_args import unfit
 from verl.rollout.vllm.config import VLLMRollout
+from verl.rollout.vllm.engine_args import unfit
 from verl.utils.env_check import vllm_fault
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class AutoRollout(Rollout):
         max_model_len: as of `VLLMRollout`; `hf` needs no limit.
     """
 
-    supports: ClassVar[frozenset[Capability]] = HFRollout.supports - {"router_replay", "sampler"}
+    supports: ClassVar[frozenset[Capability]] = HFRollout.supports - {"router_replay", "rollout_worker"}
     can_offload: ClassVar[bool] = True
 
     max_model_len: int | None = None

@@ -44,7 +44,7 @@ class Storage(Description):
     """
 
     kind: ClassVar[str] = ""
-    packages: ClassVar[tuple[str, ...]] = ("fsspec",)
+    packages: ClassVar[tuple[str, ...]] = ("obstore",)
 
     prefix: Annotated[str, AfterValidator(lambda prefix: prefix.strip("/"))] = ""
     concurrency: PositiveInt = 8
@@ -180,14 +180,13 @@ class S3Storage(BucketStorage):
     """
 
     kind: ClassVar[str] = "s3"
-    packages: ClassVar[tuple[str, ...]] = ("fsspec", "s3fs")
 
     region: str | None = None
 
     def backend(self) -> Backend:
-        from verl.storage.fsspec_backends import S3Backend
+        from verl.storage.buckets import s3_backend
 
-        return S3Backend(self)
+        return s3_backend(self)
 
 
 @component
@@ -196,7 +195,6 @@ class OSSStorage(BucketStorage):
     so does the endpoint (`OSS_ENDPOINT`) without `endpoint_url`. See `BucketStorage` for the settings."""
 
     kind: ClassVar[str] = "oss"
-    packages: ClassVar[tuple[str, ...]] = ("fsspec", "ossfs")
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()
@@ -207,7 +205,7 @@ class OSSStorage(BucketStorage):
             )
 
     def backend(self) -> Backend:
-        from verl.storage.fsspec_backends import oss_backend
+        from verl.storage.buckets import oss_backend
 
         return oss_backend(self)
 
@@ -218,10 +216,9 @@ class GCSStorage(BucketStorage):
     `BucketStorage` for the settings."""
 
     kind: ClassVar[str] = "gcs"
-    packages: ClassVar[tuple[str, ...]] = ("fsspec", "gcsfs")
 
     def backend(self) -> Backend:
-        from verl.storage.fsspec_backends import gcs_backend
+        from verl.storage.buckets import gcs_backend
 
         return gcs_backend(self)
 

@@ -18,14 +18,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from verl.errors import ObjectDamaged, ObjectNotFound, StorageError, StorageRefused, StorageUnreachable, VerlError
+from verl.errors import ObjectDamaged, ObjectNotFound, StorageRefused, StorageUnreachable, VerlError
 from verl.utils.external_input import ExternalInputError, checked_path, open_regular
 from verl.utils.progress import report
 from verl.utils.redact import redact
 
 T = TypeVar("T")
 
+MIB = 2**20
 LONGEST_BACKOFF_S = 30.0
+LISTING_BYTES = 512 * MIB  # limit of a listing: the keys, and ENTRY_BYTES for each
+ENTRY_BYTES = 150
 log = logging.getLogger(__name__)
 MOST_PARTS = 10_000  # the limit of S3
 
@@ -59,7 +62,7 @@ class RetryPolicy:
         for number in range(self._retries + 1):
             report()  # every request has a time-out
             try:
-                return request()
+                return _interruptible(request)
             except TransientError as error:
                 reason = redact(f"{type(error.__cause__ or error).__name__}: {error}")
                 longest = min(self._backoff_s * 2**number, LONGEST_BACKOFF_S)
@@ -72,6 +75,22 @@ class RetryPolicy:
     def close(self) -> None:
         """Abort all waits; requests that are being retried fail at once."""
         self._closed.set()
+
+
+def _interruptible(request: Callable[[], T]) -> T:
+    """The result of a request; in the main thread Ctrl-C ends the wait, since clients do not look for signals."""
+    if threading.current_thread() is not threading.main_thread():
+        return request()
+    answer: Future[T] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(request())
+        except BaseException as error:  # noqa: BLE001 - raised in the main thread
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="storage_request", daemon=True).start()
+    return answer.result()
 
 
 Data = bytes | bytearray | memoryview
@@ -89,16 +108,14 @@ class AlreadyExists(Exception):
 
 
 class Backend:
-    """Single requests to a store, without retries; keys are relative to the prefix of the storage.
+    """Single requests to a store; keys are relative to the prefix of the storage.
 
     Methods raise `TransientError` for failures that may not recur, `ObjectNotFound`, or `StorageRefused`.
 
     Attributes:
-        has_parts: whether multipart uploads are supported: `begin`, `put_part`, `finish`, `abort`.
         is_conditional: whether `create` is atomic.
     """
 
-    has_parts = False
     is_conditional = True
 
     def put(self, key: str, data: Data) -> None:
@@ -109,8 +126,12 @@ class Backend:
         """Put an object unless one exists. Raises AlreadyExists if one does."""
         raise NotImplementedError
 
-    def put_stream(self, key: str, pieces: Iterable[Data]) -> None:
-        """Put a large object atomically. For stores without multipart uploads."""
+    def put_stream(self, key: str, pieces: Iterable[Data], part_bytes: int) -> None:
+        """Put a large object atomically, in parts. Each part is repeated on its own.
+
+        Raises:
+            StorageUnreachable: a part failed after all retries.
+        """
         raise NotImplementedError
 
     def get(self, key: str, begin: int, end: int) -> bytes:
@@ -121,32 +142,13 @@ class Backend:
         """Size of an object in bytes."""
         raise NotImplementedError
 
-    def list(self, prefix: str) -> list[StoredObject]:
-        """All objects whose keys begin with `prefix`, sorted by key."""
+    def list(self, prefix: str) -> Iterable[StoredObject]:
+        """All objects whose keys begin with `prefix`."""
         raise NotImplementedError
 
     def delete(self, key: str) -> None:
         """Delete an object; does nothing if there is none."""
         raise NotImplementedError
-
-    def begin(self, key: str) -> str:
-        """Start a multipart upload; returns its token."""
-        raise NotImplementedError
-
-    def put_part(self, key: str, token: str, number: int, data: Data) -> str:
-        """Put part `number`, from 1; returns its tag for `finish`."""
-        raise NotImplementedError
-
-    def finish(self, key: str, token: str, parts: list[str]) -> None:
-        """Complete a multipart upload from the tags of its parts."""
-        raise NotImplementedError
-
-    def abort(self, key: str, token: str) -> None:
-        """Abort a multipart upload and delete its parts."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """End connections."""
 
 
 class LocalBackend(Backend):
@@ -156,23 +158,18 @@ class LocalBackend(Backend):
         self._root = root
 
     def put(self, key: str, data: Data) -> None:
-        self.put_stream(key, [data])
+        self.put_stream(key, [data], 0)
 
-    def put_stream(self, key: str, pieces: Iterable[Data]) -> None:
-        with self._refusals(key):
-            os.replace(self._written(key, pieces), self._path(key))
-            self._sync(self._path(key).parent)
+    def put_stream(self, key: str, pieces: Iterable[Data], part_bytes: int) -> None:
+        with self._written(key, pieces) as temporary:
+            os.replace(temporary, self._path(key))
 
     def create(self, key: str, data: Data) -> None:
-        with self._refusals(key):
-            temporary = self._written(key, [data])
+        with self._written(key, [data]) as temporary:
             try:
                 os.link(temporary, self._path(key))
             except FileExistsError as error:
                 raise AlreadyExists(key) from error
-            finally:
-                temporary.unlink()
-            self._sync(self._path(key).parent)
 
     def get(self, key: str, begin: int, end: int) -> bytes:
         with self._refusals(key), open(open_regular(self._path(key)), "rb") as file:
@@ -184,14 +181,15 @@ class LocalBackend(Backend):
             return self._path(key).stat().st_size
 
     def list(self, prefix: str) -> list[StoredObject]:
-        objects, inside = [], self._root / prefix.rpartition("/")[0]
+        objects = []
         with self._refusals(prefix):
-            for directory, _, names in os.walk(inside):
-                paths = [Path(directory, name) for name in names if not name.startswith(".put-")]
-                for path in paths:
+            for directory, _, names in os.walk(self._root / prefix.rpartition("/")[0]):
+                for path in (Path(directory, name) for name in names if not name.startswith(".put-")):
+                    key = path.relative_to(self._root).as_posix()
                     with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
-                        objects.append(StoredObject(path.relative_to(self._root).as_posix(), path.stat().st_size))
-        return sorted(stored for stored in objects if stored.key.startswith(prefix))
+                        if key.startswith(prefix):
+                            objects.append(StoredObject(key, path.stat().st_size))
+        return sorted(objects)
 
     def delete(self, key: str) -> None:
         with self._refusals(key), contextlib.suppress(FileNotFoundError):
@@ -203,31 +201,29 @@ class LocalBackend(Backend):
         except ExternalInputError as error:
             raise StorageRefused(f"{self._root}: {error}") from error
 
-    def _written(self, key: str, pieces: Iterable[Data]) -> Path:
+    @contextlib.contextmanager
+    def _written(self, key: str, pieces: Iterable[Data]) -> Iterator[Path]:
+        """A synced file with these bytes, for the body to put in its place; that is synced too."""
         directory = self._path(key).parent
-        directory.mkdir(parents=True, exist_ok=True)
         temporary = directory / f".put-{secrets.token_hex(8)}"
-        try:
-            with open(temporary, "xb") as file:
-                for piece in pieces:
-                    file.write(piece)
-                file.flush()
-                os.fsync(file.fileno())
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        return temporary
-
-    @staticmethod
-    def _sync(directory: Path) -> None:
-        fd = os.open(directory, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+        with self._refusals(key):
+            directory.mkdir(parents=True, exist_ok=True)
+            try:
+                with open(temporary, "xb") as file:
+                    file.writelines(pieces)
+                    file.flush()
+                    os.fsync(file.fileno())
+                yield temporary
+            finally:
+                temporary.unlink(missing_ok=True)
+            fd = os.open(directory, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
 
     @contextlib.contextmanager
-    def _refusals(self, key: str):
+    def _refusals(self, key: str) -> Iterator[None]:
         try:
             yield
         except VerlError:  # raised by the iterator of pieces
@@ -236,9 +232,6 @@ class LocalBackend(Backend):
             raise ObjectNotFound(f"{self._path(key)} does not exist") from error
         except OSError as error:
             raise StorageRefused(f"{self._path(key)}: {error.strerror or error}") from error
-
-
-MIB = 2**20
 
 
 class ObjectStore:
@@ -304,19 +297,23 @@ class ObjectStore:
 
         Args:
             key: of the object.
-            pieces: returns an iterator of pieces of `part_bytes(size)`, the last one shorter. It is consumed as pieces
-                are sent, and called again if the store cannot retry single parts; exceptions in it end the put.
+            pieces: returns an iterator of pieces, at best of `part_bytes(size)` each. It is consumed as they are sent,
+                and called again if the whole put is repeated; exceptions in it end the put.
             size: total size in bytes.
         Raises:
             ObjectDamaged: the pieces have another total size.
         """
-        if size <= self._part_bytes:
-            whole = b"".join(self._exactly(key, pieces(), size))
-            self.retry(f"put {self.url(key)}", lambda: self.backend.put(key, whole))
-        elif self.backend.has_parts:
-            self._put_parts(key, pieces, size)
-        else:
-            self.retry(f"put {self.url(key)}", lambda: self.backend.put_stream(key, self._exactly(key, pieces(), size)))
+
+        def send() -> None:
+            parts = self._exactly(key, pieces(), size)
+            if size <= self._part_bytes:
+                self.backend.put(key, b"".join(parts))
+                return
+            self.backend.put_stream(key, parts, self.part_bytes(size))
+            if (stored := self.backend.size(key)) != size:
+                raise TransientError(f"{key} has {stored} bytes after a put of {size}")
+
+        self.retry(f"put {self.url(key)}", send)
 
     def create(self, key: str, data: Data) -> bool:
         """Put an object unless one exists.
@@ -388,7 +385,7 @@ class ObjectStore:
         """All objects whose keys begin with `prefix`, sorted by key. Some stores list a new object only after a
         delay.
         """
-        return self.retry(f"list {self.url(prefix)}", lambda: self.backend.list(prefix))
+        return self.retry(f"list {self.url(prefix)}", lambda: self._listed(prefix))
 
     def delete(self, key: str) -> None:
         """Delete an object; does nothing if there is none."""
@@ -398,7 +395,6 @@ class ObjectStore:
         """Close connections; pending requests fail."""
         self.retry.close()
         self._threads.shutdown(cancel_futures=True)
-        self.backend.close()
 
     # -- inside -------------------------------------------------------------------------------------------------------
 
@@ -414,35 +410,19 @@ class ObjectStore:
             raise ObjectDamaged(f"{self.url(key)} has {begin + len(data)} bytes instead of {end} or more")
         return data
 
-    def _put_parts(self, key: str, pieces: Callable[[], Iterable[Data]], size: int) -> None:
-        url = self.url(key)
-        token = self.retry(f"begin {url}", lambda: self.backend.begin(key))
-        sent: list[str] = []
-        under_way: deque[Future[str]] = deque()
-        try:
-            for number, piece in enumerate(self._exactly(key, pieces(), size), 1):
-                if len(under_way) >= self.storage.concurrency:
-                    sent.append(under_way.popleft().result())
-                under_way.append(self._threads.submit(self._put_part, key, token, number, piece))
-            sent += [future.result() for future in under_way]
-            self.retry(f"finish {url}", lambda: self._finish(key, token, sent, size))
-        except BaseException:
-            for future in under_way:
-                future.cancel()
-            with contextlib.suppress(StorageError, TransientError):  # lifecycle rules delete them later
-                self.backend.abort(key, token)
-            raise
-
-    def _put_part(self, key: str, token: str, number: int, piece: Data) -> str:
-        what = f"put part {number} of {self.url(key)}"
-        return self.retry(what, lambda: self.backend.put_part(key, token, number, piece))
-
-    def _finish(self, key: str, token: str, parts: list[str], size: int) -> None:
-        try:
-            self.backend.finish(key, token, parts)
-        except ObjectNotFound:  # completed by an earlier attempt whose answer was lost?
-            if self.backend.size(key) != size:
-                raise
+    def _listed(self, prefix: str) -> list[StoredObject]:
+        found: dict[str, StoredObject] = {}
+        size_bytes = 0
+        for stored in self.backend.list(prefix):
+            size_bytes += ENTRY_BYTES + len(stored.key)
+            if stored.key in found or size_bytes > LISTING_BYTES:
+                raise ObjectDamaged(
+                    f"{self.url(prefix)}: the store's listing has no end, or more than {LISTING_BYTES // MIB} MiB "
+                    f"({len(found)} objects so far). Use a prefix (storage.prefix) with fewer objects, or delete what "
+                    "is not needed there."
+                )
+            found[stored.key] = stored
+        return sorted(found.values())
 
     def _holds(self, key: str, data: Data) -> bool:
         return self.size(key) == len(data) and self.get(key, 0, len(data)) == bytes(data)
@@ -450,6 +430,7 @@ class ObjectStore:
     def _exactly(self, key: str, pieces: Iterable[Data], size: int) -> Iterator[Data]:
         done = 0
         for piece in pieces:
+            report()  # every part has a time-out
             done += len(piece)
             if done <= size:
                 yield piece

@@ -89,7 +89,7 @@ class LoopSettings(Description):
             yield (
                 f"nnodes is {self.nnodes}: nothing joins this run with other machines. Set nnodes=1, or join machines "
                 "with Ray: `ray start --head` on one, `ray start --address=HEAD:6379` on the others, and "
-                f"{self.ray_option} trainer.placement.address=auto on the first (docs/ray.md)."
+                f"{self.ray_option} trainer.placement.address=auto on the first (docs/scaling.md)."
             )
         if (fault := library_fault(self.cpu_matmul)) is not None:
             yield f"cpu_matmul is {self.cpu_matmul!r}: {fault}."
@@ -242,9 +242,9 @@ def _unread(run: Any) -> Iterator[tuple[str, str]]:
         yield from ((f"rollout.{name}", "trainer.max_staleness is 0") for name in ("weight_update", "kv_cache"))
     elif run.rollout.weight_update == "drain":
         yield "rollout.kv_cache", "rollout.weight_update is drain"
-    if not run.has_sampler:
-        reason = "the actor's processes generate: there is no role sampler"
-        yield from ((f"trainer.placement.{name}.sampler", reason) for name in ("sub_meshes", "workers"))
+    if not run.has_rollout_worker:
+        reason = "the actor's processes generate: there is no role rollout"
+        yield from ((f"trainer.placement.{name}.rollout", reason) for name in ("sub_meshes", "workers"))
     if not algorithm.replay_fraction:
         reason = "algorithm.replay_fraction is 0"
         yield from (("replay", reason), ("algorithm.replay_max_staleness", reason))

@@ -64,8 +64,7 @@ EXTRAS = (
     Requirement("matplotlib", "3.11.2", "3.11.2"),
     Requirement("math-verify", "0.9.0", "0.9.0"),
     Requirement("ray", "2.60.0", "2.60.0"),
-    Requirement("fsspec", "2026.9.0", "2026.9.0"),
-    Requirement("s3fs", "2026.9.0", "2026.9.0"),
+    Requirement("obstore", "0.12.1", "0.12.1"),
 )  # optional; installed by the extras of setup.py
 VLLM = "0.32.0"  # exactly this version: its internals change between versions
 VLLM_ON_GPU = f"pip install vllm=={VLLM}"
@@ -88,7 +87,7 @@ BACKENDS: dict[str, tuple[str, ...]] = {
         for name in ("PipelineStage.backward_one_chunk", "Schedule1F1B", "ScheduleGPipe")
     ),
     "ray": ("ray ray:init", "ray ray.util.placement_group:placement_group"),
-    "s3": ("fsspec fsspec:filesystem", "s3fs s3fs:S3FileSystem.set_session"),
+    "s3": ("obstore obstore.store:S3Store.get_range", "obstore obstore.store:S3Store.put"),
     "lora": ("peft peft:get_peft_model", "peft peft:PeftModel.disable_adapter"),
     "wandb": ("wandb wandb:init", "wandb wandb:Table"),
     "tensorboard": ("tensorboard torch.utils.tensorboard:SummaryWriter.add_scalar",),

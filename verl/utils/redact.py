@@ -68,7 +68,7 @@ _SHAPES = re.compile(
 
 
 def looks_secret(name: str) -> bool:
-    """Whether a config key of this name holds a secret: `api_key` and `hub.token` do, `answer_key` does not."""
+    """Whether a config key of this name holds a secret: api_key and hub.token do, answer_key does not."""
     words = _words(name)
     before, last = ("", "", *words)[-2:]
     if last in _PLACES:

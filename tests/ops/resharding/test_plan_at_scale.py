@@ -105,7 +105,7 @@ def test_a_70b_model_over_64_ranks_moves_the_least_in_nearly_the_least_time(name
 
 @pytest.mark.parametrize("name", [name for name in benchmark.SYNCS if name.startswith("8B")])
 def test_bytes_and_launches_of_a_sync_are_those_of_the_documents(name):
-    document = Path(__file__).resolve().parents[3] / "docs" / "gpu.md"
+    document = Path(__file__).resolve().parents[3] / "docs" / "scaling.md"
     assert benchmark.sync_line(name) in document.read_text().splitlines()
 
 

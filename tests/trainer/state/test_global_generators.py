@@ -16,8 +16,8 @@ from trainer.runs import fit
 from verl.component import BuildContext, component
 from verl.errors import StorageUnreachable
 from verl.http_client.client import Backoff
-from verl.storage.config import S3Storage
-from verl.storage.store import RetryPolicy, TransientError
+from verl.storage.config import GCSStorage, OSSStorage, S3Storage
+from verl.storage.store import MIB, RetryPolicy, TransientError
 from verl.tracking.base import Tracker, TrackerDescription, Trackers
 from verl.tracking.console import Console
 from verl.tracking.jsonl import JsonLines
@@ -63,20 +63,15 @@ def test_a_request_that_is_made_again_draws_from_a_generator_of_its_own():
     assert states() == before
 
 
-def test_clients_of_stores_and_trackers_ask_once_or_wait_by_a_generator_of_their_own():
-    import gcsfs
-    import gcsfs.retry
-    import ossfs
-
-    from verl.storage.config import GCSStorage, OSSStorage
-    from verl.storage.fsspec_backends import gcs_backend, oss_backend
-
-    gcs = gcs_backend(GCSStorage(bucket="bucket", endpoint_url="http://127.0.0.1:9"))
-    oss = oss_backend(OSSStorage(bucket="bucket", endpoint_url="http://127.0.0.1:9"))
-    assert type(gcs.fs)._request is gcsfs.GCSFileSystem._request.__wrapped__
-    assert type(oss.fs)._call_oss is not ossfs.OSSFileSystem._call_oss
+def test_retries_of_a_store_draw_from_no_global_generator(proxy, gcs_url, oss_url):
     before = states()
-    gcsfs.retry.random.random()
+    limits = {"part_mib": 5, "retries": 2, "backoff_s": 0.001, "endpoint_url": proxy.url}
+    for kind in (S3Storage, GCSStorage, OSSStorage):
+        proxy.misbehave = lambda request: Fault(status=503) if request.method == "PUT" else None
+        with kind(bucket=BUCKET, prefix="generators", **limits).connect() as store:
+            for size in (10, 11 * MIB):
+                with pytest.raises(StorageUnreachable):
+                    store.put("refused", bytes(size))
     assert states() == before
 
 

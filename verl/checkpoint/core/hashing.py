@@ -2,7 +2,7 @@
 
 A leaf ends where a buffer ends (the header, one tensor) or after 16 MiB, so that a damaged leaf names its tensor and
 a reader of one tensor hashes that tensor alone. A file's digest is the BLAKE3 of its only leaf, or, with more leaves,
-of their digests one after another; so no byte is hashed twice, and `b3sum` gives the same for files of one leaf.
+of their digests one after another; so no byte is hashed twice, and b3sum gives the same for files of one leaf.
 """
 
 from __future__ import annotations

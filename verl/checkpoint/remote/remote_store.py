@@ -114,7 +114,7 @@ class RemoteStore:
             elif stored is not None and stored.size != entry.size:
                 others.append(checkpoint.fault(entry.path, f"its object has {stored.size} bytes, not {entry.size}"))
             elif level == "full":
-                pieces = self.leaves(entry)
+                pieces = fetch_leaves(self.store, entry)
                 others += content_faults(checkpoint, entry, lambda begin, size, pieces=pieces: next(pieces))
         if missing:
             raise CheckpointIncomplete(checkpoint.directory, missing + others)
@@ -147,11 +147,6 @@ class RemoteStore:
             except BadCheckpoint as error:
                 log.error("NOT USING checkpoint %s", error)
         raise CheckpointNotFound(f"{self.store.address} holds no complete checkpoint")
-
-    def leaves(self, entry: FileEntry) -> Iterator[bytes]:
-        """The leaves of a file, from its object."""
-        pieces = self.store.pieces(object_key(entry), 0, entry.size)
-        return regrouped(pieces, (leaf.size for leaf in entry.leaves))
 
     def reader(self, checkpoint: RemoteCheckpoint, writable: bool = False) -> RemoteReader:
         return RemoteReader(self.store, checkpoint, writable)
@@ -190,9 +185,9 @@ class RemoteReader(CheckpointReader):
             high = low + sum(leaf.size for leaf in entry.leaves[first:last])
             at = low
             try:
-                for piece in self._store.pieces(object_key(entry), low, high):
-                    data[at : at + len(piece)] = piece
-                    at += len(piece)
+                for leaf in fetch_leaves(self._store, entry, first, last):
+                    data[at : at + len(leaf)] = leaf
+                    at += len(leaf)
             except (ObjectNotFound, ObjectDamaged) as error:
                 fault = self.checkpoint.fault(entry.path, str(error), low, high)
                 raise CheckpointIncomplete(self.checkpoint.directory, [fault]) from error
@@ -215,6 +210,22 @@ class RemoteReader(CheckpointReader):
 def object_key(entry: FileEntry) -> str:
     """The key of a file's object."""
     return f"{OBJECTS}{entry.blake3}-{entry.size}"
+
+
+def fetch_leaves(store: ObjectStore, entry: FileEntry, first: int = 0, last: int | None = None) -> Iterator[bytes]:
+    """Leaves [first, last) of a file, from its object; from one that was altered on, they are asked for once more."""
+    number, repeated, end = first, -1, sum(leaf.size for leaf in entry.leaves[:last])
+    while True:
+        leaves = entry.leaves[number:last]
+        pieces = store.pieces(object_key(entry), end - sum(leaf.size for leaf in leaves), end)
+        for leaf, data in zip(leaves, regrouped(pieces, (leaf.size for leaf in leaves))):
+            if digest_of(data) != leaf.blake3 and repeated != number:
+                repeated = number
+                break
+            yield data
+            number += 1
+        else:
+            return
 
 
 def regrouped(pieces: Iterable[bytes], sizes: Iterable[int]) -> Iterator[bytes]:

@@ -39,7 +39,14 @@ from verl.checkpoint.core.manifest import COMMIT, MANIFEST, FileEntry, commit_li
 from verl.checkpoint.read.discovery import FETCHED, CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader, open_verified
 from verl.checkpoint.remote.commit_log import LOG, CommitLog, LogRecord
-from verl.checkpoint.remote.remote_store import MANIFESTS, RemoteCheckpoint, RemoteStore, object_key, regrouped
+from verl.checkpoint.remote.remote_store import (
+    MANIFESTS,
+    RemoteCheckpoint,
+    RemoteStore,
+    fetch_leaves,
+    object_key,
+    regrouped,
+)
 from verl.errors import (
     BadCheckpoint,
     CheckpointCorrupt,
@@ -221,7 +228,9 @@ def _fetch(
             if duplicate(disk, checkpoint.path(path), target):
                 return
     try:
-        leaves = write_file(disk, target, published.checked_leaves(entry, tier.leaves(entry), " of its object"))
+        leaves = write_file(
+            disk, target, published.checked_leaves(entry, fetch_leaves(tier.store, entry), " of its object")
+        )
     except ObjectNotFound as error:
         fault = published.fault(entry.path, "its object is missing")
         raise CheckpointIncomplete(published.directory, [fault]) from error

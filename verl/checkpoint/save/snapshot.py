@@ -5,8 +5,7 @@
     side stream      └──copies to pinned memory───┘
     host threads        memmove, without the interpreter's lock
 
-From `Snapshot.begin` until `Snapshot.run` has returned the tensors must not change.
-
+While `Snapshot.run` copies, the tensors must not change.
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ def own_part(x: Tensor, whole: ReadableTensor) -> Tensor:
 def read_slice_like(x: Tensor, whole: ReadableTensor) -> Tensor:
     """`whole`, sharded like `x`, on the device of the local part of `x`: each rank reads its own slice alone.
 
-    `DTensor.from_local` and `distribute_tensor` would move the part to the device of the mesh, also where `x` is
+    `DTensor.from_local` and torch's distribute_tensor would move the part to the device of the mesh, also where `x` is
     offloaded to main memory.
     """
     target = torch.empty_like(x, dtype=whole.dtype)

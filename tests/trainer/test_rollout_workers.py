@@ -1,0 +1,227 @@
+"""The role `rollout` in several processes: each has an engine, a schedule, and every so many-th prompt of a batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from cluster.ray_here import placed
+from environments.waiting_game import WaitingGames
+from same_training import ROUNDING, compared, same_training, saved
+from trainer.runs import Prompts, fit
+from trainer.test_async_episodes import in_flight as playing_in_flight
+from trainer.test_async_rewards import Counted, Waiting, ahead, engine_of
+from trainer.test_async_training import asynchronous, in_flight
+
+from verl.cluster.placement import DeviceMesh
+from verl.component import BuildContext
+from verl.data.sampler import DataSampler
+from verl.errors import RolloutError, WorkerDied, WorkerHung
+from verl.trainer.ppo import PPOTrainer
+from verl.trainer.train_loop import TrainLoop
+from verl.utils.seeding import derive_seed
+from verl.workers import rollout_worker
+from verl.workers.rollout_worker import RolloutWorker
+from verl.workers.schedule import read_lines, schedule_path
+
+RAY, TWO = pytest.mark.xdist_group("ray"), pytest.mark.xdist_group("two processes")
+needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+ENGINES = ("cpu:0", "cpu:1")
+
+
+def mesh(*engines):
+    return DeviceMesh(devices=("cpu:0",), sub_meshes={"rollout": engines})
+
+
+def schedules(run_dir):
+    return [schedule_path(run_dir, engine).read_bytes() for engine in range(2)]
+
+
+def where_options(where, request):
+    if where == "mesh":
+        return {"placement": mesh(*ENGINES)}
+    request.getfixturevalue("ray_here")
+    return {"placement": placed(workers={"rollout": 2})}
+
+
+ANYWHERE = [
+    pytest.param("mesh", marks=[TWO, needs_two_cores]),
+    pytest.param("ray", marks=[RAY, pytest.mark.exhaustive]),
+]
+
+
+@TWO
+@needs_two_cores
+def test_two_engines_that_drain_train_what_one_does(model64, tmp_path):
+    for name, engines in (("one", ENGINES[1:]), ("two", ENGINES)):
+        run = asynchronous(model64, tmp_path / name, placement=mesh(*engines), prompts_per_step=3)
+        fit(run, tmp_path / name / "run")
+    same_training(compared(tmp_path / "two"), compared(tmp_path / "one"), ROUNDING)
+    logs = tmp_path / "two/run/workers/rollout"
+    assert sorted(path.name for path in logs.iterdir()) == ["rank_0.log", "rank_1.log"]
+
+
+@pytest.mark.parametrize("where", ANYWHERE)
+def test_replayed_and_resumed_runs_of_two_engines_have_the_bits_of_the_first(where, model32, tmp_path, request, caplog):
+    caplog.set_level(logging.INFO)
+    options: dict[str, Any] = {"prompts_per_step": 3, **where_options(where, request)}
+    fit(in_flight(model32, tmp_path / "first", **options), tmp_path / "first/run")
+    first, lines = saved(tmp_path / "first"), schedules(tmp_path / "first/run")
+    for schedule in lines:
+        _, events = read_lines(schedule.decode().splitlines())
+        assert [event.number for event in events if event.event == "begin"] == [1, 2, 3, 4, 5, 6]
+    options["replay_schedule"] = str(tmp_path / "first/run")
+    fit(in_flight(model32, tmp_path / "again", **options), tmp_path / "again/run")
+    assert schedules(tmp_path / "again/run") == lines
+    same_training(saved(tmp_path / "again"), first)
+    resume = tmp_path / "first/checkpoints/global_step_3"
+    fit(in_flight(model32, tmp_path / "cut", resume=resume, **options), tmp_path / "cut/run")
+    assert schedules(tmp_path / "cut/run") == lines
+    same_training(saved(tmp_path / "cut"), first, after=3)
+    assert "random generators" not in caplog.text  # they are those of the actor's one process
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("where", ANYWHERE)
+def test_episodes_of_two_engines_are_repeated_and_resumed_bit_by_bit(where, model32, tmp_path, request):
+    options: dict[str, Any] = {"prompts_per_step": 3, **where_options(where, request)}
+    fit(playing_in_flight(model32, tmp_path / "first", **options), tmp_path / "first/run")
+    first, lines = saved(tmp_path / "first"), schedules(tmp_path / "first/run")
+    options["replay_schedule"] = str(tmp_path / "first/run")
+    resume = tmp_path / "first/checkpoints/global_step_2"
+    fit(playing_in_flight(model32, tmp_path / "cut", resume=resume, **options), tmp_path / "cut/run")
+    assert schedules(tmp_path / "cut/run") == lines
+    same_training(saved(tmp_path / "cut"), first, after=2)
+
+
+@TWO
+@needs_two_cores
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_resume_with_another_number_of_engines_says_so_and_trains_each_batch_once(
+    before, after, model32, tmp_path, monkeypatch, caplog
+):
+    prompts, update = [], PPOTrainer.update
+
+    def noted(self, experience, step):
+        prompts.append(experience["prompt_ids"].tolist())
+        return update(self, experience, step)
+
+    monkeypatch.setattr(PPOTrainer, "update", noted)
+    fit(in_flight(model32, tmp_path / "first", placement=mesh(*ENGINES[:before])), tmp_path / "first/run")
+    resume = tmp_path / "first/checkpoints/global_step_3"
+    with caplog.at_level(logging.WARNING):
+        run = in_flight(model32, tmp_path / "other", placement=mesh(*ENGINES[:after]), resume=resume)
+        fit(run, tmp_path / "other/run")
+    assert f"are of {before} engines; they are generated again by {after}" in caplog.text
+    assert prompts[6:] == prompts[3:6]
+
+
+@TWO
+@needs_two_cores
+@pytest.mark.parametrize(
+    ("run_of", "number", "kind", "rank"),
+    [
+        (in_flight, signal.SIGKILL, WorkerDied, 1),
+        pytest.param(asynchronous, signal.SIGKILL, WorkerDied, 0, marks=pytest.mark.exhaustive),
+        pytest.param(in_flight, signal.SIGSTOP, WorkerHung, 0, marks=pytest.mark.exhaustive),
+        pytest.param(asynchronous, signal.SIGSTOP, WorkerHung, 1, marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_dead_or_stopped_engine_of_two_ends_the_run_by_its_rank(run_of, number, kind, rank, model32, tmp_path):
+    with run_of(model32, tmp_path, placement=mesh(*ENGINES)).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        loop = TrainLoop(trainer, {})
+        loop.open()
+        loop.step()
+        trainer.rollout_workers._call_timeout_s = 3.0
+        os.kill(trainer.rollout_workers.pids[rank], number)
+        steps = iter(loop.step, None)
+        with pytest.raises(kind, match=rf"^rollout worker {rank} failed in .*") as error:
+            list(itertools.islice(steps, 3))  # one batch may be there already
+    assert error.value.rank == rank
+
+
+@TWO
+@needs_two_cores
+def test_a_group_of_one_engine_is_rated_while_another_has_none(model32, tmp_path):
+    slow, awaited = [1 + row for row in DataSampler(8, 2, seed=derive_seed(0, "data order")).next_batch().tolist()]
+    games = WaitingGames(slow=slow, awaited=awaited, directory=str(tmp_path), max_tokens=20, max_turns=2)
+    data = Prompts(train=tuple("1" * length for length in range(1, 9)), eval=())
+    options: dict[str, Any] = {"rollout": engine_of("in_flight"), "data": data, "eval_samples": 0, "total_steps": 1}
+    run = ahead(model32, tmp_path, Waiting(fails_on=(str(tmp_path),)), placement=mesh(*ENGINES), **options)
+    fit(dataclasses.replace(run, environment=games), tmp_path / "run")
+    assert [path.name for path in tmp_path.glob("waited_*")] == ["waited_for_it"]
+
+
+class OneWrong(RolloutWorker):
+    """Changes a value of its copy where it is the second engine."""
+
+    def _take(self, weights):
+        held = super()._take(weights)
+        if self._rank == 1:
+            held[next(iter(weights))].detach().view(-1)[0] += 1
+        return held
+
+
+class WrongHost(rollout_worker.RolloutHost):
+    def build(self, context):
+        host = super().build(context)
+        host.workers["rollout"].__class__ = OneWrong
+        return host
+
+
+@TWO
+@needs_two_cores
+@pytest.mark.exhaustive
+def test_wrong_weights_in_the_second_engine_stop_the_run(model32, tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.trainer.build.RolloutHost", WrongHost)
+    run = in_flight(model32, tmp_path, placement=mesh(*ENGINES))
+    with pytest.raises(RolloutError, match=r"rollout worker 1 does not hold .* weights of version 0: 1 of \d+ te"):
+        fit(run, tmp_path / "run")
+
+
+class DyingHost(rollout_worker.RolloutHost):
+    def build(self, context):
+        if context.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().build(context)
+
+
+@TWO
+@needs_two_cores
+@pytest.mark.exhaustive
+def test_an_engine_that_dies_while_it_starts_is_named_by_role_and_rank(model32, tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.trainer.build.RolloutHost", DyingHost)
+    with pytest.raises(WorkerDied, match=r"rank 1 failed in start:\nit held the role rollout; .* SIGKILL"):
+        fit(in_flight(model32, tmp_path, placement=mesh(*ENGINES)), tmp_path / "run")
+
+
+class HangingHost(rollout_worker.RolloutHost):
+    """The second engine hangs in its tenth step, in a process that answers."""
+
+    def build(self, context):
+        host = super().build(context)
+        loop = host.workers["rollout"].loop
+        if context.rank == 1:
+            advance = loop._advance
+            loop._advance = lambda: time.sleep(1e9) if loop.engine_step == 10 else advance()
+        return host
+
+
+@TWO
+@needs_two_cores
+@pytest.mark.exhaustive
+def test_an_engine_that_hangs_beside_one_that_goes_on_is_named_by_its_rank(model32, tmp_path, monkeypatch):
+    monkeypatch.setattr("verl.trainer.build.RolloutHost", HangingHost)
+    run = in_flight(model32, tmp_path, placement=mesh(*ENGINES), reward=Counted())  # whose groups are asked for
+    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
+        trainer.rollout_workers._call_timeout_s = 3.0
+        with pytest.raises(WorkerHung, match=r"rollout worker 1 failed in rollout.finished_groups") as error:
+            trainer.fit()
+    assert error.value.rank == 1

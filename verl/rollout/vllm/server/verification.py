@@ -1,0 +1,87 @@
+"""vLLM's side of the verification of a sync: fingerprints through its layers, and log-probs of the probe.
+
+`answer_request` runs in the vLLM process, and `run_on_worker` in each of its workers.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from verl.rollout.proof.fingerprints import FingerprintShards, join_shards
+from verl.rollout.proof.verifier import VerifyReply, VerifyRequest
+from verl.rollout.vllm.server.layer_fingerprints import LayerFingerprints, adapter_shards
+
+READER = "_verl_layer_reader"
+
+
+def answer_request(llm: Any, question: VerifyRequest, lora_request: Any = None, rpc: str | None = None) -> VerifyReply:
+    """Fingerprints and log-probs of a `vllm.LLM`; called after new weights were loaded.
+
+    Args:
+        lora_request: used for generation, if an adapter is verified.
+        rpc: name of a method of the engine's workers that calls `run_on_worker`, for engines that take no functions.
+    """
+    began = time.perf_counter()
+
+    def on_ranks(task: str, *args: Any) -> list[Any]:
+        return llm.collective_rpc(rpc or run_on_worker, args=(task, *args))
+
+    log_probs = np.zeros(0)
+    if question.rows:
+        mode = on_ranks("score", "raw_logprobs")[0]  # an engine may be set to give logits in the place of log-probs
+        try:
+            log_probs = engine_log_probs(llm, question.rows, lora_request)  # also puts the adapter to use
+        finally:
+            on_ranks("score", mode)
+    ranks = on_ranks("read", question, lora_request.lora_int_id if lora_request is not None else None)
+    fingerprints = join_shards([shards for shards, _ in ranks])
+    unproven = tuple(dict.fromkeys(name for _, names in ranks for name in names))
+    return VerifyReply(fingerprints, log_probs, unproven, time.perf_counter() - began)
+
+
+def run_on_worker(worker: Any, task: str, *args: Any) -> Any:
+    """Run one task in the process of a rank; `worker` is vLLM's worker."""
+    return {"score": _score, "read": _read}[task](worker, *args)
+
+
+def _score(worker: Any, mode: str) -> str:
+    """Set the mode of prompt log-probs, and return the previous one."""
+    config = worker.model_runner.model_config
+    before, config.logprobs_mode = config.logprobs_mode, mode
+    return before
+
+
+def _reader(model: Any, dtype: Any) -> LayerFingerprints:
+    """The reader of the model, cached for the next sync."""
+    if READER not in model.__dict__:
+        model.__dict__[READER] = LayerFingerprints(model, dtype)
+    return model.__dict__[READER]
+
+
+def _read(worker: Any, question: VerifyRequest, adapter_id: int | None) -> tuple[FingerprintShards, list[str]]:
+    """The rank's shards, and the name prefixes of tensors that cannot be read."""
+    runner = worker.model_runner
+    shards: FingerprintShards = {}
+    unproven: list[str] = []
+    if question.weights:
+        reader = _reader(runner.get_model(), runner.model_config.dtype)
+        shards, unproven = reader.shards(question.vectors), reader.unproven
+    if question.adapter_rank is not None and adapter_id is not None:
+        manager = runner.lora_manager._adapter_manager
+        shards |= adapter_shards(manager, adapter_id, question.adapter_rank, question.vectors)
+    return shards, unproven
+
+
+def engine_log_probs(llm: Any, rows: tuple[tuple[int, ...], ...], lora_request: Any = None) -> np.ndarray:
+    """The same log-probs from a vLLM engine, in its process."""
+    sampling_params = type(llm.get_default_sampling_params())  # so that nothing here has to import vLLM
+    outputs = llm.generate(
+        [{"prompt_token_ids": list(row)} for row in rows],
+        sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False),
+        use_tqdm=False,
+        lora_request=lora_request,
+    )
+    return np.array([[at[t].logprob for t, at in zip(o.prompt_token_ids[1:], o.prompt_logprobs[1:])] for o in outputs])

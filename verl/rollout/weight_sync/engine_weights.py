@@ -1,0 +1,234 @@
+"""The weights of the process of an engine, seen from the process that leads it: load, adapter, verification, sleep.
+
+`WeightSync` calls this in the order of a sync: `begin`, `begin_load` and `end_load`, `wake_cache`, `send_adapter`,
+`request_fingerprints`, `verify`.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from verl.errors import WeightSyncError
+from verl.rollout.base import SyncResult
+from verl.rollout.engine_process.messages import EngineInfo
+from verl.rollout.engine_process.process import EngineProcess
+from verl.rollout.proof.fingerprints import FingerprintShards, join_shards
+from verl.rollout.proof.verifier import SyncVerifier, VerificationResult, VerifyRequest
+from verl.rollout.weight_sync.chunks import FeedPlan, SyncOffer
+
+log = logging.getLogger(__name__)
+
+MIB = 1 << 20
+
+
+@dataclass
+class EngineState:
+    """Weights that one process holds, from its start to its end.
+
+    Attributes:
+        is_current: the weights of the last sync, which were verified.
+        was_verified: those of a sync were, at any time.
+        was_probed: the last proof compared log-probs too, or need not, see `EngineWeights`.
+        function_is_known: a proof compared log-probs, and every tensor on its own.
+        is_asleep: neither weights nor keys and values; it has given their GPU memory back.
+        feeds: the layout of the streams that its workers read.
+    """
+
+    process_id: int | None
+    is_current: bool = False
+    was_verified: bool = False
+    was_probed: bool = True
+    function_is_known: bool = False
+    is_asleep: bool = False
+    feeds: list[FeedPlan] | None = None
+
+
+class EngineWeights:
+    """The weights of the engine that this process leads.
+
+    Args:
+        model: that trains.
+        lora_rank: rank of an adapter that is sent as itself, after the weights that it was added to; None for merged.
+        num_threads: threads of trainer and engine each, while both work.
+        gap_stops: see `BuildContext`. Then log-probs of the probe are compared in the first sync of a process alone:
+            later ones prove the tensors, and the gap at the end of the step shows what is computed with them.
+    Attributes:
+        in_place: tensors are copied into the engine's parameters; False: the engine reloads its whole model.
+    """
+
+    def __init__(
+        self,
+        process: EngineProcess,
+        info: EngineInfo,
+        model: Any,
+        verifier: SyncVerifier,
+        lora_rank: int | None,
+        num_threads: int,
+        gap_stops: bool = False,
+    ):
+        self.process, self.info, self.model, self.verifier = process, info, model, verifier
+        self.lora_rank, self.num_threads, self.in_place = lora_rank, num_threads, True
+        self.gap_stops = gap_stops
+        self._state, self._num_adapters, self._sends_all = EngineState(None), 0, True
+
+    @property
+    def state(self) -> EngineState:
+        """State of the present process; a new one holds nothing."""
+        if self._state.process_id != self.process.process_id:
+            self._state = EngineState(self.process.process_id)
+        return self._state
+
+    @property
+    def needs_sync(self) -> bool:
+        """Whether the engine cannot draw before a sync."""
+        return not (self.state.is_current and self.process.is_alive())
+
+    def begin(self, prepare: Callable[[], bool]) -> tuple[VerifyRequest, tuple[int, bool]]:
+        """Prepare for weights.
+
+        Args:
+            prepare: starts the engine if it is not running; returns whether it has open turns, which the probe would
+                generate to their end.
+        Returns:
+            The request of the proof; the process, and whether tensors are loaded in place: a change of either repeats
+            the agreement on layouts.
+        """
+        self._sends_all = self.lora_rank is None or self.needs_sync
+        # Before what may fail: questions are counted alike beside all engines.
+        question = self.verifier.question(weights=self._sends_all, adapter_rank=self.lora_rank)
+        if prepare() or self._needs_no_probe:
+            question = self.verifier.without_probe(question)
+        self._wake("weights")
+        assert self.state.process_id is not None
+        return question, (self.state.process_id, self.in_place)
+
+    def offer(self, shapes: dict[str, tuple[int, ...]] | None) -> SyncOffer:
+        """Ask which weights the engine takes. `shapes` are those of tensors that may come in slices; None: only whole
+        ones may come.
+        """
+        wants = None
+        if shapes is not None and self.in_place and self.info.num_workers > 1:
+            slices = self.process.call("wants", shapes)
+            wants = None if slices is None else tuple(slices)
+        assert self.state.process_id is not None
+        return SyncOffer(
+            wants,
+            self.info.num_workers,
+            self.state.process_id,
+            self.process.progress_path,
+            self.process.call_timeout_s,
+            self.num_threads,
+            self.info.reads_peers,
+        )
+
+    def begin_load(self, feeds: list[FeedPlan], dtype: torch.dtype) -> None:
+        """Let the engine's workers read the streams, whose layout is sent once."""
+        self.state.is_current, self._sends_all = False, True
+        if self.state.feeds is not feeds:
+            self.process.call("connect", feeds, dtype)
+            self.state.feeds = feeds
+        self.process.send("load", self.num_threads, self.in_place)
+
+    def end_load(self) -> float:
+        """When they have read all of it. Returns the seconds of that."""
+        seconds, anew = self.process.answer()
+        if anew is not None and self.in_place:
+            self.in_place = False
+            log.info("The engine reloads its whole model at each sync: %s", anew)
+        return seconds
+
+    def wake_cache(self) -> None:
+        """Allocate keys and values, after the weights have been loaded."""
+        self._wake("kv_cache")
+        self.state.is_asleep = False
+
+    def send_adapter(self, adapter: Mapping[str, torch.Tensor]) -> SyncResult:
+        """A new adapter under a new number, in a directory in memory; the former one is removed.
+
+        Args:
+            adapter: its whole tensors, by their names in the model.
+        """
+        self.state.is_current = False
+        self._num_adapters += 1
+        directory = self.process.files.directory / f"adapter_{self._num_adapters}"
+        start = time.perf_counter()
+        self.model.save_pretrained(directory, state_dict=adapter)
+        copying = time.perf_counter() - start
+        try:
+            loading = self.process.call("adopt", str(directory), self._num_adapters)
+            size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+        finally:
+            shutil.rmtree(directory, ignore_errors=True)
+        self.verifier.add_adapter_fingerprints(adapter)
+        metrics = {"sync/copy_s": copying, "sync/load_s": loading, "sync/bytes": float(size)}
+        return SyncResult(f"adapter {self._num_adapters}, {size / MIB:.1f} MiB to the engine", metrics)
+
+    def request_fingerprints(self, question: VerifyRequest) -> None:
+        """Ask what the engine holds."""
+        self.state.was_probed = bool(question.rows) or self._needs_no_probe
+        self.process.send("prove", question)
+
+    def verify(self, parts: Sequence[FingerprintShards], seconds: float) -> VerificationResult:
+        """Compare with the fingerprints that the processes of the trainer have made of their own parts in these
+        seconds, and with its log-probs.
+
+        Raises:
+            WeightSyncError: the engine does not hold their weights.
+        """
+        self.verifier.adopt(join_shards(parts), seconds)
+        result = self.verifier.verify(self.process.answer())
+        self.state.is_current = self.state.was_verified = True
+        is_probed = "sync/probe_gap_nats" in result.metrics
+        self.state.function_is_known |= is_probed and not result.metrics["sync/unproven_tensors"]
+        return result
+
+    @property
+    def _needs_no_probe(self) -> bool:
+        return self.gap_stops and self.state.function_is_known
+
+    def prove_function(self) -> None:
+        """Compare log-probs of the probe where the last sync could not; no turns are open.
+
+        Raises:
+            WeightSyncError: the engine computes others.
+        """
+        if not self.state.was_probed:
+            self.request_fingerprints(self.verifier.question(weights=False))
+            self.verifier.verify(self.process.answer())
+
+    def may_repeat(self, error: Exception) -> bool:
+        """Whether another sync may be verified where this one was not.
+
+        The frozen weights below an adapter may have been changed: the next sync sends them too. And an engine may
+        make more of a tensor than its layers tell: after a first sync it reloads its whole model from now on.
+        """
+        if not isinstance(error, WeightSyncError):
+            return False
+        if not self._sends_all:
+            return not error.faults
+        if not self.in_place or self.state.was_verified:
+            return False
+        log.warning(
+            "Not all weights could be loaded in place: the engine reloads its whole model at each sync from now on."
+        )
+        self.in_place = False
+        return True
+
+    def sleep(self) -> None:
+        """Free the engine's GPU memory, until the next sync."""
+        if not self.state.is_asleep and self.process.is_alive():
+            self.state.is_current = False
+            self.process.call("sleep")
+            self.state.is_asleep = True
+
+    def _wake(self, what: str) -> None:
+        """Restore the `weights` or the `kv_cache` of a sleeping engine."""
+        if self.state.is_asleep:
+            self.process.call("wake", what)

@@ -1,0 +1,339 @@
+"""Weight transfer between the ranks of a sharded model: from those that hold a tensor to those that feed an engine.
+
+trainer's layout ──┐
+                   ├── plan, made once ── per bucket: own parts ── fingerprints ── moves ──> slices wanted here
+what engines take ─┘
+
+`feed_assignments` decides which rank feeds which worker of an engine: one rank all of it, or each a slice.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.models.hf_state_dict import live_tensors
+from verl.models.parallel_info import ParallelInfo
+from verl.ops.resharding.dtensor import is_on_other_stage
+from verl.ops.resharding.execute import LIMIT_BYTES, reshard, reshard_parts
+from verl.ops.resharding.layout import Box, Layout, TensorLayout, volume
+from verl.ops.resharding.plan import Plan, gathering_volume, reshard_plan
+from verl.rollout.proof.fingerprints import (
+    FingerprintShards,
+    HostCopies,
+    ProbeVectors,
+    own_shard,
+    transpose_to_out_in,
+)
+from verl.rollout.weight_sync.chunks import ChunkPlan, SyncOffer, TensorSlice, WantedSlices, plan_chunks
+from verl.rollout.weight_sync.state_dict import NamedWeight, WeightSource, weights_of
+
+MIB = 1 << 20
+CHUNKS = 8  # at least, of a stream
+
+
+class WeightTransfer:
+    """The transfers of every sync, for a fixed layout of the trainer and fixed slices of the engines.
+
+    Args:
+        parallel_info: how the model is spread.
+        sources: its tensors in the order of the transfer, the same on every rank.
+        wants: for each rank, the slices that it feeds into an engine, by name.
+        dtype: that the engines compute in; tensors are cast to it before they travel.
+        transposed: names of matrices that the model keeps as [in, out].
+    Attributes:
+        plan: of all moves.
+        gathering_bytes: that would travel if every process gathered every tensor.
+    """
+
+    def __init__(
+        self,
+        parallel_info: ParallelInfo,
+        sources: Sequence[WeightSource],
+        wants: Sequence[WantedSlices],
+        dtype: torch.dtype,
+        transposed: set[str],
+        limit_bytes: int = LIMIT_BYTES,
+    ):
+        self.parallel_info, self.dtype, self._transposed, self._limit = parallel_info, dtype, transposed, limit_bytes
+        held = {s.name: replace(parallel_info.layout_of(s.tensor), itemsize=dtype.itemsize) for s in sources}
+        needed = {
+            name: TensorLayout(x.shape, itemsize=x.itemsize, boxes=tuple(slices.get(name) for slices in wants))
+            for name, x in held.items()
+        }
+        self.plan = reshard_plan(Layout(parallel_info.mesh, held), Layout(parallel_info.mesh, needed))
+        self.gathering_bytes = gathering_volume(self.plan.source)
+        self._buckets = list(buckets(self.plan, limit_bytes))
+        self._fingerprinted = {name for name in held if self._is_first_holder(name)}
+
+    def tensors(
+        self, sources: Mapping[str, WeightSource], transfer_state: TransferInProgress
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Tensors that this rank feeds into an engine, in the order of the sources. All ranks take part, to the end.
+
+        While the tensors of a bucket are fed, the next bucket is cast, fingerprinted and sent. In addition to the
+        yielded tensor, a rank needs memory for two buckets: its own parts after casting or merging, and the received
+        parts.
+        """
+        return reshard_parts(
+            self._parts(sources, transfer_state),
+            self.parallel_info.rank,
+            dtypes=dict.fromkeys(sources, self.dtype),
+            device=self.parallel_info.device,
+            limit_bytes=self._limit,
+            lend=True,
+            received=transfer_state.count,
+        )
+
+    def _parts(
+        self, sources: Mapping[str, WeightSource], transfer_state: TransferInProgress
+    ) -> Iterator[tuple[Plan, Mapping[str, Tensor]]]:
+        """Each bucket, with this rank's parts of its tensors."""
+        device, rank = self.parallel_info.device, self.parallel_info.rank
+        for bucket in self._buckets:
+            held = {}
+            for name in bucket.source.tensors:
+                if is_on_other_stage(sources[name].tensor):
+                    continue
+                part = self.parallel_info.local(sources[name].present()).to(
+                    device, self.dtype
+                )  # all ranks, in one order
+                if bucket.source.holds(rank, name) is not None:
+                    held[name] = part
+            self._mark(held, transfer_state)
+            yield bucket, held
+
+    def _mark(self, held: Mapping[str, Tensor], transfer_state: TransferInProgress) -> None:
+        """Compute the fingerprints of this rank's parts, unless a lower rank holds the same part."""
+        began = time.perf_counter()
+        for name in held.keys() & self._fingerprinted:
+            layout = self.plan.source.tensors[name]
+            if len(layout.shape) > 2 or not transfer_state.is_fingerprinted(name):
+                continue
+            box = layout.box(self.parallel_info.mesh, self.parallel_info.rank)
+            assert box is not None
+            part, shape = held[name], layout.shape
+            if name in self._transposed:
+                part, box, shape = transpose_to_out_in(part, box, shape)
+            with transfer_state.copies:
+                transfer_state.shards[name] = [own_shard(part, box, shape, transfer_state.vectors, self.dtype)]
+        transfer_state.fingerprint_s += time.perf_counter() - began
+
+    def _is_first_holder(self, name: str) -> bool:
+        source, rank = self.plan.source, self.parallel_info.rank
+        layout = source.holds(rank, name)
+        return layout is not None and all(source.holds(other, name) != layout for other in range(rank))
+
+
+def formed(weights: Sequence[NamedWeight], coming: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors of a checkpoint, computed from those of the running model as they arrive, to the end.
+
+    Args:
+        weights: in the order of the tensors that come.
+        coming: from `WeightTransfer.tensors`.
+    """
+    here: dict[str, Tensor] = {}
+    last = {weight.source.name: number for number, weight in enumerate(weights)}
+    for number, weight in enumerate(weights):
+        source = weight.source.name
+        while source not in here and weight.shape.numel():
+            name, tensor = next(coming)
+            here[name] = tensor
+        whole = here[source] if source in here else weight.source.tensor.new_empty(weight.source.tensor.shape)
+        yield weight.name, whole if weight.form is None else weight.form(whole)
+        if last[source] == number:
+            here.pop(source, None)
+    for _ in coming:
+        pass
+
+
+class TransferToFirst:
+    """The weights of a sharded model, whole in its first process, tensor by tensor, by a plan that is made once.
+
+    Args:
+        dtype: that they are cast to before they travel.
+    """
+
+    def __init__(self, model: Any, dtype: torch.dtype):
+        self.model, self.dtype = model, dtype
+        self._transfer: WeightTransfer | None = None
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every tensor of a checkpoint in the first process, none in the others; all take part, to the end."""
+        parallel_info, weights = self.model.parallel_info, list(weights_of(self.model))
+        sources = {weight.source.name: weight.source for weight in weights}
+        if self._transfer is None:
+            whole: WantedSlices = {name: _all_of(source.tensor.shape) for name, source in sources.items()}
+            wants = [whole if rank == 0 else {} for rank in range(parallel_info.mesh.size)]
+            self._transfer = WeightTransfer(parallel_info, list(sources.values()), wants, self.dtype, set())
+        coming = self._transfer.tensors(sources, TransferInProgress(ProbeVectors(), lambda name: False))
+        yield from formed(weights if parallel_info.rank == 0 else [], coming)
+
+
+def whole_adapter(model: Any, parallel_info: ParallelInfo) -> dict[str, Tensor]:
+    """The tensors of a LoRA adapter, by their names in the model, in every process; all take part."""
+    tensors = live_tensors(model)
+    if parallel_info.mesh.size == 1:
+        return {name: x.detach() for name, x in tensors.items()}
+    held = {name: parallel_info.layout_of(x) for name, x in tensors.items()}
+    needed = {name: TensorLayout(x.shape, itemsize=x.itemsize) for name, x in held.items()}
+    plan = reshard_plan(Layout(parallel_info.mesh, held), Layout(parallel_info.mesh, needed))
+    dtypes, device = {name: x.dtype for name, x in tensors.items()}, parallel_info.device
+    own = lambda name: parallel_info.local(tensors[name]).detach().to(device)  # noqa: E731
+    return dict(reshard(plan, own, parallel_info.rank, dtypes=dtypes, device=device))
+
+
+class TransferInProgress:
+    """One rank's state of a running sync.
+
+    Args:
+        vectors: of the proof.
+        is_fingerprinted: whether the fingerprint of a tensor is computed from its parts.
+    Attributes:
+        shards: fingerprints that this process computed of its local parts, complete after `copies.finish`.
+        received: bytes of weights received from other processes.
+        fingerprint_s: seconds spent on fingerprints.
+    """
+
+    def __init__(self, vectors: ProbeVectors, is_fingerprinted: Callable[[str], bool]):
+        self.vectors, self.is_fingerprinted = vectors, is_fingerprinted
+        self.shards: FingerprintShards = {}
+        self.copies = HostCopies()
+        self.received = 0
+        self.fingerprint_s = 0.0
+
+    def count(self, num_bytes: int) -> None:
+        """Add to the received bytes."""
+        self.received += num_bytes
+
+
+def buckets(whole: Plan, limit_bytes: int) -> Iterator[Plan]:
+    """The plan in buckets: consecutive tensors of which no rank holds and wants more than the limit, or one larger
+    tensor."""
+    names: list[str] = []
+    size = 0
+    largest: dict[tuple[TensorLayout, TensorLayout], int] = {}  # bytes in one rank, by kind of tensor
+    for name, layout in whole.source.tensors.items():
+        kind = (layout, whole.target.tensors[name])
+        if kind not in largest:
+            pairs = ((whole.source.holds(r, name), whole.target.holds(r, name)) for r in range(whole.source.mesh.size))
+            largest[kind] = layout.itemsize * max(sum(volume(box) for box in pair if box is not None) for pair in pairs)
+        num_bytes = largest[kind]
+        if names and size + num_bytes > limit_bytes:
+            yield whole.restricted(names)
+            names, size = [], 0
+        names.append(name)
+        size += num_bytes
+    if names:
+        yield whole.restricted(names)
+
+
+@dataclass(frozen=True)
+class FeedAssignment:
+    """Assignment of what one process sends to an engine.
+
+    Attributes:
+        wanted: the slice of each tensor of the running model that it needs.
+        readers: the workers that read its stream.
+        chunks: of the stream; empty if it feeds nothing.
+        chunk_bytes: of the largest chunk.
+        slices: the tensors that do not come whole.
+    """
+
+    wanted: WantedSlices
+    readers: tuple[int, ...]
+    chunks: ChunkPlan
+    chunk_bytes: int
+    slices: dict[str, TensorSlice]
+
+
+def may_be_sliced(weights: Iterable[NamedWeight]) -> bool:
+    """Whether the sent tensors are vectors and matrices of the running model, one to one."""
+    return all(weight.form is None and len(weight.shape) <= 2 for weight in weights)
+
+
+def assigned(
+    offers: Sequence[tuple[tuple[int, ...], SyncOffer | None]],
+    weights: Sequence[NamedWeight],
+    dtype: torch.dtype,
+    chunk_bytes: int,
+) -> list[FeedAssignment]:
+    """The feed assignments of all ranks.
+
+    Args:
+        offers: of each rank, its siblings and what the engine that it leads takes; None if it leads none.
+    """
+    assignments: dict[int, FeedAssignment] = {}
+    for siblings, offer in offers:
+        if offer is not None:
+            shares = feed_assignments(offer, weights, len(siblings), dtype, chunk_bytes)
+            assignments |= zip(siblings, shares, strict=True)
+    return [assignments[rank] for rank in range(len(offers))]
+
+
+def feed_assignments(
+    offer: SyncOffer, weights: Sequence[NamedWeight], num_siblings: int, dtype: torch.dtype, chunk_bytes: int
+) -> list[FeedAssignment]:
+    """The feed assignments of all siblings, in their order."""
+    if offer.wants is None:
+        slices = {w.source.name: _all_of(w.source.tensor.shape) for w in weights}
+        chunks, largest = _plan_stream({w.name: w.shape for w in weights}, dtype, chunk_bytes)
+        whole = FeedAssignment(slices, tuple(range(offer.num_workers)), chunks, largest, {})
+        return [whole, *(FeedAssignment({}, (), [], 0, {}) for _ in range(num_siblings - 1))]
+    readers = [_readers(sibling, num_siblings, offer.num_workers) for sibling in range(num_siblings)]
+    return [_sliced([offer.wants[i] for i in workers], workers, weights, dtype, chunk_bytes) for workers in readers]
+
+
+def _sliced(
+    wants: Sequence[WantedSlices],
+    readers: tuple[int, ...],
+    weights: Sequence[NamedWeight],
+    dtype: torch.dtype,
+    chunk_bytes: int,
+) -> FeedAssignment:
+    if not readers:
+        return FeedAssignment({}, (), [], 0, {})
+    asked = {w.name: [want[w.name] for want in wants if w.name in want] for w in weights}  # of other stages, none
+    bounds = {name: _bounding_slice(slices) for name, slices in asked.items() if slices}
+    coming = {name: _shape(box) for name, box in bounds.items() if all(_shape(box))}
+    chunks, largest = _plan_stream(coming, dtype, chunk_bytes)
+    slices = {
+        w.name: TensorSlice(tuple(w.shape), tuple(start for start, _ in bounds[w.name]))
+        for w in weights
+        if w.name in bounds and bounds[w.name] != _all_of(w.shape)
+    }
+    return FeedAssignment(bounds, readers, chunks, largest, slices)
+
+
+def _plan_stream(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, chunk_bytes: int) -> tuple[ChunkPlan, int]:
+    """`plan_chunks` in at least `CHUNKS` chunks, of any but the smallest models: an engine begins when it has the
+    first."""
+    num_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
+    return plan_chunks(shapes, dtype, min(chunk_bytes, max(MIB, num_bytes // CHUNKS)))
+
+
+def _readers(place: int, num_siblings: int, num_workers: int) -> tuple[int, ...]:
+    """The workers that a sibling feeds."""
+    if num_workers <= num_siblings:
+        return (place,) if place < num_workers else ()
+    return tuple(worker for worker in range(num_workers) if worker * num_siblings // num_workers == place)
+
+
+def _bounding_slice(boxes: Sequence[Box]) -> Box:
+    """The smallest slice that contains all of these."""
+    filled = [box for box in boxes if all(_shape(box))] or boxes[:1]
+    return tuple((min(a for a, _ in sides), max(b for _, b in sides)) for sides in zip(*filled, strict=True))
+
+
+def _shape(box: Box) -> tuple[int, ...]:
+    return tuple(stop - start for start, stop in box)
+
+
+def _all_of(shape: Sequence[int]) -> Box:
+    return tuple((0, size) for size in shape)

@@ -1,0 +1,230 @@
+"""Buckets of S3, GCS and OSS, by obstore, which is Rust's object_store. The only module that imports it.
+
+obstore starts threads with its first request: a process that was forked afterwards cannot use it. OSS is asked by its
+S3 protocol.
+"""
+
+from __future__ import annotations
+
+import configparser
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+from obstore.store import GCSStore, S3Store
+
+from verl.errors import ObjectDamaged, ObjectNotFound, StorageRefused, StorageUnreachable, install_command
+from verl.storage.store import LONGEST_BACKOFF_S, AlreadyExists, Backend, Data, StoredObject, TransientError
+from verl.utils.redact import redact
+
+if TYPE_CHECKING:
+    from verl.storage.config import BucketStorage
+
+T = TypeVar("T")
+
+PASSING_STATUS = {408, 409, 425, 429}  # and every one from 500
+PASSING_CODES = {
+    "RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "BadDigest", "IncompleteBody",
+    "ConditionalRequestConflict",
+}  # fmt: skip
+EMULATOR = "STORAGE_EMULATOR_HOST"  # of Google's clients: a server that asks for no credentials
+KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
+_NO_ANSWER = re.compile(r"HTTP error|error sending request|timed out")
+_MACHINE = re.compile(r"https?://(169\.254\.|metadata\.google)")  # addresses that give keys to a machine of a cloud
+
+
+class BucketBackend(Backend):
+    """One bucket.
+
+    Args:
+        storage: its component.
+        connect: makes a client from obstore's `client_options` and `retry_config`.
+        create_headers: headers by which this service creates an object only where none exists, beside `If-None-Match`.
+    """
+
+    def __init__(
+        self,
+        storage: BucketStorage,
+        connect: Callable[..., S3Store | GCSStore],
+        endpoint_url: str | None,
+        create_headers: Mapping[str, str] | None = None,
+    ):
+        self._url, self._bucket, self._kind = storage.address, storage.bucket, storage.kind
+        self._concurrency, self.is_conditional = storage.concurrency, storage.conditional_put
+        options: dict[str, Any] = {
+            "timeout": timedelta(seconds=storage.timeout_s),
+            "connect_timeout": timedelta(seconds=storage.connect_timeout_s),
+            "allow_http": (endpoint_url or "").startswith("http://"),
+        }
+        if authorities := os.environ.get("AWS_CA_BUNDLE"):
+            options["root_certificate"] = Path(authorities).read_bytes()
+        backoff_s = max(storage.backoff_s, 0.001)
+        retries = {
+            "max_retries": storage.retries,
+            "backoff": {
+                "init_backoff": timedelta(seconds=backoff_s),
+                "max_backoff": timedelta(seconds=max(backoff_s, LONGEST_BACKOFF_S)),
+            },
+            "retry_timeout": timedelta(days=10),
+        }
+        shared = {"bucket": storage.bucket, "prefix": storage.prefix or None}
+        once, creating = {"max_retries": 0}, {**options, "default_headers": dict(create_headers or {})}
+        try:  # requests of one part are repeated by `RetryPolicy`, the parts of a large object by obstore
+            self._once = connect(**shared, client_options=options, retry_config=once)
+            self._parts = connect(**shared, client_options=options, retry_config=retries)
+            self._creating = connect(**shared, client_options=creating, retry_config=once)
+        except (BaseError, ValueError) as error:
+            raise StorageRefused(f"{self._url}: {_first_line(error)}") from error
+
+    def put(self, key: str, data: Data) -> None:
+        self._ask(key, lambda: self._once.put(key, bytes(data), use_multipart=False))
+
+    def create(self, key: str, data: Data) -> None:
+        self._ask(key, lambda: self._creating.put(key, bytes(data), mode="create"), is_create=True)
+
+    def put_stream(self, key: str, pieces: Iterable[Data], part_bytes: int) -> None:
+        sent = {"use_multipart": True, "chunk_size": part_bytes, "max_concurrency": self._concurrency}
+        try:
+            self._ask(key, lambda: self._parts.put(key, iter(pieces), **sent))
+        except TransientError as error:
+            raise StorageUnreachable(f"put {self._url}/{key} failed: {error}") from error
+        except ObjectNotFound as error:  # the upload is over already: the answer to its end was lost
+            raise TransientError(str(error)) from error
+
+    def get(self, key: str, begin: int, end: int) -> bytes:
+        return bytes(self._ask(key, lambda: self._once.get_range(key, start=begin, end=end)))
+
+    def size(self, key: str) -> int:
+        return self._ask(key, lambda: self._once.head(key))["size"]
+
+    def list(self, prefix: str) -> Iterator[StoredObject]:
+        pages = self._once.list(prefix.rpartition("/")[0] or None, chunk_size=1)
+        while page := self._ask(prefix, lambda: next(pages, None)):
+            for found in page:
+                if found["path"].startswith(prefix):
+                    yield StoredObject(found["path"], found["size"])
+
+    def delete(self, key: str) -> None:
+        try:
+            self._ask(key, lambda: self._once.delete(key))
+        except ObjectNotFound:
+            return
+
+    def _ask(self, key: str, request: Callable[[], T], is_create: bool = False) -> T:
+        try:
+            return request()
+        except (BaseError, FileNotFoundError) as error:
+            raise self._meaning(key, error, is_create) from error
+
+    def _meaning(self, key: str, error: Exception, is_create: bool) -> Exception:
+        url, text = f"{self._url}/{key}", _first_line(error)
+        status = int(found[1]) if (found := re.search(r"status code: (\d{3})", text)) else 0
+        code = found[1] if (found := re.search(r"<Code>(\w+)</Code>", text)) else ""
+        said = found[1] if (found := re.search(r"<Message>([^<]+)</Message>", text)) else code or text
+        if code == "NoSuchBucket":
+            return StorageRefused(f"{url}: there is no bucket {self._bucket}; create it, or set storage.bucket")
+        if is_create and isinstance(error, (AlreadyExistsError, PreconditionError)) and code not in PASSING_CODES:
+            return AlreadyExists(key)
+        if status >= 500 or status in PASSING_STATUS or code in PASSING_CODES:
+            return TransientError(f"status {status} {code}".rstrip())
+        if _MACHINE.search(text):
+            return StorageRefused(f"{url}: the environment has no credentials, and the machine gives none")
+        if isinstance(error, FileNotFoundError) or status == 404:
+            return ObjectNotFound(f"{url} does not exist")
+        if status:
+            return StorageRefused(f"{url}: {said} (status {status} {code})")
+        if "Received redirect" in text:
+            return StorageRefused(f"{url}: the bucket is in another region; set storage.region, or AWS_REGION ({text})")
+        if _NO_ANSWER.search(text):
+            return TransientError(text)
+        return ObjectDamaged(f"{url}: the store's answer is not one of {self._kind} ({ascii(text)[:200]})")
+
+
+def s3_backend(storage: Any) -> Backend:
+    """S3, with the keys of the environment, of `~/.aws`, or of the machine.
+
+    Raises:
+        StorageRefused: the profile of `~/.aws` needs boto3, which is not installed.
+    """
+    profile = _aws_profile()
+    region = storage.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
+    named = (storage.endpoint_url, *map(os.environ.get, variables), profile.get("endpoint_url"))
+    endpoint_url = next((url for url in named if url), None)
+    config: dict[str, Any] = {"disable_bulk_delete": True, "region": region or profile.get("region") or "us-east-1"}
+    if endpoint_url:
+        config |= {"endpoint": endpoint_url, "aws_endpoint_url_s3": endpoint_url}
+    if not any(os.environ.get(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")):
+        if KEYS[0] in profile:
+            config |= {name.removeprefix("aws_"): profile[name] for name in KEYS if name in profile}
+        elif {"sso_session", "sso_start_url", "role_arn", "credential_process"} & profile.keys():
+            config["credential_provider"] = _by_boto3(storage.address)
+    return BucketBackend(storage, lambda **options: S3Store(**config, **options), endpoint_url)
+
+
+def oss_backend(storage: Any) -> Backend:
+    """OSS by its S3 protocol, with its own header that forbids to replace an object."""
+    endpoint_url = storage.endpoint_url or os.environ.get("OSS_ENDPOINT", "")
+    host = urlsplit(endpoint_url if "://" in endpoint_url else f"https://{endpoint_url}")
+    has_name = not re.fullmatch(r"[\d.]+|localhost", host.hostname or "")  # OSS takes a bucket only as part of it
+    endpoint_url = f"{host.scheme}://{f'{storage.bucket}.' if has_name else ''}{host.netloc}"
+    named = {"access_key_id": "OSS_ACCESS_KEY_ID", "secret_access_key": "OSS_ACCESS_KEY_SECRET"}
+    keys: Any = {name: os.environ.get(variable, "") for name, variable in named.items()}
+    keys |= {"token": os.environ.get("OSS_SECURITY_TOKEN"), "expires_at": None}
+    config: dict[str, Any] = {
+        "endpoint": endpoint_url,
+        "aws_endpoint_url_s3": endpoint_url,
+        "virtual_hosted_style_request": has_name,
+        "region": found[1] if (found := re.search(r"oss-([a-z]+-[a-z]+(?:-?\d+)?)", host.netloc)) else "us-east-1",
+        "disable_bulk_delete": True,
+        "credential_provider": lambda: keys,
+    }
+    headers = {"x-oss-forbid-overwrite": "true"}
+    return BucketBackend(storage, lambda **options: S3Store(**config, **options), endpoint_url, headers)
+
+
+def gcs_backend(storage: Any) -> Backend:
+    """GCS, with the keys of GOOGLE_APPLICATION_CREDENTIALS, of gcloud, or of the machine."""
+    emulator = os.environ.get(EMULATOR)
+    endpoint_url, config = storage.endpoint_url or emulator, {}
+    if emulator:
+        open_to_all = {"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
+        config["service_account_key"] = json.dumps({"gcs_base_url": endpoint_url, **open_to_all})
+    elif endpoint_url:
+        config["base_url"] = endpoint_url
+    return BucketBackend(storage, lambda **options: GCSStore(**config, **options), endpoint_url)
+
+
+def _first_line(error: Exception) -> str:
+    """The text of an error of obstore, without the dump of its structures."""
+    return redact(str(error).partition("\n\nDebug source")[0][:8000])[:2000]
+
+
+def _aws_profile() -> dict[str, str]:
+    """Settings of the profile in `~/.aws/config` and `~/.aws/credentials`."""
+    name, home = os.environ.get("AWS_PROFILE", "default"), Path.home() / ".aws"
+    settings: dict[str, str] = {}
+    for variable, file in (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials")):
+        parser = configparser.RawConfigParser()
+        parser.read(os.environ.get(variable, home / file))
+        for section in (f"profile {name}", name):
+            settings |= dict(parser[section]) if parser.has_section(section) else {}
+    return settings
+
+
+def _by_boto3(address: str) -> Any:
+    try:
+        from boto3 import Session
+        from obstore.auth.boto3 import Boto3CredentialProvider
+    except ImportError as error:
+        raise StorageRefused(
+            f"{address}: the profile in ~/.aws asks for a login, a role or a command. Run: {install_command('boto3')}, "
+            "or export its keys: eval $(aws configure export-credentials --format env)"
+        ) from error
+    return Boto3CredentialProvider(Session())
