@@ -300,21 +300,15 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
 def _flock(fd: int, directory: Path) -> Owner | None:
     """Lock a file; returns the owner if another process has the lock, or, without file locks, if it is alive.
 
-    A lock beside the record of a process that has ended is held by one that only looks (`holder_of`), or has not
-    written its own record yet.
+    It is tried for a moment, since another process may only look (`holder_of`), or has not written its record yet.
     """
-    owner = Owner()
     try:
         for _ in range(LOCK_ATTEMPTS):
-            try:
+            with contextlib.suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return None
-            except BlockingIOError:
-                time.sleep(LOCK_POLL_S)
-                owner = _record_in(fd)
-                if owner.pid and not owner.is_released and (not owner.is_of_this_machine or owner.is_alive):
-                    break
-        return owner
+            time.sleep(LOCK_POLL_S)
+        return _record_in(fd)
     except OSError as error:
         if error.errno not in NO_LOCK:
             raise

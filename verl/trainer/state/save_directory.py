@@ -104,6 +104,10 @@ class SaveDirectoryChoice:
         self._saves, self._settings, self._storage = settings is not None, settings or Checkpointing(), storage
         self.directory = self._settings.directory(trainer.project_name, trainer.experiment_name, job)
         self._tier = tier_of(settings, storage, trainer.project_name, trainer.experiment_name, job)
+        self._quick = self._tier  # with at most one retry per request
+        if self._tier is not None:
+            storage = replace(self._tier.storage, retries=min(1, self._tier.storage.retries))
+            self._quick = replace(self._tier, storage=storage)
         self._whole_identity, self._run_id, self._unknown = identity, run_id, frozenset(unknown)
 
     @functools.cached_property
@@ -157,8 +161,9 @@ class SaveDirectoryChoice:
     def _resolve(self, resume: str | None, chosen: SaveDirectory, dry: bool) -> ResumePoint | None:
         settings, point = self._settings, None
         if resume is not None:
+            tier = self._quick if dry else self._tier
             point = resolve(
-                resume, self.directory, strict=settings.strict, verify=settings.verify, tier=self._tier_to_see(dry),
+                resume, self.directory, strict=settings.strict, verify=settings.verify, tier=tier,
                 storage=self._storage, is_own=self._is_own, dry=dry,
             )  # fmt: skip
             if point is not None:
@@ -170,11 +175,8 @@ class SaveDirectoryChoice:
         if point is not None and not dry and not (self._saves and is_inside):
             chosen.in_use = CheckpointInUse(point.checkpoint)
         if self._saves and resume != LATEST and not is_inside:
-            self._refuse_owner(self._tier_to_see(dry) if dry or chosen.lease is not None else None)
+            self._refuse_owner(self._quick if dry or chosen.lease is not None else None)
         return point
-
-    def _tier_to_see(self, dry: bool) -> CheckpointTier | None:
-        return replace(self._tier, storage=_with_one_retry(self._tier.storage)) if self._tier and dry else self._tier
 
     # -- whose directory it is ----------------------------------------------------------------------------------------
 
@@ -250,18 +252,18 @@ class SaveDirectoryChoice:
         if (holder := lock.acquire()) is not None:
             raise self._busy(holder)
         chosen.lock = lock
-        if self._tier is None:
+        if self._quick is None:
             return
-        lease = StoreLease(_with_one_retry(self._tier.storage), lock.owner)
+        lease = StoreLease(self._quick.storage, lock.owner)
         try:
             if (holder := lease.acquire()) is not None:
                 raise self._busy(holder)
         except StorageRefused as error:
-            raise self._tier.refused(error) from error
+            raise self._quick.refused(error) from error
         except StorageError as error:
             _log.error(
                 "%s cannot be read, so another run may be uploading there (%s): if so, the later one continues",
-                self._tier.address, error,
+                self._quick.address, error,
             )  # fmt: skip
             return
         lease.keep()
@@ -297,11 +299,6 @@ def job_name(job: str, swept: Sequence[str]) -> str:
     if name == text and len(text) <= LONGEST_NAME:
         return name
     return f"{name[:LONGEST_NAME]}-{blake2b(text.encode(), digest_size=4).hexdigest()}"
-
-
-def _with_one_retry(storage: Storage) -> Storage:
-    """The storage with at most one retry per request."""
-    return replace(storage, retries=min(1, storage.retries))
 
 
 def ancestors_of(point: ResumePoint | None) -> dict[str, int]:
