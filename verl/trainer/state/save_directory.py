@@ -38,6 +38,7 @@ from verl.checkpoint.ownership import (
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.remote.transfer import CheckpointTier, tier_of
 from verl.checkpoint.resolve import ResumePoint, RunCheckpoints, resolve
+from verl.checkpoint.retention import recorded_ancestors
 from verl.errors import CheckpointNotFound, ConfigError, StorageError, StorageRefused
 from verl.storage.config import Storage
 from verl.tracking.console import shown_path
@@ -306,14 +307,8 @@ def ancestors_of(point: ResumePoint | None) -> dict[str, int]:
     of it that belongs to this descent."""
     if point is None:
         return {}
-    manifest, lineage = point.checkpoint.manifest, point.state.get("lineage")
-    recorded = lineage.get("ancestors") if isinstance(lineage, Mapping) else None
-    before = {
-        str(run): number
-        for run, number in (recorded.items() if isinstance(recorded, Mapping) else ())
-        if isinstance(number, int)
-    }
-    return {**before, manifest.run_id: manifest.sequence}
+    manifest = point.checkpoint.manifest
+    return {**(recorded_ancestors(point.state) or {}), manifest.run_id: manifest.sequence}
 
 
 def run_dir_faults(run_dir: Path, resume: str | None, point: ResumePoint | None, save_dir: Path) -> Iterator[str]:
