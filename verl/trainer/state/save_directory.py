@@ -176,7 +176,8 @@ class SaveDirectoryChoice:
         if point is not None and not dry and not (self._saves and is_inside):
             chosen.in_use = CheckpointInUse(point.checkpoint)
         if self._saves and resume != LATEST and not is_inside:
-            self._refuse_owner(self._quick if dry or chosen.lease is not None else None)
+            does_not_answer = chosen.lock is not None and chosen.lease is None
+            self._refuse_owner(None if does_not_answer else self._quick)
         return point
 
     # -- whose directory it is ----------------------------------------------------------------------------------------
@@ -205,7 +206,7 @@ class SaveDirectoryChoice:
         """Refuse a run that does not resume from the directory's own, if the newest there is another training's."""
         try:
             newest = resolve(LATEST, self.directory, tier=tier, dry=True)
-        except ConfigError:  # all are damaged
+        except ConfigError:  # all are damaged, or the store does not answer
             return
         if newest is None or self._is_own(newest.state):
             return
