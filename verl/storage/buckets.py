@@ -141,6 +141,8 @@ class BucketBackend(Backend):
             return StorageRefused(f"{url}: the environment has no credentials, and the machine gives none")
         if isinstance(error, FileNotFoundError) or status == 404:
             return ObjectNotFound(f"{url} does not exist")
+        if status == 416:
+            return ObjectDamaged(f"{url} is shorter than the range asked for")
         if status:
             return StorageRefused(f"{url}: {said} (status {status} {code})")
         if "Received redirect" in text:

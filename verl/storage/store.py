@@ -333,6 +333,18 @@ class ObjectStore:
             data += piece
         return data
 
+    def read(self, key: str, limit: int) -> bytes:
+        """The whole of a small object, in one request.
+
+        Raises:
+            ObjectNotFound: there is no such object.
+            ObjectDamaged: it has more than `limit` bytes, or none.
+        """
+        data = self.retry(f"get {self.url(key)}", lambda: self.backend.get(key, 0, limit + 1))
+        if not 0 < len(data) <= limit:
+            raise ObjectDamaged(f"{self.url(key)} has {len(data)} bytes or more instead of 1 to {limit}")
+        return data
+
     def pieces(self, key: str, begin: int, end: int) -> Iterator[bytes]:
         """Yield bytes [begin, end) of an object in pieces, with concurrent prefetching."""
         starts = iter(range(begin, end, self._part_bytes))
