@@ -111,22 +111,22 @@ def forced(logits: Any, lengths: Any, position: int, ends: bool) -> Any:
 
 def forced_rollout(lengths: Sequence[int], ends: bool, group_size: int, **options: Any) -> Any:
     """Our rollout with the prescribed lengths; a prompt's number is its `prompt_ids` modulo the number of prompts."""
-    from verl.rollout.hf import HFRollout, HFSampler
+    from verl.rollout.hf import HFEngine, HFRollout
 
     wanted = torch.tensor(lengths)
 
-    class ForcedSampler(HFSampler):
+    class ForcedSampler(HFEngine):
         turns_before: Any = None
 
-        def sampling_logits(self, logits: Any, turns: Any, num_drawn: int) -> Any:
+        def sampling_logits(self, logits: Any, turns: Any, num_sampled: int) -> Any:
             if turns is not self.turns_before:
                 numbers = [turn.request.prompt_id * group_size + turn.request.sample_id for turn in turns]
                 starts = torch.tensor([turn.start for turn in turns])
                 self.turns_before, self.ends = turns, starts + wanted[torch.tensor(numbers) % len(wanted)]
-            return forced(logits, self.ends, num_drawn, ends)
+            return forced(logits, self.ends, num_sampled, ends)
 
     class ForcedRollout(HFRollout):
-        def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Any = None, context: Any = None) -> HFSampler:
+        def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Any = None, context: Any = None) -> HFEngine:
             return ForcedSampler(self, model, tokenizer, seed, autocast)
 
     return ForcedRollout(max_new_tokens=max(lengths), **options)

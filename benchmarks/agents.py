@@ -38,7 +38,7 @@ import torch
 
 from verl.component import BuildContext, component
 from verl.environments.base import EnvironmentDescription, EnvironmentFactory, StepResult
-from verl.environments.episode_loop import EpisodeSampler
+from verl.environments.episode_loop import EpisodeGenerator
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, TurnLimits, TurnRequest
 from verl.rollout.hf import HFRollout
@@ -123,7 +123,7 @@ def wall_s(model: Any, tokenizer: Any, episodes: int, turns: int, tool_s: float,
     """
     rollout = HFRollout(max_new_tokens=128)
     options = Sleeper(turns=turns, tool_s=tool_s, max_turns=turns, max_tokens=900, max_concurrent=episodes)
-    engine = EpisodeSampler(
+    engine = EpisodeGenerator(
         options, rollout.attach(model, tokenizer, 0), rollout, tokenizer, (work.END,), BuildContext()
     )
     try:

@@ -2,7 +2,7 @@
 
     python benchmarks/async_pause.py              two minutes; --small for a look
 
-The role `sampler` with 64 open responses of a model of 2.6 million parameters. The sync is what `load` takes with
+The role `rollout` with 64 open responses of a model of 2.6 million parameters. The sync is what `load` takes with
 nothing open: the weights and their proof. The pause is what the step under way and the three behind it take longer than
 those around them, so that work put off by the update counts too. With `recompute` it has the forward pass of all open
 rows; `vllm, keep` proves the weights by fingerprints alone. Prints one JSON line: milliseconds, medians with quartiles
@@ -57,7 +57,7 @@ def sampler_of(path: Path, name: str, kv_cache: Any, num_threads: int) -> Rollou
         actor=Actor(model=model, optimizer=AdamW(lr=1e-3)), rollout=rollout, schedule=ScheduleOptions("{}")
     )
     context = BuildContext(seed=0, tokenizer=model.load_tokenizer(), row_tokens=PROMPT + RESPONSE)
-    return host.build(context).workers["sampler"]
+    return host.build(context).workers["rollout"]
 
 
 def prompts(count: int) -> DataProto:

@@ -132,7 +132,7 @@ class Measured:
 
     def add(self, number: int, prompts: DataProto) -> None:
         """Draw the responses of a batch, and note all differences."""
-        worker, engine, sampler = self.worker, self.worker.engine, self.worker.sampler.engine
+        worker, engine, sampler = self.worker, self.worker.engine, self.worker.generator.engine
         sampler._wrong.clear()
         sampler.longest_compared = 10**6
         rows = worker.generate(prompts, GenerationRequest(number, 2))
@@ -162,10 +162,10 @@ class Measured:
         self._checks(number, rows)
 
     def _checks(self, number: int, rows: DataProto) -> None:
-        worker, sampler = self.worker, self.worker.sampler.engine
+        worker, sampler = self.worker, self.worker.generator.engine
         check = FirstBatchCheck.of_tokens("actor.model", worker.engine, worker.head)
         try:
-            check.look(rows)
+            check.check(rows)
             if worker.engine._limit is not None:
                 self.alarms.append(f"batch {number}: not {worker.engine._limit}")
         except VerlError as error:

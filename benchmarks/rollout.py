@@ -30,7 +30,7 @@ from verl.models.pretrained import Pretrained
 from verl.ops.cpu_matmul import chosen_library, use_library
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
-from verl.rollout.responses import ResponseSampler
+from verl.rollout.responses import ResponseGenerator
 
 CASES = {
     "fixed": {"prompts": 256, "prompt_length": 8, "samples": 1, "lengths": "fixed", "target": 1.5},
@@ -87,7 +87,7 @@ def verl_way(model: Any, prompts: DataProto, lengths: list[int], samples: int, *
     """Our decode loop; gives the number of tokens drawn."""
     tokenizer = Pretrained(path=model.name_or_path).load_tokenizer()
     rollout = work.forced_rollout(lengths, len(set(lengths)) > 1, samples, **how)
-    sampler = ResponseSampler(rollout.attach(model, tokenizer, seed=0), rollout, work.PAD)
+    sampler = ResponseGenerator(rollout.attach(model, tokenizer, seed=0), rollout, work.PAD)
     return lambda step: int(sampler.generate(prompts, GenerationRequest(step, samples))["response_mask"].sum())
 
 

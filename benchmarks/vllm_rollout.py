@@ -31,7 +31,7 @@ from verl.component import BuildContext
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
-from verl.rollout.responses import ResponseSampler
+from verl.rollout.responses import ResponseGenerator
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.client.engine_args import environment
 
@@ -83,7 +83,7 @@ class Contest:
         self.lengths = [longest]  # of each response, in the order of prompts and samples
         described = work.forced_vllm(self.lengths, SAMPLES, kv_cache_gib=1.0, max_num_seqs=rows)
         self.ours = described.attach(self.model, self.tokenizer, 0, None, BuildContext())
-        self.sampler = ResponseSampler(self.ours, described, work.PAD)
+        self.sampler = ResponseGenerator(self.ours, described, work.PAD)
         variables = environment(described, BuildContext(), self.ours.setting.num_threads)
         self.bare = BareEngine(str(directory), self.ours.setting.engine_arguments(), variables)
 
@@ -116,7 +116,7 @@ class Contest:
         self.lengths[:] = lengths
         asked = [row for row in self.prompts["prompts"].tolist() for _ in range(SAMPLES)]
         described = work.forced_rollout(lengths, len(set(lengths)) > 1, SAMPLES)
-        loop = ResponseSampler(described.attach(self.model, self.tokenizer, 0), described, work.PAD)
+        loop = ResponseGenerator(described.attach(self.model, self.tokenizer, 0), described, work.PAD)
         plain = {"do": "generate", "prompts": asked, "lengths": lengths}
         return {
             "verl": lambda step: self.sampler.generate(self.prompts, GenerationRequest(step, SAMPLES)),

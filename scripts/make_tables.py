@@ -249,7 +249,7 @@ def lines(name: str, sizes: ModelStats, devices: Sequence[int]) -> Iterator[str]
     for count in devices:
         for option, sharding in shardings(count).items():
             cost = sharding.cost(count, sizes, TOKENS, weight_bytes=4, compute_bytes=2)
-            cells = (cost.resting, cost.gathered, activations, cost.per_step(MICRO_BATCHES))
+            cells = (cost.persistent_bytes, cost.gathered, activations, cost.per_step(MICRO_BATCHES))
             yield f"| {name} | {count} | {option} | " + " | ".join(f"{x / GIB:.1f}" for x in cells) + " |"
 
 

@@ -62,7 +62,7 @@ def is_right(path: Path, paths: ModelPaths, field: str) -> bool:
         return False
     finally:
         table.families[family] = before  # type: ignore[index]
-    return gap < TOLERANCE and not actor.sampler.engine._wrong and actor.engine._limit is None
+    return gap < TOLERANCE and not actor.generator.engine._wrong and actor.engine._limit is None
 
 
 def decodings(paths: ModelPaths) -> Iterator[ModelPaths]:

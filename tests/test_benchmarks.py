@@ -15,7 +15,7 @@ import torch
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
-from verl.rollout.responses import ResponseSampler
+from verl.rollout.responses import ResponseGenerator
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
@@ -95,7 +95,7 @@ def test_responses_of_the_workload_have_the_lengths_that_were_prescribed(tmp_pat
     lengths = [3, 1, 5, 2, 5, 4]
     rollout, tokenizer = workload.forced_rollout(lengths, ends, 2), source.load_tokenizer()
     engine = rollout.attach(source.load_causal_lm("cpu"), tokenizer, seed=0)
-    sampler = ResponseSampler(engine, rollout, tokenizer.pad_token_id)
+    sampler = ResponseGenerator(engine, rollout, tokenizer.pad_token_id)
     prompts = DataProto.from_dict(
         {
             "prompts": torch.tensor([[3, 4], [5, 6], [7, 8]]),

@@ -216,19 +216,19 @@ REFUSED_RUNS = [  # overrides, and a part of the message
     ([*CORRECTED, "rollout=auto"], "AutoRollout cannot generate while the weights are trained"),
     ([*CORRECTED, "rollout=vllm", "trainer.rollout_ahead=0", *ASYNC_2], "a sync of VLLMRollout waits for what it has"),
     (
-        [*CORRECTED, "trainer=ray", "+trainer.placement.pools={a:[sampler,critic]}"],
-        "the pool a has critic, sampler: the sampler generates while the others work",
+        [*CORRECTED, "trainer=ray", "+trainer.placement.pools={a:[rollout,critic]}"],
+        "the pool a has critic, rollout: rollout workers generate while the others work",
     ),
-    ([*CORRECTED, "trainer=ray", "trainer.placement.in_driver=[sampler]"], "it generates while the driver works"),
+    ([*CORRECTED, "trainer=ray", "trainer.placement.in_driver=[rollout]"], "in_driver has rollout: "),
     (
         [
             *CORRECTED,
             "trainer=ray",
-            "+trainer.placement.pools={s:[sampler]}",
+            "+trainer.placement.pools={s:[rollout]}",
             "+trainer.placement.workers={s:3}",
             "trainer.prompts_per_step=2",
         ],
-        "gives the role sampler 3 engines, and trainer.prompts_per_step is 2",
+        "has 3 workers of role rollout, and trainer.prompts_per_step is 2",
     ),
     (
         [*CORRECTED, "rollout=server", "rollout.endpoint.base_url=http://h:1", "trainer.rollout_ahead=0", *ASYNC_2],

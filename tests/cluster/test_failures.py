@@ -19,7 +19,7 @@ from verl.utils.progress import Progress
 class Unheard:
     """A transport to two processes that never answer."""
 
-    look_takes_s, pids = 0.0, (0, 0)
+    poll_takes_s, pids = 0.0, (0, 0)
 
     def __init__(self) -> None:
         self.progress = Progress(num_slots=2)

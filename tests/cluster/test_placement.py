@@ -19,7 +19,7 @@ from verl.trainer.local_trainer import LocalPPOTrainer
 
 pytestmark = pytest.mark.xdist_group("cluster")
 ROLES = ("actor", "critic", "reference", "rm")
-TWO, FIRST, SECOND, ALONE = ("cpu:0", "cpu:1"), ("cpu:0",), ("cpu:1",), ("sampler",)
+TWO, FIRST, SECOND, ALONE = ("cpu:0", "cpu:1"), ("cpu:0",), ("cpu:1",), ("rollout",)
 needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
 
 
@@ -32,28 +32,28 @@ needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="n
             {"critic": ["cpu:1"], "rm": ["cpu:1"]},
             [(FIRST, ("actor", "reference")), (SECOND, ("critic", "rm")), (FIRST, ALONE)],
         ),
-        ({"sampler": ["cpu:1"]}, [(FIRST, ROLES), (SECOND, ALONE)]),
+        ({"rollout": ["cpu:1"]}, [(FIRST, ROLES), (SECOND, ALONE)]),
         ({"rm": ["cpu:0"], "critic": TWO}, [(TWO, ("actor", "critic", "reference")), (FIRST, ("rm",)), (FIRST, ALONE)]),
     ],
 )
 def test_a_role_lives_where_it_is_put_and_the_others_where_nobody_is(sub_meshes, groups):
     mesh = verl.DeviceMesh(devices=TWO, sub_meshes=sub_meshes)
     assert mesh.groups([*ROLES, *ALONE]) == groups
-    if "sampler" not in sub_meshes:
+    if "rollout" not in sub_meshes:
         assert mesh.groups(ROLES) == groups[:-1]
 
 
 @pytest.mark.parametrize(
     ("options", "pools"),
     [
-        ({}, {"main": 2, "sampler": 1}),
-        ({"pools": {"a": ["actor"], "b": ["sampler"]}, "in_driver": ["critic", "rm"]}, {"a": 2, "b": 1}),
+        ({}, {"main": 2, "rollout": 1}),
+        ({"pools": {"a": ["actor"], "b": ["rollout"]}, "in_driver": ["critic", "rm"]}, {"a": 2, "b": 1}),
     ],
 )
 def test_the_sampler_has_a_ray_worker_of_its_own(options, pools):
     placement, roles = RayPlacement(**options), [*ROLES, *ALONE]
     assert dict(zip(placement.groups(roles), (count for _, count in placement.worker_groups(roles, 2)))) == pools
-    assert placement.sizes(roles, 2)["sampler"] == 1
+    assert placement.sizes(roles, 2)["rollout"] == 1
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,8 @@ def drawn(width, options, monkeypatch, multiple, before=lambda: None):
     monkeypatch.setattr(hf, "key_multiple", lambda device: multiple)
     model = TinyModel(dtype="float64", hidden_size=32, intermediate_size=64)
     actor = start_actor(model, HFRollout(max_new_tokens=150, **options))
-    actor.sampler.engine.stop_ids = torch.arange(3)  # of few tokens: rows end one after another
-    actor.sampler.engine.rows(TurnLimits(width + 150, is_single=True))  # with its check
+    actor.generator.engine.stop_ids = torch.arange(3)  # of few tokens: rows end one after another
+    actor.generator.engine.rows(TurnLimits(width + 150, is_single=True))  # with its check
     before()
     generator = torch.Generator().manual_seed(1)
     lengths = torch.randint(width // 2, width + 1, (4,), generator=generator)
@@ -105,7 +105,7 @@ def test_decoding_meets_one_length_of_keys_per_64_tokens_and_draws_the_same(widt
     found = {}
     for multiple in (1, KEY_MULTIPLE):
         actor, rows = drawn(width, options, monkeypatch, multiple, key_shapes.clear)
-        assert actor.sampler.engine.key_multiple == multiple
+        assert actor.generator.engine.key_multiple == multiple
         found[multiple] = rows, set(key_shapes)
     (plain, as_they_come), (padded, few) = found[1], found[KEY_MULTIPLE]
     assert torch.equal(plain["responses"], padded["responses"])
@@ -124,7 +124,7 @@ def test_lengths_that_change_numbers_are_not_used(monkeypatch, caplog):
 
     monkeypatch.setattr(SlotRows, "_forward", forward_without_mask)
     actor, rows = drawn(20, {}, monkeypatch, KEY_MULTIPLE)
-    assert actor.sampler.engine.key_multiple == 1
+    assert actor.generator.engine.key_multiple == 1
     assert "Each new token uses its exact length of keys, without padding: log-probs differ by" in caplog.text
     monkeypatch.setattr(SlotRows, "_forward", forward)
     _, plain = drawn(20, {}, monkeypatch, 1)

@@ -161,8 +161,8 @@ def test_a_token_of_an_episode_waits_once(monkeypatch):
     syncs, found = DeviceSyncs(), {}
     syncs.on_device([*actor.model.parameters(), *actor.model.buffers()])
     for new in (8, 24):
-        actor.sampler.engine.stop_ids = torch.zeros(0, dtype=torch.int64)  # all turns have all tokens
-        engine = actor.sampler.engine.turns(TurnLimits(80, 0.1))
+        actor.generator.engine.stop_ids = torch.zeros(0, dtype=torch.int64)  # all turns have all tokens
+        engine = actor.generator.engine.turns(TurnLimits(80, 0.1))
         for episode in range(3):
             engine.add(TurnRequest(episode, list(range(4, 9 + episode)), episode, 0, 0, new))
         syncs.counts.clear()
@@ -181,7 +181,7 @@ def test_scores_of_a_reward_model_come_to_main_memory_once_whatever_the_number_o
         reward, syncs = built(path, micro_batch_tokens=budget), DeviceSyncs()
         syncs.on_device(list(reward.model.parameters()))
         with syncs:
-            reward.rate_batch(rollout())
+            reward.score_batch(rollout())
         found[budget] = {
             name: count for name, count in syncs.counts.items() if name != "item"
         }  # transformers, of masks

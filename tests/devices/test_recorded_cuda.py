@@ -160,10 +160,10 @@ def test_a_sync_begins_without_gradients_and_without_cached_memory(calls, monkey
     actor = start_actor(MODEL)
     rows = experience(actor, prompts(), num_samples=2)
     monkeypatch.setattr(engine_module, "release_cached", lambda device: calls.append(("empty_cache",)))
-    sampler = SimpleNamespace(offload=lambda: calls.append(("offload",)), sync=actor.sampler.sync)
-    synced = sampler.sync
-    sampler.sync = lambda: calls.append(("sync", all(p.grad is None for p in actor.model.parameters()))) or synced()
-    actor.sampler = sampler
+    generator = SimpleNamespace(offload=lambda: calls.append(("offload",)), sync=actor.generator.sync)
+    synced = generator.sync
+    generator.sync = lambda: calls.append(("sync", all(p.grad is None for p in actor.model.parameters()))) or synced()
+    actor.generator = generator
     actor.update(rows)
     actor.sync()
     assert calls == [("offload",), ("empty_cache",), ("sync", True)]

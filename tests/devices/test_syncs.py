@@ -157,11 +157,11 @@ def test_a_token_of_our_own_decode_loop_waits_once(options, prompts, pretended, 
     for new in (8, 24):
         actor = start_actor(MODEL, HFRollout(max_new_tokens=new, drop_finished=False, **options))
         pretended.on_device([*actor.model.parameters(), *actor.model.buffers()])
-        generate = actor.sampler.generate
+        generate = actor.generator.generate
         rows = prompts()
-        lasting = replace(actor.sampler.engine.options, min_new_tokens=options.get("min_new_tokens", 0))
-        assert lasting == actor.sampler.engine.options
-        actor.sampler.engine.stop_ids = torch.zeros(0, dtype=torch.int64)  # all rows have all tokens
+        lasting = replace(actor.generator.engine.options, min_new_tokens=options.get("min_new_tokens", 0))
+        assert lasting == actor.generator.engine.options
+        actor.generator.engine.stop_ids = torch.zeros(0, dtype=torch.int64)  # all rows have all tokens
         found[new] = counted(pretended, lambda g=generate, r=rows: g(r, GenerationRequest(0, 3)))
     per_token = (sum(found[24].values()) - sum(found[8].values())) / 16
     assert per_token <= 1, found

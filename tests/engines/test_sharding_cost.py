@@ -33,11 +33,11 @@ SIZES = ModelStats(  # without an output head, as a critic's
 )
 def test_what_rests_is_divided_by_shards_and_siblings(sharding, mesh, bytes_at_rest):
     assert sharding.mesh_sizes(4) == mesh
-    assert sharding.cost(4, SIZES).resting == bytes_at_rest
+    assert sharding.cost(4, SIZES).persistent_bytes == bytes_at_rest
 
 
 def test_an_embedding_that_is_the_head_too_is_divided_with_it():
-    assert TP(tensor_parallel=2).cost(4, replace(SIZES, has_head=True)).resting == 8 * N
+    assert TP(tensor_parallel=2).cost(4, replace(SIZES, has_head=True)).persistent_bytes == 8 * N
 
 
 def test_traffic_is_that_of_ring_algorithms():
@@ -88,7 +88,7 @@ def test_a_sharded_stage_is_gathered_once_for_all_micro_batches_of_an_update():
     stage = Parallel(pp=2).cost(2, SIZES, tokens=10)
     for sharding in (Parallel(pp=2, dp_shard=2), Parallel(pp=2, cp=2)):
         cost = sharding.cost(4, SIZES, tokens=10)
-        assert cost.resting == stage.resting / 2
+        assert cost.persistent_bytes == stage.persistent_bytes / 2
         assert cost.gathered == stage.weights + stage.gradients
         assert cost.per_update == 1 / 2 * (stage.weights + stage.gradients)
         assert cost.generating == 4 * N
@@ -102,7 +102,7 @@ def test_a_block_and_the_embedding_are_gathered_or_all_weights():
     assert FSDP(strategy="SHARD_GRAD_OP").cost(4, SIZES).gathered == 4 * N
     assert FSDP().cost(4, SIZES, compute_bytes=2).generating == 2 * N
     assert DDP().cost(4, SIZES, compute_bytes=2).weights == 6 * N  # with the copy that is computed with
-    assert FSDP().cost(4, SIZES, trains=False).resting == N
+    assert FSDP().cost(4, SIZES, trains=False).persistent_bytes == N
 
 
 def test_what_is_refused_is_not_named_as_a_smaller_setting():

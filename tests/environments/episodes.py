@@ -10,7 +10,7 @@ import torch
 
 from verl.component import BuildContext, component
 from verl.environments.base import EnvironmentDescription, EnvironmentFactory, StepResult
-from verl.environments.episode_loop import EpisodeSampler
+from verl.environments.episode_loop import EpisodeGenerator
 from verl.models.tiny import TinyModel
 from verl.ops.sampling import uniform
 from verl.protocol import DataProto
@@ -76,13 +76,13 @@ class Scripted(EnvironmentDescription):
 
 def engine_of(
     environment: EnvironmentDescription, max_new_tokens: int = 8, model: Any = None, seed: int = 0, **rollout: Any
-) -> EpisodeSampler:
+) -> EpisodeGenerator:
     """An engine of episodes over `rollout=hf`."""
     net, tokenizer = model or tiny()
     options = HFRollout(max_new_tokens=max_new_tokens, **rollout)
     stops = tuple(stop_tokens(net, tokenizer, ()).tolist())
     context = BuildContext(seed=seed, tokenizer=tokenizer)
-    return EpisodeSampler(environment, options.attach(net, tokenizer, seed), options, tokenizer, stops, context)
+    return EpisodeGenerator(environment, options.attach(net, tokenizer, seed), options, tokenizer, stops, context)
 
 
 def tokens_by_sample(rows: DataProto) -> dict[tuple[int, int], tuple[list[int], list[float]]]:

@@ -11,10 +11,10 @@ from environments.episodes import prompts_of, tiny
 
 from verl.component import BuildContext, component
 from verl.environments.base import EnvironmentDescription, EnvironmentFactory
-from verl.environments.episode_loop import EpisodeSampler
+from verl.environments.episode_loop import EpisodeGenerator
 from verl.environments.tools import Tool, ToolEnvironment
 from verl.errors import ConfigError
-from verl.rollout.base import DrawnTurn, GenerationRequest, RolloutEngine, TurnEngine
+from verl.rollout.base import GenerationRequest, RolloutEngine, TurnEngine, TurnResult
 from verl.rollout.hf import HFRollout
 from verl.serving.endpoint import PolicyEndpoint
 
@@ -76,7 +76,7 @@ class Dictated(TurnEngine, RolloutEngine):
         texts = [self.texts.pop(0) if self.texts else "5" for _ in self.waiting]
         tokens = [[*self.tokenizer(text).input_ids, self.tokenizer.eos_token_id] for text in texts]
         episodes, self.waiting = self.waiting, []
-        return [DrawnTurn(x, ids, [0.0] * len(ids), True) for x, ids in zip(episodes, tokens, strict=True)]
+        return [TurnResult(x, ids, [0.0] * len(ids), True) for x, ids in zip(episodes, tokens, strict=True)]
 
     def close(self):
         pass
@@ -117,7 +117,7 @@ def test_an_episode_goes_on_after_whatever_the_model_writes_as_a_call(is_chat, m
     template = HERMES if is_chat else None
     context = BuildContext(tokenizer=tokenizer, chat_template=template)
     options = HFRollout(max_new_tokens=6000)
-    engine = EpisodeSampler(
+    engine = EpisodeGenerator(
         Echo(max_turns=50, max_tokens=60_000), Dictated(tokenizer, texts), options, tokenizer,
         (tokenizer.eos_token_id,), context,
     )  # fmt: skip

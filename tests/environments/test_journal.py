@@ -19,7 +19,7 @@ from environments.episodes import (
 
 from verl.component import BuildContext, component
 from verl.environments.base import CallRecord, InfraError, StepResult
-from verl.environments.episode_loop import EpisodeSampler
+from verl.environments.episode_loop import EpisodeGenerator
 from verl.environments.journal import EpisodeJournal, read_records
 from verl.errors import RolloutError
 from verl.protocol import DataProto
@@ -70,7 +70,7 @@ class Recovering(Scripted):
         return "the same in every life"
 
 
-def journaled(model, directory: Path, answer, **options) -> EpisodeSampler:
+def journaled(model, directory: Path, answer, **options) -> EpisodeGenerator:
     engine = engine_of(
         Recovering(answer=answer, max_tokens=60, max_turns=4), model=model, stop_token_ids=STOPS, **options
     )

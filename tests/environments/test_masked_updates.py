@@ -41,7 +41,7 @@ def started(algorithm, **options):
 def played(actor, num_samples=4):
     prompts = prompts_of(actor.tokenizer, ["1+2=", "what is 6*7? "])
     rows = actor.generate(prompts, GenerationRequest(1, num_samples))
-    scores = EpisodeReward().rate_batch(rows).token_scores.double()
+    scores = EpisodeReward().score_batch(rows).token_scores.double()
     assert (~rows["response_mask"] & (rows["attention_mask"][:, -rows["responses"].shape[1] :] == 1)).any()
     return rows.union(DataProto.from_dict({"token_level_rewards": scores}))
 

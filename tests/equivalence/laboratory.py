@@ -183,9 +183,9 @@ class Bench:
         try:
             (own := directory / str(self.context.rank)).mkdir(parents=True)
             with run.build(BuildContext(run_dir=own)) as trainer:
-                sampler = trainer.cluster.host.workers["actor"].sampler
-                counts, sample = [], sampler.sample
-                sampler.sample = lambda turns, parts, request: (
+                generator = trainer.cluster.host.workers["actor"].generator
+                counts, sample = [], generator.sample
+                generator.sample = lambda turns, parts, request: (
                     counts.append(sum(map(len, parts))) or sample(turns, parts, request)
                 )
                 trainer.step(trainer.train_data.collate(prompts), 1)

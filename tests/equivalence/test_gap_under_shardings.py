@@ -15,7 +15,7 @@ from verl.component import BuildContext, component
 from verl.engines.sharding import DDP, FSDP, TP, Parallel, Sharding
 from verl.errors import LogProbGapError
 from verl.models.pretrained import Pretrained
-from verl.rollout.hf import HFRollout, HFSampler
+from verl.rollout.hf import HFEngine, HFRollout
 
 pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.exhaustive]
 SHARDINGS: dict[str, Sharding] = {
@@ -61,10 +61,10 @@ def test_a_sound_engine_trains_on(name, tmp_path):
 class HotRollout(HFRollout):
     """Draws by twice the temperature that it is configured with, and compares nothing by itself."""
 
-    def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Any = None, context: Any = None) -> HFSampler:
-        sampler = HFSampler(replace(self, temperature=2 * self.temperature), model, tokenizer, seed, autocast)
-        sampler.longest_compared = 10**6
-        return sampler
+    def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Any = None, context: Any = None) -> HFEngine:
+        engine = HFEngine(replace(self, temperature=2 * self.temperature), model, tokenizer, seed, autocast)
+        engine.longest_compared = 10**6
+        return engine
 
 
 @pytest.mark.parametrize("name", SHARDINGS)

@@ -16,7 +16,7 @@ from verl.trainer.state.compare_runs import steps_of
 
 STEPS = 6  # three of an epoch; evaluated after 2, 4 and 6
 GENERATION = "verl.rollout.token_sampler:TokenSampler.pick"  # of the next token
-REWARD = "verl.rewards.function:CallableReward.rate"
+REWARD = "verl.rewards.function:CallableReward.score"
 CRITIC, ACTOR = "verl.workers.critic:CriticWorker.update", "verl.workers.actor:ActorWorker.update"
 MICRO_BATCH = "verl.workers.actor:ActorWorker.micro_batch_loss"
 EVALUATION = "verl.trainer.sampling:Sampling.evaluate"  # greedily first, then with samples

@@ -164,7 +164,7 @@ def test_one_of_four_processes_that_is_lost_among_stages_is_named(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("call", ["rm.rate", "critic.update"])
+@pytest.mark.parametrize("call", ["rm.score", "critic.update"])
 def test_the_worker_of_a_role_that_lives_apart_is_named_too(call, striking, model32, tmp_path):
     judge = described(save_random_classifier(tmp_path / "judge", "llama"), normalize="running")
     mesh = DeviceMesh(devices=["cpu:0", "cpu:1"], sub_meshes={"critic": ["cpu:1"], "rm": ["cpu:1"]})

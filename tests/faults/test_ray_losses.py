@@ -22,7 +22,7 @@ from verl.errors import WorkerDied
 pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_here")]
 
 CALLS = ["actor.compute_log_probs", "actor.generate", "reference.compute_log_probs", "critic.compute_values"]
-CALLS += ["critic.update", "actor.update", "actor.sync", "actor.save_part", "actor.wait_copied", "rm.rate"]
+CALLS += ["critic.update", "actor.update", "actor.sync", "actor.save_part", "actor.wait_copied", "rm.score"]
 UNDER_WAY = ("actor.wait_copied", "idle")  # what a worker that is killed may have been at, beside the call
 
 

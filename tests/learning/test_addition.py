@@ -55,7 +55,7 @@ def drawn_reward(trainer: PPOTrainer) -> float:
     """Mean reward of 16 responses drawn to each problem of the training set."""
     problems = trainer.train_data.collate(range(PROBLEMS))
     rows = trainer.sampling.generate(problems, GenerationRequest(0, num_samples=16, stream=EVALUATION))
-    return float(trainer.reward.score(rows)["score"].astype(float).mean())
+    return float(trainer.reward.score_tokens(rows)["score"].astype(float).mean())
 
 
 @pytest.mark.learning

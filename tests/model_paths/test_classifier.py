@@ -78,7 +78,7 @@ def largest_gap(path: Path, family: str) -> float:
         batch = rollout([PROMPTS[i] for i in chosen], [RESPONSES[i] for i in chosen])
         texts = [ids[mask.bool()] for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
         expected = np.array([alone(path, ids.tolist()) for ids in texts])
-        worst = max(worst, float(np.abs(running.rate_batch(batch).scores - expected).max()))
+        worst = max(worst, float(np.abs(running.score_batch(batch).scores - expected).max()))
     return worst
 
 
@@ -108,7 +108,7 @@ def started(path: Path) -> ModelReward:
 
 
 def rate(running: ModelReward, chosen: list[int]) -> None:
-    running.rate_batch(rollout([PROMPTS[i] for i in chosen], [RESPONSES[i] for i in chosen]))
+    running.score_batch(rollout([PROMPTS[i] for i in chosen], [RESPONSES[i] for i in chosen]))
 
 
 def test_texts_below_the_length_at_which_frequencies_change_are_scored_together(tmp_path):

@@ -21,7 +21,7 @@ from verl.model_paths.decode import NextToken
 from verl.models.pretrained import Pretrained
 from verl.rollout import hf_rows
 from verl.rollout.base import GenerationRequest, TurnLimits, TurnRequest
-from verl.rollout.hf import HFRollout, HFSampler
+from verl.rollout.hf import HFEngine, HFRollout
 
 
 def address(x: torch.Tensor) -> int:
@@ -75,11 +75,11 @@ class Graphs:
 
 
 @pytest.fixture
-def engine(model64: Pretrained) -> HFSampler:
+def engine(model64: Pretrained) -> HFEngine:
     model = model64.load_causal_lm("cpu")
-    sampler = HFRollout(max_new_tokens=60, max_rows=6).attach(model, model64.load_tokenizer(), 0)
-    sampler.key_multiple = 32
-    return sampler
+    engine = HFRollout(max_new_tokens=60, max_rows=6).attach(model, model64.load_tokenizer(), 0)
+    engine.key_multiple = 32
+    return engine
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_responses_of_various_lengths_are_those_of_single_kernels(engine, graphs
         torch.testing.assert_close(log_probs, plain_log_probs, rtol=0, atol=1e-12)
 
 
-def episodes(engine: HFSampler) -> list[tuple[int, list[int], list[float]]]:
+def episodes(engine: HFEngine) -> list[tuple[int, list[int], list[float]]]:
     turns, texts = engine.turns(TurnLimits(200, 0.1)), {row: [5 + row] * (3 + 4 * row) for row in range(4)}
     drawn = []
     for row, text in texts.items():
@@ -141,7 +141,7 @@ def move_weights(model: torch.nn.Module, factor: float) -> None:
         p.data = p.data * factor
 
 
-def turn_across_an_update(engine: HFSampler) -> tuple[list[int], list[float]]:
+def turn_across_an_update(engine: HFEngine) -> tuple[list[int], list[float]]:
     turns = engine.turns(TurnLimits(60, 0.1))
     turns.add(TurnRequest(0, [5, 6, 7], 0, 0, 0, 40))
     for number in range(25):

@@ -10,7 +10,7 @@ import torch
 
 from verl.component import component
 from verl.rollout.base import SyncResult, TurnEngine, TurnLimits, TurnRequest
-from verl.rollout.hf import HFRollout, HFSampler
+from verl.rollout.hf import HFEngine, HFRollout
 
 Fault = Literal["none", "stale", "temperature", "padding", "positions", "narrow", "other model", "long rows"]
 
@@ -36,7 +36,7 @@ class FaultyRollout(HFRollout):
         return FaultySampler(self, model, tokenizer, seed, autocast)
 
 
-class FaultySampler(HFSampler):
+class FaultySampler(HFEngine):
     """The running engine of `FaultyRollout`."""
 
     def __init__(self, options: FaultyRollout, model: Any, tokenizer: Any, seed: int, autocast: Any = None):

@@ -145,7 +145,7 @@ def test_a_server_that_draws_by_a_temperature_of_its_own_stops_the_run(model32, 
 
     with serving(post, speaker.page) as server:
         rollout = ServerRollout(endpoint=server.endpoint(), max_new_tokens=7)
-        with pytest.raises(LogProbGapError, match=r"ServerSampler holds another model.*another temperature"):
+        with pytest.raises(LogProbGapError, match=r"ServerEngine holds another model.*another temperature"):
             fit(ppo_run(model32, ONE_UPDATE, rollout=rollout, **QUICK), tmp_path)
 
 

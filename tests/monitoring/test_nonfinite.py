@@ -70,17 +70,17 @@ class WrongReward(Reward):
     def __init__(self, options: WrongAt):
         self.options, self.count = options, 0
 
-    def rate(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
+    def score(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
         self.count += 1
-        scores = Arbitrary().rate(prompts, responses)
+        scores = Arbitrary().score(prompts, responses)
         if self.count in self.options.calls:
             scores[1] = self.options.value
         return scores
 
-    def rate_batch(self, batch: DataProto) -> RewardResult:
+    def score_batch(self, batch: DataProto) -> RewardResult:
         if self.options.checked:
-            return super().rate_batch(batch)
-        return RewardResult(np.array(self.rate(list(batch["prompt_text"]), list(batch["response_text"]))))
+            return super().score_batch(batch)
+        return RewardResult(np.array(self.score(list(batch["prompt_text"]), list(batch["response_text"]))))
 
 
 def steps_of(directory: Path) -> list[dict]:

@@ -26,12 +26,12 @@ async def awaited(prompts, responses):
 
 
 def test_an_async_function_is_awaited(batch):
-    assert list(CallableReward(awaited).score(batch)["score"]) == [1, 2, 3]
+    assert list(CallableReward(awaited).score_tokens(batch)["score"]) == [1, 2, 3]
 
 
 def test_an_async_function_is_awaited_where_a_loop_runs_already(batch):
     async def notebook():
-        return CallableReward(awaited).score(batch)
+        return CallableReward(awaited).score_tokens(batch)
 
     assert list(asyncio.run(notebook())["score"]) == [1, 2, 3]
 
@@ -48,7 +48,7 @@ def test_a_list_of_coroutines_is_awaited_concurrently(batch):
     def my_reward(prompts, responses):
         return [one(text) for text in responses]
 
-    assert list(CallableReward(my_reward).score(batch)["score"]) == [1, 2, 3]
+    assert list(CallableReward(my_reward).score_tokens(batch)["score"]) == [1, 2, 3]
 
 
 def test_an_async_function_that_raises_is_traced_to_its_line_and_sample(batch):
@@ -57,7 +57,7 @@ def test_an_async_function_that_raises_is_traced_to_its_line_and_sample(batch):
         return [1 / (int(text) - 2) for text in responses]
 
     with pytest.raises(RewardError) as refused:
-        CallableReward(my_reward).score(batch)
+        CallableReward(my_reward).score_tokens(batch)
     assert "Raised at line" in str(refused.value)
     assert "return [1 / (int(text) - 2) for text in responses]" in str(refused.value)
     assert "Sample: 1, prompt 'b', response '2'" in str(refused.value)

@@ -36,7 +36,7 @@ def rated(responses: list[str], tests: list, **values):
     )
     reward = CodeTests(sandbox=SANDBOX, **values).build(BuildContext())
     try:
-        return reward.rate_batch(batch)
+        return reward.score_batch(batch)
     finally:
         reward.close()
 

@@ -67,7 +67,7 @@ HANGING = [sleeps, computes_for_ever, waits_for_a_lock, catches_what_it_can, awa
 def test_a_function_that_hangs_ends_with_its_name_its_line_and_the_setting(function):
     before, began = signal.getsignal(signal.SIGURG), time.monotonic()
     with pytest.raises(RewardError) as refused:
-        CallableReward(function, timeout_s=0.2).rate(["1+1="], ["2"])
+        CallableReward(function, timeout_s=0.2).score(["1+1="], ["2"])
     assert f"The reward function {function.__name__}() failed" in str(refused.value)
     assert "no answer within 0.2 s (reward.timeout_s)" in str(refused.value)
     assert "in test_deadline.py" in str(refused.value)
@@ -79,13 +79,13 @@ def test_a_function_that_hangs_ends_with_its_name_its_line_and_the_setting(funct
 def test_in_another_thread_a_function_that_hangs_is_left_behind_there():
     caught: list[BaseException] = []
 
-    def rate() -> None:
+    def score() -> None:
         try:
-            CallableReward(sleeps, timeout_s=0.2).rate(["1+1="], ["2"])
+            CallableReward(sleeps, timeout_s=0.2).score(["1+1="], ["2"])
         except RewardError as error:
             caught.append(error)
 
-    thread = threading.Thread(target=rate)
+    thread = threading.Thread(target=score)
     thread.start()
     thread.join(60)
     assert "It was at line" in str(caught[0])
@@ -106,7 +106,7 @@ def test_time_outs_of_the_function_by_a_signal_of_its_own_go_on_working():
         finally:
             signal.signal(signal.SIGALRM, before)
 
-    assert CallableReward(own_alarm, timeout_s=60).rate(["1+1="], ["2"]) == [3.0]
+    assert CallableReward(own_alarm, timeout_s=60).score(["1+1="], ["2"]) == [3.0]
 
 
 def test_what_a_call_raises_and_gives_in_time_is_as_without_a_deadline():
@@ -125,7 +125,7 @@ def in_a_thread(call):
 
 
 class Hangs(Reward):
-    def rate(self, prompts, responses, **columns):
+    def score(self, prompts, responses, **columns):
         time.sleep(600)
 
 
@@ -136,7 +136,7 @@ def test_a_run_whose_reward_was_passed_as_an_object_and_hangs_ends_with_a_named_
     given["train_config"] = {"total_steps": 1, "prompts_per_step": 2}
     with Trainer(**given, reward_model=sleeps, overrides=["reward.timeout_s=0.3"]) as trainer:
         trainer.reward_model = Hangs()
-        with pytest.raises(RewardError, match=r"rate\(\) failed(.|\n)*no answer within 0.3 s"):
+        with pytest.raises(RewardError, match=r"score\(\) failed(.|\n)*no answer within 0.3 s"):
             trainer.fit()
     given["actors"], given["data"] = [given.pop("model")], given.pop("train_dataset")
     given |= {"reward_models": [sleeps, Hangs()], "overrides": ["reward.parts.sleeps.timeout_s=0.3"]}
@@ -168,7 +168,7 @@ class HangingComponent(RewardDescription, Reward):
 
     call_timeout_s = 0.3
 
-    def rate(self, prompts, responses, **columns):
+    def score(self, prompts, responses, **columns):
         time.sleep(600)
 
 
@@ -183,5 +183,5 @@ def test_a_reward_component_of_the_user_has_the_deadline_of_its_class_or_that_of
     run = course(model32, tmp_path, total_steps=1)
     described = WeightedSum(parts={"own": HangingComponent()}, weights={"own": 1.0})
     for reward in (HangingComponent(), described):
-        with pytest.raises(RewardError, match=r"rate\(\) failed(.|\n)*no answer within 0.3 s"):
+        with pytest.raises(RewardError, match=r"score\(\) failed(.|\n)*no answer within 0.3 s"):
             fit(replace(run, reward=reward), tmp_path / type(reward).__name__)

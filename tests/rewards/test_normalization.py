@@ -19,14 +19,14 @@ def batch_of(responses: list[str]) -> DataProto:
 
 def test_scores_are_less_their_mean_over_their_spread_and_raw_ones_are_told():
     reward = RewardNormalization(reward=ExactMatch(correct=3.0, wrong=1.0)).build(BuildContext())
-    rating = reward.rate_batch(batch_of(["2", "3", "2", "3"]))
-    assert rating.scores == pytest.approx([1.0, -1.0, 1.0, -1.0])
-    assert list(rating.parts["raw"]) == [3.0, 1.0, 3.0, 1.0]
-    reward.rate_batch(batch_of(["2", "2", "2", "2"]))
-    assert reward.rate_batch(batch_of([])).scores.shape == (0,)
+    result = reward.score_batch(batch_of(["2", "3", "2", "3"]))
+    assert result.scores == pytest.approx([1.0, -1.0, 1.0, -1.0])
+    assert list(result.parts["raw"]) == [3.0, 1.0, 3.0, 1.0]
+    reward.score_batch(batch_of(["2", "2", "2", "2"]))
+    assert reward.score_batch(batch_of([])).scores.shape == (0,)
     with reward.frozen():  # six of eight were right: mean 2.5, variance 0.75
         before = reward.state_dict()
-        assert reward.rate_batch(batch_of(["2"])).scores == pytest.approx([0.5 / 0.75**0.5])
+        assert reward.score_batch(batch_of(["2"])).scores == pytest.approx([0.5 / 0.75**0.5])
         assert reward.state_dict() == before
 
 
@@ -34,10 +34,10 @@ def test_what_was_learned_is_a_state_and_is_forgotten_on_request():
     described = WeightedSum(parts={"match": RewardNormalization(reward=ExactMatch())}, weights={"match": 1.0})
     one, other = described.build(BuildContext()), described.build(BuildContext())
     fresh = one.state_dict()
-    one.rate_batch(batch_of(["2", "3", "3"]))
+    one.score_batch(batch_of(["2", "3", "3"]))
     other.load_state_dict(one.state_dict())
     again = batch_of(["2", "4"])
-    assert list(one.rate_batch(again).scores) == list(other.rate_batch(again).scores)
+    assert list(one.score_batch(again).scores) == list(other.score_batch(again).scores)
     assert one.state_dict() == other.state_dict() != fresh
     one.reset_stats()
     assert one.state_dict() == fresh

@@ -81,11 +81,11 @@ def test_each_sample_is_a_call_with_its_own_columns_and_scores_keep_their_order(
         """,
         kwargs={"bonus": 0.5},
     )
-    scored = reward.score(batch)
+    scored = reward.score_tokens(batch)
     assert list(scored["score"]) == [0.5, 1.5, 2.5, 3.5, 4.5]
     assert scored["token_level_scores"][:, 1].tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
     assert str(scored.producer("token_level_scores")) == "my_reward() at line 2 in reward.py"
-    assert len(reward.score(batch[[]])) == 0
+    assert len(reward.score_tokens(batch[[]])) == 0
 
 
 @pytest.mark.parametrize(
@@ -111,11 +111,11 @@ def test_a_hanging_sample_costs_itself_only(hang, made, batch):
         error_score=-1.0,
     )
     before = processes_of(reward)
-    scored = reward.score(batch)
+    scored = reward.score_tokens(batch)
     assert list(scored["score"]) == [0, 1, -1, 3, 4]
     assert list(scored["reward/failed"]) == [0, 0, 1, 0, 0]
     assert sum(map(is_alive, before)) <= 1  # on a busy machine the other one may have been given up too
-    assert list(reward.score(batch)["score"]) == [0, 1, -1, 3, 4]  # by a new process
+    assert list(reward.score_tokens(batch)["score"]) == [0, 1, -1, 3, 4]  # by a new process
 
 
 def test_a_hanging_sample_is_reported_with_the_line_it_hangs_at(made, batch):
@@ -132,7 +132,7 @@ def test_a_hanging_sample_is_reported_with_the_line_it_hangs_at(made, batch):
         timeout_s=0.5,
     )
     with pytest.raises(RewardError) as refused:
-        reward.score(batch)
+        reward.score_tokens(batch)
     message = str(refused.value)
     assert "Expected: one finite number" in message
     assert "Found: no answer within timeout_s, which is 0.5: its process was killed" in message
@@ -146,9 +146,9 @@ def test_time_in_which_a_worker_waits_for_a_processor_is_not_charged_to_its_samp
     source = "import time\ndef my_reward(prompt, response):\n    time.sleep(1.2)\n    return float(response)"
     reward = made(source, timeout_s=0.5)
     with pytest.raises(RewardError, match="no answer within timeout_s"):
-        reward.score(batch[[1]])
+        reward.score_tokens(batch[[1]])
     monkeypatch.setattr(process_pool, "processor_wait_s", lambda pid: time.monotonic())  # as if it waited all the time
-    assert list(reward.score(batch[[1]])["score"]) == [1.0]
+    assert list(reward.score_tokens(batch[[1]])["score"]) == [1.0]
 
 
 def test_a_process_started_by_a_hanging_sample_ends_with_it(made, batch, tmp_path, monkeypatch):
@@ -165,7 +165,7 @@ def test_a_process_started_by_a_hanging_sample_ends_with_it(made, batch, tmp_pat
     )
     idle_s = property(lambda watch: 1e9 if told.exists() and told.read_text() else 0.0)  # late once it is there
     monkeypatch.setattr(process_pool._SampleWatch, "idle_s", idle_s)
-    assert list(reward.score(batch[[0]])["score"]) == [0.0]
+    assert list(reward.score_tokens(batch[[0]])["score"]) == [0.0]
     assert wait_until_gone([int(told.read_text())]) == []
 
 
@@ -183,7 +183,7 @@ def test_a_crash_of_the_interpreter_costs_its_sample_only(crash, words, made, ba
         on_error="score",
         error_score=9.0,
     )
-    assert list(reward.score(batch)["score"]) == [0, 9, 2, 3, 4]
+    assert list(reward.score_tokens(batch)["score"]) == [0, 9, 2, 3, 4]
     assert f"Found: the process ended with {words}" in caplog.text
     assert "1 of 5 samples failed and get error_score 9" in caplog.text
     assert "Sample: 1, prompt 'prompt 1'" in caplog.text
@@ -196,7 +196,7 @@ def test_a_relative_path_stays_the_same_file_for_a_worker_that_starts_later(made
     described = RewardFunction(path="reward.py:my_reward", per_sample=True, num_workers=1, on_error="score")
     reward = described.build(BuildContext())
     monkeypatch.chdir("/")
-    assert list(reward.score(batch)["score"]) == [1, 0, 1, 1, 1]
+    assert list(reward.score_tokens(batch)["score"]) == [1, 0, 1, 1, 1]
     reward.close()
 
 
@@ -211,12 +211,12 @@ def test_one_sample_that_raises_is_reported_with_its_line(made, batch):
         """
     )
     with pytest.raises(RewardError) as refused:
-        reward.score(batch)
+        reward.score_tokens(batch)
     message = str(refused.value)
     assert "Found: ZeroDivisionError: division by zero" in message
     assert "Raised at line 3: return 1 / (int(text) - 3)" in message
     assert "Sample: 3, prompt 'prompt 3', response '3'" in message
-    assert list(reward.score(batch[[0, 1]])["score"]) == [-1 / 3, -1 / 2]  # the workers are still there
+    assert list(reward.score_tokens(batch[[0, 1]])["score"]) == [-1 / 3, -1 / 2]  # the workers are still there
 
 
 def test_of_several_samples_that_fail_the_first_is_named(made):
@@ -231,13 +231,13 @@ def test_of_several_samples_that_fail_the_first_is_named(made):
         num_workers=3,
     )
     with pytest.raises(RewardError, match=r"Sample: 4, prompt 'prompt 4'"):
-        reward.score(batch_of(map(str, range(40))))
+        reward.score_tokens(batch_of(map(str, range(40))))
 
 
 @pytest.mark.parametrize("end", ["sys.exit(1)", *exhaustive("raise KeyboardInterrupt", "my_reward(prompt, response)")])
 def test_whatever_a_sample_raises_is_its_own_affair(end, made, batch):
     reward = made(f"import sys\ndef my_reward(prompt, response): {end}", on_error="score", error_score=0.25)
-    assert list(reward.score(batch)["score"]) == [0.25] * 5
+    assert list(reward.score_tokens(batch)["score"]) == [0.25] * 5
 
 
 def test_a_number_comes_in_many_forms_a_tensor_among_them(made):
@@ -252,7 +252,7 @@ def test_a_number_comes_in_many_forms_a_tensor_among_them(made):
         """,
         num_workers=1,
     )
-    assert list(reward.score(batch_of(map(str, range(12))))["score"]) == [2.0] * 12
+    assert list(reward.score_tokens(batch_of(map(str, range(12))))["score"]) == [2.0] * 12
 
 
 @pytest.mark.parametrize(
@@ -273,25 +273,25 @@ def test_a_number_comes_in_many_forms_a_tensor_among_them(made):
 def test_what_is_no_number_is_named(result, found, made, batch):
     reward = made(f"import numpy as np\ndef my_reward(prompt, response): return {result}")
     with pytest.raises(RewardError) as refused:
-        reward.score(batch)
+        reward.score_tokens(batch)
     assert f"Found: {found}\n" in str(refused.value)
     assert "Sample: 0" in str(refused.value)
 
 
 def test_async_functions_are_awaited(made, batch):
     reward = made("async def my_reward(prompt, response): return int(response)")
-    assert list(reward.score(batch)["score"]) == [0, 1, 2, 3, 4]
+    assert list(reward.score_tokens(batch)["score"]) == [0, 1, 2, 3, 4]
 
 
 def test_long_and_odd_texts_arrive_as_they_are(made):
     texts = ["a" * 100_000, "", "\ud800 lone", "\x00", "naïve ☃"]
     reward = made("def my_reward(prompt, response, answer): return len(response) if response == answer else -1")
-    assert list(reward.score(batch_of(texts))["score"]) == [100_000, 0, 6, 1, 7]
+    assert list(reward.score_tokens(batch_of(texts))["score"]) == [100_000, 0, 6, 1, 7]
 
 
 def test_what_the_function_prints_disturbs_nothing(made, batch):
     reward = made("import os\ndef my_reward(prompt, response):\n    print('x')\n    os.write(1, b'y')\n    return 1")
-    assert list(reward.score(batch)["score"]) == [1.0] * 5
+    assert list(reward.score_tokens(batch)["score"]) == [1.0] * 5
 
 
 def test_close_ends_every_process_and_may_be_called_again(made, batch):
@@ -302,7 +302,7 @@ def test_close_ends_every_process_and_may_be_called_again(made, batch):
     reward.close()
     assert not any(map(is_alive, processes))
     with pytest.raises(RewardError, match=r"close\(\) was called"):
-        reward.score(batch)
+        reward.score_tokens(batch)
 
 
 def test_what_an_interrupted_batch_leaves_under_way_is_ended_and_the_next_batch_is_rated(made, batch):
@@ -312,11 +312,11 @@ def test_what_an_interrupted_batch_leaves_under_way_is_ended_and_the_next_batch_
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
         with pytest.raises(KeyboardInterrupt):
-            reward.score(batch_of(["hang"] * 5))
+            reward.score_tokens(batch_of(["hang"] * 5))
     finally:
         signal.signal(signal.SIGALRM, handler)
     assert not any(map(is_alive, before))
-    assert list(reward.score(batch)["score"]) == [1.0] * 5
+    assert list(reward.score_tokens(batch)["score"]) == [1.0] * 5
 
 
 SCRIPT = """
@@ -335,7 +335,7 @@ batch = DataProto.from_dict(
     tensors={"response_mask": torch.ones(2, 1, dtype=torch.bool)},
     non_tensors={"prompt_text": texts, "response_text": texts},
 )
-print(list(reward.score(batch)["score"]), flush=True)
+print(list(reward.score_tokens(batch)["score"]), flush=True)
 """
 
 
@@ -379,14 +379,14 @@ def score(prompt, response):
 
 def test_a_column_that_the_function_needs_and_the_data_lacks_is_named(made, batch):
     with pytest.raises(RewardError, match=r"no column 'solution' in the data\. Its columns: answer"):
-        made("def my_reward(prompt, response, solution): return 1").score(batch)
+        made("def my_reward(prompt, response, solution): return 1").score_tokens(batch)
 
 
 def test_a_value_that_cannot_travel_leaves_the_other_samples(made):
     columns = DataProto.from_dict(non_tensors={"opaque": [None] * 3 + [1, 2]})
     columns["opaque"][:3] = lambda: 1
     reward = made("def my_reward(prompt, response, opaque): return opaque", on_error="score")
-    assert list(reward.score(batch_of(RESPONSES).union(columns))["score"]) == [0, 0, 0, 1, 2]
+    assert list(reward.score_tokens(batch_of(RESPONSES).union(columns))["score"]) == [0, 0, 0, 1, 2]
 
 
 def test_a_module_that_only_the_worker_cannot_import_is_named(tmp_path):
@@ -442,7 +442,7 @@ def test_a_worker_that_was_stopped_while_it_waited_is_made_anew_and_costs_no_sam
     before = processes_of(reward)
     for pid in before:
         stop(pid)
-    assert list(reward.score(batch_of(["a" * size] * 3))["score"]) == [size] * 3
+    assert list(reward.score_tokens(batch_of(["a" * size] * 3))["score"]) == [size] * 3
     assert not any(map(is_alive, before))
 
 
@@ -459,7 +459,7 @@ def test_a_worker_that_was_stopped_over_a_sample_is_made_anew_and_the_sample_rat
         """,
         timeout_s=1.0,
     )
-    assert list(reward.score(batch_of(RESPONSES))["score"]) == [0, 1, 2, 3, 4]
+    assert list(reward.score_tokens(batch_of(RESPONSES))["score"]) == [0, 1, 2, 3, 4]
     assert "it is stopped (SIGSTOP or SIGTSTP)" in caplog.text
 
 

@@ -53,7 +53,7 @@ def returning(result):
 
 def refusal(reward, batch):
     with pytest.raises(RewardError) as refused:
-        reward.score(batch)
+        reward.score_tokens(batch)
     return str(refused.value)
 
 
@@ -66,7 +66,7 @@ def test_a_function_in_a_file_sees_texts_columns_and_kwargs(written, batch):
         """,
         bonus=0.5,
     ).build(BuildContext())
-    scored = reward.score(batch)
+    scored = reward.score_tokens(batch)
     assert list(scored["score"]) == [0.5, 1.5, 2.5, 3.5, 4.5]
     assert scored["token_level_scores"][:, 1].tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
 
@@ -100,9 +100,8 @@ def test_a_function_that_draws_gives_the_same_for_the_same_rows_whatever_came_be
     one, other = reward.build(BuildContext()), reward.build(BuildContext())
     rows, later = batch[:3], batch[2:]
     try:
-        found = [
-            x.score(given)["score"].tolist() for x, given in ((one, rows), (one, later), (one, rows), (other, rows))
-        ]
+        calls = (one, rows), (one, later), (one, rows), (other, rows)
+        found = [reward.score_tokens(given)["score"].tolist() for reward, given in calls]
     finally:
         one.close()
         other.close()
@@ -118,7 +117,7 @@ def test_a_function_in_a_module_is_found_without_importing_its_package(tmp_path,
     monkeypatch.syspath_prepend(tmp_path)
     described = RewardFunction(path="my_rewards_pkg.sums:my_reward")
     assert "my_rewards_pkg" not in sys.modules
-    assert list(described.build(BuildContext()).score(batch)["score"]) == [1.0] * 5
+    assert list(described.build(BuildContext()).score_tokens(batch)["score"]) == [1.0] * 5
     assert "my_rewards_pkg" not in sys.modules  # but in the process that calls it
 
 
@@ -133,7 +132,7 @@ def test_two_files_of_one_name_are_two_modules(tmp_path, batch):
         source = f"def my_reward(prompts, responses): return [{value}] * len(responses)"
         (tmp_path / str(value) / "reward.py").write_text(source)
     made = [RewardFunction(path=f"{tmp_path}/{value}/reward.py:my_reward").build(BuildContext()) for value in (1, 2)]
-    assert [reward.score(batch)["score"][0] for reward in made] == [1.0, 2.0]
+    assert [reward.score_tokens(batch)["score"][0] for reward in made] == [1.0, 2.0]
 
 
 @pytest.mark.parametrize(
@@ -151,14 +150,14 @@ def test_two_files_of_one_name_are_two_modules(tmp_path, batch):
     ],
 )
 def test_any_sequence_of_numbers_is_a_reward(result, batch):
-    assert list(returning(result).score(batch)["score"]) == [0, 1, 2, 3, 4]
+    assert list(returning(result).score_tokens(batch)["score"]) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize(
     "result", [[True, False] * 2 + [True], torch.tensor([1, 0, 1, 0, 1]).bool(), np.arange(5) % 2 == 0]
 )
 def test_truth_values_count_as_one_and_zero(result, batch):
-    assert list(returning(result).score(batch)["score"]) == [1, 0, 1, 0, 1]
+    assert list(returning(result).score_tokens(batch)["score"]) == [1, 0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +222,7 @@ def test_a_function_that_raises_is_reported_with_its_own_line_and_sample(written
         """
     ).build(BuildContext())
     with pytest.raises(RewardError) as refused:
-        reward.score(batch)
+        reward.score_tokens(batch)
     message = str(refused.value)
     assert "Found: ZeroDivisionError: division by zero" in message
     assert "Raised at line 3: return 1 / (int(text) - 3)" in message
@@ -270,7 +269,7 @@ def test_a_function_may_change_the_lists_it_is_given(batch):
             responses.pop(), answer.pop()
         return [1.0] * 5
 
-    assert list(CallableReward(my_reward).score(batch)["score"]) == [1.0] * 5
+    assert list(CallableReward(my_reward).score_tokens(batch)["score"]) == [1.0] * 5
     assert list(batch["answer"]) == ANSWERS
 
 
@@ -282,7 +281,7 @@ def test_a_function_that_empties_its_lists_and_raises_is_still_traced_to_its_sam
 
 
 def test_the_users_function_is_the_producer_of_the_scores(written, batch):
-    scored = written("def my_reward(prompts, responses): return [1] * 5").build(BuildContext()).score(batch)
+    scored = written("def my_reward(prompts, responses): return [1] * 5").build(BuildContext()).score_tokens(batch)
     assert str(scored.producer("token_level_scores")) == "my_reward() at line 2 in reward.py"
 
 
@@ -299,7 +298,7 @@ def test_a_callable_object_is_a_reward(batch):
         def __call__(self, prompts, responses):
             return [2.0] * len(responses)
 
-    assert list(RewardFunction.wrap(Constant()).score(batch)["score"]) == [2.0] * 5
+    assert list(RewardFunction.wrap(Constant()).score_tokens(batch)["score"]) == [2.0] * 5
 
 
 @pytest.mark.parametrize("function", [None, 3, lambda texts, others: [1.0], lambda prompts: [1.0]])
@@ -392,15 +391,15 @@ def test_a_function_of_the_batch_that_hangs_is_ended_at_its_deadline_and_its_lin
     )
     reward = dataclasses.replace(described, timeout_s=1.0).build(BuildContext())
     try:
-        assert list(reward.score(batch)["score"]) == [1.0] * 5
+        assert list(reward.score_tokens(batch)["score"]) == [1.0] * 5
         hanging = copy.deepcopy(batch)
         hanging.non_tensor_batch["answer"][:] = "hang"
         with pytest.raises(RewardError) as ended:
-            reward.score(hanging)
+            reward.score_tokens(hanging)
         assert "Found: no answer within timeout_s, which is 1: its process was killed" in str(ended.value)
         assert "It was at line 7, in my_reward()" in str(ended.value)
         assert "Source: my_reward() at line 4 in reward.py" in str(ended.value)
-        assert list(reward.score(batch)["score"]) == [1.0] * 5  # by another process
+        assert list(reward.score_tokens(batch)["score"]) == [1.0] * 5  # by another process
     finally:
         reward.close()
 
@@ -408,7 +407,7 @@ def test_a_function_of_the_batch_that_hangs_is_ended_at_its_deadline_and_its_lin
 def test_a_function_of_the_batch_that_ends_its_process_ends_nothing_else(written, batch):
     reward = written("import os\ndef my_reward(prompts, responses): os._exit(3)").build(BuildContext())
     with pytest.raises(RewardError, match="the process ended with exit status 3"):
-        reward.score(batch)
+        reward.score_tokens(batch)
     reward.close()
 
 
@@ -420,11 +419,11 @@ def test_what_a_function_of_the_batch_gives_may_be_anything_that_can_be_sent(wri
         ("torch", "[torch.ones(())] * 5"),
     ):
         reward = written(source.format(module=module, value=value)).build(BuildContext())
-        assert len(reward.score(batch)["score"]) == 5
+        assert len(reward.score_tokens(batch)["score"]) == 5
         reward.close()
     reward = written("def my_reward(prompts, responses): return (1.0 for _ in prompts)").build(BuildContext())
     with pytest.raises(RewardError, match="Found: <generator object .* of type generator"):
-        reward.score(batch)
+        reward.score_tokens(batch)
     reward.close()
 
 

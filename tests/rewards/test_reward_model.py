@@ -41,18 +41,18 @@ def test_a_decoder_with_the_tokenizer_of_the_policy_reads_its_token_ids(family, 
     texts = [(f"{prompt}{response}<eos>",) for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
     expected = row_by_row(tmp_path, texts)
     assert np.ptp(expected) > 0.01
-    np.testing.assert_allclose(reward.rate_batch(rollout()).scores, expected, atol=1e-5)
+    np.testing.assert_allclose(reward.score_batch(rollout()).scores, expected, atol=1e-5)
 
 
 def test_the_score_stands_on_the_last_token_of_the_response(tmp_path):
     reward, batch = built(save_random_classifier(tmp_path, "llama")), rollout()
-    placed = reward.score(batch)["token_level_scores"]
-    expected = reward.rate_batch(batch).scores
+    placed = reward.score_tokens(batch)["token_level_scores"]
+    expected = reward.score_batch(batch).scores
     assert [row[mask].tolist()[-1] for row, mask in zip(placed, batch["response_mask"], strict=True)] == pytest.approx(
         list(expected)
     )
     assert (placed != 0).sum() == len(batch)
-    assert len(reward.score(batch[[]])) == 0
+    assert len(reward.score_tokens(batch[[]])) == 0
 
 
 @pytest.mark.parametrize("form", ["text", "pair"])
@@ -62,7 +62,7 @@ def test_an_encoder_with_a_tokenizer_of_its_own_reads_texts(form, tmp_path):
     pairs = list(zip(PROMPTS, RESPONSES, strict=True))
     expected = row_by_row(tmp_path, pairs if form == "pair" else [(prompt + text,) for prompt, text in pairs])
     assert np.ptp(expected) > 0.01
-    np.testing.assert_allclose(reward.rate_batch(rollout()).scores, expected, atol=1e-5)
+    np.testing.assert_allclose(reward.score_batch(rollout()).scores, expected, atol=1e-5)
     assert built(tmp_path).reader.form == "text"
 
 
@@ -85,10 +85,10 @@ def test_a_model_with_another_chat_template_reads_the_conversation(tmp_path):
     batch = rollout(PROMPTS[:2], RESPONSES[:2], prompt_messages=turns)
     texts = ["[system]Add.\n[user]1+2=\n[assistant]3\n", "[user]what is 6*7? \n[assistant]42 is it\n"]
     expected = row_by_row(tmp_path, [(text,) for text in texts])
-    np.testing.assert_allclose(reward.rate_batch(batch).scores, expected, atol=1e-5)
+    np.testing.assert_allclose(reward.score_batch(batch).scores, expected, atol=1e-5)
     # As text, the messages lose the marks of the policy's template.
     expected = row_by_row(tmp_path, [("Add.\n1+2=\n3",), ("what is 6*7? 42 is it",)])
-    np.testing.assert_allclose(built(tmp_path, reads="text").rate_batch(batch).scores, expected, atol=1e-5)
+    np.testing.assert_allclose(built(tmp_path, reads="text").score_batch(batch).scores, expected, atol=1e-5)
 
 
 def test_a_text_that_the_chat_template_refuses_is_named(tmp_path):
@@ -97,7 +97,7 @@ def test_a_text_that_the_chat_template_refuses_is_named(tmp_path):
     turns = [None, [{"role": "system", "content": "Add."}]]
     batch = rollout(PROMPTS[:2], RESPONSES[:2], prompt_messages=turns)
     with pytest.raises(RewardError, match=r"(?s)template.*roles system, assistant.*no system here.*Sample: 1"):
-        built(tmp_path, reads="chat").rate_batch(batch)
+        built(tmp_path, reads="chat").score_batch(batch)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -120,7 +120,7 @@ def test_a_model_without_a_pad_token_reads_batches_and_a_pad_token_that_ends_the
         save_random_classifier(tmp_path / f"{pad}", "llama", pad_token_id=pad)
         for pad in (None, character_tokenizer().eos_token_id, character_tokenizer().pad_token_id)
     ]
-    none, eos, plain = [built(path).rate_batch(rollout()).scores for path in paths]
+    none, eos, plain = [built(path).score_batch(rollout()).scores for path in paths]
     # The embedding of the pad token starts at zero, so models with other pad tokens have other weights there.
     texts = [(f"{prompt}{response}<eos>",) for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
     np.testing.assert_allclose(none, row_by_row(paths[0], texts), atol=1e-5)
@@ -131,7 +131,7 @@ def test_a_model_without_a_pad_token_reads_batches_and_a_pad_token_that_ends_the
 def test_one_of_several_labels_is_the_score(tmp_path):
     save_random_classifier(tmp_path, "llama", num_labels=3)
     texts = [(f"{prompt}{response}<eos>",) for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
-    scores = built(tmp_path, label=2).rate_batch(rollout()).scores
+    scores = built(tmp_path, label=2).score_batch(rollout()).scores
     np.testing.assert_allclose(scores, row_by_row(tmp_path, texts, label=2), atol=1e-5)
     with refusal("label"):
         described(tmp_path)
@@ -161,11 +161,11 @@ def test_a_form_that_the_tokenizer_does_not_allow_is_refused(tmp_path):
 def test_a_row_longer_than_the_model_reads_is_named_or_cut_on_the_left(tmp_path):
     save_random_classifier(tmp_path / "decoder", "llama")
     with pytest.raises(RewardError, match=r"(?s)at most 10 tokens, the max_length.*Found: 22 tokens.*Sample: 1, "):
-        built(tmp_path / "decoder", max_length=10).rate_batch(rollout())
-    rating = built(tmp_path / "decoder", max_length=10, truncation="left").rate_batch(rollout())
+        built(tmp_path / "decoder", max_length=10).score_batch(rollout())
+    result = built(tmp_path / "decoder", max_length=10, truncation="left").score_batch(rollout())
     texts = [(f"{prompt}{response}"[-9:] + "<eos>",) for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
-    np.testing.assert_allclose(rating.scores, row_by_row(tmp_path / "decoder", texts), atol=1e-5)
-    assert list(rating.parts["truncated"]) == [0, 1, 0, 1]
+    np.testing.assert_allclose(result.scores, row_by_row(tmp_path / "decoder", texts), atol=1e-5)
+    assert list(result.parts["truncated"]) == [0, 1, 0, 1]
 
     save_random_classifier(tmp_path / "encoder", "bert", word_tokenizer())
     reward = built(tmp_path / "encoder", max_length=5, truncation="left")
@@ -177,13 +177,13 @@ def test_a_row_longer_than_the_model_reads_is_named_or_cut_on_the_left(tmp_path)
 def test_a_row_without_tokens_and_a_score_that_is_no_number_are_named(tmp_path):
     path = save_random_classifier(tmp_path, "llama", other_characters(None))
     with pytest.raises(RewardError, match=r"(?s)at least one token.*Sample: 1"):
-        built(path).rate_batch(rollout(["1", ""], ["1", ""]))
+        built(path).score_batch(rollout(["1", ""], ["1", ""]))
     reward = built(path)
     embedding = reward.model.classifier.base_model.embed_tokens
     with torch.no_grad():
         embedding.weight[reward.reader.tokenizer.convert_tokens_to_ids("?")] = float("nan")
     with pytest.raises(RewardError, match=r"(?s)4 finite numbers.*Found: nan.*Sample: 1, prompt 'what is 6\*7\? '"):
-        reward.rate_batch(rollout())
+        reward.score_batch(rollout())
 
 
 def test_weights_are_kept_in_the_dtype_asked_for_and_let_go_at_the_end(tmp_path):
@@ -193,7 +193,7 @@ def test_weights_are_kept_in_the_dtype_asked_for_and_let_go_at_the_end(tmp_path)
     assert {p.dtype for p in reward.model.parameters()} == {torch.bfloat16}
     assert not any(p.requires_grad for p in reward.model.parameters())
     np.testing.assert_allclose(
-        reward.rate_batch(rollout()).scores, built(tmp_path).rate_batch(rollout()).scores, atol=0.2
+        reward.score_batch(rollout()).scores, built(tmp_path).score_batch(rollout()).scores, atol=0.2
     )
     reward.close()
     assert reward.model is None
@@ -212,4 +212,4 @@ def test_any_module_that_returns_scores_is_a_reward_model():
         Lengths(), RewardTokenizer(character_tokenizer(), "tokens", None, "error"), micro_batch_tokens=40
     )
     texts = zip(PROMPTS, RESPONSES, strict=True)
-    assert list(reward.rate_batch(rollout()).scores) == [0.5 * (len(a + b) + 1) for a, b in texts]
+    assert list(reward.score_batch(rollout()).scores) == [0.5 * (len(a + b) + 1) for a, b in texts]

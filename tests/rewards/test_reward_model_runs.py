@@ -45,7 +45,7 @@ def test_a_run_takes_its_reward_from_a_model(family, form, tmp_path):
     reward = described(path, reads="text").build(BuildContext())
     batch = rollout([row["prompt_text"] for row in samples], [row["response_text"] for row in samples])
     if form == "text":  # the samples show no <eos>, which the ids of the policy have
-        np.testing.assert_allclose(reward.rate_batch(batch).scores, [row["score"] for row in samples], atol=1e-4)
+        np.testing.assert_allclose(reward.score_batch(batch).scores, [row["score"] for row in samples], atol=1e-4)
 
 
 def test_evaluation_does_not_change_what_scores_are_normalised_by(tmp_path):
@@ -70,11 +70,11 @@ def test_the_statistics_of_a_part_are_kept_forgotten_and_taken_over_through_the_
     ]
     batch = rollout(answer=["3"] * 4)
     with sums[0].frozen():
-        raw = sums[0].rate_batch(batch).scores
-    np.testing.assert_array_equal(raw, built(tmp_path).rate_batch(batch).scores)
-    rating = sums[0].rate_batch(batch)
-    np.testing.assert_allclose(rating.parts["judge"], (raw - raw.mean()) / raw.std())
-    np.testing.assert_array_equal(rating.parts["judge_raw"], raw)
+        raw = sums[0].score_batch(batch).scores
+    np.testing.assert_array_equal(raw, built(tmp_path).score_batch(batch).scores)
+    result = sums[0].score_batch(batch)
+    np.testing.assert_allclose(result.parts["judge"], (raw - raw.mean()) / raw.std())
+    np.testing.assert_array_equal(result.parts["judge_raw"], raw)
     state = sums[0].state_dict()
     assert list(state) == ["judge"]
     sums[1].load_state_dict(state)

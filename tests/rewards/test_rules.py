@@ -32,18 +32,18 @@ def batch_of_lengths(*lengths):
 def test_overlong_follows_equation_13_of_dapo():
     # L_max = 20480 and L_cache = 4096, as in section 4.1 of the paper
     lengths = (1, 16384, 16385, 18432, 20479, 20480, 20481, 30000)
-    scored = Overlong(max_tokens=20480, buffer_tokens=4096).score(batch_of_lengths(*lengths))
+    scored = Overlong(max_tokens=20480, buffer_tokens=4096).score_tokens(batch_of_lengths(*lengths))
     assert list(scored["score"]) == [0, 0, -1 / 4096, -0.5, -4095 / 4096, -1, -1, -1]
     assert scored["token_level_scores"][3, 18431] == -0.5
 
 
 def test_overlong_without_a_buffer_punishes_what_exceeds_the_limit():
-    scored = Overlong(max_tokens=4, buffer_tokens=0, penalty=2.0).score(batch_of_lengths(3, 4, 5))
+    scored = Overlong(max_tokens=4, buffer_tokens=0, penalty=2.0).score_tokens(batch_of_lengths(3, 4, 5))
     assert list(scored["score"]) == [0, 0, -2]
 
 
 def test_a_response_without_tokens_has_no_place_for_its_length():
-    scored = Length(min_tokens=1, outside=-3.0).score(batch_of_lengths(0, 1, 2))
+    scored = Length(min_tokens=1, outside=-3.0).score_tokens(batch_of_lengths(0, 1, 2))
     assert list(scored["score"]) == [-3, 0, 0]
     assert scored["token_level_scores"].tolist() == [[0, 0], [0, 0], [0, 0]]
 
@@ -53,7 +53,7 @@ def test_a_response_without_tokens_has_no_place_for_its_length():
     [({"max_tokens": 2}, [0, 0, -1]), ({"min_tokens": 2}, [-1, 0, 0]), ({"min_tokens": 0}, [0] * 3)],
 )
 def test_length_includes_its_bounds(bounds, scores):
-    assert list(Length(**bounds).score(batch_of_lengths(1, 2, 3))["score"]) == scores
+    assert list(Length(**bounds).score_tokens(batch_of_lengths(1, 2, 3))["score"]) == scores
 
 
 def test_eos_as_the_first_token_takes_the_reward_and_no_padding_does():
@@ -63,18 +63,18 @@ def test_eos_as_the_first_token_takes_the_reward_and_no_padding_does():
         non_tensors={"prompt_text": ["q"] * 2, "response_text": ["", "ab"]},
     )
     for reward in (Format(pattern="", correct=5.0), Length(min_tokens=3, inside=0.0, outside=5.0)):
-        assert reward.score(batch)["token_level_scores"].tolist() == [[5, 0, 0, 0], [0, 0, 0, 0]]
+        assert reward.score_tokens(batch)["token_level_scores"].tolist() == [[5, 0, 0, 0], [0, 0, 0, 0]]
 
 
 def test_a_format_is_a_pattern_of_the_whole_response():
     reward = Format(pattern="<think>.*</think>.+")
     responses = ["<think>a\nb</think>4", " <think></think>4\n", "<think>a</think>", "x<think>a</think>4", ""]
-    assert list(reward.score(batch_of(responses))["score"]) == [1, 1, 0, 0, 0]
+    assert list(reward.score_tokens(batch_of(responses))["score"]) == [1, 1, 0, 0, 0]
 
 
 def test_a_format_is_a_pattern_of_some_part_on_request():
     reward = Format(pattern=r"#### \d", whole=False, correct=0.5, wrong=-0.5)
-    assert list(reward.score(batch_of(["so #### 4.", "####"]))["score"]) == [0.5, -0.5]
+    assert list(reward.score_tokens(batch_of(["so #### 4.", "####"]))["score"]) == [0.5, -0.5]
 
 
 @pytest.fixture(scope="module")
@@ -110,14 +110,14 @@ WRONG = [
 
 def test_an_answer_counts_by_its_value_however_it_is_written(math):
     responses, answers = zip(*RIGHT, *WRONG, strict=True)
-    scored = math.score(batch_of(list(responses), answer=list(answers)))
+    scored = math.score_tokens(batch_of(list(responses), answer=list(answers)))
     assert list(scored["score"]) == [1.0] * len(RIGHT) + [-1.0] * len(WRONG)
     assert not any(scored["reward/failed"])
 
 
 @pytest.mark.parametrize("answer", [None, True, "", ["72"]])
 def test_an_answer_in_the_data_that_cannot_be_read_is_wrong_and_said(answer, math, caplog):
-    scored = math.score(batch_of(["72", "72"], answer=[answer, "72"]))
+    scored = math.score_tokens(batch_of(["72", "72"], answer=[answer, "72"]))
     assert list(scored["score"]) == [-1, 1]
     assert list(scored["reward/failed"]) == [1, 0]
     assert re.search(r"the answer in the data is .*: (expected|it cannot be parsed)", caplog.text)
@@ -126,7 +126,7 @@ def test_an_answer_in_the_data_that_cannot_be_read_is_wrong_and_said(answer, mat
 def test_a_response_that_takes_too_long_is_wrong():
     reward = MathAnswer(num_workers=1, timeout_s=1.0).build(BuildContext())
     try:
-        scored = reward.score(batch_of([r"\boxed{99999^{99999^{9}}}", "72"], answer=["98765^{98765^{9}}", "72"]))
+        scored = reward.score_tokens(batch_of([r"\boxed{99999^{99999^{9}}}", "72"], answer=["98765^{98765^{9}}", "72"]))
     finally:
         reward.close()
     assert list(scored["score"]) == [0, 1]
@@ -135,7 +135,7 @@ def test_a_response_that_takes_too_long_is_wrong():
 
 def test_an_absent_answer_column_is_named_with_those_present(math):
     with pytest.raises(RewardError, match=r"no column 'answer', which the reward needs\. Its columns: solution"):
-        math.score(batch_of(["1"], solution=["1"]))
+        math.score_tokens(batch_of(["1"], solution=["1"]))
 
 
 # Spellings of answers: those of a line are the same answer, those of two lines are not

@@ -43,7 +43,7 @@ def test_a_function_of_verl_gets_its_arguments(per_sample, columns, tmp_path):
     assert not list(missing_columns(described, columns, "rows"))
     reward = described.build(BuildContext())
     try:
-        scored = reward.score(batch_of(**columns))
+        scored = reward.score_tokens(batch_of(**columns))
     finally:
         reward.close()
     assert list(scored["score"]) == [2.0, 0.0]
@@ -56,7 +56,7 @@ def test_a_column_of_right_answers_is_asked_for_before_anything_loads(tmp_path):
     described = RewardFunction(path=f"{tmp_path}/score.py:compute_score")
     assert any("ground_truth" in fault for fault in missing_columns(described, {"label": ["2"]}, "rows"))
     with pytest.raises(RewardError, match="ground_truth"):
-        described.build(BuildContext()).score(batch_of())
+        described.build(BuildContext()).score_tokens(batch_of())
 
 
 def test_a_column_or_a_setting_that_a_function_of_others_does_not_know_is_named_before_it_is_called(tmp_path):
@@ -72,7 +72,7 @@ def test_a_function_of_trl_gets_texts_of_text_prompts(signature, tmp_path):
     (tmp_path / "score.py").write_text(f"def f({signature}):\n    return [float(len(c)) for c in completions]\n")
     reward = RewardFunction(path=f"{tmp_path}/score.py:f").build(BuildContext())
     try:
-        assert list(reward.score(batch_of(answer=["2", "4"]))["score"]) == [1.0, 1.0]
+        assert list(reward.score_tokens(batch_of(answer=["2", "4"]))["score"]) == [1.0, 1.0]
     finally:
         reward.close()
 
@@ -85,7 +85,7 @@ def test_a_function_of_trl_gets_messages_of_chats():
         ]
 
     batch = batch_of(prompt_messages=[CHAT, CHAT], answer=["2", "4"])
-    assert list(CallableReward(f).score(batch)["score"]) == [1.0, 0.0]
+    assert list(CallableReward(f).score_tokens(batch)["score"]) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(("result", "scores"), [("0.5", [0.5, 0.5]), ("None", [None, None])])
@@ -93,7 +93,7 @@ def test_a_function_of_a_batch_may_be_called_for_each_sample(result, scores, tmp
     (tmp_path / "score.py").write_text(f"def f(completions, **kwargs):\n    return [{result} for c in completions]\n")
     reward = RewardFunction(path=f"{tmp_path}/score.py:f", per_sample=True).build(BuildContext())
     try:
-        assert list(reward.score(batch_of())["score"]) == scores
+        assert list(reward.score_tokens(batch_of())["score"]) == scores
     finally:
         reward.close()
 
@@ -109,14 +109,14 @@ def test_a_function_of_verl_may_be_given_as_an_object(columns):
     described = reward_from_object(compute_score)
     assert not list(missing_columns(described, columns, "rows"))
     assert list(missing_columns(described, {"label": ["2"]}, "rows"))
-    assert list(described.build(BuildContext()).score(batch_of(**columns))["score"]) == [1.0, 0.0]
+    assert list(described.build(BuildContext()).score_tokens(batch_of(**columns))["score"]) == [1.0, 0.0]
 
 
 def test_functions_of_our_own_signature_with_such_columns_stay_as_they_are():
     def f(prompts, responses, completions):
         return [float(a == b) for a, b in zip(responses, completions)]
 
-    assert list(CallableReward(f).score(batch_of(completions=["2", "4"]))["score"]) == [1.0, 0.0]
+    assert list(CallableReward(f).score_tokens(batch_of(completions=["2", "4"]))["score"]) == [1.0, 0.0]
 
 
 RESULTS = [
@@ -130,7 +130,7 @@ RESULTS = [
 
 @pytest.mark.parametrize(("result", "scores", "others"), RESULTS)
 def test_results_may_be_none_or_carry_columns(result, scores, others):
-    scored = CallableReward(lambda prompts, responses: result).score(batch_of())
+    scored = CallableReward(lambda prompts, responses: result).score_tokens(batch_of())
     assert list(scored["score"]) == scores
     for name, values in others.items():
         assert [repr(x) for x in scored[name]] == [repr(x) for x in values]
@@ -142,7 +142,7 @@ def test_a_single_sample_may_have_no_reward(result, tmp_path):
     (tmp_path / "score.py").write_text(f"def f(prompt, response): return {result}")
     reward = RewardFunction(path=f"{tmp_path}/score.py:f", per_sample=True).build(BuildContext())
     try:
-        assert list(reward.score(batch_of())["score"]) == [None, None]
+        assert list(reward.score_tokens(batch_of())["score"]) == [None, None]
     finally:
         reward.close()
 
@@ -150,4 +150,4 @@ def test_a_single_sample_may_have_no_reward(result, tmp_path):
 @pytest.mark.parametrize("result", [{"acc": [1.0, 0.0]}, {"score": [1.0, 0.0], "mean": [1, 2]}, [{"acc": 1}, 2.0]])
 def test_mappings_without_a_score_and_columns_named_as_metrics_are_refused(result):
     with pytest.raises(RewardError):
-        CallableReward(lambda prompts, responses: result).score(batch_of())
+        CallableReward(lambda prompts, responses: result).score_tokens(batch_of())

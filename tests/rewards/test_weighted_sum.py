@@ -27,17 +27,17 @@ PARTS = {"correct": ExactMatch(), "overlong": Overlong(max_tokens=3, buffer_toke
 
 def test_the_score_is_the_weighted_sum_and_each_part_is_kept_before_its_weight(batch):
     reward = WeightedSum(parts=PARTS, weights={"correct": 2.0, "overlong": 0.5}).build(BuildContext())
-    scored = reward.score(batch)
+    scored = reward.score_tokens(batch)
     assert list(scored["score"]) == [2.0, -0.25, 1.5]
     assert list(scored["reward/correct"]) == [1, 0, 1]
     assert list(scored["reward/overlong"]) == [0, -0.5, -1]
     assert scored["token_level_scores"].tolist() == [[2, 0, 0], [0, -0.25, 0], [0, 0, 1.5]]
-    assert len(reward.score(batch[[]])) == 0
+    assert len(reward.score_tokens(batch[[]])) == 0
 
 
 def test_sums_may_hold_sums(batch):
     inner = WeightedSum(parts=PARTS, weights={"correct": 1.0, "overlong": 0.0})
-    scored = WeightedSum(parts={"rule": inner}, weights={"rule": 3.0}).build(BuildContext()).score(batch)
+    scored = WeightedSum(parts={"rule": inner}, weights={"rule": 3.0}).build(BuildContext()).score_tokens(batch)
     assert list(scored["score"]) == [3, 0, 3]
     assert {"reward/rule", "reward/rule_correct", "reward/rule_overlong"} < set(scored.non_tensor_batch)
 
@@ -47,7 +47,7 @@ def test_closing_a_sum_closes_its_parts_and_failures_carry_the_name_of_their_par
     path = f"{tmp_path / 'rule.py'}:score"
     part = RewardFunction(path=path, per_sample=True, num_workers=1, timeout_s=20.0, on_error="score")
     reward = WeightedSum(parts={"judge": part}, weights={"judge": 1.0}).build(BuildContext())
-    assert list(reward.score(batch)["reward/judge_failed"]) == [0, 1, 0]
+    assert list(reward.score_tokens(batch)["reward/judge_failed"]) == [0, 1, 0]
     pool = reward.parts["judge"].pool
     assert pool.workers
     reward.close()

@@ -15,7 +15,7 @@ from transformers import DynamicCache
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
-from verl.rollout.responses import ResponseSampler
+from verl.rollout.responses import ResponseGenerator
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),
@@ -70,7 +70,7 @@ def plain_log_probs(
 
 def generate(engine: Any, prompts: DataProto, request: GenerationRequest) -> DataProto:
     """Rows of responses by an engine."""
-    return ResponseSampler(engine, engine.options, 0).generate(prompts, request)
+    return ResponseGenerator(engine, engine.options, 0).generate(prompts, request)
 
 
 def by_row(rows: DataProto) -> dict[tuple[int, int], tuple[list[int], Tensor]]:

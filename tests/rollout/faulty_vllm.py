@@ -1,4 +1,4 @@
-"""vLLM engines with a fault that the process of the sampler plants."""
+"""vLLM engines with a fault that the rollout worker injects."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
 from verl.rollout.hf_rows import SlotRows
-from verl.rollout.responses import ResponseSampler
+from verl.rollout.responses import ResponseGenerator
 
 DIGITS = tuple(range(7, 17))
 TEXTS = ("1+2=", "34+5=", "what is 6*7? ", "9-", "a", "x" * 40)
@@ -28,7 +28,7 @@ def generate(model64, prompts):
         rollout = HFRollout(**{"max_new_tokens": 9, "stop_token_ids": DIGITS, **options})
         engine = rollout.attach(model, tokenizer, seed)
         engine.longest_compared, engine.keeps_slots = run.longest_compared, run.keeps_slots
-        sampler = ResponseSampler(engine, rollout, tokenizer.pad_token_id)
+        sampler = ResponseGenerator(engine, rollout, tokenizer.pad_token_id)
         return sampler.generate(batch or prompts(*TEXTS), request or GenerationRequest(3, 4))
 
     run.model, run.tokenizer, run.longest_compared, run.keeps_slots = model, tokenizer, 0, None
@@ -281,7 +281,7 @@ def test_slots_are_judged_by_all_logits_and_not_by_the_one_that_rounding_hits_ha
         return following
 
     monkeypatch.setattr(SlotRows, "read", rounded)
-    engine = start_actor(model32, autocast="bfloat16").sampler.engine
+    engine = start_actor(model32, autocast="bfloat16").generator.engine
     with engine.computing(), torch.no_grad():
         engine.paths(16)
     assert engine.keeps_slots is keeps_slots

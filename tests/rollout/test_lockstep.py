@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from verl.rollout.base import DrawnTurn, TurnEngine, TurnRequest
+from verl.rollout.base import TurnEngine, TurnRequest, TurnResult
 from verl.rollout.lockstep import in_lockstep
 
 TIMEOUT_S = 3.0  # of a collective operation
@@ -42,7 +42,7 @@ class MeetingTurns(TurnEngine):
         ended = [episode for episode, left in self.pending.items() if not left]
         self.log.append(f"ended {ended}")
         self.pending = {episode: left for episode, left in self.pending.items() if left}
-        return [DrawnTurn(episode, [1], [0.0], True) for episode in ended]
+        return [TurnResult(episode, [1], [0.0], True) for episode in ended]
 
 
 def turn(episode, tokens):

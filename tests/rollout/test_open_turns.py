@@ -13,7 +13,7 @@ from verl.rollout.hf import HFRollout
 @pytest.mark.parametrize("is_single", [False, True], ids=["episodes", "responses"])
 def test_a_sync_with_open_turns_is_refused_and_goes_through_once_they_are_closed(is_single, model64):
     actor = start_actor(model64)
-    turns = actor.sampler.engine.turns(TurnLimits(40, 0.1, is_single=is_single))
+    turns = actor.generator.engine.turns(TurnLimits(40, 0.1, is_single=is_single))
     turns.add(TurnRequest(0, [5, 6, 7], 0, 0, 0, 4))
     with pytest.raises(RolloutError, match="Weights cannot be changed while 1 turns"):
         actor.sync()
@@ -35,7 +35,7 @@ def test_no_key_of_former_weights_outlives_the_turns_it_was_kept_for(model64):
         with torch.no_grad():
             actor.model.get_input_embeddings().weight.mul_(scale)
         actor.sync()
-        turns = actor.sampler.engine.turns(TurnLimits(40, 0.1))
+        turns = actor.generator.engine.turns(TurnLimits(40, 0.1))
         turns.add(request)
         made = []
         while turns.num_pending:

@@ -429,7 +429,7 @@ def _command(pid: int) -> str:
 def test_the_kernel_limits_the_memory_of_all_processes_of_a_jail_together(monkeypatch):
     if isinstance(found := cgroup.JailGroups.find(), str):
         pytest.skip(found)
-    monkeypatch.setattr(jail, "LOOK_EVERY_S", 1000.0)  # so that nothing but the kernel limits it
+    monkeypatch.setattr(jail, "POLL_INTERVAL_S", 1000.0)  # so that nothing but the kernel limits it
     peaks, groups = [], []
     removed = cgroup.JailGroup.remove
 

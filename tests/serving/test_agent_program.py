@@ -138,8 +138,8 @@ def test_what_fails_never_becomes_a_reward_and_what_a_limit_cuts_is_named(run):
         rows = trainer.sampling.generate(trainer.train_data.collate(range(3)), GenerationRequest(1, 3))
         assert set(rows["prompt_ids"].tolist()) == {0, 2}
         assert rows["episode"][0]["left_out"] == 3
-        environment = trainer.actor_worker.sampler.options
-        trainer.actor_worker.sampler.options = replace(environment, on_infra="stop")
+        environment = trainer.actor_worker.generator.options
+        trainer.actor_worker.generator.options = replace(environment, on_infra="stop")
         with pytest.raises(RolloutError, match="the program is broken, at line .* in fail.*on_infra is stop"):
             trainer.sampling.generate(trainer.train_data.collate(range(3)), GenerationRequest(1, 3))
     with run("endless", "environment.max_turns=4") as trainer:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl.environments.tools import Tool
 from verl.errors import RolloutError
-from verl.rollout.base import DrawnTurn, TurnLimits, TurnQueue
+from verl.rollout.base import TurnLimits, TurnQueue, TurnResult
 from verl.rollout.hf import HFRollout
 from verl.serving import endpoint as endpoint_module
 from verl.serving.conversations import Session, merge_turns
@@ -59,7 +59,7 @@ class Dictated(TurnQueue):
     def __init__(self, tokenizer, texts, fails_at=None, waits_at=None):
         super().__init__()
         self.tokenizer, self.texts, self.fails_at, self.waits_at = tokenizer, list(texts), fails_at, waits_at
-        self.num_drawn, self.live, self.ended = 0, {}, set()
+        self.num_sampled, self.live, self.ended = 0, {}, set()
 
     @property
     def num_pending(self):
@@ -72,7 +72,7 @@ class Dictated(TurnQueue):
     def drawn(self, episode):
         ids, count = self.live[episode]
         log_probs = [-0.01 * (place + 1) for place in range(count)]
-        return DrawnTurn(episode, ids[:count], log_probs, ids[count - 1] == self.tokenizer.eos_token_id)
+        return TurnResult(episode, ids[:count], log_probs, ids[count - 1] == self.tokenizer.eos_token_id)
 
     def advance(self):
         for episode, turn in self.live.items():
@@ -80,8 +80,8 @@ class Dictated(TurnQueue):
                 threading.Event().wait(0.001)
                 continue
             turn[1] += 1
-            self.num_drawn += 1
-            if self.num_drawn == self.fails_at:
+            self.num_sampled += 1
+            if self.num_sampled == self.fails_at:
                 raise RolloutError("the engine has had it")
         ended = [self.drawn(episode) for episode, (ids, count) in self.live.items() if count == len(ids)]
         for turn in ended:
@@ -335,7 +335,7 @@ def test_generation_ends_soon_after_a_stop_text(model):
         assert chat.chat.completions.create(**options, stop="45").choices[0].message.content == "123"
         assert chat.chat.completions.create(**options).choices[0].message.content == "7"
         wait_until(lambda: not engine.live, 60)
-        assert (len(engine.ended), engine.num_drawn < 30) == (1, True)
+        assert (len(engine.ended), engine.num_sampled < 30) == (1, True)
 
 
 def test_choices_are_drawn_side_by_side_each_with_noise_of_its_own(model):

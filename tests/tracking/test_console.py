@@ -315,7 +315,7 @@ def test_of_a_chat_the_last_turn_and_the_response_share_the_line():
 
 @pytest.mark.parametrize(
     ("metric", "values", "expected"),
-    [("rollout/clipped_ratio", (0.1, 0.25), "clipped 0.25"), ("reward/unrated", (0.0, 3.0), "unrated 3")],
+    [("rollout/clipped_ratio", (0.1, 0.25), "clipped 0.25"), ("reward/unscored", (0.0, 3.0), "unscored 3")],
 )
 def test_cut_responses_above_a_tenth_and_responses_without_a_reward_have_a_column(metric, values, expected):
     console = screen(terminal=False)

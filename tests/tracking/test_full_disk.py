@@ -53,7 +53,7 @@ class FillingReward(RewardDescription, Reward):
     full_from: int
     free_from: int | None
 
-    def rate(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
+    def score(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
         counter = Path(self.disk).parent / "calls"
         calls = int(counter.read_text()) + 1 if counter.exists() else 1
         counter.write_text(str(calls))
@@ -61,7 +61,7 @@ class FillingReward(RewardDescription, Reward):
             fill(Path(self.disk))
         if calls == self.free_from:
             free(Path(self.disk))
-        return Arbitrary().rate(prompts, responses)
+        return Arbitrary().score(prompts, responses)
 
 
 def fit(model, disk: Path, full_from: int, free_from: int | None, **options):

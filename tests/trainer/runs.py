@@ -126,7 +126,7 @@ class Prompts(PromptSource):
 class Arbitrary(RewardDescription, Reward):
     """A score in [0, 1] that depends on every character of the response, so that no two are alike."""
 
-    def rate(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
+    def score(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
         return [sum(ord(c) * (i + 1) for i, c in enumerate(text)) % 17 / 16 for text in responses]
 
 
@@ -134,7 +134,7 @@ class Arbitrary(RewardDescription, Reward):
 class Echo(RewardDescription, Reward):
     """The share of a response that repeats the first character of its prompt."""
 
-    def rate(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
+    def score(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
         return [text.count(prompt[0]) / max(1, len(text)) for prompt, text in zip(prompts, responses, strict=True)]
 
 

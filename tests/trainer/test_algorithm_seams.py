@@ -29,8 +29,8 @@ class MixedFor(RewardDescription, Reward):
 
     lengths: tuple[int, ...]
 
-    def rate(self, prompts: list[str], responses: list[str], *, length: list[int], **columns: list) -> list[float]:
-        scores = Arbitrary().rate(prompts, responses)
+    def score(self, prompts: list[str], responses: list[str], *, length: list[int], **columns: list) -> list[float]:
+        scores = Arbitrary().score(prompts, responses)
         return [score if n in self.lengths else 1.0 for score, n in zip(scores, length, strict=True)]
 
 
@@ -46,7 +46,7 @@ def test_each_response_meets_the_greedy_one_to_its_own_prompt(model32, tmp_path)
         prompts = trainer.train_data.collate([4, 0, 2])
         rows = trainer.sampling.generate(prompts, GenerationRequest(1, 3))
         greedy = trainer.sampling.generate(prompts, GenerationRequest(1, 1, greedy=True))
-        expected = trainer.reward.score(greedy)["score"].astype(float).repeat(3)
+        expected = trainer.reward.score_tokens(greedy)["score"].astype(float).repeat(3)
         assert rows["greedy_scores"].tolist() == expected.tolist()
         assert len(set(expected)) == 3
         metrics = trainer.step(prompts, 2)

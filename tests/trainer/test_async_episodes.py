@@ -137,7 +137,7 @@ def test_episodes_go_on_across_updates_and_are_repeated_by_their_schedule(
 
     def noted(self, experience, step):
         rows = zip(experience["token_versions"], experience["response_mask"], strict=True)
-        versions = [set(row[is_drawn].tolist()) for row, is_drawn in rows]
+        versions = [set(row[is_sampled].tolist()) for row, is_sampled in rows]
         assert all(step - 3 <= min(found) for found in versions)
         mixed.append(sum(len(found) > 1 for found in versions))
         return update(self, experience, step)
@@ -167,7 +167,7 @@ def test_a_sampler_killed_inside_of_episodes_is_named_and_a_resume_goes_on_with_
         loop.step()
         loop.step()
         fatal.touch()
-        with pytest.raises(WorkerDied, match=r"sampler\.generate at step 4.*\n.*SIGKILL"):
+        with pytest.raises(WorkerDied, match=r"rollout\.generate at step 4.*\n.*SIGKILL"):
             loop.step()
     fatal.unlink()
     fit(playing(model32, tmp_path, 1, games, resume="latest"), tmp_path / "run")
@@ -218,7 +218,7 @@ def test_roles_anywhere_train_what_one_process_with_a_sampler_does(where, local,
         "ray, two workers": {"placement": placed(), **two},
         "fsdp": two,
         "tp": two | {"sharding": TP(timeout_s=60.0)},
-        "mesh": {"placement": DeviceMesh(devices=("cpu:0",), sub_meshes={"sampler": ("cpu:1",)})},
+        "mesh": {"placement": DeviceMesh(devices=("cpu:0",), sub_meshes={"rollout": ("cpu:1",)})},
     }
     with playing(model64, tmp_path, **options[where]).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         pids = trainer.rollout_workers.pids
@@ -236,14 +236,14 @@ def test_a_sampler_killed_in_ray_is_named_and_the_run_restarts_and_ends_the_same
 
     def submit_and_kill(group, role, method, args):
         future = submit(group, role, method, args)
-        if role == "sampler" and method == "generate" and group.step == 4 and not killed:
+        if role == "rollout" and method == "generate" and group.step == 4 and not killed:
             killed.extend(group.pids)
             os.kill(killed[0], signal.SIGKILL)
         return future
 
     monkeypatch.setattr(RayWorkerGroup, "submit", submit_and_kill)
     result = fit(playing(model64, tmp_path, placement=placed(max_restarts=1)), tmp_path / "run")
-    assert [*result.restarts] == ["the sampler failed in sampler.generate at step 4"]
+    assert [*result.restarts] == ["the rollout worker failed in rollout.generate at step 4"]
     same_training(compared(tmp_path), local)
 
 

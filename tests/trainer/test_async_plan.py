@@ -120,8 +120,8 @@ def test_the_devices_of_a_sampler_apart_are_divided_with_those_that_train_and_th
     mesh = ["trainer=mesh", "sharding=ddp", "trainer.placement.devices=[cuda:0,cuda:1,cuda:2,cuda:3,cuda:4,cuda:5]"]
     arguments = ["plan", *GRPO, *ASYNC_2, "--async", "--lengths", "5,20", "--json"]
     runs = {
-        "placed": [*mesh, "+trainer.placement.sub_meshes={sampler:[cuda:6,cuda:7]}"],
-        "within": [mesh[0], mesh[1], EIGHT, "+trainer.placement.sub_meshes={sampler:[cuda:6,cuda:7]}"],
+        "placed": [*mesh, "+trainer.placement.sub_meshes={rollout:[cuda:6,cuda:7]}"],
+        "within": [mesh[0], mesh[1], EIGHT, "+trainer.placement.sub_meshes={rollout:[cuda:6,cuda:7]}"],
         "free": ["sharding=ddp", "trainer.n_gpus_per_node=8", "trainer.device=cpu"],
     }
     planned = {}
@@ -148,16 +148,16 @@ def test_the_command_prints_a_table_and_numbers():
     planned = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
     assert [setting["max_staleness"] for setting in planned["async"]["settings"]] == [None, 0, 1, 2, 4]
     assert planned["async"]["best"] in planned["async"]["settings"]
-    (sampler,) = (phase["parts"] for phase in planned["phases"] if phase["roles"] == ["sampler"])
+    (sampler,) = (phase["parts"] for phase in planned["phases"] if phase["roles"] == ["rollout"])
     actor = next(phase["parts"] for phase in planned["phases"] if phase["name"] == "rest")
     assert sampler["weights"] == actor["actor weights"]  # the copy is in a row of its own, with its cache
     assert sampler["keys and values"] > 0
-    assert actor["weights for the sampler"] == 3 * actor["actor weights"]
+    assert actor["weights for rollout workers"] == 3 * actor["actor weights"]
     assert actor["copy for the writer"] == 3 * actor["actor weights"]  # of its moments too; the sampler saves nothing
     mesh = [
         "trainer=mesh",
         "trainer.placement.devices=[cuda:0]",
-        "+trainer.placement.sub_meshes={sampler:[cuda:1,cuda:2]}",
+        "+trainer.placement.sub_meshes={rollout:[cuda:1,cuda:2]}",
     ]
     for device in ("cpu", "h100"):
         text = CliRunner().invoke(app, ["plan", *GRPO, *ASYNC_2, *mesh, "--device", device]).output

@@ -54,12 +54,12 @@ class CountedReward(Reward):
     """The reward that `Counted` builds."""
 
     call_timeout_s = None
-    rates_ahead = rates_groups = True
+    scores_ahead = scores_groups = True
 
     def __init__(self, described: Counted):
         self.described, self.is_frozen = described, False
 
-    def rate_batch(self, batch: DataProto) -> RewardResult:
+    def score_batch(self, batch: DataProto) -> RewardResult:
         prompts, responses, _ = texts_of(batch)
         if not self.is_frozen:
             CALLS.append((threading.current_thread().name, prompts))
@@ -93,7 +93,7 @@ SUM = RewardNormalization(reward=WeightedSum(parts=PARTS, weights={"plain": 0.5,
 
 
 @pytest.mark.parametrize(
-    ("reward", "weight_update", "rates_groups"),
+    ("reward", "weight_update", "scores_groups"),
     [
         pytest.param(Counted(), "drain", False, marks=pytest.mark.exhaustive),
         (SUM, "drain", True),
@@ -102,18 +102,18 @@ SUM = RewardNormalization(reward=WeightedSum(parts=PARTS, weights={"plain": 0.5,
     ],
 )
 def test_metrics_statistics_and_checkpoints_are_those_of_a_run_that_rates_in_turn(
-    reward, weight_update, rates_groups, model32, tmp_path, monkeypatch
+    reward, weight_update, scores_groups, model32, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(CountedReward, "rates_groups", rates_groups)
+    monkeypatch.setattr(CountedReward, "scores_groups", scores_groups)
     threads: dict[bool, set[str]] = {}
     options: dict[str, Any] = {"rollout": engine_of(weight_update)}
-    for rates_ahead in (False, True):
+    for scores_ahead in (False, True):
         CALLS.clear()
-        monkeypatch.setattr(CountedReward, "rates_ahead", rates_ahead)
-        fit(ahead(model32, tmp_path / str(rates_ahead), reward, **options), tmp_path / str(rates_ahead) / "run")
+        monkeypatch.setattr(CountedReward, "scores_ahead", scores_ahead)
+        fit(ahead(model32, tmp_path / str(scores_ahead), reward, **options), tmp_path / str(scores_ahead) / "run")
         if weight_update == "in_flight":
             options["replay_schedule"] = str(tmp_path / "False/run")
-        threads[rates_ahead] = {thread for thread, _ in CALLS}
+        threads[scores_ahead] = {thread for thread, _ in CALLS}
     assert threads[False] == {"MainThread"}
     assert "async rewards" in threads[True]
     same_training(saved(tmp_path / "True"), saved(tmp_path / "False"))
@@ -140,9 +140,9 @@ def test_a_resumed_run_rates_no_group_again_that_was_rated_before_the_save_and_g
         options["replay_schedule"] = str(tmp_path / "whole/run")
     resume = tmp_path / "whole/checkpoints/global_step_2"
     saved_groups = {
-        (rating["step"], group)
-        for rating in json.loads((resume / "scheduler/state.json").read_text())["async_rewards"]["ratings"]
-        for group, _ in rating["digests"]
+        (result["step"], group)
+        for result in json.loads((resume / "scheduler/state.json").read_text())["async_rewards"]["ratings"]
+        for group, _ in result["digests"]
     }
     assert saved_groups
     CALLS.clear()
@@ -157,11 +157,11 @@ def test_a_resumed_run_rates_no_group_again_that_was_rated_before_the_save_and_g
 class WaitingReward(CountedReward):
     """Says which prompts it has rated by files, which `WaitingGames` wait for."""
 
-    def rate_batch(self, batch: DataProto) -> RewardResult:
-        rating = super().rate_batch(batch)
+    def score_batch(self, batch: DataProto) -> RewardResult:
+        result = super().score_batch(batch)
         for length in batch.non_tensor_batch["length"]:
             Path(self.described.fails_on[0], f"rated_{length}").touch()
-        return rating
+        return result
 
 
 @component
@@ -241,11 +241,11 @@ def test_groups_in_any_order_with_saves_between_are_rated_as_a_batch_at_once(rew
                     rewards = fed(in_parts, stats)
                     rewards.load_state_dict(state)
                     rewards.expect(step, prompts, lambda rows: rows)
-            rating = rewards.result_of(step, batch)
+            result = rewards.result_of(step, batch)
             counted = rewards.take_counts()
             assert sum(counted.values()) == 2 * len(batch)
-            scored = in_parts.score(batch, in_parts.apply(rating, batch))
-            expected = at_once.score(batch)
+            scored = in_parts.score_tokens(batch, in_parts.apply(result, batch))
+            expected = at_once.score_tokens(batch)
             assert scored["token_level_scores"].equal(expected["token_level_scores"])
             assert scored.non_tensor_batch.keys() == expected.non_tensor_batch.keys()
             for name, column in expected.non_tensor_batch.items():
@@ -292,12 +292,12 @@ def test_ratings_of_other_responses_or_of_another_reward_are_not_used():
 
 def test_a_reward_that_fails_ahead_ends_the_run_at_its_step_with_the_same_words(model32, tmp_path, monkeypatch):
     CALLS.clear()
-    monkeypatch.setattr(CountedReward, "rates_ahead", False)
+    monkeypatch.setattr(CountedReward, "scores_ahead", False)
     fit(ahead(model32, tmp_path / "sound", Counted()), tmp_path / "sound/run")
     errors, prompts = [], tuple(CALLS[2][1][2:3])  # the second group of step 3
-    for rates_ahead in (False, True):
-        directory = tmp_path / str(rates_ahead)
-        monkeypatch.setattr(CountedReward, "rates_ahead", rates_ahead)
+    for scores_ahead in (False, True):
+        directory = tmp_path / str(scores_ahead)
+        monkeypatch.setattr(CountedReward, "scores_ahead", scores_ahead)
         reward = Counted(fails_on=prompts)
         with pytest.raises(ValueError, match="planted") as error:
             fit(ahead(model32, directory, reward), directory / "run")
@@ -321,7 +321,7 @@ def test_a_reward_that_is_replaced_rates_what_was_begun_before_anew(model32, tmp
 class SlowReward(Reward):
     """A reward whose first rating lasts until `goes_on`."""
 
-    rates_ahead = rates_groups = True
+    scores_ahead = scores_groups = True
 
     def __init__(self) -> None:
         self.is_begun, self.goes_on, self.num_calls = threading.Event(), threading.Event(), 0

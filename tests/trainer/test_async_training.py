@@ -215,7 +215,7 @@ def test_a_sampler_that_dies_or_hangs_ends_the_run_by_name_and_says_what_to_do(
         steps = iter(loop.step, None)
         with pytest.raises(kind) as error:
             list(itertools.islice(steps, 3))  # one batch may be there already
-    assert str(error.value).startswith("the sampler failed in ")
+    assert str(error.value).startswith("the rollout worker failed in ")
     assert words in str(error.value)
     assert "Go on with resume=DIRECTORY" in str(error.value)
 
@@ -283,7 +283,7 @@ def test_a_replayed_run_and_one_that_is_resumed_in_the_middle_of_responses_have_
 
     def noted(self, experience, step):
         mask, versions = experience["response_mask"], experience["token_versions"]
-        trained_on.append([sorted(set(row[is_drawn].tolist())) for row, is_drawn in zip(versions, mask, strict=True)])
+        trained_on.append([sorted(set(row[real].tolist())) for row, real in zip(versions, mask, strict=True)])
         return update(self, experience, step)
 
     monkeypatch.setattr(PPOTrainer, "update", noted)
@@ -341,7 +341,7 @@ def test_a_sampler_in_flight_anywhere_gives_the_bits_of_one_beside_the_driver(
 ):
     if where.startswith("ray"):
         request.getfixturevalue("ray_here")
-    mesh = DeviceMesh(devices=("cpu:0",), sub_meshes={"sampler": ("cpu:1",)})
+    mesh = DeviceMesh(devices=("cpu:0",), sub_meshes={"rollout": ("cpu:1",)})
     options: dict[str, Any] = {"placement": mesh if where == "mesh" else placed(max_restarts=int("restarted" in where))}
     if "restarted" in where:
         kill_sampler_once(monkeypatch, step=4)
@@ -359,12 +359,12 @@ def test_a_sampler_in_flight_anywhere_gives_the_bits_of_one_beside_the_driver(
 
 
 def kill_sampler_once(monkeypatch, step):
-    """Kill the sampler in Ray when responses of a step are awaited."""
+    """Kill the rollout worker in Ray when responses of a step are awaited."""
     submit, killed = RayWorkerGroup.submit, []
 
     def submit_and_kill(group, role, method, args):
         future = submit(group, role, method, args)
-        if (role, method, args) == ("sampler", "finish_batch", (step,)) and not killed:
+        if (role, method, args) == ("rollout", "finish_batch", (step,)) and not killed:
             killed.extend(group.pids)
             os.kill(killed[0], signal.SIGKILL)
         return future

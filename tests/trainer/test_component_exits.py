@@ -40,7 +40,7 @@ def stop(how: str) -> Any:
 class ExitingReward(RewardDescription, Reward):
     how: str = "sys.exit"
 
-    def rate(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
+    def score(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
         return stop(self.how)
 
 
@@ -192,4 +192,4 @@ def test_an_exit_of_a_reward_function_names_the_sample(how, said, tmp_path):
     )
     reward = RewardFunction(path=f"{tmp_path}/c.py:rate").build(BuildContext())
     with pytest.raises(RewardError, match=said), component_exits():
-        reward.score(batch)
+        reward.score_tokens(batch)

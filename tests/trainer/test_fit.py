@@ -54,7 +54,7 @@ def test_a_run_evaluates_before_during_and_after_and_says_what_it_did(model32, t
     for step, metrics in result.evaluations.items():
         rows = read_lines(tmp_path / "evals" / f"step_{step}.jsonl")
         assert [(row["kind"], row["prompt_id"], row["sample_id"]) for row in rows] == [
-            ("greedy", rows[0]["prompt_id"], 0), *(("drawn", rows[0]["prompt_id"], sample) for sample in range(3))
+            ("greedy", rows[0]["prompt_id"], 0), *(("sampled", rows[0]["prompt_id"], sample) for sample in range(3))
         ]  # fmt: skip
         assert rows[0]["score"] == metrics["eval/score"]
         assert rows[0]["tokens"] == metrics["eval/response_length_tokens"]

@@ -37,8 +37,8 @@ class Sometimes(RewardDescription, Reward):
 
     every: int = 2
 
-    def rate(self, prompts, responses, **columns):
-        scores = Arbitrary().rate(prompts, responses)
+    def score(self, prompts, responses, **columns):
+        scores = Arbitrary().score(prompts, responses)
         return [None if sum(map(ord, y)) % self.every == 0 else x for x, y in zip(scores, responses, strict=True)]
 
 
@@ -61,9 +61,9 @@ def trained(tmp_path, run):
 def test_a_response_without_a_reward_enters_no_baseline_and_no_loss(estimator, model32, tmp_path):
     run = ppo_run(model32, algorithm(estimator), reward=Sometimes(), total_steps=2, **SIZES)
     lines, seen = trained(tmp_path, run)
-    assert 0 < sum(line["reward/unrated"] for line in lines) < 24
+    assert 0 < sum(line["reward/unscored"] for line in lines) < 24
     for line, rows in zip(lines, seen, strict=True):
-        assert line["perf/samples"] == len(rows) == 12 - line["reward/unrated"]
+        assert line["perf/samples"] == len(rows) == 12 - line["reward/unscored"]
         assert all(math.isfinite(x) for x in line.values() if isinstance(x, float))
         assert None not in rows["score"]
         if isinstance(estimator, GRPO):
@@ -87,8 +87,8 @@ def test_a_step_in_which_no_response_has_a_reward_says_so_and_updates_nothing(
         trainer.fit()
     assert sum("12 responses" in message for message in messages) == 2
     assert not step_lines(tmp_path / "run")
-    lines = [line for line in read_lines(tmp_path / "run/metrics.jsonl") if "reward/unrated" in line]
-    assert [(line["perf/samples"], line["reward/unrated"]) for line in lines] == [(0.0, 12.0)] * 2
+    lines = [line for line in read_lines(tmp_path / "run/metrics.jsonl") if "reward/unscored" in line]
+    assert [(line["perf/samples"], line["reward/unscored"]) for line in lines] == [(0.0, 12.0)] * 2
     mine, before = weights(tmp_path / "run/actor"), weights(Path(model32.path))
     assert mine
     assert all(x.equal(before[name]) for name, x in mine.items())
@@ -98,9 +98,9 @@ def test_an_evaluation_counts_responses_without_a_reward_and_leaves_them_out(mod
     data = Prompts(eval=tuple(f"{i}+{i}=" for i in range(8)))
     run = ppo_run(model32, algorithm(GRPO()), reward=Sometimes(), total_steps=1, data=data, **SIZES)
     evaluated = list(fit(run, tmp_path).evaluations.values())[-1]
-    assert 0 < evaluated["eval/unrated"] < 8
+    assert 0 < evaluated["eval/unscored"] < 8
     rows = read_lines(tmp_path / "evals/step_1.jsonl")
-    assert len(pass_rates(rows, "greedy")) == 8 - evaluated["eval/unrated"]
+    assert len(pass_rates(rows, "greedy")) == 8 - evaluated["eval/unscored"]
     assert all(math.isfinite(x) for x in evaluated.values())
 
 
@@ -111,7 +111,7 @@ def test_asynchronous_training_leaves_them_out_too(every, staleness, model32, tm
     sizes = SIZES | {"mode": "async", "max_staleness": staleness}
     run = ppo_run(model32, described, reward=Sometimes(every=every), total_steps=3, **sizes)
     lines, seen = trained(tmp_path, run)
-    assert [line["perf/samples"] + line.get("reward/unrated", 0) for line in lines] == [12.0] * 3
+    assert [line["perf/samples"] + line.get("reward/unscored", 0) for line in lines] == [12.0] * 3
     assert len(seen) == (0 if every == 1 else 3)
 
 
@@ -122,7 +122,7 @@ def test_dynamic_sampling_selects_among_the_rated(model32, tmp_path):
             model32, algorithm(GRPO(), selection=selection), reward=Sometimes(every=every), total_steps=2, **SIZES
         )
         lines, seen = trained(tmp_path / str(every), run)
-        assert all(line["reward/unrated"] > 0 for line in lines)
+        assert all(line["reward/unscored"] > 0 for line in lines)
         assert all(None not in rows["score"] for rows in seen)
         assert all(math.isfinite(x) for line in lines for x in line.values() if isinstance(x, float))
 
@@ -132,7 +132,7 @@ def test_a_sum_counts_only_the_parts_that_have_a_reward_and_normalisation_reads_
     run = ppo_run(model32, algorithm(GRPO()), reward=RewardNormalization(reward=both), total_steps=2, **SIZES)
     lines, seen = trained(tmp_path, run)
     for line, rows in zip(lines, seen, strict=True):
-        assert line["perf/samples"] == len(rows) == 12 - line.get("reward/unrated", 0)
+        assert line["perf/samples"] == len(rows) == 12 - line.get("reward/unscored", 0)
         assert math.isfinite(line["reward/mean"])
         assert math.isfinite(line["reward/a"])
     raw = [x for rows in seen for x in rows["reward/raw"]]
@@ -154,7 +154,7 @@ class FirstOnes(RewardDescription, Reward):
 
     rated_rows: int = 1
 
-    def rate(self, prompts, responses, **columns):
+    def score(self, prompts, responses, **columns):
         return [float(i) if i < self.rated_rows else None for i in range(len(responses))]
 
 
@@ -169,7 +169,7 @@ def test_two_processes_train_on_any_number_of_rated_responses(rated_rows, mode, 
     lines, _ = trained(
         tmp_path, ppo_run(model64, described, reward=FirstOnes(rated_rows=rated_rows), total_steps=2, **sizes)
     )
-    assert [(line["perf/samples"], line["reward/unrated"]) for line in lines] == [(rated_rows, 12 - rated_rows)] * 2
+    assert [(line["perf/samples"], line["reward/unscored"]) for line in lines] == [(rated_rows, 12 - rated_rows)] * 2
     assert all(math.isfinite(x) for line in lines for x in line.values() if isinstance(x, float))
 
 
@@ -179,7 +179,7 @@ def test_episodes_without_a_reward_are_left_out(mode, model32, tmp_path):
     for every in (1, 2):
         run = dataclasses.replace(playing(model32, tmp_path, mode=mode), reward=Sometimes(every=every))
         lines, seen = trained(tmp_path / str(every), run)
-        assert [line["perf/samples"] + line["reward/unrated"] for line in lines] == [6.0] * 4
+        assert [line["perf/samples"] + line["reward/unscored"] for line in lines] == [6.0] * 4
         assert len(seen) == sum(line["perf/samples"] > 0 for line in lines)
         assert all(math.isfinite(x) for line in lines for x in line.values() if isinstance(x, float))
 

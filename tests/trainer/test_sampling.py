@@ -50,7 +50,7 @@ class Answer(Future):
 
 
 class FakeSampler:
-    """A group with the role `sampler`, which does its calls one by one."""
+    """A group with the role `rollout`, which does its calls one by one."""
 
     world_size, shares_memory = 1, False
 
@@ -77,7 +77,7 @@ class FakeSampler:
 
 
 class FakeStepSampler(FakeSampler):
-    """A process of the role `sampler` in flight: each piece of work is one call, or one step of rows of 1 to 6 tokens.
+    """A process of the role `rollout` in flight: each piece of work is one call, or one step of rows of 1 to 6 tokens.
 
     It begins no more rows than three, in their order.
     """
@@ -209,7 +209,7 @@ class Schedule:
     staleness: int
     prompts_per_step: int
     num_steps: int
-    has_sampler: bool
+    has_rollout_worker: bool
     skipped: frozenset[int]
     in_flight: bool = False
     num_engines: int = 1
@@ -222,7 +222,7 @@ class Schedule:
         """Begin, or go on from what `save` gave, with new engines."""
         self.actor = FakeActor()
         samplers = FakeStepSamplers(self.num_engines) if self.in_flight else FakeSampler()
-        self.group: Any = samplers if self.has_sampler else None
+        self.group: Any = samplers if self.has_rollout_worker else None
         self.sampler = DataSampler(7, self.prompts_per_step, seed=3)
         self.pipeline: Any = RolloutQueue(self.actor, self.staleness, self.group, in_flight=self.in_flight)
         settings, rollout = SimpleNamespace(group_size=2), SimpleNamespace(can_offload=False)
@@ -260,7 +260,7 @@ class Schedule:
         assert self.in_flight or drawn_by == {version}
         self.trained.append((batch["prompt_ids"].tolist(), version, self.actor.version))
         if not self.in_flight and (
-            self.staleness or self.has_sampler
+            self.staleness or self.has_rollout_worker
         ):  # an update a step, so that versions count syncs
             assert self.pipeline._metrics[f"async/lag_{self.actor.version - version}_share"] == 1
         if step in self.skipped:
@@ -316,9 +316,9 @@ def test_any_schedule_in_flight_trains_on_each_ticket_once_in_order_and_within_t
 
 def random_schedule(seed: int) -> tuple[Schedule, random.Random]:
     chance = random.Random(seed)
-    has_sampler, num_steps = chance.random() < 0.7, chance.randint(1, 6)
+    has_rollout_worker, num_steps = chance.random() < 0.7, chance.randint(1, 6)
     skipped = frozenset(step for step in range(1, num_steps + 1) if chance.random() < 0.1)
-    return Schedule(chance.randint(0, 4), chance.randint(1, 3), num_steps, has_sampler, skipped), chance
+    return Schedule(chance.randint(0, 4), chance.randint(1, 3), num_steps, has_rollout_worker, skipped), chance
 
 
 @pytest.mark.parametrize("schedules", [500, pytest.param(10_000, marks=pytest.mark.exhaustive)])
@@ -344,21 +344,21 @@ def test_any_schedule_with_saves_and_kills_trains_on_each_ticket_once_in_order_a
     assert killed > schedules / 3
 
 
-@pytest.mark.parametrize("has_sampler", [True, False])
-def test_the_lag_of_each_token_is_counted_in_syncs(has_sampler):
-    schedule, chance = Schedule(2, 1, 6, has_sampler, frozenset()), random.Random(0)
+@pytest.mark.parametrize("has_rollout_worker", [True, False])
+def test_the_lag_of_each_token_is_counted_in_syncs(has_rollout_worker):
+    schedule, chance = Schedule(2, 1, 6, has_rollout_worker, frozenset()), random.Random(0)
     lags = []
     for _ in range(6):
         metrics = schedule.step(chance)
         lags.append([metrics[f"async/lag_{lag}_share"] for lag in range(3)])
         assert metrics["async/oldest_group_s"] >= 0
         assert metrics["async/wait_s"] >= 0
-        assert ("sync/bytes" in metrics) == has_sampler
+        assert ("sync/bytes" in metrics) == has_rollout_worker
     assert lags == [[1, 0, 0], [0, 1, 0], *[[0, 0, 1]] * 4]
 
 
 def test_a_synchronous_run_has_no_such_metrics():
-    schedule, chance = Schedule(0, 1, 2, has_sampler=False, skipped=frozenset()), random.Random(0)
+    schedule, chance = Schedule(0, 1, 2, has_rollout_worker=False, skipped=frozenset()), random.Random(0)
     assert [schedule.step(chance) for _ in range(2)] == [{}, {}]
 
 
@@ -395,9 +395,9 @@ def test_steps_without_an_update_give_their_place_back():
     assert {version for _, version, _ in schedule.trained} == {0}
 
 
-@pytest.mark.parametrize("has_sampler", [True, False])
-def test_a_resume_at_a_late_version_begins_no_more_than_the_bound_admits(has_sampler):
-    schedule = Schedule(2 if has_sampler else 1, 2, 99, has_sampler, frozenset())
+@pytest.mark.parametrize("has_rollout_worker", [True, False])
+def test_a_resume_at_a_late_version_begins_no_more_than_the_bound_admits(has_rollout_worker):
+    schedule = Schedule(2 if has_rollout_worker else 1, 2, 99, has_rollout_worker, frozenset())
     schedule.start(([([], 0, 0)] * 50, 50, DataSampler(7, 2, seed=3).state_dict(), {}))  # of a synchronous run
     for _ in range(4):
         schedule.step(Paced(0))  # asserts what was begun, and the age of what is trained on
@@ -447,7 +447,7 @@ def test_a_sampler_that_fails_is_named_and_what_it_had_drawn_before_is_trained_o
     schedule = Schedule(2, 2, 9, True, frozenset())
     schedule.step(Paced(99))
     schedule.group.submit = lambda *_: done_with(WorkerDied(0, "idle", 1, "the process ended with signal SIGKILL"))
-    with pytest.raises(WorkerDied, match=r"^the sampler failed in idle at step 1:\n(.|\n)*SIGKILL(.|\n)*resume="):
+    with pytest.raises(WorkerDied, match=r"^the rollout worker failed in idle at step 1:[\s\S]*SIGKILL[\s\S]*resume="):
         schedule.run(Paced(0))
     assert len(schedule.trained) == 2
 

@@ -17,7 +17,7 @@ from verl.compose.validate import validate
 from verl.monitoring.config import WATCHED, Monitoring
 
 GRPO = ["algorithm=grpo", "trainer.group_size=4"]
-TWO_SAMPLERS = ["trainer=ray", "+trainer.placement.workers={sampler:2}"]
+TWO_SAMPLERS = ["trainer=ray", "+trainer.placement.workers={rollout:2}"]
 ASYNC = [*GRPO, "trainer.mode=async", "algorithm.proximal=behaviour"]
 
 
@@ -44,7 +44,7 @@ ASYNC = [*GRPO, "trainer.mode=async", "algorithm.proximal=behaviour"]
         ([*ASYNC, *TWO_SAMPLERS], []),
         (
             TWO_SAMPLERS,
-            ["trainer.placement.workers.sampler (the actor's processes generate: there is no role sampler)"],
+            ["trainer.placement.workers.rollout (the actor's processes generate: there is no role rollout)"],
         ),
         (
             ["trainer.total_steps=3", "actor.optimizer.warmup_updates=5000"],

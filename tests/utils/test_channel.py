@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from verl.utils.child_process.channel import LOOK_EVERY_S, Channel, ChannelClosed
+from verl.utils.child_process.channel import POLL_S, Channel, ChannelClosed
 
 
 @pytest.fixture
@@ -73,6 +73,6 @@ def test_the_end_of_the_other_process_is_noticed_though_somebody_holds_its_socke
     Channel(right, lambda: True).send("its last words")
     assert channel.receive() == "its last words"
     with pytest.raises(ChannelClosed, match="gone"):
-        channel.receive(timeout_s=10 * LOOK_EVERY_S)
+        channel.receive(timeout_s=10 * POLL_S)
     channel.close()
     right.close()

@@ -131,7 +131,7 @@ def test_gradients_are_gone_before_the_rollout_engine_takes_its_memory(model64, 
     actor = start_actor(model64)
     actor.update(experience(actor, prompts()))
     assert gradients(actor.model)
-    kept, sync = [], actor.sampler.sync
-    monkeypatch.setattr(actor.sampler, "sync", lambda: kept.append(gradients(actor.model)) or sync())
+    kept, sync = [], actor.generator.sync
+    monkeypatch.setattr(actor.generator, "sync", lambda: kept.append(gradients(actor.model)) or sync())
     actor.sync()
     assert kept == [{}]

@@ -89,12 +89,12 @@ class Engine:
         options: dict[str, Any] = {"weight_update": "in_flight", "kv_cache": kv_cache, "max_rows": 6}
         source = TinyModel(context_length=128, dtype="float64", hidden_size=32, intermediate_size=64)
         model = source.load_causal_lm("cpu"), source.load_tokenizer()
-        self.sampler = engine_of(games, 10, model=model, stop_token_ids=STOPS, **options)
+        self.generator = engine_of(games, 10, model=model, stop_token_ids=STOPS, **options)
         self.model, self.tokenizer = model
-        self.sampler._context = replace(self.sampler._context, journal_dir=journal_dir)
+        self.generator._context = replace(self.generator._context, journal_dir=journal_dir)
         self.first = {name: x.clone() for name, x in self.model.state_dict().items()}
         schedule = AtSteps({"setting": 1}, None if file is None else ScheduleFile(file), events)
-        self.loop = StepLoop(self.sampler, 100, schedule)
+        self.loop = StepLoop(self.generator, 100, schedule)
 
     def load(self, version: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -134,7 +134,7 @@ class Engine:
 
     def close(self) -> None:
         self.loop.close()
-        self.sampler.close()
+        self.generator.close()
 
     def gap(self, rows: Any, version: int) -> float:
         """Largest distance of log-probs of a version's tokens from those of a plain forward pass with its weights."""

@@ -1,4 +1,4 @@
-"""The role `sampler`: the digests that it gives are of the tensors that it was sent, whatever turns compute in."""
+"""The role `rollout`: the digests that it gives are of the tensors that it was sent, whatever turns compute in."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def sampler_of(model, tokens=40, **options) -> tuple[RolloutWorker, dict[str, to
     rollout = HFRollout(max_new_tokens=tokens, min_new_tokens=tokens, weight_update="in_flight", kv_cache="keep")
     actor = start_actor(model, rollout, **options)
     sent = {name: x.clone() for name, x in actor.rollout_weights()[1].items()}
-    return RolloutWorker(actor.model, actor.sampler, StepLoop(actor.sampler, 80, Schedule({}))), sent
+    return RolloutWorker(actor.model, actor.generator, StepLoop(actor.generator, 80, Schedule({}))), sent
 
 
 CASES: dict[str, Any] = {"float32": {}, "autocast": {"autocast": "bfloat16"}}

@@ -41,7 +41,7 @@ class Engine:
         self.scale = scale
         self.first = {name: x.clone() for name, x in self.actor.model.state_dict().items()}
         schedule = Schedule({"setting": 1}, None if file is None else ScheduleFile(file), events)
-        self.loop = StepLoop(self.actor.sampler, 40, schedule)
+        self.loop = StepLoop(self.actor.generator, 40, schedule)
 
     def load(self, version: int) -> None:
         generator = torch.Generator().manual_seed(0)

@@ -140,5 +140,5 @@ def _kl(first: Tensor, second: Tensor) -> Tensor:
 
 def _with_bucket(log_probs: Tensor) -> Tensor:
     """[n K+1]: with the logarithm of what is left of 1, at least the rounding of the type."""
-    rest = 1 - log_probs.exp().sum(dim=-1, keepdim=True)
-    return torch.cat([log_probs, rest.clamp(min=torch.finfo(log_probs.dtype).eps).log()], dim=-1)
+    probability_left = 1 - log_probs.exp().sum(dim=-1, keepdim=True)
+    return torch.cat([log_probs, probability_left.clamp(min=torch.finfo(log_probs.dtype).eps).log()], dim=-1)

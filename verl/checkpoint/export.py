@@ -162,9 +162,9 @@ class _Sink:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        rest = view
-        while rest:
-            rest = rest[self._disk.write(self._handle, rest) :]
+        remaining = view
+        while remaining:
+            remaining = remaining[self._disk.write(self._handle, remaining) :]
         return len(view)
 
     def flush(self) -> None:

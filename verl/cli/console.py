@@ -101,9 +101,9 @@ def size(num_bytes: int) -> str:
 
 def duration(seconds: float) -> str:
     """Seconds in the two largest units."""
-    rest, parts = int(seconds), []
+    remaining, parts = int(seconds), []
     for unit in ("d", "h", "m", "s"):
-        count, rest = divmod(rest, _UNITS_S[unit])
+        count, remaining = divmod(remaining, _UNITS_S[unit])
         if count or (unit == "s" and not parts):
             parts.append(f"{count}{unit}")
     return " ".join(parts[:2])

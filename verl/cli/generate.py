@@ -189,8 +189,8 @@ def generate(
             data = Path(directory) / "prompts.jsonl"
             data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in prompt))
             settings.append("data.prompt_key=prompt")
-        unrated = ["reward=length"]  # a cheap reward: responses are not scored
-        with running(saved, "ppo", [*unrated, *(overrides or []), *settings], data) as trainer:
+        unscored = ["reward=length"]  # a cheap reward: responses are not scored
+        with running(saved, "ppo", [*unscored, *(overrides or []), *settings], data) as trainer:
             if trainer.eval_data is None:
                 raise ConfigError("the run has no evaluation data. Give --prompt TEXT or --data FILE.")
             if prompt and trainer.eval_data.has_chats:
@@ -351,7 +351,7 @@ def server_of(
     rollout, tokenizer, actor = trainer.description.rollout, trainer.tokenizer, trainer.actor_worker
     if "turns" not in rollout.supports:
         raise ConfigError(f"rollout is {type(rollout).__name__}: it supports single turns only. Set rollout=hf.")
-    held, engine_holds = trainer.description.actor.model.max_positions(), actor.sampler.engine.row_tokens
+    held, engine_holds = trainer.description.actor.model.max_positions(), actor.generator.engine.row_tokens
     for most, what in (
         (held, "model holds"),
         (engine_holds, "engine holds (rollout.max_model_len under rollout=vllm)"),
@@ -363,7 +363,7 @@ def server_of(
     limits = TurnLimits(row_tokens, kv_cache_gib)
     template = getattr(trainer.description.data, "chat_template", None)
     endpoint = PolicyEndpoint(
-        lambda: actor.sampler.engine.turns(limits),
+        lambda: actor.generator.engine.turns(limits),
         tokenizer, template, stops, rollout.max_new_tokens, row_tokens, record,
         getattr(environment, "tool_format", "auto"), environment, joins_texts,
     )  # fmt: skip

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     from verl.checkpoint.core.checkpoint import Checkpoint
 
 TAIL_LINES = 25
-LOOK_EVERY_S = 0.5
-KILL_LOOK_EVERY_S = 0.005
+POLL_INTERVAL_S = 0.5
+KILL_POLL_S = 0.005
 KILL_AFTER = (0.7, 0.5, 0.3, 0.1)  # share of the answers in a step's journal; the next one if the kill came too late
 END_TIMEOUT_S = 20.0  # for a run that received Ctrl-C
 TOLERANCE = 1e-3  # for a resume on another number of processes, which changes rounding
@@ -102,11 +102,11 @@ class RunLauncher:
         self, process: subprocess.Popen[bytes], progress: Progress, kill_when: Callable[[], bool] | None
     ) -> str | None:
         """Wait for the end of a run; returns the reason of a failure, or None."""
-        watch = ProgressWatch(progress, self.timeout_s, look_every_s=2 * LOOK_EVERY_S)
+        watch = ProgressWatch(progress, self.timeout_s, poll_interval_s=2 * POLL_INTERVAL_S)
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = process.wait(timeout=LOOK_EVERY_S if kill_when is None else KILL_LOOK_EVERY_S)
+                    code = process.wait(timeout=POLL_INTERVAL_S if kill_when is None else KILL_POLL_S)
                     return None if code == 0 else f"ended with status {code}"
                 if kill_when is not None and kill_when():
                     return None

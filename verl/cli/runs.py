@@ -221,8 +221,8 @@ def _removable(roots: Sequence[Path], older_than_s: float) -> tuple[list[ListedR
                     uses[checkpoint.directory] = _named_in(tree, run_dir)
     while True:  # a run that stays may need others
         removed = [run for run in chosen if run.directory not in reasons]
-        rest = [run for run in every if run not in removed]
-        new = {run.directory: why for run in removed if (why := _needed_by(run, rest, removed, events, uses))}
+        remaining = [run for run in every if run not in removed]
+        new = {run.directory: why for run in removed if (why := _needed_by(run, remaining, removed, events, uses))}
         if not new:
             return removed, reasons
         reasons |= new
@@ -243,12 +243,12 @@ def _save_dirs(run_dir: Path) -> list[Path]:
 
 def _needed_by(
     run: ListedRun,
-    rest: Sequence[ListedRun],
+    remaining: Sequence[ListedRun],
     removed: Sequence[ListedRun],
     events: Sequence[Mapping[str, Any]],
     uses: Mapping[Path, frozenset[Inode]],
 ) -> str | None:
-    """Why a run must stay if `removed`, this one among them, were removed and `rest` not; None if it need not.
+    """Why a run must stay if `removed`, this one among them, were removed and `remaining` not; None if it need not.
 
     Args:
         events: recorded starts of runs.
@@ -266,7 +266,7 @@ def _needed_by(
         child = Path(event.get("run_dir", ""))
         if parent["run_id"] in run.run_ids and child.is_dir() and _inode(child) not in gone:
             return f"{child} was resumed from it"
-    for other in rest:
+    for other in remaining:
         if here in _passed(other.directory.absolute()):
             return f"it contains {other.directory}"
     for user, used in uses.items():

@@ -98,7 +98,7 @@ class LocalTransport:
         logs: directory for what they print; None keeps it as long as the run lasts.
     """
 
-    look_takes_s = 0.0
+    poll_takes_s = 0.0
 
     def __init__(self, devices: Sequence[str], num_threads: int, logs: Path | None):
         self._devices, self._num_threads, size = devices, num_threads, len(devices)
@@ -137,7 +137,7 @@ class LocalTransport:
     def send(self, number: int, pending: PendingCall) -> None:
         self._outbox.put(self._messages(number, pending))
 
-    def look(self, ranks: Sequence[int]) -> None:
+    def poll_progress(self, ranks: Sequence[int]) -> None:
         """They write their progress themselves."""
 
     def unresponsive(self, ranks: Sequence[int]) -> Sequence[int]:

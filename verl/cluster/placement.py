@@ -23,8 +23,8 @@ from verl.engines.sharding import Sharding
 from verl.errors import ConfigError
 from verl.utils.env_check import num_cores
 
-SAMPLER = "sampler"  # generates while other roles work: alone in its process
-ROLES = ("actor", "critic", "reference", "rm", SAMPLER)
+ROLLOUT = "rollout"  # generates while other roles work: alone in its process
+ROLES = ("actor", "critic", "reference", "rm", ROLLOUT)
 
 
 class DivisibleHost(ColocatedRoles, Protocol):
@@ -76,8 +76,8 @@ class Placement(Description):
         return [(tuple(sizes), max(sizes.values()))] if sizes else []
 
     def apart(self, roles: Collection[str], size: int) -> int:
-        """Devices on which the sampler is alone."""
-        return self.sizes(roles, size).get(SAMPLER, 0)
+        """Devices that hold rollout workers alone."""
+        return self.sizes(roles, size).get(ROLLOUT, 0)
 
     def holds_reward(self) -> bool:
         """Whether the reward model is a separate role `rm`, not part of the driver."""
@@ -88,7 +88,7 @@ class Placement(Description):
 
         Args:
             size: workers of a group for which nothing else is said.
-            max_threads: that all workers on this machine may use together, and the sampler once more.
+            max_threads: that all workers on this machine may use together, and rollout workers once more.
         """
         raise NotImplementedError
 
@@ -140,9 +140,9 @@ class DeviceMesh(Placement):
 
     Args:
         devices: `cuda:N`, or `cpu:N` for a process that keeps to the N-th core that this one may use.
-        sub_meshes: role (actor, critic, reference, rm, sampler) -> its devices, which may be some of `devices` or
-            others. On several of them the role is sharded; the sampler has an engine on each, by default one on the
-            first that is free.
+        sub_meshes: role (actor, critic, reference, rm, rollout) -> its devices, which may be some of `devices` or
+            others. On several of them the role is sharded; `rollout` has an engine on each, by default one on the first
+            that is free.
     """
 
     devices: tuple[str, ...]
@@ -176,7 +176,7 @@ class DeviceMesh(Placement):
         if size != 1:
             yield f"devices: the mesh says how many processes there are. Set trainer.n_gpus_per_node=1, not {size}."
         for devices, members in self.groups(shardings):
-            if members != (SAMPLER,) and len(devices) > 1 and (whole := single_process_roles(shardings, members)):
+            if members != (ROLLOUT,) and len(devices) > 1 and (whole := single_process_roles(shardings, members)):
                 yield (
                     f"sub_meshes puts {', '.join(whole)} on {', '.join(devices)}: sharding=none is for one device. "
                     "Set sharding=ddp, or give each role one device."
@@ -202,8 +202,8 @@ class DeviceMesh(Placement):
 
     def apart(self, roles: Collection[str], size: int) -> int:
         groups = self.groups(roles)
-        others = {name for devices, members in groups if members != (SAMPLER,) for name in devices}
-        return sum(name not in others for devices, members in groups if members == (SAMPLER,) for name in devices)
+        others = {name for devices, members in groups if members != (ROLLOUT,) for name in devices}
+        return sum(name not in others for devices, members in groups if members == (ROLLOUT,) for name in devices)
 
     def groups(self, roles: Collection[str]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
         """Devices, and the roles that share processes on just these."""
@@ -211,21 +211,21 @@ class DeviceMesh(Placement):
         free = tuple(name for name in self.devices if name not in taken) or self.devices
         roles_by_devices: dict[tuple[str, ...], list[str]] = {}
         for role in roles:
-            if role != SAMPLER:
+            if role != ROLLOUT:
                 roles_by_devices.setdefault(self.sub_meshes.get(role, free), []).append(role)
-        alone = [(self.sub_meshes.get(SAMPLER, free[:1]), (SAMPLER,))] if SAMPLER in roles else []
+        alone = [(self.sub_meshes.get(ROLLOUT, free[:1]), (ROLLOUT,))] if ROLLOUT in roles else []
         return [*((devices, tuple(members)) for devices, members in roles_by_devices.items()), *alone]
 
     def start(self, host: DivisibleHost, context: BuildContext, size: int, max_threads: int) -> WorkerGroup:
         groups = self.groups(host.worker_types())
         uses = Counter(name for devices, _ in groups for name in devices)
-        threads = max(1, max_threads // sum(len(devices) for devices, members in groups if SAMPLER not in members))
+        threads = max(1, max_threads // sum(len(devices) for devices, members in groups if ROLLOUT not in members))
         built: list[tuple[Collection[str], WorkerGroup]] = []
         with ExitStack() as undo:
             for devices, members in groups:
                 count, part = len(devices), host.only(members, len(devices))
                 is_pinned = devices[0].startswith("cpu")
-                allowed = max(1, max_threads // len(devices)) if SAMPLER in members else threads
+                allowed = max(1, max_threads // len(devices)) if ROLLOUT in members else threads
                 cluster = LocalWorkerGroup(
                     part,
                     replace(context, shares_device=any(uses[name] > 1 for name in devices)),

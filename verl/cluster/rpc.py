@@ -35,7 +35,7 @@ START = "start"  # the call that builds the roles, in errors
 BUILD_TIMEOUT_S = 600.0  # without progress, until all roles are built, unless calls are given longer
 END_TIMEOUT_S = 5.0
 STACK_TIMEOUT_S = 5.0
-LOOK_EVERY_S = 5.0
+POLL_INTERVAL_S = 5.0
 GRACE_S = 0.5  # delay before an error is reported, so that a sibling's death that caused it is reported first
 
 
@@ -242,11 +242,11 @@ class Transport(Protocol):
     Attributes:
         pids: process ids by rank, each on its own machine.
         progress: a slot per rank, which advances as that works.
-        look_takes_s: at most, of `look`.
+        poll_takes_s: at most, of `poll_progress`.
     """
 
     progress: Progress
-    look_takes_s: float
+    poll_takes_s: float
 
     @property
     def pids(self) -> Sequence[int]: ...
@@ -259,7 +259,7 @@ class Transport(Protocol):
         """Begin a call in every process. Raises VerlError where it is not taken."""
         ...
 
-    def look(self, ranks: Sequence[int]) -> None:
+    def poll_progress(self, ranks: Sequence[int]) -> None:
         """Advance the progress of those that do not write it themselves."""
         ...
 
@@ -439,10 +439,10 @@ class RemoteWorkerGroup:
     def _watch(self) -> None:
         """Report the silent workers if none makes progress with the oldest pending call."""
         transport, oldest = self._transport, None
-        look_every_s = min(LOOK_EVERY_S, self._call_timeout_s / 5)
-        gap_s = 2 * look_every_s + transport.look_takes_s
-        watch = ProgressWatch(transport.progress, self._call_timeout_s, look_every_s=gap_s)
-        while not self._is_closed.wait(look_every_s):
+        poll_interval_s = min(POLL_INTERVAL_S, self._call_timeout_s / 5)
+        gap_s = 2 * poll_interval_s + transport.poll_takes_s
+        watch = ProgressWatch(transport.progress, self._call_timeout_s, poll_interval_s=gap_s)
+        while not self._is_closed.wait(poll_interval_s):
             with self._lock:
                 number = min(self._pending, default=None)
                 pending = None if number is None else self._pending[number]
@@ -452,7 +452,7 @@ class RemoteWorkerGroup:
                 watch.restart(self._call_timeout_s if pending is None else pending.limit_s or self._call_timeout_s)
                 continue
             if watch.idle_s >= watch.timeout_s / 2:  # status is requested only when needed
-                transport.look(waiting)
+                transport.poll_progress(waiting)
             if watch.is_overdue:
                 self._fail(self._silence(waiting, pending, watch.timeout_s))
                 return

@@ -317,10 +317,10 @@ def known_components() -> tuple[type[Description], ...]:
     """The component classes that options name, and those without subclasses in the same modules."""
     texts = [path.read_text() for path in conf_dir().glob("**/*.yaml")]
     named = {get_class(target) for text in texts for target in re.findall(r"_target_: ?(verl[\w.]+)", text)}
-    kinds, rest = set(), [Description]
-    while rest:
-        kind = rest.pop()
-        rest += kind.__subclasses__()
+    kinds, remaining = set(), [Description]
+    while remaining:
+        kind = remaining.pop()
+        remaining += kind.__subclasses__()
         if kind.__module__.startswith("verl.") and (kind in named or not kind.__subclasses__()):
             kinds.add(kind)
     return tuple(sorted(kinds, key=_target))

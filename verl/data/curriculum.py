@@ -92,19 +92,19 @@ class PassRateSampler(DataSampler):
         self.curriculum, self.rates = curriculum, dict[int, float]()
         self._row_of = {prompt_id: row for row, prompt_id in enumerate(prompt_ids)}
         self._weights = torch.ones(len(prompt_ids), dtype=torch.float64)
-        self._drawn: list[Tensor] = []
+        self._batches_ahead: list[Tensor] = []
 
     def next_batch(self) -> Tensor:
         batch = self.peek()
-        del self._drawn[0]
+        del self._batches_ahead[0]
         self.epoch, self.position = self._after(self.epoch, self.position + self.batch_size)
         return batch
 
     def peek(self, ahead: int = 0) -> Tensor:
         """See `DataSampler.peek`; the batch stays what it is, whatever is recorded before its turn."""
-        while len(self._drawn) <= ahead:
-            self._drawn.append(self._draw(len(self._drawn)))
-        return self._drawn[ahead].clone()
+        while len(self._batches_ahead) <= ahead:
+            self._batches_ahead.append(self._draw(len(self._batches_ahead)))
+        return self._batches_ahead[ahead].clone()
 
     def record(self, prompt_ids: Tensor, passed: Tensor) -> None:
         memory = self.curriculum.memory
@@ -125,19 +125,19 @@ class PassRateSampler(DataSampler):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        drawn = [batch.tolist() for batch in self._drawn]
-        return {**super().state_dict(), "rates": [[*pair] for pair in self.rates.items()], "drawn": drawn}
+        ahead = [batch.tolist() for batch in self._batches_ahead]
+        return {**super().state_dict(), "rates": [[*pair] for pair in self.rates.items()], "drawn": ahead}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict({key: state[key] for key in (*STATE_KEYS, "fills") if key in state})
         self.rates, self._weights = {}, torch.ones_like(self._weights)
         for prompt_id, rate in state["rates"]:
             self._set(prompt_id, rate)
-        self._drawn = [torch.tensor(rows, dtype=torch.int64) for rows in state["drawn"]]
+        self._batches_ahead = [torch.tensor(rows, dtype=torch.int64) for rows in state["drawn"]]
 
     def rewind(self) -> None:
         super().rewind()
-        self._drawn = []
+        self._batches_ahead = []
 
     def _set(self, prompt_id: int, rate: float) -> None:
         self.rates[prompt_id] = rate

@@ -171,8 +171,8 @@ class DataSampler:
 
     def _batch_at(self, epoch: int, position: int) -> Tensor:
         rows = self._order_of(epoch)[position : position + self.batch_size]
-        rest = self.batch_size - len(rows)
-        return torch.cat([rows, self._order_of(epoch + 1)[:rest]]) if rest else rows.clone()
+        remaining = self.batch_size - len(rows)
+        return torch.cat([rows, self._order_of(epoch + 1)[:remaining]]) if remaining else rows.clone()
 
     def _order_of(self, epoch: int) -> Tensor:
         if self._order is None or self._order[:2] != (self.seed, epoch):

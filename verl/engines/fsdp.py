@@ -104,18 +104,18 @@ def gathered(model: nn.Module, reshard: bool) -> Iterator[None]:
 
 
 @torch.no_grad()
-def load_own_slices(model: nn.Module, files: SafetensorsReader, device: torch.device, resting: torch.device) -> None:
+def load_own_slices(model: nn.Module, files: SafetensorsReader, device: torch.device, storage: torch.device) -> None:
     """Allocate a sharded model that is on the meta device and read only the slices that this process holds.
 
     Args:
         model: sharded by `shard_fully`.
         files: the checkpoint to read.
         device: the device of computation and of buffers.
-        resting: the device of the shards between forward passes; main memory where they are offloaded.
+        storage: the device of the shards between forward passes; main memory where they are offloaded.
     """
     shared = [places for places in parameter_places(model).values() if len(places) > 1]
     buffers = [(module, name, x) for module in model.modules() for name, x in module._buffers.items() if x is not None]
-    model.to_empty(device=resting)
+    model.to_empty(device=storage)
     for module, name, buffer in buffers:
         module._buffers[name] = buffer.to(device)
     for (first, name), *others in shared:  # `to_empty` unties shared parameters

@@ -177,7 +177,7 @@ class ShardingCost:
     is_offloaded: bool = False
 
     @property
-    def resting(self) -> int:
+    def persistent_bytes(self) -> int:
         return self.weights + self.gradients + self.optimizer
 
     def per_step(self, micro_batches: int, updates: int = 1) -> int:

@@ -351,8 +351,8 @@ class ShardedParallelism(DataParallelism):
                 pin=self.device.type == "cuda",
             )
         if (files := getattr(core, "weight_files", None)) is not None:
-            resting = torch.device("cpu") if self.offload else self.device
-            load_own_slices(core, files, self.device, resting)
+            storage = torch.device("cpu") if self.offload else self.device
+            load_own_slices(core, files, self.device, storage)
             del core.weight_files
         if not self.fully:
             model.to(self.device)

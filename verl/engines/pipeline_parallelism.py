@@ -463,16 +463,16 @@ def shard_rows(data: Tensor, mesh: Any, device: torch.device | str) -> Tensor:
     from torch.distributed.tensor import DTensor, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    shard, rest = local(data), list(getattr(data, "placements", ()))
-    assert mesh.ndim == 1 + len(rest), (mesh, rest)
+    shard, inner = local(data), list(getattr(data, "placements", ()))
+    assert mesh.ndim == 1 + len(inner), (mesh, inner)
     count, rank = mesh.size(0), mesh.get_local_rank(0)
     rows = -(-shard.shape[0] // count)
     first = min(rank * rows, shard.shape[0])
     shard = shard[first : min(first + rows, shard.shape[0])].detach()
     shard = torch.empty_like(shard, device=device) if shard.is_meta else shard.to(device, copy=True).contiguous()
     # A slice's rows are cut again: the mesh's first dimension then divides what its second has left.
-    by_rows = _StridedShard(0, split_factor=mesh.size(1)) if rest and rest[0] == Shard(0) else Shard(0)
-    return DTensor.from_local(shard, mesh, [by_rows, *rest], run_check=False, shape=data.shape, stride=data.stride())
+    by_rows = _StridedShard(0, split_factor=mesh.size(1)) if inner and inner[0] == Shard(0) else Shard(0)
+    return DTensor.from_local(shard, mesh, [by_rows, *inner], run_check=False, shape=data.shape, stride=data.stride())
 
 
 class StageShards:
@@ -526,13 +526,13 @@ class StageShards:
 
     def _as_divided(self, parameter: Tensor, data: Tensor) -> Tensor:
         """Parameter that the stage runs with: where others divide it, a slice that stands for the whole."""
-        rest = parameter.placements[1:]  # type: ignore[attr-defined]
-        if not rest:
+        remaining = parameter.placements[1:]  # type: ignore[attr-defined]
+        if not remaining:
             return data
         from torch.distributed.tensor import DTensor
 
         shape, stride = parameter.shape, parameter.stride()
-        return DTensor.from_local(data, self._divided_mesh, rest, run_check=False, shape=shape, stride=stride)
+        return DTensor.from_local(data, self._divided_mesh, remaining, run_check=False, shape=shape, stride=stride)
 
     @torch.no_grad()
     def _gather(self, parameters: Sequence[nn.Parameter]) -> Iterator[Tensor]:

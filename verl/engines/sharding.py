@@ -2,7 +2,7 @@
 
 `Sharding.cost` computes memory at rest, peak memory and communication by arithmetic:
 
-    FSDP().cost(8, model_stats(config), tokens=16384, compute_bytes=2).resting / 2**30     GiB in each process
+    FSDP().cost(8, model_stats(config), tokens=16384, compute_bytes=2).persistent_bytes / 2**30     GiB in each process
 """
 
 from __future__ import annotations

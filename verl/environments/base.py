@@ -22,7 +22,7 @@ Recovery = Literal["stateless", "deterministic", "restart"]
 History = Literal["append", "rerender"]
 OnInfra = Literal["refill", "drop_member", "drop_group", "stop"]
 Fault = Literal["own", "crash", "suspect", "neighbour", "late"]
-LOOK_S = 0.25  # between two looks at a call that has a deadline
+POLL_INTERVAL_S = 0.25  # between two looks at a call that has a deadline
 MAX_ERROR = 600  # characters of the error in the record of a call
 
 
@@ -224,10 +224,10 @@ class EnvironmentDescription(Description):
         """JSON schemas of its tools, which the chat template writes into the prompt."""
         return ()
 
-    def sampler(
+    def response_generator(
         self, engine: Any, rollout: Any, tokenizer: Any, stop_ids: tuple[int, ...], context: BuildContext
     ) -> Any:
-        """The sampler of its episodes, in place of `EpisodeSampler`; None for that.
+        """The generator of its episodes; None for `EpisodeGenerator`.
 
         Args:
             engine, rollout: a `RolloutEngine`, and its description.
@@ -299,15 +299,15 @@ async def within(timeout_s: float, awaitable: Awaitable[Any]) -> Any:
     task, left_s = asyncio.ensure_future(awaitable), timeout_s
     try:
         while left_s > 0:
-            begin, pause_s = time.monotonic(), min(left_s, LOOK_S)
+            begin, pause_s = time.monotonic(), min(left_s, POLL_INTERVAL_S)
             await asyncio.wait((task,), timeout=pause_s)
             if task.done():
                 return task.result()
             took_s = time.monotonic() - begin
-            if took_s < pause_s + LOOK_S:
+            if took_s < pause_s + POLL_INTERVAL_S:
                 left_s -= took_s
         raise DeadlinePassed(timeout_s)
     finally:
         if not task.done():
             task.cancel()
-            await asyncio.wait((task,), timeout=LOOK_S)
+            await asyncio.wait((task,), timeout=POLL_INTERVAL_S)

@@ -274,7 +274,7 @@ def episode_batch(
     }
     if has_versions:
         versions = fields["token_versions"] = column("versions", -1, torch.int64)
-        oldest = [min(line[is_drawn].tolist(), default=-1) for line, is_drawn in zip(versions, mask, strict=True)]
+        oldest = [min(line[is_sampled].tolist(), default=-1) for line, is_sampled in zip(versions, mask, strict=True)]
         fields["policy_version"] = torch.tensor(oldest)
     if contexts is not None:
         fields |= {"row_ids": row_ids, "contexts": contexts}
@@ -440,14 +440,14 @@ def without_dropped(episodes: DataProto) -> DataProto:
     """
     if "episode" not in episodes.non_tensor_batch:
         return episodes
-    rest = [number for number, record in enumerate(episodes["episode"]) if record["end"] != "dropped"]
-    if not rest:
+    remaining = [number for number, record in enumerate(episodes["episode"]) if record["end"] != "dropped"]
+    if not remaining:
         raise RolloutError(
             "environment: every episode of this step failed for reasons outside of the model, and was left out "
             "(environment.on_infra). The last: " + "; ".join(episodes["episode"][-1]["infra"][-1:])
         )
-    if len(rest) == len(episodes):
+    if len(remaining) == len(episodes):
         return episodes
-    chosen = episodes[rest]
-    chosen["episode"][0]["left_out"] = len(episodes) - len(rest)  # none of these has a turn
+    chosen = episodes[remaining]
+    chosen["episode"][0]["left_out"] = len(episodes) - len(remaining)  # none of these has a turn
     return chosen

@@ -29,9 +29,9 @@ from verl.environments.tool_calls.parse import ToolFormat, parse_calls
 from verl.environments.tool_calls.round_trip import format_of
 from verl.errors import ConfigError, RolloutError
 from verl.protocol import DataProto
-from verl.rollout.base import DrawnTurn, GenerationRequest, Rollout, RolloutEngine, TurnEngine, TurnLimits, TurnRequest
+from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, TurnEngine, TurnLimits, TurnRequest, TurnResult
 from verl.rollout.lockstep import in_lockstep
-from verl.rollout.responses import ResponseSampler
+from verl.rollout.responses import ResponseGenerator
 from verl.rollout.rows import longest_prompt, prompt_tokens
 from verl.utils.progress import report
 from verl.utils.seeding import derive_seed
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_S = 0.5  # between looks at the deadline, while nothing can be drawn
 
 
-class EpisodeSampler(ResponseSampler):
+class EpisodeGenerator(ResponseGenerator):
     """Samples episodes with an environment; single responses too, where a request uses none.
 
     Args:
@@ -142,7 +142,7 @@ class EpisodeSampler(ResponseSampler):
         has = {"has_rows": self.has_rows, "has_versions": has_versions}
         return episode_batch(prompts, request, samples, records, self.pad_id, turns.dtype, **has)
 
-    def beside(self) -> EpisodeSampler:
+    def beside(self) -> EpisodeGenerator:
         other = copy.copy(self)
         other._calls, other.journal = None, other.new_journal()
         return other
@@ -194,7 +194,7 @@ class EpisodeLoop:
 
     def __init__(
         self,
-        engine: EpisodeSampler,
+        engine: EpisodeGenerator,
         turns: TurnEngine,
         request: GenerationRequest,
         episodes: Sequence[Episode],
@@ -228,8 +228,8 @@ class EpisodeLoop:
                 self.journal.flush()
             for result in results:
                 self.answer(result)
-            for drawn in self.turns.advance():
-                self.draw(drawn)
+            for result in self.turns.advance():
+                self.draw(result)
             if results or not is_idle:
                 idle_s = 0.0
                 report(f"episodes left: {self.num_open}")
@@ -342,17 +342,16 @@ class EpisodeLoop:
             )
         )
 
-    def draw(self, drawn: DrawnTurn) -> None:
+    def draw(self, result: TurnResult) -> None:
         """Go on with an episode whose turn was generated."""
-        episode, tokens = self.episodes[drawn.episode], drawn.tokens
-        content = tokens[:-1] if drawn.is_complete else tokens
-        text = self.engine.tokenizer.decode(content, skip_special_tokens=False)
-        before = [] if self.engine.renderer is None else episode.context
-        turn = Turn(episode.length, tokens, drawn.log_probs, before, text, drawn.is_complete, versions=drawn.versions)
+        episode, tokens = self.episodes[result.episode], result.tokens
+        ended, before = result.is_complete, [] if self.engine.renderer is None else episode.context
+        text = self.engine.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False)
+        turn = Turn(episode.length, tokens, result.log_probs, before, text, ended, versions=result.versions)
         self._write_turn(episode, tokens)
         episode.turns.append(turn)
         episode.context = episode.context + tokens
-        if not drawn.is_complete:  # it may parse all the same: what was cut is never carried out
+        if not ended:  # it may parse all the same: what was cut is never carried out
             is_full = episode.length >= self.options.max_tokens
             self._finish(episode, "tokens" if is_full else "turn_tokens")
             return

@@ -155,15 +155,15 @@ def _text_between(
             f"chat_template does not render the roles {roles} after the assistant's turn as they are. Set another "
             "data.chat_template."
         )
-    rest, pieces = text[turn_end:], []
+    remaining, pieces = text[turn_end:], []
     for content in contents:
-        before, _, rest = rest.partition(content)
+        before, _, remaining = remaining.partition(content)
         pieces.append(before)
     is_json = [False] * len(contents)
     if any(f'"{content}"' in text for content in contents):
         lines = rendered("\n")
         is_json = [f'"{content}\\n"' in lines for content in contents]
-    return TextBetween("" if short_end is None else short[short_end:], [*pieces, rest], is_json)
+    return TextBetween("" if short_end is None else short[short_end:], [*pieces, remaining], is_json)
 
 
 def _end_of_turn(text: str, style: ToolFormat, names: Sequence[str], reply: str, contents: Sequence[str]) -> int | None:

@@ -43,7 +43,7 @@ from verl.utils.signals import as_component_exit
 T = TypeVar("T")
 
 END_TIMEOUT_S = 5.0
-LOOK_EVERY_S = 1.0
+POLL_INTERVAL_S = 1.0
 
 
 class EventLoopThread:
@@ -81,13 +81,13 @@ class EventLoopThread:
             raise
 
     def _watched(self, future: Future[T], stuck_s: float) -> T:
-        look_every_s = min(LOOK_EVERY_S, stuck_s)
-        watch = ProgressWatch(self._turns, stuck_s, look_every_s=2 * look_every_s)
+        poll_interval_s = min(POLL_INTERVAL_S, stuck_s)
+        watch = ProgressWatch(self._turns, stuck_s, poll_interval_s=2 * poll_interval_s)
         while True:
             assert self._loop is not None
             assert self._thread is not None
             self._loop.call_soon_threadsafe(self._turns.advance)
-            concurrent.futures.wait([future], timeout=look_every_s)
+            concurrent.futures.wait([future], timeout=poll_interval_s)
             if future.done() or not self._thread.is_alive():
                 return future.result(END_TIMEOUT_S)
             if watch.is_overdue:
@@ -217,7 +217,7 @@ class _Batch:
     async def end_in_time(self, tasks: Sequence[asyncio.Task[RequestReport]]) -> None:
         """Abandon open requests when the time limit has passed."""
         while self._left_s > 0:
-            pause_s = min(self._left_s, LOOK_EVERY_S)
+            pause_s = min(self._left_s, POLL_INTERVAL_S)
             await asyncio.sleep(pause_s)
             self._left_s -= pause_s
         self.is_over = True

@@ -38,7 +38,7 @@ from verl.models.lora import LoRA
 from verl.models.parallel_info import compute_device
 from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.rollout.base import SAME_TENSORS, GenerationRequest, Rollout, RolloutEngine, SyncResult
-from verl.rollout.responses import ResponseSampler
+from verl.rollout.responses import ResponseGenerator
 from verl.utils.memory import release_cached
 from verl.workers.base import load_unsharded
 
@@ -315,7 +315,7 @@ class HybridActor:
                 number = self._parallelism.agreed(number)
             request = GenerationRequest(number, config.num_return_sequences, not config.do_sample)
             with self.sampling():
-                rows = self._synced_sampler_for(config).generate(prompts, request)
+                rows = self._synced_generator_for(config).generate(prompts, request)
             return rows["input_ids"].to(input_ids.device)
 
     @contextmanager
@@ -359,15 +359,15 @@ class HybridActor:
                 parameter.data = parameter.data.contiguous()
             _log.info("made contiguous: %s", shown)
 
-    def _synced_sampler_for(self, config: GenerationConfig) -> ResponseSampler:
-        """A sampler whose engine is synchronised with the current weights.
+    def _synced_generator_for(self, config: GenerationConfig) -> ResponseGenerator:
+        """A generator whose engine is synchronised with the current weights.
 
         Raises:
             ConfigError: an engine with its own weights computes something else than the model.
         """
-        sampler = self._sampler_for(config)
+        generator = self._generator_for(config)
         try:
-            sampler.sync()
+            generator.sync()
         except WeightSyncError as error:
             if error.faults:
                 raise
@@ -379,10 +379,10 @@ class HybridActor:
                 f"(.half()). Modules with hooks: {', '.join(own[:3]) or 'none'}. Remove what differs, or set "
                 "rollout='hf', which samples from the model itself."
             ) from error
-        return sampler
+        return generator
 
-    def _sampler_for(self, config: GenerationConfig) -> ResponseSampler:
-        """A sampler with the options of a call; its engine is a new one if options are fixed at start."""
+    def _generator_for(self, config: GenerationConfig) -> ResponseGenerator:
+        """A generator with the options of a call; its engine is new if options are fixed at start."""
         asked: Any = replace(self.rollout, **sampling_options(config))
         model, pad = _unwrapped(self.model), config.pad_token_id
         options = asked.chosen_for(model)
@@ -402,7 +402,7 @@ class HybridActor:
             engine.seed = self.seed  # type: ignore[attr-defined]
         if options.may_change:  # an engine in another process need not restart
             engine.options = options
-        return ResponseSampler(engine, options, pad)
+        return ResponseGenerator(engine, options, pad)
 
     def sync(self) -> SyncResult:
         """Send the current weights to the engine, as `generate` also does; nothing to do if it uses the same

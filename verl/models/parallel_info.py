@@ -63,7 +63,7 @@ class ParallelInfo:
 
 
 _MEETINGS: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # number of calls of `meet` so far, by store
-LONGEST_LOOK_S = 0.05
+MAX_POLL_S = 0.05
 
 
 def meet(parallel_info: ParallelInfo) -> None:
@@ -86,10 +86,10 @@ def meet(parallel_info: ParallelInfo) -> None:
 
 def wait_for(store: Any, keys: list[str]) -> None:
     """Wait until a store of torch.distributed has all keys, without a time limit."""
-    look_s = 0.0005
+    poll_s = 0.0005
     while not store.check(keys):
-        time.sleep(look_s)
-        look_s = min(2 * look_s, LONGEST_LOOK_S)
+        time.sleep(poll_s)
+        poll_s = min(2 * poll_s, MAX_POLL_S)
 
 
 def parallel_info_of(model: Any) -> ParallelInfo:

@@ -20,7 +20,7 @@ from verl.protocol import DataProto
 
 OUTCOMES = ("ok", "tool_error", "timeout", "infra")  # of the calls of episodes
 ENDS = ("terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens")  # of episodes
-EVALUATED = ("greedy", "drawn", "without_tools")  # kinds of responses of an evaluation
+EVALUATED = ("greedy", "sampled", "without_tools")  # kinds of responses of an evaluation
 MAX_TOKENS = 4096  # of a row; the rest is cut
 NUMBERS = ("rollout_log_probs", "old_log_probs", "entropies", "advantages")
 DECIMALS = 6
@@ -78,12 +78,12 @@ def evaluation_metrics(records: Sequence[Mapping[str, Any]], has_tools: bool = T
             side or none, and one per prompt without tools or none.
         has_tools: whether there are tools to call.
     """
-    greedy, sampled, bare = ([row for row in records if row["kind"] == kind and _is_rated(row)] for kind in EVALUATED)
+    greedy, sampled, bare = ([row for row in records if row["kind"] == kind and _is_scored(row)] for kind in EVALUATED)
     answers = [row for row in records if row["kind"] == "greedy"]
     metrics = {"eval/accuracy": _mean_of(greedy, "success"), "eval/score": _mean_of(greedy, "score")}
     metrics["eval/response_length_tokens"] = _mean_of(answers, "tokens")
     if len(greedy) < len(answers):
-        metrics["eval/unrated"] = float(len(answers) - len(greedy))
+        metrics["eval/unscored"] = float(len(answers) - len(greedy))
     metrics |= accuracy_by_calls(greedy, has_tools) | {"eval/accuracy_without_tools": _mean_of(bare, "success")}
     if sampled:
         k, best = 1 + max(row["sample_id"] for row in sampled), [max(right) for right in successes_by_prompt(sampled)]
@@ -133,7 +133,7 @@ def interval_of_mean(values: Sequence[float], samples: int = 1) -> tuple[float, 
 
 def evaluation_estimates(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[float, float, float]]:
     """Accuracy, mean@n and pass@k for k = 1, 2, 4, ... n, each with the ends of its 95% interval."""
-    greedy, sampled, _ = ([row for row in records if row["kind"] == kind and _is_rated(row)] for kind in EVALUATED)
+    greedy, sampled, _ = ([row for row in records if row["kind"] == kind and _is_scored(row)] for kind in EVALUATED)
     values = {"eval/accuracy": ([float(row["success"]) for row in greedy], 1)}
     if sampled:
         right, n = successes_by_prompt(sampled), 1 + max(row["sample_id"] for row in sampled)
@@ -227,7 +227,7 @@ def calls_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [call for turn in record["turns"] for call in turn["calls"] if call["name"]]
 
 
-def _is_rated(record: Mapping[str, Any]) -> bool:
+def _is_scored(record: Mapping[str, Any]) -> bool:
     return not math.isnan(float(record["score"]))  # in a file a text
 
 

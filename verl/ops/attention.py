@@ -125,8 +125,8 @@ def attend_behind_prompts(
     cells = joined.unflatten(2, together.shape[2:4]).transpose(1, 2).flatten(0, 1)
     parts = [cells[groups.cells], _summed(queries, key, value, mask)]  # [b K h D + 2]
     largest = torch.maximum(parts[0][..., :1], parts[1][..., :1])
-    prompt, rest = ((part[..., :1] - largest).exp() * part[..., 1:] for part in parts)
-    summed = prompt + rest
+    prompt, remaining = ((part[..., :1] - largest).exp() * part[..., 1:] for part in parts)
+    summed = prompt + remaining
     return (summed[..., 1:] / summed[..., :1]).flatten(1, 2).unsqueeze(1)
 
 

@@ -173,14 +173,14 @@ class _Piece:
 def _blocks(packing: PackedRows, own: Tensor) -> Iterator[PieceBlock]:
     pieces = sorted(_pieces(packing, own), key=lambda piece: (-piece.queries, -piece.keys, piece.at))
     while pieces:
-        first, taken, rest = pieces[0], list[_Piece](), list[_Piece]()
+        first, taken, remaining = pieces[0], list[_Piece](), list[_Piece]()
         for piece in pieces:
             is_alike = piece.queries >= BLOCK_SLACK * first.queries and (
                 BLOCK_SLACK * first.keys <= piece.keys <= first.keys or piece is first
             )
             is_small = (len(taken) + 1) * first.queries * first.keys <= MASKED_SCORES or not taken
-            (taken if is_alike and is_small else rest).append(piece)
-        pieces = rest
+            (taken if is_alike and is_small else remaining).append(piece)
+        pieces = remaining
         yield _block(packing, taken)
 
 

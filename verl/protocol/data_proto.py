@@ -200,12 +200,12 @@ class DataProto:
     ) -> DataProto:
         """Remove the named fields from this batch and return them as a new batch."""
         popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
-        rest = self._with_fields(
+        remaining = self._with_fields(
             {name: tensor for name, tensor in self._tensors.items() if name not in popped._tensors},
             {name: array for name, array in self._arrays.items() if name not in popped._arrays},
             {key: value for key, value in self.meta_info.items() if key not in popped.meta_info},
         )
-        self._fill(rest._tensors, rest._arrays, rest.meta_info, rest._sources, rest._bound)
+        self._fill(remaining._tensors, remaining._arrays, remaining.meta_info, remaining._sources, remaining._bound)
         return popped
 
     def rename(self, old: str | Sequence[str], new: str | Sequence[str]) -> DataProto:

@@ -129,7 +129,7 @@ def json_text(what: str, value: Any) -> str:
 Packed = list[tuple[str, str, tuple[int, ...], np.ndarray]]
 
 # Entry of the file with everything except tensors, as UTF-8 JSON.
-_REST = "__rest__"
+_METADATA_KEY = "__rest__"
 
 
 def to_buffers(tensors: Mapping[str, torch.Tensor]) -> Packed:
@@ -167,16 +167,16 @@ def write_file(
         # safetensors refuses tensors that share memory, as parts of a batch may
         entries[key] = in_order(tensor).clone()
         order.append([name, key])
-    rest = {
+    metadata = {
         "columns": [[name, array.tolist()] for name, array in arrays.items()],
         "meta_info": json.loads(json_text("meta_info", dict(meta_info))),
         "sources": list(sources.items()),
         "order": order,
     }
-    text = torch.from_numpy(np.frombuffer(bytearray(json_text("batch", rest).encode()), dtype=np.uint8))
+    text = torch.from_numpy(np.frombuffer(bytearray(json_text("batch", metadata).encode()), dtype=np.uint8))
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f"{path.name}.{os.getpid()}.unfinished")
-    save_file({**entries, _REST: text}, unfinished)
+    save_file({**entries, _METADATA_KEY: text}, unfinished)
     os.replace(unfinished, path)
 
 
@@ -189,12 +189,12 @@ def read_file(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, np.ndarray
         raise DataProtoValidationError(f"There is no saved batch at {path}.")
     try:
         entries = load_file(path)
-        rest = json.loads(bytes(entries.pop(_REST).numpy()))
-        tensors = {name: entries[key] for name, key in rest["order"]}
+        metadata = json.loads(bytes(entries.pop(_METADATA_KEY).numpy()))
+        tensors = {name: entries[key] for name, key in metadata["order"]}
     except (SafetensorError, KeyError, ValueError) as error:
         raise DataProtoValidationError(
             f"{path} is not a batch that DataProto.save wrote, or it is damaged: {error}"
         ) from error
-    arrays = {name: np.fromiter(column, dtype=object, count=len(column)) for name, column in rest["columns"]}
-    sources = {name: Source(*source) for name, source in rest["sources"]}
-    return tensors, arrays, rest["meta_info"], sources
+    arrays = {name: np.fromiter(column, dtype=object, count=len(column)) for name, column in metadata["columns"]}
+    sources = {name: Source(*source) for name, source in metadata["sources"]}
+    return tensors, arrays, metadata["meta_info"], sources

@@ -65,7 +65,7 @@ class AsyncRewards:
     def expect(self, step: int, prompts: DataProto, describe: Callable[[DataProto], DataProto]) -> None:
         """Rate the groups of these prompts [P] as they are noted; `describe` gives rows as a reward reads them."""
         with self._changed:
-            if not (self.is_fed and self._reward.rates_ahead) or step in self._expected:
+            if not (self.is_fed and self._reward.scores_ahead) or step in self._expected:
                 return
             self._expected[step] = prompts, describe
             self._noted[step] = {group for digests, _ in self._results.get(step, []) for group in digests}
@@ -110,7 +110,7 @@ class AsyncRewards:
         """Responses with their rewards; `step`: see `result_of`, None in an evaluation."""
         with self.lock:
             result = self._reward.prepare(rollout) if step is None else self.result_of(step, rollout)
-            return rollout.union(self._reward.score(rollout, self._reward.apply(result, rollout)))
+            return rollout.union(self._reward.score_tokens(rollout, self._reward.apply(result, rollout)))
 
     def count(self, name: str, number: float) -> None:
         """Add to a count of the step."""
@@ -156,12 +156,12 @@ class AsyncRewards:
         digests, groups = _digests(rollout), np.array(rollout["group_ids"].tolist())
         chosen = [scores for scores in ready if scores[0].items() <= digests.items()]
         rows = [row for known, _ in chosen for group in known for row in np.flatnonzero(groups == group)]
-        rest = np.setdiff1d(np.arange(len(rollout)), rows).tolist()
+        remaining = np.setdiff1d(np.arange(len(rollout)), rows).tolist()
         results = [result for _, result in chosen]
-        if results and (self._reward.rates_groups or not rest):
+        if results and (self._reward.scores_groups or not remaining):
             try:
-                results += [self._reward.prepare(rollout[rest])] if rest else []
-                return _joined(results, np.argsort(rows + rest), rollout["responses"].shape[1])
+                results += [self._reward.prepare(rollout[remaining])] if remaining else []
+                return _joined(results, np.argsort(rows + remaining), rollout["responses"].shape[1])
             except Exception as error:  # noqa: BLE001 - an error that names rows is to name those of the batch
                 log.warning("The batch is scored as a whole, because a part of it failed (%s).", type(error).__name__)
         return self._reward.prepare(rollout)
@@ -194,7 +194,7 @@ class AsyncRewards:
         with self.lock:
             with self._changed:
                 is_whole = {step: len(self._noted[step]) == len(self._expected[step][0]) for step in self._unscored}
-                step = min((x for x in is_whole if is_whole[x] or self._reward.rates_groups), default=0)
+                step = min((x for x in is_whole if is_whole[x] or self._reward.scores_groups), default=0)
                 if not step:
                     return False
                 parts, expected = self._unscored.pop(step), self._expected[step]

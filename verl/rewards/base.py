@@ -87,7 +87,7 @@ def checked_result(
     return scored
 
 
-TAKEN = ("mean", "std", "failed", "unrated")  # metrics `reward/NAME` of every reward
+TAKEN = ("mean", "std", "failed", "unscored")  # metrics `reward/NAME` of every reward
 TOKEN_REWARDS = (
     "a DataProto with token_level_rewards [B T], or a tensor [B], [B T] or [B T-1], finite, and 0 where response_mask "
     "is False"
@@ -275,25 +275,25 @@ class RewardDescription(Description):
 
 
 class Reward:
-    """Base class of rewards. A subclass scores texts in `rate`; this class checks the scores and places them on tokens.
+    """Base class of rewards. A subclass scores texts in `score`; this class checks scores and assigns them to tokens.
 
-    A subclass that needs more than texts, such as lengths in tokens, overrides `rate_batch` instead.
+    A subclass that needs more than texts, such as lengths in tokens, overrides `score_batch` instead.
 
     Attributes:
         call_timeout_s: seconds for one batch, after which the call is interrupted; None for no deadline. A user's
             class that does not set it gets 60 in a run.
-        rates_ahead: whether it may rate a batch in a thread, while the trainer works: it computes elsewhere, or little,
-            and draws from no generator of this process.
-        rates_groups: whether a score does not depend on the responses to other prompts, and `parts` and `columns` have
-            the same names for any responses. With `rates_ahead`, the responses to a prompt are then scored as soon as
+        scores_ahead: whether a batch may be scored in a thread while the trainer works: it needs little of this
+            process's time, and none of its random generators.
+        scores_groups: whether a score does not depend on the responses to other prompts, and `parts` and `columns` have
+            the same names for any responses. With `scores_ahead`, the responses to a prompt are then scored as soon as
             all of them are there; else those of a batch are.
     """
 
     call_timeout_s: float | None = None
-    rates_ahead: bool = False
-    rates_groups: bool = False
+    scores_ahead: bool = False
+    scores_groups: bool = False
 
-    def rate(self, prompts: list[str], responses: list[str], **columns: list) -> Any:
+    def score(self, prompts: list[str], responses: list[str], **columns: list) -> Any:
         """Score B responses.
 
         Args:
@@ -307,35 +307,35 @@ class Reward:
     @property
     def producer(self) -> Callable:
         """The function that error messages name as the source of the scores."""
-        return self.rate_batch if type(self).rate is Reward.rate else self.rate
+        return self.score_batch if type(self).score is Reward.score else self.score
 
-    def rate_batch(self, batch: DataProto) -> RewardResult:
-        """Score every response of a batch, without placing scores on tokens."""
+    def score_batch(self, batch: DataProto) -> RewardResult:
+        """Score every response of a batch, without assigning scores to tokens."""
         prompts, responses, columns = texts_of(batch)
         if not len(batch):
             return RewardResult(np.zeros(0))
-        return checked_result(self.rate(prompts, responses, **columns), prompts, responses, self.producer)
+        return checked_result(self.score(prompts, responses, **columns), prompts, responses, self.producer)
 
-    def rated(self, batch: DataProto) -> RewardResult:
-        """Call `rate_batch` with the deadline `call_timeout_s`.
+    def score_in_time(self, batch: DataProto) -> RewardResult:
+        """Call `score_batch` with the deadline `call_timeout_s`.
 
         Raises:
-            RewardError: raised by `rate_batch`, or the deadline has passed.
+            RewardError: raised by `score_batch`, or the deadline has passed.
         """
         if self.call_timeout_s is None:
-            return self.rate_batch(batch)
+            return self.score_batch(batch)
         try:
-            return call_within(self.call_timeout_s, lambda: self.rate_batch(batch), source_of(self.producer).file)
+            return call_within(self.call_timeout_s, lambda: self.score_batch(batch), source_of(self.producer).file)
         except CallFailed as late:
             raise reward_error("a score for each response", str(late), self.producer) from late
 
     def prepare(self, batch: DataProto) -> RewardResult:
-        """Rate responses before their turn: the part of `rated` that no running statistics of scores enter."""
-        return self.rated(batch)
+        """Rate responses before their turn: the part of `score_in_time` that no running statistics of scores enter."""
+        return self.score_in_time(batch)
 
     def apply(self, result: RewardResult, batch: DataProto) -> RewardResult:
         """Apply running statistics of scores, in the turn of a batch, to what `prepare` gave for its rows; gives what
-        `rated` would give then.
+        `score_in_time` would give then.
         """
         return result
 
@@ -371,12 +371,12 @@ class Reward:
     def close(self) -> None:
         """Stop processes and connections. The trainer calls it at the end of a run; calling it again does nothing."""
 
-    def score(self, batch: DataProto, result: RewardResult | None = None) -> DataProto:
+    def score_tokens(self, batch: DataProto, result: RewardResult | None = None) -> DataProto:
         """Score every response of a batch.
 
         Args:
             batch: response_mask [B T]; `prompt_text`, `response_text` and the columns of the data.
-            result: of the batch; None calls `rated`.
+            result: of the batch; None calls `score_in_time`.
         Returns:
             token_level_scores [B T] float32: per-token scores of the reward, or the score on the last True of
             response_mask and 0 elsewhere (all 0 for a row with an empty mask). In `non_tensor_batch`: `score`, B
@@ -385,7 +385,7 @@ class Reward:
         Raises:
             RewardError: the reward raised, or did not return B finite numbers; names the sample and the function.
         """
-        result = self.rated(batch) if result is None else result
+        result = self.score_in_time(batch) if result is None else result
         placed, scores = token_scores_of(result, batch.batch["response_mask"]), result.scores.astype(object)
         scores[np.isnan(result.scores)] = None
         parts = {f"reward/{name}": values.astype(object) for name, values in result.parts.items()}

@@ -110,7 +110,7 @@ class CodeTest:
 class CodeReward(Reward):
     """The reward that `CodeTests` builds."""
 
-    rates_ahead = rates_groups = True
+    scores_ahead = scores_groups = True
 
     def __init__(self, described: CodeTests, runner: CodeRunner):
         self.described, self._runner = described, runner
@@ -155,7 +155,7 @@ class CodeReward(Reward):
             )
         return told
 
-    def rate_batch(self, batch: DataProto) -> RewardResult:
+    def score_batch(self, batch: DataProto) -> RewardResult:
         """Parts: `tests_passed`, the fraction of a row's tests that pass; `test_timeouts`, 1 if a test ran out of time;
         `test_objects`, 1 if a program returned something other than a plain value. Column: `tests`, the outcome of each
         test that ran.

@@ -16,7 +16,7 @@ class EpisodeReward(RewardDescription, Reward):
 
     needs_environment: ClassVar[bool] = True
 
-    def rate_batch(self, batch: DataProto) -> RewardResult:
+    def score_batch(self, batch: DataProto) -> RewardResult:
         """Use `turn_rewards` [B T] as token scores."""
         if "turn_rewards" not in batch:
             raise RewardError("The batch has no turn_rewards: reward=environment scores episodes of an environment.")

@@ -159,7 +159,7 @@ class CallableReward(Reward):
     def producer(self) -> Callable:
         return self.function
 
-    def rate(self, prompts: list[str], responses: list[str], **columns: list) -> Any:
+    def score(self, prompts: list[str], responses: list[str], **columns: list) -> Any:
         """Call the function and return its result unchecked.
 
         If it raises, the first sample at fault is found by bisection, which calls it on about as many rows again as the
@@ -178,10 +178,10 @@ class CallableReward(Reward):
             expected = f"{len(responses)} finite numbers, one for each response"
             raise reward_error(expected, self._words(error), self.function, prompts, responses, sample) from error
 
-    def rate_batch(self, batch: DataProto) -> RewardResult:
+    def score_batch(self, batch: DataProto) -> RewardResult:
         """Score every response; token scores if the function takes the whole batch."""
         if not self._takes_batch or not len(batch):
-            return super().rate_batch(batch)
+            return super().score_batch(batch)
         prompts, responses, _ = texts_of(batch)
         copied = DataProto.from_dict(
             tensors={name: tensor.clone() for name, tensor in batch.batch.items()},
@@ -263,7 +263,7 @@ class ProcessReward(CallableReward):
         RewardError: the function cannot be imported, or does not accept the arguments.
     """
 
-    rates_ahead = True
+    scores_ahead = True
 
     def __init__(self, path: str, kwargs: Mapping[str, Any], timeout_s: float):
         self.pool = FunctionPool(path, kwargs, timeout_s, num_workers=1, whole_batch=True)
@@ -277,7 +277,7 @@ class ProcessReward(CallableReward):
         self.pool.close()
 
     def _invoke(self, given: DataProto | dict[str, Any]) -> Any:
-        (outcome,) = self.pool.rate([given])
+        (outcome,) = self.pool.score([given])
         assert outcome is not None
         if outcome.failure is not None:
             raise CallFailed(outcome.failure, outcome.failure.partition(":")[0] if outcome.was_raised else None)

@@ -65,11 +65,11 @@ def number_of(text: str) -> Fraction | None:
 
 def decimal_text(number: Fraction) -> str:
     """A number as text: `72`, `18.9`, or `1/3` if no finite decimal is exact. `number_of` is the inverse."""
-    rest = number.denominator
+    remaining = number.denominator
     for factor in (2, 5):
-        while rest % factor == 0:
-            rest //= factor
-    if rest != 1:
+        while remaining % factor == 0:
+            remaining //= factor
+    if remaining != 1:
         return str(number)
     return f"{Decimal(number.numerator) / Decimal(number.denominator):f}"
 
@@ -281,9 +281,9 @@ def _numbers(text: str, *, is_marked: bool = False) -> list[_TextNumber]:
             numbers[-1] = _TextNumber(None, False, numbers[-1].starts_the_text, False)
         else:
             starts = not re.search(r"\w", text[: match.start()])
-            rest = text[match.end() :]
-            is_number = not re.match(r"[,.:/]?\d|\s*[*\u00d7^]\s*[\d(]", rest)
-            is_whole = not text[: match.start()].strip() and not rest.strip(" .")
+            remaining = text[match.end() :]
+            is_number = not re.match(r"[,.:/]?\d|\s*[*\u00d7^]\s*[\d(]", remaining)
+            is_whole = not text[: match.start()].strip() and not remaining.strip(" .")
             value = _value(match) if is_number else None
             numbers.append(_TextNumber(value, match["percent"] is not None, starts, is_whole and is_number))
         last = match

@@ -91,9 +91,9 @@ class ScaledReward(Reward):
 
     def __init__(self, reward: Reward, has_state: bool = True):
         self.reward, self.norm, self._learns, self._has_state = reward, RunningStats(), True, has_state
-        self.rates_ahead, self.rates_groups = reward.rates_ahead, reward.rates_groups
+        self.scores_ahead, self.scores_groups = reward.scores_ahead, reward.scores_groups
 
-    def rate_batch(self, batch: DataProto) -> RewardResult:
+    def score_batch(self, batch: DataProto) -> RewardResult:
         """Score every row; the part `raw` has the scores before normalisation."""
         return self.apply(self.prepare(batch), batch)
 

@@ -67,12 +67,12 @@ def _serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
     while True:
         message: bytes = channel.receive()
         progress.advance("scoring a sample")
-        answer = _rated(function, message, kwargs, setting.whole_batch)
+        answer = _score(function, message, kwargs, setting.whole_batch)
         progress.advance("waiting for a sample")
         channel.send(answer)
 
 
-def _rated(
+def _score(
     function: Callable, message: bytes, kwargs: dict[str, Any], whole_batch: bool
 ) -> tuple[str, float | dict[str, Any] | bytes | str | None]:
     """`score` and the number, or the pickled result for a whole batch; else `error` and a description."""

@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0  # the user's module may import large packages
 GRACE_S = 0.5  # in which a late worker writes its stack trace before it is killed
-LOOK_EVERY_S = 0.5
+POLL_INTERVAL_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class FunctionPool:
     def workers(self) -> list[_Worker]:
         return list(self._processes.loans)
 
-    def rate(self, samples: Sequence[Any], stop_at_failure: bool = False) -> list[PoolResult | None]:
+    def score(self, samples: Sequence[Any], stop_at_failure: bool = False) -> list[PoolResult | None]:
         """Score every sample by one call each.
 
         Args:
@@ -127,7 +127,7 @@ class FunctionPool:
         def work() -> None:
             try:
                 while waiting:  # another thread may take the last one, also while this one waits for a worker
-                    with contextlib.suppress(IndexError, TimeoutError), self._processes.lend(LOOK_EVERY_S) as worker:
+                    with contextlib.suppress(IndexError, TimeoutError), self._processes.lend(POLL_INTERVAL_S) as worker:
                         while worker.is_usable:
                             index = waiting.popleft()
                             outcome = outcomes[index] = worker.call(samples[index])
@@ -147,7 +147,7 @@ class FunctionPool:
             for thread in threads:
                 thread.start()
             while alive := [thread for thread in threads if thread.is_alive()]:
-                alive[0].join(LOOK_EVERY_S)
+                alive[0].join(POLL_INTERVAL_S)
                 if len(waiting) < left or not alive[0].is_alive():
                     left = len(waiting)
                     report()
@@ -269,7 +269,7 @@ class _SampleWatch(ProgressWatch):
 
     def __init__(self, progress: Progress, timeout_s: float, pid: int):
         self._pid, self._waited_s = pid, processor_wait_s(pid)
-        super().__init__(progress, timeout_s, look_every_s=2 * LOOK_EVERY_S)
+        super().__init__(progress, timeout_s, poll_interval_s=2 * POLL_INTERVAL_S)
 
     @property
     def idle_s(self) -> float:
@@ -294,7 +294,7 @@ class SampleReward(Reward):
         RewardError: a worker cannot import the function, or it does not take `prompt` and `response`.
     """
 
-    rates_ahead = rates_groups = True
+    scores_ahead = scores_groups = True
 
     def __init__(
         self,
@@ -321,7 +321,7 @@ class SampleReward(Reward):
     def producer(self) -> Callable:
         return self.function
 
-    def rate_batch(self, batch: DataProto) -> RewardResult:
+    def score_batch(self, batch: DataProto) -> RewardResult:
         """Score every response by a call of its own.
 
         Raises:
@@ -338,7 +338,7 @@ class SampleReward(Reward):
         given = {"prompt": prompts, "response": responses, **columns}
         names = [name for name in given if self._accepted is None or name in self._accepted]
         samples = [{name: given[name][index] for name in names} for index in range(len(responses))]
-        outcomes = self.pool.rate(samples, stop_at_failure=self.error_score is None)
+        outcomes = self.pool.score(samples, stop_at_failure=self.error_score is None)
         failures = {index: fault for index, outcome in enumerate(outcomes) if (fault := _failure(outcome)) is not None}
         if failures:
             numbers = [index for index in failures if (o := outcomes[index]) is not None and o.failure is None]

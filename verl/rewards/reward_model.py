@@ -231,7 +231,7 @@ class ModelReward(Reward):
         self._pads = True  # texts of several lengths beside each other
         self._longest_compared = 0
 
-    def rate_batch(self, batch: DataProto) -> RewardResult:
+    def score_batch(self, batch: DataProto) -> RewardResult:
         """Score every response; the part `truncated` if rows may be truncated."""
         prompts, responses, _ = texts_of(batch)
         if not len(batch):

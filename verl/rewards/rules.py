@@ -26,7 +26,7 @@ class ExactMatch(RewardDescription, Reward):
         correct, wrong: the two scores.
     """
 
-    rates_ahead = rates_groups = True
+    scores_ahead = scores_groups = True
 
     answer_key: str = "answer"
     ignore_whitespace: bool = True
@@ -40,7 +40,7 @@ class ExactMatch(RewardDescription, Reward):
     def columns_read(self) -> Iterator[tuple[str, str]]:
         yield f"answer_key is {self.answer_key!r}", self.answer_key
 
-    def rate(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
+    def score(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
         """`correct` for each response that equals its answer, else `wrong`.
 
         Raises:
@@ -78,7 +78,7 @@ class Format(RewardDescription, Reward):
         correct, wrong: the two scores.
     """
 
-    rates_ahead = rates_groups = True
+    scores_ahead = scores_groups = True
 
     pattern: str
     whole: bool = True
@@ -93,7 +93,7 @@ class Format(RewardDescription, Reward):
         if self.correct <= self.wrong:
             yield f"correct is {self.correct}: must exceed wrong, which is {self.wrong}."
 
-    def rate(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
+    def score(self, prompts: list[str], responses: list[str], **columns: list) -> list[float]:
         """`correct` or `wrong` for each response."""
         expression = re.compile(self.pattern, re.DOTALL)
         match = expression.fullmatch if self.whole else expression.search
@@ -110,7 +110,7 @@ class Length(RewardDescription, Reward):
         inside, outside: the two scores.
     """
 
-    rates_ahead = rates_groups = True
+    scores_ahead = scores_groups = True
 
     min_tokens: NonNegativeInt = 1
     max_tokens: int | None = None
@@ -121,7 +121,7 @@ class Length(RewardDescription, Reward):
         if self.max_tokens is not None and self.max_tokens < self.min_tokens:
             yield f"max_tokens is {self.max_tokens}: must be at least min_tokens, which is {self.min_tokens}."
 
-    def rate_batch(self, batch: DataProto) -> RewardResult:
+    def score_batch(self, batch: DataProto) -> RewardResult:
         """`inside` or `outside` for each response; needs no texts."""
         lengths = response_lengths(batch)
         fits = (lengths >= self.min_tokens) & (lengths <= (np.inf if self.max_tokens is None else self.max_tokens))
@@ -145,7 +145,7 @@ class Overlong(RewardDescription, Reward):
         penalty: subtracted from a response at or above the limit.
     """
 
-    rates_ahead = rates_groups = True
+    scores_ahead = scores_groups = True
 
     max_tokens: PositiveInt
     buffer_tokens: NonNegativeInt
@@ -155,7 +155,7 @@ class Overlong(RewardDescription, Reward):
         if self.buffer_tokens > self.max_tokens:
             yield f"buffer_tokens is {self.buffer_tokens}: must lie in [0, max_tokens], which is {self.max_tokens}."
 
-    def rate_batch(self, batch: DataProto) -> RewardResult:
+    def score_batch(self, batch: DataProto) -> RewardResult:
         """Score each response in [-penalty, 0]; needs no texts."""
         over = response_lengths(batch) - (self.max_tokens - self.buffer_tokens)
         share = over / self.buffer_tokens if self.buffer_tokens else (over > 0).astype(float)

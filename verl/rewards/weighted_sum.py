@@ -62,10 +62,10 @@ class SumOfRewards(Reward):
 
     def __init__(self, parts: Mapping[str, Reward], weights: Mapping[str, float]):
         self.parts, self.weights = dict(parts), dict(weights)
-        self.rates_ahead = all(part.rates_ahead for part in parts.values())
-        self.rates_groups = all(part.rates_groups for part in parts.values())
+        self.scores_ahead = all(part.scores_ahead for part in parts.values())
+        self.scores_groups = all(part.scores_groups for part in parts.values())
 
-    def rate_batch(self, batch: DataProto) -> RewardResult:
+    def score_batch(self, batch: DataProto) -> RewardResult:
         """The weighted sum; `parts` has the scores of each part, and the parts of a part as `NAME_...`."""
         return self.apply(self.prepare(batch), batch)
 

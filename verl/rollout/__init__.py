@@ -1,7 +1,7 @@
 """Prompts in; responses and their log-probabilities out.
 
 auto              `rollout=auto`: chooses the engine that was faster in measurements with models of this size
-base              The interface of rollout engines: turns, sync, rest, close
+base              The interface of rollout engines: turns, sync, offload, close
 data_responses    Responses of the data set in place of sampled ones, for distillation
 generation_group  How the processes that hold one model divide the generation of responses, and agree on failures
 hf                `rollout=hf`: generation on the tensors that train

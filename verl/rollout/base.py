@@ -23,8 +23,8 @@ ALONE = BuildContext()
 
 # Weights from an actor in pipeline `stages`, or whose `experts` are divided (sharding.ep); a torch module of the user's
 # (`modules`); several `turns` of an episode; recording the experts that routers choose (`router_replay`); generating in
-# the role `sampler`, with a copy of the model, for `trainer.mode=async`
-Capability = Literal["stages", "experts", "modules", "turns", "router_replay", "sampler"]
+# the role `rollout`, with a copy of the model, for `trainer.mode=async`
+Capability = Literal["stages", "experts", "modules", "turns", "router_replay", "rollout_worker"]
 
 
 @component
@@ -193,7 +193,7 @@ class TurnRequest:
 
 
 @dataclass(frozen=True)
-class DrawnTurn:
+class TurnResult:
     """One generated turn.
 
     Attributes:
@@ -269,7 +269,7 @@ class TurnEngine:
     Attributes:
         dtype: of the log-probs.
         lookahead: tokens of each open turn, behind those that were drawn, whose logits are computed already.
-        experts: layers with experts, and experts of a token, in `DrawnTurn.routed_experts`; None if not recorded.
+        experts: layers with experts, and experts of a token, in `TurnResult.routed_experts`; None if not recorded.
     """
 
     dtype: torch.dtype = torch.float32
@@ -285,14 +285,14 @@ class TurnEngine:
         """Queue a turn."""
         raise NotImplementedError
 
-    def advance(self) -> list[DrawnTurn]:
+    def advance(self) -> list[TurnResult]:
         """Generate some tokens; returns the turns that finished."""
         raise NotImplementedError
 
     def forget(self, episode: int) -> None:
         """Free the cache of an episode that has ended."""
 
-    def open_turns(self) -> list[DrawnTurn]:
+    def open_turns(self) -> list[TurnResult]:
         """Each turn that has begun and is not finished, as far as it has been drawn."""
         return []
 

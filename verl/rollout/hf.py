@@ -41,7 +41,6 @@ from verl.rollout.base import (
     ALONE,
     SAME_TENSORS,
     Capability,
-    DrawnTurn,
     Rollout,
     RolloutEngine,
     SyncResult,
@@ -49,6 +48,7 @@ from verl.rollout.base import (
     TurnLimits,
     TurnQueue,
     TurnRequest,
+    TurnResult,
     open_turns_error,
     stop_tokens,
 )
@@ -81,7 +81,7 @@ class HFRollout(Rollout):
     """
 
     supports: ClassVar[frozenset[Capability]] = frozenset(
-        {"stages", "experts", "modules", "turns", "router_replay", "sampler"}
+        {"stages", "experts", "modules", "turns", "router_replay", "rollout_worker"}
     )
     may_change: ClassVar[bool] = True
 
@@ -91,11 +91,11 @@ class HFRollout(Rollout):
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
-    ) -> HFSampler:
-        return HFSampler(self, model, tokenizer, seed, autocast)
+    ) -> HFEngine:
+        return HFEngine(self, model, tokenizer, seed, autocast)
 
 
-class HFSampler(RolloutEngine):
+class HFEngine(RolloutEngine):
     """The running engine of `HFRollout`."""
 
     def __init__(self, options: HFRollout, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None):
@@ -246,7 +246,7 @@ class HFSampler(RolloutEngine):
         log.warning("%s. They are drawn again, from here on by %s.", problem, decoding_name(after))
 
     @property
-    def sampler(self) -> TokenSampler:
+    def token_sampler(self) -> TokenSampler:
         """The sampling rule of the present options."""
         return TokenSampler.of(self.options, self.seed, tuple(self.stop_ids.tolist()))
 
@@ -260,12 +260,12 @@ class HFSampler(RolloutEngine):
         """The model that turns are decoded with; a subclass can have another."""
         return self.model
 
-    def sampling_logits(self, logits: Tensor, turns: Sequence[LiveTurn], num_drawn: int) -> Tensor:
+    def sampling_logits(self, logits: Tensor, turns: Sequence[LiveTurn], num_sampled: int) -> Tensor:
         """The logits [b V] that tokens are drawn from; a subclass can modify them. Log-probs are those of `logits`.
 
         Args:
             turns: of the rows, the same list until one starts or ends.
-            num_drawn: tokens that were drawn of each turn, plus its `start`.
+            num_sampled: tokens that were drawn of each turn, plus its `start`.
         """
         return logits
 
@@ -290,12 +290,12 @@ class LiveTurn:
         """Number of the step before which it ends."""
         return self.start + self.request.max_new_tokens
 
-    def drawn(self, stop_ids: Sequence[int]) -> DrawnTurn:
+    def result(self, stop_ids: Sequence[int]) -> TurnResult:
         """The turn up to its stop token; without one, all of it."""
         end = next((place for place, token in enumerate(self.tokens, 1) if token in stop_ids), None)
         routed = torch.cat(self.routed)[:end].cpu() if self.routed else None
         episode, tokens = self.request.episode, self.tokens[:end]
-        return DrawnTurn(episode, tokens, self.log_probs[:end], end is not None, routed)
+        return TurnResult(episode, tokens, self.log_probs[:end], end is not None, routed)
 
 
 class HFTurns(TurnQueue):
@@ -311,14 +311,14 @@ class HFTurns(TurnQueue):
 
     lookahead = 1
 
-    def __init__(self, engine: HFSampler, limits: TurnLimits, dtype: torch.dtype):
+    def __init__(self, engine: HFEngine, limits: TurnLimits, dtype: torch.dtype):
         super().__init__()
         self.engine, self.limits, self.dtype, self.contexts = engine, limits, dtype, contextlib.ExitStack()
-        self.sampler, self.rows = engine.sampler, engine.rows(limits)
+        self.token_sampler, self.rows = engine.token_sampler, engine.rows(limits)
         self.experts = None if engine.routing is None else (engine.routing.layers, engine.routing.top_k)
         self.live: list[LiveTurn] = []
         self._next = NextToken(torch.zeros(0))
-        self._drawn: list[tuple[Tensor, ...]] = []  # tokens, log-probs and experts since `live` is the same
+        self._sampled: list[tuple[Tensor, ...]] = []  # tokens, log-probs and experts since `live` is the same
         self._step = self._first_noise = self._next_limit = 0  # numbers of steps
         self._noise = torch.zeros(0)
         self._greedy: Tensor | bool = False
@@ -333,9 +333,9 @@ class HFTurns(TurnQueue):
     def forget(self, episode: int) -> None:
         self.rows.forget(episode)
 
-    def open_turns(self) -> list[DrawnTurn]:
+    def open_turns(self) -> list[TurnResult]:
         self._collect()
-        return [turn.drawn(self.sampler.stop_ids) for turn in self.live]
+        return [turn.result(self.token_sampler.stop_ids) for turn in self.live]
 
     def end(self, episode: int) -> None:
         for turn in self.live:
@@ -357,7 +357,7 @@ class HFTurns(TurnQueue):
         self.contexts.close()
 
     @torch.no_grad()
-    def advance(self) -> list[DrawnTurn]:
+    def advance(self) -> list[TurnResult]:
         """See `TurnEngine.advance`.
 
         Raises:
@@ -368,28 +368,28 @@ class HFTurns(TurnQueue):
         if not self.queue:
             return []
         engine, turns = self.engine, list(self.queue)
-        drawn = self._decode()
-        longest = max(len(turn.tokens) + len(made.tokens) for turn, made in zip(turns, drawn, strict=True))
+        sampled = self._decode()
+        longest = max(len(turn.tokens) + len(made.tokens) for turn, made in zip(turns, sampled, strict=True))
         if longest > engine.longest_compared:
-            rows = self._as_rows(turns, drawn)
+            rows = self._as_rows(turns, sampled)
             while (gap := engine.decoding_gap(rows)) > engine.gap_bound:
                 engine.fall_back(gap, rows)
                 self.rows = engine.rows(self.limits)
                 self.queue.extend(turns)
-                drawn = self._decode()
-                rows = self._as_rows(turns, drawn)
+                sampled = self._decode()
+                rows = self._as_rows(turns, sampled)
             engine.longest_compared = max(engine.longest_compared, longest_row(rows))
-        return drawn
+        return sampled
 
-    def _decode(self) -> list[DrawnTurn]:
+    def _decode(self) -> list[TurnResult]:
         """All turns of the queue, in its order."""
         order = [turn.episode for turn in self.queue]
-        drawn: dict[int, DrawnTurn] = {}
+        sampled: dict[int, TurnResult] = {}
         while self.num_pending:
-            drawn |= {turn.episode: turn for turn in self._advance()}
-        return [drawn[episode] for episode in order]
+            sampled |= {turn.episode: turn for turn in self._advance()}
+        return [sampled[episode] for episode in order]
 
-    def _advance(self) -> list[DrawnTurn]:
+    def _advance(self) -> list[TurnResult]:
         """One token of every live turn; returns the turns that it ends."""
         report()
         if self.queue:
@@ -401,9 +401,9 @@ class HFTurns(TurnQueue):
             self._noise = self._noise_of(self.live)
         logits = self.engine.sampling_logits(self._next.logits, self.live, self._step)
         noise = self._noise[:, self._step - self._first_noise]
-        tokens = self.sampler.pick(logits, noise, self._positions(), self._greedy)
-        log_probs = self.sampler.log_probs(self._next.logits, tokens)
-        self._drawn.append((tokens, log_probs) if self._next.routed is None else (tokens, log_probs, self._next.routed))
+        tokens = self.token_sampler.pick(logits, noise, self._positions(), self._greedy)
+        log_probs = self.token_sampler.log_probs(self._next.logits, tokens)
+        self._sampled.append((tokens, log_probs, *([] if self._next.routed is None else [self._next.routed])))
         self._step += 1
         is_stop = torch.isin(tokens, self.engine.stop_ids)
         is_limit = self._step == self._next_limit
@@ -431,27 +431,27 @@ class HFTurns(TurnQueue):
             self._is_over = torch.cat([self._is_over, is_over])
         self._set_live([*self.live, *turns])
 
-    def _end(self, tokens: Tensor) -> list[DrawnTurn]:
+    def _end(self, tokens: Tensor) -> list[TurnResult]:
         """Take out the turns that are over, and read the tokens [b] of the others."""
         self._collect()
         rows = enumerate(zip(self.live, self._is_over.tolist(), strict=True))
         ended = {row: turn for row, (turn, is_over) in rows if is_over or turn.limit == self._step}
-        drawn = [turn.drawn(self.sampler.stop_ids) for turn in ended.values()]
-        read = [turn.request.tokens + made.tokens[:-1] for turn, made in zip(ended.values(), drawn, strict=True)]
+        sampled = [turn.result(self.token_sampler.stop_ids) for turn in ended.values()]
+        read = [turn.request.tokens + made.tokens[:-1] for turn, made in zip(ended.values(), sampled, strict=True)]
         order = self.rows.end(dict(zip(ended, read, strict=True)))
         self._set_live([self.live[row] for row in order])
         if order:
             going = torch.tensor(order, device=tokens.device)
             self._noise, self._is_over = self._noise[going], self._is_over[going]
             self._next = self.rows.read(tokens[going])
-        return drawn
+        return sampled
 
     def _collect(self) -> None:
         """Add to each live turn what was drawn since the last call."""
-        if not self._drawn:
+        if not self._sampled:
             return
-        tokens, log_probs, *routed = (torch.stack(columns, dim=1) for columns in zip(*self._drawn, strict=True))
-        self._drawn = []
+        tokens, log_probs, *routed = (torch.stack(columns, dim=1) for columns in zip(*self._sampled, strict=True))
+        self._sampled = []
         for row, (turn, *lines) in enumerate(zip(self.live, tokens.tolist(), log_probs.tolist(), strict=True)):
             turn.tokens += lines[0]
             turn.log_probs += lines[1]
@@ -470,21 +470,21 @@ class HFTurns(TurnQueue):
             return torch.zeros(len(turns), NOISE_TOKENS, dtype=torch.float64, device=device)
         first = torch.tensor([self._first_noise - turn.start for turn in turns], device=device)
         positions = first[:, None] + torch.arange(NOISE_TOKENS, device=device)
-        return self.sampler.noise(keys.to(device)[:, :, None], positions.clamp_min(0))
+        return self.token_sampler.noise(keys.to(device)[:, :, None], positions.clamp_min(0))
 
     def _positions(self) -> Tensor | int:
         """Number of tokens of each turn so far; of all if stop tokens may be drawn everywhere."""
-        drawn = [self._step - turn.start for turn in (self.live if self.sampler.min_new_tokens else self.live[:1])]
-        return drawn[0] if len(set(drawn)) == 1 else torch.tensor(drawn, device=self.engine.device)
+        counts = [self._step - x.start for x in (self.live if self.token_sampler.min_new_tokens else self.live[:1])]
+        return counts[0] if len(set(counts)) == 1 else torch.tensor(counts, device=self.engine.device)
 
-    def _as_rows(self, turns: Sequence[TurnRequest], drawn: Sequence[DrawnTurn]) -> DataProto:
+    def _as_rows(self, turns: Sequence[TurnRequest], sampled: Sequence[TurnResult]) -> DataProto:
         """Each turn as a row, behind everything before it; see `assemble`."""
         tokens, mask = left_padded([turn.tokens for turn in turns], self.engine.pad_id)
         prompt_ids = torch.tensor([turn.prompt_id for turn in turns])
         fields = {"prompts": tokens, "prompt_mask": mask, "prompt_ids": prompt_ids}
         prompts = DataProto.from_dict(fields | {"group_ids": torch.arange(len(turns))})
         sample_ids = torch.tensor([turn.sample_id for turn in turns])
-        return assemble_turns(prompts, drawn, self, self.engine.pad_id, sample_ids=sample_ids)
+        return assemble_turns(prompts, sampled, self, self.engine.pad_id, sample_ids=sample_ids)
 
 
 def slot_bytes(model: Any, tokens: int) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from verl.models.parallel_info import wait_for
-from verl.rollout.base import DrawnTurn, TurnEngine, TurnRequest
+from verl.rollout.base import TurnEngine, TurnRequest, TurnResult
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class LeadingTurns(TurnEngine):
     def forget(self, episode: int) -> None:
         self._calls.append(episode)
 
-    def advance(self) -> list[DrawnTurn]:
+    def advance(self) -> list[TurnResult]:
         calls, self._calls = self._calls, []
         if not calls and not self.turns.num_pending:
             return []
@@ -138,7 +138,7 @@ def _follow(turns: TurnEngine, channel: _Channel) -> Any:
             error = raised
 
 
-def _advance(turns: TurnEngine, calls: list[TurnRequest | int]) -> list[DrawnTurn]:
+def _advance(turns: TurnEngine, calls: list[TurnRequest | int]) -> list[TurnResult]:
     for call in calls:
         if isinstance(call, TurnRequest):
             turns.add(call)

@@ -2,7 +2,7 @@
 
     prompts ── `GenerationGroup.gather` ──> parts ── turns of the engine ──> rows ── `scatter` ──> rows of the prompts
 
-`verl.environments.episode_loop.EpisodeSampler` inherits this and plays episodes of several turns instead.
+`verl.environments.episode_loop.EpisodeGenerator` inherits this and plays episodes of several turns instead.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from verl.errors import RolloutError
 from verl.ops.sampling import NO_TURN
 from verl.protocol import DataProto
 from verl.rollout.base import (
-    DrawnTurn,
     GenerationRequest,
     Rollout,
     RolloutEngine,
@@ -25,6 +24,7 @@ from verl.rollout.base import (
     TurnEngine,
     TurnLimits,
     TurnRequest,
+    TurnResult,
 )
 from verl.rollout.generation_group import RepeatGeneration
 from verl.rollout.rows import assemble_turns, longest_prompt, prompt_tokens
@@ -41,20 +41,20 @@ class _Begun:
     rows: Future[list[DataProto]]
 
 
-class ResponseSampler:
+class ResponseGenerator:
     """Samples responses with a rollout engine.
 
     Args:
         rollout: the description of the engine.
         pad_id: fills the places without a token.
     Attributes:
-        has_redrawn: the last `finish` returned responses that were generated again with newer weights, because the
+        has_regenerated: the last `finish` returned responses that were generated again with newer weights, because the
             engine died after `begin`.
     """
 
     def __init__(self, engine: RolloutEngine, rollout: Rollout, pad_id: int):
         self.engine, self.rollout, self.pad_id = engine, rollout, pad_id
-        self.has_redrawn = False
+        self.has_regenerated = False
         self._begun: _Begun | None = None
         self._thread: ThreadPoolExecutor | None = None
 
@@ -86,15 +86,15 @@ class ResponseSampler:
         self._begun = _Begun(parts, request, turns, rows)
 
     def finish(self) -> DataProto:
-        """Wait for the responses of `begin`, in the form of `generate`; sets `has_redrawn`. If the engine died, they
-        are generated again with the present weights."""
+        """Wait for the responses of `begin`, as `generate` returns them. If the engine died, they are generated again
+        with the current weights, and `has_regenerated` is set."""
         assert self._begun is not None
         begun, self._begun = self._begun, None
-        self.has_redrawn = False
+        self.has_regenerated = False
         return self._finish(begun.parts, begun.request, begun)
 
-    def beside(self) -> ResponseSampler:
-        """Another sampler with the same engine, which generates while turns of this one are set aside."""
+    def beside(self) -> ResponseGenerator:
+        """Another generator with the same engine, which generates while turns of this one are set aside."""
         return copy.copy(self)
 
     def stop(self) -> None:
@@ -124,14 +124,14 @@ class ResponseSampler:
 
     def sample(self, turns: TurnEngine, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
         """The rows of each part."""
-        drawn: dict[int, DrawnTurn] = {}
+        sampled: dict[int, TurnResult] = {}
         for turn in self.requests(parts, request):
             turns.add(turn)
         while turns.num_pending:
-            drawn |= {turn.episode: turn for turn in turns.advance()}
+            sampled |= {turn.episode: turn for turn in turns.advance()}
         rows, first = [], 0
         for part in parts:
-            part_turns = [drawn[number] for number in range(first, first + len(part) * request.num_samples)]
+            part_turns = [sampled[number] for number in range(first, first + len(part) * request.num_samples)]
             rows.append(assemble_turns(part, part_turns, turns, self.pad_id, request.num_samples))
             first += len(part_turns)
         return rows
@@ -155,7 +155,7 @@ class ResponseSampler:
                 rows = group.run(lambda begun=begun: self._rows(parts, request, begun))
                 break
             except RepeatGeneration:
-                begun, self.has_redrawn = None, True
+                begun, self.has_regenerated = None, True
                 self.engine.sync()
         return self.engine.with_log_probs(group.scatter(rows), request.greedy)
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from verl.errors import RolloutError
 from verl.protocol import DataProto
-from verl.rollout.base import DrawnTurn, TurnEngine
+from verl.rollout.base import TurnEngine, TurnResult
 
-DRAWN = ("response_mask", "responses", "rollout_log_probs")  # fields that an engine makes
+GENERATED_FIELDS = ("response_mask", "responses", "rollout_log_probs")  # fields that an engine makes
 LARGEST_LOG_PROB = 1e-3  # nats above 0 that are put down to rounding; more is not a log-prob
 PLACEHOLDER = -9000.0  # nats: values at or below are minus infinity, such as -9999 of vLLM
 
@@ -106,7 +106,7 @@ def sequence_fields(prompts: Tensor, prompt_mask: Tensor, responses: Tensor, att
 
 def assemble_turns(
     prompts: DataProto,
-    drawn: Sequence[DrawnTurn],
+    sampled: Sequence[TurnResult],
     turns: TurnEngine,
     pad_id: int,
     num_samples: int = 1,
@@ -115,18 +115,18 @@ def assemble_turns(
     """Rows of responses; see `assemble`.
 
     Args:
-        drawn: the single turn of each response, a prompt's samples side by side.
+        sampled: the single turn of each response, a prompt's samples side by side.
         turns: the engine that generated them.
     Raises:
         RolloutError: a log-prob is invalid or a token id is negative; names prompt, sample and token.
     """
-    responses = right_padded([turn.tokens for turn in drawn], pad_id, torch.int64)
-    log_probs = right_padded([turn.log_probs for turn in drawn], 0.0, turns.dtype)
-    lengths, routed = torch.tensor([len(turn.tokens) for turn in drawn], dtype=torch.int64), None
+    responses = right_padded([turn.tokens for turn in sampled], pad_id, torch.int64)
+    log_probs = right_padded([turn.log_probs for turn in sampled], 0.0, turns.dtype)
+    lengths, routed = torch.tensor([len(turn.tokens) for turn in sampled], dtype=torch.int64), None
     mask = torch.arange(responses.shape[1]) < lengths[:, None]
     if turns.experts is not None:
         routed = torch.full((*responses.shape, *turns.experts), -1, dtype=torch.int16)
-        for row, turn in enumerate(drawn):
+        for row, turn in enumerate(sampled):
             if turn.routed_experts is not None:
                 routed[row, : len(turn.tokens)] = turn.routed_experts
     return assemble(prompts, num_samples, responses, mask, log_probs, pad_id, routed=routed, sample_ids=sample_ids)
@@ -141,11 +141,11 @@ def refuse_wrong_responses(rows: DataProto, num_tokens: int | None = None) -> No
     Raises:
         RolloutError: see `assemble`.
     """
-    if missing := [name for name in DRAWN if name not in rows.batch]:
+    if missing := [name for name in GENERATED_FIELDS if name not in rows.batch]:
         raise RolloutError(
             f"The rollout engine gives rows without {', '.join(missing)}: see verl.rollout.base.assemble."
         )
-    mask, tokens, log_probs = (rows.batch[name] for name in DRAWN)
+    mask, tokens, log_probs = (rows.batch[name] for name in GENERATED_FIELDS)
     if not bool(mask.any()):
         return
     lowest, highest = log_probs[mask].aminmax()  # one pass: nan comes through

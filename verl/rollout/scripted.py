@@ -20,7 +20,6 @@ from verl.protocol import DataProto
 from verl.rollout.base import (
     ALONE,
     Capability,
-    DrawnTurn,
     GenerationRequest,
     Rollout,
     RolloutEngine,
@@ -28,6 +27,7 @@ from verl.rollout.base import (
     TurnLimits,
     TurnQueue,
     TurnRequest,
+    TurnResult,
     stop_tokens,
 )
 from verl.rollout.rows import left_padded, refuse_wrong_responses
@@ -55,11 +55,11 @@ class ScriptedRollout(Rollout):
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
-    ) -> ScriptedSampler:
-        return ScriptedSampler(self, model, tokenizer, autocast)
+    ) -> ScriptedEngine:
+        return ScriptedEngine(self, model, tokenizer, autocast)
 
 
-class ScriptedSampler(RolloutEngine):
+class ScriptedEngine(RolloutEngine):
     """The running engine of `ScriptedRollout`."""
 
     def __init__(self, options: ScriptedRollout, model: Any, tokenizer: Any, autocast: Autocast = None):
@@ -96,20 +96,20 @@ class ScriptedSampler(RolloutEngine):
 class ScriptedTurns(TurnQueue):
     """Turns of a script: those of the same prompt take one entry after another."""
 
-    def __init__(self, engine: ScriptedSampler):
+    def __init__(self, engine: ScriptedEngine):
         super().__init__()
         self.engine = engine
         self.dtype = torch.promote_types(engine.model.dtype, torch.float32)
 
-    def advance(self) -> list[DrawnTurn]:
+    def advance(self) -> list[TurnResult]:
         turns, self.queue = self.queue, []
         num_samples = 1 + max((turn.sample_id for turn in turns), default=0)
-        drawn = []
+        sampled = []
         for turn in turns:
             script = self.engine.script
             line = script[(turn.prompt_id * num_samples + turn.sample_id) % len(script)]
-            drawn.append(DrawnTurn(turn.episode, line, [0.0] * len(line), line[-1] in self.engine.stop_ids))
-        return drawn
+            sampled.append(TurnResult(turn.episode, line, [0.0] * len(line), line[-1] in self.engine.stop_ids))
+        return sampled
 
 
 class WholeBatchEngine(RolloutEngine):
@@ -134,7 +134,7 @@ class _WholeBatchTurns(TurnQueue):
         super().__init__()
         self.engine = engine
 
-    def advance(self) -> list[DrawnTurn]:
+    def advance(self) -> list[TurnResult]:
         turns, self.queue = self.queue, []
         n = 1 + max((turn.sample_id for turn in turns), default=0)
         first = turns[0] if turns else TurnRequest(0, [], 0, 0, 0, 0, 0, TRAINING)
@@ -147,6 +147,6 @@ class _WholeBatchTurns(TurnQueue):
         self.dtype = rows["rollout_log_probs"].dtype
         columns = zip(turns, rows["responses"], rows["response_mask"], rows["rollout_log_probs"], strict=True)
         return [
-            DrawnTurn(turn.episode, ids[made].tolist(), log_probs[made].tolist(), int(made.sum()) < turn.max_new_tokens)
-            for turn, ids, made, log_probs in columns
+            TurnResult(turn.episode, ids[m].tolist(), log_probs[m].tolist(), int(m.sum()) < turn.max_new_tokens)
+            for turn, ids, m, log_probs in columns
         ]

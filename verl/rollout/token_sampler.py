@@ -61,8 +61,8 @@ class TokenSampler:
         if is_greedy is True:
             return logits.argmax(dim=-1)
         filtered = filter_logits(logits / self.temperature, top_k=self.top_k, top_p=self.top_p)
-        drawn = inverse_cdf(filtered.softmax(dim=-1), noise)
-        return drawn if is_greedy is False else torch.where(is_greedy, logits.argmax(dim=-1), drawn)
+        sampled = inverse_cdf(filtered.softmax(dim=-1), noise)
+        return sampled if is_greedy is False else torch.where(is_greedy, logits.argmax(dim=-1), sampled)
 
     def _without_early_stops(self, logits: Tensor, positions: Tensor | int) -> Tensor:
         if not self.min_new_tokens or (isinstance(positions, int) and positions >= self.min_new_tokens):

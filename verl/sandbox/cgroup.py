@@ -233,8 +233,8 @@ def _own_groups() -> dict[str, str]:
     """The groups of this process, by controller; of v2 under the empty name."""
     groups = {}
     for line in _lines(Path("/proc/self/cgroup")):
-        _, _, rest = line.partition(":")
-        names, _, path = rest.partition(":")
+        _, _, remaining = line.partition(":")
+        names, _, path = remaining.partition(":")
         groups |= dict.fromkeys(names.split(","), path)
     return groups
 

@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 START_TIMEOUT_S = 30.0  # of one jail; 10 ms on an idle machine
 END_TIMEOUT_S = 10.0  # from SIGKILL to the end of a jail
 ATTEMPTS = 3  # of one program, each in a fresh jail, where a jail ends without a report: it has left nothing behind
-LOOK_EVERY_S = 0.05  # at the memory of a jail
+POLL_INTERVAL_S = 0.05  # at the memory of a jail
 INTERPRETER_MIB = 32  # of address space, beside the program's own
 MAX_FILES = 128
 
@@ -287,18 +287,18 @@ class _Execution:
             poll.register(fd_in, select.POLLOUT)
         else:
             process.stdin.close()
-        look = time.monotonic() + LOOK_EVERY_S
+        next_poll = time.monotonic() + POLL_INTERVAL_S
         while is_open:
             now = time.monotonic()
             if now >= deadline:
                 self._cut = "timeout"
                 return
-            if now >= look:
-                look = now + LOOK_EVERY_S
+            if now >= next_poll:
+                next_poll = now + POLL_INTERVAL_S
                 if self._is_above_memory():
                     self._cut = "memory"
                     return
-            for fd, _ in poll.poll(max(1.0, 1000 * (min(look, deadline) - now))):
+            for fd, _ in poll.poll(max(1.0, 1000 * (min(next_poll, deadline) - now))):
                 if fd == fd_in:
                     try:
                         written += os.write(fd, stdin[written : written + 2**16])
@@ -321,7 +321,7 @@ class _Execution:
 
     def _wait(self, deadline: float) -> None:
         """Wait for a program that closed its output and still runs."""
-        while self._cut is None and not select.select([self._jail.control], [], [], LOOK_EVERY_S)[0]:
+        while self._cut is None and not select.select([self._jail.control], [], [], POLL_INTERVAL_S)[0]:
             if time.monotonic() >= deadline:
                 self._cut = "timeout"
             elif self._is_above_memory():

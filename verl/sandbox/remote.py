@@ -110,10 +110,10 @@ class _ExecuteRequest(Request):
 
     def read(self, answer: Any) -> None:
         text = "".join(event.get("text", "") for event in answer if event.get("type") == "stdout")
-        _, mark, rest = text.rpartition(self._mark)
+        _, mark, remaining = text.rpartition(self._mark)
         if not mark:
             errors = [f"{event.get('name')}: {event.get('value')}" for event in answer if event.get("type") == "error"]
             raise RetryableAnswer(f"the server did not finish the program ({'; '.join(errors) or 'no error reported'})")
-        status, *texts = json.loads(rest)
+        status, *texts = json.loads(remaining)
         stdout, stderr = (base64.b64decode(piece) for piece in texts)
         self.result = self._runner.limited_result(status, stdout, stderr, time.perf_counter() - self._asked)

@@ -25,7 +25,7 @@ from verl.component import BuildContext, component
 from verl.environments.base import Fault, Observation
 from verl.environments.calls import CallResult, CallRunner
 from verl.environments.episode import End, Episode, EpisodeSample, Turn, dropped_with
-from verl.environments.episode_loop import EpisodeSampler
+from verl.environments.episode_loop import EpisodeGenerator
 from verl.environments.hosts.host_pool import HostedDescription
 from verl.environments.hosts.host_process import PROGRAMS
 from verl.errors import RolloutError
@@ -84,13 +84,13 @@ class AgentProgram(HostedDescription):
         arguments = {"path": self.path, "command": list(self.command), "timeout_s": self.program_timeout_s}
         return {"kind": "class", "path": f"{PROGRAMS / 'program_adapter.py'}:ProgramEpisode", "arguments": arguments}
 
-    def sampler(
+    def response_generator(
         self, engine: RolloutEngine, rollout: Rollout, tokenizer: Any, stop_ids: tuple[int, ...], context: BuildContext
-    ) -> AgentProgramSampler:
-        return AgentProgramSampler(self, engine, rollout, tokenizer, stop_ids, context)
+    ) -> AgentProgramGenerator:
+        return AgentProgramGenerator(self, engine, rollout, tokenizer, stop_ids, context)
 
 
-class AgentProgramSampler(EpisodeSampler):
+class AgentProgramGenerator(EpisodeGenerator):
     """Samples episodes that programs play."""
 
     options: AgentProgram
@@ -119,7 +119,7 @@ class AgentProgramSampler(EpisodeSampler):
 class _Programs:
     """The episodes of one call, each a program."""
 
-    def __init__(self, engine: AgentProgramSampler, request: GenerationRequest, episodes: Sequence[Episode]):
+    def __init__(self, engine: AgentProgramGenerator, request: GenerationRequest, episodes: Sequence[Episode]):
         self.engine, self.request, self.episodes, self.options = engine, request, episodes, engine.options
         self.sessions: dict[int, Session] = {}
         self.num_open = len(episodes)

@@ -31,7 +31,7 @@ from verl.environments.tool_calls.parse import ToolCall, ToolFormat, parse_calls
 from verl.environments.tool_calls.round_trip import format_of
 from verl.errors import ConfigError, RolloutError, error_text
 from verl.ops.sampling import EVALUATION
-from verl.rollout.base import DrawnTurn, GenerationRequest, TurnEngine, TurnRequest
+from verl.rollout.base import GenerationRequest, TurnEngine, TurnRequest, TurnResult
 from verl.serving.conversations import KnownConversation, KnownConversations, Message, RecordedTurn, Session, text_of
 from verl.serving.token_text import TurnText
 from verl.utils.memory import on_current_device
@@ -72,11 +72,11 @@ class OpenTurn:
 
     request: TurnRequest
     text: TurnText
-    finish: Callable[[DrawnTurn, str, str], Completion]
+    finish: Callable[[TurnResult, str, str], Completion]
     timeout_s: float | None
     is_watched: bool
     is_over: bool = False
-    shown: queue.SimpleQueue[tuple[DrawnTurn, bool] | RolloutError] = field(default_factory=queue.SimpleQueue)
+    shown: queue.SimpleQueue[tuple[TurnResult, bool] | RolloutError] = field(default_factory=queue.SimpleQueue)
     begun_s: float = field(default_factory=time.monotonic)
 
     def __iter__(self) -> Iterator[str | Completion]:
@@ -89,14 +89,14 @@ class OpenTurn:
                 raise RolloutError(f"no turn was drawn within {self.timeout_s:g} s") from None
             if isinstance(found, RolloutError):
                 raise found
-            drawn, text, stop = self.text.cut(found[0])
+            sampled, text, stop = self.text.cut(found[0])
             self.is_over = found[1] or bool(stop)
-            part = text if self.is_over else self.text.settled(text, drawn.tokens)
+            part = text if self.is_over else self.text.settled(text, sampled.tokens)
             if len(part) > len(sent):
                 yield part[len(sent) :]
                 sent = part
             if self.is_over:
-                yield self.finish(drawn, text, stop)
+                yield self.finish(sampled, text, stop)
                 return
 
 
@@ -224,8 +224,8 @@ class PolicyEndpoint:
         request = TurnRequest(before.number, ids, *key, limit, *noise)
         name = (name or uuid.uuid4().hex) + (f"-{choice}" if choice else "")
 
-        def finish(drawn: DrawnTurn, text: str, stop: str) -> Completion:
-            columns = before.ids, tuple(drawn.tokens), tuple(drawn.log_probs), drawn.is_complete, text
+        def finish(sampled: TurnResult, text: str, stop: str) -> Completion:
+            columns = before.ids, tuple(sampled.tokens), tuple(sampled.log_probs), sampled.is_complete, text
             turn = RecordedTurn(f"chatcmpl-{name}", *columns)
             message, finish_reason = self._message(turn, tools if reads_calls else None)
             after = KnownConversation(before.number, before.prompt_id, before.sample_id, turn.ids, before.num_turns + 1)
@@ -329,9 +329,9 @@ class PolicyEndpoint:
             try:
                 while not self._is_closed:
                     self._take(engine, pending)
-                    for drawn in engine.advance() if engine.num_pending else ():
-                        engine.forget(drawn.episode)
-                        pending.pop(drawn.episode).shown.put((drawn, True))
+                    for sampled in engine.advance() if engine.num_pending else ():
+                        engine.forget(sampled.episode)
+                        pending.pop(sampled.episode).shown.put((sampled, True))
                     if any(turn.is_watched for turn in pending.values()) and time.monotonic() >= next_show_s:
                         self._show(engine, pending)
                         next_show_s = time.monotonic() + SHOW_S
@@ -349,12 +349,12 @@ class PolicyEndpoint:
 
     def _show(self, engine: TurnEngine, pending: Mapping[int, OpenTurn]) -> None:
         with contextlib.suppress(RolloutError):  # of an engine that has died, which is for `advance` to mend or raise
-            for drawn in engine.open_turns():
-                turn = pending[drawn.episode]
+            for sampled in engine.open_turns():
+                turn = pending[sampled.episode]
                 if turn.is_over:
-                    engine.end(drawn.episode)
-                elif turn.is_watched and drawn.tokens:
-                    turn.shown.put((drawn, False))
+                    engine.end(sampled.episode)
+                elif turn.is_watched and sampled.tokens:
+                    turn.shown.put((sampled, False))
 
     def _take(self, engine: TurnEngine, pending: dict[int, OpenTurn]) -> None:
         """The requests that have arrived; waits for one if no turn is being generated."""

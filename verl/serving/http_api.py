@@ -155,10 +155,10 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0].rstrip("/")
         if not path.startswith(SESSION):
             return path, None
-        name, _, rest = path.removeprefix(SESSION).partition("/")
+        name, _, remaining = path.removeprefix(SESSION).partition("/")
         if (session := self.server.sessions.get(name)) is None:
             raise Refused(404, f"there is no session {name[:80]}")
-        return f"/{rest}", session
+        return f"/{remaining}", session
 
     def _content(self) -> bytes:
         """The body; one that is too long is not read.

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from verl.rollout.base import DrawnTurn
+from verl.rollout.base import TurnResult
 
 _BYTE_FALLBACK = re.compile(r"<0x([0-9A-F]{2})>")  # a token of SentencePiece for one byte
 _WORD_START = "▁"  # of SentencePiece, for a space
@@ -23,17 +23,17 @@ class TurnText:
     tokenizer: Any
     stops: Sequence[str]
 
-    def cut(self, drawn: DrawnTurn) -> tuple[DrawnTurn, str, str]:
+    def cut(self, sampled: TurnResult) -> tuple[TurnResult, str, str]:
         """The turn up to the token that completes a stop text, its text, and that stop text; all of it without one."""
-        tokens, decode = drawn.tokens[:-1] if drawn.is_complete else drawn.tokens, self.tokenizer.decode
+        tokens, decode = sampled.tokens[:-1] if sampled.is_complete else sampled.tokens, self.tokenizer.decode
         text = decode(tokens)
         if not self.stops or self._find(text) is None:
-            return drawn, text, ""
+            return sampled, text, ""
         count = bisect_left(range(len(tokens)), True, key=lambda n: self._find(decode(tokens[: n + 1])) is not None) + 1
         text = decode(tokens[:count])
         place, stop = self._find(text) or (len(text), "")
-        drawn = replace(drawn, tokens=tokens[:count], log_probs=drawn.log_probs[:count], is_complete=False)
-        return drawn, text[:place], stop
+        sampled = replace(sampled, tokens=tokens[:count], log_probs=sampled.log_probs[:count], is_complete=False)
+        return sampled, text[:place], stop
 
     def settled(self, text: str, tokens: list[int]) -> str:
         """The beginning of the text of unfinished tokens that later ones do not change: whole characters, and nothing

@@ -76,5 +76,5 @@ def _end(reply: Reply, found: Completion) -> dict[str, Any]:
 
 
 def _usage(found: Sequence[Completion]) -> dict[str, int]:
-    prompt, drawn = len(found[0].turn.prompt_ids), sum(len(one.turn.token_ids) for one in found)
-    return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+    prompt, sampled = len(found[0].turn.prompt_ids), sum(len(one.turn.token_ids) for one in found)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}

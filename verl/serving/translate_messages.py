@@ -110,8 +110,8 @@ def error_body(refused: Refused) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": str(refused)}}
 
 
-def _head(reply: Reply, num_prompt: int, num_drawn: int) -> dict[str, Any]:
+def _head(reply: Reply, num_prompt: int, num_sampled: int) -> dict[str, Any]:
     return {
         "id": f"msg_{reply.name}", "type": "message", "role": "assistant", "model": reply.model, "content": [],
-        "stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": num_prompt, "output_tokens": num_drawn},
+        "stop_reason": None, "stop_sequence": None, "usage": {"input_tokens": num_prompt, "output_tokens": num_sampled},
     }  # fmt: skip

@@ -35,7 +35,7 @@ _RECENT_STEPS = 20  # the remaining time is estimated from this many
 _DIGITS = 3
 _CUT = "..."
 SHORTEST_CUT = 16  # characters of a cell that is truncated; in less room columns are left out
-WORTH_A_COLUMN = {"rollout/clipped_ratio": 0.1, "reward/unrated": 0.0}  # above these the line of a step has them
+WORTH_A_COLUMN = {"rollout/clipped_ratio": 0.1, "reward/unscored": 0.0}  # above these the line of a step has them
 _LABELS = {  # shorter than the keys, so that the line of a step fits 80 columns
     "reward/mean": "reward",
     "kl/reference_nats": "kl",
@@ -43,7 +43,7 @@ _LABELS = {  # shorter than the keys, so that the line of a step fits 80 columns
     "rollout/entropy_nats": "entropy",
     "rollout/response_length_tokens": "length",
     "rollout/clipped_ratio": "clipped",
-    "reward/unrated": "unrated",
+    "reward/unscored": "unscored",
     "sft/loss": "loss",
     "preference/loss": "loss",
     "rewards/accuracies": "accuracy",
@@ -478,9 +478,9 @@ def print_table(
         table.add_column(Text(columns[i]), justify="right" if columns[i] in right else "left", overflow="fold")
     for row in cells:
         table.add_row(*(Text(row[i]) for i in shown))
-    drawn = io.StringIO()
-    RichConsole(file=drawn, force_terminal=is_terminal, width=width).print(table)
-    text = "".join(f"{line.rstrip()}\n" for line in drawn.getvalue().split("\n")[:-1])
+    rendered = io.StringIO()
+    RichConsole(file=rendered, force_terminal=is_terminal, width=width).print(table)
+    text = "".join(f"{line.rstrip()}\n" for line in rendered.getvalue().split("\n")[:-1])
     text += f"not shown, the terminal is too narrow: {', '.join(left_out)}\n" if left_out else ""
     sys.stdout.write(text)  # cells are printable, and rich styles the header
 

@@ -24,7 +24,7 @@ from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.functions import PartState, built_part, keeps_state
 from verl.checkpoint.config import Checkpointing
 from verl.cluster.local_worker_group import LocalWorkerGroup
-from verl.cluster.placement import SAMPLER, RoleGroups
+from verl.cluster.placement import ROLLOUT, RoleGroups
 from verl.cluster.rpc import RoleHandle, WorkerGroup, role_handles
 from verl.component import BuildContext, Description, as_plain, component
 from verl.data.base import PromptSource
@@ -124,30 +124,30 @@ class PPODescription(Description):
         return self.reward if placement is not None and self.reward.is_model and placement.holds_reward() else None
 
     @property
-    def has_sampler(self) -> bool:
-        """Whether the engine generates in a process of its own, the role `sampler`, with a copy of the model."""
+    def has_rollout_worker(self) -> bool:
+        """Whether the engine generates in a process of its own, the role `rollout`, with a copy of the model."""
         return self.trainer.staleness is not None and (not self.rollout.runs_ahead or self.is_in_flight)
 
     @property
     def actor_generates(self) -> bool:
         """Whether the actor has a rollout engine: one in its own process generates for evaluations at least."""
-        return not (self.has_sampler and self.rollout.runs_ahead)
+        return not (self.has_rollout_worker and self.rollout.runs_ahead)
 
     @property
     def placed_roles(self) -> dict[str, Sharding]:
-        """Sharding of each role that `trainer.placement` places: the sampler too, which is not sharded."""
-        return self.shardings() | ({SAMPLER: NoSharding()} if self.has_sampler else {})
+        """Sharding of each role that `trainer.placement` places; rollout workers are not sharded."""
+        return self.shardings() | ({ROLLOUT: NoSharding()} if self.has_rollout_worker else {})
 
     @property
-    def num_samplers(self) -> int:
-        """Processes of the role `sampler`, an engine in each; 0 without it."""
+    def num_rollout_workers(self) -> int:
+        """Processes of the role `rollout`, an engine in each; 0 without it."""
         placement, world = self.trainer.placement, self.trainer.nnodes * self.trainer.n_gpus_per_node
-        counts = {SAMPLER: 1} if placement is None else placement.sizes(tuple(self.placed_roles), world)
-        return counts[SAMPLER] if self.has_sampler else 0
+        counts = {ROLLOUT: 1} if placement is None else placement.sizes(tuple(self.placed_roles), world)
+        return counts[ROLLOUT] if self.has_rollout_worker else 0
 
     @property
     def devices_apart(self) -> int:
-        """Devices of the sampler alone, beside those of the other roles."""
+        """Devices of rollout workers that hold no other role."""
         placement, world = self.trainer.placement, self.trainer.nnodes * self.trainer.n_gpus_per_node
         return 0 if placement is None else placement.apart(tuple(self.placed_roles), world)
 
@@ -183,7 +183,7 @@ class PolicyTrainer(LoopTrainer):
     replay: Any = None
     sampling: Any = None
     rollout_workers: WorkerGroup | None = None
-    _divided_threads = 0  # of this process, before half of them were left to the sampler
+    _divided_threads = 0  # of this process, before half of them were left to the rollout worker
 
     def __init__(self, run: PPODescription, context: BuildContext):
         super().__init__(run, with_day(context))
@@ -315,7 +315,7 @@ class PolicyTrainer(LoopTrainer):
         most = longest or getattr(run.data, "max_prompt_length", None)
         rollout = run.rollout if longest is None else run.rollout.with_room_for(longest, run.response_tokens)
         worker = None
-        if run.has_sampler:
+        if run.has_rollout_worker:
             worker = RolloutHost(actor=run.actor, rollout=rollout, environment=run.environment, schedule=self._schedule)
         host = RLHost(
             actor=run.actor,
@@ -328,7 +328,7 @@ class PolicyTrainer(LoopTrainer):
             total_updates=self.num_steps * run.updates_per_step,
             restore=restore_of(self.saving),
             reward=run.reward_as_role,
-            sampler=None if run.trainer.placement is None else worker,
+            rollout_worker=None if run.trainer.placement is None else worker,
             actor_generates=run.actor_generates,
         )
         # without checkpoints nobody claims the directory, and no run comes back to its episodes
@@ -339,12 +339,12 @@ class PolicyTrainer(LoopTrainer):
         roles = role_handles(self.cluster, host)
         self.actor, self.critic, self.reference = roles["actor"], roles.get("critic"), roles.get("reference")
         self.saving.rank_writers = rank_writers_of(self.cluster, self.trained, run.checkpoint)
-        if host.sampler is not None:
+        if host.rollout_worker is not None:
             assert isinstance(self.cluster, RoleGroups)
-            self.rollout_workers = self.cluster.group_of[SAMPLER]
+            self.rollout_workers = self.cluster.group_of[ROLLOUT]
         elif worker is not None:
             with rollout_worker_errors():
-                self.rollout_workers = LocalWorkerGroup(worker, context, 1, torch.get_num_threads(), name=SAMPLER)
+                self.rollout_workers = LocalWorkerGroup(worker, context, 1, torch.get_num_threads(), name=ROLLOUT)
         if run.reward_as_role is not None:
             self.reward = run.reward_as_role.scaled(RemoteRewardModel(roles["rm"]))
         depth = min(run.trainer.staleness or 0, self.num_steps)
@@ -367,9 +367,9 @@ class PolicyTrainer(LoopTrainer):
             return [x for name, data in named.items() if data is not None for x in reward.check_rows(name, data)]
 
     def _divide_threads(self, run: PPODescription) -> None:
-        """Leave half of the threads to the sampler, on the same cores, until `close`."""
+        """Leave half of the threads to the rollout worker on the same cores, until `close`."""
         threads = torch.get_num_threads()
-        if run.has_sampler and run.trainer.staleness and 2 * threads > num_cores():
+        if run.has_rollout_worker and run.trainer.staleness and 2 * threads > num_cores():
             torch.set_num_threads(max(1, threads // 2))
             self._divided_threads = threads
 
@@ -377,7 +377,7 @@ class PolicyTrainer(LoopTrainer):
         numerics: Numerics = self.actor.numerics().result()
         if run.actor_generates or self.rollout_workers is None:
             return numerics
-        kind, compute_type = RoleHandle(self.rollout_workers, SAMPLER, RolloutWorker).engine_kind().result()
+        kind, compute_type = RoleHandle(self.rollout_workers, ROLLOUT, RolloutWorker).engine_kind().result()
         return replace(numerics, engine_kind=kind, engine=compute_type or numerics.engine)
 
     @property
@@ -432,7 +432,7 @@ class PolicyTrainer(LoopTrainer):
                 prompts = self.eval_data_without_tools.collate(rows)
                 request = GenerationRequest(step, greedy=True, stream=EVALUATION, uses_environment=False)
                 bare = self.sampling.evaluate(prompts, request)
-        return {"greedy": greedy, "drawn": sampled, "without_tools": bare}
+        return {"greedy": greedy, "sampled": sampled, "without_tools": bare}
 
     @property
     def parts(self) -> dict[str, Stateful]:
@@ -500,5 +500,5 @@ def _schedule_options(run: PPODescription) -> ScheduleOptions | None:
     source = run.trainer.replay_schedule
     if source is None:
         return ScheduleOptions(json.dumps(head))
-    engines = range(run.num_samplers)
+    engines = range(run.num_rollout_workers)
     return ScheduleOptions(json.dumps(head), tuple(read_schedule(source, head, engine) for engine in engines))

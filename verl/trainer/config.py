@@ -242,9 +242,9 @@ def _unread(run: Any) -> Iterator[tuple[str, str]]:
         yield from ((f"rollout.{name}", "trainer.max_staleness is 0") for name in ("weight_update", "kv_cache"))
     elif run.rollout.weight_update == "drain":
         yield "rollout.kv_cache", "rollout.weight_update is drain"
-    if not run.has_sampler:
-        reason = "the actor's processes generate: there is no role sampler"
-        yield from ((f"trainer.placement.{name}.sampler", reason) for name in ("sub_meshes", "workers"))
+    if not run.has_rollout_worker:
+        reason = "the actor's processes generate: there is no role rollout"
+        yield from ((f"trainer.placement.{name}.rollout", reason) for name in ("sub_meshes", "workers"))
     if not algorithm.replay_fraction:
         reason = "algorithm.replay_fraction is 0"
         yield from (("replay", reason), ("algorithm.replay_max_staleness", reason))

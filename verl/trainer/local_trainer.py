@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from verl.cluster.placement import ROLES, SAMPLER, DeviceMesh
+from verl.cluster.placement import ROLES, ROLLOUT, DeviceMesh
 from verl.component import Description, as_plain
 from verl.compose.compose import choices_of
 from verl.compose.from_yaml import ComposedConfig, compose_over_default, read_short_file
@@ -82,7 +82,7 @@ def sharding_for_devices(
         return [], []
     what, count = "", named.get("trainer.n_gpus_per_node", 1)
     if device_mesh is not None:
-        sizes = (size for role, size in device_mesh.sizes(ROLES, 1).items() if role != SAMPLER)
+        sizes = (size for role, size in device_mesh.sizes(ROLES, 1).items() if role != ROLLOUT)
         what = "device_mesh has roles on several devices" if max(sizes) > 1 else ""
     elif isinstance(count, int) and count > 1:
         what = f"trainer.n_gpus_per_node is {count}"

@@ -147,7 +147,7 @@ class Sampling:
         if "greedy_scores" in rollout:
             has_none |= rollout["greedy_scores"].isnan()
         if has_none.any():
-            self.rewards.count("unrated", float(has_none.sum()))
+            self.rewards.count("unscored", float(has_none.sum()))
         if has_none.all():
             self.stages.tracker.message(f"Step {self._step}: none of {len(rollout)} responses has a reward (None).")
         return rollout[~has_none] if has_none.any() else rollout
@@ -198,7 +198,7 @@ def _grouped(prompts: DataProto) -> DataProto:
 
 @contextmanager
 def rollout_worker_errors(size: int = 1) -> Iterator[None]:
-    """Errors of a process of the role `sampler`, of which there are `size`, by its name and with what to do."""
+    """Errors of a process of the role `rollout`, of which there are `size`, by its name and with what to do."""
     try:
         yield
     except WorkerError as error:
@@ -207,7 +207,7 @@ def rollout_worker_errors(size: int = 1) -> Iterator[None]:
             "workers/ of the run directory. Go on with resume=DIRECTORY: a checkpoint holds the responses that "
             "were begun before it. Where memory ran out, lower rollout.max_rows or trainer.max_staleness."
         )
-        process = "the sampler" if size == 1 else f"rank {error.rank} of the sampler"
+        process = "the rollout worker" if size == 1 else f"rollout worker {error.rank}"
         raise type(error)(error.rank, error.call, error.step, detail, process) from error
 
 
@@ -229,7 +229,7 @@ class RolloutQueue:
     """The batches between generation and training.
 
     An engine of the actor's (`rollout=vllm`, `rollout=server`) generates one batch beside the training; before its
-    weights change, that batch is waited for. A rollout worker (the role `sampler`) has a copy of the model and a queue,
+    weights change, that batch is waited for. A rollout worker (the role `rollout`) has a copy of the model and a queue,
     in which weights follow the batches that were begun before, so that a sync waits for nothing. In flight it has a
     loop over steps of the engine, which takes them between two tokens.
 
@@ -263,7 +263,7 @@ class RolloutQueue:
         self._schedule_files = [ScheduleFile(path) for path in paths]
         self._writes_schedule = False
         self.actor, self.depth, self._group, self.in_flight = actor, depth, workers, in_flight
-        self._workers: Any = None if workers is None else RoleHandle(workers, "sampler", RolloutWorker)
+        self._workers: Any = None if workers is None else RoleHandle(workers, "rollout", RolloutWorker)
         self._actor_generates = actor_generates
         self._queue: deque[_BegunBatch] = deque()
         self._versions: list[int] = []  # of the latest syncs, the present one last
@@ -441,7 +441,7 @@ class RolloutQueue:
             is_finished = all(is_whole for is_whole, _ in finished)
         parts, idle_s, unwritten = zip(*self._answer(self._workers.finish_batch(step)), strict=True)
         self._write_schedules(unwritten)
-        self._add("async/sampler_idle_s", sum(idle_s) / len(idle_s))
+        self._add("async/rollout_idle_s", sum(idle_s) / len(idle_s))
         if len(parts) == 1:
             return parts[0]
         rows = DataProto.concat(parts)
@@ -461,7 +461,7 @@ class RolloutQueue:
         self._note_version(version)
         self._sent = version
         num_bytes = sum(x.nbytes for x in weights.values())
-        note = f"{len(weights)} tensors, {num_bytes / 2**20:.1f} MiB, to the sampler"
+        note = f"{len(weights)} tensors, {num_bytes / 2**20:.1f} MiB, to the rollout workers"
         return SyncResult(note, {"sync/bytes": float(num_bytes)})
 
     def _verify(self, sampled_by: int) -> None:
@@ -477,7 +477,7 @@ class RolloutQueue:
             for rank, held in enumerate(self._answer(load)):
                 if wrong := [name for name, digest in sent.items() if held.get(name) != digest]:
                     raise RolloutError(
-                        f"rank {rank} of the sampler does not hold the trainer's weights of version {version}: "
+                        f"rollout worker {rank} does not hold the trainer's weights of version {version}: "
                         f"{len(wrong)} of {len(sent)} tensors differ, {', '.join(wrong[:8])}"
                         f"{', ...' if wrong[8:] else ''}. What it drew with them was not trained on. Resume from the "
                         "last checkpoint."
@@ -486,7 +486,7 @@ class RolloutQueue:
     def _call(self, method: Callable[..., Future[Any]], *args: Any) -> Future[Any]:
         """Call the rollout workers, and count the time in which they had nothing to do."""
         if self._last_call is None or self._last_call.done():
-            self._add("async/sampler_idle_s", time.monotonic() - self._idle_since)
+            self._add("async/rollout_idle_s", time.monotonic() - self._idle_since)
         self._last_call = method(*args)
         self._last_call.add_done_callback(lambda _: setattr(self, "_idle_since", time.monotonic()))
         return self._last_call
@@ -510,7 +510,7 @@ class RolloutQueue:
         self._metrics |= {f"async/lag_{lag}_share": n / max(1, len(lags)) for lag, n in enumerate(counts)}
         self._metrics["async/oldest_group_s"] = time.monotonic() - begun_s
         if self._workers is not None:
-            self._add("async/sampler_idle_s", 0.0)
+            self._add("async/rollout_idle_s", 0.0)
         return rows
 
     def _note_version(self, version: int) -> None:

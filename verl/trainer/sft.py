@@ -281,10 +281,10 @@ class ReferenceScores:
 
     def compute(self, reference: Any, sampler: DataSampler) -> None:
         """Score the rows in the batches of a sampler at its start, and free the reference."""
-        order, rest = copy.copy(sampler), torch.ones(len(self._data["train"]), dtype=torch.bool)
+        order, remaining = copy.copy(sampler), torch.ones(len(self._data["train"]), dtype=torch.bool)
         batches = [order.next_batch() for _ in range(order.batches_per_epoch)]
-        rest[torch.cat(batches)] = False
-        batches += [rows for rows in rest.nonzero()[:, 0].split(sampler.batch_size) if len(rows)]
+        remaining[torch.cat(batches)] = False
+        batches += [rows for rows in remaining.nonzero()[:, 0].split(sampler.batch_size) if len(rows)]
         for name, data in self._data.items():
             scores = torch.zeros(len(data), 2, dtype=torch.float64)
             for rows in batches if name == "train" else [torch.arange(len(data))]:

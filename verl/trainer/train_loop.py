@@ -200,9 +200,9 @@ class LoopTrainer(ABC):
         if (point := self.saving.resumed) is not None and sampler.fills:
             sampler.fills = bool(point.read_json("dataloader/state.json").get("fills"))
             self.num_steps = self.settings.num_steps(sampler.batches_of)
-        if (rest := sampler.size % sampler.batch_size) and self.num_steps >= sampler.batches_per_epoch:
+        if (remaining := sampler.size % sampler.batch_size) and self.num_steps >= sampler.batches_per_epoch:
             how = "and further ones of the next epoch" if sampler.fills else "which are left out"
-            self.saving.messages.append(f"Data: an epoch of {sampler.size} rows ends with {rest} rows, {how}.")
+            self.saving.messages.append(f"Data: an epoch of {sampler.size} rows ends with {remaining} rows, {how}.")
         if not (run := self.description).actor.trains:
             return None
         limit = next((key for key in ("max_length", "max_prompt_length") if hasattr(run.data, key)), None)
@@ -310,7 +310,7 @@ def last_checkpoint_of(saving: CheckpointSaver) -> str | None:
     return str(of_run[-1].directory) if of_run else None
 
 
-def fit(trainer: LoopTrainer, course: TrainLoop | None = None, *, may_restart: bool = False) -> TrainResult:
+def fit(trainer: LoopTrainer, loop: TrainLoop | None = None, *, may_restart: bool = False) -> TrainResult:
     """Train to the end: from the start, from the trainer's checkpoint, or from the current step of a loop.
 
     On SIGTERM and Ctrl-C the current step is finished and saved, and `Terminated` or KeyboardInterrupt is raised. A
@@ -319,22 +319,22 @@ def fit(trainer: LoopTrainer, course: TrainLoop | None = None, *, may_restart: b
     Args:
         may_restart: the caller restarts the run after a lost worker, so that this does not end it.
     """
-    course = TrainLoop(trainer, as_plain(trainer.description)) if course is None else course
-    result = course.result
-    course.open()
+    loop = TrainLoop(trainer, as_plain(trainer.description)) if loop is None else loop
+    result = loop.result
+    loop.open()
     stop = StopRequest()
     forget_peak()
     try:
         with component_exits(), stop.listening():
-            course.run(stop)
+            loop.run(stop)
         if stop:
             raise interruption(stop.signal)
         result.status = "finished" if result.steps == trainer.num_steps else "stopped"
     except BaseException as error:
-        course.failed(error, may_restart=may_restart)
+        loop.failed(error, may_restart=may_restart)
         raise
     finally:
-        course.end()
+        loop.end()
     return result
 
 

@@ -132,10 +132,10 @@ class OrphanCleanup:
 def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
     """Send all of it; raises OSError where the process is gone, or takes nothing in because it is stopped."""
     assert process.stdin is not None
-    descriptor, rest = process.stdin.fileno(), memoryview(data)
-    while rest:
+    descriptor, remaining = process.stdin.fileno(), memoryview(data)
+    while remaining:
         try:
-            rest = rest[os.write(descriptor, rest) :]
+            remaining = remaining[os.write(descriptor, remaining) :]
         except BlockingIOError:
             if not select.select([], [descriptor], [], WRITE_TIMEOUT_S)[1]:
                 raise TimeoutError(f"process {process.pid} takes nothing in") from None

@@ -47,7 +47,7 @@ STATES = {
 }
 _log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.5
+POLL_INTERVAL_S = 0.5
 
 
 class Progress:
@@ -129,35 +129,35 @@ class ProgressWatch:
     """A deadline on the progress of another process: `timeout_s` after the last change of its counter.
 
     The clock is the waiter's own, and runs only while the waiter looks: a gap between two looks that is longer than
-    `look_every_s` counts as that much, since the waiter itself was stopped (Ctrl-Z, a suspended machine) or busy.
+    `poll_interval_s` counts as that much, since the waiter itself was stopped (Ctrl-Z, a suspended machine) or busy.
 
     Args:
         timeout_s: without progress.
         slots: that count; None for all of them. Progress in any one is progress: processes that work on one thing
             together wait for each other.
-        look_every_s: how often the waiter means to look, at least.
+        poll_interval_s: how often the waiter means to look, at least.
     """
 
     def __init__(
-        self, progress: Progress, timeout_s: float, slots: Sequence[int] | None = None, look_every_s: float = 1.0
+        self, progress: Progress, timeout_s: float, slots: Sequence[int] | None = None, poll_interval_s: float = 1.0
     ):
-        self.progress, self.timeout_s, self._look_every_s = progress, timeout_s, look_every_s
+        self.progress, self.timeout_s, self._poll_interval_s = progress, timeout_s, poll_interval_s
         self._slots = range(progress.num_slots) if slots is None else slots
         self.restart()
 
     def restart(self, timeout_s: float | None = None) -> None:
         """Another piece of work was asked for: the clock starts again, with another limit if one is given."""
         self.timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        self._counts, self._looked_at, self._idle_s = self._read(), time.monotonic(), 0.0
+        self._counts, self._polled_at, self._idle_s = self._read(), time.monotonic(), 0.0
 
     @property
     def idle_s(self) -> float:
         """Seconds without progress, as far as the waiter has looked."""
         now, counts = time.monotonic(), self._read()
-        self._idle_s += min(now - self._looked_at, self._look_every_s)
+        self._idle_s += min(now - self._polled_at, self._poll_interval_s)
         if counts != self._counts:
             self._counts, self._idle_s = counts, 0.0
-        self._looked_at = now
+        self._polled_at = now
         return self._idle_s
 
     @property
@@ -267,20 +267,20 @@ class StoppedTime:
     """Measures how long a process has been suspended.
 
     Args:
-        look_every_s: interval of calls of `of`; a longer gap counts as one interval, since this process itself was
+        poll_interval_s: interval of calls of `of`; a longer gap counts as one interval, since this process itself was
             suspended.
     """
 
-    def __init__(self, look_every_s: float):
-        self._look_every_s = look_every_s
+    def __init__(self, poll_interval_s: float):
+        self._poll_interval_s = poll_interval_s
         self._seconds: dict[int, float] = {}
-        self._looked_at: dict[int, float] = {}
+        self._polled_at: dict[int, float] = {}
 
     def of(self, process_id: int) -> float:
         """Seconds for which the process has been suspended; 0 if it runs."""
         now = time.monotonic()
-        passed_s = min(now - self._looked_at.get(process_id, now), 2 * self._look_every_s)
-        self._looked_at[process_id] = now
+        passed_s = min(now - self._polled_at.get(process_id, now), 2 * self._poll_interval_s)
+        self._polled_at[process_id] = now
         stopped_s = self._seconds.get(process_id, 0.0) + passed_s if is_stopped(process_id) else 0.0
         self._seconds[process_id] = stopped_s
         return stopped_s
@@ -318,14 +318,14 @@ class StoppedWatch:
         self.ended: list[int] = []
         self._processes, self._timeout_s, self._setting = dict(processes), timeout_s, setting
         self._is_over = threading.Event()
-        threading.Thread(target=self._look, name="stopped_watch", daemon=True).start()
+        threading.Thread(target=self._poll, name="stopped_watch", daemon=True).start()
 
     def close(self) -> None:
         """Stop watching."""
         self._is_over.set()
 
-    def _look(self) -> None:
-        pause_s = min(LOOK_EVERY_S, self._timeout_s / 2)
+    def _poll(self) -> None:
+        pause_s = min(POLL_INTERVAL_S, self._timeout_s / 2)
         stopped = StoppedTime(pause_s)
         while not self._is_over.wait(pause_s):
             for pid, name in self._processes.items():

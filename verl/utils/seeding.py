@@ -73,8 +73,8 @@ def set_rng_state(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any])
             torch.cuda.set_rng_state(of_gpus.get(device_key, next(iter(of_gpus.values()))))
     version, numbers, gauss = plain["python"]
     random.setstate((version, tuple(numbers), gauss))
-    kind, keys, *rest = plain["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+    kind, keys, *remaining = plain["numpy"]
+    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *remaining))
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ preference         Learners of preferences: a policy, and a reward model, traine
 rank_checkpoint    One rank's part of a checkpoint: its slices of the optimizer
 reference          The reference: the frozen policy that KL is measured against
 reward             A reward model as a role: scores are computed where it lives and normalised in the driver
-rollout_worker     The role `sampler`: a rollout engine in a process of its own, with a copy of the actor's model
+rollout_worker     The role `rollout`: a rollout engine in a process of its own, with a copy of the actor's model
 schedule           The schedule of an engine: before which of its steps events were carried out, for a replay
 sft                The SFT worker: a causal language model trained by the likelihood of given text
 step_loop          Generation in steps of an engine, with events between them: weights in the middle of a response

@@ -18,7 +18,7 @@ from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import Parallelism
 from verl.environments.base import EnvironmentDescription
-from verl.environments.episode_loop import EpisodeSampler
+from verl.environments.episode_loop import EpisodeGenerator
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
 from verl.models.hf_state_dict import live_tensors
@@ -28,7 +28,7 @@ from verl.ops.masking import LossTotals, aggregate
 from verl.protocol import DataProto
 from verl.protocol.dispatch import by_rows, by_rows_to_one, on_all
 from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, SyncResult, stop_tokens
-from verl.rollout.responses import ResponseSampler
+from verl.rollout.responses import ResponseGenerator
 from verl.rollout.rows import refuse_wrong_responses
 from verl.utils.memory import release_cached
 from verl.workers.base import TrainedRole, TrainedWorker
@@ -83,25 +83,25 @@ class Actor(TrainedRole):
         if rollout.router_replay:
             engine.replay_routing("actor.model")
         if generates:
-            sampler = self.sampler(model, rollout, environment, context)
+            generator = self.generator(model, rollout, environment, context)
         else:
-            sampler = ResponseSampler(RolloutEngine(), rollout, context.tokenizer.pad_token_id)
+            generator = ResponseGenerator(RolloutEngine(), rollout, context.tokenizer.pad_token_id)
         loss = built_part(algorithm.policy_loss, context)
-        worker = ActorWorker(engine, algorithm, loss, sampler, rollout.temperature, context.tokenizer)
+        worker = ActorWorker(engine, algorithm, loss, generator, rollout.temperature, context.tokenizer)
         engine.balance_routers(self.router_aux_loss_coef, worker.head)
         return worker
 
-    def sampler(
+    def generator(
         self, model: Any, rollout: Rollout, environment: EnvironmentDescription | None, context: BuildContext
-    ) -> ResponseSampler:
+    ) -> ResponseGenerator:
         """Attach a rollout engine to the loaded model, and what samples responses, or episodes, with it."""
         tokenizer = context.tokenizer
         engine = rollout.attach(model, tokenizer, context.seed, self.decided_autocast, context)
         if environment is None:
-            return ResponseSampler(engine, rollout, tokenizer.pad_token_id)
+            return ResponseGenerator(engine, rollout, tokenizer.pad_token_id)
         stops = tuple(stop_tokens(model, tokenizer, rollout.stop_token_ids).tolist())
         arguments = engine, rollout, tokenizer, stops, context
-        return environment.sampler(*arguments) or EpisodeSampler(environment, *arguments)
+        return environment.response_generator(*arguments) or EpisodeGenerator(environment, *arguments)
 
 
 @component
@@ -124,12 +124,12 @@ class ActorWorker(TrainedWorker):
         engine: TrainingEngine,
         algorithm: Algorithm,
         loss: Any,
-        sampler: ResponseSampler,
+        generator: ResponseGenerator,
         temperature: float,
         tokenizer: Any,
     ):
         super().__init__(engine, tokenizer, loss)
-        self.algorithm, self.sampler, self.temperature = algorithm, sampler, temperature
+        self.algorithm, self.generator, self.temperature = algorithm, generator, temperature
         self.head = LMHead(engine.model)
         self.first_batch = FirstBatchCheck.of_tokens("actor.model", engine, self.head, temperature)
         self._version_sampled: int | None = None
@@ -150,7 +150,7 @@ class ActorWorker(TrainedWorker):
         """Draw responses; see `GenerationRequest`."""
         if self._version_sampled != self.version:  # a step that was cut short ended without a sync
             self.sync()
-        rows = self.sampler.generate(prompts, request)
+        rows = self.generator.generate(prompts, request)
         refuse_wrong_responses(rows, self._num_tokens)
         self.engine.parallel.assert_siblings_agree(rows["responses"])
         if config.auto_cache_clear:
@@ -162,22 +162,22 @@ class ActorWorker(TrainedWorker):
         """Begin to sample responses with the engine's present weights, while this process goes on to other calls."""
         if self._version_sampled != self.version:
             self.sync()
-        self.sampler.begin(prompts, request)
+        self.generator.begin(prompts, request)
         self._begun_at = self.version
 
     @by_rows
     def finish_generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """The responses that were begun for these prompts, as `generate` gives them."""
-        rows = self.sampler.finish()
+        rows = self.generator.finish()
         refuse_wrong_responses(rows, self._num_tokens)
         assert len(rows) == len(prompts) * request.num_samples
-        version = self.version if self.sampler.has_redrawn else self._begun_at
+        version = self.version if self.generator.has_regenerated else self._begun_at
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), version)}))
 
     @on_all
     def offload(self) -> None:
         """Free the rollout engine's memory, because nothing is generated until the next sync."""
-        self.sampler.offload()
+        self.generator.offload()
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
@@ -185,8 +185,8 @@ class ActorWorker(TrainedWorker):
 
         Where the batch has `policy_version`, `is_on_policy` [B] too: whether these very weights sampled the row.
         """
-        self.sampler.offload()
-        self.first_batch.look(batch)
+        self.generator.offload()
+        self.first_batch.check(batch)
         self._unreplayed = self._gap_without_replay(batch)
         return self._with_origin(self.engine.infer(batch, self.micro_batch_scores), batch)
 
@@ -194,7 +194,7 @@ class ActorWorker(TrainedWorker):
     def plain_log_probs(self, batch: DataProto, lengthened: bool = False) -> DataProto:
         """`old_log_probs` [B T] and `is_on_policy` [B], by a forward pass of each row alone; `lengthened` by
         tokens behind each row, where routers choose by themselves."""
-        self.sampler.offload()
+        self.generator.offload()
         plain = with_tail(self.first_batch.plain, self.engine, batch) if lengthened else self.first_batch.plain
         scores = self.engine.infer(batch, plain, alone=True, replays=False if lengthened else None)
         return self._with_origin({"old_log_probs": scores["log_probs"]} if scores else {}, batch)
@@ -205,8 +205,8 @@ class ActorWorker(TrainedWorker):
 
         Where nothing computed log-probs before, its metrics also contain what is otherwise measured then.
         """
-        self.sampler.offload()
-        self.first_batch.look(batch)
+        self.generator.offload()
+        self.first_batch.check(batch)
         self._gap, measures = LogProbGap(), self._measures(batch.batch)
         if measures:
             self._unreplayed = self._gap_without_replay(batch)
@@ -231,7 +231,7 @@ class ActorWorker(TrainedWorker):
     def sync(self) -> SyncResult:
         """Send the current weights to the rollout engine."""
         self.engine.release()
-        synced = self.sampler.sync()
+        synced = self.generator.sync()
         self._version_sampled, self._engine_follows = self.version, synced.is_current
         return synced
 
@@ -255,11 +255,11 @@ class ActorWorker(TrainedWorker):
     def numerics(self) -> Numerics:
         """Compute types of the log-probs of model and rollout engine."""
         dtype = compute_type(self.model, self.engine.autocast)
-        engine = self.sampler.engine
+        engine = self.generator.engine
         return Numerics(dtype, engine.compute_type or dtype, type(engine).__name__, self.temperature)
 
     def close(self) -> None:
-        self.sampler.close()
+        self.generator.close()
 
     def micro_batch_scores(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
         """Log-probs under the weights as they are, and entropies in nats, each [B T]."""

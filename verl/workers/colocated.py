@@ -87,9 +87,8 @@ class RLHost(Description):
         restore: the checkpoint that actor and critic go on from.
         environment: plays episodes beside the actor's engine; None where a response is one turn.
         reward: a reward that is a model, to live here as the role `rm`; None where the driver has it.
-        sampler: the host of the role `sampler`, which `only` gives to a placement; None where there is none, or it is
-            started by itself.
-        actor_generates: the actor has a rollout engine; otherwise only the sampler has one.
+        rollout_worker: the host of the role `rollout`, for `only`; None without one, or if it is started by itself.
+        actor_generates: the actor has a rollout engine; otherwise only the rollout workers have one.
         chosen: the roles that live here; None for all.
         is_alone: there is one process, so that nothing is divided.
     """
@@ -104,7 +103,7 @@ class RLHost(Description):
     restore: RestoreSource | None = None
     environment: EnvironmentDescription | None = None
     reward: RewardModel | None = None
-    sampler: Any = None
+    rollout_worker: Any = None
     actor_generates: bool = True
     chosen: tuple[str, ...] | None = None
     is_alone: bool = False
@@ -118,20 +117,20 @@ class RLHost(Description):
             types["reference"] = ReferenceWorker
         if self.reward is not None:
             types["rm"] = RewardWorker
-        if self.sampler is not None:
-            types |= self.sampler.worker_types()
+        if self.rollout_worker is not None:
+            types |= self.rollout_worker.worker_types()
         return {role: kind for role, kind in types.items() if self.chosen is None or role in self.chosen}
 
     def shardings(self) -> dict[str, Sharding]:
         shardings = {"actor": self.actor.sharding}
         shardings["critic"] = None if self.critic is None else self.critic.sharding
         shardings["reference"] = None if self.reference is None else reference_sharding(self.reference, self.actor)
-        alone = shardings["sampler"] = NoSharding()
+        alone = shardings["rollout"] = NoSharding()
         return {role: alone if self.is_alone else shardings.get(role) or self.sharding for role in self.worker_types()}
 
     def only(self, roles: Collection[str], size: int) -> Any:
-        """Some of the roles, to live apart from the others in so many processes; the sampler has its own host."""
-        return self.sampler if "sampler" in roles else replace(self, chosen=tuple(roles), is_alone=size == 1)
+        """Description of some of the roles, for `size` processes of their own; rollout workers have their own host."""
+        return self.rollout_worker if "rollout" in roles else replace(self, chosen=tuple(roles), is_alone=size == 1)
 
     def build(self, context: BuildContext) -> RoleProcess:
         """Load every role. Each is seeded by its own name, so that what one draws never depends on another."""
@@ -149,7 +148,7 @@ class RLHost(Description):
         return host
 
     def _start_roles(self, host: RoleProcess, context: BuildContext) -> None:
-        types, actor, course = self.worker_types(), None, (self.total_updates, self.restore)
+        types, actor, progress = self.worker_types(), None, (self.total_updates, self.restore)
         parallels = {role: host.parallel(sharding, context) for role, sharding in self.shardings().items()}
         if "actor" in types:
             seed_everything(derive_seed(context.seed, "actor"))
@@ -158,13 +157,13 @@ class RLHost(Description):
                 parallels["actor"],
                 self.algorithm,
                 self.rollout,
-                *course,
+                *progress,
                 self.environment,
                 self.actor_generates,
             )
         if self.critic is not None and "critic" in types:
             seed_everything(derive_seed(context.seed, "critic"))
-            host.workers["critic"] = self.critic.start(context, parallels["critic"], self.algorithm, *course)
+            host.workers["critic"] = self.critic.start(context, parallels["critic"], self.algorithm, *progress)
         if self.reference is not None and "reference" in types:
             scoring = self.rollout.temperature, self.algorithm.num_candidates
             host.workers["reference"] = self.reference.start(

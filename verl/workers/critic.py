@@ -67,13 +67,13 @@ class CriticWorker(TrainedWorker):
     @by_rows
     def compute_values(self, batch: DataProto) -> DataProto:
         """`values` [B T]: of the state in which each response token was chosen."""
-        self.first_batch.look(batch)
+        self.first_batch.check(batch)
         return DataProto.from_dict(self.engine.infer(batch, self._value))
 
     @by_rows_to_one
     def update(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step of regression on `returns`; returns metrics of the whole mini-batch."""
-        self.first_batch.look(batch)
+        self.first_batch.check(batch)
         return self.engine.update(batch, self.micro_batch_loss)
 
     def _value(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:

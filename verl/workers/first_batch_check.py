@@ -59,7 +59,7 @@ class FirstBatchCheck:
 
         return cls(name, engine, in_parts, plain)
 
-    def look(self, batch: DataProto) -> None:
+    def check(self, batch: DataProto) -> None:
         """Compare, if a row is longer than those compared before; every process takes part with rows of its own, if it
         has some.
 

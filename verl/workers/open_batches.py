@@ -26,13 +26,13 @@ from torch import Tensor
 from verl.environments.base import StepResult
 from verl.environments.calls import CallResult
 from verl.environments.episode import Episode, episode_state, load_episode
-from verl.environments.episode_loop import IDLE_WAIT_S, EpisodeLoop, EpisodeSampler
+from verl.environments.episode_loop import IDLE_WAIT_S, EpisodeGenerator, EpisodeLoop
 from verl.environments.journal import JournalEntry, refuse_other_answer
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.protocol.serialization import json_text
-from verl.rollout.base import DrawnTurn, GenerationRequest, TurnEngine, TurnRequest
-from verl.rollout.responses import ResponseSampler
+from verl.rollout.base import GenerationRequest, TurnEngine, TurnRequest, TurnResult
+from verl.rollout.responses import ResponseGenerator
 from verl.rollout.rows import assemble_turns, right_padded
 
 PROMPT_FIELDS = ("prompts", "prompt_mask", "prompt_ids", "group_ids")
@@ -61,7 +61,7 @@ class OpenRow:
     updates: list[tuple[int, int]] = field(default_factory=list)
     is_finished: bool = False
 
-    def add(self, sampled: DrawnTurn, version: int) -> None:
+    def add(self, sampled: TurnResult, version: int) -> None:
         """Append what the present turns of the engine have sampled, the last of it by the weights of this version."""
         versions: list[int] = []
         for count, former in [*self.updates, (len(sampled.tokens), version)]:
@@ -92,10 +92,10 @@ class ResponseBatch:
         is_finished: all of it is generated.
     """
 
-    def __init__(self, prompts: DataProto, request: GenerationRequest, sampler: ResponseSampler, turns: Any):
+    def __init__(self, prompts: DataProto, request: GenerationRequest, generator: ResponseGenerator, turns: Any):
         fields = {name: prompts[name].clone() for name in PROMPT_FIELDS}
         self.prompts = DataProto.from_dict(fields, non_tensors=prompts.non_tensor_batch)
-        self.request, self.sampler, self.turns = request, sampler, turns
+        self.request, self.generator, self.turns = request, generator, turns
         self.first = request.step * NUMBERS
         self.num_rows, self.num_finished = len(prompts) * request.num_samples, 0
         self.is_begun = self.is_finished = False
@@ -104,7 +104,7 @@ class ResponseBatch:
 
     def begin(self) -> None:
         self.is_begun = True
-        for turn in self.sampler.requests([self.prompts], self.request):
+        for turn in self.generator.requests([self.prompts], self.request):
             self.rows.append(OpenRow(replace(turn, episode=self.first + turn.episode), self))
             self.turns.open(self.rows[-1])
 
@@ -123,8 +123,8 @@ class ResponseBatch:
         """All of it, or finished groups, with `token_versions` [B T] and `policy_version` [B], the oldest of a row;
         log-probs of this type."""
         prompts, own = self._chosen(self.rows, groups)
-        sampled = [DrawnTurn(0, row.tokens, row.log_probs, True) for row in own]
-        rows = assemble_turns(prompts, sampled, _with_type(dtype), self.sampler.pad_id, self.request.num_samples)
+        sampled = [TurnResult(0, row.tokens, row.log_probs, True) for row in own]
+        rows = assemble_turns(prompts, sampled, _with_type(dtype), self.generator.pad_id, self.request.num_samples)
         versions = {
             "token_versions": right_padded([row.versions for row in own], 0, torch.int64),
             "policy_version": torch.tensor([min(row.versions) for row in own]),
@@ -154,7 +154,7 @@ class ResponseBatch:
     def load(self, saved: Mapping[str, Tensor]) -> None:
         """Become a batch whose `state` this is, which has not gone on."""
         self.is_begun = True
-        for index, turn in enumerate(self.sampler.requests([self.prompts], self.request)):
+        for index, turn in enumerate(self.generator.requests([self.prompts], self.request)):
             row, length = OpenRow(replace(turn, episode=self.first + turn.episode), self), int(saved["lengths"][index])
             row.tokens = saved["tokens"][index, :length].tolist()
             row.log_probs = saved["log_probs"][index, :length].tolist()
@@ -177,7 +177,7 @@ class ResponseBatch:
 class EpisodeBatch(ResponseBatch, TurnEngine):
     """The episodes of a batch; turns that its `EpisodeLoop` adds become rows."""
 
-    sampler: EpisodeSampler
+    generator: EpisodeGenerator
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -202,7 +202,7 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
     def drew(self, row: OpenRow, *, is_complete: bool) -> None:
         number = row.request.episode
         del self._open[number]
-        self.loop.draw(DrawnTurn(number, row.tokens, row.log_probs, is_complete, versions=row.versions))
+        self.loop.draw(TurnResult(number, row.tokens, row.log_probs, is_complete, versions=row.versions))
         self._count()
 
     def answer(self, result: CallResult) -> None:
@@ -224,7 +224,7 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
 
     def assembled(self, dtype: torch.dtype, groups: Sequence[int] | None = None) -> DataProto:
         prompts, episodes = self._chosen(list(self.loop.episodes.values()), groups)
-        return self.sampler.batch_of(prompts, self.request, episodes, _with_type(dtype), has_versions=True)
+        return self.generator.batch_of(prompts, self.request, episodes, _with_type(dtype), has_versions=True)
 
     def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
         episodes = [episode_state(episode) for episode in self.loop.episodes.values()]
@@ -284,12 +284,12 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
             self.is_finished = True
 
     def _episodes(self) -> list[Episode]:
-        return self.sampler.episodes(self.prompts, self.request, itertools.count(self.first), itertools.count())
+        return self.generator.episodes(self.prompts, self.request, itertools.count(self.first), itertools.count())
 
     def _play(self, episodes: Sequence[Episode]) -> None:
-        if (journal := self.sampler.new_journal()) is not None:
+        if (journal := self.generator.new_journal()) is not None:
             journal.open(self.request.step)
-        self.loop = EpisodeLoop(self.sampler, self, self.request, episodes, journal)
+        self.loop = EpisodeLoop(self.generator, self, self.request, episodes, journal)
 
     def _make_again(self, episodes: Sequence[Episode]) -> None:
         """Make the environments of open episodes as they were, where that is possible."""
@@ -336,21 +336,21 @@ class Environments:
         waiting: answers that are not carried out yet, by episode.
     """
 
-    def __init__(self, sampler: EpisodeSampler, batches: Mapping[int, ResponseBatch], on_result: Callable[[], object]):
-        self._sampler, self._batches = sampler, batches
+    def __init__(self, generator: EpisodeGenerator, batches: Mapping[int, ResponseBatch], on_result: Callable[[], Any]):
+        self._generator, self._batches = generator, batches
         self.waiting: dict[int, CallResult] = {}
         self._idle_s = 0.0
-        sampler.calls.on_result = on_result
-        sampler.calls.begin_play()
+        generator.calls.on_result = on_result
+        generator.calls.begin_play()
 
     @property
     def num_pending(self) -> int:
         """Calls whose answers are not there yet."""
-        return self._sampler.calls.num_pending
+        return self._generator.calls.num_pending
 
     def settle(self) -> None:
         """Carry out the answers that came at once, and take the others."""
-        while results := [*self._known(), *self._sampler.calls.take(0.0)]:
+        while results := [*self._known(), *self._generator.calls.take(0.0)]:
             self._idle_s = 0.0
             for result in results:
                 batch = self._batches.get(result.episode // NUMBERS)
@@ -375,8 +375,8 @@ class Environments:
             RolloutError: one has not come within its deadline.
         """
         self._idle_s += min(seconds, 2 * IDLE_WAIT_S)  # more: this process was suspended
-        if self._idle_s > self._sampler.calls.stuck_after_s(sum(b.num_rows for b in list(self._batches.values()))):
-            raise self._sampler.calls.stuck_error()
+        if self._idle_s > self._generator.calls.stuck_after_s(sum(b.num_rows for b in list(self._batches.values()))):
+            raise self._generator.calls.stuck_error()
 
     def _known(self) -> list[CallResult]:
         """Answers from journals, which are written before calls are handed over."""

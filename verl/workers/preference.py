@@ -48,7 +48,7 @@ class RowScores(TrainedWorker):
     def row_scores(self, batch: DataProto) -> DataProto:
         """`row_scores` [B] float64: log-prob of the response in nats, or the score of a reward model."""
         rows = self.scored_rows(batch)
-        self.first_batch.look(rows)
+        self.first_batch.check(rows)
         found = self.engine.infer(rows, lambda model, micro: {"row_scores": self.token_scores(model, micro)})
         return DataProto.from_dict({name: x.double().sum(dim=1) for name, x in found.items()})
 

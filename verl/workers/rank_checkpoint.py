@@ -91,9 +91,9 @@ def _rows(box: Box, count: int) -> Sequence[Box]:
     """A box cut along its first axis into at most so many parts; whole where it has none to cut."""
     if not box:
         return [box]
-    (start, stop), rest = box[0], box[1:]
+    (start, stop), remaining = box[0], box[1:]
     step = -(-(stop - start) // count)
-    return [((first, min(first + step, stop)), *rest) for first in range(start, stop, step)]
+    return [((first, min(first + step, stop)), *remaining) for first in range(start, stop, step)]
 
 
 def whole_on_first(tensors: Mapping[str, Tensor], parallel: Parallelism) -> dict[str, Tensor]:

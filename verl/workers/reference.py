@@ -118,7 +118,7 @@ class ReferenceWorker:
     def compute_log_probs(self, batch: DataProto) -> DataProto:
         """`ref_log_probs` [B T] of the responses, and `ref_candidates`, `ref_candidate_log_probs` [B T K]."""
         with self.frozen():
-            self.first_batch.look(batch)
+            self.first_batch.check(batch)
             scores = self.engine.infer(batch, self.micro_batch_scores)
         for name in CANDIDATES if self.num_candidates and scores else ():
             scores[name] = torch.stack([scores.pop(f"{name}.{k}") for k in range(self.num_candidates)], dim=-1)

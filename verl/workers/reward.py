@@ -28,11 +28,11 @@ class RewardWorker:
         return cls(described.build_unscaled(context))
 
     @by_rows
-    def rate(self, batch: DataProto) -> DataProto:
-        """`rating` [B] float64 of the responses, and each part of it."""
-        result = self.reward.rate_batch(batch)
+    def score(self, batch: DataProto) -> DataProto:
+        """`score` [B] float64 of the responses, and each part of it."""
+        result = self.reward.score_batch(batch)
         parts = {f"{PART}{name}": torch.as_tensor(values) for name, values in result.parts.items()}
-        return DataProto.from_dict({"rating": torch.from_numpy(np.ascontiguousarray(result.scores)), **parts})
+        return DataProto.from_dict({"score": torch.from_numpy(np.ascontiguousarray(result.scores)), **parts})
 
 
 class RemoteRewardModel(Reward):
@@ -45,9 +45,9 @@ class RemoteRewardModel(Reward):
     def __init__(self, role: Any):
         self.role = role
 
-    def rate_batch(self, batch: DataProto) -> RewardResult:
+    def score_batch(self, batch: DataProto) -> RewardResult:
         if not len(batch):
             return RewardResult(np.zeros(0))
-        answer = self.role.rate(batch).result()
+        answer = self.role.score(batch).result()
         parts = {name.removeprefix(PART): x.numpy() for name, x in answer.batch.items() if name.startswith(PART)}
-        return RewardResult(answer["rating"].numpy(), parts)
+        return RewardResult(answer["score"].numpy(), parts)

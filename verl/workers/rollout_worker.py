@@ -1,4 +1,4 @@
-"""The role `sampler`: a rollout engine in a process of its own, with a copy of the actor's model.
+"""The role `generator`: a rollout engine in a process of its own, with a copy of the actor's model.
 
 actor ── weights ──> load(version, weights) ──> the copy ──> digests, which the driver compares
                      generate(prompts)      ──> rows, with the version of the weights that sampled them
@@ -38,7 +38,7 @@ from verl.protocol import DataProto
 from verl.protocol.dispatch import by_rows, on_all, on_each
 from verl.protocol.serialization import raw_bytes
 from verl.rollout.base import GenerationRequest, Rollout
-from verl.rollout.responses import ResponseSampler
+from verl.rollout.responses import ResponseGenerator
 from verl.rollout.rows import refuse_wrong_responses
 from verl.utils.memory import computes_bfloat16, make_current
 from verl.utils.seeding import derive_seed, seed_everything
@@ -58,9 +58,9 @@ class RolloutWorker:
     """
 
     def __init__(
-        self, model: Any, sampler: ResponseSampler, loop: StepLoop | None = None, place: tuple[int, int] = (0, 1)
+        self, model: Any, generator: ResponseGenerator, loop: StepLoop | None = None, place: tuple[int, int] = (0, 1)
     ):
-        self.model, self.sampler, self.version = model, sampler, -1
+        self.model, self.generator, self.version = model, generator, -1
         self.loop: Any = loop
         self._rank, self._size = place
 
@@ -75,7 +75,7 @@ class RolloutWorker:
     @by_rows
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Draw responses or episodes, as `ActorWorker.generate` does."""
-        rows = (self.sampler if self.loop is None else self.loop).generate(prompts, request)
+        rows = (self.generator if self.loop is None else self.loop).generate(prompts, request)
         self._refuse_wrong(rows)
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self.version)}))
 
@@ -120,21 +120,21 @@ class RolloutWorker:
     @on_all
     def engine_kind(self) -> tuple[str, str | None]:
         """Class name and compute type of the engine; None if that is the model's."""
-        engine = self.sampler.engine
+        engine = self.generator.engine
         return type(engine).__name__, engine.compute_type
 
     def close(self) -> None:
         if self.loop is not None:
             self.loop.close()
-        self.sampler.close()
+        self.generator.close()
 
     @torch.no_grad()
     def _take(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the tensors that hold them; the model has narrow copies in their place once turns go on."""
         live = live_tensors(self.model)
         held = {name: live[name].copy_(x) for name, x in weights.items()}
-        if self.loop is None or self.sampler.rollout.runs_ahead:
-            self.sampler.sync()
+        if self.loop is None or self.generator.rollout.runs_ahead:
+            self.generator.sync()
         return held
 
     def _refuse_wrong(self, rows: DataProto) -> None:
@@ -143,7 +143,7 @@ class RolloutWorker:
 
 @component
 class RolloutHost(Description):
-    """The role `sampler`, alone in its processes.
+    """The role `generator`, alone in its processes.
 
     Args:
         actor: whose model is copied.
@@ -157,10 +157,10 @@ class RolloutHost(Description):
     schedule: ScheduleOptions | None = None
 
     def worker_types(self) -> dict[str, type]:
-        return {"sampler": RolloutWorker}
+        return {"rollout": RolloutWorker}
 
     def shardings(self) -> dict[str, Sharding]:
-        return {"sampler": NoSharding()}
+        return {"rollout": NoSharding()}
 
     def build(self, context: BuildContext) -> RoleProcess:
         """Load the model where the actor starts from, and attach the engine."""
@@ -169,7 +169,7 @@ class RolloutHost(Description):
         shared = context.device if context.shares_device else None
         host, actor = RoleProcess(shared_device=shared), self.actor.on_device(computes_bfloat16(context.device))
         context = with_tokenizer(context, actor)
-        parallel = host.parallel(self.shardings()["sampler"], context)
+        parallel = host.parallel(self.shardings()["rollout"], context)
         seed_everything(derive_seed(context.seed, "actor"))
         model = actor.load("causal_lm", context.device, None, "actor", parallel)
         paths_for(model, context.row_tokens or self.rollout.max_new_tokens, "actor.model", shares_tokens=False)
@@ -177,10 +177,10 @@ class RolloutHost(Description):
         rollout, loop = self.rollout, None
         if hasattr(rollout, "sleep"):
             rollout = replace(rollout, sleep=False)  # it generates at all times
-        sampler = actor.sampler(model, rollout, self.environment, context)
+        generator = actor.generator(model, rollout, self.environment, context)
         if self.schedule is not None:
-            loop = StepLoop(sampler, context.row_tokens, self.schedule.build(context))
-        host.workers["sampler"] = RolloutWorker(model, sampler, loop, (context.rank, context.world_size))
+            loop = StepLoop(generator, context.row_tokens, self.schedule.build(context))
+        host.workers["rollout"] = RolloutWorker(model, generator, loop, (context.rank, context.world_size))
         return host
 
 

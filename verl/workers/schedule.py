@@ -205,18 +205,18 @@ def read_schedule(run_dir: str | Path, head: Mapping[str, Any], engine: int = 0)
     """
     file = schedule_path(run_dir, engine)
     try:
-        *lines, rest = read_text(file).split("\n")
+        *lines, remaining = read_text(file).split("\n")
         heads, events = read_lines(lines)
         if not heads:
             raise ExternalInputError("it has no head")
-        if "}" in rest.rpartition(SUM)[2][:-1]:  # more than a line that was cut off
+        if "}" in remaining.rpartition(SUM)[2][:-1]:  # more than a line that was cut off
             raise ExternalInputError(f"line {len(lines) + 1} does not end where it should")
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"trainer.replay_schedule is {str(run_dir)!r}: {file} cannot be read: {error}. Name the directory of a run "
             "with rollout.weight_update=in_flight."
         ) from error
-    if rest:
+    if remaining:
         log.warning("trainer.replay_schedule: the last line of %s is cut off and left out.", file)
     here = json.loads(json.dumps(head))
     faults = []

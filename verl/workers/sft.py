@@ -51,14 +51,14 @@ class SFTWorker(TrainedWorker):
     def update(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on the mean negative log-likelihood per token where `loss_mask` is on."""
         rows = _as_continuation(batch)
-        self.first_batch.look(rows)
+        self.first_batch.check(rows)
         return self.engine.update(rows, self.micro_batch_loss)
 
     @by_rows_to_one
     def evaluate(self, batch: DataProto) -> dict[str, float]:
         """Sums over the masked tokens: `nll` in nats, `correct` greedy predictions, and `tokens`."""
         rows = _as_continuation(batch)
-        self.first_batch.look(rows)
+        self.first_batch.check(rows)
         scores = self.engine.infer(rows, self.micro_batch_scores)
         sums = {name: float(x.double().sum()) for name, x in scores.items()}
         return self.engine.parallel.sums({**sums, "tokens": float(rows.batch["response_mask"].sum())})

@@ -26,11 +26,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.environments.episode_loop import IDLE_WAIT_S, EpisodeSampler
+from verl.environments.episode_loop import IDLE_WAIT_S, EpisodeGenerator
 from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.rollout.base import EngineLost, GenerationRequest, TurnEngine, TurnLimits
-from verl.rollout.responses import ResponseSampler
+from verl.rollout.responses import ResponseGenerator
 from verl.utils.memory import on_current_device
 from verl.utils.progress import report
 from verl.workers.open_batches import PROMPT_FIELDS, Environments, EpisodeBatch, OpenRow, ResponseBatch
@@ -38,7 +38,7 @@ from verl.workers.schedule import EventKind, Schedule, ScheduledEvent
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S = 0.05  # for groups that are finished
+POLL_INTERVAL_S = 0.05  # for groups that are finished
 AWAIT_GROUPS_S = 0.5  # of this engine, before those of others are asked for again
 MOST_LOSSES = 2  # of engines, one after another, before a row is finished
 
@@ -64,9 +64,9 @@ class StepLoop:
         version: of the weights that it has.
     """
 
-    def __init__(self, sampler: ResponseSampler, row_tokens: int | None, schedule: Schedule):
-        self.sampler, self._beside, self.schedule = sampler, sampler.beside(), schedule
-        self.keeps_cache = sampler.rollout.kv_cache == "keep"
+    def __init__(self, generator: ResponseGenerator, row_tokens: int | None, schedule: Schedule):
+        self.generator, self._beside, self.schedule = generator, generator.beside(), schedule
+        self.keeps_cache = generator.rollout.kv_cache == "keep"
         self.engine_step, self.version = 0, -1
         self._row_tokens = row_tokens or 0
         self._turns: TurnEngine | None = None
@@ -88,7 +88,7 @@ class StepLoop:
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
         """Ask for the responses of a batch; returns immediately."""
         batch = self._batches[request.step] = self._new_batch(prompts, request)
-        row_tokens = self.sampler.limits([batch.prompts], request).row_tokens
+        row_tokens = self.generator.limits([batch.prompts], request).row_tokens
         self._ask("begin", request.step, lambda: self._begin(batch, row_tokens), row_tokens)
 
     def take_weights(self, version: int, load: Callable[[], Any]) -> Any:
@@ -171,7 +171,7 @@ class StepLoop:
         return loaded
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """Other responses by the weights that the engine has, with open rows set aside; see `ResponseSampler`."""
+        """Other responses by the weights that the engine has, with open rows set aside; see `ResponseGenerator`."""
         return self._ask("generate", request.step, lambda: self._beside.generate(prompts, request)).result()
 
     def take_idle_s(self) -> float:
@@ -201,19 +201,19 @@ class StepLoop:
             self._turns.forget(number)
 
     def _new_batch(self, prompts: DataProto, request: GenerationRequest) -> ResponseBatch:
-        if not isinstance(self.sampler, EpisodeSampler):
-            return ResponseBatch(prompts, request, self.sampler, self)
+        if not isinstance(self.generator, EpisodeGenerator):
+            return ResponseBatch(prompts, request, self.generator, self)
         if self._environments is None:
-            self._environments = Environments(self.sampler, self._batches, self._wake)
-        return EpisodeBatch(prompts, request, self.sampler, self)
+            self._environments = Environments(self.generator, self._batches, self._wake)
+        return EpisodeBatch(prompts, request, self.generator, self)
 
     def _await(self, batch: ResponseBatch, is_there: Callable[[], bool]) -> None:
-        """Wait for a batch, or something before its end, which is looked for every `LOOK_EVERY_S`."""
+        """Wait for a batch, or something before its end, which is looked for every `POLL_INTERVAL_S`."""
         with self._changed:
             self._awaited = batch
             self._changed.notify_all()
             while not is_there() and self._failure is None:
-                self._changed.wait(LOOK_EVERY_S)
+                self._changed.wait(POLL_INTERVAL_S)
             self._awaited = None
         self._raise_failure()
 
@@ -411,9 +411,9 @@ class StepLoop:
 
     def _open_turns(self) -> TurnEngine:
         """Turns of the engine for all open rows, which are computed anew."""
-        kv_cache_gib = self.sampler.options.kv_cache_gib if isinstance(self.sampler, EpisodeSampler) else 0.0
+        kv_cache_gib = self.generator.options.kv_cache_gib if isinstance(self.generator, EpisodeGenerator) else 0.0
         limits = TurnLimits(self._row_tokens, kv_cache_gib, while_training=True, is_stepwise=True)
-        self._turns = turns = self.sampler.engine.turns(limits)
+        self._turns = turns = self.generator.engine.turns(limits)
         self._dtype = turns.dtype
         for _, row in sorted(self._rows.items()):
             turns.add(row.further)

@@ -61,7 +61,7 @@ def outcomes(scored):
 
 def test_samples_are_posted_as_a_list_and_scores_keep_their_order(made):
     with serving(scored_by_value) as server:
-        scored = made(server).score(batch_of())
+        scored = made(server).score_tokens(batch_of())
         assert list(scored["score"]) == [0, 1, 2, 3, 4]
         assert scored["token_level_scores"][:, 1].tolist() == [0, 1, 2, 3, 4]
         assert sorted(len(asked.body) for asked in server.asked) == [1, 2, 2]
@@ -69,7 +69,7 @@ def test_samples_are_posted_as_a_list_and_scores_keep_their_order(made):
         assert all(text.startswith("scored in ") for text in outcomes(scored))
         first = next(asked for asked in server.asked if asked.body[0]["response"] == "0")
         assert first.body == [{"prompt": "prompt 0", "response": "0"}, {"prompt": "prompt 1", "response": "1"}]
-        assert len(made(server).score(batch_of([]))) == 0
+        assert len(made(server).score_tokens(batch_of([]))) == 0
 
 
 def test_names_of_fields_and_places_of_scores_are_the_services_own(made):
@@ -85,26 +85,26 @@ def test_names_of_fields_and_places_of_scores_are_the_services_own(made):
         "score_path": "value",
     }
     with serving(answer) as server:
-        scored = made(server, **settings).score(batch_of(answer=[3, 1, 4, 1, 5]))
+        scored = made(server, **settings).score_tokens(batch_of(answer=[3, 1, 4, 1, 5]))
         assert list(scored["score"]) == [6, 2, 8, 2, 10]
         assert server.asked[0].body["items"][0].keys() == {"said", "gold"}
         with pytest.raises(RewardError, match="fields.gold is answer, and the data has no such column. It has prompt"):
-            made(server, **settings).score(batch_of())
+            made(server, **settings).score_tokens(batch_of())
 
 
 def test_what_was_scored_once_is_not_asked_again_in_a_later_run(made):
     with serving(scored_by_value) as server:
-        made(server).score(batch_of())
+        made(server).score_tokens(batch_of())
         count = len(server.asked)
-        scored = made(server).score(batch_of([*RESPONSES, "9"]))
+        scored = made(server).score_tokens(batch_of([*RESPONSES, "9"]))
         assert list(scored["score"]) == [0, 1, 2, 3, 4, 9]
         assert len(server.asked) == count + 1
         assert server.asked[-1].body == [{"prompt": "prompt 5", "response": "9"}]
         assert outcomes(scored)[:5] == ["cached"] * 5
-        made(server, cache_gib=0.0).score(batch_of())
+        made(server, cache_gib=0.0).score_tokens(batch_of())
         assert len(server.asked) == count + 4
     with serving(scored_by_value) as other:
-        made(other).score(batch_of())
+        made(other).score_tokens(batch_of())
         assert len(other.asked) == 3  # another address is another service
 
 
@@ -114,11 +114,11 @@ def test_equal_responses_to_a_prompt_are_one_question_where_answers_are_kept(mad
         DataProto.from_dict(non_tensors={"prompt_text": ["same"] * 3})
     )
     with serving(scored_by_value) as server:
-        scored = made(server).score(twins)
+        scored = made(server).score_tokens(twins)
         assert list(scored["score"]) == [7, 7, 7]
         assert [len(asked.body) for asked in server.asked] == [1]
         assert outcomes(scored)[1:] == ["cached", "cached"]
-        made(server, cache_gib=0.0).score(twins)
+        made(server, cache_gib=0.0).score_tokens(twins)
         assert sum(len(asked.body) for asked in server.asked[1:]) == 3
 
 
@@ -127,7 +127,7 @@ def test_a_retry_asks_only_for_the_scores_that_were_missing(made):
         return [float("nan") if item["response"] == "1" else 0.5 for item in asked.body]
 
     with serving(in_turn(once_wrong, scored_by_value)) as server:
-        scored = made(server, batch_size=5).score(batch_of())
+        scored = made(server, batch_size=5).score_tokens(batch_of())
         assert list(scored["score"]) == [0.5, 1, 0.5, 0.5, 0.5]
         assert [len(asked.body) for asked in server.asked] == [5, 1]
         assert outcomes(scored)[1].endswith(", asked 2 times")
@@ -150,7 +150,7 @@ def test_a_retry_asks_only_for_the_scores_that_were_missing(made):
 )
 def test_a_sample_that_fails_for_good_ends_the_run_with_its_texts(bad, why, made):
     with serving(in_turn(bad)) as server, pytest.raises(RewardError) as refused:
-        made(server, batch_size=2).score(batch_of(["a", "b"]))
+        made(server, batch_size=2).score_tokens(batch_of(["a", "b"]))
     message = str(refused.value)
     assert f"Expected: one finite number for each response, from {server.url}/score" in message
     assert why in message
@@ -163,7 +163,7 @@ def test_a_sample_that_fails_for_good_ends_the_run_with_its_texts(bad, why, made
 def test_a_score_that_is_not_finite_is_told_as_such_with_its_rows(number, made):
     with serving(lambda asked: [number if item["response"] == "b" else 1.0 for item in asked.body]) as server:
         with pytest.raises(NonFiniteRewardError) as refused:
-            made(server).score(batch_of(["a", "b"]))
+            made(server).score_tokens(batch_of(["a", "b"]))
         assert refused.value.rows == (1,)
 
 
@@ -175,7 +175,7 @@ def test_a_sample_may_get_a_score_of_its_own_instead_and_is_counted(made, caplog
         reward = made(server, on_error="score", error_score=-1.0, batch_size=1)
         counted = AsyncRewards()
         counted.use(reward, None)
-        scored = reward.score(batch_of(), counted.result_of(1, batch_of()))
+        scored = reward.score_tokens(batch_of(), counted.result_of(1, batch_of()))
     assert list(scored["score"]) == [0, 1, -1, 3, 4]
     assert list(scored["reward/failed"]) == [0, 0, 1, 0, 0]
     assert outcomes(scored)[2].startswith("failed, asked 3 times: HTTP 500")
@@ -190,25 +190,25 @@ def test_a_server_that_refuses_all_or_is_gone_ends_the_run_whatever_may_fail(mad
     with serving(in_turn(Say(status=401, body="who are you"))) as server:
         reward = made(server, on_error="score")
         with pytest.raises(RewardError, match="HTTP 401"):
-            reward.score(batch_of())
+            reward.score_tokens(batch_of())
     with pytest.raises(RewardError, match="the server seems to be down"):
-        reward.score(batch_of())
+        reward.score_tokens(batch_of())
 
 
 @pytest.mark.parametrize("how", ["gone", "silent"])
 def test_a_server_that_is_gone_is_noticed_where_a_part_of_the_batch_comes_from_the_cache(how, made):
     with serving(scored_by_value) as server:
         reward = made(server, on_error="score", endpoint={"retries": 1})
-        reward.score(batch_of(RESPONSES[:2]))
+        reward.score_tokens(batch_of(RESPONSES[:2]))
         reward.client.endpoint = dataclasses.replace(reward.client.endpoint, timeout_s=0.2)
         if how == "silent":
             server.answer, server.page = (lambda asked: Say(delay_s=60.0)), (lambda path: Say(delay_s=60.0))
             with pytest.raises(RewardError, match="the server seems to be down"):
-                reward.score(batch_of())
+                reward.score_tokens(batch_of())
     if how == "gone":
         with pytest.raises(RewardError, match="the server seems to be down"):
-            reward.score(batch_of())
-    assert list(reward.score(batch_of(RESPONSES[:2]))["score"]) == [0, 1]  # all of it is known
+            reward.score_tokens(batch_of())
+    assert list(reward.score_tokens(batch_of(RESPONSES[:2]))["score"]) == [0, 1]  # all of it is known
 
 
 def test_a_sample_that_is_never_answered_is_its_own_affair_where_the_others_are_known(made):
@@ -218,7 +218,7 @@ def test_a_sample_that_is_never_answered_is_its_own_affair_where_the_others_are_
     with serving(answer) as server:
         reward = made(server, on_error="score", error_score=-1.0, batch_size=1)
         for _ in range(2):  # of the second batch, it is all that is asked
-            assert list(reward.score(batch_of())["score"]) == [0, 1, 2, 3, -1]
+            assert list(reward.score_tokens(batch_of())["score"]) == [0, 1, 2, 3, -1]
 
 
 def test_a_server_that_does_not_answer_is_told_before_anything_loads(tmp_path):

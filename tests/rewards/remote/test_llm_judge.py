@@ -47,7 +47,7 @@ def made(tmp_path):
 def test_the_judge_reads_the_template_and_its_last_score_counts(made):
     options = {"temperature": 0.0, "max_tokens": 64}
     with serving(graded) as server:
-        scored = made(server, options=options, system="Be strict.").score(batch_of(["3", "1.5"]))
+        scored = made(server, options=options, system="Be strict.").score_tokens(batch_of(["3", "1.5"]))
         assert list(scored["score"]) == [3.0, 1.5]
         bodies = {asked.body["messages"][1]["content"]: asked.body for asked in server.asked}
     assert {asked.path for asked in server.asked} == {"/v1/chat/completions"}
@@ -58,23 +58,23 @@ def test_the_judge_reads_the_template_and_its_last_score_counts(made):
 
 def test_columns_fill_the_template_and_what_they_hold_is_not_read_as_one(made):
     with serving(in_turn(says("Score: 1"))) as server:
-        made(server, template="{response}|{answer}|{tags}").score(
+        made(server, template="{response}|{answer}|{tags}").score_tokens(
             batch_of(["{answer}"], answer=["{prompt}"], tags=[["a", "ä"]])
         )
         assert server.asked[0].body["messages"] == [{"role": "user", "content": '{answer}|{prompt}|["a", "ä"]'}]
         with pytest.raises(RewardError, match=r"template names \{gold\}, and the data has no such column"):
-            made(server, template="{response}{gold}").score(batch_of())
+            made(server, template="{response}{gold}").score_tokens(batch_of())
 
 
 def test_verdicts_are_kept_by_question_and_read_again_in_another_way(made):
     with serving(in_turn(says('Score: 3 {"value": 4}'))) as server:
-        assert list(made(server).score(batch_of(["a"]))["score"]) == [3]
-        scored = made(server, score_pattern=None, score_path="value").score(batch_of(["a"]))
+        assert list(made(server).score_tokens(batch_of(["a"]))["score"]) == [3]
+        scored = made(server, score_pattern=None, score_path="value").score_tokens(batch_of(["a"]))
         assert list(scored["score"]) == [4]
         assert outcomes(scored) == ["cached"]
         assert len(server.asked) == 1
-        made(server, model="judge-2").score(batch_of(["a"]))
-        made(server, options={"temperature": 0.5}).score(batch_of(["a"]))
+        made(server, model="judge-2").score_tokens(batch_of(["a"]))
+        made(server, options={"temperature": 0.5}).score_tokens(batch_of(["a"]))
         assert len(server.asked) == 3  # another model, other options: other questions
 
 
@@ -94,29 +94,29 @@ def test_verdicts_are_kept_by_question_and_read_again_in_another_way(made):
 def test_an_answer_without_a_score_is_asked_for_again_and_then_told(bad, why, made):
     bounds = {"min_score": 0.0, "max_score": 10.0}
     with serving(in_turn(bad, says("Score: 2"))) as server:
-        scored = made(server, cache_gib=0.0, **bounds).score(batch_of(["a"]))
+        scored = made(server, cache_gib=0.0, **bounds).score_tokens(batch_of(["a"]))
         assert list(scored["score"]) == [2]
         assert outcomes(scored)[0].endswith("asked 2 times")
     with serving(in_turn(bad)) as server, pytest.raises(RewardError) as refused:
-        made(server, **bounds).score(batch_of(["a"]))
+        made(server, **bounds).score_tokens(batch_of(["a"]))
     assert why in str(refused.value)
     assert "Sample: 0, prompt 'prompt 0', response 'a'" in str(refused.value)
 
 
 def test_a_score_of_nan_is_not_finite(made):
     with serving(in_turn(says("Score: nan"))) as server, pytest.raises(NonFiniteRewardError):
-        made(server).score(batch_of(["a"]))
+        made(server).score_tokens(batch_of(["a"]))
 
 
 def test_a_function_of_ones_own_may_read_the_score_with_columns(made):
     Path("rule.py").write_text("def read(reply, answer):\n    return reply.count(answer) / (reply != 'bad')\n")
     settings = {"score_pattern": None, "score_function": "rule.py:read"}
     with serving(in_turn(says("bad"), says("x y x"))) as server:
-        scored = made(server, **settings).score(batch_of(["a"], answer=["x"]))
+        scored = made(server, **settings).score_tokens(batch_of(["a"], answer=["x"]))
         assert list(scored["score"]) == [2]
         assert outcomes(scored)[0].endswith("asked 2 times")
     with serving(in_turn(says("bad"))) as server, pytest.raises(RewardError) as refused:
-        made(server, **settings).score(batch_of(["b"], answer=["x"]))
+        made(server, **settings).score_tokens(batch_of(["b"], answer=["x"]))
     assert "ZeroDivisionError in score_function: division by zero, of 'bad'" in str(refused.value)
 
 
@@ -125,7 +125,7 @@ def test_one_failing_verdict_may_cost_its_own_sample_only(made):
         return Say(status=500) if "A: b" in asked.body["messages"][0]["content"] else says("Score: 1")
 
     with serving(fails_for_b) as server:
-        scored = made(server, on_error="score", error_score=-2.0).score(batch_of(["a", "b", "c"]))
+        scored = made(server, on_error="score", error_score=-2.0).score_tokens(batch_of(["a", "b", "c"]))
     assert list(scored["score"]) == [1, -2, 1]
     assert list(scored["reward/failed"]) == [0, 1, 0]
 
@@ -159,6 +159,6 @@ def test_the_shipped_template_and_pattern_go_together(made):
     }
     for text, score in (("Fine.\nScore: 7", 7), ("**Score:** 8/10", 8), ("score = 9.5", 9.5)):
         with serving(in_turn(says(text))) as server:
-            scored = made(server, **ours).score(batch_of([json.dumps(text)], answer=["4"]))
+            scored = made(server, **ours).score_tokens(batch_of([json.dumps(text)], answer=["4"]))
             assert list(scored["score"]) == [score]
     assert "The reference answer is: 4" in server.asked[0].body["messages"][0]["content"]

@@ -10,7 +10,7 @@ import torch
 
 from verl.component import component
 from verl.rollout.base import SyncResult
-from verl.rollout.hf import HFRollout, HFSampler
+from verl.rollout.hf import HFEngine, HFRollout
 from verl.rollout.probe_log_probs import trainer_log_probs
 from verl.rollout.proof.fingerprints import fingerprint
 from verl.rollout.proof.probe import probe_rows
@@ -31,7 +31,7 @@ class CopyRollout(HFRollout):
         return CopySampler(self, model, tokenizer, seed, autocast)
 
 
-class CopySampler(HFSampler):
+class CopySampler(HFEngine):
     """The running engine of `CopyRollout`."""
 
     def __init__(self, options: CopyRollout, model: Any, tokenizer: Any, seed: int, autocast: Any = None):

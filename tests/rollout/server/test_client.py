@@ -15,7 +15,7 @@ from rollout.speaking import Speaker, gap
 
 from verl.component import BuildContext
 from verl.environments.base import StepResult
-from verl.environments.episode_loop import EpisodeSampler
+from verl.environments.episode_loop import EpisodeGenerator
 from verl.errors import ConfigError, RolloutError
 from verl.ops.sampling import EVALUATION
 from verl.rollout.base import GenerationRequest, TurnLimits
@@ -63,17 +63,17 @@ def test_what_is_begun_is_drawn_while_the_trainer_does_something_else(attached, 
     actor = attached(speaker)
     expected = actor.generate(prompts(), GenerationRequest(0, 2))
     rows = prompts()
-    actor.sampler.begin(rows, GenerationRequest(0, 2))
+    actor.generator.begin(rows, GenerationRequest(0, 2))
     with torch.no_grad():
         actor.model.get_input_embeddings().weight.mul_(2)  # the server has weights of its own
-    found = actor.sampler.finish()
+    found = actor.generator.finish()
     assert_same(found, expected)
 
 
 def test_what_the_trainer_would_tell_of_changed_weights_is_not_begun(attached, speaker, prompts):
     actor = attached(speaker, log_probs="trainer")
     with refusal("trainer.mode"):
-        actor.sampler.begin(prompts(), GenerationRequest(0))
+        actor.generator.begin(prompts(), GenerationRequest(0))
 
 
 @pytest.mark.exhaustive
@@ -232,7 +232,7 @@ def test_no_server_is_told_at_the_start(model32):
 )
 def test_log_probs_are_right_whatever_the_server_means_by_them(mode, options, source, attached, dir32, prompts):
     actor = attached(Speaker(dir32, mode), **options)
-    assert actor.sampler.engine.parts.source == source
+    assert actor.generator.engine.parts.source == source
     for request in (GenerationRequest(0, 2), GenerationRequest(0, greedy=True)):
         rows = actor.generate(prompts(), request)
         assert rows["rollout_log_probs"].dtype == torch.float32
@@ -257,7 +257,7 @@ def test_log_probs_that_would_be_wrong_are_refused_where_the_trainer_cannot_tell
 
 def test_turns_of_episodes_are_requests_of_their_own_with_seeds_by_turn(attached, speaker, prompts):
     actor = attached(speaker, stop_token_ids=tuple(range(20, 60)))
-    request, sampler = GenerationRequest(1, 2), actor.sampler.engine
+    request, sampler = GenerationRequest(1, 2), actor.generator.engine
 
     def answer(row, turn, action):
         return StepResult("12", float(turn), terminated=turn >= 3)
@@ -265,7 +265,7 @@ def test_turns_of_episodes_are_requests_of_their_own_with_seeds_by_turn(attached
     def played(rows):
         environment, context = Scripted(answer=answer, max_tokens=30), BuildContext()
         stops = sampler.sampling_params.stop_ids
-        episodes = EpisodeSampler(environment, sampler, sampler.options, actor.tokenizer, stops, context)
+        episodes = EpisodeGenerator(environment, sampler, sampler.options, actor.tokenizer, stops, context)
         found = episodes.generate(rows, request)
         episodes.calls.close()
         return found
@@ -289,6 +289,6 @@ def test_turns_of_episodes_are_requests_of_their_own_with_seeds_by_turn(attached
 def test_turns_need_the_servers_own_log_probs(attached, speaker):
     actor = attached(speaker, log_probs="trainer")
     with pytest.raises(ConfigError, match="turns of episodes need those of the server"):
-        actor.sampler.engine.turns(TurnLimits(32))
+        actor.generator.engine.turns(TurnLimits(32))
     with pytest.raises(ConfigError, match="episodes of up to 500 tokens"):
-        attached(speaker).sampler.engine.turns(TurnLimits(500))
+        attached(speaker).generator.engine.turns(TurnLimits(500))

@@ -106,7 +106,7 @@ def attached(address, model):
 @pytest.mark.exhaustive
 def test_log_probs_are_the_trainers_and_a_seed_draws_the_same_again(attached, prompts):
     actor = attached()
-    assert actor.sampler.engine.row_tokens == 64
+    assert actor.generator.engine.row_tokens == 64
     rows = actor.generate(prompts(), GenerationRequest(0, 4))
     assert gap(actor, rows) < 1e-4
     assert len({tuple(row.tolist()) for row in rows["responses"]}) > 8
@@ -135,7 +135,7 @@ def test_it_follows_the_trained_weights_and_proves_it(actor, attached, prompts):
 @pytest.mark.exhaustive
 def test_its_log_probs_are_found_to_be_those_before_temperature(attached, prompts):
     actor = attached(temperature=0.5)
-    assert actor.sampler.engine.parts.source == "trainer"
+    assert actor.generator.engine.parts.source == "trainer"
     assert gap(actor, actor.generate(prompts(), GenerationRequest(0, 2))) < 1e-5
     with pytest.raises(ConfigError, match="--logprobs-mode processed_logprobs, or set temperature=1"):
         attached(temperature=0.5, weights="fixed")

@@ -18,13 +18,13 @@ from rollout.engines import agreement, by_row, generate, random_prompts, save_fa
 
 from verl.component import BuildContext
 from verl.engines.optimizer import AdamW
-from verl.environments.episode_loop import EpisodeSampler
+from verl.environments.episode_loop import EpisodeGenerator
 from verl.errors import ConfigError, RolloutError, WeightSyncError
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.ops.sampling import EVALUATION
 from verl.rollout.base import GenerationRequest, TurnLimits, TurnRequest
 from verl.rollout.hf import HFRollout
-from verl.rollout.responses import ResponseSampler
+from verl.rollout.responses import ResponseGenerator
 from verl.rollout.vllm.config import VLLMRollout
 from verl.serving.endpoint import PolicyEndpoint
 
@@ -183,7 +183,7 @@ def play(engines):
 
     def played(engine, texts=TEXTS, ids=None):
         environment = Scripted(answer=long_turns, max_tokens=60)
-        loop = EpisodeSampler(environment, engine, engine.options, tokenizer, engines.vllm.stop_ids, context)
+        loop = EpisodeGenerator(environment, engine, engine.options, tokenizer, engines.vllm.stop_ids, context)
         prompts = prompts_of(tokenizer, texts, ids)
         try:
             return loop.generate(prompts, REQUEST)
@@ -320,7 +320,7 @@ def test_an_engine_killed_while_it_draws_is_started_again_and_draws_the_same(eng
 def test_what_is_begun_is_drawn_while_the_trainer_changes_its_weights(engines):
     vllm, prompts, request = engines.vllm, random_prompts(), GenerationRequest(9, 3)
     expected = generate(vllm, prompts, request)
-    sampler = ResponseSampler(vllm, vllm.options, 0)
+    sampler = ResponseGenerator(vllm, vllm.options, 0)
     sampler.begin(prompts, request)
     shake(engines.model, seed=8)  # the engine has its own weights until the next sync
     with pytest.raises(RolloutError, match="Weights cannot be changed while"):
@@ -346,7 +346,7 @@ def test_what_is_begun_is_drawn_again_if_the_engine_makes_no_progress(engines, m
     monkeypatch.setattr(process, "kill", kill_it)
     process.call_timeout_s = 1.0
     os.kill(vllm.process_id, signal.SIGSTOP)
-    sampler = ResponseSampler(vllm, vllm.options, 0)
+    sampler = ResponseGenerator(vllm, vllm.options, 0)
     sampler.begin(prompts, request)
     with caplog.at_level(logging.WARNING):
         assert agreement(expected, sampler.finish())[0] == 1

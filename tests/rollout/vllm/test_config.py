@@ -14,7 +14,7 @@ from verl.errors import ConfigError
 from verl.models.pretrained import Pretrained
 from verl.rollout import auto
 from verl.rollout.auto import AutoRollout
-from verl.rollout.hf import HFRollout, HFSampler
+from verl.rollout.hf import HFEngine, HFRollout
 from verl.rollout.vllm.client import engine_args
 from verl.rollout.vllm.client.gpu_memory import engine_shape
 from verl.rollout.vllm.config import VLLMRollout
@@ -72,7 +72,7 @@ def test_gpus_of_an_engine_begin_with_the_trainers_own(monkeypatch):
     for key in ("tensor_parallel_size", "pipeline_parallel_size"):
         with refusal(f"rollout.{key}") as refused:
             engine_args.engine_gpus(two, VLLMRollout(**{key: 2}))
-        assert "or as the role sampler, each of 2 processes" in str(refused.value)
+        assert "or as the role rollout, each of 2 processes" in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def tiny(tmp_path):
 def test_auto_takes_our_own_loop_for_a_small_model_on_a_cpu_and_says_why(tiny, caplog):
     with caplog.at_level(logging.INFO):
         engine = AutoRollout(max_new_tokens=5, top_k=3).attach(*tiny, 0)
-    assert isinstance(engine, HFSampler)
+    assert isinstance(engine, HFEngine)
     assert (engine.options.max_new_tokens, engine.options.top_k) == (5, 3)
     assert "rollout=auto takes rollout=hf: the model has 0.2 million parameters, less than" in caplog.text
 

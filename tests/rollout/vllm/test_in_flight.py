@@ -65,7 +65,7 @@ class Engine:
         rollout = VLLMRollout(kv_cache=kv_cache, **limits, **OPTIONS)
         self.actor, self.events = start_actor(save_family(directory / "model", "qwen2"), rollout), events
         self.first = {name: x.clone() for name, x in self.actor.model.state_dict().items()}
-        self.loop = StepLoop(self.actor.sampler, 180, Schedule({}, replayed=events))
+        self.loop = StepLoop(self.actor.generator, 180, Schedule({}, replayed=events))
 
     def set_weights(self, version):
         generator = torch.Generator().manual_seed(0)
@@ -75,7 +75,7 @@ class Engine:
 
     def load(self, version):
         self.set_weights(version)
-        return self.actor.sampler.sync()
+        return self.actor.generator.sync()
 
     def play(self, prompts, events):
         """The rows of both batches, and what was saved."""
@@ -101,7 +101,7 @@ def test_equal_prompts_across_three_updates_have_the_log_probs_of_transformers_w
     engine, prompts = Engine(tmp_path, kv_cache, EVENTS), prompts_of(150)
     try:
         batches, _ = engine.play(prompts, EVENTS)
-        vllm: Any = engine.actor.sampler.engine
+        vllm: Any = engine.actor.generator.engine
         state = vllm.weights.state
         assert state.was_probed == (kv_cache == "recompute")
         engine.loop.generate(prompts, GenerationRequest(3, 1, stream=EVALUATION))
@@ -139,7 +139,7 @@ def test_rows_that_fill_blocks_of_the_prefix_cache_go_on_from_a_save_with_the_sa
 @pytest.mark.exhaustive
 def test_an_engine_that_is_gone_when_longer_rows_begin_is_lost_before_that_event(tmp_path):
     engine = Engine(tmp_path, "keep", ())
-    sampler: Any = engine.actor.sampler
+    sampler: Any = engine.actor.generator
     short, longer = prompts_of(30), prompts_of(60)
     engine.loop.close()
 
@@ -241,8 +241,8 @@ def test_episodes_go_on_across_updates_and_evaluations_and_are_repeated_by_their
 )
 def test_the_sampler_has_the_engine_of_a_sharded_or_placed_actor(where, kv_cache, tmp_path, request):
     sharded = {"sharding": FSDP(), "n_gpus_per_node": 2}
-    mesh = DeviceMesh(devices=("cpu:0", "cpu:1"), sub_meshes={"sampler": ("cpu:1",)})
-    two = DeviceMesh(devices=("cpu:0",), sub_meshes={"sampler": ("cpu:0", "cpu:1")})
+    mesh = DeviceMesh(devices=("cpu:0", "cpu:1"), sub_meshes={"rollout": ("cpu:1",)})
+    two = DeviceMesh(devices=("cpu:0",), sub_meshes={"rollout": ("cpu:0", "cpu:1")})
     of_actor = {"fsdp": sharded, "mesh": {"placement": mesh}, "two engines": {"placement": two}}
     of_actor["ray"] = {"placement": placed()}
     if where == "ray":

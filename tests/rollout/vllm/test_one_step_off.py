@@ -19,7 +19,7 @@ from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.component import BuildContext
 from verl.rewards.episode_reward import EpisodeReward
-from verl.rollout.responses import ResponseSampler
+from verl.rollout.responses import ResponseGenerator
 from verl.rollout.vllm.config import VLLMRollout
 from verl.trainer.api.load_checkpoint import load_checkpoint
 from verl.trainer.ppo import PPOTrainer
@@ -107,7 +107,7 @@ def test_a_running_trainer_that_loads_a_checkpoint_goes_on_with_what_was_drawn_a
 
 @pytest.mark.exhaustive
 def test_rows_that_were_drawn_again_because_the_engine_died_carry_the_weights_that_drew_them(tmp_path, monkeypatch):
-    trained_on, begin, begun = noted_updates(monkeypatch), ResponseSampler.begin, []
+    trained_on, begin, begun = noted_updates(monkeypatch), ResponseGenerator.begin, []
 
     def dying(sampler, *asked):
         begun.append(asked)
@@ -117,7 +117,7 @@ def test_rows_that_were_drawn_again_because_the_engine_died_carry_the_weights_th
         if len(begun) == 2:
             os.kill(sampler.engine.process_id, signal.SIGKILL)
 
-    monkeypatch.setattr(ResponseSampler, "begin", dying)
+    monkeypatch.setattr(ResponseGenerator, "begin", dying)
     fit(ahead(save_family(tmp_path / "model", "qwen2"), tmp_path), tmp_path / "run")
     assert trained_on == [[0], [0], [2]]
 

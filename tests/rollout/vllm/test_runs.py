@@ -116,7 +116,7 @@ def test_vllm_that_draws_by_another_temperature_stops_the_run_in_the_first_step(
         total_steps=2,
     )
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        engine = trainer.cluster.worker("actor").sampler.engine
+        engine = trainer.cluster.worker("actor").generator.engine
         engine.options = dataclasses.replace(engine.options, temperature=2.0)
         with pytest.raises(LogProbGapError, match="VLLMEngine holds another model, .* another temperature"):
             trainer.fit()

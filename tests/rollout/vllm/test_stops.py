@@ -22,7 +22,7 @@ from verl.hybrid.actor import HybridActor
 from verl.models.lora import LoRA
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
-from verl.rollout.responses import ResponseSampler
+from verl.rollout.responses import ResponseGenerator
 from verl.rollout.vllm.client.engine_process import EngineDied, EngineFiles, EngineHung, EngineProcess
 from verl.rollout.vllm.config import VLLMRollout
 from verl.utils.orphan_cleanup import members
@@ -162,11 +162,11 @@ def test_a_stop_between_begin_and_finish_is_outlived(pair, caplog):
     request = GenerationRequest(4, 4)
     expected = generate(vllm, random_prompts(), request)
     os.kill(vllm.process_id, signal.SIGSTOP)  # while nothing is asked: noticed with the next call
-    sampler = ResponseSampler(vllm, vllm.options, 0)
+    sampler = ResponseGenerator(vllm, vllm.options, 0)
     sampler.begin(random_prompts(), request)
     with caplog.at_level(logging.WARNING):
         assert agreement(expected, sampler.finish())[0] == 1
-    assert sampler.has_redrawn
+    assert sampler.has_regenerated
     assert "made no progress for 6 s" in caplog.text
 
 

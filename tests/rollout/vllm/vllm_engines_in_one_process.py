@@ -27,7 +27,7 @@ from rollout.engines import agreement, generate, plain_log_probs, random_prompts
 from verl.models.lora import LoRA
 from verl.ops.sampling import NO_TURN
 from verl.protocol import DataProto
-from verl.rollout.base import DrawnTurn, GenerationRequest, TurnEngine, TurnRequest
+from verl.rollout.base import GenerationRequest, TurnEngine, TurnRequest, TurnResult
 from verl.rollout.hf import HFRollout
 from verl.rollout.proof.fingerprints import ProbeVectors
 from verl.rollout.proof.verifier import VerifyRequest
@@ -84,7 +84,7 @@ def compared(engine: Any, model: Any, tokenizer: Any, prompts: DataProto) -> tup
     made = engine.advance_turns(turns, 600.0, True)
     engine.end_turns()
     ordered = sorted(zip(made.numbers, made.tokens, made.log_probs, strict=True))
-    drawn = [DrawnTurn(number, tokens, log_probs, True) for number, tokens, log_probs in ordered]
+    drawn = [TurnResult(number, tokens, log_probs, True) for number, tokens, log_probs in ordered]
     found = assemble_turns(prompts, drawn, TurnEngine(), 0, 4)
     return agreement(found, generate(ours, prompts, GenerationRequest(1, 4)))
 

@@ -197,7 +197,7 @@ def test_two_devices_in_a_short_file_are_used_where_there_are_devices_and_else_o
     )
     for named in ({"trainer": {"backend": "fsdp", "n_gpus_per_node": 2}}, {"sharding": "none"}, {}):
         assert local_trainer.sharding_for_devices(named, [], None) == ([], [])
-    engines = DeviceMesh(devices=("cpu:0",), sub_meshes={"sampler": ("cpu:0", "cpu:1")})  # which shard nothing
+    engines = DeviceMesh(devices=("cpu:0",), sub_meshes={"rollout": ("cpu:0", "cpu:1")})  # which shard nothing
     assert local_trainer.sharding_for_devices({}, [], engines) == ([], [])
 
 
@@ -345,20 +345,20 @@ def test_a_function_of_the_batch_may_return_its_scores_as_a_tensor(scores, place
     def reward_fn(batch):
         return scores
 
-    assert CallableReward(reward_fn).score(batch_of(3, 1)).batch["token_level_scores"].tolist() == placed
+    assert CallableReward(reward_fn).score_tokens(batch_of(3, 1)).batch["token_level_scores"].tolist() == placed
 
 
 def test_rewards_of_tokens_go_to_their_tokens_alone_in_a_sum_and_from_a_file(tmp_path):
     batch = batch_of(3, 1)
-    scored = CallableReward(by_token).score(batch)
+    scored = CallableReward(by_token).score_tokens(batch)
     assert scored.batch["token_level_scores"].tolist() == [[0, pytest.approx(0.1), pytest.approx(0.1)], [0, 0, 0]]
     assert list(scored["score"]) == pytest.approx([0.2, 0.0])
     total = SumOfRewards({"steps": CallableReward(by_token), "right": ExactMatch()}, {"steps": 10.0, "right": 1.0})
-    assert total.score(batch).batch["token_level_scores"].tolist() == [[0, 1, 2], [1, 0, 0]]
+    assert total.score_tokens(batch).batch["token_level_scores"].tolist() == [[0, 1, 2], [1, 0, 0]]
     (tmp_path / "rule.py").write_text(RULE)
     described = RewardFunction(path=f"{tmp_path}/rule.py:by_token", kwargs={"worth": 2.0})
     assert list(described.columns_read()) == []
-    assert described.build(None).score(batch).batch["token_level_scores"].tolist() == [[2, 2, 2], [2, 0, 0]]  # type: ignore[arg-type]
+    assert described.build(None).score_tokens(batch).batch["token_level_scores"].tolist() == [[2, 2, 2], [2, 0, 0]]  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -381,7 +381,7 @@ def test_rewards_of_tokens_that_are_none_are_named(give, kind, found):
         return None if tensors is None else DataProto.from_dict(tensors=tensors)
 
     with pytest.raises(kind) as caught:
-        CallableReward(reward).score(batch_of(3, 1))
+        CallableReward(reward).score_tokens(batch_of(3, 1))
     assert found in str(caught.value)
     assert "The reward function reward() failed" in str(caught.value)
 

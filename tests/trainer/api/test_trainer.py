@@ -372,7 +372,7 @@ def test_a_reward_is_replaced_while_policy_optimizer_and_data_stay(dir32):
         assert all_equal(weights(engine.model), before)
         assert all(torch.equal(x, moments[name]) for name, x in engine.optimizer_tensors().items())
         assert (made.trainer.sampler.state_dict(), made.steps, engine.updates) == (place, 1, 1)
-        assert made.reward_model.rate(["1"], ["ab1"], answer=[""]) == [0.4]
+        assert made.reward_model.score(["1"], ["ab1"], answer=[""]) == [0.4]
         made.step()
         saved = made.save_checkpoint("aside")
         assert CheckpointManager(saved).state["config"]["reward"]["name"] == "letters"

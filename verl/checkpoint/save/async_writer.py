@@ -206,7 +206,7 @@ class CheckpointWriter:
     def _watch(self, timeout_s: float | None = None) -> ProgressWatch:
         """Timeout for saves in progress; by default longer than replacing a hanging process twice."""
         limit_s = 2 * self._timeout_s + START_TIMEOUT_S + END_TIMEOUT_S if timeout_s is None else timeout_s
-        return ProgressWatch(self._progress, limit_s, look_every_s=2 * WAIT_EVERY_S)
+        return ProgressWatch(self._progress, limit_s, poll_interval_s=2 * WAIT_EVERY_S)
 
     def _wait_for_all(self, watch: ProgressWatch) -> bool:
         """Wait, with `_changed` held, until no save is under way; False where they make no progress."""

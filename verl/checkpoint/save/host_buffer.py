@@ -20,7 +20,7 @@ MOST_ARENAS = 2
 ROOM_FACTOR = 1.2  # of a second buffer, that must be free in main memory
 HEAD_BYTES = PAGE_BYTES  # the first page says how far the rest is filled
 FAILED = -1
-LOOK_EVERY_S = 0.001
+POLL_INTERVAL_S = 0.001
 WAIT_EVERY_S = 0.5
 MADV_POPULATE_WRITE = 23  # Linux 5.14; many page faults at once
 POPULATED_BYTES = 64 << 20  # in one call, during which no other thread runs: 0.6 s per GiB were measured
@@ -155,7 +155,7 @@ def filling(memory: memoryview, is_filler_alive: Callable[[], bool] = lambda: Tr
                 raise CheckpointWriteFailed("the tensors could not be copied; nothing was published")
             if not is_filler_alive():
                 raise CheckpointWriteFailed("the trainer ended while it copied the tensors; nothing was published")
-            time.sleep(LOOK_EVERY_S)
+            time.sleep(POLL_INTERVAL_S)
 
     return ImageSource(memory, wait)
 

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 NONCE = "nonce"
 REPORT_LIMIT_BYTES = 2**28
 LATE_S = 900.0  # a participant of which nothing has come for so long is given up
-LOOK_EVERY_S = 0.005
+POLL_INTERVAL_S = 0.005
 SIZES_EVERY_S = 5.0  # how often what others have written is measured
 
 
@@ -110,7 +110,7 @@ def collect_reports(
         if idle_s > late_s:
             late = [FileFault(name, f"it has not reported within {late_s:g} s") for name in sorted(missing)]
             raise CheckpointIncomplete(directory, late)
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
 class _Waiting:

@@ -590,9 +590,9 @@ function promptsSection(prompts) {
   const button = (rows, name) => rows.length
     ? element("button", {type: "button", textContent: rows.length, title: name, aria: {label: `${rows.length} prompts: ${name}`},
       onclick: () => show(rows, name)}) : element("span", {className: "dim", textContent: "0"});
-  const drawn = prompts.kind === "drawn" ? "of drawn responses" : "of greedy responses";
+  const kind = prompts.kind === "sampled" ? "of sampled responses" : "of greedy responses";
   section("Prompts", element("p", {}, `${prompts.learned} of ${prompts.count} prompts pass more often at step ${prompts.last} than at step `
-    + `${prompts.first}, ${prompts.forgotten} less often, ${prompts.never} never passed in any evaluation (${drawn}).${change}`),
+    + `${prompts.first}, ${prompts.forgotten} less often, ${prompts.never} never passed in any evaluation (${kind}).${change}`),
   table("pass rates, first evaluation by last", [`step ${prompts.first} \\ ${prompts.last}`, ...RATE_BANDS],
     cells.map((row, i) => [RATE_BANDS[i], ...row.map((rows, j) =>
       button(rows, `pass rate ${RATE_BANDS[i]} at step ${prompts.first}, ${RATE_BANDS[j]} at step ${prompts.last}`))])), list);

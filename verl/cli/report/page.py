@@ -343,7 +343,7 @@ def pass_rates(rows: Sequence[Mapping[str, Any]], kind: str | None = None) -> di
         kind: `greedy` or `drawn`; None for drawn ones if there are any, else greedy ones.
     """
     if kind is None:
-        kind = "drawn" if any(row.get("kind") == "drawn" for row in rows) else "greedy"
+        kind = "sampled" if any(row.get("kind") == "sampled" for row in rows) else "greedy"
     responses: dict[int, list[bool]] = {}
     for row in rows:
         prompt = row.get("prompt_id")
@@ -358,7 +358,7 @@ def _prompts(run: RunRecord) -> dict[str, Any] | None:
     if len(steps) < 2:
         return None
     kinds = [{row.get("kind") for row in run.evals[step]} for step in (steps[0], steps[-1])]
-    kind = "drawn" if all("drawn" in names for names in kinds) else "greedy"
+    kind = "sampled" if all("sampled" in names for names in kinds) else "greedy"
     rates = {step: pass_rates(run.evals[step], kind) for step in steps}
     first, last = rates[steps[0]], rates[steps[-1]]
     shared = sorted(first.keys() & last.keys())

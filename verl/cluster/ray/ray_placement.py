@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from verl.cluster.local_worker_group import InlineWorkerGroup
-from verl.cluster.placement import ROLES, SAMPLER, DivisibleHost, Placement, RoleGroups, single_process_roles
+from verl.cluster.placement import ROLES, ROLLOUT, DivisibleHost, Placement, RoleGroups, single_process_roles
 from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, component
 from verl.engines.sharding import Sharding
@@ -33,9 +33,9 @@ class RayPlacement(Placement):
         address: of a Ray cluster: `auto` for the one that this machine is part of, or `HOST:PORT`; it is left running.
             null starts one on this machine and ends it with the run.
         pools: which roles live together, by a name for each pool. A role that is named nowhere is in the pool of the
-            actor, and one pool of all roles is the default. `rm` is a reward that is a model; `sampler` has a pool of
+            actor, and one pool of all roles is the default. `rm` is a reward that is a model; `rollout` has a pool of
             its own, with an engine in each worker.
-        workers: of a pool, where it is not trainer.nnodes x trainer.n_gpus_per_node, or 1 of the sampler's.
+        workers: of a pool, where it is not trainer.nnodes x trainer.n_gpus_per_node, or 1 of the rollout workers'.
         in_driver: roles that stay in the driver's own process.
         num_cpus: logical CPUs of each worker.
         num_gpus: of each worker; null for 1 where trainer.device is a GPU. A fraction lets pools share GPUs: with 0.5
@@ -74,11 +74,11 @@ class RayPlacement(Placement):
                 yield f"pools names the role {role!r}: there are {', '.join(ROLES)}."
             elif named.count(role) > 1:
                 yield f"pools names the role {role!r} {named.count(role)} times, in_driver counted: a role lives once."
-        if SAMPLER in self.in_driver:
-            yield "in_driver names the sampler: it generates while the driver works. Leave it out."
+        if ROLLOUT in self.in_driver:
+            yield "in_driver has rollout: rollout workers generate while the driver works. Leave it out."
         if self.num_gpus is not None and self.num_gpus > 1 and self.num_gpus % 1:
             yield f"num_gpus is {self.num_gpus:g}: a worker has a part of one GPU, or whole ones. Set 1 or a fraction."
-        known = [*(self.pools or [MAIN]), *([] if SAMPLER in named else [SAMPLER])]
+        known = [*(self.pools or [MAIN]), *([] if ROLLOUT in named else [ROLLOUT])]
         for pool in self.workers:
             if pool not in known and pool != MAIN:
                 yield f"workers names the pool {pool!r}: there are {', '.join(known)}."
@@ -95,12 +95,12 @@ class RayPlacement(Placement):
         for pool, members in self.groups(roles).items():
             count = self._pool_sizes(roles, size)[pool]
             field_name = f"workers.{pool}" if pool in self.workers else "pools"
-            if SAMPLER in members and len(members) > 1:
+            if ROLLOUT in members and len(members) > 1:
                 yield (
-                    f"pools: the pool {pool} has {', '.join(members)}: the sampler generates while the others work. "
+                    f"pools: the pool {pool} has {', '.join(members)}: rollout workers generate while the others work. "
                     "Give it a pool of its own, or leave it out of pools."
                 )
-            if members != (SAMPLER,) and count > 1 and (whole := single_process_roles(shardings, members)):
+            if members != (ROLLOUT,) and count > 1 and (whole := single_process_roles(shardings, members)):
                 yield (
                     f"{field_name}: the pool {pool} ({', '.join(whole)}) has {count} workers, and sharding=none is "
                     "for one. Set sharding=ddp, or one worker."
@@ -185,7 +185,7 @@ class RayPlacement(Placement):
     def groups(self, roles: Collection[str]) -> dict[str, tuple[str, ...]]:
         """Pool -> the roles of a run that live in it; those in the driver left out."""
         home = next((name for name, members in self.pools.items() if "actor" in members), MAIN)
-        where = {SAMPLER: SAMPLER} | {role: name for name, members in self.pools.items() for role in members}
+        where = {ROLLOUT: ROLLOUT} | {role: name for name, members in self.pools.items() for role in members}
         roles_by_group: dict[str, list[str]] = {}
         for role in roles:
             if role not in self.in_driver:
@@ -195,7 +195,7 @@ class RayPlacement(Placement):
     def _pool_sizes(self, roles: Collection[str], size: int) -> dict[str, int]:
         """Workers of each pool."""
         pools = self.groups(roles).items()
-        return {name: self.workers.get(name, 1 if SAMPLER in members else size) for name, members in pools}
+        return {name: self.workers.get(name, 1 if ROLLOUT in members else size) for name, members in pools}
 
     def start(self, host: DivisibleHost, context: BuildContext, size: int, max_threads: int) -> WorkerGroup:
         from verl.cluster.ray.ray_init import RaySession, RaySettings
@@ -205,14 +205,14 @@ class RayPlacement(Placement):
         pools, sizes = self.groups(roles), self._pool_sizes(roles, size)
         gpus = self._gpus_of_worker(context.device.startswith("cuda"))
         total = sum(sizes.values())
-        sharing = sum(count for name, count in sizes.items() if SAMPLER not in pools[name])
+        sharing = sum(count for name, count in sizes.items() if ROLLOUT not in pools[name])
         waits = self.start_timeout_s, self.call_timeout_s
         settings = RaySettings(self.address, self.num_cpus * total, gpus * total, self.object_store_mib, *waits)
         bundles = self._bundles(sizes, gpus)
         built: list[tuple[Collection[str], WorkerGroup]] = []
         with ExitStack() as undo:
             for name, members in pools.items():
-                threads = max(1, max_threads // (sizes[name] if SAMPLER in members else sharing))
+                threads = max(1, max_threads // (sizes[name] if ROLLOUT in members else sharing))
                 group = RayRoleGroup(
                     name, sizes[name], self.num_cpus, gpus, threads, self.strategy, self.call_timeout_s
                 )

@@ -113,12 +113,12 @@ class RoleWorker:
             return RayReply(None, Traceback.here())
         return RayReply(serialize(None))
 
-    def call(self, role: str, method: str, args: Serialized, rows: Any = None, is_heard: bool = True) -> RayReply:
+    def call(self, role: str, method: str, args: Serialized, rows: Any = None, returns_result: bool = True) -> RayReply:
         """Carry out a method of a role.
 
         Args:
             rows: indices of those of the batch that this process works on; None for all that it is sent.
-            is_heard: the result is sent back.
+            returns_result: the result is sent back.
         """
         report(f"{role}.{method}")
         try:
@@ -126,7 +126,7 @@ class RoleWorker:
             if rows is not None:
                 arguments = (arguments[0][rows], *arguments[1:])
             result = self._host.call(role, method, arguments)
-            return RayReply(serialize(result if is_heard else None))
+            return RayReply(serialize(result if returns_result else None))
         except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
             return RayReply(None, Traceback.here())
 

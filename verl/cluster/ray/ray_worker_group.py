@@ -47,7 +47,7 @@ from verl.utils.child_process.process import PACKAGE_ROOT, excerpt
 from verl.utils.progress import Progress, state_of
 
 START_TIMEOUT_S = 300.0  # of an actor, until it says that it is there
-LOOK_EVERY_S = 5.0
+POLL_INTERVAL_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class RayWorkerGroup(RemoteWorkerGroup):
 class RayTransport:
     """Actors numbered by rank, in a placement group; see `Transport`."""
 
-    look_takes_s = 2 * STACK_TIMEOUT_S
+    poll_takes_s = 2 * STACK_TIMEOUT_S
 
     def __init__(
         self, session: RaySession, group: RayRoleGroup, logs: Path | None, bundles: SharedBundles | None = None
@@ -267,7 +267,7 @@ class RayTransport:
                 tracked |= {ref: (number, rank) for rank, ref in enumerate(refs)}
             try:
                 ready, _ = ray.wait(list(tracked), num_returns=len(tracked), timeout=0)
-                ready = ready or ray.wait(list(tracked), timeout=LOOK_EVERY_S)[0]
+                ready = ready or ray.wait(list(tracked), timeout=POLL_INTERVAL_S)[0]
                 for ref in ready:
                     self._take(group, ref, *tracked.pop(ref))
             except Exception as error:  # noqa: BLE001 - raised where the reply is awaited
@@ -290,7 +290,7 @@ class RayTransport:
             answer = deserialize(answer.serialized)
         return group.on_reply(number, rank, answer)
 
-    def look(self, ranks: Sequence[int]) -> None:
+    def poll_progress(self, ranks: Sequence[int]) -> None:
         for rank, progress in self._progress_of(ranks).items():
             if progress is not None and progress[0] != self._counts.get(rank):
                 self._counts[rank] = progress[0]

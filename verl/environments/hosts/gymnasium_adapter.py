@@ -31,5 +31,5 @@ class Text:
         self.env.close()
 
     def _shown(self, observation):
-        drawn = self.env.render() if self.env.render_mode == "ansi" else observation
-        return f"{drawn}\n"
+        rendered = self.env.render() if self.env.render_mode == "ansi" else observation
+        return f"{rendered}\n"

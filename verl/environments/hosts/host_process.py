@@ -28,7 +28,7 @@ PROGRAMS = Path(__file__).parent
 MAX_REPLY = 16 << 20  # bytes
 MAX_PRINTED = 1000  # bytes of a line that an environment prints; longer ones are divided
 PRINTED_LINES, PRINTED_WITHIN_S = 200, 10.0  # of one process in the run's log
-LOOK_S = 0.5
+POLL_INTERVAL_S = 0.5
 EXIT_S = 2.0  # for the exit status of a process that has closed its connection
 
 
@@ -72,7 +72,7 @@ class Host:
         self._waiting: dict[int, _HostCall] = {}
         self._sending = threading.Lock()
         self._why, self._suspects = "", frozenset[str]()
-        self._looked_at, self._silent_s = time.monotonic(), 0.0
+        self._polled_at, self._silent_s = time.monotonic(), 0.0
         output, output_writer = os.pipe()
         try:
             self._child = CommandProcess([python, str(PROGRAMS / "host_main.py")], output_writer, MAX_REPLY)
@@ -170,7 +170,7 @@ class Host:
         """Receive replies until the process ends, is silent for too long, or sends something else."""
         try:
             while True:
-                self._receive(self._child.channel.receive(self._look))
+                self._receive(self._child.channel.receive(self._check_alive))
         except ChannelClosed as error:
             self._child.await_exit(EXIT_S)
             self._printed.thread.join(EXIT_S)
@@ -190,11 +190,11 @@ class Host:
         if (call := self._waiting.pop(reply.get("id", -1), None)) is not None:  # else it comes late, or is a beat
             call.set_result(reply)
 
-    def _look(self, num_bytes: int) -> None:
+    def _check_alive(self, num_bytes: int) -> None:
         """Raise TimeoutError where the process gives no sign of life for as long as its calls may take."""
         now = time.monotonic()
-        gap_s, self._looked_at = now - self._looked_at, now
-        if num_bytes or gap_s > 2 * LOOK_S:  # or this process itself did not run
+        gap_s, self._polled_at = now - self._polled_at, now
+        if num_bytes or gap_s > 2 * POLL_INTERVAL_S:  # or this process itself did not run
             self._silent_s = 0.0
             return
         self._silent_s += gap_s

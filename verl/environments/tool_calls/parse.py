@@ -243,15 +243,15 @@ def _json_object(value: Any, what: str) -> dict[str, Any]:
     return value
 
 
-def _tagged(name: str, tag: str, rest: str, form: str) -> Callable[[str, Tools], Calls]:
+def _tagged(name: str, tag: str, remaining: str, form: str) -> Callable[[str, Tools], Calls]:
     """A reader of calls whose arguments stand as texts between tags.
 
     Args:
         name: regular expression from the opening mark to the first argument.
-        tag, rest: regular expressions of an argument, with groups `key` and `value`. It ends before another `tag`.
+        tag, remaining: regular expressions of an argument, with groups `key` and `value`. It ends before another `tag`.
         form: what was expected, for messages.
     """
-    start, argument = re.compile(rf"\s*{name}\s*"), re.compile(rf"{tag}{rest}\s*(?={tag}|\Z)", re.DOTALL)
+    start, argument = re.compile(rf"\s*{name}\s*"), re.compile(rf"{tag}{remaining}\s*(?={tag}|\Z)", re.DOTALL)
 
     def read(body: str, tools: Tools) -> Calls:
         begin, arguments = start.match(body), {}
@@ -284,11 +284,11 @@ def _invoked(prefix: str) -> Callable[[str, Tools], Calls]:
 
 
 def _deepseek_call(body: str, tools: Tools) -> Calls:
-    kind, separator, rest = body.partition("<｜tool▁sep｜>")
-    fenced = re.fullmatch(r"([^\n]+)\n```(?:json)?\n(.*?)\n?```\s*", rest, re.DOTALL)
-    if not separator or (fenced is None and "```" in rest[:200]):
+    kind, separator, remaining = body.partition("<｜tool▁sep｜>")
+    fenced = re.fullmatch(r"([^\n]+)\n```(?:json)?\n(.*?)\n?```\s*", remaining, re.DOTALL)
+    if not separator or (fenced is None and "```" in remaining[:200]):
         raise ValueError("expected function<｜tool▁sep｜>NAME and the arguments as JSON between ``` marks")
-    name, arguments = (fenced[1], fenced[2]) if fenced is not None else (kind, rest)
+    name, arguments = (fenced[1], fenced[2]) if fenced is not None else (kind, remaining)
     return [(name.strip(), _json_object(from_json(arguments), "arguments"))]
 
 
@@ -435,13 +435,13 @@ def _scan_plain(text: str, tools: Tools) -> Iterator[FoundCall]:
         match = _LINE.fullmatch(line)
         if match is None or match[1] not in tools:
             continue
-        name, rest = match[1], match[2].rstrip()
+        name, remaining = match[1], match[2].rstrip()
         call: ToolCall | ParseFault
-        if not rest.endswith(")"):
+        if not remaining.endswith(")"):
             call = ParseFault(line, "the parenthesis is not closed")
         else:
             try:
-                call = ToolCall(name, _positional(name, rest[:-1], list(properties_of(tools[name]))))
+                call = ToolCall(name, _positional(name, remaining[:-1], list(properties_of(tools[name]))))
             except ValueError as error:
                 call = ParseFault(line, str(error))
         yield FoundCall(start, position, call)

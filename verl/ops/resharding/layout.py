@@ -172,9 +172,9 @@ def difference(a: Box, b: Box) -> Iterator[Box]:
     if shared is None:
         yield a
         return
-    rest = list(a)
+    remaining = list(a)
     for axis, (start, stop) in enumerate(shared):
-        for edge in ((rest[axis][0], start), (stop, rest[axis][1])):
+        for edge in ((remaining[axis][0], start), (stop, remaining[axis][1])):
             if edge[0] < edge[1]:
-                yield (*rest[:axis], edge, *rest[axis + 1 :])
-        rest[axis] = (start, stop)
+                yield (*remaining[:axis], edge, *remaining[axis + 1 :])
+        remaining[axis] = (start, stop)

@@ -214,8 +214,8 @@ def _fill_evenly(load: np.ndarray, num_bytes: int, count: int) -> np.ndarray:
     height = (count * num_bytes + level[:fitting].sum()) / fitting
     shares = np.zeros(len(load), dtype=np.int64)
     shares[:fitting] = np.maximum(0, np.floor((height - level[:fitting]) / num_bytes))
-    rest = count - int(shares.sum())
-    for index in np.argsort(level[:fitting] + shares[:fitting] * num_bytes, kind="stable")[:rest]:
+    remaining = count - int(shares.sum())
+    for index in np.argsort(level[:fitting] + shares[:fitting] * num_bytes, kind="stable")[:remaining]:
         shares[index] += 1
     assert shares.sum() == count
     filled = np.zeros_like(shares)

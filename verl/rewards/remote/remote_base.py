@@ -280,7 +280,7 @@ class RemoteReward(Reward):
         client: sends the requests; `close` closes it too.
     """
 
-    rates_ahead = rates_groups = True
+    scores_ahead = scores_groups = True
 
     def __init__(self, described: RemoteDescription, client: HTTPClient):
         self.client, self.url = client, described.endpoint.url(self.path)
@@ -325,7 +325,7 @@ class RemoteReward(Reward):
         if self._cache is not None:
             self._cache.put(sample.key, self.client.without_key(text))
 
-    def rate_batch(self, batch: DataProto) -> RewardResult:
+    def score_batch(self, batch: DataProto) -> RewardResult:
         """Score every response; `columns` has the outcome of each request.
 
         Raises:
@@ -346,7 +346,7 @@ class RemoteReward(Reward):
         for sample, leader in followers:
             self._follow(sample, leader)
         self._judge(samples, prompts, responses)
-        return replace(self._rating(samples), counts=request_counts(reports, samples))
+        return replace(self._result(samples), counts=request_counts(reports, samples))
 
     def close(self) -> None:
         self.client.close()
@@ -424,7 +424,7 @@ class RemoteReward(Reward):
         absence = self.client.absence()
         return None if absence is None else f"No request was answered, nor a GET ({absence})"
 
-    def _rating(self, samples: list[RemoteSample]) -> RewardResult:
+    def _result(self, samples: list[RemoteSample]) -> RewardResult:
         scores = [self.error_score if sample.score is None else sample.score for sample in samples]
         outcomes = np.array([sample.outcome for sample in samples], dtype=object)
         parts = {}

@@ -35,7 +35,7 @@ from verl.ops.batching import micro_batches
 from verl.ops.logprobs import log_probs_of, response_positions
 from verl.ops.sampling import NO_TURN, uniform
 from verl.protocol import DataProto
-from verl.rollout.base import DrawnTurn, RolloutEngine, SyncResult, TurnEngine, TurnLimits, TurnRequest
+from verl.rollout.base import RolloutEngine, SyncResult, TurnEngine, TurnLimits, TurnRequest, TurnResult
 from verl.rollout.generation_group import OneGenerates
 from verl.rollout.probe_log_probs import trainer_log_probs
 from verl.rollout.proof.probe import ALLOWED_NATS, probe_rows
@@ -94,7 +94,7 @@ class ServerTurns(TurnEngine):
         else:
             self._open[self.client.begin([asked[1]], stop_at_failure=True)] = asked
 
-    def advance(self) -> list[DrawnTurn]:
+    def advance(self) -> list[TurnResult]:
         """The turns whose responses have arrived; waits briefly for the first, and for all of single turns, which share
         a limit on the time without any answer.
 
@@ -120,7 +120,7 @@ class ServerTurns(TurnEngine):
                 )
         if again := sum(answer is not None and answer.attempts > 1 for answer in reports):
             logger.warning("%d of %d responses needed more than one request.", again, len(reports))
-        return [self._drawn(turn, ask) for turn, ask in asked]
+        return [self._turn_result(turn, ask) for turn, ask in asked]
 
     def close(self) -> None:
         for future in self._open:
@@ -128,10 +128,10 @@ class ServerTurns(TurnEngine):
         self._open.clear()
         self._queue.clear()
 
-    def _drawn(self, turn: TurnRequest, ask: GenerateRequest) -> DrawnTurn:
-        assert ask.drawn is not None
-        ids, stop_ids = ask.drawn.ids, self.sampling_params.stop_ids
-        return DrawnTurn(turn.episode, ids, ask.drawn.log_probs, ids[-1] in stop_ids)
+    def _turn_result(self, turn: TurnRequest, ask: GenerateRequest) -> TurnResult:
+        assert ask.response is not None
+        ids, stop_ids = ask.response.ids, self.sampling_params.stop_ids
+        return TurnResult(turn.episode, ids, ask.response.log_probs, ids[-1] in stop_ids)
 
     def _seed_of(self, turn: TurnRequest) -> int | None:
         """Derived from the turn's noise key; below 2^53, which JSON numbers represent exactly."""
@@ -142,7 +142,7 @@ class ServerTurns(TurnEngine):
 
 
 TEXTS = ("12+34=46", "what is 6*7? it is 42", "0 1 2 3 4 5 6 7 8 9", "the sum of 3 and 4 is 7")
-DRAWN_TOKENS = 4  # of each row, to learn what log-probs of drawn tokens mean
+PROBE_TOKENS = 4  # of each row, to learn what log-probs of drawn tokens mean
 DEFAULT_CONTEXT = 4096  # tokens, of a server that does not tell its limit
 SAME_NATS = 0.05  # log-probs nearer than this mean the same
 
@@ -161,7 +161,7 @@ class LogProbCheck:
         self.sampling_params = replace(
             sampling_params, max_tokens=1, min_tokens=0, greedy=True, tells_prompt=True, seed=None
         )
-        self._drawing = replace(sampling_params, max_tokens=DRAWN_TOKENS, min_tokens=0, seed=17)
+        self._drawing = replace(sampling_params, max_tokens=PROBE_TOKENS, min_tokens=0, seed=17)
 
     def server_log_probs(self) -> np.ndarray | None:
         """Log-probs of each token but the first, from the server, row by row; None if it does not return them.
@@ -169,8 +169,8 @@ class LogProbCheck:
         Raises:
             RolloutError: the server does not answer.
         """
-        drawn = ask_server(self.client, self.protocol, self.rows, self.sampling_params)
-        scored = [response.prompt_log_probs for response in drawn]
+        responses = ask_server(self.client, self.protocol, self.rows, self.sampling_params)
+        scored = [response.prompt_log_probs for response in responses]
         return None if None in scored else np.array([x for row in scored for x in row or ()])
 
     def trainer_log_probs(self, model: Any, autocast: Autocast) -> np.ndarray:
@@ -183,11 +183,11 @@ class LogProbCheck:
 
         None if this cannot be determined, because the server returns no log-probs of prompts.
         """
-        drawn = ask_server(self.client, self.protocol, self.rows, self._drawing)
-        longer = tuple((*row, *response.ids) for row, response in zip(self.rows, drawn, strict=True))
+        responses = ask_server(self.client, self.protocol, self.rows, self._drawing)
+        longer = tuple((*row, *response.ids) for row, response in zip(self.rows, responses, strict=True))
         scored = ask_server(self.client, self.protocol, longer, self.sampling_params)
         gaps = []
-        for response, whole in zip(drawn, scored, strict=True):
+        for response, whole in zip(responses, scored, strict=True):
             if whole.prompt_log_probs is None:
                 return None
             raw = np.array(whole.prompt_log_probs[-len(response.ids) :])
@@ -223,7 +223,7 @@ def ask_server(
     for reply in client.ask(draws, stop_at_failure=True):
         if reply is not None and reply.failure is not None:
             raise RolloutError(f"the server does not answer a request for log-probs of fixed text: {reply.failure}")
-    return [draw.drawn for draw in draws if draw.drawn is not None]
+    return [draw.response for draw in draws if draw.response is not None]
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ class ServerConnection:
     gap_nats: float | None = None
 
 
-class ServerSampler(RolloutEngine):
+class ServerEngine(RolloutEngine):
     """See `ServerRollout`. Made by `verl.rollout.server.connect.connect`, which checks the server."""
 
     def __init__(

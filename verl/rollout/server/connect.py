@@ -15,7 +15,7 @@ from verl.http_client.client import HTTPClient
 from verl.http_client.request import NotRetryable, Request
 from verl.models.parallel_info import Autocast
 from verl.rollout.base import stop_tokens
-from verl.rollout.server.client import LogProbCheck, ServerConnection, ServerSampler, probe_rows_for
+from verl.rollout.server.client import LogProbCheck, ServerConnection, ServerEngine, probe_rows_for
 from verl.rollout.server.options import ServerOptions
 from verl.rollout.server.protocols import GenerateRequest, OpenAIProtocol, SamplingRequest, ServerProtocol, TGIProtocol
 from verl.rollout.server.weight_update import ServerWeightUpdate
@@ -32,7 +32,7 @@ def connect(
     autocast: Autocast,
     context: BuildContext,
     protocol: ServerProtocol | None = None,
-) -> ServerSampler:
+) -> ServerEngine:
     """Check a server and return the engine that uses it.
 
     Args:
@@ -66,7 +66,7 @@ def connect(
                 transfer = ServerWeightUpdate(client, options.transfer_dir)
                 transfer.check()
             parts = ServerConnection(client, protocol, probe, transfer, source, gap)
-            return ServerSampler(options, parts, sampling_params, model, seed, autocast)
+            return ServerEngine(options, parts, sampling_params, model, seed, autocast)
         except BaseException as error:
             client.close()
             if transfer is not None:

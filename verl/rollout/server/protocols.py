@@ -91,21 +91,21 @@ class GenerateRequest(Request):
     """The request of one response.
 
     Attributes:
-        drawn: the response, once it has arrived.
+        response: the response, once it has arrived.
     """
 
     def __init__(self, protocol: ServerProtocol, prompt: Sequence[int], sampling_params: SamplingRequest):
         self.path, self.protocol, self.prompt, self.sampling_params = protocol.path, protocol, prompt, sampling_params
-        self.drawn: ServerResponse | None = None
+        self.response: ServerResponse | None = None
 
     def body(self) -> Any:
         return self.protocol.body(self.prompt, self.sampling_params)
 
     def read(self, answer: Any) -> None:
-        self.drawn = self.protocol.read(answer, self.prompt, self.sampling_params)
+        self.response = self.protocol.read(answer, self.prompt, self.sampling_params)
 
 
-def checked(drawn: ServerResponse, was_cut: bool, sampling_params: SamplingRequest) -> ServerResponse:
+def checked(response: ServerResponse, was_cut: bool, sampling_params: SamplingRequest) -> ServerResponse:
     """Check a parsed response against its request.
 
     Args:
@@ -114,7 +114,7 @@ def checked(drawn: ServerResponse, was_cut: bool, sampling_params: SamplingReque
         RetryableAnswer: it is incomplete, or its numbers of log-probs and tokens differ.
         NotRetryable: it ended with a token that is not a stop token of this run.
     """
-    ids, log_probs = drawn.ids, drawn.log_probs
+    ids, log_probs = response.ids, response.log_probs
     if not ids or len(ids) > sampling_params.max_tokens or (was_cut and len(ids) < sampling_params.max_tokens):
         raise RetryableAnswer(f"a response of {len(ids)} tokens, where {sampling_params.max_tokens} were requested")
     if len(log_probs) != len(ids):
@@ -123,7 +123,7 @@ def checked(drawn: ServerResponse, was_cut: bool, sampling_params: SamplingReque
         raise NotRetryable(
             f"a response that ended with token {ids[-1]}, which ends none here. Add it to stop_token_ids."
         )
-    return drawn
+    return response
 
 
 SHOWN = 60  # characters of a value in a message
@@ -364,7 +364,7 @@ class TGIProtocol(ServerProtocol):
         reason = read_finish_reason(details["finish_reason"], "details.finish_reason", REASONS)
         tokens = _listed(details["tokens"], "details.tokens")
         ids = [read_token_id(token.get("id"), f"{what}.id", sampling_params.num_tokens) for what, token in tokens]
-        drawn = ServerResponse(ids, [read_log_prob(token.get("logprob"), f"{what}.logprob") for what, token in tokens])
+        reply = ServerResponse(ids, [read_log_prob(token.get("logprob"), f"{what}.logprob") for what, token in tokens])
         if (count := details.get("generated_tokens")) is not None and count != len(ids):
             raise RetryableAnswer(
                 f"details.generated_tokens is {shown_value(count)}, and details.tokens has {len(ids)}"
@@ -377,8 +377,8 @@ class TGIProtocol(ServerProtocol):
                     f"its tokenizer reads a prompt as {seen}, the actor's as {list(prompt)}: another model"
                 )
             logprobs = [read_log_prob(token.get("logprob"), f"{what}.logprob") for what, token in prefill[1:]]
-            drawn = replace(drawn, prompt_log_probs=logprobs)
-        return checked(drawn, reason == "length", sampling_params)
+            reply = replace(reply, prompt_log_probs=logprobs)
+        return checked(reply, reason == "length", sampling_params)
 
     def as_text(self, prompt: Sequence[int]) -> str:
         """The text that encodes to exactly this prompt, without the special tokens that the tokenizer prepends.

@@ -27,7 +27,7 @@ from verl.utils.progress import nameless_file, report
 
 HEAD_BYTES = mmap.PAGESIZE  # counters: chunks filled, abandoned or not, chunks emptied by each reader
 FILLED, ABANDONED, FIRST_READER = 0, 1, 2
-LOOK_EVERY_S = 5e-5
+POLL_INTERVAL_S = 5e-5
 CHECK_EVERY = 2000  # looks, between two questions whether the other side lives
 LOADING = "loading weights"
 DEVICE_ARGUMENT = 6  # of what reduce_tensor gives: the number of the GPU
@@ -219,12 +219,12 @@ class StreamReader:
 
 
 def _wait(is_so: Callable[[], bool], may_go_on: Callable[[], bool]) -> None:
-    for look in range(1, 1 << 62):
+    for num_polls in range(1, 1 << 62):
         if is_so():
             return
-        if look % CHECK_EVERY == 0 and not may_go_on():
+        if num_polls % CHECK_EVERY == 0 and not may_go_on():
             raise StreamBroken("the other side of the stream of weights is gone")
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_INTERVAL_S)
 
 
 def _head(memory: mmap.mmap) -> Tensor:

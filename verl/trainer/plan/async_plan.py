@@ -99,7 +99,7 @@ class _Simulation:
     Attributes:
         tokens: that a row would have which was open from the beginning.
         changes: `tokens` at each change of the weights.
-        drawn: tokens by batch and version of the weights.
+        sampled: tokens by batch and version of the weights.
         marks: time and busy seconds of trainer and engine at the beginning of the training of each batch.
     """
 
@@ -115,7 +115,7 @@ class _Simulation:
         self.active: list[tuple[float, int, _Row]] = []
         self.waiting: deque[_Row] = deque()
         self.open: Counter[int] = Counter()
-        self.drawn: dict[int, defaultdict[int, float]] = {}
+        self.sampled: dict[int, defaultdict[int, float]] = {}
         self.changes: list[float] = []
         self.lags: defaultdict[int, float] = defaultdict(float)
         self.marks: list[tuple[float, float, float]] = []
@@ -158,7 +158,7 @@ class _Simulation:
             self.changes.append(self.tokens)
             return
         lengths, calls = self.lengths(self.chance), self.times.calls
-        self.rows, self.open[job], self.drawn[job] = len(lengths), len(lengths), defaultdict(float)
+        self.rows, self.open[job], self.sampled[job] = len(lengths), len(lengths), defaultdict(float)
         self._open(*(_Row(job, length / (calls + 1), calls) for length in lengths))
 
     def _open(self, *rows: _Row) -> None:
@@ -174,7 +174,7 @@ class _Simulation:
             end, _, row = heapq.heappop(self.active)
             start, version = row.start, bisect_right(self.changes, row.start)
             for change in [*self.changes[version:], end]:
-                self.drawn[row.batch][version] += change - start
+                self.sampled[row.batch][version] += change - start
                 start, version = change, version + 1
             if row.calls:
                 row.calls -= 1
@@ -185,8 +185,8 @@ class _Simulation:
 
     def _next_stage(self) -> None:
         """Let the trainer go on, if what it waits for is there."""
-        if self.trainer == "waits" and self.step in self.drawn and not self.open[self.step]:
-            for version, n in self.drawn[self.step].items() if len(self.marks) > self.ahead else ():
+        if self.trainer == "waits" and self.step in self.sampled and not self.open[self.step]:
+            for version, n in self.sampled[self.step].items() if len(self.marks) > self.ahead else ():
                 self.lags[self.step - version] += n
             self.marks.append((self.now, self.trainer_s, self.engine_s))
             self.trainer = "trains"
@@ -243,11 +243,11 @@ class AsyncPlan:
             yield f"{mark}{name:<14}{split:>15}{s.samples_per_s:>11.3g}{idle}{s.staleness:>7.2f}"
         yield "* the best; lag: mean age of a token in weight syncs"
         if self.per_engine > 1:
-            yield "engines of several devices were not tried with the role sampler"
+            yield "engines of several devices were not tried with the role rollout"
         elif self.best.max_staleness is not None and self.best.generate + self.best.train > 2:
             yield (
                 f"an engine on each of {self.best.generate} devices: trainer=mesh with "
-                "trainer.placement.sub_meshes.sampler, or trainer=ray with trainer.placement.workers.sampler"
+                "trainer.placement.sub_meshes.rollout, or trainer=ray with trainer.placement.workers.rollout"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -318,7 +318,7 @@ def recorded_times(run: Any, columns: Columns, source: str) -> AsyncTimes:
     if by_step < 0 or by_token < 0:  # lengths that hardly vary do not tell one from the other
         by_step, by_token = generate_s.sum() / longest.sum(), 0.0
     sync_s, training = float(x["timing/sync_s"].mean()), role_processes(run)["actor"]  # a rate is one over a mean
-    devices, engines = training + run.devices_apart, run.num_samplers or training
+    devices, engines = training + run.devices_apart, run.num_rollout_workers or training
     return AsyncTimes(
         token_s=lambda rows: by_step + by_token * engines * rows,
         slots=workload(run).rows,

@@ -78,13 +78,13 @@ class MemoryEstimate:
 
     Attributes:
         cache: key-value cache in a process of the actor during generation; 0 if nothing is generated there.
-        processes: with roles on this machine; of these, `samplers` have the role `sampler` alone, which saves nothing.
+        processes: with roles on this machine; `rollout_workers` of these have that role alone, which saves nothing.
         machines: with as many processes.
         saving: bytes of one checkpoint, of which `num_checkpoints` are on disk at a time.
         copied: bytes of host buffers on this machine for asynchronous saves.
         on_host: roles are in main memory, because there is no GPU.
         stays_awake: the engine keeps its GPU memory while the trainer works.
-        sent: bytes of main memory of weights on their way to the role `sampler`.
+        sent: bytes of main memory of weights on their way to the role `rollout`.
     """
 
     roles: tuple[RoleMemory, ...]
@@ -97,13 +97,13 @@ class MemoryEstimate:
     machines: int = 1
     stays_awake: bool = False
     sent: int = 0
-    samplers: int = 0
+    rollout_workers: int = 0
 
     @property
     def host(self) -> int:
         """Bytes of main memory on each machine that a run on GPUs takes beside them."""
-        offloaded = sum(role.resting for role in self.roles if role.is_offloaded)
-        return 0 if self.on_host else self.copied + self.sent + offloaded * (self.processes - self.samplers)
+        offloaded = sum(role.persistent_bytes for role in self.roles if role.is_offloaded)
+        return 0 if self.on_host else self.copied + self.sent + offloaded * (self.processes - self.rollout_workers)
 
 
 def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
@@ -124,27 +124,27 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
     if not cache:
         roles[0] = replace(roles[0], generating=0)
     naps = has_engine and getattr(run.rollout, "sleep", False) and not settings.staleness
-    saves, samplers = run.checkpoint, getattr(run, "num_samplers", 0)
+    saves, apart = run.checkpoint, getattr(run, "num_rollout_workers", 0)
     saved = sum(role.saved for role in roles) if saves is not None else 0
     return MemoryEstimate(
         roles=tuple(roles),
         cache=cache,
-        processes=-(-sum(count for _, count in groups) // settings.nnodes) + (samplers if placement is None else 0),
+        processes=-(-sum(count for _, count in groups) // settings.nnodes) + (apart if placement is None else 0),
         machines=settings.nnodes,
         saving=saved,
         num_checkpoints=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         copied=saved // settings.nnodes if saves is not None and saves.save_async else 0,
         on_host=not on_gpu,
         stays_awake=has_engine and run.rollout.location == "process" and on_gpu and not naps,
-        sent=(1 + settings.staleness) * roles[0].weights if samplers else 0,
-        samplers=samplers,
+        sent=(1 + settings.staleness) * roles[0].weights if apart else 0,
+        rollout_workers=apart,
     )
 
 
 def _cache_bytes(run: Any, actor: RoleMemory) -> int:
     step = workload(run)
-    drawn = min(-(-step.rows // actor.layout.generation_shares), getattr(run.rollout, "max_rows", step.rows))
-    return actor.sizes.cache_elements // actor.layout.siblings * drawn * step.width * actor.dtype.itemsize
+    sampled = min(-(-step.rows // actor.layout.generation_shares), getattr(run.rollout, "max_rows", step.rows))
+    return actor.sizes.cache_elements // actor.layout.siblings * sampled * step.width * actor.dtype.itemsize
 
 
 def _layouts_of_models(run: Any, layouts: dict[str, RoleLayout]) -> Iterator[tuple[str, RoleLayout]]:
@@ -290,8 +290,8 @@ def _memory_plan(
             beside = max(needs + [phase.total for phase in alone if estimate.stays_awake])
             engine = _engine_parts(run, roles[0], estimate, device, beside, limit)
         phases += _phases(run, members, estimate, device, engine)
-    if getattr(run, "has_sampler", False):  # a process with a whole copy of the actor's model
-        memory = _role_memory(run, "actor", RoleLayout.of(NoSharding(), run.num_samplers))
+    if getattr(run, "has_rollout_worker", False):  # a process with a whole copy of the actor's model
+        memory = _role_memory(run, "actor", RoleLayout.of(NoSharding(), run.num_rollout_workers))
         if not run.actor_generates:  # it computes nothing with the copy: there is none in the dtype of computation
             memory = replace(memory, weights=memory.sizes.parameters * memory.stored.itemsize)
         parts = {"context": device.context, "weights": memory.weights}
@@ -300,7 +300,7 @@ def _memory_plan(
         beside = beside if run.actor_generates else sum(parts.values())
         own = replace(estimate, cache=_cache_bytes(run, memory))
         engine = _engine_parts(run, memory, own, device, sum(parts.values()), limit)
-        phases.append(PhaseMemory("generate", ("sampler",), parts | engine))
+        phases.append(PhaseMemory("generate", ("rollout",), parts | engine))
     return MemoryPlan(estimate, tuple(roles), tuple(phases), limit, beside)
 
 
@@ -315,23 +315,23 @@ def _phases(
     names, has_weights = tuple(role.name for role in members), "engine weights" in engine
     actor = next((role for role in members if role.name == "actor"), None)
     in_device = [role for role in members if not (device.is_gpu and role.is_offloaded)]
-    resting = {"context": device.context} if device.context else {}
+    persistent = {"context": device.context} if device.context else {}
     for role in in_device:
-        resting |= {f"{role.name} weights": role.weights, f"{role.name} optimizer": role.optimizer}
+        persistent |= {f"{role.name} weights": role.weights, f"{role.name} optimizer": role.optimizer}
     if not device.is_gpu and actor is not None and estimate.sent:
-        resting["weights for the sampler"] = estimate.sent
+        persistent["weights for rollout workers"] = estimate.sent
     if not device.is_gpu and estimate.copied:
-        resting["copy for the writer"] = estimate.copied // max(1, estimate.processes - estimate.samplers)
+        persistent["copy for the writer"] = estimate.copied // max(1, estimate.processes - estimate.rollout_workers)
     asleep = {part: size for part, size in engine.items() if part == ASLEEP}
     engine = {part: size for part, size in engine.items() if part != ASLEEP}
     awake = {part: size for part, size in engine.items() if part != "sampling"}
-    outside = resting | (awake if has_weights and not asleep else asleep)  # of generation
+    outside = persistent | (awake if has_weights and not asleep else asleep)  # of generation
     yield PhaseMemory("rest", names, outside)
     if engine and actor is not None:
         extra = {"gathered weights": actor.generating} if actor.generating else {}
         if not has_weights and not device.is_gpu and chosen_library(run.trainer.cpu_matmul) == "onednn":
             extra["packed weights"] = max(actor.weights, actor.generating)
-        yield PhaseMemory("generate", names, resting | engine | extra)
+        yield PhaseMemory("generate", names, persistent | engine | extra)
     if workload(run).generates:
         asked = max(members, key=lambda role: role.activations.scoring + role.gathered)
         working = {"activations": asked.activations.scoring, "gathered weights": asked.gathered}
@@ -347,7 +347,7 @@ def _phases(
     if has_weights and actor is not None:
         moving = {"chunks": 2 * getattr(run.rollout, "chunk_mib", 0) * 2**20, "gathered weights": actor.gathered}
         moving["engine weights"] = engine["engine weights"]
-        yield PhaseMemory("sync", names, resting | asleep | moving)
+        yield PhaseMemory("sync", names, persistent | asleep | moving)
     if estimate.saving:
         yield PhaseMemory("save", names, outside)
 

@@ -61,7 +61,7 @@ def role_processes(run: Any) -> dict[str, int]:
 
 
 def placed_roles(run: Any) -> tuple[str, ...]:
-    """The roles of a run, a sampler too, which is not sharded."""
+    """The roles of a run, rollout workers included, which are not sharded."""
     return tuple(getattr(run, "placed_roles", None) or run.shardings())
 
 

@@ -36,7 +36,7 @@ TIMES = (
     "sync/proof_s",
     "async/wait_s",
     "async/oldest_group_s",
-    "async/sampler_idle_s",
+    "async/rollout_idle_s",
     "perf/peak_memory_mib",
     *(f"{role}/peak_gpu_memory_mib" for role in ("actor", "critic", "sft", "preference")),
     "timing/",

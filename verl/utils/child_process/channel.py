@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 HEADER = struct.Struct("!Q")  # bytes of the message that follows
 MOST_FILES = 8  # limit of open files per message
 STUCK_S = 60.0  # without a byte in the middle of a message the other end counts as dead
-LOOK_EVERY_S = 0.5
+POLL_S = 0.5
 
-Look = Callable[[int], object]
+OnPoll = Callable[[int], object]
 
 _living: weakref.WeakSet[Channel] = weakref.WeakSet()
 
@@ -76,14 +76,14 @@ class Channel:
         return self._socket.fileno()
 
     def send(
-        self, message: Any, files: Sequence[int] = (), look: Look | None = None, *, timeout_s: float | None = None
+        self, message: Any, files: Sequence[int] = (), on_poll: OnPoll | None = None, *, timeout_s: float | None = None
     ) -> None:
         """Send an object, optionally with open files.
 
         Args:
             message: an object that the codec takes.
             files: descriptors.
-            look: called with the number of bytes after each transfer, and else every `LOOK_EVERY_S`. It may raise to
+            on_poll: called with the number of bytes after each transfer, and else every `POLL_S`. It may raise to
                 abort, after which the channel cannot be used.
             timeout_s: limit of the whole send; 0.0 sends a short message at once or not at all.
         Raises:
@@ -92,7 +92,7 @@ class Channel:
         """
         content = self._codec.dumps(message)
         left = [memoryview(HEADER.pack(len(content))), memoryview(content)]
-        waiting = _WaitLimits(self._stuck_s, look, timeout_s)
+        waiting = _WaitLimits(self._stuck_s, on_poll, timeout_s)
         with _closed_where_broken():
             while left:
                 try:
@@ -105,25 +105,25 @@ class Channel:
                     waiting.moved(moved)
 
     def receive(
-        self, look: Look | None = None, *, timeout_s: float | None = None, watch: ProgressWatch | None = None
+        self, on_poll: OnPoll | None = None, *, timeout_s: float | None = None, watch: ProgressWatch | None = None
     ) -> Any:
         """Receive the next object.
 
         Args:
-            look: see `send`.
+            on_poll: see `send`.
             timeout_s: limit until the object begins.
             watch: progress of the other process; waits as long as it makes progress.
         Raises:
             ChannelClosed: the other end has closed the connection, or its process is gone.
             TimeoutError: nothing arrived in time.
         """
-        return self.receive_with_files(look, timeout_s=timeout_s, watch=watch)[0]
+        return self.receive_with_files(on_poll, timeout_s=timeout_s, watch=watch)[0]
 
     def receive_with_files(
-        self, look: Look | None = None, *, timeout_s: float | None = None, watch: ProgressWatch | None = None
+        self, on_poll: OnPoll | None = None, *, timeout_s: float | None = None, watch: ProgressWatch | None = None
     ) -> tuple[Any, list[int]]:
         """Receive the next object with its open files, which the caller must close; see `receive`."""
-        waiting = _WaitLimits(None, look, timeout_s, watch)
+        waiting = _WaitLimits(None, on_poll, timeout_s, watch)
         with _closed_where_broken():
             while True:
                 try:
@@ -135,7 +135,7 @@ class Channel:
                 os.set_inheritable(file, False)
             if not head:
                 raise ChannelClosed("hung up")
-            waiting = _WaitLimits(self._stuck_s, look)
+            waiting = _WaitLimits(self._stuck_s, on_poll)
             waiting.moved(len(head))
             head += self._exactly(HEADER.size - len(head), waiting)
             (size,) = HEADER.unpack(head)
@@ -181,7 +181,7 @@ class Channel:
             return
         if not self._is_other_alive() and not (event == select.POLLIN and self._is_ready(event, 0.0)):
             raise ChannelClosed("the process is gone")  # all that it had sent was received
-        waiting.look()
+        waiting.poll()
 
     def _is_ready(self, event: int, within_s: float) -> bool:
         poll = select.poll()  # select does not support descriptors above 1023
@@ -195,30 +195,30 @@ class _WaitLimits:
     def __init__(
         self,
         stuck_s: float | None,
-        look: Look | None,
+        on_poll: OnPoll | None,
         timeout_s: float | None = None,
         watch: ProgressWatch | None = None,
     ):
-        self._stuck_s, self._look, self._timeout_s, self._watch = stuck_s, look, timeout_s, watch
-        self._looked_at, self._idle_s = time.monotonic(), 0.0
+        self._stuck_s, self._on_poll, self._timeout_s, self._watch = stuck_s, on_poll, timeout_s, watch
+        self._polled_at, self._idle_s = time.monotonic(), 0.0
         self.pause_s = min(
-            LOOK_EVERY_S,
-            LOOK_EVERY_S if timeout_s is None else max(timeout_s, 0.0),
-            LOOK_EVERY_S if stuck_s is None else stuck_s,
-            LOOK_EVERY_S if watch is None else watch.timeout_s / 2,
+            POLL_S,
+            POLL_S if timeout_s is None else max(timeout_s, 0.0),
+            POLL_S if stuck_s is None else stuck_s,
+            POLL_S if watch is None else watch.timeout_s / 2,
         )
 
     def moved(self, num_bytes: int) -> None:
-        self._looked_at, self._idle_s = time.monotonic(), 0.0
-        if self._look is not None:
-            self._look(num_bytes)
+        self._polled_at, self._idle_s = time.monotonic(), 0.0
+        if self._on_poll is not None:
+            self._on_poll(num_bytes)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         now = time.monotonic()
-        self._idle_s += min(now - self._looked_at, 2 * LOOK_EVERY_S)  # a longer gap: this process itself was suspended
-        self._looked_at = now
-        if self._look is not None:
-            self._look(0)
+        self._idle_s += min(now - self._polled_at, 2 * POLL_S)  # a longer gap: this process itself was suspended
+        self._polled_at = now
+        if self._on_poll is not None:
+            self._on_poll(0)
         if self._stuck_s is not None and self._idle_s >= self._stuck_s:
             raise ChannelClosed(f"timed out: nothing of a message was moved for {self._stuck_s:g} s")
         if self._timeout_s is not None and self._idle_s >= self._timeout_s:

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from verl.utils.child_process.channel import STUCK_S, Channel, ChannelClosed, JSONMessages, Look
+from verl.utils.child_process.channel import STUCK_S, Channel, ChannelClosed, JSONMessages, OnPoll
 from verl.utils.child_process.interpreter import exit_without_freeing, rare_garbage_collection
 from verl.utils.orphan_cleanup import CLEANUP, kill_group, kill_marked, resume_without_parent
 from verl.utils.progress import STARTER_VARIABLE, Progress, is_stopped, report_to_starter, state_of
@@ -62,8 +62,8 @@ _log = logging.getLogger(__name__)
 PARENT_VARIABLE, CHANNEL_VARIABLE, MARK_VARIABLE = "VERL_PARENT", "VERL_CHANNEL", "VERL_COMMAND"
 PACKAGE_ROOT = str(Path(__file__).resolve().parents[3])
 KILL_TIMEOUT_S = 10.0  # a killed process ends at once, unless it is blocked in a disk or a device
-LOOK_EVERY_S = 0.5
-EXIT_LOOK_S = 0.02
+POLL_S = 0.5
+EXIT_POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -335,13 +335,13 @@ class ChildProcess:
             self._registered = CLEANUP.register(process_groups=[self.pid])
         self.channel = Channel(ours, self.is_alive, stuck_s)
 
-    def begin(self, setting: Any, look: Look | None = None) -> None:
+    def begin(self, setting: Any, on_poll: OnPoll | None = None) -> None:
         """Send the first message, with the argument `setting` of the module's `serve`.
 
         Raises:
             ChannelClosed: the process has ended.
         """
-        self.channel.send(ChildStart(tuple(map(os.path.abspath, sys.path)), pickle.dumps(setting)), look=look)
+        self.channel.send(ChildStart(tuple(map(os.path.abspath, sys.path)), pickle.dumps(setting)), on_poll=on_poll)
 
     def exit_code(self) -> int | None:
         """`subprocess.Popen.returncode`; None while the process runs or is suspended.
@@ -366,7 +366,7 @@ class ChildProcess:
         """Wait at most `timeout_s` until the process has ended; see `exit_code`."""
         deadline = time.monotonic() + timeout_s
         while (code := self.exit_code()) is None and time.monotonic() < deadline:
-            time.sleep(EXIT_LOOK_S)
+            time.sleep(EXIT_POLL_S)
         return code
 
     def describe_exit(self) -> str | None:
@@ -511,5 +511,5 @@ def run_child(module: str, *, outlives_parent: bool = False) -> None:
 
 def _end_with_parent() -> None:
     while is_parent_alive():
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_S)
     os.killpg(0, signal.SIGKILL)

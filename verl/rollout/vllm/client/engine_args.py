@@ -262,9 +262,9 @@ def engine_gpus(context: BuildContext, options: VLLMOptions) -> list[str]:
     seen = len(visible.split(",")) if visible else torch.cuda.device_count()
     if count > 1 and context.world_size > 1:
         raise ConfigError(
-            f"{options.worker_keys}: with sharding=ddp, or as the role sampler, each of {context.world_size} processes "
+            f"{options.worker_keys}: with sharding=ddp, or as the role rollout, each of {context.world_size} processes "
             "has its own engine on its own GPU. Set them to 1, or sharding=fsdp, where processes share an engine, or "
-            "give the sampler one device."
+            "give each rollout worker one device."
         )
     if count > seen:
         raise ConfigError(

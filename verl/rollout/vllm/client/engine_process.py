@@ -205,7 +205,7 @@ class EngineProcess:
         """
         if self._child is None or not self._child.is_alive() or self._child.channel.has_message():
             return False
-        self._look()
+        self._poll()
         return True
 
     def start(self, timeout_s: float | None = None) -> Any:
@@ -226,7 +226,7 @@ class EngineProcess:
             without=FOREIGN_VARIABLES,
             output=self._log.file,
             is_killed_with_parent=True,
-            stuck_s=None,  # `_look` has the limits
+            stuck_s=None,  # `_poll` has the limits
         )
         if timeout_s is not None:
             self._start_deadline, self._start_timeout_s = time.monotonic() + timeout_s, timeout_s
@@ -260,7 +260,7 @@ class EngineProcess:
         if self._child is None:
             raise EngineDied("The vLLM engine is not running.")
         try:
-            answer: EngineReply = self._child.channel.receive(self._look)
+            answer: EngineReply = self._child.channel.receive(self._poll)
         except ChannelClosed as error:
             death = self._death()
             self.kill()
@@ -293,7 +293,7 @@ class EngineProcess:
         assert self._progress is not None
         self._asked, self._watch = method, ProgressWatch(self._progress, self.call_timeout_s)
         try:
-            send(look=self._look)
+            send(on_poll=self._poll)
         except ChannelClosed as error:
             death = self._death()
             self.kill()
@@ -302,7 +302,7 @@ class EngineProcess:
             self.kill()
             raise
 
-    def _look(self, moved: int = 0) -> None:
+    def _poll(self, moved: int = 0) -> None:
         """Called repeatedly while this process waits; transferred bytes count as progress too.
 
         Raises:

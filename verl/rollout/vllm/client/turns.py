@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from verl.errors import RolloutError
-from verl.rollout.base import DrawnTurn, TurnEngine, TurnRequest
+from verl.rollout.base import TurnEngine, TurnRequest, TurnResult
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.client.engine_process import EngineDied, EngineError, EngineProcess
 from verl.rollout.vllm.messages import NumberedTurn, TurnOutput
@@ -39,7 +39,7 @@ class VLLMTurns(TurnEngine):
     def __init__(
         self,
         process: EngineProcess,
-        sampler: TokenSampler,
+        token_sampler: TokenSampler,
         max_new_tokens: int,
         *,
         is_single: bool,
@@ -48,9 +48,9 @@ class VLLMTurns(TurnEngine):
         num_threads: int | None,
         restart: Callable[[EngineDied], None] | None,
     ):
-        self.process, self.sampler, self.max_new_tokens, self.is_single = process, sampler, max_new_tokens, is_single
-        self.experts, self.num_threads, self.restart = experts, num_threads, restart
-        self.is_stepwise, self.is_paused = is_stepwise, False
+        self.process, self.token_sampler, self.restart = process, token_sampler, restart
+        self.max_new_tokens, self.is_single, self.experts = max_new_tokens, is_single, experts
+        self.num_threads, self.is_stepwise, self.is_paused = num_threads, is_stepwise, False
         self._budget_s = 0.0 if is_stepwise else ADVANCE_ALL_S if is_single else ADVANCE_S
         self.cached_tokens, self.is_open = 0, True
         self._numbers = itertools.count()
@@ -75,7 +75,7 @@ class VLLMTurns(TurnEngine):
         self._open[number] = turn
         self._new.append(NumberedTurn(number, turn))
 
-    def advance(self) -> list[DrawnTurn]:
+    def advance(self) -> list[TurnResult]:
         """See `TurnEngine.advance`.
 
         Raises:
@@ -93,7 +93,7 @@ class VLLMTurns(TurnEngine):
             self.restart(death)
             output = self._advance()
         self.cached_tokens += output.cached_tokens
-        drawn = []
+        sampled = []
         for place, (number, tokens) in enumerate(zip(output.numbers, output.tokens, strict=True)):
             turn, experts = self._open.pop(number), None
             if self.experts is not None:
@@ -104,18 +104,18 @@ class VLLMTurns(TurnEngine):
                         f"vLLM recorded experts of shape {shape} for each token, and the actor has {self.experts} "
                         "(layers, experts of a token). Set rollout.router_replay=false."
                     )
-            is_complete = tokens[-1] in self.sampler.stop_ids
-            drawn.append(DrawnTurn(turn.episode, tokens, output.log_probs[place], is_complete, experts))
-        return drawn
+            is_complete = tokens[-1] in self.token_sampler.stop_ids
+            sampled.append(TurnResult(turn.episode, tokens, output.log_probs[place], is_complete, experts))
+        return sampled
 
-    def open_turns(self) -> list[DrawnTurn]:
+    def open_turns(self) -> list[TurnResult]:
         if self._begun_in is None:
             return []
         if not self.is_under_way:
             raise EngineDied(GONE)
         output: TurnOutput = self._call("open_turns")
         lines = zip(output.numbers, output.tokens, output.log_probs, strict=True)
-        return [DrawnTurn(self._open[number].episode, tokens, log_probs, False) for number, tokens, log_probs in lines]
+        return [TurnResult(self._open[number].episode, tokens, values, False) for number, tokens, values in lines]
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -139,7 +139,7 @@ class VLLMTurns(TurnEngine):
         if not self.is_under_way:
             if self._begun_in is not None and self.restart is None:
                 raise EngineDied(GONE)
-            self._call("begin_turns", self.sampler, self.max_new_tokens, self.num_threads, self.is_stepwise)
+            self._call("begin_turns", self.token_sampler, self.max_new_tokens, self.num_threads, self.is_stepwise)
             self._begun_in = self.process.process_id
             new = [NumberedTurn(number, turn) for number, turn in self._open.items()]
         return self._call("advance_turns", new, self._budget_s, self.is_single)

@@ -74,7 +74,7 @@ class CounterNoiseProcessor(LogitsProcessor):
         size = vllm_config.scheduler_config.max_num_seqs
         self.device, self._pins = device, is_pin_memory
         self._turns = np.zeros((8, size), dtype=np.int64)  # row, is greedy, noise key, position of its first token
-        self._drawn: list[list[int] | None] = [None] * size  # vLLM's own lists of the tokens so far
+        self._sampled: list[list[int] | None] = [None] * size  # vLLM's own lists of the tokens so far
         self._noise = np.zeros((size, NOISE_TOKENS))  # of each row, from a position on
         self._noise_of = np.full((6, size), -1, dtype=np.int64)  # noise key, and which part of the turn
 
@@ -90,16 +90,16 @@ class CounterNoiseProcessor(LogitsProcessor):
         if batch_update is None:
             return
         for index in batch_update.removed:
-            self._drawn[index] = None
-        for index, params, _, drawn in batch_update.added:
+            self._sampled[index] = None
+        for index, params, _, sampled in batch_update.added:
             turn = (params.extra_args or {}).get(TURN)
-            self._drawn[index] = None if turn is None else drawn
+            self._sampled[index] = None if turn is None else sampled
             if turn is not None:
                 self._turns[:, index] = turn
         for source, target, direction in batch_update.moved:
             is_swap = direction == MoveDirectionality.SWAP
-            self._drawn[target], left = self._drawn[source], self._drawn[target]
-            self._drawn[source] = left if is_swap else None
+            self._sampled[target], left = self._sampled[source], self._sampled[target]
+            self._sampled[source] = left if is_swap else None
             turn = self._turns[:, target].copy()
             self._turns[:, target] = self._turns[:, source]
             if is_swap:
@@ -108,23 +108,23 @@ class CounterNoiseProcessor(LogitsProcessor):
     def apply(self, logits: Tensor) -> Tensor:
         """Set all logits to -inf except that of each row's sampled token."""
         rows = logits.shape[0]
-        drawn = self._drawn[:rows]
-        if self.under_way is None or None in drawn:
+        sampled = self._sampled[:rows]
+        if self.under_way is None or None in sampled:
             return logits
         drawing, log_probs = self.under_way.drawing, self.under_way.log_probs
-        row, is_greedy, columns, positions, bits = self._to_device(drawing, drawn)
+        row, is_greedy, columns, positions, bits = self._to_device(drawing, sampled)
         greedy = self._turns[1, :rows]
         of_all = bool(greedy[0]) if greedy.min() == greedy.max() else is_greedy.bool()
         tokens = drawing.pick(logits, bits.view(torch.float64), positions, of_all)
         log_probs[row, columns] = drawing.log_probs(logits, tokens)
-        self.under_way.record_experts(self._turns[0, :rows], [len(tokens) for tokens in drawn if tokens is not None])
+        self.under_way.record_experts(self._turns[0, :rows], [len(tokens) for tokens in sampled if tokens is not None])
         return logits.fill_(float("-inf")).scatter_(1, tokens[:, None], 0.0)
 
-    def _to_device(self, drawing: TokenSampler, drawn: Sequence[list[int] | None]) -> Tensor:
+    def _to_device(self, drawing: TokenSampler, sampled: Sequence[list[int] | None]) -> Tensor:
         """[5 b]: row index, whether it is greedy, number of tokens in the request, position in the turn and float64
         noise (as bits), copied to the device in one asynchronous transfer."""
-        rows = len(drawn)
-        columns = np.array([len(tokens) for tokens in drawn if tokens is not None], dtype=np.int64)
+        rows = len(sampled)
+        columns = np.array([len(tokens) for tokens in sampled if tokens is not None], dtype=np.int64)
         positions = columns + self._turns[7, :rows]
         noise = self._noise_at(drawing, positions)
         packed = torch.from_numpy(np.concatenate([self._turns[:2, :rows], [columns, positions, noise.view(np.int64)]]))

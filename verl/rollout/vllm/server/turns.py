@@ -72,15 +72,15 @@ class EngineTurns:
 
     def open(self) -> TurnOutput:
         """Turns that have begun and are not finished, as far as they have been drawn."""
-        drawn, output = self._drawn(), TurnOutput()
-        begun = [name for name, tokens in drawn.items() if tokens]
-        self._read([self._open[name] for name in begun], [drawn[name] for name in begun], output)
+        sampled_ids, output = self._sampled_tokens(), TurnOutput()
+        begun = [name for name, tokens in sampled_ids.items() if tokens]
+        self._read([self._open[name] for name in begun], [sampled_ids[name] for name in begun], output)
         return output
 
     def renew(self) -> None:
         """After a change of the weights: turns that have drawn nothing begin anew, as the first ones that wait, so that
         no prompt is read by weights of two versions."""
-        for turn, row in reversed(self._abort([name for name, tokens in self._drawn().items() if not tokens])):
+        for turn, row in reversed(self._abort([name for name, tokens in self._sampled_tokens().items() if not tokens])):
             self._waiting.appendleft(turn)
             self._free.append(row)
 
@@ -89,7 +89,7 @@ class EngineTurns:
         self._waiting.clear()
         self._abort(list(self._open))
 
-    def _drawn(self) -> dict[str, list[int]]:
+    def _sampled_tokens(self) -> dict[str, list[int]]:
         """The tokens so far of each request."""
         states = self.llm.llm_engine.output_processor.request_states
         return {name: list(states[self._ids[name]].detokenizer.output_token_ids) for name in self._open}

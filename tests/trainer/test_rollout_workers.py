@@ -1,4 +1,4 @@
-"""The role `sampler` in several processes: each has an engine, a schedule, and every so many-th prompt of a batch."""
+"""The role `rollout` in several processes: each has an engine, a schedule, and every so many-th prompt of a batch."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ENGINES = ("cpu:0", "cpu:1")
 
 
 def mesh(*engines):
-    return DeviceMesh(devices=("cpu:0",), sub_meshes={"sampler": engines})
+    return DeviceMesh(devices=("cpu:0",), sub_meshes={"rollout": engines})
 
 
 def schedules(run_dir):
@@ -47,7 +47,7 @@ def where_options(where, request):
     if where == "mesh":
         return {"placement": mesh(*ENGINES)}
     request.getfixturevalue("ray_here")
-    return {"placement": placed(workers={"sampler": 2})}
+    return {"placement": placed(workers={"rollout": 2})}
 
 
 ANYWHERE = [
@@ -63,7 +63,7 @@ def test_two_engines_that_drain_train_what_one_does(model64, tmp_path):
         run = asynchronous(model64, tmp_path / name, placement=mesh(*engines), prompts_per_step=3)
         fit(run, tmp_path / name / "run")
     same_training(compared(tmp_path / "two"), compared(tmp_path / "one"), ROUNDING)
-    logs = tmp_path / "two/run/workers/sampler"
+    logs = tmp_path / "two/run/workers/rollout"
     assert sorted(path.name for path in logs.iterdir()) == ["rank_0.log", "rank_1.log"]
 
 
@@ -142,7 +142,7 @@ def test_a_dead_or_stopped_engine_of_two_ends_the_run_by_its_rank(run_of, number
         trainer.rollout_workers._call_timeout_s = 3.0
         os.kill(trainer.rollout_workers.pids[rank], number)
         steps = iter(loop.step, None)
-        with pytest.raises(kind, match=rf"^rank {rank} of the sampler failed in .*") as error:
+        with pytest.raises(kind, match=rf"^rollout worker {rank} failed in .*") as error:
             list(itertools.islice(steps, 3))  # one batch may be there already
     assert error.value.rank == rank
 
@@ -172,7 +172,7 @@ class OneWrong(RolloutWorker):
 class WrongHost(rollout_worker.RolloutHost):
     def build(self, context):
         host = super().build(context)
-        host.workers["sampler"].__class__ = OneWrong
+        host.workers["rollout"].__class__ = OneWrong
         return host
 
 
@@ -182,7 +182,7 @@ class WrongHost(rollout_worker.RolloutHost):
 def test_wrong_weights_in_the_second_engine_stop_the_run(model32, tmp_path, monkeypatch):
     monkeypatch.setattr("verl.trainer.build.RolloutHost", WrongHost)
     run = in_flight(model32, tmp_path, placement=mesh(*ENGINES))
-    with pytest.raises(RolloutError, match=r"rank 1 of the sampler does not hold .* weights of version 0: 1 of \d+ te"):
+    with pytest.raises(RolloutError, match=r"rollout worker 1 does not hold .* weights of version 0: 1 of \d+ te"):
         fit(run, tmp_path / "run")
 
 
@@ -198,7 +198,7 @@ class DyingHost(rollout_worker.RolloutHost):
 @pytest.mark.exhaustive
 def test_an_engine_that_dies_while_it_starts_is_named_by_role_and_rank(model32, tmp_path, monkeypatch):
     monkeypatch.setattr("verl.trainer.build.RolloutHost", DyingHost)
-    with pytest.raises(WorkerDied, match=r"rank 1 failed in start:\nit held the role sampler; .* SIGKILL"):
+    with pytest.raises(WorkerDied, match=r"rank 1 failed in start:\nit held the role rollout; .* SIGKILL"):
         fit(in_flight(model32, tmp_path, placement=mesh(*ENGINES)), tmp_path / "run")
 
 
@@ -207,7 +207,7 @@ class HangingHost(rollout_worker.RolloutHost):
 
     def build(self, context):
         host = super().build(context)
-        loop = host.workers["sampler"].loop
+        loop = host.workers["rollout"].loop
         if context.rank == 1:
             advance = loop._advance
             loop._advance = lambda: time.sleep(1e9) if loop.engine_step == 10 else advance()
@@ -222,6 +222,6 @@ def test_an_engine_that_hangs_beside_one_that_goes_on_is_named_by_its_rank(model
     run = in_flight(model32, tmp_path, placement=mesh(*ENGINES), reward=Counted())  # whose groups are asked for
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         trainer.rollout_workers._call_timeout_s = 3.0
-        with pytest.raises(WorkerHung, match=r"rank 1 of the sampler failed in sampler.finished_groups") as error:
+        with pytest.raises(WorkerHung, match=r"rollout worker 1 failed in rollout.finished_groups") as error:
             trainer.fit()
     assert error.value.rank == 1
