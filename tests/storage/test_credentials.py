@@ -50,6 +50,13 @@ def test_what_is_set_wins_over_the_environment_and_that_over_a_profile(home, pro
     assert "/eu-west-3/" in said
 
 
+def test_credentials_that_are_not_there_are_named(home):
+    oss = OSSStorage(bucket=BUCKET, endpoint_url="http://127.0.0.1:9")
+    for storage, said in ((S3Storage(bucket=BUCKET), "AWS_PROFILE is 'lab'"), (oss, "OSS_ACCESS_KEY_ID")):
+        with pytest.raises(StorageRefused, match=said):
+            storage.connect()
+
+
 @pytest.mark.parametrize("line", ["sso_session = lab", "role_arn = arn:aws:iam::1:role/lab"])
 def test_a_profile_that_needs_boto3_is_refused_without_it(line, home, proxy, monkeypatch):
     (home / ".aws/config").write_text(PROFILE.format(url=proxy.url) + line)

@@ -35,6 +35,11 @@ PASSING_CODES = {
 }  # fmt: skip
 EMULATOR = "STORAGE_EMULATOR_HOST"  # of Google's clients: a server that asks for no credentials
 CREATE_HEADERS = {"x-oss-forbid-overwrite": "true"}  # by which OSS creates an object only where there is none
+NEEDED = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "oss": "OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET",
+    "gcs": "GOOGLE_APPLICATION_CREDENTIALS",
+}
 KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _NO_ANSWER = re.compile(r"HTTP error|error sending request|timed out")
 _MACHINE = re.compile(r"https?://(169\.254\.|metadata\.google)")  # addresses that give keys to a machine of a cloud
@@ -138,7 +143,7 @@ class BucketBackend(Backend):
         if status >= 500 or status in PASSING_STATUS or code in PASSING_CODES:
             return TransientError(f"status {status} {code}".rstrip())
         if _MACHINE.search(text):
-            return StorageRefused(f"{url}: the environment has no credentials, and the machine gives none")
+            return StorageRefused(f"{url}: no credentials: export {NEEDED[self._kind]} ({text})")
         if isinstance(error, FileNotFoundError) or status == 404:
             return ObjectNotFound(f"{url} does not exist")
         if status == 416:
@@ -148,7 +153,8 @@ class BucketBackend(Backend):
         if "Received redirect" in text:
             return StorageRefused(f"{url}: the bucket is in another region; set storage.region, or AWS_REGION ({text})")
         if _NO_ANSWER.search(text):
-            return TransientError(text)
+            reasons = re.findall(r'"([^"\n]+)"', str(error).partition("HttpError")[2])
+            return TransientError(redact(reasons[-1]) if reasons else text)
         return ObjectDamaged(f"{url}: the store's answer is not one of {self._kind} ({ascii(text)[:200]})")
 
 
@@ -167,6 +173,8 @@ def _s3(storage: Any) -> tuple[Any, str, dict[str, Any]]:
             config |= {name.removeprefix("aws_"): profile[name] for name in KEYS if name in profile}
         elif {"sso_session", "sso_start_url", "role_arn", "credential_process"} & profile.keys():
             config["credential_provider"] = _by_boto3(storage.address)
+        elif not profile and (name := os.environ.get("AWS_PROFILE")):
+            raise StorageRefused(f"{storage.address}: AWS_PROFILE is {redact(name)!r}, and ~/.aws has no such profile")
     return S3Store, endpoint_url, config
 
 
@@ -177,7 +185,9 @@ def _oss(storage: Any) -> tuple[Any, str, dict[str, Any]]:
     has_name = not re.fullmatch(r"[\d.]+|localhost", host.hostname or "")  # OSS takes a bucket only as part of it
     endpoint_url = f"{host.scheme}://{f'{storage.bucket}.' if has_name else ''}{host.netloc}"
     named = {"access_key_id": "OSS_ACCESS_KEY_ID", "secret_access_key": "OSS_ACCESS_KEY_SECRET"}
-    keys: Any = {name: os.environ.get(variable, "") for name, variable in named.items()}
+    keys: Any = {name: os.environ.get(variable) for name, variable in named.items()}
+    if None in keys.values():
+        raise StorageRefused(f"{storage.address}: no credentials: export {NEEDED['oss']}")
     keys |= {"token": os.environ.get("OSS_SECURITY_TOKEN"), "expires_at": None}
     config: dict[str, Any] = {
         "endpoint": endpoint_url,
