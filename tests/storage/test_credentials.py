@@ -29,7 +29,6 @@ def home(tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def authorization(storage: Storage, proxy: Proxy) -> str:
-    """The header of a put's request."""
     with storage.connect() as store:
         store.put("one", b"1")
     return proxy.seen[-1].headers["authorization"]
