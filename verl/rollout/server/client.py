@@ -44,8 +44,8 @@ from verl.rollout.server.options import ServerOptions
 from verl.rollout.server.protocols import GenerateRequest, SamplingRequest, ServerProtocol, ServerResponse
 from verl.rollout.server.weight_update import ServerWeightUpdate, named_tensors
 from verl.rollout.token_sampler import noise_keys
-from verl.rollout.vllm.client.engine_args import dtype_of
-from verl.rollout.vllm.sync.weight_transfer import TransferToFirst
+from verl.rollout.weight_sync.state_dict import dtype_of
+from verl.rollout.weight_sync.transfer import TransferToFirst
 from verl.utils.progress import report
 
 logger = logging.getLogger(__name__)
