@@ -2,7 +2,7 @@
 own put.
 
 The server speaks as much of S3 as this takes, in a process of its own. The two take turns in one run. Prints one JSON
-line. Needs requirements-storage.txt.
+line. Needs the extra s3.
 
 python benchmarks/storage_upload.py [--mib 1024] [--rounds 5] [--part-mib 16] [--concurrency 8] [--limit-s 360]
 """

@@ -213,6 +213,7 @@ def test_a_resumed_run_prunes_those_before_it_of_its_own_descent_and_leaves_the_
     assert state["lineage"]["ancestors"] == {run_of(first, "global_step_3"): 2}
 
 
+@pytest.mark.slow
 def test_a_wiped_disk_finds_its_own_training_in_the_store_and_leaves_that_of_others(model32, tmp_path):
     storage = LocalStorage(path=str(tmp_path / "bucket"))
     first = fit(run(model32, storage=storage, stop_after=1))
