@@ -25,6 +25,8 @@ cat dog horse parrot rabbit turtle
 bridge castle clock forest garden harbour island kitchen lantern library market mirror mountain museum orchard station
 built found lost painted repaired visited photographed sold described remembered"""
 NAMES, CITIES, JOBS, PETS, THINGS, DEEDS = (line.split() for line in WORDS.strip().splitlines())
+USE_CALC = """You have a calculator. To use it, write one line such as calc(12*34) and nothing else. Its result follows;
+then write the number alone.""".replace("\n", " ")
 TIMES = ("in spring", "last winter", "before sunrise", "after the war", "on a Sunday", "in the rain", "as a child")
 
 
@@ -44,7 +46,7 @@ class ChatTask(Description):
         task: the kind.
         train_size, held_out: numbers of training and evaluation problems.
         seed: of the problems.
-        system_prompt: system message; None for that of the chat template.
+        system_prompt: system message; None for that of the chat template, or for `arithmetic` one that tells of `calc`.
     """
 
     task: TaskName = "json"
@@ -56,6 +58,10 @@ class ChatTask(Description):
     def faults(self) -> Iterator[str]:
         if self.train_size + self.held_out > 20_000:
             yield f"train_size is {self.train_size}: with {self.held_out} held out, more than 20000 problems."
+
+    @property
+    def system(self) -> str | None:
+        return USE_CALC if self.system_prompt is None and self.task == "arithmetic" else self.system_prompt
 
     def rows(self, split: Split) -> list[dict[str, Any]]:
         """The problems of a split: `{"prompt": [{"role": "user", "content": ...}], "answer": ...}`."""
@@ -81,7 +87,7 @@ class ChatTaskPrompts(ChatTask, PromptSource):
         return {"data": frozenset({"answer"})}
 
     def build(self, context: BuildContext) -> DataSplits:
-        options = {"max_prompt_length": self.max_prompt_length, "system_prompt": self.system_prompt}
+        options = {"max_prompt_length": self.max_prompt_length, "system_prompt": self.system}
         return DataSplits.generated(RLHFDataset, self.rows, context, **options)
 
 
@@ -98,7 +104,7 @@ class ChatTaskSFT(ChatTask, TextSource):
     max_length: PositiveInt = 256
 
     def build(self, context: BuildContext) -> DataSplits:
-        options = {"max_length": self.max_length, "system_prompt": self.system_prompt}
+        options = {"max_length": self.max_length, "system_prompt": self.system}
         if self.task == "arithmetic":
             return DataSplits.generated(SFTDataset, self._with_calls, context, messages_key="messages", **options)
         return DataSplits.generated(SFTDataset, self.rows, context, completion_key="answer", **options)
