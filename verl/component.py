@@ -169,7 +169,7 @@ class Description:
         """
         yield from ()
 
-    def parts_here(self) -> Iterator[str]:
+    def preflight_fields(self) -> Iterator[str]:
         """Yield the fields whose components run `preflight` on the driver's machine."""
         yield from (f.name for f in dataclasses.fields(self))
 

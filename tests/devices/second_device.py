@@ -155,7 +155,7 @@ class Checks:
         self.model.weight_files = NoFiles()
         self.batch = as_batch([TrialRow(torch.arange(4, 24), torch.arange(4, 4 + n)) for n in (9, 20, 14)])
         made = cut_into_micro_batches(self.batch, 1000, FAST, None, BLOCK_MULTIPLE)
-        self.micros = [replace(micro, places=micro.on_mask) for micro in made]
+        self.micros = [replace(micro, positions=micro.on_mask) for micro in made]
         for micro in self.micros:
             micro.packing.slots()  # reads numbers
         with self.device():

@@ -123,7 +123,7 @@ class RowAssignment:
 
 def row_assignment(shardings: Mapping[str, Sharding], world_size: int) -> dict[str, RowAssignment]:
     """The row assignment of each role."""
-    return {role: RowAssignment(sharding.parts(world_size)) for role, sharding in shardings.items()}
+    return {role: RowAssignment(sharding.row_share_by_rank(world_size)) for role, sharding in shardings.items()}
 
 
 # Messages of gloo, NCCL and TCPStore if a process does not take part in a collective operation.

@@ -245,11 +245,11 @@ def modified_part(model: Any) -> str | None:
         return None
     key = model_class(base), settings_text(base.config)
     try:
-        if key not in _original_parts:
+        if key not in _original_modules:
             with torch.random.fork_rng(devices=[]), quiet_transformers(), torch.device("meta"):  # without weights
                 skeleton = model_class(base)(copy.deepcopy(base.config))
-            _original_parts[key] = {name: type(module) for name, module in skeleton.named_modules()}
-        original = _original_parts[key]
+            _original_modules[key] = {name: type(module) for name, module in skeleton.named_modules()}
+        original = _original_modules[key]
     except Exception:  # noqa: BLE001 - whatever a class of its own needs to be made
         return "its class cannot be made from its configuration"
     for name, module in base.named_modules():
@@ -259,7 +259,7 @@ def modified_part(model: Any) -> str | None:
     return None
 
 
-_original_parts: dict[tuple[type, str], dict[str, type]] = {}  # the roles of a run have models of one kind
+_original_modules: dict[tuple[type, str], dict[str, type]] = {}  # the roles of a run have models of one kind
 
 
 def model_class(model: Any) -> type:

@@ -111,11 +111,11 @@ class RewardTokenizer:
             texts = [self._rendered(row, prompts, responses, messages[row], producer) for row in range(len(prompts))]
             ids, types = self._encoded(texts, add_special_tokens=False)
         else:
-            asked = [_plain(prompt, chat) for prompt, chat in zip(prompts, messages, strict=True)]
+            questions = [_plain(prompt, chat) for prompt, chat in zip(prompts, messages, strict=True)]
             if self.form == "pair":
-                ids, types = self._encoded(asked, responses)
+                ids, types = self._encoded(questions, responses)
             else:
-                ids, types = self._encoded([before + after for before, after in zip(asked, responses, strict=True)])
+                ids, types = self._encoded([before + after for before, after in zip(questions, responses, strict=True)])
         if self.form in ("pair", "text"):  # the prompt may be a chat that the actor's tokenizer has rendered
             start = tokens_around(self.tokenizer)[0]
             ids = [with_one_start(row, start) for row in ids]

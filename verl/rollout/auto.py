@@ -40,8 +40,8 @@ class AutoRollout(Rollout):
     max_model_len: int | None = None
 
     def with_room_for(self, prompt: int, response: int | None = None) -> AutoRollout:
-        asked = prompt + (self.max_new_tokens if response is None else response)
-        return self if self.max_model_len is not None else replace(self, max_model_len=asked)
+        length = prompt + (self.max_new_tokens if response is None else response)
+        return self if self.max_model_len is not None else replace(self, max_model_len=length)
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE

@@ -169,7 +169,7 @@ class SlotRows:
             slot.prompt = self._prompts[line]
             slot.length = slot.prompt.length
             slot.prompt.users += 1
-        self._place(enumerate((slot for _, slot in rows), self.num_live))
+        self._set_slots(enumerate((slot for _, slot in rows), self.num_live))
         return NextToken.concat([prompt.next for line in lines if (prompt := self._prompts[line]).next is not None])
 
     def _read_rows(self, rows: list[tuple[TurnRequest, Slot]]) -> NextToken:
@@ -182,7 +182,7 @@ class SlotRows:
                 copied[slot] = source
         rows.sort(key=lambda row: (row[1] in copied, bool(row[1].length), row[1].length - len(row[0].tokens)))
         slots = [slot for _, slot in rows]
-        self._place(enumerate(slots, self.num_live))
+        self._set_slots(enumerate(slots, self.num_live))
         following = NextToken.concat([*self._read([(x, turn.tokens) for turn, x in rows if x not in copied])])
         if copied:
             sources, targets = [copied[slot] for slot in slots if slot in copied], slots[-len(copied) :]
@@ -247,7 +247,7 @@ class SlotRows:
                 self._release(slot)
         for hole, row in zip([row for row in rows if row < len(order)], last, strict=True):
             order[hole] = row
-        self._place([(hole, self._slots[row]) for hole, row in enumerate(order) if hole != row])
+        self._set_slots([(hole, self._slots[row]) for hole, row in enumerate(order) if hole != row])
         self.num_live = len(order)
         return order
 
@@ -281,10 +281,10 @@ class SlotRows:
             self._step = None
             self.graphs.reset()
 
-    def _place(self, places: Iterable[tuple[int, Slot]]) -> None:
+    def _set_slots(self, slot_of_row: Iterable[tuple[int, Slot]]) -> None:
         """Move slots to other numbers; those that are there get theirs."""
         former: dict[Slot, int] = {}
-        for number, slot in places:
+        for number, slot in slot_of_row:
             other = self._slots[number]
             former |= {x: former.get(x, x.number) for x in (slot, other)}
             self._slots[number], self._slots[slot.number] = slot, other
@@ -379,11 +379,11 @@ class SlotRows:
         n, lengths = max(map(len, behind)), [prompt.length for prompt in prompts]
         cells = {row: number * n + place for number, rows in enumerate(behind) for place, row in enumerate(rows)}
         padded = torch.tensor([rows + [0] * (n - len(rows)) for rows in behind], device=self.device)
-        places, mask = torch.tensor([cells[row] for row in range(len(live))], device=self.device), None
+        slot_of_row, mask = torch.tensor([cells[row] for row in range(len(live))], device=self.device), None
         if min(lengths) < max(lengths):
             widths = torch.tensor(lengths, device=self.device)[:, None]
             mask = (torch.arange(max(lengths), device=self.device) < widths)[:, None, None]
-        return PromptGroups(padded, places, mask)
+        return PromptGroups(padded, slot_of_row, mask)
 
 
 class BatchRows:

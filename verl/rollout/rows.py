@@ -22,9 +22,9 @@ def prompt_tokens(prompts: DataProto) -> list[list[int]]:
     return [row[mask].tolist() for row, mask in zip(prompts["prompts"], prompts["prompt_mask"], strict=True)]
 
 
-def longest_prompt(parts: Sequence[DataProto]) -> int:
+def longest_prompt(batches: Sequence[DataProto]) -> int:
     """Tokens of the longest prompt."""
-    return max((int(part["prompt_mask"].sum(dim=1).max()) for part in parts if len(part)), default=0)
+    return max((int(part["prompt_mask"].sum(dim=1).max()) for part in batches if len(part)), default=0)
 
 
 def left_padded(lines: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -180,11 +180,11 @@ def log_prob_fault(log_prob: float) -> str | None:
     )
 
 
-def _of_token(rows: DataProto, row: int, place: int) -> str:
+def _of_token(rows: DataProto, row: int, index: int) -> str:
     prompt, sample = int(rows["prompt_ids"][row]), int(rows["sample_ids"][row])
-    length, token = int(rows["response_mask"][row].sum()), int(rows["responses"][row, place])
+    length, token = int(rows["response_mask"][row].sum()), int(rows["responses"][row, index])
     return (
-        f"The rollout engine's response to prompt {prompt}, sample {sample}: token {place + 1} of {length}, id {token},"
+        f"The rollout engine's response to prompt {prompt}, sample {sample}: token {index + 1} of {length}, id {token},"
     )
 
 

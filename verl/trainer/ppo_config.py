@@ -306,9 +306,9 @@ class PPORun(PPODescription):
             yield from placement.lacks(self.placed_roles, settings.nnodes, settings.n_gpus_per_node, settings.device)
         yield from saving_faults(self, context, self.replay is not None)
 
-    def parts_here(self) -> Iterator[str]:
+    def preflight_fields(self) -> Iterator[str]:
         away = () if self.trainer.placement is None else ("rollout",)  # it is checked on the machine of the actor
-        yield from (name for name in super().parts_here() if name not in away)
+        yield from (name for name in super().preflight_fields() if name not in away)
 
     def build(self, context: BuildContext) -> PPOTrainer:
         """Load data and weights, and start the processes of the sharding."""

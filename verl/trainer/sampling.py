@@ -125,7 +125,7 @@ class Sampling:
             prompts = self.data.collate(self.order.peek(ahead))
             prompts = _grouped(self.data_responses.sampled(prompts, request.step))
             self.rewards.expect(request.step, prompts, partial(self._described, prompts=prompts))
-            self.queue.begin(self._asked(prompts, request), request)
+            self.queue.begin(self._prepared(prompts, request), request)
 
     def add_rewards(self, rollout: DataProto) -> DataProto:
         """The responses that have a reward, with it; unchanged if they have it already."""
@@ -172,10 +172,10 @@ class Sampling:
     def _respond(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Responses or episodes, the data columns, and the response texts."""
         prompts = _grouped(prompts)
-        asked, is_training = self._asked(prompts, request), request.stream == TRAINING and not request.greedy
+        prepared, is_training = self._prepared(prompts, request), request.stream == TRAINING and not request.greedy
         if is_training:
             self.rewards.expect(request.step, prompts, partial(self._described, prompts=prompts))
-        rows = (self.queue.take if is_training else self.queue.generate)(asked, request)
+        rows = (self.queue.take if is_training else self.queue.generate)(prepared, request)
         if is_training:
             self.lengths.note(rows)
         return self._described(rows, prompts)
@@ -186,7 +186,7 @@ class Sampling:
         columns = prompts.select([], list(prompts.non_tensor_batch))[rows["group_ids"]]
         return without_dropped(rows.union(columns, DataProto.from_dict(non_tensors={"response_text": texts})))
 
-    def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+    def _prepared(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """The fields of the prompts that the engine reads."""
         columns = list(prompts.non_tensor_batch) if self._plays_episodes else []
         return self.lengths.beside(prompts.select(PROMPT_FIELDS, columns), request.num_samples)

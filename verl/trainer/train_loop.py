@@ -551,8 +551,8 @@ class TrainLoop:
         why = saving.due(step, took_s, is_last, is_stopping)
         if saving.is_better(metrics) and why is None:
             why = "the best so far"
-        is_asked, tag = saving.asked_for()
-        if is_asked:
+        is_requested, tag = saving.asked_for()
+        if is_requested:
             why = "somebody asked for it"
         if why is not None:
             with self.trainer.stages.stage("save") as note:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from verl.algorithms.functions import PartState, keeps_state
 from verl.component import BuildContext, Description, component
 from verl.engines.engine import Packs, TrainingEngine
-from verl.engines.layer_compile import COMPILED_EXPERTS, COMPILED_PARTS, compile_layers
+from verl.engines.layer_compile import COMPILE_LIMITS, COMPILED_EXPERTS, compile_layers
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import Parallelism
@@ -115,7 +115,7 @@ class TrainedRole(Description):
             yield f"model.compile is true: a {kind[0]} {COMPILED_EXPERTS}"
         for name in ("tp", "pp", "ep"):
             if self.model.compile and getattr(degrees, name) > 1:
-                yield f"model.compile is true, and sharding.{name} is {getattr(degrees, name)}: {COMPILED_PARTS}"
+                yield f"model.compile is true, and sharding.{name} is {getattr(degrees, name)}: {COMPILE_LIMITS}"
 
     def load(
         self,
@@ -197,7 +197,7 @@ def load_unsharded(
     if isinstance(source, ModuleModel):
         if kind != "causal_lm":
             source.load_backbone(device)
-        return source.load_part(str(parallel.device) if parallel.divides_weights else device, parallel.module_place)
+        return source.load_part(str(parallel.device) if parallel.divides_weights else device, parallel.tp_rank)
     model = _load(source, kind, device, parallel, sliced)
     if source.compile:
         compile_layers(model, parallel)
@@ -223,12 +223,12 @@ class TrainedWorker:
         engine: that trains the model.
         tokenizer: saved beside the weights.
         loss: the loss as it was built here, which may have state of its own.
-        parts: writes what this process saves of its roles; set by the host.
+        rank_writer: writes what this process saves of its roles; set by the host.
     """
 
     def __init__(self, engine: TrainingEngine, tokenizer: Any, loss: Any = None):
         self.engine, self.tokenizer, self.loss = engine, tokenizer, loss
-        self.parts: RankCheckpointWriter | None = None
+        self.rank_writer: RankCheckpointWriter | None = None
         self._tokenizer_files: dict[str, bytes] | None = None
 
     @on_all
@@ -281,28 +281,28 @@ class TrainedWorker:
     @on_each
     def check_shared_directory(self, directory: Path, nonce: str) -> RankInfo:
         """See `RankCheckpointWriter.check_shared_directory`."""
-        return self._parts.check_shared_directory(directory, nonce)
+        return self._rank_writer.check_shared_directory(directory, nonce)
 
     @on_all
     def remote_states(self) -> dict[str, RemoteRoleState]:
-        return self._parts.states()
+        return self._rank_writer.states()
 
     @on_all
-    def prepare_parts(self, setting: RankSaveSettings) -> None:
-        self._parts.prepare(setting)
+    def prepare_save(self, setting: RankSaveSettings) -> None:
+        self._rank_writer.prepare(setting)
 
     @on_each
     def save_part(self, setting: RankSaveSettings, step: int, transaction: Path, nonce: str) -> bool:
-        return self._parts.save(setting, step, transaction, nonce)
+        return self._rank_writer.save(setting, step, transaction, nonce)
 
     @on_all
     def wait_copied(self) -> None:
-        self._parts.wait_copied()
+        self._rank_writer.wait_copied()
 
     @property
-    def _parts(self) -> RankCheckpointWriter:
-        assert self.parts is not None, "this role lives in no host"
-        return self.parts
+    def _rank_writer(self) -> RankCheckpointWriter:
+        assert self.rank_writer is not None, "this role lives in no host"
+        return self.rank_writer
 
     @on_each
     def rng_states(self) -> RngState:

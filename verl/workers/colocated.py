@@ -35,21 +35,21 @@ class RoleProcess:
     Attributes:
         parallels: this process among its siblings, once for each sharding; the first one has opened the group.
         workers: role name -> the running role.
-        parts: writes what this process saves of its roles.
+        rank_writer: writes what this process saves of its roles.
         shared_device: which other processes have roles on as well: memory that torch keeps for later is given back
             after each call, since they cannot use it. None for a device of one's own.
     """
 
     parallels: dict[Sharding, Parallelism] = field(default_factory=dict)
     workers: dict[str, Any] = field(default_factory=dict)
-    parts: RankCheckpointWriter | None = None
+    rank_writer: RankCheckpointWriter | None = None
     shared_device: str | None = None
 
     def saves(self, trained: Mapping[str, TrainedWorker]) -> None:
         """Set up roles, by component name, to write their parts of checkpoints."""
-        self.parts = RankCheckpointWriter(next(iter(self.parallels.values())), trained)
+        self.rank_writer = RankCheckpointWriter(next(iter(self.parallels.values())), trained)
         for worker in trained.values():
-            worker.parts = self.parts
+            worker.rank_writer = self.rank_writer
 
     def parallel(self, sharding: Sharding, context: BuildContext) -> Parallelism:
         """This process among its siblings; roles that are divided alike share it."""
@@ -65,8 +65,8 @@ class RoleProcess:
 
     def close(self) -> None:
         """Free the models, stop their processes, and leave the process group."""
-        if self.parts is not None:
-            self.parts.close()
+        if self.rank_writer is not None:
+            self.rank_writer.close()
         for worker in self.workers.values():
             if hasattr(worker, "close"):
                 worker.close()

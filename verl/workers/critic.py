@@ -98,4 +98,4 @@ def state_values(model: Any, micro: MicroBatch, **options: bool) -> Tensor:
     def values_of(logits_to_keep: int = 0, **inputs: Any) -> Tensor:
         return model(**inputs, **options).values
 
-    return micro.place(micro.predict(values_of))[0]
+    return micro.scatter_shared(micro.predict(values_of))[0]

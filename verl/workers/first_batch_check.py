@@ -52,7 +52,7 @@ class FirstBatchCheck:
         """A check of the log-probs of response tokens, which the role computes in parts."""
 
         def in_parts(model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-            return {"log_probs": token_log_probs(model, head, micro, temperature, parts=3).log_probs}
+            return {"log_probs": token_log_probs(model, head, micro, temperature, num_chunks=3).log_probs}
 
         def plain(model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
             return {"log_probs": plain_log_probs(model, micro, temperature)}

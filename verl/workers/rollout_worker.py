@@ -54,15 +54,15 @@ class RolloutWorker:
     Args:
         model: the copy; its weights mean nothing before the first `load`.
         loop: generates in flight; None between two batches.
-        place: rank and number of the processes of the role.
+        share: rank and number of the processes of the role.
     """
 
     def __init__(
-        self, model: Any, generator: ResponseGenerator, loop: StepLoop | None = None, place: tuple[int, int] = (0, 1)
+        self, model: Any, generator: ResponseGenerator, loop: StepLoop | None = None, share: tuple[int, int] = (0, 1)
     ):
         self.model, self.generator, self.version = model, generator, -1
         self.loop: Any = loop
-        self._rank, self._size = place
+        self._rank, self._size = share
 
     @on_each
     def load(self, version: int, weights: Mapping[str, Tensor]) -> dict[str, str]:

@@ -162,28 +162,28 @@ class RayTransport:
         self._collector = threading.Thread(target=self._collect, args=(group,), daemon=True)
         self._collector.start()
 
-        def asked(method: str, *args: Any) -> list[Any]:
+        def on_all(method: str, *args: Any) -> list[Any]:
             sent = [getattr(actor, method).remote(*args) for actor in self._actors]
             return group.begin_start(lambda number, _: self._inbox.put((number, sent)), START_TIMEOUT_S).result()
 
-        refuse_mixed_versions(asked("versions"), "trainer.placement.address")
-        places = asked("place")
-        self.pids = [location.pid for location in places]
-        self._hosts = [f"{location.host} ({location.address})" for location in places]
+        refuse_mixed_versions(on_all("versions"), "trainer.placement.address")
+        locations = on_all("location")
+        self.pids = [location.pid for location in locations]
+        self._hosts = [f"{location.host} ({location.address})" for location in locations]
         here = ray.get_runtime_context().get_node_id()
         raylets = {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes()}
-        self._shares_store = {location.node for location in places} == {here}
+        self._shares_store = {location.node for location in locations} == {here}
         self._watch_machines(
-            group, {location.node: rank for rank, location in enumerate(places) if location.node != here}, raylets
+            group, {location.node: rank for rank, location in enumerate(locations) if location.node != here}, raylets
         )
-        is_one_machine = len({location.address for location in places}) == 1
+        is_one_machine = len({location.address for location in locations}) == 1
         search_path, starts = tuple(map(os.path.abspath, sys.path)), []
         is_on_gpu = context.device.startswith("cuda")
-        for rank, (actor, location) in enumerate(zip(self._actors, places, strict=True)):
+        for rank, (actor, location) in enumerate(zip(self._actors, locations, strict=True)):
             device = f"cuda:{location.gpu}" if is_on_gpu else context.device
             worker_context = replace(context, rank=rank, world_size=size, device=device, tokenizer=None)
             worker_context = replace(worker_context, shares_device=is_on_gpu and self._setting.num_gpus < 1)
-            rendezvous = places[0].local_rendezvous if is_one_machine else places[0].rendezvous
+            rendezvous = locations[0].local_rendezvous if is_one_machine else locations[0].rendezvous
             env = {"VERL_RENDEZVOUS": rendezvous, "RANK": str(rank), "WORLD_SIZE": str(size)}
             network = location.local_network if is_one_machine else location.network
             if network:  # no need to resolve the machine's name, which may lead to its loopback alone
@@ -300,9 +300,9 @@ class RayTransport:
         """Progress by rank of the workers that answer; None for one that has ended."""
         progress: dict[int, tuple[int, str] | None] = {}
         with contextlib.suppress(RayError):
-            asked = [self._actors[rank].progress.options(concurrency_group="watch").remote() for rank in ranks]
-            answered, _ = ray.wait(asked, num_returns=len(asked), timeout=STACK_TIMEOUT_S) if asked else ([], [])
-            for rank, ref in zip(ranks, asked, strict=True):
+            refs = [self._actors[rank].progress.options(concurrency_group="watch").remote() for rank in ranks]
+            answered, _ = ray.wait(refs, num_returns=len(refs), timeout=STACK_TIMEOUT_S) if refs else ([], [])
+            for rank, ref in zip(ranks, refs, strict=True):
                 if ref in answered:
                     progress[rank] = None
                     with contextlib.suppress(RayError):  # raised where its reply is awaited
@@ -315,8 +315,8 @@ class RayTransport:
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         stacks, end = dict.fromkeys(ranks, ""), Deadline(STACK_TIMEOUT_S)
         with contextlib.suppress(RayError):
-            asked = {rank: self._actors[rank].stack.options(concurrency_group="watch").remote() for rank in ranks}
-            for rank, ref in asked.items():
+            refs = {rank: self._actors[rank].stack.options(concurrency_group="watch").remote() for rank in ranks}
+            for rank, ref in refs.items():
                 with contextlib.suppress(RayError, GetTimeoutError):
                     stacks[rank] = ray.get(ref, timeout=end.left_s)
         return stacks
@@ -344,8 +344,8 @@ class RayTransport:
             watch.close()
         if is_idle and self._actors and ray.is_initialized():
             with contextlib.suppress(RayError):
-                asked = [actor.end.remote() for actor in self._actors]
-                ray.wait(asked, num_returns=len(asked), timeout=END_TIMEOUT_S)
+                refs = [actor.end.remote() for actor in self._actors]
+                ray.wait(refs, num_returns=len(refs), timeout=END_TIMEOUT_S)
         self.kill()
         self._inbox.put(None)
         if self._collector is not None and self._collector.is_alive():
@@ -358,7 +358,7 @@ class RayTransport:
         return self._logs / f"{name}rank_{rank}.log"
 
 
-class _Place(NamedTuple):
+class _WorkerLocation(NamedTuple):
     """Location of a worker.
 
     Attributes:
@@ -382,12 +382,12 @@ class _Place(NamedTuple):
 class _RayWorker(RoleWorker):
     """An actor that knows its machine."""
 
-    def place(self) -> _Place:
+    def location(self) -> _WorkerLocation:
         address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         is_chosen = "GLOO_SOCKET_IFNAME" in os.environ
         networks = ("", "") if is_chosen else (interface_of(address), interface_of(LOOPBACK))
         gpu = own_gpu([str(number) for number in ray.get_gpu_ids()], os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return _Place(
+        return _WorkerLocation(
             address,
             os.getpid(),
             node,

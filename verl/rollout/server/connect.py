@@ -65,8 +65,8 @@ def connect(
             if options.weights == "reload" and context.rank == 0:  # one process gives the server what all of them hold
                 transfer = ServerWeightUpdate(client, options.transfer_dir)
                 transfer.check()
-            parts = ServerConnection(client, protocol, probe, transfer, source, gap)
-            return ServerEngine(options, parts, sampling_params, model, seed, autocast)
+            connection = ServerConnection(client, protocol, probe, transfer, source, gap)
+            return ServerEngine(options, connection, sampling_params, model, seed, autocast)
         except BaseException as error:
             client.close()
             if transfer is not None:

@@ -143,14 +143,14 @@ def _write(tensors: Iterable[tuple[str, Tensor]], directory: Path) -> tuple[int,
     from safetensors.torch import save_file
 
     count = total = 0
-    for number, part in enumerate(_parts(tensors)):
+    for number, part in enumerate(_chunks(tensors)):
         save_file(part, directory / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
         count += len(part)
         total += sum(tensor.nbytes for tensor in part.values())
     return count, total
 
 
-def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+def _chunks(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:

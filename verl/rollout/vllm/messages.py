@@ -221,10 +221,10 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def chunk_view(chunk: Tensor, place: ChunkEntry, dtype: torch.dtype) -> Tensor:
+def chunk_view(chunk: Tensor, entry: ChunkEntry, dtype: torch.dtype) -> Tensor:
     """View of a tensor in a chunk."""
-    size = prod(place.shape) * dtype.itemsize
-    return chunk[place.offset : place.offset + size].view(dtype).view(place.shape)
+    size = prod(entry.shape) * dtype.itemsize
+    return chunk[entry.offset : entry.offset + size].view(dtype).view(entry.shape)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ INSTEAD = {
     "critics": "A run has one value function, of one policy. Leave the others out",
     "references": "KL is measured against one policy. Leave the others out",
 }
-PARTS = {"train_dataset": "data", "eval_dataset": "eval_data", "critic_model": "critics", "ref_model": "references"}
+RENAMED = {"train_dataset": "data", "eval_dataset": "eval_data", "critic_model": "critics", "ref_model": "references"}
 
 
 class DataPipeline:
@@ -93,7 +93,7 @@ class RLTrainer:
         self.pipeline, self._arguments = pipeline, dict(pipeline.arguments)
         for argument, rows in (("train_dataset", data), ("eval_dataset", eval_data)):
             if rows is not None and self._arguments[argument] is not None:
-                raise ConfigError(f"{PARTS[argument]} is given, and the pipeline has its own: leave one of them out.")
+                raise ConfigError(f"{RENAMED[argument]} is given, and the pipeline has its own: leave one of them out.")
             self._arguments[argument] = self._arguments[argument] if rows is None else rows
 
     def run(self) -> TrainResult:
@@ -106,7 +106,7 @@ class RLTrainer:
             trainer = Trainer(**self._arguments)
         except ConfigError as error:
             faults = [re.sub(r"^model\b", "actors", fault) for fault in error.faults]
-            names = re.compile(rf"\b({'|'.join(PARTS)})\b")
-            raise ConfigError([names.sub(lambda name: PARTS[name[0]], fault) for fault in faults]) from error
+            names = re.compile(rf"\b({'|'.join(RENAMED)})\b")
+            raise ConfigError([names.sub(lambda name: RENAMED[name[0]], fault) for fault in faults]) from error
         with trainer:
             return trainer.fit()

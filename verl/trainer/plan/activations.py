@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from verl.engines.chunked_logprobs import logits_at_a_time, score_in_parts
+from verl.engines.chunked_logprobs import logits_at_a_time, score_in_chunks
 from verl.models.model_stats import model_stats, settings_text
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what configurations call their number
@@ -275,5 +275,5 @@ def _logits(config: Any, tokens: int, dtype: torch.dtype, siblings: int, device_
         hidden = torch.empty(num_tokens, text.hidden_size, dtype=dtype, requires_grad=True)
         with LiveBytes() as counted:
             counted.watch(head)
-            score_in_parts(head, hidden, chosen, count)[0].sum().backward()
+            score_in_chunks(head, hidden, chosen, count)[0].sum().backward()
         return counted.peak // siblings

@@ -333,9 +333,9 @@ def _phases(
             extra["packed weights"] = max(actor.weights, actor.generating)
         yield PhaseMemory("generate", names, persistent | engine | extra)
     if workload(run).generates:
-        asked = max(members, key=lambda role: role.activations.scoring + role.gathered)
-        working = {"activations": asked.activations.scoring, "gathered weights": asked.gathered}
-        yield PhaseMemory("score", names, outside | working | {"logits": asked.activations.logits})
+        largest = max(members, key=lambda role: role.activations.scoring + role.gathered)
+        working = {"activations": largest.activations.scoring, "gathered weights": largest.gathered}
+        yield PhaseMemory("score", names, outside | working | {"logits": largest.activations.logits})
     for role in (role for role in members if role.gradients):
         peak = role.activations
         on_top = max(0, peak.after_forward + peak.logits - peak.training)  # the rest is free when layers are recomputed

@@ -240,8 +240,8 @@ def device_named(name: str) -> DeviceRates:
 
 def gpu_here() -> DeviceRates:
     """The GPU of this machine, with its actual memory and the rates of the table; unknown ones get those of an A100."""
-    asked = gpu_memory_from_outside(0)  # opens no CUDA context in this process
-    memory = torch.cuda.get_device_properties(0).total_memory if asked is None else asked.total
+    gpu = gpu_memory_from_outside(0)  # opens no CUDA context in this process
+    memory = torch.cuda.get_device_properties(0).total_memory if gpu is None else gpu.total
     name = gpu_name_from_outside(0) or torch.cuda.get_device_name(0)
     plain = name.lower().replace(" ", "").replace("geforce", "")
     known = next((rates for key, rates in reversed(DEVICES.items()) if key.partition("-")[0] in plain), None)

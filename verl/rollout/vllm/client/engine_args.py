@@ -295,10 +295,10 @@ def as_config_error(error: EngineError, setting: EngineArgs, model: Any) -> Exce
         length = options.max_model_len or getattr(_base(model).config.get_text_config(), "max_position_embeddings", 0)
         needed = _cache_gib(_base(model).config.get_text_config(), length, setting)
         fits = re.search(r"maximum model length is (\d+)", text)
-        asked = options.kv_cache_gib or f"null, which gives {setting.cache_bytes / GIB:.3g} here"
+        setting_text = options.kv_cache_gib or f"null, which gives {setting.cache_bytes / GIB:.3g} here"
         shorter = f", or rollout.max_model_len to {fits[1]}" if fits else ", or rollout.max_model_len lower"
         return ConfigError(
-            f"rollout.kv_cache_gib is {asked}: keys and values of one sequence of {length} tokens alone "
+            f"rollout.kv_cache_gib is {setting_text}: keys and values of one sequence of {length} tokens alone "
             f"take {needed} GiB. Set it to at least that{shorter}."
         )
     if TOO_FULL in text:
@@ -317,8 +317,8 @@ def as_config_error(error: EngineError, setting: EngineArgs, model: Any) -> Exce
             f"rollout.pipeline_parallel_size is {options.pipeline_parallel_size}: vLLM does not divide a "
             f"{type(_base(model)).__name__} into stages. Set rollout.tensor_parallel_size in its place, or rollout=hf."
         )
-    if told := re.search(r"Routed-experts capture [^\n]*|No supported MoE router[^\n]*", text):
-        return ConfigError(f"rollout.router_replay is true: {told[0]} Set it to false, or rollout=hf.")
+    if reason := re.search(r"Routed-experts capture [^\n]*|No supported MoE router[^\n]*", text):
+        return ConfigError(f"rollout.router_replay is true: {reason[0]} Set it to false, or rollout=hf.")
     if "max_model_len" in error.reason and options.max_model_len is not None:
         return ConfigError(f"rollout.max_model_len is {options.max_model_len}: {error.reason.strip().splitlines()[-1]}")
     details = str(error).rpartition("\n")[0]

@@ -95,7 +95,7 @@ END_TIMEOUT_S = 20.0  # of a process that has hung up or was killed, until the s
 CORES_VARIABLE = "VERL_ENGINE_CORES"  # numbers with commas between them
 FOREIGN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VERL_RENDEZVOUS")
 TIMEOUT_SETTING = "rollout.call_timeout_s"
-ASKED = {  # a call, as messages say it
+CALLS = {  # a call, as messages say it
     "start": "start",
     "begin_turns": "generate",
     "advance_turns": "generate",
@@ -178,7 +178,7 @@ class EngineProcess:
         self._child: ChildProcess | None = None
         self._progress: Progress | None = None
         self._watch: ProgressWatch | None = None
-        self._asked = "start"
+        self._method = "start"
         self._start_deadline: float | None = None
         self._start_timeout_s = 0.0
 
@@ -291,7 +291,7 @@ class EngineProcess:
 
     def _ask(self, method: str, send: Callable[..., None]) -> None:
         assert self._progress is not None
-        self._asked, self._watch = method, ProgressWatch(self._progress, self.call_timeout_s)
+        self._method, self._watch = method, ProgressWatch(self._progress, self.call_timeout_s)
         try:
             send(on_poll=self._poll)
         except ChannelClosed as error:
@@ -337,7 +337,7 @@ class EngineProcess:
 
     @property
     def _name(self) -> str:
-        return f"The vLLM engine (process {self.process_id}), asked to {ASKED.get(self._asked, self._asked)},"
+        return f"The vLLM engine (process {self.process_id}), asked to {CALLS.get(self._method, self._method)},"
 
     @property
     def _log_name(self) -> str:

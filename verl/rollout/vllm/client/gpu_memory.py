@@ -135,10 +135,10 @@ def warn_of_small_cache(options: VLLMOptions, shape: EngineShape, cache: int) ->
     rows = shape.rows(cache)
     if options.max_model_len is None or 2 * rows >= options.max_num_seqs:  # typical rows have half the greatest length
         return
-    asked = "null" if options.kv_cache_gib is None else f"{options.kv_cache_gib:g}"
+    setting = "null" if options.kv_cache_gib is None else f"{options.kv_cache_gib:g}"
     log.warning(
         "rollout.kv_cache_gib is %s: %.2f GiB hold keys and values of %d rows of %d tokens, and rollout.max_num_seqs "
         "is %d. Rows beyond that wait. Set it to about %.1f for all of them.",
-        asked, cache / GIB, rows, options.max_model_len, options.max_num_seqs,
+        setting, cache / GIB, rows, options.max_model_len, options.max_num_seqs,
         shape.cache_of(options.max_num_seqs) / GIB,
     )  # fmt: skip

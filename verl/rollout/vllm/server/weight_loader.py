@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from verl.ops.resharding.layout import Box
 from verl.rollout.proof.fingerprints import plain_name
 from verl.rollout.vllm.messages import ChunkEntry
-from verl.rollout.vllm.server.layer_fingerprints import EXPERTS, PACKED, kinds_of, layer_parts
+from verl.rollout.vllm.server.layer_fingerprints import EXPERTS, PACKED, kinds_of, layer_rows
 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 OWN_STATE = ("MLAAttention",)  # its buffers are computed from weights at loading
@@ -99,26 +99,26 @@ class InPlaceLoader:
         return {name: _bounding_slice(slices, self._shapes[name]) for name, slices in self._slices.items()}
 
     @torch.no_grad()
-    def take(self, name: str, tensor: Tensor, place: ChunkEntry | None = None) -> None:
+    def take(self, name: str, tensor: Tensor, entry: ChunkEntry | None = None) -> None:
         """Load a tensor, or some rows of one; it may be a view that is valid until `keep`."""
-        if place is not None and place.whole is not None:
-            return self._take_rows(name, tensor, place)
+        if entry is not None and entry.whole is not None:
+            return self._take_rows(name, tensor, entry)
         for taker in self._writers[name]:
             taker(name, tensor)
         return None
 
-    def _take_rows(self, name: str, rows: Tensor, place: ChunkEntry) -> None:
+    def _take_rows(self, name: str, rows: Tensor, entry: ChunkEntry) -> None:
         if name in self._whole_only:
-            if place.begin == 0:
-                self._arriving = rows.new_empty(place.whole or ())
-            self._arriving[place.begin : place.begin + len(rows)] = rows
-            if place.is_last:
+            if entry.begin == 0:
+                self._arriving = rows.new_empty(entry.whole or ())
+            self._arriving[entry.begin : entry.begin + len(rows)] = rows
+            if entry.is_last:
                 whole, self._arriving = self._arriving, torch.empty(0)
                 self.take(name, whole)
             return
         for target, read in self._copies[name]:
-            copy_rows(target, read, rows, place.begin)
-        if place.is_last:
+            copy_rows(target, read, rows, entry.begin)
+        if entry.is_last:
             for follow in self._after.get(name, ()):
                 follow()
 
@@ -143,7 +143,7 @@ class InPlaceLoader:
         is_cut = "RowParallelLinear" in kinds and layer.tp_size > 1
         columns = (_part(layer.tp_rank, layer.input_size_per_partition),) if is_cut else ()
         pieces = []
-        for part in layer_parts(layer, name, kinds, self._packed_names):
+        for part in layer_rows(layer, name, kinds, self._packed_names):
             tensor, bias = f"{part.name}.weight", f"{part.name}.bias"
             self._expect(tensor, (part.rows, layer.input_size))
             rows = slice(0, part.rows) if is_cut else _rows(part.offset, part.local)

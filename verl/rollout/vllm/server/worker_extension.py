@@ -133,7 +133,7 @@ class WorkerExtension:
         """The in-place loader for these tensors, created at the first load; or why vLLM has to reload its whole
         model."""
         if self._found is None:
-            coming = {place.name: place.whole or place.shape for places in feed.chunks for place in places}
+            coming = {entry.name: entry.whole or entry.shape for entries in feed.chunks for entry in entries}
             shapes = coming | {name: part.shape for name, part in feed.slices.items()}
             starts = {name: part.start for name, part in feed.slices.items()}
             try:
@@ -152,17 +152,17 @@ class WorkerExtension:
 def _load_in_place(
     loader: InPlaceLoader, reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype
 ) -> None:
-    for number, places in enumerate(chunks):
-        for place, tensor in reader.pieces(number, places, dtype):
-            loader.take(place.name, tensor, place)
+    for number, entries in enumerate(chunks):
+        for entry, tensor in reader.pieces(number, entries, dtype):
+            loader.take(entry.name, tensor, entry)
         loader.keep()
         reader.leave(number)
 
 
 def _lasting(reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a stream; those that vLLM keeps until their layer is complete are copied out of their chunk."""
-    for number, places in enumerate(chunks):
-        yield from reader.chunk(number, places, dtype)
+    for number, entries in enumerate(chunks):
+        yield from reader.chunk(number, entries, dtype)
         _copy_retained()
         reader.leave(number)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from verl.models.hf_state_dict import live_tensors
 from verl.models.parallel_info import ParallelInfo
 from verl.ops.resharding.dtensor import is_on_other_stage
-from verl.ops.resharding.execute import LIMIT_BYTES, reshard, reshard_parts
+from verl.ops.resharding.execute import LIMIT_BYTES, reshard, reshard_plans
 from verl.ops.resharding.layout import Box, Layout, TensorLayout, volume
 from verl.ops.resharding.plan import Plan, gathering_volume, reshard_plan
 from verl.rollout.proof.fingerprints import (
@@ -81,8 +81,8 @@ class WeightTransfer:
         yielded tensor, a rank needs memory for two buckets: its own parts after casting or merging, and the received
         parts.
         """
-        return reshard_parts(
-            self._parts(sources, transfer_state),
+        return reshard_plans(
+            self._held_buckets(sources, transfer_state),
             self.parallel_info.rank,
             dtypes=dict.fromkeys(sources, self.dtype),
             device=self.parallel_info.device,
@@ -91,7 +91,7 @@ class WeightTransfer:
             received=transfer_state.count,
         )
 
-    def _parts(
+    def _held_buckets(
         self, sources: Mapping[str, WeightSource], transfer_state: TransferInProgress
     ) -> Iterator[tuple[Plan, Mapping[str, Tensor]]]:
         """Each bucket, with this rank's parts of its tensors."""
@@ -299,8 +299,8 @@ def _sliced(
 ) -> FeedAssignment:
     if not readers:
         return FeedAssignment({}, (), [], 0, {})
-    asked = {w.name: [want[w.name] for want in wants if w.name in want] for w in weights}  # of other stages, none
-    bounds = {name: _bounding_slice(slices) for name, slices in asked.items() if slices}
+    slices_of = {w.name: [want[w.name] for want in wants if w.name in want] for w in weights}  # of other stages, none
+    bounds = {name: _bounding_slice(slices) for name, slices in slices_of.items() if slices}
     coming = {name: _shape(box) for name, box in bounds.items() if all(_shape(box))}
     chunks, largest = _plan_stream(coming, dtype, chunk_bytes)
     slices = {
@@ -318,11 +318,11 @@ def _plan_stream(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, chunk_
     return plan_chunks(shapes, dtype, min(chunk_bytes, max(MIB, num_bytes // CHUNKS)))
 
 
-def _readers(place: int, num_siblings: int, num_workers: int) -> tuple[int, ...]:
+def _readers(sibling: int, num_siblings: int, num_workers: int) -> tuple[int, ...]:
     """The workers that a sibling feeds."""
     if num_workers <= num_siblings:
-        return (place,) if place < num_workers else ()
-    return tuple(worker for worker in range(num_workers) if worker * num_siblings // num_workers == place)
+        return (sibling,) if sibling < num_workers else ()
+    return tuple(worker for worker in range(num_workers) if worker * num_siblings // num_workers == sibling)
 
 
 def _bounding_slice(boxes: Sequence[Box]) -> Box:
