@@ -403,6 +403,6 @@ class ServerEngine(RolloutEngine):
             "tensor: vLLM on a CPU keeps an old output head that is tied to the embeddings (rollout=vllm does not)."
         )
         raise RolloutError(
-            f"The server at {self.connection.client.endpoint.base_url} has other weights than the trainer after a load: "
+            f"The server at {self.connection.client.endpoint.base_url} has not the trainer's weights after a reload: "
             f"log-probs of fixed text differ by {gap:.3g} nats on average, where {allowed:g} may be rounding. {likely}"
         )
