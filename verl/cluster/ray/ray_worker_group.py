@@ -4,8 +4,8 @@
            <─────replies───────── object store <──                           rows joined in their order
                                                    actor 0 <──gloo/nccl──> actor 1
 
-Where actors are on other machines than the driver, each is sent its share, so that no row goes to two machines.
-`RayTransport` creates the actors in a placement group and carries the calls; all else is `RemoteWorkerGroup`.
+If actors are on other machines than the driver, each is sent its share only, so no row goes to two machines.
+`RayTransport` creates the actors in a placement group and sends the calls; all else is `RemoteWorkerGroup`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from verl.errors import VerlError, WorkerDied
 from verl.utils.child_process.process import PACKAGE_ROOT, excerpt
 from verl.utils.progress import Progress, state_of
 
-START_TIMEOUT_S = 300.0  # of an actor, until it says that it is there
+START_TIMEOUT_S = 300.0  # limit for an actor to start
 POLL_INTERVAL_S = 5.0
 
 
@@ -56,11 +56,11 @@ class RayRoleGroup:
 
     Attributes:
         name: of the pool, for logs.
-        size: workers.
+        size: number of workers.
         num_cpus, num_gpus: of each.
-        num_threads: that torch may use in each.
+        num_threads: torch threads of each.
         strategy: of Ray's placement group.
-        call_timeout_s: without progress of any worker, after which a call under way names who is silent.
+        call_timeout_s: see `RemoteWorkerGroup`.
     """
 
     name: str
@@ -75,11 +75,11 @@ class RayRoleGroup:
 @dataclass
 class SharedBundles:
     """A placement group that several groups of workers share: worker r of each is in bundle r, so that no two workers
-    of one group have the same GPU. Reserved by the first that asks, removed by the last that leaves.
+    of one group have the same GPU. Reserved by the first `join`, removed by the last `leave`.
 
     Args:
-        bundle: resources of each.
-        size: how many.
+        bundle: resources of each bundle.
+        size: number of bundles.
         strategy: of Ray's placement groups.
     """
 
@@ -93,7 +93,7 @@ class SharedBundles:
         """Ray's placement group.
 
         Raises:
-            VerlError: the cluster has no such room.
+            VerlError: the cluster lacks the resources.
         """
         if self._group is None:
             self._group = session.reserve([self.bundle] * self.size, self.strategy)
@@ -101,7 +101,7 @@ class SharedBundles:
         return self._group
 
     def leave(self) -> None:
-        """Called once by each that joined."""
+        """Leave the group; called once for each `join`."""
         self._users -= 1
         if self._users == 0:
             group, self._group = self._group, None
@@ -110,11 +110,11 @@ class SharedBundles:
 
 
 class RayWorkerGroup(RemoteWorkerGroup):
-    """Every role of a host in each of the actors of a group.
+    """All roles of a host in each of the actors of a group.
 
     Args:
         session: closed with the group.
-        bundles: shared with other groups; None for a placement group of its own.
+        bundles: shared with other groups; None for a separate placement group.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class RayTransport:
         self.pids: Sequence[int] = []
         self._actors: list[Any] = []
         self._counts: dict[int, int] = {}  # last known progress counter of each worker
-        self._shares_store = False  # all actors share the driver's memory: they are on its machine
+        self._shares_store = False  # all actors are on the driver's machine and share its memory
         self._placement_group: Any = None
         self._hosts: list[str] = []
         self._watches: list[ReachabilityWatch] = []
@@ -196,11 +196,11 @@ class RayTransport:
     def _watch_machines(
         self, group: RemoteWorkerGroup, rank_of: Mapping[str, int], raylets: Mapping[str, tuple[str, int]]
     ) -> None:
-        """Watch the other machines: Ray itself notices after more than a minute that one is out of reach.
+        """Watch the other machines: Ray itself takes more than a minute to notice that one is unreachable.
 
         Args:
-            rank_of: a worker on each of them, by node.
-            raylets: host and port of Ray's own process, by node.
+            rank_of: a worker on each, by node.
+            raylets: host and port of Ray's process, by node.
         """
         for node, rank in rank_of.items():
             lost = partial(str, f"its machine is out of reach, or down: {self._hosts[rank]}")
@@ -251,7 +251,7 @@ class RayTransport:
         args, division, size = pending.args, pending.division, self._setting.size
         if division is None:
             return [serialize(args)] * size, [None] * size
-        if self._shares_store:  # all may read all of it: they take their rows themselves, side by side
+        if self._shares_store:  # all actors can read the whole batch and select their rows in parallel
             return [serialize(args)] * size, [division.rows[part] for part in pending.shares.of_rank]
         shares = [serialize((part, *args[1:])) for part in division.split_rows(args[0])]
         return [shares[part] for part in pending.shares.of_rank], [None] * size
@@ -270,7 +270,7 @@ class RayTransport:
                 ready = ready or ray.wait(list(tracked), timeout=POLL_INTERVAL_S)[0]
                 for ref in ready:
                     self._take(group, ref, *tracked.pop(ref))
-            except Exception as error:  # noqa: BLE001 - raised where the reply is awaited
+            except Exception as error:  # noqa: BLE001 - raised in the caller
                 broken = f"the connection to Ray broke ({type(error).__name__}: {error})"
                 group.on_end(0, partial(str, broken))
                 return
@@ -305,7 +305,7 @@ class RayTransport:
             for rank, ref in zip(ranks, refs, strict=True):
                 if ref in answered:
                     progress[rank] = None
-                    with contextlib.suppress(RayError):  # raised where its reply is awaited
+                    with contextlib.suppress(RayError):  # raised in the caller
                         progress[rank] = ray.get(ref)
         return progress
 
@@ -363,9 +363,9 @@ class _WorkerLocation(NamedTuple):
 
     Attributes:
         address, host: of its machine in the cluster, and the machine's name.
-        rendezvous, local_rendezvous: where a group could meet there, for other machines and for this one alone.
-        network, local_network: the interfaces of both; empty where they are not known, or the user has chosen.
-        gpu: its own, as the worker's process numbers those that it sees.
+        rendezvous, local_rendezvous: addresses for a process group, for other machines and for this machine only.
+        network, local_network: their network interfaces; empty if unknown, or chosen by the user.
+        gpu: index of its GPU among those that the process sees.
     """
 
     address: str
@@ -380,7 +380,7 @@ class _WorkerLocation(NamedTuple):
 
 
 class _RayWorker(RoleWorker):
-    """An actor that knows its machine."""
+    """The Ray actor: a `RoleWorker` that reports its location."""
 
     def location(self) -> _WorkerLocation:
         address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
@@ -408,7 +408,7 @@ def _ending(error: RayActorError, host: str) -> str:
 
 
 def _refusal(error: Exception, name: str, step: int | None) -> VerlError:
-    """Why Ray does not take a call."""
+    """Why Ray refuses a call."""
     if isinstance(error, ObjectStoreFullError):
         return VerlError(
             f"{name}: Ray's object store has no room for the batch. Set trainer.placement.object_store_mib higher "
