@@ -224,14 +224,14 @@ class DataParallelism(Parallelism):
         for grad in self._gradients(parameters):
             (large if grad.nbytes >= self.alone_bytes else small).append(grad)  # by size only: all must agree
         sums = [grad.contiguous() for grad in large]
-        under_way: list[Any] = [self.dist.all_reduce(total, group=group, async_op=True) for total in sums]
+        pending: list[Any] = [self.dist.all_reduce(total, group=group, async_op=True) for total in sums]
         for bucket in buckets(small):
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
             self.dist.all_reduce(flat, group=group)
             for grad, total in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
                 grad.copy_(total.view_as(grad))
             report()
-        for work, grad, total in zip(under_way, large, sums, strict=True):
+        for work, grad, total in zip(pending, large, sums, strict=True):
             work.wait()
             report()
             if total is not grad:

@@ -142,7 +142,7 @@ class EpisodeGenerator(ResponseGenerator):
         has = {"has_rows": self.has_rows, "has_versions": has_versions}
         return episode_batch(prompts, request, samples, records, self.pad_id, turns.dtype, **has)
 
-    def beside(self) -> EpisodeGenerator:
+    def second(self) -> EpisodeGenerator:
         other = copy.copy(self)
         other._calls, other.journal = None, other.new_journal()
         return other

@@ -93,7 +93,7 @@ class ResponseGenerator:
         self.has_regenerated = False
         return self._finish(begun.batches, begun.request, begun)
 
-    def beside(self) -> ResponseGenerator:
+    def second(self) -> ResponseGenerator:
         """Another generator with the same engine, which generates while turns of this one are set aside."""
         return copy.copy(self)
 

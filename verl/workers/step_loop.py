@@ -65,7 +65,7 @@ class StepLoop:
     """
 
     def __init__(self, generator: ResponseGenerator, row_tokens: int | None, schedule: Schedule):
-        self.generator, self._beside, self.schedule = generator, generator.beside(), schedule
+        self.generator, self._second, self.schedule = generator, generator.second(), schedule
         self.keeps_cache = generator.rollout.kv_cache == "keep"
         self.engine_step, self.version = 0, -1
         self._row_tokens = row_tokens or 0
@@ -172,7 +172,7 @@ class StepLoop:
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Generate other responses with the current weights, while open rows are paused; see `ResponseGenerator`."""
-        return self._ask("generate", request.step, lambda: self._beside.generate(prompts, request)).result()
+        return self._ask("generate", request.step, lambda: self._second.generate(prompts, request)).result()
 
     def take_idle_s(self) -> float:
         """Seconds without anything to generate, since the last call."""
@@ -187,7 +187,7 @@ class StepLoop:
         self._thread.join()
         for batch in self._batches.values():
             batch.close()
-        self._beside.stop()
+        self._second.stop()
 
     def open(self, row: OpenRow) -> None:
         """Begin to generate a row, in the thread."""

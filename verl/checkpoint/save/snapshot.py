@@ -266,19 +266,19 @@ def _memmove_all(target: torch.Tensor, copies: Sequence[Copy], num_threads: int,
         tells: called with the offset before which all is there.
     """
     base, lock = target.data_ptr(), threading.Lock()
-    todo, under_way = iter(copies), []
+    todo, in_flight = iter(copies), []
 
     def work() -> None:
         copy = None
         while True:
             with lock:
                 if copy is not None:
-                    under_way.remove(copy)
+                    in_flight.remove(copy)
                 copy = next(todo, None)
                 if copy is not None:
-                    under_way.append(copy)
-                if under_way:
-                    tells(min(under_way)[0])
+                    in_flight.append(copy)
+                if in_flight:
+                    tells(min(in_flight)[0])
             if copy is None:
                 return
             offset, address, size = copy

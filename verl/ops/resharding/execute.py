@@ -59,7 +59,7 @@ def reshard_plans(
         lend: return slices that this rank already holds as views, without a copy.
         received: called with the bytes of each part that has arrived from another rank.
     """
-    under_way: _Round | None = None
+    pending: _Round | None = None
     for plan, held in plans:
         own = held if callable(held) else held.__getitem__
         building = _Building(plan, own, rank, dtypes, torch.device(device), lend)
@@ -67,11 +67,11 @@ def reshard_plans(
             rounds = list(window.rounds(rank))
             for number, moves in enumerate(rounds, start=1):
                 begun = _Round(moves, building, group, window.names if number == len(rounds) else ())
-                if under_way is not None:
-                    yield from under_way.finish(received)
-                under_way = begun
-    if under_way is not None:
-        yield from under_way.finish(received)
+                if pending is not None:
+                    yield from pending.finish(received)
+                pending = begun
+    if pending is not None:
+        yield from pending.finish(received)
 
 
 class _Round:

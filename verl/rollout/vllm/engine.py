@@ -195,9 +195,7 @@ class VLLMEngine(RolloutEngine):
         files = EngineFiles()
         try:
             directory = write_model_directory(self.model, files.directory)
-            self.setting = engine_args(
-                self.options, self.model, autocast, directory, files.name, context.bytes_beside_engine
-            )
+            self.setting = engine_args(self.options, self.model, autocast, directory, files.name, context.trainer_bytes)
             variables = environment(self.options, context, self.setting.num_threads, self.setting.dtype, gpus)
         except BaseException:
             files.remove()
@@ -254,7 +252,7 @@ class VLLMEngine(RolloutEngine):
         def prepare() -> bool:
             check()
             self._start()
-            return self._turns is not None and self._turns.is_under_way
+            return self._turns is not None and self._turns.is_active
 
         return self._with_retry(lambda: self.weight_sync.run(prepare))
 

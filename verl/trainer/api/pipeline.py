@@ -1,4 +1,4 @@
-"""DataPipeline and RLTrainer: a run declared by its parts, and trained to its end with one call.
+"""DataPipeline and RLTrainer: a run declared by its components, and trained with one call.
 
 result = RLTrainer(DataPipeline(actors=["Qwen/Qwen2-0.5B"], reward_models=[reward], data=rows)).run()
 """
@@ -23,10 +23,10 @@ RENAMED = {"train_dataset": "data", "eval_dataset": "eval_data", "critic_model":
 
 
 class DataPipeline:
-    """The parts of a run, each in the forms that `Trainer` takes, which has the arguments that are not listed too.
+    """The components of a run, each in any form that `Trainer` accepts, and all other arguments of `Trainer`.
 
     Args:
-        actors: the policy, alone.
+        actors: the policy; one.
         reward_models: rewards; several are a weighted sum, each logged by its name. One of them may be
             `{"reward": ..., "weight": 0.5, "name": "style"}`.
         critics, references: initial model of the critic, and reference model for KL, one or none of each. With a critic
@@ -82,7 +82,7 @@ class RLTrainer:
 
     Args:
         pipeline: what to run.
-        data, eval_data: prompts to train and to evaluate on, where the pipeline has none.
+        data, eval_data: prompts to train and to evaluate on, if the pipeline has none.
     Raises:
         ConfigError: the pipeline has prompts too.
     """

@@ -95,12 +95,12 @@ def engine_args(
     autocast: Autocast,
     directory: Path,
     name: str = "",
-    beside: int | None = None,
+    trainer_bytes: int | None = None,
 ) -> EngineArgs:
     """The arguments for the engine of a model.
 
     Args:
-        beside: bytes of the GPU that the roles of this process need while the engine is awake, if known.
+        trainer_bytes: bytes of the GPU that the roles of this process need while the engine is awake, if known.
     Raises:
         ConfigError: vLLM is not installed, or does not support the options.
     """
@@ -121,7 +121,7 @@ def engine_args(
     threads, dtype = options.num_threads or torch.get_num_threads(), dtype_of(model, autocast)
     shape = engine_shape(options, _base(model).config, dtype, is_on_gpu)
     memory = device_memory(device) if is_on_gpu else None
-    cache = cache_bytes(options, shape, memory, beside)
+    cache = cache_bytes(options, shape, memory, trainer_bytes)
     warn_of_small_cache(options, shape, cache)
     part = None if memory is None else utilization(shape, cache, memory)
     return EngineArgs(options, str(directory), dtype, threads, is_on_gpu, rank, name, cache, part)

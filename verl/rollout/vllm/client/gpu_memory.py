@@ -93,12 +93,12 @@ def _layers_share(stats: ModelStats, stages: int) -> Fraction:
     return Fraction(math.ceil(stats.layers / stages), stats.layers)
 
 
-def cache_bytes(options: VLLMOptions, shape: EngineShape, memory: DeviceMemory | None, beside: int | None) -> int:
+def cache_bytes(options: VLLMOptions, shape: EngineShape, memory: DeviceMemory | None, trainer: int | None) -> int:
     """Bytes for keys and values, in each process of an engine.
 
     Args:
         memory: of the GPU before the engine starts; None on a CPU.
-        beside: bytes that the roles of this process need on the GPU while the engine is awake; None if not known.
+        trainer: bytes that the roles of this process need on the GPU while the engine is awake; None if unknown.
     Raises:
         ConfigError: `rollout.kv_cache_gib` is null and nothing is left for a single row.
     """
@@ -106,8 +106,8 @@ def cache_bytes(options: VLLMOptions, shape: EngineShape, memory: DeviceMemory |
         return int(options.kv_cache_gib * GIB)
     if memory is None:
         return int(CACHE_ON_CPU_GIB * GIB)
-    share = SHARE_BESIDE_UNKNOWN if beside is None else SHARE
-    taken = memory.own if beside is None else max(beside, memory.own)
+    share = SHARE_BESIDE_UNKNOWN if trainer is None else SHARE
+    taken = memory.own if trainer is None else max(trainer, memory.own)
     left = memory.free + memory.own - taken - shape.weights - shape.overhead
     num_bytes = min(int(share * left), shape.cache_of(options.max_num_seqs))
     if num_bytes < shape.cache_of(1):

@@ -66,7 +66,7 @@ class VLLMTurns(TurnEngine):
         return len(self._open)
 
     @property
-    def is_under_way(self) -> bool:
+    def is_active(self) -> bool:
         """Whether the process knows of the turns."""
         return self.is_open and self._begun_in is not None and self._begun_in == self.process.process_id
 
@@ -111,7 +111,7 @@ class VLLMTurns(TurnEngine):
     def open_turns(self) -> list[TurnResult]:
         if self._begun_in is None:
             return []
-        if not self.is_under_way:
+        if not self.is_active:
             raise EngineDied(GONE)
         output: TurnOutput = self._call("open_turns")
         lines = zip(output.numbers, output.tokens, output.log_probs, strict=True)
@@ -126,7 +126,7 @@ class VLLMTurns(TurnEngine):
             self.is_paused = False
 
     def close(self) -> None:
-        if self.is_under_way:
+        if self.is_active:
             with contextlib.suppress(RolloutError):
                 self._call("end_turns")
         self.is_open, self._begun_in = False, None
@@ -136,7 +136,7 @@ class VLLMTurns(TurnEngine):
 
     def _advance(self) -> TurnOutput:
         new, self._new = self._new, []
-        if not self.is_under_way:
+        if not self.is_active:
             if self._begun_in is not None and self.restart is None:
                 raise EngineDied(GONE)
             self._call("begin_turns", self.token_sampler, self.max_new_tokens, self.num_threads, self.is_stepwise)

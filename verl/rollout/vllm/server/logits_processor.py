@@ -65,10 +65,10 @@ class CounterNoiseProcessor(LogitsProcessor):
     """See the module.
 
     Attributes:
-        under_way: set before requests are added; rows without `TURN` (warm-up) are not modified.
+        active: set before requests are added; rows without `TURN` (warm-up) are not modified.
     """
 
-    under_way: ActiveRequests | None = None  # of this process, which draws for one engine
+    active: ActiveRequests | None = None  # of this process, which draws for one engine
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
         size = vllm_config.scheduler_config.max_num_seqs
@@ -109,15 +109,15 @@ class CounterNoiseProcessor(LogitsProcessor):
         """Set all logits to -inf except that of each row's sampled token."""
         rows = logits.shape[0]
         sampled = self._sampled[:rows]
-        if self.under_way is None or None in sampled:
+        if self.active is None or None in sampled:
             return logits
-        drawing, log_probs = self.under_way.drawing, self.under_way.log_probs
+        drawing, log_probs = self.active.drawing, self.active.log_probs
         row, is_greedy, columns, positions, bits = self._to_device(drawing, sampled)
         greedy = self._turns[1, :rows]
         of_all = bool(greedy[0]) if greedy.min() == greedy.max() else is_greedy.bool()
         tokens = drawing.pick(logits, bits.view(torch.float64), positions, of_all)
         log_probs[row, columns] = drawing.log_probs(logits, tokens)
-        self.under_way.record_experts(self._turns[0, :rows], [len(tokens) for tokens in sampled if tokens is not None])
+        self.active.record_experts(self._turns[0, :rows], [len(tokens) for tokens in sampled if tokens is not None])
         return logits.fill_(float("-inf")).scatter_(1, tokens[:, None], 0.0)
 
     def _to_device(self, drawing: TokenSampler, sampled: Sequence[list[int] | None]) -> Tensor:

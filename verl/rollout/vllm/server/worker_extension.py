@@ -42,22 +42,22 @@ class WorkerExtension:
 
     def verl_begin(self, drawing: TokenSampler, rows: int, width: int, num_threads: int | None) -> None:
         """Prepare for generation, with this number of CPU threads if it is given."""
-        CounterNoiseProcessor.under_way = ActiveRequests.begin(drawing, rows, width, self.device, self._recorder)
+        CounterNoiseProcessor.active = ActiveRequests.begin(drawing, rows, width, self.device, self._recorder)
         if num_threads is not None:
             self._threads.enter_context(using_threads(num_threads))
 
     def verl_end(self) -> None:
         """Stop generating."""
         self._threads.close()
-        CounterNoiseProcessor.under_way = None
+        CounterNoiseProcessor.active = None
 
     def verl_rows(self, rows: list[int], width: int) -> tuple[Tensor, Tensor | None]:
         """The log-probs [rows, width] of tokens that were sampled in some rows, and the experts [rows, width, layers k]
         of those that predict them, if they are recorded."""
-        under_way = CounterNoiseProcessor.under_way
-        assert under_way is not None
-        experts = None if under_way.experts is None else under_way.experts[rows, :width]
-        return under_way.log_probs[torch.tensor(rows, device=self.device), :width].cpu(), experts
+        active = CounterNoiseProcessor.active
+        assert active is not None
+        experts = None if active.experts is None else active.experts[rows, :width]
+        return active.log_probs[torch.tensor(rows, device=self.device), :width].cpu(), experts
 
     def verl_record_experts(self) -> None:
         """Record from here on which experts the routers choose."""
