@@ -3,14 +3,14 @@
 auto              `rollout=auto`: chooses the engine that was faster in measurements with models of this size
 base              The interface of rollout engines: turns, sync, offload, close
 data_responses    Responses of the data set in place of sampled ones, for distillation
-generation_group  How the processes that hold one model divide the generation of responses, and agree on failures
+generation_group  Division of generation among the processes of one model, and agreement on failures
 hf                `rollout=hf`: generation on the tensors that train
-hf_rows           Rows that `rollout=hf` decodes beside each other, in slots of a key-value cache or in batches
-lockstep          Episodes of processes that compute every forward pass together: one plays, all generate
+hf_rows           Batched rows of `rollout=hf`, in slots of a key-value cache or in batches
+lockstep          Episodes under tensor parallelism: one process plays, all generate
 probe_log_probs   The trainer's log-probs of the few fixed rows that both sides of a sync compute
 responses         Responses to prompts, sampled as single turns of a rollout engine
 rows              Rows of prompts with their responses, made of turns and checked
-scripted          Scripted responses, and the base of engines that answer whole batches
+scripted          Scripted responses, and the base class of engines that generate whole batches
 server/           Rollout by an external server: vLLM, another OpenAI-compatible one, or TGI
 token_sampler     From logits to the next token of each row: the sampling rule of every rollout engine
 vllm/             vLLM as a rollout engine, in a separate process; the trainer's weights are streamed to it

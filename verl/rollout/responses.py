@@ -33,7 +33,7 @@ from verl.utils.memory import on_current_device
 
 @dataclass(frozen=True)
 class _Begun:
-    """A generation in the background: its turns, and the rows of its parts."""
+    """A generation in the background: its turns, and the rows of its batches."""
 
     batches: list[DataProto]
     request: GenerationRequest
@@ -46,7 +46,7 @@ class ResponseGenerator:
 
     Args:
         rollout: the description of the engine.
-        pad_id: fills the places without a token.
+        pad_id: token id of padding.
     Attributes:
         has_regenerated: the last `finish` returned responses that were generated again with newer weights, because the
             engine died after `begin`.
@@ -69,7 +69,7 @@ class ResponseGenerator:
         return self._finish(self.engine.group.gather(prompts), request, None)
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Start generating with the engine's present weights, in a thread; returns immediately. The engine's weights
+        """Start generating with the engine's current weights, in a thread; returns immediately. The engine's weights
         must not change until `finish`."""
         assert self._begun is None
         batches, turns, rows = self.engine.group.gather(prompts), None, Future[list[DataProto]]()
@@ -94,11 +94,11 @@ class ResponseGenerator:
         return self._finish(begun.batches, begun.request, begun)
 
     def second(self) -> ResponseGenerator:
-        """Another generator with the same engine, which generates while turns of this one are set aside."""
+        """A second generator with the same engine, for use while turns of this one are paused."""
         return copy.copy(self)
 
     def stop(self) -> None:
-        """End what it has started beside the engine. Idempotent."""
+        """End everything that it has started except the engine. Idempotent."""
 
     def sync(self) -> SyncResult:
         """See `RolloutEngine.sync`."""
@@ -123,7 +123,7 @@ class ResponseGenerator:
         return TurnLimits(longest_prompt(batches) + self.rollout.max_new_tokens, is_single=True)
 
     def sample(self, turns: TurnEngine, batches: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
-        """The rows of each part."""
+        """The rows of each batch of prompts."""
         sampled: dict[int, TurnResult] = {}
         for turn in self.requests(batches, request):
             turns.add(turn)
@@ -137,7 +137,7 @@ class ResponseGenerator:
         return rows
 
     def requests(self, batches: Sequence[DataProto], request: GenerationRequest) -> Iterator[TurnRequest]:
-        """A turn for each response, numbered from 0, a prompt's samples side by side."""
+        """A turn for each response, numbered from 0; samples of a prompt are consecutive."""
         numbers, limit = itertools.count(), self.rollout.max_new_tokens
         key = request.step, request.stream, request.greedy
         for part in batches:

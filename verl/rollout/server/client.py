@@ -1,4 +1,4 @@
-"""The engine of `rollout=server`: one request for each turn, and weights that are updated where the server can.
+"""The engine of `rollout=server`: one request for each turn, and weight updates if the server supports them.
 
 prompts ──> requests, each with its seed ──> client ──> server
 rows    <── tokens and log-probs         <──┘   retried: only failed requests
@@ -50,10 +50,10 @@ from verl.utils.progress import report
 
 logger = logging.getLogger(__name__)
 
-WAIT_S = 0.02  # for the next answer, before environments are looked at again
+WAIT_S = 0.02  # wait for the next answer before environments are polled again
 MIB = 1 << 20
-MICRO_BATCH_TOKENS = 16384  # of a forward pass where the trainer tells the log-probs
-NOISE_NATS = 1e-5  # below it the weights of a server cannot be distinguished
+MICRO_BATCH_TOKENS = 16384  # of a forward pass, if the trainer computes the log-probs
+NOISE_NATS = 1e-5  # smaller differences do not distinguish weights
 
 
 _OpenTurn = tuple[TurnRequest, GenerateRequest]
@@ -95,8 +95,8 @@ class ServerTurns(TurnEngine):
             self._open[self.client.begin([pending[1]], stop_at_failure=True)] = pending
 
     def advance(self) -> list[TurnResult]:
-        """The turns whose responses have arrived; waits briefly for the first, and for all of single turns, which share
-        a limit on the time without any answer.
+        """The turns whose responses have arrived; waits briefly for the first, or for all if turns are single. A limit
+        applies to the time without any answer.
 
         Raises:
             RolloutError: the server gives no usable answer after all retries.
@@ -142,9 +142,9 @@ class ServerTurns(TurnEngine):
 
 
 TEXTS = ("12+34=46", "what is 6*7? it is 42", "0 1 2 3 4 5 6 7 8 9", "the sum of 3 and 4 is 7")
-PROBE_TOKENS = 4  # of each row, to learn what log-probs of drawn tokens mean
-DEFAULT_CONTEXT = 4096  # tokens, of a server that does not tell its limit
-SAME_NATS = 0.05  # log-probs nearer than this mean the same
+PROBE_TOKENS = 4  # tokens sampled per row, to determine how the server computes log-probs
+DEFAULT_CONTEXT = 4096  # tokens, if the server does not report its limit
+SAME_NATS = 0.05  # nats: closer log-probs count as equal
 
 Rows = tuple[tuple[int, ...], ...]
 
@@ -232,7 +232,7 @@ class ServerConnection:
 
     Attributes:
         transfer: sends new weights; None if the server's weights are fixed or another process sends them.
-        source: where log-probs of responses come from, the server or the trainer.
+        source: source of log-probs of responses, the server or the trainer.
         gap_nats: mean distance between the log-probs of server and trainer on fixed text at the start; None if the
             server does not return them.
     """
@@ -264,7 +264,7 @@ class ServerEngine(RolloutEngine):
         self.compute_type, self.row_tokens = self._compute_type(), connection.protocol.limit
         parallel_info: ParallelInfo | None = getattr(model, "parallel_info", None)
         self._transfer = None if parallel_info is None else TransferToFirst(model, dtype_of(model, autocast))
-        # of processes with the same rows, one sends the requests
+        # one of the processes with the same rows sends the requests
         if parallel_info is not None and len(parallel_info.siblings) > 1:
             self.group = OneGenerates(parallel_info, len(parallel_info.siblings))
 
@@ -292,8 +292,7 @@ class ServerEngine(RolloutEngine):
         return ServerTurns(self.connection.client, self.connection.protocol, self.sampling_params, seed, limits)
 
     def with_log_probs(self, rows: DataProto, greedy: bool) -> DataProto:
-        """The trainer's log-probs, where those of the server are not used or, of greedy responses, have another
-        temperature."""
+        """The trainer's log-probs, if those of the server are not used, or have another temperature (greedy responses)."""
         if self.connection.source == "server" and not (greedy and self.options.temperature != 1):
             return rows
         log_probs = self._trainers_log_probs(rows, rows["responses"].shape[1]).masked_fill(~rows["response_mask"], 0.0)
@@ -315,7 +314,7 @@ class ServerEngine(RolloutEngine):
             return SyncResult("the server keeps its weights", metrics, is_current)
         synced = self._renew() if self.connection.transfer is not None else self._support_first()
         if torch.distributed.is_initialized():
-            torch.distributed.barrier()  # no process draws before the server holds the weights
+            torch.distributed.barrier()  # no process samples before the server has the weights
         return synced
 
     def _renew(self) -> SyncResult:
@@ -336,7 +335,7 @@ class ServerEngine(RolloutEngine):
         return SyncResult(note, metrics | {"sync/probe_gap_nats": gap})
 
     def _support_first(self) -> SyncResult:
-        """Work of a process for the first one, which sends the weights."""
+        """Take part in the collectives of the first process, which sends the weights."""
         if self._transfer is not None:
             for _ in self._transfer.tensors():
                 pass

@@ -2,7 +2,7 @@
 
 `ServerProtocol` is the interface; `SamplingRequest` and `ServerResponse` are the same for both. The `read_...`
 functions are the only code that parses token ids, log-probs and finish reasons of a server's JSON: each returns the
-value or raises `RetryableAnswer` with the value and its place, or `NotRetryable` if a retry cannot help.
+value or raises `RetryableAnswer` with the value and its path, or `NotRetryable` if a retry cannot help.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 client/     Requests to the vLLM process, and its life cycle
 config      `rollout=vllm`
-engine      The engine: requests, weights, and what a failure leads to
+engine      The engine: requests, weights, and handling of failures
 messages    Messages between the trainer and the vLLM process, over a socket pair
 options     Options of the vLLM engine
 server/     The side of the vLLM process. Only this package imports vLLM
 shm_stream  A stream of weights into an engine through shared memory: two chunks, filled by the trainer
 state_dict  The trainer's weights by their checkpoint names, one tensor at a time, for an engine to load
-sync/       Weights to the engines: what one holds, one sync of all ranks, transfer between them
+sync/       Weights of the engines: state of one, one sync of all ranks, transfer between them
 """

@@ -1,18 +1,17 @@
-"""The engine of `rollout=vllm`: requests (`client/turns.py`), weights (`sync/weight_sync.py`), and what a failure leads
-to.
+"""The engine of `rollout=vllm`: requests (`client/turns.py`), weights (`sync/weight_sync.py`), handling of failures.
 
     rank 0  leads ── engine: worker 0 <── slices or whole tensors ──┐
     rank 1        └────────  worker 1 <── slices                  ──┼── sent by a plan from their holders
     rank 2  leads ── another engine   <── ...                     ──┘
 
-A process that holds the whole model leads an engine of its own. Ranks of a sharded model share one engine for each
-group of them that work on the same rows. A rank without an engine feeds the engine of its group, or only sends its
+A process that holds the whole model leads its own engine. Ranks of a sharded model share one engine per group of ranks
+that work on the same rows. A rank without an engine feeds the engine of its group, or only sends its
 tensors to the ranks that do. If the engine reports which slices its workers need, worker w reads the stream of sibling
 w; otherwise the first sibling feeds all workers.
 
-An engine on GPUs spans those of its group: `rollout.tensor_parallel_size` x `rollout.pipeline_parallel_size` ranks in a
-row, or tensor-parallel siblings where they are more. Ranks of a group that have rows of their own (FSDP) send their
-prompts to the first, whose engine draws all of them.
+An engine on GPUs spans those of its group: `rollout.tensor_parallel_size` x `rollout.pipeline_parallel_size`
+consecutive ranks, or tensor-parallel siblings if they are more. Ranks of a group with different rows (FSDP) send their
+prompts to the first, whose engine generates all of them.
 
 An engine that dies is restarted once: it gets the weights, and open turns are generated again. Ranks of a sharded model
 decide on that together.
@@ -77,7 +76,7 @@ class VLLMEngine(RolloutEngine):
 
     Attributes:
         is_alone: this process holds the whole model.
-        process: that this process leads; None where another one leads the engine.
+        process: led by this process; None if another process leads the engine.
         weights: of that process.
     Raises:
         ConfigError: vLLM cannot run this model, or not with these options.
@@ -94,7 +93,7 @@ class VLLMEngine(RolloutEngine):
         self.is_alone = self.parallel_info.mesh.size == 1
         self.group = OneGenerates(
             self.parallel_info,
-            len(whole.siblings),  # ranks in a row that have the same prompts
+            len(whole.siblings),  # consecutive ranks with the same prompts
             self._sync_if_needed,
             self._may_repeat,
             self._repeat_or_raise,
@@ -134,8 +133,8 @@ class VLLMEngine(RolloutEngine):
         return None if self.process is None else self.process.process_id
 
     def turns(self, limits: TurnLimits) -> TurnEngine:
-        """See `RolloutEngine.turns`, in the process that leads the engine; the draws depend on the noise keys of the
-        turns and the positions alone. While training goes on beside it, both sides use fewer threads if necessary.
+        """See `RolloutEngine.turns`, in the process that leads the engine; samples depend only on noise keys and
+        positions. During training both sides use fewer threads if necessary.
 
         Raises:
             ConfigError: an episode is too long for the engine.
@@ -144,7 +143,7 @@ class VLLMEngine(RolloutEngine):
         assert self.weights is not None
         limit = f"the engine holds {self.info.max_model_len} (rollout.max_model_len, or the model's own limit)"
         limits.refuse_above(self.info.max_model_len, self.options.max_new_tokens, limit)
-        if limits.is_stepwise and self.weights.needs_sync:  # the weights may be half updated now
+        if limits.is_stepwise and self.weights.needs_sync:  # the weights may be partly updated
             raise EngineDied("The vLLM engine is not running.")
         if self.is_alone:  # several processes have done so together, in `group`
             self._sync_if_needed()
@@ -162,8 +161,8 @@ class VLLMEngine(RolloutEngine):
         return self._turns
 
     def sync(self) -> SyncResult:
-        """Load the current weights into all engines according to the plan, and verify them; keys and values of former
-        weights are used by turns alone that are open, and `paused`."""
+        """Load the current weights into all engines, and verify them. Keys and values of previous weights are used by
+        open, `paused` turns only."""
         synced = self._sync(self._refuse_open_turns)
         if self.is_alone:  # a group counts on, since it repeats a whole generation after the sync
             self._num_failures = 0
@@ -182,7 +181,7 @@ class VLLMEngine(RolloutEngine):
             self.weights.process.kill()
 
     def close(self) -> None:
-        """End the vLLM process that this process leads, and leave nothing of it."""
+        """End the vLLM process that this process leads, and remove its files."""
         if self.process is not None:
             keep_cached(False)
             self.process.kill()
@@ -243,7 +242,7 @@ class VLLMEngine(RolloutEngine):
         self.row_tokens = self.info.max_model_len
 
     def _restart(self, death: EngineDied) -> None:
-        """Start another engine with the present weights, in place of one that died while it was drawing with them."""
+        """Start another engine with the current weights, after one died during generation."""
         self._num_failures += 1
         log.warning("%s\n%s", death, RESTARTED)
         self._sync(lambda: None)
@@ -257,7 +256,7 @@ class VLLMEngine(RolloutEngine):
         return self._with_retry(lambda: self.weight_sync.run(prepare))
 
     def _sync_if_needed(self) -> None:
-        """Before turns are generated; all processes that hold the model take part."""
+        """Sync before turns are generated, if needed; collective over the processes of the model."""
         needs_sync = consensus(
             self.parallel_info, lambda: self.weights is not None and self.weights.needs_sync, self._may_repeat
         )
@@ -282,8 +281,8 @@ class VLLMEngine(RolloutEngine):
                 self._repeat_or_raise(failed)
 
     def _may_repeat(self, error: Exception) -> bool:
-        """Whether a failure of this process may be followed by another try, which this prepares: the first of several
-        in a row, or that of a first sync."""
+        """Whether a failure of this process may be retried (the first in a row, or of a first sync), and prepare the
+        retry."""
         if isinstance(error, EngineDied | StreamBroken):  # or the engine of another process died
             if self.process is not None and isinstance(error, EngineDied):
                 self.process.kill()
@@ -292,7 +291,7 @@ class VLLMEngine(RolloutEngine):
         return self.weights is not None and self.weights.may_repeat(error)
 
     def _repeat_or_raise(self, failed: ConsensusFailed) -> None:
-        """Called in all processes after a failure in one; returns if they are to try again."""
+        """Called in all processes after a failure; returns if they shall retry."""
         error = failed.error
         if failed.may_repeat:
             log.warning("%s\n%s", error, RESTARTED if isinstance(error, EngineDied) else "Retrying once.")
@@ -307,7 +306,7 @@ class VLLMEngine(RolloutEngine):
 
 
 def with_engine_group(parallel_info: ParallelInfo, engine_size: int) -> ParallelInfo:
-    """The same, with all ranks that share an engine as siblings: one engine on GPUs spans those of its whole group.
+    """`parallel_info` with all ranks that share an engine as siblings: an engine on GPUs spans those of its group.
 
     On a CPU every group of tensor-parallel ranks has its own engine, of any size. All processes of the model take
     part.
@@ -334,7 +333,7 @@ def with_engine_group(parallel_info: ParallelInfo, engine_size: int) -> Parallel
 
 
 def grouped(parallel_info: ParallelInfo, size: int) -> ParallelInfo:
-    """The same, with ranks in groups of this size as siblings. All processes of the model take part."""
+    """`parallel_info` with ranks in groups of this size as siblings. Collective over the processes of the model."""
     import torch.distributed as dist
 
     groups = [list(range(first, first + size)) for first in range(0, parallel_info.mesh.size, size)]
@@ -349,7 +348,7 @@ def _experts_shape(model: Any, options: VLLMOptions) -> tuple[int, int] | None:
 
 
 def _shared_core_threads(setting: EngineArgs, context: BuildContext) -> int:
-    """Threads of each of the two, while trainer and engine work at the same time, so that none waits for a core."""
+    """Threads of trainer and engine each while both work, so that none waits for a core."""
     threads = torch.get_num_threads()
     fit = setting.is_on_gpu or context.world_size * (threads + setting.num_threads) <= num_cores()
     return threads if fit else max(1, min(threads, setting.num_threads) // 2)

@@ -63,7 +63,7 @@ class EngineInfo:
 
 @dataclass(frozen=True)
 class NumberedTurn:
-    """A turn to generate; its number comes back with it."""
+    """A turn to generate, with a number that is returned with it."""
 
     number: int
     request: TurnRequest
@@ -98,10 +98,10 @@ class LoadResult:
     anew: str | None
 
 
-WantedSlices = dict[str, Box]  # of each tensor the slice that one process of an engine takes
+WantedSlices = dict[str, Box]  # slice of each tensor for one process of an engine
 
 
-ALIGNMENT = 64  # bytes, of each tensor in a chunk
+ALIGNMENT = 64  # bytes: alignment of tensors in a chunk
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ChunkEntry:
     Attributes:
         shape: of the tensor.
         begin: the first of its rows.
-        whole: the shape of the tensor, where these are some of its rows; None where it is all of it.
+        whole: shape of the whole tensor, if these are some of its rows; None if it is complete.
     """
 
     name: str
@@ -122,7 +122,7 @@ class ChunkEntry:
 
     @property
     def is_last(self) -> bool:
-        """Whether the tensor is there with this."""
+        """Whether this completes the tensor."""
         return self.whole is None or self.begin + self.shape[0] == self.whole[0]
 
 
@@ -161,7 +161,7 @@ class FeedPlan:
         handle: of the stream.
         reader: its index among the readers of the stream.
         chunks: of the stream.
-        slices: by name, the tensors that do not come whole.
+        slices: tensors that are received as slices, by name.
     """
 
     handle: StreamHandle
@@ -232,7 +232,7 @@ class SyncRound:
     """The part of a sync's description that changes between syncs, for the engine that a process leads.
 
     Attributes:
-        question: of the proof.
+        question: the verification request.
         engine: the process, and whether tensors are loaded in place; a change repeats the agreement on layouts.
     """
 

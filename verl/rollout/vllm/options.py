@@ -38,10 +38,10 @@ class VLLMOptions(Rollout):
         pipeline_parallel_size: stages of an engine, each with some of the layers on tensor_parallel_size GPUs. A
             response passes through them in turn, so use it where tensor parallelism cannot divide the model.
         lora: how an adapter is sent to the engine: `merged` into the model's weights, or as an `adapter`.
-        sleep: free the engine's GPU memory during training. `auto`: only where trainer and engine do not fit into it
-            together by the plan, or there is none. No effect on a CPU.
+        sleep: free the engine's GPU memory during training. `auto`: only if trainer and engine do not fit into it
+            together by the plan, or there is no plan. No effect on a CPU.
         num_threads: threads of the engine, on a CPU; null: as many as the trainer has.
-        chunk_mib: weights travel in two chunks of at most this size; a larger tensor travels in several, by its rows.
+        chunk_mib: size of the two chunks in which weights are streamed; a larger tensor is streamed by rows.
         call_timeout_s: largest time without progress (a step, tensor or layer); then the engine is killed and
             restarted, as after a crash. The total time of a call has no limit.
         start_timeout_s: largest time until the engine is ready, even if it makes progress; null: no limit.

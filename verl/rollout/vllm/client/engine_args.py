@@ -79,7 +79,7 @@ class EngineArgs:
             "pipeline_parallel_size": options.pipeline_parallel_size,
             "enable_sleep_mode": self.is_on_gpu and bool(options.sleep),
         }
-        if arguments["enable_sleep_mode"]:  # frees CUDA graphs and buffers of NCCL too
+        if arguments["enable_sleep_mode"]:  # frees CUDA graphs and NCCL buffers too
             arguments |= {"sleep_mode_offload_cudagraph": True, "enable_nccl_comm_suspend": True}
         if self.utilization is not None:
             arguments["gpu_memory_utilization"] = self.utilization
@@ -158,7 +158,7 @@ def indivisible(options: VLLMOptions, config: Any) -> str | None:
     return None
 
 
-EXACT_FLOAT32 = {  # or products of float32 numbers would be those of tf32, of 10 bits, in kernels of Triton and cuBLAS
+EXACT_FLOAT32 = {  # else Triton and cuBLAS compute float32 products in tf32, with 10 bits
     "TRITON_F32_DEFAULT": "ieee",
     "NVIDIA_TF32_OVERRIDE": "0",
 }
@@ -178,7 +178,7 @@ def environment(
     """
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # it takes no logits processors
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # it does not support logits processors
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_HOST_IP": "127.0.0.1",
@@ -203,7 +203,7 @@ def environment(
 
 def write_model_directory(model: Any, scratch: Path) -> Path:
     """A directory with the configuration of the running model, without weights, named by its content: the path is part
-    of the key of what vLLM has compiled, so a random one would have each engine compile anew.
+    of the key of vLLM's compilation cache, so a random path would cause a new compilation for each engine.
 
     Args:
         scratch: used if the cache of verl is not writable.
@@ -214,7 +214,7 @@ def write_model_directory(model: Any, scratch: Path) -> Path:
     file = written / "config.json"
     config = json.loads(file.read_text())
     classes = (kind.__name__ for kind in type(base).__mro__ if not kind.__module__.startswith("torch."))
-    config["architectures"] = [next(classes)]  # FSDP inserts its class before that of the model
+    config["architectures"] = [next(classes)]  # FSDP inserts its class before the model's
     file.write_text(json.dumps(config, sort_keys=True))
     if (cache := cache_directory("engine_models")) is None:
         return written
@@ -278,7 +278,7 @@ def engine_gpus(context: BuildContext, options: VLLMOptions) -> list[str]:
 TOO_FULL = "less than desired GPU memory utilization"
 NO_ROOM = ("GiB KV cache is needed", "No available memory for the cache blocks")
 
-LOST_WORKER = "WorkerProc initialization failed"  # said of workers that raised, and of those that are gone
+LOST_WORKER = "WorkerProc initialization failed"  # in messages about workers that raised, and that died
 
 
 def as_death(error: EngineError) -> EngineDied | None:

@@ -1,5 +1,5 @@
-"""Requests to the vLLM process: turns in, tokens out. They are added at any time, generated while environments answer
-others, and know nothing of the weights that draw them.
+"""Requests to the vLLM process: turns in, tokens out. Turns can be added at any time, and are generated while
+environments answer others. Weights are handled elsewhere.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from verl.rollout.vllm.messages import NumberedTurn, TurnOutput
 from verl.rollout.vllm.shm_stream import using_threads
 from verl.utils.progress import report
 
-ADVANCE_S = 0.02  # of one call, unless a turn ends before; then environments are looked at again
+ADVANCE_S = 0.02  # of one call, unless a turn ends before; then environments are polled
 GONE = "The vLLM engine that generated the open turns is not running."
-ADVANCE_ALL_S = 5.0  # where there is no environment: the engine waits for no call in between
+ADVANCE_ALL_S = 5.0  # without environments: the engine need not return in between
 
 
 class VLLMTurns(TurnEngine):
-    """Turns under way in the vLLM process.
+    """Open turns of the vLLM process.
 
     Args:
-        max_new_tokens: the most tokens of a turn.
+        max_new_tokens: maximum tokens of a turn.
         is_single, is_stepwise: as in `TurnLimits`.
         num_threads: threads of each side until the turns are closed; None: as many as each has.
-        restart: called if the process dies: makes it ready again, with the weights that have begun the turns, which
-            then are generated again with the same noise. None: the death is raised.
+        restart: called if the process dies: restarts it with the same weights, and the turns are generated again with
+            the same noise. None: the error is raised.
     Attributes:
         cached_tokens: tokens of the turns' prompts that came from vLLM's prefix cache.
         is_paused: the weights may change.
@@ -56,7 +56,7 @@ class VLLMTurns(TurnEngine):
         self._numbers = itertools.count()
         self._new: list[NumberedTurn] = []
         self._open: dict[int, TurnRequest] = {}
-        self._begun_in: int | None = None  # the process that knows of the turns under way
+        self._begun_in: int | None = None  # id of the process that has the open turns
         self._contexts = contextlib.ExitStack()
         if num_threads is not None:
             self._contexts.enter_context(using_threads(num_threads))

@@ -47,7 +47,7 @@ def serve(channel: Channel, setting: Any, progress: Progress) -> None:
         _serve(channel, setting)
     if not is_parent_alive():
         os.killpg(0, signal.SIGKILL)  # workers too; the clean-up process of the trainer removes the files
-    os._exit(0)  # at once: nothing is left to do
+    os._exit(0)  # immediately: nothing is left to do
 
 
 def _serve(channel: Channel, setting: Any) -> None:
@@ -56,12 +56,12 @@ def _serve(channel: Channel, setting: Any) -> None:
         report("starting: importing vLLM")
         with rare_garbage_collection():
             from verl.rollout.vllm.server.engine_server import EngineServer
-        gc.freeze()  # vLLM collects garbage several times as it starts: not among all that was imported
+        gc.freeze()  # vLLM runs the garbage collector while it starts: skip imported objects
 
         report("starting: making the engine")
         engine = EngineServer(setting)
         info = engine.describe()
-    except BaseException as error:  # noqa: BLE001 - the trainer's to handle; vLLM exits on some faults
+    except BaseException as error:  # noqa: BLE001 - reported to the trainer; vLLM exits on some faults
         channel.send(_failure(error, engine))
         return
     answer = EngineReply(info)
@@ -76,7 +76,7 @@ def _serve(channel: Channel, setting: Any) -> None:
 def _carry_out(engine: Any, call: EngineCall) -> EngineReply:
     try:
         return EngineReply(getattr(engine, call.method)(*call.args))
-    except BaseException as error:  # noqa: BLE001 - the trainer's to handle
+    except BaseException as error:  # noqa: BLE001 - reported to the trainer
         return _failure(error, engine)
 
 

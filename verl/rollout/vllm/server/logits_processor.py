@@ -31,8 +31,8 @@ class ActiveRequests:
     Attributes:
         log_probs: [B T], filled as tokens are sampled.
         recorder: of the experts that routers choose; None if they are not recorded.
-        experts: [B T layers k] int16 in main memory, of the tokens that predict the turns, filled likewise; UNKNOWN
-            elsewhere. None before the first token.
+        experts: [B T layers k] int16 in main memory, of the tokens that predict the turns, filled as tokens are
+            sampled; UNKNOWN elsewhere. None before the first token.
     """
 
     drawing: TokenSampler
@@ -68,13 +68,13 @@ class CounterNoiseProcessor(LogitsProcessor):
         active: set before requests are added; rows without `TURN` (warm-up) are not modified.
     """
 
-    active: ActiveRequests | None = None  # of this process, which draws for one engine
+    active: ActiveRequests | None = None  # one per process, which samples for one engine
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
         size = vllm_config.scheduler_config.max_num_seqs
         self.device, self._pins = device, is_pin_memory
         self._turns = np.zeros((8, size), dtype=np.int64)  # row, is greedy, noise key, position of its first token
-        self._sampled: list[list[int] | None] = [None] * size  # vLLM's own lists of the tokens so far
+        self._sampled: list[list[int] | None] = [None] * size  # vLLM's lists of the tokens so far
         self._noise = np.zeros((size, NOISE_TOKENS))  # of each row, from a position on
         self._noise_of = np.full((6, size), -1, dtype=np.int64)  # noise key, and which part of the turn
 

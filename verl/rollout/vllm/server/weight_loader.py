@@ -1,11 +1,12 @@
 """Loads streamed tensors in place into the engine's layers, without a reload by vLLM. Destinations are computed once.
 
-    q_proj, k_proj, v_proj ──> rows of qkv_proj ──┬── a parameter that is there (on a GPU, embeddings, norms): copied
-    gate_proj, up_proj     ──> rows of gate_up    └── packed for the CPU: packed anew from the chunk, where they adjoin
+    q_proj, k_proj, v_proj ──> rows of qkv_proj ──┬── plain parameter (on a GPU, embeddings, norms): copied
+    gate_proj, up_proj     ──> rows of gate_up    └── packed for the CPU: packed again from adjacent tensors of the
+    chunk
 
-A packed layer frees its old buffer before it allocates the new one, and free memory goes back to the system after each
-load. Layers are recognised by class name, as in weight verification, which reads every layer after each load; for a
-layer of another class `UnsupportedLayer` is raised, and `WorkerExtension` has vLLM reload the weights.
+A packed layer frees its old buffer before it allocates the new one, and free memory is returned to the system after
+each load. Layers are recognised by class name, as in weight verification, which reads every layer after each load; for
+a layer of another class `UnsupportedLayer` is raised, and `WorkerExtension` has vLLM reload the weights.
 """
 
 from __future__ import annotations
@@ -80,8 +81,8 @@ class InPlaceLoader:
         self._shapes = shapes
         self._writers: dict[str, list[Callable[[str, Tensor], object]]] = {name: [] for name in shapes}
         self._packings: list[PackedLayer] = []
-        self._copies: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = {}  # places, and what of a tensor is there
-        self._whole_only: set[str] = set()  # tensors that are not taken by their rows
+        self._copies: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = {}  # destinations, with slices
+        self._whole_only: set[str] = set()  # tensors that are not loaded by rows
         self._after: dict[str, list[Callable[[], None]]] = {}  # once a tensor is there
         self._arriving = torch.empty(0)
         self._embeddings: dict[int, str] = {}  # of a parameter: the name that it comes by

@@ -35,10 +35,10 @@ class WorkerExtension:
     model_runner: Any
     _feed: FeedPlan
     _stream_dtype: torch.dtype
-    _found: InPlaceLoader | str | None = None  # of this feed; None before the first load into place
+    _found: InPlaceLoader | str | None = None  # for this feed; None before the first in-place load
     _reader: StreamReader | None = None
     _recorder: ExpertRecorder | None = None
-    _threads = contextlib.ExitStack()  # while responses are drawn; of this process, whose only worker this is
+    _threads = contextlib.ExitStack()  # during generation; class state, since a process has one worker
 
     def verl_begin(self, drawing: TokenSampler, rows: int, width: int, num_threads: int | None) -> None:
         """Prepare for generation, with this number of CPU threads if it is given."""
@@ -60,7 +60,7 @@ class WorkerExtension:
         return active.log_probs[torch.tensor(rows, device=self.device), :width].cpu(), experts
 
     def verl_record_experts(self) -> None:
-        """Record from here on which experts the routers choose."""
+        """Start recording the experts that routers choose."""
         self._recorder = ExpertRecorder(self.model_runner)
 
     def verl_prepare_stage(self) -> None:
