@@ -167,7 +167,7 @@ class EngineWeights:
         return SyncResult(f"adapter {self._num_adapters}, {size / MIB:.1f} MiB to vLLM", metrics)
 
     def request_fingerprints(self, question: VerifyRequest) -> None:
-        """Request the fingerprints of the engine."""
+        """Start a verification in the engine; `verify` reads its reply."""
         self.state.was_probed = bool(question.rows) or self._needs_no_probe
         self.process.send("prove", question)
 
