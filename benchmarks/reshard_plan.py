@@ -23,7 +23,7 @@ import numpy as np
 from verl.ops.resharding.layout import Layout, Mesh, TensorLayout, volume
 from verl.ops.resharding.plan import Plan, lower_bound, reshard_plan
 from verl.ops.resharding.rounds import Move, part_of_round
-from verl.rollout.vllm.sync.weight_transfer import buckets
+from verl.rollout.weight_sync.transfer import buckets
 
 VOCABULARY, KV = 128256, 1024
 

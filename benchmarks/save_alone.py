@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from verl.checkpoint.resume_point import find
+from verl.checkpoint.resolve import resolve
 from verl.component import BuildContext
 from verl.engines.parallel_dims import Parallelism
 from verl.models.pretrained import Pretrained
@@ -66,7 +66,7 @@ def resumed(hidden: int, rounds: int, directory: Path) -> dict[str, float]:
     run = described(hidden, "sync", 1, directory)
     with run.build(BuildContext(run_dir=directory / "run")) as trainer:
         trainer.fit()
-    point, parallel = find("latest", directory / "checkpoints"), Parallelism()
+    point, parallel = resolve("latest", directory / "checkpoints"), Parallelism()
     assert point is not None
     role = replace(run.actor, model=Pretrained(path=str(directory / "run/actor")))
     source, context = RestoreSource(point.checkpoint.directory, verify=False), BuildContext()

@@ -33,7 +33,7 @@ from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
 from verl.rollout.responses import ResponseGenerator
 from verl.rollout.token_sampler import TokenSampler
-from verl.rollout.vllm.client.engine_args import environment
+from verl.rollout.vllm.engine_args import environment
 
 SHAPES: dict[str, dict[str, int]] = {
     "2.6M": {"hidden": 256, "layers": 4, "mlp": 512, "kv_heads": 4},
@@ -84,8 +84,8 @@ class Contest:
         described = work.forced_vllm(self.lengths, SAMPLES, kv_cache_gib=1.0, max_num_seqs=rows)
         self.ours = described.attach(self.model, self.tokenizer, 0, None, BuildContext())
         self.sampler = ResponseGenerator(self.ours, described, work.PAD)
-        variables = environment(described, BuildContext(), self.ours.setting.num_threads)
-        self.bare = BareEngine(str(directory), self.ours.setting.engine_arguments(), variables)
+        variables = environment(described, BuildContext(), self.ours.setup.num_threads)
+        self.bare = BareEngine(str(directory), self.ours.setup.setting.engine_arguments(), variables)
 
     def close(self) -> None:
         """End the engines."""

@@ -29,9 +29,9 @@ from _bare_vllm import BareEngine, resident_mib
 from verl.component import BuildContext
 from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout
-from verl.rollout.vllm.client.engine_args import environment
 from verl.rollout.vllm.config import VLLMRollout
 from verl.rollout.vllm.engine import VLLMEngine
+from verl.rollout.vllm.engine_args import environment
 
 SHAPES: dict[str, dict[str, int]] = {
     "2.6M": {"hidden": 256, "layers": 4, "mlp": 512, "kv_heads": 4},
@@ -114,7 +114,7 @@ def measure(directory: Path, shape: dict[str, int], repeats: int) -> dict[str, A
     try:
         found["vllm"] = streamed(engine, repeats)
         found["loading"] = in_place_or_anew(engine, repeats)
-        arguments, threads = engine.setting.engine_arguments(), engine.setting.num_threads
+        arguments, threads = engine.setup.setting.engine_arguments(), engine.setup.num_threads
     finally:
         engine.close()
     bare = BareEngine(str(directory), arguments, environment(described, BuildContext(), threads))

@@ -9,8 +9,8 @@ import shutil
 import pytest
 from faults.scenarios import save
 
+from verl.checkpoint import ownership
 from verl.checkpoint import retention as retention_module
-from verl.checkpoint.commit import fencing
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.retention import Retention, pin, pins, plan, prune, unpin
 from verl.errors import CheckpointNotFound, CheckpointWriteFailed
@@ -116,7 +116,7 @@ def test_a_pin_that_comes_while_checkpoints_are_pruned_holds_or_is_refused(tmp_p
     for version in range(1, 5):
         save(store, version, version)
     decided, pinning = retention_module._covered, CheckpointStore(store.directory)
-    monkeypatch.setattr(fencing, "LOCK_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(ownership, "LOCK_TIMEOUT_S", 0.0)
 
     def decided_before_the_pin(*args):
         chosen = decided(*args)

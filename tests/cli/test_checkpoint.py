@@ -23,9 +23,9 @@ from trainer.runs import fit
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from verl.checkpoint.commit.fencing import RunLock
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.manager import CheckpointManager
+from verl.checkpoint.ownership import RunLock
 from verl.cli.main import app
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
@@ -74,7 +74,6 @@ def test_directories_of_projects_and_experiments_need_not_be_written_out(directo
     monkeypatch.chdir(tmp_path)
     shutil.copytree(directory, "checkpoints/verl/first", symlinks=True)
     assert "global_step_200" in run("ls", "checkpoints")[1]
-    assert run("verify", "checkpoints/latest")[1].startswith("global_step_200: complete")
     shutil.copytree(directory, "checkpoints/verl/second", symlinks=True)
     status, told, _ = run("ls", "checkpoints")
     assert (status, told.count("global_step_200")) == (0, 2)

@@ -13,7 +13,7 @@ from cli.report.run_files import run_directory
 from typer.testing import CliRunner
 
 from verl.checkpoint.commit.store import CheckpointStore
-from verl.checkpoint.read.discovery import POINTER
+from verl.checkpoint.resolve import SAVED
 from verl.checkpoint.retention import pin
 from verl.cli.main import app
 from verl.trainer.state.lineage import Lineage
@@ -51,7 +51,7 @@ def save(directory: Path, run_id: str, config: dict | None = None) -> str:
 
 
 def point_to(directory: Path, run_dir: Path, run_id: str) -> None:
-    (run_dir / POINTER).write_text(json.dumps({"save_dir": str(directory), "run_id": run_id}))
+    (run_dir / SAVED).write_text(json.dumps({"save_dir": str(directory), "run_id": run_id}))
     Lineage(directory, run_id).add("run", run_dir=str(run_dir), code={}, identity={}, parent=None)
 
 
@@ -129,7 +129,7 @@ def test_a_run_whose_directory_of_checkpoints_cannot_be_read_stays_and_the_other
     else:
         (project / "saved").mkdir()
         (project / "saved/pins").write_text("")
-    (odd / POINTER).write_text(json.dumps({"save_dir": str(project / "saved"), "run_id": "a"}))
+    (odd / SAVED).write_text(json.dumps({"save_dir": str(project / "saved"), "run_id": "a"}))
     age(project)
     shown = prune("--yes")
     assert "its checkpoints cannot be read" in shown
@@ -138,7 +138,7 @@ def test_a_run_whose_directory_of_checkpoints_cannot_be_read_stays_and_the_other
 
 
 def test_a_directory_of_checkpoints_with_an_impossible_name_is_none(project):
-    (project / "outputs/sft" / POINTER).write_text(json.dumps({"save_dir": "x" * 300, "run_id": "a"}))
+    (project / "outputs/sft" / SAVED).write_text(json.dumps({"save_dir": "x" * 300, "run_id": "a"}))
     age(project)
     assert "removed outputs/sft" in prune("--yes")
 

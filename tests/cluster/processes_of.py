@@ -24,7 +24,7 @@ def workers_of(driver: int) -> list[int]:
 
 def engines_of(parent: int) -> list[int]:
     """The vLLM engines that a process has started."""
-    return _children_of(parent, b"verl.rollout.vllm.server.engine_main")
+    return _children_of(parent, b"verl.rollout.engine_process.serve")
 
 
 def _children_of(parent: int, module: bytes) -> list[int]:

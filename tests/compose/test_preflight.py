@@ -17,11 +17,11 @@ from refusals import refusal
 from storage.s3_server import Fault
 from trainer.state.test_save_directory import OTHER, fit, run
 
-from verl.checkpoint.commit.fencing import RunLock
+from verl.checkpoint import ownership
 from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.ownership import Owner
 from verl.checkpoint.read.discovery import CheckpointDirectory
-from verl.checkpoint.remote import store_lease
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import refuse_here, validate
@@ -93,7 +93,7 @@ def test_another_training_is_refused_by_its_keys_before_anything_is_built(model3
         refuse_here(run(model32, resume=resume, storage=storage))
     with pytest.raises(ConfigError, match="holds checkpoints of another training"):
         refuse_here(run(model32, data=OTHER, save={"save_dir": str(directory)}))
-    refuse_here(run(model32, data=OTHER))  # it will save beside them
+    refuse_here(run(model32, data=OTHER, experiment_name="other"))
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -116,10 +116,10 @@ def test_a_place_of_a_store_that_a_living_run_of_another_machine_holds_is_refuse
     directory = fit(run(model32, storage=storage))
     identity = read_state(FileSystem(), CheckpointDirectory(directory).open("global_step_2"))["identity"]
     place = dataclasses.replace(storage, path=f"{storage.path}/checkpoints/verl/default")
-    held = store_lease.StoreLease(place, RunLock(tmp_path / "elsewhere", "first", identity).holder)
-    monkeypatch.setattr(store_lease, "machine_id", lambda: "this machine")
+    held = ownership.StoreLease(place, Owner.here("first", identity))
+    monkeypatch.setattr(ownership, "machine_id", lambda: "this machine")
     for name in ("RENEW_EVERY_S", "LOOK_EVERY_S"):
-        monkeypatch.setattr(store_lease, name, 0.05)
+        monkeypatch.setattr(ownership, name, 0.05)
     living = [run(model32, storage=storage, resume=resume) for resume in (None, "latest", f"{directory}/global_step_2")]
     for made in living:
         refuse_here(made)

@@ -17,7 +17,7 @@ from verl.errors import ConfigError, WeightSyncError
 from verl.rollout.hf import HFRollout
 from verl.rollout.proof.probe import ALLOWED_NATS
 from verl.rollout.proof.verifier import TrainerSide, VerifyReply, verify_sync
-from verl.rollout.vllm.client.gpu_memory import CONTEXT_BYTES, NCCL_BYTES
+from verl.rollout.vllm.gpu_memory import CONTEXT_BYTES, NCCL_BYTES
 from verl.trainer.plan import run_plan
 from verl.trainer.plan.memory import memory_plan
 from verl.trainer.plan.run_plan import log_plan

@@ -23,16 +23,16 @@ from verl.models.tiny import TinyModel
 from verl.ops.resharding.layout import Mesh
 from verl.rollout import generation_group
 from verl.rollout.generation_group import OneGenerates
+from verl.rollout.process_engine import with_engine_group
 from verl.rollout.proof.fingerprints import ProbeVectors
 from verl.rollout.proof.verifier import VerificationResult, VerifyRequest
-from verl.rollout.vllm import shm_stream
-from verl.rollout.vllm.client.engine_args import gpu_name
-from verl.rollout.vllm.engine import with_engine_group
-from verl.rollout.vllm.messages import SyncOffer, SyncRound
-from verl.rollout.vllm.shm_stream import StreamReader
-from verl.rollout.vllm.sync import weight_sync
-from verl.rollout.vllm.sync.weight_sync import WeightSync
-from verl.rollout.vllm.sync.weight_transfer import FeedAssignment
+from verl.rollout.vllm.engine_args import gpu_name
+from verl.rollout.weight_sync import stream as shm_stream
+from verl.rollout.weight_sync import sync as weight_sync
+from verl.rollout.weight_sync.chunks import SyncOffer
+from verl.rollout.weight_sync.stream import StreamReader
+from verl.rollout.weight_sync.sync import WeightSync
+from verl.rollout.weight_sync.transfer import FeedAssignment
 
 RANKS = 4
 
@@ -167,7 +167,7 @@ class RecordedEngine:
     def begin(self, prepare):
         prepare()
         self.events.append("weights")
-        return SyncRound(VerifyRequest(ProbeVectors(3), ((1, 2, 3),)), (1, True))
+        return VerifyRequest(ProbeVectors(3), ((1, 2, 3),)), (1, True)
 
     def offer(self, shapes):
         return SyncOffer(None, 1, 1, "", 60.0, torch.get_num_threads())

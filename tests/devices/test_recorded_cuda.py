@@ -23,14 +23,14 @@ from verl.engines import engine as engine_module
 from verl.engines.parallel_dims import DataParallelism
 from verl.engines.sharding import DDP, FSDP, HSDP, Parallel
 from verl.models.tiny import TinyModel
+from verl.rollout.engine_process.messages import EngineInfo
 from verl.rollout.hf import HFRollout
+from verl.rollout.process_engine import grouped
 from verl.rollout.proof.fingerprints import ProbeVectors
 from verl.rollout.proof.verifier import VerificationResult, VerifyRequest
-from verl.rollout.vllm.client.engine_args import environment
 from verl.rollout.vllm.config import VLLMRollout
-from verl.rollout.vllm.engine import grouped
-from verl.rollout.vllm.messages import EngineInfo
-from verl.rollout.vllm.sync.engine_weights import EngineWeights
+from verl.rollout.vllm.engine_args import environment
+from verl.rollout.weight_sync.engine_weights import EngineWeights
 from verl.trainer.plan.workload import free_memory
 from verl.trainer.setup import prepare_context
 from verl.utils import memory, seeding

@@ -22,11 +22,11 @@ from transformers import AutoModelForCausalLM
 
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
+from verl.rollout.engine_process.process import EngineError
 from verl.rollout.hf import HFRollout
-from verl.rollout.vllm.client.engine_args import EngineArgs, as_config_error, write_model_directory
-from verl.rollout.vllm.client.engine_process import EngineError
-from verl.rollout.vllm.client.gpu_memory import cache_bytes, engine_shape, utilization, warn_of_small_cache
 from verl.rollout.vllm.config import VLLMRollout
+from verl.rollout.vllm.engine_args import EngineArgs, as_config_error, write_model_directory
+from verl.rollout.vllm.gpu_memory import cache_bytes, engine_shape, utilization, warn_of_small_cache
 from verl.utils.memory import DeviceMemory
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM's own checks need vLLM")

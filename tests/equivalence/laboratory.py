@@ -49,8 +49,8 @@ from verl.ops.resharding.dtensor import is_on_other_stage, local
 from verl.protocol import DataProto
 from verl.protocol.dispatch import dispatch_of, on_all, on_each
 from verl.rollout.proof.fingerprints import adapter_tensors
-from verl.rollout.vllm.state_dict import weights_of
-from verl.rollout.vllm.sync.weight_transfer import whole_adapter
+from verl.rollout.weight_sync.state_dict import weights_of
+from verl.rollout.weight_sync.transfer import whole_adapter
 from verl.trainer.ppo_config import PPORun
 from verl.trainer.sft import PreferenceRun
 from verl.workers.colocated import RLHost

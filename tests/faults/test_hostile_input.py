@@ -23,7 +23,7 @@ from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import MANIFEST, STATE, commit_line
 from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.transfer import CheckpointTier, CheckpointUpload
-from verl.checkpoint.resume_point import find
+from verl.checkpoint.resolve import resolve
 from verl.cli.main import app
 from verl.errors import VerlError
 from verl.storage.config import LocalStorage
@@ -52,7 +52,6 @@ NAMES = (
     "latest",
     "pins",
     "staging",
-    "owner.json",
     "",
     ".",
     "..",
@@ -139,7 +138,7 @@ def ends_in_words(*arguments: object) -> str:
 def resumes_in_words(directory: Path, tier: CheckpointTier | None = None) -> None:
     for is_own in (None, lambda state: state.get("identity", {}) == {}):
         with contextlib.suppress(VerlError):
-            find("latest", directory, tier=tier, is_own=is_own)
+            resolve("latest", directory, tier=tier, is_own=is_own)
 
 
 def listing(directory: Path) -> set[str]:
@@ -176,7 +175,7 @@ def test_a_record_of_a_store_cannot_name_a_place_outside(name, whole, tmp_path):
     ends_in_words("pull", storage.address, tmp_path / "here/in")
     ends_in_words("ls", storage.address)
     resumes_in_words(tmp_path / "here/in", CheckpointTier(storage=storage))
-    assert listing(tmp_path / "here") <= {"in", "in/staging", "in/format.json", "in/owner.json"}
+    assert listing(tmp_path / "here") <= {"in", "in/staging", "in/format.json", "in/run.lock"}
     assert not (tmp_path / "escaped").exists()
     assert not Path("/tmp/verl_hostile_name").exists()
 
@@ -244,7 +243,7 @@ EVENTS = b"""{"event": "run"}
 """
 CONTENTS = [b"", b"[]", b"3", b"\xff", b"{" * 10_000, EVENTS, b'{"reason": {}, "address": "x", "keep_waiting": -3}']
 CONTENTS += [b'{"claim": [], "epoch": "x", "upload_interval": 0, "address": 3}']
-BESIDE = ("owner.json", "format.json", "cold.json", "run.lock", "pins/global_step_1", "lineage.jsonl")
+BESIDE = ("format.json", "cold.json", "run.lock", "pins/global_step_1", "lineage.jsonl")
 
 
 @THOROUGH

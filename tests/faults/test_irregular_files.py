@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.hashing import digest_of
-from verl.checkpoint.resume_point import find
+from verl.checkpoint.resolve import resolve
 from verl.checkpoint.retention import Retention, clean, pin, pins, prune, unpin
 from verl.cli.main import app
 from verl.compose.load_policy import locate_policy
@@ -80,7 +80,7 @@ def run(whole, tmp_path) -> Path:  # noqa: F811
     return tmp_path / "run"
 
 
-OWN = ("format.json", "owner.json", "cold.json", "lineage.jsonl", "pins/global_step_1", "uploaded/global_step_1")
+OWN = ("format.json", "run.lock", "cold.json", "lineage.jsonl", "pins/global_step_1", "uploaded/global_step_1")
 OF_ONE = ("COMMIT", "manifest.json", "trainer_state.json", "actor/config.json", "actor/tokenizer.json")
 FILES = [
     *(f"checkpoints/{name}" for name in OWN),
@@ -98,7 +98,7 @@ def test_a_fifo_or_a_device_in_place_of_a_file_is_not_read(file, kind, run):
     for words in (("checkpoint", "verify", directory, "--full"), ("lineage", directory), ("samples", run)):
         command(*words)
     with in_time(), contextlib.suppress(VerlError):
-        find("latest", directory)
+        resolve("latest", directory)
     with in_time(), contextlib.suppress(VerlError):
         locate_policy(str(run))
     with in_time(), contextlib.suppress(VerlError):

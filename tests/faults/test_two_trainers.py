@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from faults.scenarios import check_next_save, save, version_of
 
-from verl.checkpoint.commit import fencing
+from verl.checkpoint import ownership
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.retention import Retention, prune
@@ -112,7 +112,7 @@ def test_who_is_fenced_out_prunes_nothing(tmp_path):
 
 
 def test_a_lock_that_is_never_given_up_is_an_error_not_a_wait(tmp_path, monkeypatch):
-    monkeypatch.setattr(fencing, "LOCK_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(ownership, "LOCK_TIMEOUT_S", 0.05)
     store = CheckpointStore(tmp_path / "checkpoints")
     save(store, 1, 1)
     held = store.disk.lock(store.directory / "format.json")
@@ -144,9 +144,11 @@ def test_processes_of_one_run_share_a_claim(tmp_path):
     assert version_of(save(writer, 3, 3)) == 3
 
 
-def test_a_claim_that_somebody_deleted_is_made_again(tmp_path):
+def test_a_claim_whose_record_somebody_deleted_holds_until_the_next_one(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
     save(store, 1, 1)
-    (tmp_path / "checkpoints/owner.json").unlink()
+    (tmp_path / "checkpoints/run.lock").unlink()
     assert save(store, 2, 2).sequence == 2
-    assert (tmp_path / "checkpoints/owner.json").exists()
+    CheckpointStore(tmp_path / "checkpoints").claim_directory()
+    with pytest.raises(CheckpointFenced):
+        save(store, 3, 3)

@@ -14,7 +14,7 @@ from verl.engines.sharding import FSDP
 from verl.models.tiny import TinyModel
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
-from verl.rollout.vllm.shm_stream import reads_peers
+from verl.rollout.weight_sync.stream import reads_peers
 from verl.trainer.plan.workload import gpu_here
 from verl.utils.memory import computes_bfloat16
 from verl.utils.seeding import seed_everything

@@ -66,7 +66,7 @@ def test_it_starts_beside_a_trainer_that_holds_15_gib(tmp_path):
     engine = VLLMRollout(max_new_tokens=10, max_num_seqs=16).attach(model, tokenizer, 0, None, context)
     try:
         assert len(generate(engine, random_prompts(), GenerationRequest(0))) == 12
-        assert engine.setting.cache_bytes < torch.cuda.mem_get_info()[1] - held.nbytes
+        assert engine.setup.setting.cache_bytes < torch.cuda.mem_get_info()[1] - held.nbytes
     finally:
         engine.close()
 

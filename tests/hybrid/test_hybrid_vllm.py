@@ -125,7 +125,7 @@ def test_an_adapter_is_followed_when_switched_and_merged(actors, encoded):
     for parameter in actor.model.parameters():
         parameter.data = parameter.data.bfloat16()
     actor.generate(**encoded, **asked)
-    assert actor.rollout_engine.setting.dtype == torch.bfloat16
+    assert actor.rollout_engine.setup.dtype == torch.bfloat16
     actor.model = before
 
 

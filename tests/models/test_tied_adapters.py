@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
-from verl.rollout.vllm.state_dict import weights_of
+from verl.rollout.weight_sync.state_dict import weights_of
 
 IDS = torch.arange(12).view(2, 6)
 TARGETS = [

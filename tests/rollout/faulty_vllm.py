@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from verl.component import component
-from verl.rollout.vllm.client.turns import VLLMTurns
+from verl.rollout.engine_process.turns import ProcessTurns
 from verl.rollout.vllm.config import VLLMRollout
-from verl.rollout.vllm.shm_stream import StreamWriter
+from verl.rollout.weight_sync.stream import StreamWriter
 
 WRONG = "model.layers.0.mlp.down_proj.weight"
 
@@ -28,9 +28,9 @@ class DyingVLLM(VLLMRollout):
     killed: str = ""
 
     def attach(self, *args: Any) -> Any:
-        advance, calls = VLLMTurns.advance, []
+        advance, calls = ProcessTurns.advance, []
 
-        def advance_or_die(turns: VLLMTurns) -> Any:
+        def advance_or_die(turns: ProcessTurns) -> Any:
             calls.append(1)
             if len(calls) == self.call and not (done := Path(f"{self.killed}.done")).exists():
                 done.touch()
@@ -38,7 +38,7 @@ class DyingVLLM(VLLMRollout):
                 os.kill(turns.process.process_id, signal.SIGKILL)
             return advance(turns)
 
-        VLLMTurns.advance = advance_or_die
+        ProcessTurns.advance = advance_or_die
         return super().attach(*args)
 
 

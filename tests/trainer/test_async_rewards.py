@@ -21,7 +21,7 @@ from storage.s3_server import wait_until
 from trainer.runs import GRPO_ALGORITHM, Prompts, fit, step_lines
 
 from verl.algorithms.importance_sampling import TruncatedIS
-from verl.checkpoint.resume_point import find
+from verl.checkpoint.resolve import resolve
 from verl.component import BuildContext, component
 from verl.data.sampler import DataSampler
 from verl.protocol import DataProto
@@ -149,7 +149,7 @@ def test_a_resumed_run_rates_no_group_again_that_was_rated_before_the_save_and_g
     fit(ahead(model32, tmp_path, SUM, resume=resume, **options), tmp_path / "run")
     assert sum(len(prompts) for _, prompts in CALLS) == 2 * 2 * (4 - len(saved_groups))  # parts, rows, groups to come
     same_training(saved(tmp_path), saved(tmp_path / "whole"), after=2)
-    points = [find(str(path / "checkpoints/global_step_3"), path) for path in (tmp_path, tmp_path / "whole")]
+    points = [resolve(str(path / "checkpoints/global_step_3"), path) for path in (tmp_path, tmp_path / "whole")]
     first, second = (point.checkpoint for point in points if point is not None)
     assert first_part_apart(first, second, Tolerance()) is None  # whatever was rated before these saves
 

@@ -6,9 +6,10 @@ core/         The format of a checkpoint on disk: files, manifest, digests
 describe      Descriptions of checkpoints for the command line, as plain values: status and content
 export        Export of a checkpoint: a component as a Hugging Face directory
 manager       CheckpointManager: the user's access to one checkpoint, or to the newest of a directory
+ownership     Ownership: one run at a time saves in a directory, or uploads to a place in a store
 read/         Finding, verifying and reading checkpoints. Nothing here writes
 remote/       Checkpoints in object storage, behind the local disk
-resume_point  Which checkpoint `resume=` means, on the disk or in object storage
+resolve       Which checkpoint a path means: `latest`, a checkpoint, a directory of them, a run, or an address
 retention     Retention: which checkpoints of a directory are kept, pinned and tagged
 save/         From live tensors to a committed checkpoint, while training continues
 """

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from verl.checkpoint.core.checkpoint import Checkpoint, loss_points, parse_state, read_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import STATE, FileEntry
-from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory, ResolvedPath, resolve_path
+from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader, Level
 from verl.checkpoint.remote.commit_log import LogRecord
 from verl.checkpoint.remote.remote_store import RemoteCheckpoint, RemoteStore
+from verl.checkpoint.resolve import ResolvedPath, resolve_path
 from verl.errors import BadCheckpoint, CheckpointNotFound
 from verl.storage.config import is_address
 

@@ -9,22 +9,17 @@ import contextlib
 import json
 import secrets
 import sys
-import time
-import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from pydantic import PositiveInt
 
-from verl.checkpoint.commit.fencing import LOCK_POLL_S, LOCK_TIMEOUT_S
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.commit.upload_state import forget_removed_uploads, waiting_for_upload
 from verl.checkpoint.core.checkpoint import Checkpoint, read_state
 from verl.checkpoint.core.filesystem import (
-    NO_LOCK,
-    FileSystem,
     files_below,
     is_directory,
     make_directories,
@@ -33,7 +28,8 @@ from verl.checkpoint.core.filesystem import (
     write_by_rename,
     write_errors,
 )
-from verl.checkpoint.core.manifest import COMMIT, utc_now
+from verl.checkpoint.core.manifest import utc_now
+from verl.checkpoint.ownership import unless_in_use
 from verl.checkpoint.read.discovery import FORMAT, PINS, TRASH
 from verl.component import Description, component
 from verl.errors import BadCheckpoint, CheckpointNotFound
@@ -64,9 +60,7 @@ class Retention(Description):
 
     def covers(self, checkpoint: Checkpoint) -> bool:
         """Whether it decides on this checkpoint."""
-        if self.lineage is None:
-            return True
-        return checkpoint.sequence <= self.lineage.get(checkpoint.manifest.run_id, 0)
+        return self.lineage is None or checkpoint.sequence <= self.lineage.get(checkpoint.manifest.run_id, 0)
 
     def kept(self, complete: list[Checkpoint], pinned: Iterable[str]) -> dict[str, str]:
         """The names of those that stay, with the reason.
@@ -169,7 +163,7 @@ def prune(store: CheckpointStore, retention: Retention, of_each_line: bool = Fal
         trash, removed = store.directory / TRASH, list[str]()
         make_directories(store.disk, trash, store.directory)
         for checkpoint in dropped:
-            with _unless_read(store, checkpoint) as is_free:
+            with unless_in_use(store.disk, checkpoint) as is_free:
                 if is_free:
                     store.disk.rename(checkpoint.directory, trash / f"{checkpoint.name}-{secrets.token_hex(6)}")
                     removed.append(checkpoint.name)
@@ -179,51 +173,6 @@ def prune(store: CheckpointStore, retention: Retention, of_each_line: bool = Fal
         remove_content(store.disk, trash)  # not the directory: another process may be moving something there
         forget_removed_uploads(store)
     return removed
-
-
-@contextlib.contextmanager
-def _unless_read(store: CheckpointStore, checkpoint: Checkpoint) -> Iterator[bool]:
-    """Whether no run holds a `ReadLock` of a checkpoint, nor takes one meanwhile."""
-    try:
-        lock, is_free = store.disk.lock(checkpoint.directory / COMMIT), False
-    except OSError as error:
-        if error.errno not in NO_LOCK:
-            raise
-        lock, is_free = None, True
-    try:
-        yield is_free or lock is not None
-    finally:
-        if lock is not None:
-            store.disk.close(lock)
-
-
-class ReadLock:
-    """Keeps retention from removing a checkpoint that is read, until `release` or the end of the process.
-
-    Raises:
-        CheckpointNotFound: it is gone.
-    """
-
-    def __init__(self, checkpoint: Checkpoint):
-        disk, self.release, deadline = FileSystem(), lambda: None, time.monotonic() + LOCK_TIMEOUT_S
-        try:
-            while (lock := disk.lock(checkpoint.directory / COMMIT, shared=True)) is None:
-                if time.monotonic() > deadline:
-                    raise CheckpointNotFound(
-                        f"{checkpoint.directory} has been about to be removed for {LOCK_TIMEOUT_S:.0f} s: is a trainer "
-                        "that saves there suspended? Start again when it goes on, or give another checkpoint."
-                    )
-                time.sleep(LOCK_POLL_S)
-            self.release = weakref.finalize(self, disk.close, lock)
-        except CheckpointNotFound:
-            raise
-        except FileNotFoundError as error:
-            raise CheckpointNotFound(
-                f"{checkpoint.directory} was removed by the retention of its run while it was looked at. Start again."
-            ) from error
-        except OSError as error:
-            if error.errno not in NO_LOCK:
-                raise
 
 
 def pin(store: CheckpointStore, name: str, reason: str = "") -> None:

@@ -17,11 +17,12 @@ from verl.checkpoint.export import atomic_directory, require_unused
 from verl.checkpoint.export import export as export_component
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.compare import compare
-from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory, ResolvedPath, directories_below, resolve_path
+from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.read.reader import Level
 from verl.checkpoint.remote.remote_store import RemoteStore
 from verl.checkpoint.remote.transfer import CheckpointUpload, find_at
 from verl.checkpoint.remote.transfer import pull as pull_one
+from verl.checkpoint.resolve import ResolvedPath, directories_below, resolve_path
 from verl.checkpoint.retention import Retention, clean, plan
 from verl.cli.checkpoint_report import as_json, print_comparison, print_inspection
 from verl.cli.console import FOUND, counted, duration, echo, fail, parse_duration, print_json, size

@@ -25,7 +25,8 @@ from verl.checkpoint.core.checkpoint import (
 from verl.checkpoint.core.manifest import LogicalTensor
 from verl.checkpoint.describe import CheckpointSummary, components
 from verl.checkpoint.read.compare import CheckpointDifference
-from verl.checkpoint.read.discovery import CheckpointDirectory, resolve_path
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.resolve import resolve_path
 from verl.cli.console import FOUND, counted, echo, fail, one_line_errors, print_json, size
 from verl.tracking.base import headline
 from verl.tracking.console import print_table, reader_may_leave

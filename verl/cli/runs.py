@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl.checkpoint.commit.fencing import LockHolder, RunLock
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.ownership import Owner, RunLock
 from verl.checkpoint.read.compare import flat
 from verl.checkpoint.read.discovery import PINS, RUN_LOCK, CheckpointDirectory
 from verl.checkpoint.retention import pins
 from verl.cli.console import FOUND, counted, duration, echo, parse_duration, print_json, size
-from verl.cli.report.read import RUNNING, last_start, pointer_of, run_status
+from verl.cli.report.read import RUNNING, last_start, run_status, saved_by
 from verl.errors import CheckpointError, ConfigError, end_cut
 from verl.tracking.base import HEADLINE, short
 from verl.tracking.console import print_table
@@ -139,8 +139,8 @@ def last_metrics(file: Path) -> tuple[int, dict[str, Any]]:
 def _listed(directory: Path) -> ListedRun:
     step, metrics = last_metrics(directory / "metrics.jsonl")
     size_bytes, updated = _size_and_time(directory)
-    events, pointer = last_start(directory), pointer_of(directory)
-    ids = [] if pointer is None else [pointer.run_id, *pointer.earlier]
+    events, saved = last_start(directory), saved_by(directory)
+    ids = [] if saved is None else [saved.run_id]
     parents = [event.get("parent") for event in events if event["event"] == "run"]
     status, parent = run_status(directory, events), parents[-1] if parents else None
     return ListedRun(directory, status, step, metrics, updated, size_bytes, parent, ids)
@@ -237,8 +237,7 @@ def _all_events(roots: Sequence[Path], listed: Sequence[ListedRun]) -> list[dict
 
 
 def _save_dirs(run_dir: Path) -> list[Path]:
-    pointer = pointer_of(run_dir)
-    return [] if pointer is None else pointer.places(run_dir.absolute())[:2]
+    return [] if (saved := saved_by(run_dir)) is None else saved.places(run_dir)
 
 
 def _needed_by(
@@ -334,13 +333,13 @@ def _upwards(path: Path) -> list[Path]:
 def _lock_host(run_dir: Path) -> str:
     """The machine in the lock file of a run that did not end in order; empty if there is no such file."""
     with contextlib.suppress(OSError, ExternalInputError):
-        return parse_as(LockHolder, read_text(run_dir / RUN_LOCK, errors="replace")).host
+        return parse_as(Owner, read_text(run_dir / RUN_LOCK, errors="replace")).host
     return ""
 
 
 def _remove(run_dir: Path) -> bool:
     """Remove the directory of a run, whose path is absolute, under its lock. False if another process has the lock."""
-    lock = RunLock(run_dir, "", {}, "DIR")
+    lock = RunLock(run_dir, setting="DIR")
     if lock.acquire() is not None:
         return False
     try:

@@ -15,8 +15,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from verl.checkpoint.core.manifest import MANIFEST
-from verl.checkpoint.read.discovery import FORMAT, LATEST, POINTER, POLICY_RECORD, CheckpointDirectory
-from verl.checkpoint.resume_point import ResumePoint, find
+from verl.checkpoint.read.discovery import FORMAT, LATEST, POLICY_RECORD, CheckpointDirectory
+from verl.checkpoint.resolve import SAVED, ResumePoint, resolve
 from verl.component import as_plain
 from verl.compose.compose import apply_values, compose_root
 from verl.compose.overrides import assign, parse_overrides
@@ -146,9 +146,9 @@ def locate_policy(path: str) -> SavedPolicy:
         directory = directory.parent
     if _is_model(directory):
         return SavedPolicy(directory, record=json_object(directory.parent / POLICY_RECORD))
-    if not any((directory / name).exists() for name in (POINTER, MANIFEST)) and _is_model(directory / "actor"):
+    if not any((directory / name).exists() for name in (SAVED, MANIFEST)) and _is_model(directory / "actor"):
         return locate_policy(str(directory / "actor"))  # of a run without checkpoints
-    point = find(str(directory), directory, verify=False)  # the files in use are hashed below
+    point = resolve(str(directory), directory, verify=False)  # the files in use are hashed below
     assert point is not None, "only `latest` may find nothing"
     saved = SavedPolicy(point.checkpoint.directory / "actor", point)
     if not saved.actor.is_dir():

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from verl.checkpoint.commit.fencing import RunLock
+from verl.checkpoint.ownership import lock_run_directory
 from verl.component import BuildContext
 from verl.compose.compose import choices_of, compose_root
 from verl.compose.overrides import options_in
@@ -225,25 +225,6 @@ _BEFORE_THE_FIRST_STEP = {
     "metrics.jsonl",
     "tensorboard",
 }
-
-
-def lock_run_directory(run_dir: Path) -> RunLock | None:
-    """Lock a run directory until the lock is released or this process ends; None if this process holds it already.
-
-    Raises:
-        ConfigError: another process writes there.
-        CheckpointWriteFailed: the directory cannot be created or written.
-    """
-    if RunLock.is_held_here(run_dir):
-        return None
-    lock = RunLock(run_dir, "", {}, "hydra.run.dir")
-    if (holder := lock.acquire()) is not None:
-        raise ConfigError(
-            f"hydra.run.dir is {shown_path(run_dir)}: process {holder.pid} on {holder.host or '(unknown)'} writes "
-            f"there since {holder.since}, and the metrics, configuration and weights of two runs would mix. Wait for "
-            "its end, stop it, or give this run a directory of its own (hydra.run.dir=DIR; in Python, run_dir)."
-        )
-    return lock
 
 
 def remove_refused(run_dir: Path) -> None:

@@ -10,8 +10,8 @@ from verl.component import BuildContext, component
 from verl.models.parallel_info import Autocast, compute_device
 from verl.rollout.base import ALONE, Capability, Rollout, RolloutEngine
 from verl.rollout.hf import HFRollout
-from verl.rollout.vllm.client.engine_args import unfit
 from verl.rollout.vllm.config import VLLMRollout
+from verl.rollout.vllm.engine_args import unfit
 from verl.utils.env_check import vllm_fault
 
 log = logging.getLogger(__name__)

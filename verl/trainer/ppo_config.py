@@ -18,7 +18,7 @@ from verl.rollout.data_responses import missing_completions
 from verl.trainer.build import PPODescription
 from verl.trainer.config import unused_settings
 from verl.trainer.plan.workload import role_processes
-from verl.trainer.setup import metric_faults, placement_faults, resume_faults, saving_faults, sharding_faults
+from verl.trainer.setup import metric_faults, placement_faults, saving_faults, sharding_faults
 
 if TYPE_CHECKING:
     from verl.trainer.ppo import PPOTrainer
@@ -298,7 +298,6 @@ class PPORun(PPODescription):
                 self.rollout.check_here(device)
             except ConfigError as error:
                 yield from error.faults
-        yield from resume_faults(self.resume)
 
     def preflight(self, context: BuildContext) -> Iterator[str]:
         placement, settings = self.trainer.placement, self.trainer

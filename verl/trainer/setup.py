@@ -17,22 +17,18 @@ from verl import config
 from verl.checkpoint.commit.upload_state import manifest_digest
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.read.discovery import LATEST
-from verl.checkpoint.resume_point import find
 from verl.cluster.local_worker_group import InlineWorkerGroup, LocalWorkerGroup
 from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, as_plain, hint, nearest
-from verl.compose.run_start import lock_run_directory
 from verl.engines.sharding import Sharding
 from verl.errors import ConfigError, faults_below
 from verl.models.model_files import WARM_START
 from verl.models.pretrained import ModelSource
 from verl.ops.cpu_matmul import active_library, chosen_library, use_library
-from verl.storage.config import is_address
 from verl.trainer.config import LoopSettings
 from verl.trainer.plan.workload import role_processes
 from verl.trainer.state.checkpointing import CheckpointSaver, new_run_id
-from verl.trainer.state.save_directory import SaveDirectoryChoice, job_name, run_dir_faults
+from verl.trainer.state.save_directory import SaveDirectoryChoice, job_name
 from verl.trainer.state.train_state import RankWriters
 from verl.trainer.state.training_identity import difference_messages, identity_of, paths_of_texts
 from verl.utils import torchrun
@@ -106,25 +102,6 @@ def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildConte
     return replace(context, device=device, seed=settings.seed, run_dir=run_dir, cpu_matmul=library)
 
 
-def resume_faults(resume: str | None) -> Iterator[str]:
-    """Faults of the path in `resume` that can be found from directories and headers; bytes are verified later.
-    Addresses and `latest` are resolved when the trainer is built.
-
-    Raises:
-        BadCheckpoint: the named checkpoint is damaged.
-    """
-    if resume is None or resume == LATEST or is_address(resume):
-        return
-    before = logging.root.manager.disable
-    logging.disable()  # skipped checkpoints are reported when they are read in full
-    try:
-        find(resume, Path(), verify=False)
-    except ConfigError as error:
-        yield from error.faults
-    finally:
-        logging.disable(before)
-
-
 def prepare_saving(
     run: Any,
     context: BuildContext,
@@ -149,29 +126,19 @@ def prepare_saving(
     identity |= {f"data.{name}": value for name, value in (data or {}).items()} if identity else {}
     run_id = new_run_id()
     job = job_name(context.job, context.swept)
-    save_directory = SaveDirectoryChoice(chosen, run.trainer, job, run.storage, identity, run_id).choose(run.resume)
-    point = save_directory.resumed
+    choice = SaveDirectoryChoice(chosen, run.trainer, job, run.storage, identity, run_id)
+    place = choice.choose(run.resume, context.run_dir, is_restart=is_restart)
+    point = place.resumed
     if run.trainer.num_threads == "auto" and context.device == "cpu" and run.trainer.n_gpus_per_node == 1:
         saved = point and point.state.get("num_threads")
         width = getattr(run.actor.model.load_config().get_text_config(), "hidden_size", 256)
         if line := choose_threads(width, run.actor.autocast, saved if isinstance(saved, int) else None):
             _log.info("CPU: %s.", line)
-    saver = CheckpointSaver(chosen, save_directory, config, identity, loss_key, uses, run_id)
-    if context.run_dir is not None:
-        try:
-            saver.run_dir_lock = lock_run_directory(context.run_dir)
-            if not is_restart and (
-                faults := list(run_dir_faults(context.run_dir, run.resume, point, save_directory.directory))
-            ):
-                raise ConfigError(faults)
-        except BaseException:
-            saver.close()
-            raise
     if point is not None:
         _log.info("Resuming from %s, step %d (%s).", point.checkpoint.directory, point.step, point.why)
         for line in difference_messages(point, redact_tree(config)):
             _log.warning("differs from the resumed run: %s", line)
-    return saver
+    return CheckpointSaver(chosen, place, config, identity, loss_key, uses, run_id)
 
 
 def metric_faults(run: Any, evaluated: Sequence[str]) -> Iterator[str]:
@@ -197,28 +164,19 @@ def saving_faults(run: Any, context: BuildContext, uses_storage: bool = False) -
     Args:
         uses_storage: `run.storage` holds other data than checkpoints too.
     """
-    if run.resume is None and context.run_dir is not None:
-        yield from run_dir_faults(context.run_dir, None, None, Path())
-    if run.checkpoint is None and run.resume is None and not (uses_storage and run.storage):
-        return
     config = as_plain(run)
-    job = job_name(context.job, context.swept)
     unknown = {"tokenizer", *paths_of_texts(config, WARM_START)}
     unknown |= {f"data.{name}" for name in getattr(run.data, "settled_fields", ())}
-    identity = functools.partial(identity_of, config, None)
+    job, identity = job_name(context.job, context.swept), functools.partial(identity_of, config, None)
     choice = SaveDirectoryChoice(run.checkpoint, run.trainer, job, run.storage, identity, "", unknown)
     try:
-        point = choice.choose(run.resume, dry=True, uses_storage=uses_storage).resumed
+        choice.choose(run.resume, context.run_dir, dry=True, uses_storage=uses_storage)
     except ConfigError as error:
         yield from error.faults
-        return
-    is_known = point is not None or run.storage is None  # else the store may hold the checkpoint
-    if run.resume is not None and is_known and context.run_dir is not None:
-        yield from run_dir_faults(context.run_dir, run.resume, point, choice.directory)
 
 
 def restore_of(saving: CheckpointSaver) -> RestoreSource | None:
-    """Restore information for the roles of a resumed run; `find` has verified the checkpoint."""
+    """Restore information for the roles of a resumed run; `resolve` has verified the checkpoint."""
     point = saving.resumed
     if point is None:
         return None

@@ -38,7 +38,6 @@ from verl.trainer.setup import (
     prepare_saving,
     rank_writers_of,
     restore_of,
-    resume_faults,
     saving_faults,
     sharding_faults,
     start_cluster,
@@ -98,9 +97,6 @@ class SFTRun(Description):
     def unused_settings(self, changed: Sequence[str]) -> str | None:
         """A message with the changed settings that this run never reads; None if it reads all."""
         return unused_settings(self, changed)
-
-    def machine_faults(self) -> Iterator[str]:
-        yield from resume_faults(self.resume)
 
     def preflight(self, context: BuildContext) -> Iterator[str]:
         placement, settings = self.trainer.placement, self.trainer

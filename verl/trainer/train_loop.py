@@ -30,7 +30,7 @@ from torch import Tensor
 
 from verl.checkpoint.core.filesystem import write_errors
 from verl.checkpoint.read.discovery import POLICY_RECORD, CheckpointDirectory
-from verl.checkpoint.resume_point import ResumePoint
+from verl.checkpoint.resolve import ResumePoint
 from verl.checkpoint.save.save_request import SaveOutcome
 from verl.cluster.rpc import WorkerGroup
 from verl.component import BuildContext, as_plain

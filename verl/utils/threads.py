@@ -7,9 +7,10 @@ within half a second, in the dtype and the width of the run's model.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -73,3 +74,18 @@ def choose_threads(width: int, autocast: str | None, saved: int | None) -> str:
     torch.set_num_threads(best(seconds))
     times = ", ".join(f"{1000 * s:.0f} ms with {threads}" for threads, s in seconds.items())
     return f"{best(seconds)} threads (measured: {times}; trainer.num_threads=N chooses)"
+
+
+@contextlib.contextmanager
+def using_threads(count: int) -> Iterator[None]:
+    """Context in which torch uses this number of CPU threads."""
+    before = torch.get_num_threads()
+    if count == before:
+        yield
+        return
+    set_threads = torch._C.set_num_threads  # an engine may put a function that does nothing in the place of torch's
+    set_threads(count)
+    try:
+        yield
+    finally:
+        set_threads(before)

@@ -37,7 +37,7 @@ def store(tmp_path) -> CheckpointStore:
 def test_a_checkpoint_has_the_layout_that_is_documented(store):
     checkpoint = save(store, 3200, 1)
     assert sorted(path.name for path in store.directory.iterdir()) == [
-        "format.json", "global_step_3200", "latest", "owner.json", "staging",
+        "format.json", "global_step_3200", "latest", "run.lock", "staging",
     ]  # fmt: skip
     assert sorted(path.name for path in checkpoint.directory.iterdir()) == [
         "COMMIT", "actor", "manifest.json", "optimizer", "reference_model", "trainer_state.json",
@@ -93,7 +93,7 @@ def test_a_tag_names_the_directory(store):
     assert store.newest().step == 600
 
 
-@pytest.mark.parametrize("tag", ["", "a/b", "..", ".hidden", "latest", "owner.json", "global_step_7", "x" * 201])
+@pytest.mark.parametrize("tag", ["", "a/b", "..", ".hidden", "latest", "run.lock", "global_step_7", "x" * 201])
 def test_a_tag_that_is_no_name_of_its_own_is_refused(tag, store):
     with refusal("tag"):
         store.begin(1, tag=tag)

@@ -8,10 +8,10 @@ import pytest
 from faults.scenarios import save
 from golden_run import as_of_format
 
-from verl.checkpoint import resume_point
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.resolve import resolve
 from verl.checkpoint.retention import Retention, prune
 from verl.errors import CheckpointTooNew
 
@@ -89,7 +89,7 @@ def test_the_newest_is_found_where_all_that_was_listed_is_pruned_meanwhile(tmp_p
         assert CheckpointDirectory(directory).newest().step == 4
 
 
-@pytest.mark.parametrize("when", ["surveyed", "ordered", "opened"])
+@pytest.mark.parametrize("when", ["listed", "ordered"])
 def test_a_resume_from_a_running_run_takes_the_newest_where_the_ones_that_it_found_are_pruned(
     when, tmp_path, monkeypatch
 ):
@@ -107,12 +107,7 @@ def test_a_resume_from_a_running_run_takes_the_newest_where_the_ones_that_it_fou
             prune(CheckpointStore(directory), Retention(keep_last_n=2))
         return found
 
-    surveyed, ordered = CheckpointDirectory.survey, resume_point._in_order
-    listed = CheckpointDirectory.candidates
-    if when == "surveyed":
-        monkeypatch.setattr(CheckpointDirectory, "candidates", lambda self: after(listed(self)))
-    elif when == "ordered":
-        monkeypatch.setattr(CheckpointDirectory, "survey", lambda self, level="quick": after(surveyed(self, level)))
-    else:
-        monkeypatch.setattr(resume_point, "_in_order", lambda *args: iter(after(list(ordered(*args)))))
-    assert resume_point.newest_point(directory, "resume", strict=True).step == 4
+    method = "candidates" if when == "listed" else "newest_first"
+    found = getattr(CheckpointDirectory, method)
+    monkeypatch.setattr(CheckpointDirectory, method, lambda self: after(found(self)))
+    assert resolve("latest", directory, strict=True).step == 4

@@ -15,7 +15,7 @@ from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.transfer import CheckpointTier, CheckpointUpload
-from verl.checkpoint.resume_point import newest_point
+from verl.checkpoint.resolve import resolve
 from verl.storage.config import S3Storage
 
 OBJECTS = {"method": "GET", "part": "objects/"}
@@ -35,7 +35,7 @@ def push(tier: CheckpointTier, checkpoint: Checkpoint) -> None:
 
 
 def assert_fetched_whole(tier: CheckpointTier, directory: Path) -> None:
-    assert newest_point(directory, "latest", tier=tier).step == 1
+    assert resolve("latest", directory, tier=tier).step == 1
     assert list((directory / "staging").iterdir()) == []
 
 
@@ -43,7 +43,7 @@ def test_a_store_that_goes_away_in_a_fetch_is_said_to_and_nothing_is_published(t
     push(tier, save(tmp_path / "here", 1))
     proxy.misbehave = after(2, Fault(status=503), times=99, **OBJECTS)
     with refusal("resume"):
-        newest_point(tmp_path / "wiped", "latest", tier=tier)
+        resolve("latest", tmp_path / "wiped", tier=tier)
     assert CheckpointDirectory(tmp_path / "wiped").candidates() == []
     proxy.misbehave = lambda request: None
     assert_fetched_whole(tier, tmp_path / "wiped")
@@ -57,7 +57,7 @@ def test_a_store_that_lists_and_gives_no_object_leaves_the_whole_checkpoint_of_t
     for step in (2, 3):
         push(tier, save(tmp_path / "elsewhere", step))
     proxy.misbehave = after(0, Fault(status=status), times=99, **OBJECTS)
-    checkpoint = newest_point(tmp_path / "here", "latest", tier=tier).checkpoint
+    checkpoint = resolve("latest", tmp_path / "here", tier=tier).checkpoint
     assert checkpoint.directory == tmp_path / "here/global_step_1"
     assert caplog.text.count("which cannot be fetched") == 1
 

@@ -29,9 +29,8 @@ from verl.checkpoint.core.filesystem import FileSystem, FreeSpace
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.remote.transfer import CheckpointTier
 from verl.checkpoint.remote.upload_process import Uploader, UploadEvent, UploadSettings, UploadWorker
-from verl.checkpoint.resume_point import newest_point
+from verl.checkpoint.resolve import resolve
 from verl.checkpoint.retention import Retention, prune
-from verl.errors import CheckpointNotFound
 from verl.storage.config import LocalStorage, S3Storage
 
 
@@ -359,11 +358,11 @@ def test_the_newest_of_any_tier_is_taken(near: CheckpointTier, tmp_path: Path) -
     save(tmp_path / "here", 1)
     save(tmp_path / "here", 2)
     upload(near, tmp_path / "here")
-    assert newest_point(tmp_path / "wiped", "latest", tier=near).step == 2
+    assert resolve("latest", tmp_path / "wiped", tier=near).step == 2
     save(tmp_path / "here", 3)
-    assert newest_point(tmp_path / "here", "latest", tier=near).step == 3
-    with pytest.raises(CheckpointNotFound):
-        newest_point(tmp_path / "none", "latest", tier=CheckpointTier(storage=near.storage.below("elsewhere")))
+    assert resolve("latest", tmp_path / "here", tier=near).step == 3
+    elsewhere = CheckpointTier(storage=near.storage.below("elsewhere"))
+    assert resolve("latest", tmp_path / "none", tier=elsewhere) is None
 
 
 def test_a_damaged_local_copy_is_replaced_by_the_one_in_the_store(
@@ -373,7 +372,7 @@ def test_a_damaged_local_copy_is_replaced_by_the_one_in_the_store(
     upload(near, tmp_path / "here")
     path = checkpoint.path("actor/weights.bin")
     path.write_bytes(b"!" + path.read_bytes()[1:])
-    found = newest_point(tmp_path / "here", "latest", tier=near).checkpoint
+    found = resolve("latest", tmp_path / "here", tier=near).checkpoint
     assert found.directory.name == "global_step_2-2"
     assert found.path("actor/weights.bin").read_bytes()[:1] == b"\x02"
     assert "NOT USING" in caplog.text
@@ -388,7 +387,7 @@ def test_publications_go_on_above_those_of_the_store(near: CheckpointTier, tmp_p
     write_upload_target(FileSystem(), tmp_path / "anew", near.cold())
     assert save(tmp_path / "anew", 1).sequence == 4
     upload(near, tmp_path / "anew")
-    assert newest_point(tmp_path / "wiped", "latest", tier=near).checkpoint.sequence == 4
+    assert resolve("latest", tmp_path / "wiped", tier=near).checkpoint.sequence == 4
 
 
 def test_a_store_that_cannot_be_asked_is_no_reason_to_start_afresh(
@@ -402,10 +401,10 @@ def test_a_store_that_cannot_be_asked_is_no_reason_to_start_afresh(
         )
     )
     with refusal("resume"):
-        newest_point(tmp_path / "wiped", "latest", tier=away)
+        resolve("latest", tmp_path / "wiped", tier=away)
     save(tmp_path / "here", 7)
     with caplog.at_level(logging.ERROR):
-        assert newest_point(tmp_path / "here", "latest", tier=away).step == 7
+        assert resolve("latest", tmp_path / "here", tier=away).step == 7
     assert "resuming from the local disk" in caplog.text
     before = time.time()
     assert before - 1 <= away.cold().sequence_floor <= time.time()

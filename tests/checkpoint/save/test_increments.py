@@ -17,7 +17,7 @@ from verl.checkpoint.commit.store import OWN_BYTES, CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem, FreeSpace
 from verl.checkpoint.read.reader import verify
-from verl.checkpoint.resume_point import find
+from verl.checkpoint.resolve import resolve
 from verl.checkpoint.retention import Retention, prune
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
@@ -134,7 +134,7 @@ def test_a_run_goes_on_from_the_checkpoint_before_a_damaged_increment(tmp_path, 
     newest.path(WEIGHTS).unlink()  # not the link of the other checkpoints
     newest.path(WEIGHTS).write_bytes(content)
     flip_bit(newest.path(WEIGHTS), len(content) // 2)
-    point = find("latest", tmp_path)
+    point = resolve("latest", tmp_path)
     assert point is not None
     assert point.checkpoint.name == before.name
     assert f"NOT USING checkpoint {newest.directory}: {WEIGHTS}" in caplog.text

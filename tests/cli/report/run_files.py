@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -102,5 +103,5 @@ def add_lineage(
     )
     with (save_dir / "lineage.jsonl").open("ab") as file:
         file.writelines(map(json_line, events))
-    pointer = {"save_dir": str(save_dir), "run_id": run_id, "relative": "", "ancestors": {}, "earlier": []}
-    (directory / "checkpoints.json").write_text(json.dumps(pointer))
+    saved = {"save_dir": str(save_dir), "run_id": run_id, "relative": os.path.relpath(save_dir, directory)}
+    (directory / "checkpoints.json").write_text(json.dumps(saved))

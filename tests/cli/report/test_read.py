@@ -12,7 +12,7 @@ import sys
 import pytest
 from cli.report.run_files import add_lineage, evals, metrics, run_directory, write_lines
 
-from verl.checkpoint.read.discovery import POINTER
+from verl.checkpoint.resolve import SAVED
 from verl.cli.report.page import outcome
 from verl.cli.report.read import diagnosis, last_start, read_run, run_status, step_files
 from verl.errors import ConfigError
@@ -49,7 +49,7 @@ def test_a_running_run_is_known_by_its_lock(tmp_path):
     directory = run_directory(tmp_path / "run")
     (directory / "summary.json").unlink()
     code = (
-        "import sys, pathlib; from verl.checkpoint.commit.fencing import RunLock\n"
+        "import sys, pathlib; from verl.checkpoint.ownership import RunLock\n"
         "lock = RunLock(pathlib.Path(sys.argv[1]), 'a', {}); lock.acquire()\n"
         "print('locked', flush=True); sys.stdin.read()"
     )
@@ -142,7 +142,7 @@ def test_the_outcome_of_one_evaluation_is_no_change(tmp_path):
 
 def test_a_run_that_ends_while_it_is_listed_is_not_listed_as_killed(tmp_path):
     lineage = Lineage(tmp_path / "saved", "first")
-    (tmp_path / POINTER).write_text(json.dumps({"save_dir": str(tmp_path / "saved"), "run_id": "first"}))
+    (tmp_path / SAVED).write_text(json.dumps({"save_dir": str(tmp_path / "saved"), "run_id": "first"}))
     lineage.add("run", run_dir=str(tmp_path))
     events = last_start(tmp_path)
     assert run_status(tmp_path, events) == "killed"

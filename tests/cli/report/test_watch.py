@@ -23,7 +23,7 @@ from cli.report.run_files import metrics, run_directory
 from cli.report.test_page import BROWSER, in_browser
 from typer.testing import CliRunner
 
-from verl.checkpoint.commit.fencing import RunLock
+from verl.checkpoint.ownership import RunLock
 from verl.cli.main import app
 from verl.cli.report.watch import MOST_REQUESTS, RunServer
 

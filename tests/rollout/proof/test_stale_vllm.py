@@ -15,7 +15,7 @@ from verl.models.pretrained import Pretrained
 
 pytest.importorskip("verl.rollout.vllm")
 from verl.rollout.vllm.config import VLLMRollout
-from verl.rollout.vllm.sync.weight_sync import RankSync, RankSyncResult, WeightSync
+from verl.rollout.weight_sync.sync import RankSync, RankSyncResult, WeightSync
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 

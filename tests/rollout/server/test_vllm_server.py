@@ -29,9 +29,9 @@ from verl.http_client.endpoint import Endpoint
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.rollout.base import GenerationRequest
+from verl.rollout.engine_process.process import EngineFiles
 from verl.rollout.hf import HFRollout
 from verl.rollout.server.config import ServerRollout
-from verl.rollout.vllm.client.engine_process import EngineFiles
 from verl.utils.orphan_cleanup import CLEANUP
 from verl.workers.reference import Reference
 

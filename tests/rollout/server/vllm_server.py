@@ -15,12 +15,12 @@ import sys
 
 from vllm.utils import system_utils
 
-from verl.rollout.vllm.client.engine_process import NAME_VARIABLE
+from verl.rollout.engine_process.process import NAME_VARIABLE
 
 
 def main() -> None:
     system_utils.get_mp_context = lambda: multiprocessing.get_context("fork")  # before anything of vLLM takes it
-    from verl.rollout.vllm.server.engine_main import name_shared_memory
+    from verl.rollout.engine_process.serve import name_shared_memory
     from verl.rollout.vllm.server.engine_server import inspect_here, name_file_store
 
     name_shared_memory()  # or some of it would be left when the server is ended

@@ -15,9 +15,9 @@ from verl.models.pretrained import Pretrained
 from verl.rollout import auto
 from verl.rollout.auto import AutoRollout
 from verl.rollout.hf import HFEngine, HFRollout
-from verl.rollout.vllm.client import engine_args
-from verl.rollout.vllm.client.gpu_memory import engine_shape
+from verl.rollout.vllm import engine_args
 from verl.rollout.vllm.config import VLLMRollout
+from verl.rollout.vllm.gpu_memory import engine_shape
 from verl.utils import env_check
 
 

@@ -16,9 +16,9 @@ from verl.engines.sharding import FSDP, NoSharding
 from verl.model_paths.expert_routing import UNKNOWN
 from verl.models.lora import LoRA
 from verl.rollout.base import GenerationRequest
+from verl.rollout.engine_process.process import EngineError
 from verl.rollout.hf import HFRollout
-from verl.rollout.vllm.client import engine_args
-from verl.rollout.vllm.client.engine_process import EngineError
+from verl.rollout.vllm import engine_args
 from verl.rollout.vllm.config import VLLMRollout
 
 pytestmark = pytest.mark.xdist_group("vllm")

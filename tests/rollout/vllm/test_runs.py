@@ -27,10 +27,13 @@ ROOT = Path(verl.__file__).parents[1]
 TRAINER = """
 import sys, time
 from pathlib import Path
-from verl.rollout.vllm.client.engine_process import EngineFiles
-from verl.rollout.vllm.client.engine_process import EngineProcess
+import torch
+from verl.rollout.engine_process.messages import EngineSetup
+from verl.rollout.engine_process.process import EngineFiles, EngineProcess
+from verl.rollout.vllm.engine import SERVER
 files = EngineFiles()
-engine = EngineProcess("no setting: it is still importing vLLM", {}, files, None)
+setup = EngineSetup("vLLM", SERVER, "no setting: it is still importing vLLM", {}, torch.float32)
+engine = EngineProcess(setup, files, None)
 print(files.directory, files.temporary, flush=True)
 engine.start()
 """
@@ -101,7 +104,7 @@ def test_main_ppo_trains_with_vllm_and_leaves_no_process(tmp_path):
         assert step["rollout/log_prob_gap_nats"] < 1e-4
         assert step["sync/unproven_tensors"] == 0
         assert step["sync/bytes"] > 1e5
-    assert "to vLLM" in Path("run/run.log").read_text()
+    assert "to the engine" in Path("run/run.log").read_text()
     assert Path("run/workers/vllm_0.log").is_file()
 
 

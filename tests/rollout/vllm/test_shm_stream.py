@@ -11,9 +11,9 @@ from rollout.engines import save_family
 
 from verl.models.hf_state_dict import hf_state_dict
 from verl.models.lora import LoRA
-from verl.rollout.vllm.messages import plan_chunks
-from verl.rollout.vllm.shm_stream import StreamBroken, StreamReader, StreamWriter
-from verl.rollout.vllm.state_dict import weights_of
+from verl.rollout.weight_sync.chunks import plan_chunks
+from verl.rollout.weight_sync.state_dict import weights_of
+from verl.rollout.weight_sync.stream import StreamBroken, StreamReader, StreamWriter
 
 CPU = torch.device("cpu")
 

@@ -21,10 +21,12 @@ from verl.errors import RolloutError
 from verl.hybrid.actor import HybridActor
 from verl.models.lora import LoRA
 from verl.rollout.base import GenerationRequest
+from verl.rollout.engine_process.messages import EngineSetup
+from verl.rollout.engine_process.process import EngineDied, EngineFiles, EngineHung, EngineProcess
 from verl.rollout.hf import HFRollout
 from verl.rollout.responses import ResponseGenerator
-from verl.rollout.vllm.client.engine_process import EngineDied, EngineFiles, EngineHung, EngineProcess
 from verl.rollout.vllm.config import VLLMRollout
+from verl.rollout.vllm.engine import SERVER
 from verl.utils.orphan_cleanup import members
 
 pytestmark = pytest.mark.xdist_group("vllm")
@@ -35,7 +37,8 @@ SMALL = {"max_new_tokens": 8, "kv_cache_gib": 0.05, "max_num_seqs": 16, "num_thr
 
 def struck_at_start(number: signal.Signals, call_timeout_s: float) -> tuple[EngineProcess, int, EngineDied]:
     """An engine's process that gets a signal as soon as it is there; its id, and what is said of it."""
-    process = EngineProcess("no setting: it is not asked for", {}, EngineFiles(), None, call_timeout_s)
+    setup = EngineSetup("vLLM", SERVER, "no setting: it is not asked for", {}, torch.float32)
+    process = EngineProcess(setup, EngineFiles(), None, call_timeout_s)
     pids: list[int] = []
 
     def strike() -> None:
@@ -239,7 +242,7 @@ def test_an_engine_that_is_stopped_when_it_is_to_give_memory_back_is_ended_and_m
     expected = generate(vllm, random_prompts(), GenerationRequest(6, 4))
     os.kill(vllm.process_id, signal.SIGSTOP)
     with monkeypatch.context() as on_gpu, caplog.at_level(logging.WARNING):
-        on_gpu.setattr(vllm, "setting", dataclasses.replace(vllm.setting, is_on_gpu=True))
+        on_gpu.setattr(vllm, "setup", dataclasses.replace(vllm.setup, is_on_gpu=True))
         vllm.offload()
     assert "asked to give its GPU memory back, made no progress" in caplog.text
     assert vllm.process_id is None

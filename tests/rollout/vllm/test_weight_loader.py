@@ -12,13 +12,13 @@ import torch
 from rollout.proof.rank_models import Unquantized, full_weights, rank_model
 from torch import nn
 
-from verl.rollout.vllm.messages import ChunkEntry
 from verl.rollout.vllm.server.weight_loader import (
     InPlaceLoader,
     UnsupportedLayer,
     concatenate_views,
     give_back_free_memory,
 )
+from verl.rollout.weight_sync.chunks import ChunkEntry
 
 
 class UnquantizedLinearMethod(Unquantized):

@@ -21,11 +21,11 @@ from verl.models.lora import LoRA
 from verl.ops.resharding.plan import lower_bound
 from verl.rollout.proof.fingerprints import ProbeVectors, fingerprint, join_shards
 from verl.rollout.proof.verifier import VerifyRequest, differing
-from verl.rollout.vllm.messages import SyncOffer
-from verl.rollout.vllm.shm_stream import StreamReader, StreamWriter
-from verl.rollout.vllm.state_dict import weights_of
-from verl.rollout.vllm.sync.weight_sync import RankConnection, RankSync
-from verl.rollout.vllm.sync.weight_transfer import WeightTransfer, assigned, may_be_sliced
+from verl.rollout.weight_sync.chunks import SyncOffer
+from verl.rollout.weight_sync.state_dict import weights_of
+from verl.rollout.weight_sync.stream import StreamReader, StreamWriter
+from verl.rollout.weight_sync.sync import RankConnection, RankSync
+from verl.rollout.weight_sync.transfer import WeightTransfer, assigned, may_be_sliced
 
 BY_COLUMNS, WHOLE = ("o_proj.weight", "down_proj.weight"), ("norm.weight",)
 VECTORS = ProbeVectors(3)

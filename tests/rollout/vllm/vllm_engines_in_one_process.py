@@ -28,17 +28,18 @@ from verl.models.lora import LoRA
 from verl.ops.sampling import NO_TURN
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, TurnEngine, TurnRequest, TurnResult
+from verl.rollout.engine_process.messages import NumberedTurn, TurnOutput
+from verl.rollout.engine_process.process import EngineError
 from verl.rollout.hf import HFRollout
 from verl.rollout.proof.fingerprints import ProbeVectors
 from verl.rollout.proof.verifier import VerifyRequest
 from verl.rollout.rows import assemble_turns, prompt_tokens
 from verl.rollout.token_sampler import TokenSampler
-from verl.rollout.vllm.client.engine_args import as_config_error, engine_args, write_model_directory
-from verl.rollout.vllm.client.engine_process import EngineError
 from verl.rollout.vllm.config import VLLMRollout
-from verl.rollout.vllm.messages import FeedPlan, LoadRequest, NumberedTurn, TurnOutput, plan_chunks
-from verl.rollout.vllm.shm_stream import StreamWriter
-from verl.rollout.vllm.state_dict import weights_of
+from verl.rollout.vllm.engine_args import as_config_error, engine_args, write_model_directory
+from verl.rollout.weight_sync.chunks import FeedPlan, plan_chunks
+from verl.rollout.weight_sync.state_dict import weights_of
+from verl.rollout.weight_sync.stream import StreamWriter
 
 ROOMS = {"no room": 0.0001, "little room": 0.0002, "room": 0.0004}  # of the cache, in GiB
 OPTIONS = VLLMRollout(max_new_tokens=10, kv_cache_gib=0.05, max_num_seqs=16, max_num_batched_tokens=128)
@@ -66,7 +67,7 @@ def load(engine: Any, model: Any) -> str | None:
     sender = threading.Thread(target=stream.fill, args=filling, daemon=True)
     sender.start()
     engine.connect([FeedPlan(stream.handle, 0, chunks)], model.dtype)
-    _, anew = engine.load(LoadRequest(1))
+    _, anew = engine.load(1, True)
     sender.join()
     stream.close()
     return anew

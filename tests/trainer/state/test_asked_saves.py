@@ -14,7 +14,8 @@ from trainer.runs import BRIEF, BRIEF_GRPO, fit, ppo_run
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.read.discovery import POINTER, CheckpointDirectory, ResolvedPath, read_pointer, resolve_path
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.resolve import SAVED, ResolvedPath, RunCheckpoints, resolve_path
 from verl.component import BuildContext
 from verl.errors import CheckpointWriteFailed
 from verl.trainer.ppo import PPOTrainer
@@ -105,16 +106,16 @@ def test_a_request_that_comes_while_another_is_read_is_not_lost(tmp_path, monkey
 
 def test_who_reads_where_a_run_saves_while_it_starts_again_reads_the_whole_of_it(tmp_path):
     for run_id in ("first", "second"):
-        saver_of(tmp_path, ancestors={}, directory=tmp_path / "saved", run_id=run_id)._write_pointer(tmp_path)
+        saver_of(tmp_path, ancestors={}, directory=tmp_path / "saved", run_id=run_id)._record_directory(tmp_path)
         if run_id == "first":
-            reading = (tmp_path / POINTER).open()
+            reading = (tmp_path / SAVED).open()
     with reading:
         assert json.loads(reading.read())["run_id"] == "first"
-    assert read_pointer(tmp_path).earlier == ["first"]
+    assert RunCheckpoints.of(tmp_path).run_id == "second"
 
 
 def test_a_directory_in_which_a_checkpoint_is_saved_aside_is_locked_meanwhile(tmp_path, monkeypatch):
-    look = "import sys, pathlib; from verl.checkpoint.commit.fencing import RunLock as lock; "
+    look = "import sys, pathlib; from verl.checkpoint.ownership import RunLock as lock; "
     look += "print(lock.holder_of(pathlib.Path(sys.argv[1])))"
     seen = []
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.runs import GRPO_ALGORITHM, fit
 
 from verl.algorithms.kl import KLControl
-from verl.checkpoint.resume_point import find
+from verl.checkpoint.resolve import resolve
 from verl.component import BuildContext
 from verl.errors import CheckpointCorrupt
 from verl.protocol import DataProto
@@ -70,7 +70,7 @@ class Kept:
 
 def test_each_part_is_loaded_with_its_component_alone_and_a_part_that_was_not_saved_is_given_nothing(model32, tmp_path):
     fit(course(model32, tmp_path, stop_after=1), tmp_path)
-    point = find(str(newest(tmp_path).directory), tmp_path)
+    point = resolve(str(newest(tmp_path).directory), tmp_path)
     assert point is not None
     names = ["sampler", "kl", "reward", "lengths", "safety", "drawn_ahead", "replay_buffer", "rng", "unheard_of"]
     assert {place_of(name).loaded_with for name in names} == {"dataloader", "scheduler", "replay_buffer", "rng"}
@@ -94,7 +94,7 @@ def test_what_a_part_cannot_read_is_told_of_its_file(model32, tmp_path):
             raise KeyError("coef")
 
     fit(course(model32, tmp_path, stop_after=1), tmp_path)
-    point = find(str(newest(tmp_path).directory), tmp_path)
+    point = resolve(str(newest(tmp_path).directory), tmp_path)
     assert point is not None
     for name in ("sampler", "kl", "rng"):
         with pytest.raises(CheckpointCorrupt, match=place_of(name).path):

@@ -14,7 +14,7 @@ import torch
 from cluster.toy_roles import ToyPlace
 
 from verl.checkpoint.commit.store import CheckpointStore
-from verl.checkpoint.resume_point import find
+from verl.checkpoint.resolve import resolve
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_request import SaveRequest
 from verl.cluster.local_worker_group import LocalWorkerGroup
@@ -68,7 +68,7 @@ def test_ranks_draw_on_where_they_were_and_a_new_one_is_seeded_anew_and_told(tmp
     save(tmp_path, state)
     cluster.close()
 
-    point = find("latest", tmp_path)
+    point = resolve("latest", tmp_path)
     assert point is not None
     with caplog.at_level(logging.INFO):
         cluster, dice = start(3)
@@ -109,7 +109,7 @@ def test_the_driver_goes_on_with_its_own_state_alone(tmp_path):
     save(tmp_path, {"driver": rng_state(), "ranks": [other]})
     expected = [random.random(), float(np.random.rand()), float(torch.rand(()))]
     seed_everything(5)
-    point = find("latest", tmp_path)
+    point = resolve("latest", tmp_path)
     assert point is not None
     here: Any = SimpleNamespace(shares_memory=True)
     load_parts(point, {"rng": GeneratorStates(here, None, seed=0)})

@@ -16,10 +16,13 @@ rename.
 from __future__ import annotations
 
 import contextlib
+import errno
+import itertools
 import json
 import logging
 import math
 import secrets
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -27,8 +30,9 @@ from pathlib import Path
 from typing import Any
 
 import verl
-from verl.checkpoint.commit.fencing import ClaimedDirectory
+from verl.checkpoint import ownership
 from verl.checkpoint.commit.rank_writer import RankReport, RankWriter
+from verl.checkpoint.commit.upload_state import read_upload_target
 from verl.checkpoint.core.checkpoint import Checkpoint, open_checkpoint
 from verl.checkpoint.core.filesystem import (
     FileHandle,
@@ -38,10 +42,12 @@ from verl.checkpoint.core.filesystem import (
     remove_tree,
     write_by_rename,
     write_errors,
+    write_file,
 )
 from verl.checkpoint.core.hashing import Leaf, digest_of
 from verl.checkpoint.core.manifest import (
     COMMIT,
+    FORMAT_NAME,
     FORMAT_VERSION,
     MANIFEST,
     STATE,
@@ -52,9 +58,19 @@ from verl.checkpoint.core.manifest import (
     join_tensors,
     utc_now,
 )
-from verl.checkpoint.read.discovery import FORMAT, RESERVED, STAGING, TAG, TRASH
+from verl.checkpoint.read.discovery import (
+    FORMAT,
+    LATEST,
+    RESERVED,
+    STAGING,
+    TAG,
+    TRASH,
+    CheckpointDirectory,
+    refuse_inside,
+)
 from verl.checkpoint.read.reader import open_verified
 from verl.errors import BadCheckpoint, CheckpointIncomplete, ConfigError, FileFault, NoSpaceForCheckpoint
+from verl.utils.external_input import checked_name
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +93,7 @@ class SaveTransaction:
 
     def __init__(
         self,
-        store: ClaimedDirectory,
+        store: CheckpointStore,
         directory: Path,
         step: int,
         tag: str | None,
@@ -272,7 +288,7 @@ def _finite(value: Any) -> Any:
     return value
 
 
-class CheckpointStore(ClaimedDirectory):
+class CheckpointStore(CheckpointDirectory):
     """Checkpoints of one directory.
 
     Reading (`complete`, `newest`, `open`) changes nothing and needs no write permission. The first `begin` claims the
@@ -291,9 +307,93 @@ class CheckpointStore(ClaimedDirectory):
         claim: result of `claim_directory` in another process of this run, to save concurrently with it.
     """
 
+    def __init__(
+        self, directory: str | Path, run_id: str = "", disk: FileSystem | None = None, claim: str | None = None
+    ):
+        super().__init__(directory, disk)
+        self.run_id, self.claim = run_id, claim
+
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy in another process of this run has a file system of the same class and shares the claim."""
         return _copy_of, (type(self), self.directory, self.run_id, type(self.disk), self.claim)
+
+    # -- ownership -----------------------------------------------------------------------------------------------------
+
+    def claim_directory(self) -> str:
+        """Become the owner of the directory and fence out the previous one. Called automatically at the first save.
+
+        Returns:
+            The claim, for other processes of the same run.
+        """
+        if self.claim is None:
+            with write_errors(f"preparing {self.directory}"):
+                self._prepare()
+                with self.locked():
+                    self.claim = ownership.claim_directory(self.directory, self.run_id)
+        return self.claim
+
+    def borrow_claim(self) -> None:
+        """Use the claim of the directory's current owner, if any: for maintenance that must not fence out a running
+        trainer."""
+        self.claim = ownership.read_owner(self.directory).claim or None
+
+    def check_claim(self) -> None:
+        """Check that the claim is still valid. The lock must be held.
+
+        Raises:
+            CheckpointFenced: another trainer has claimed the directory since.
+        """
+        assert self.claim is not None, "a claim is checked after it was taken"
+        ownership.check_claim(self.directory, self.claim)
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Exclude every other process that publishes or prunes here; `format.json` is locked, which is never replaced.
+
+        Raises:
+            CheckpointWriteFailed: another process held the lock for too long.
+        """
+        with write_errors("locking the directory of checkpoints"):
+            handle = ownership.wait_for_lock(self.disk, self.directory / FORMAT)
+        try:
+            yield
+        finally:
+            if handle is not None:
+                with contextlib.suppress(OSError):  # the lock is gone all the same
+                    self.disk.close(handle)
+
+    def newest_and_next_sequence(self) -> tuple[Checkpoint | None, int]:
+        """The last published checkpoint and the number of the next one, above all that the store behind has."""
+        newest, following = super().newest_and_next_sequence()
+        cold = read_upload_target(self.disk, self.directory)
+        return newest, max(following, 1 + (cold.sequence_floor if cold else 0))
+
+    def rename_into_place(self, staged: Path, name: str) -> Path:
+        """Publish the checkpoint by one rename. A name in use gets a suffix."""
+        checked_name(name, RESERVED)
+        for number in itertools.count(1):
+            target = self.directory / (name if number == 1 else f"{name}-{number}")
+            if self.exists(target):
+                continue
+            try:
+                self.disk.rename(staged, target)
+            except OSError as error:
+                if error.errno in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                    continue
+                raise
+            return target
+        raise AssertionError("there is always another number")
+
+    def point_latest(self, name: str) -> None:
+        """Update the symbolic link `latest`, which is informative only."""
+        temporary = self.directory / STAGING / f"latest-{secrets.token_hex(6)}"
+        try:
+            self.disk.symlink(name, temporary)
+            self.disk.rename(temporary, self.directory / LATEST)
+        except OSError as error:
+            log.warning("%s does not point to %s: %s", self.directory / LATEST, name, error)
+
+    # -- saving --------------------------------------------------------------------------------------------------------
 
     def begin(
         self,
@@ -378,6 +478,22 @@ class CheckpointStore(ClaimedDirectory):
                             self.disk.close(lock)
 
     # -- inside --------------------------------------------------------------------------------------------------------
+
+    def _prepare(self) -> None:
+        refuse_inside(self.directory, "a directory for checkpoints")
+        missing = [path for path in (self.directory, *self.directory.parents) if not self.exists(path)]
+        for path in (*reversed(missing or [self.directory]), self.directory / STAGING):
+            with contextlib.suppress(FileExistsError):
+                self.disk.make_directory(path)
+            # Even if it existed: its creator may have been killed before this line.
+            with contextlib.suppress(PermissionError):
+                self.disk.sync_directory(path.parent)
+        if self.exists(self.directory / FORMAT):
+            return
+        form = {"name": FORMAT_NAME, "version": FORMAT_VERSION, "run_id": self.run_id, "created_at": time.time()}
+        with contextlib.suppress(FileExistsError):  # never replaced, since processes lock its inode; nobody reads it
+            write_file(self.disk, self.directory / FORMAT, [json.dumps(form, indent=2).encode() + b"\n"])
+        self.disk.sync_directory(self.directory)
 
     def _check_space(self, needed_bytes: int, needed_files: int) -> None:
         with write_errors("looking for free space"):

@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import re
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl.checkpoint.core.checkpoint import Checkpoint, open_checkpoint
@@ -14,20 +13,19 @@ from verl.checkpoint.core.filesystem import FileSystem, is_directory, read_error
 from verl.checkpoint.core.manifest import COMMIT, MANIFEST, is_readable
 from verl.checkpoint.read.reader import Level, open_verified
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointUnsupported, ConfigError
-from verl.storage.config import is_address
-from verl.utils.external_input import LONGEST_NAME, NAME, ExternalInputError, parse_as
+from verl.utils.external_input import NAME
 
-OWNER, FORMAT, RUN_LOCK = "owner.json", "format.json", "run.lock"
-
+FORMAT, RUN_LOCK = "format.json", "run.lock"
 
 log = logging.getLogger(__name__)
 
 STAGING, TRASH, PINS, LATEST = "staging", "trash", "pins", "latest"
 COLD, UPLOADED, FETCHED = "cold.json", "uploaded", "fetched"
+POLICY_RECORD = "policy.json"  # in a run's directory: step, configuration and statistics of the weights in it
 TAG = NAME  # what a tag may be, since it names a directory
 HEAD_BYTES = 512
 HEAD = re.compile(rb'"format":.*?"version": ?"(\d+\.\d+)[^"]*".*?"sequence": ?(\d+)', re.DOTALL)
-RESERVED = {STAGING, TRASH, PINS, LATEST, FORMAT, OWNER, RUN_LOCK, COLD, UPLOADED, FETCHED}
+RESERVED = {STAGING, TRASH, PINS, LATEST, FORMAT, RUN_LOCK, COLD, UPLOADED, FETCHED}
 
 
 class CheckpointDirectory:
@@ -106,8 +104,7 @@ class CheckpointDirectory:
         """
         damaged: list[BadCheckpoint] = []
         with read_errors(f"looking for checkpoints in {self.directory}"):
-            candidates = self.candidates() if name in (None, LATEST) else [self.directory / name]
-            for path in sorted(candidates, key=self._order, reverse=True):
+            for path in self.newest_first() if name in (None, LATEST) else [self.directory / name]:
                 try:
                     return open_verified(self.disk, path), damaged
                 except CheckpointUnsupported:
@@ -132,6 +129,12 @@ class CheckpointDirectory:
             if not is_directory(self.disk, self.directory / name):
                 raise CheckpointNotFound(f"{self.directory} has no checkpoint {name}")
             return open_verified(self.disk, self.directory / name, level)
+
+    def newest_first(self) -> dict[Path, float]:
+        """Directories that are checkpoints, complete or not, the last published first, each with the number of its
+        publication; infinite where the manifest cannot be read."""
+        numbered = {path: self._sequence(path) for path in self.candidates()}
+        return {path: numbered[path] for path in sorted(numbered, key=lambda path: numbered[path], reverse=True)}
 
     def candidates(self) -> list[Path]:
         """Directories that are checkpoints, complete or not."""
@@ -178,8 +181,7 @@ class CheckpointDirectory:
             return False
         return True
 
-    def _order(self, path: Path) -> float:
-        """Sort key: the sequence number in the manifest; checkpoints with an unreadable manifest come last."""
+    def _sequence(self, path: Path) -> float:
         try:
             head = HEAD.search(self.disk.read_range(path / MANIFEST, 0, HEAD_BYTES))
         except OSError:
@@ -193,164 +195,6 @@ class CheckpointDirectory:
         if sentence not in self._said:
             self._said.add(sentence)
             log.error(sentence)
-
-
-OF_A_RUN = "checkpoints"
-POINTER = "checkpoints.json"  # in a run's directory: see RunPointer
-POLICY_RECORD = "policy.json"  # in a run's directory: step, configuration and statistics of the weights beside it
-POINTER_LIMIT_BYTES = 65_536
-PULL_FIRST = "this works on a disk. Fetch it with `verl checkpoint pull {} DIR`, and give DIR"
-
-
-@dataclass(frozen=True)
-class ResolvedPath:
-    """Result of `resolve_path`.
-
-    Args:
-        directory: of checkpoints.
-        name: of one checkpoint in it, or `latest`; None if the path is the directory itself.
-    """
-
-    directory: Path
-    name: str | None = None
-
-
-def resolve_path(path: str | Path, disk: FileSystem | None = None) -> ResolvedPath:
-    """Resolve a path to a directory of checkpoints and a name. It may be relative, end in a slash, and contain
-    symbolic links.
-
-    `latest` is the newest complete checkpoint, independent of the symbolic link of this name.
-    >>> resolve_path("checkpoints/latest/")
-    ResolvedPath(directory=PosixPath('/.../checkpoints'), name='latest')
-
-    Raises:
-        CheckpointNotFound: there are no checkpoints, or they are in object storage.
-        CheckpointReadFailed: the file system refused.
-    """
-    if is_address(str(path)):
-        raise CheckpointNotFound(f"{path} is in object storage: {PULL_FIRST.format(path)}")
-    disk = disk or FileSystem()
-    absolute = Path(path).expanduser().absolute()
-    with read_errors(f"looking at {path}"):
-        if absolute.name == LATEST and _holds_checkpoints(disk, absolute.parent):
-            return ResolvedPath(absolute.parent, LATEST)
-        real = Path(os.path.realpath(absolute))
-        parent = CheckpointDirectory(real.parent, disk)
-        if parent.exists(real) and parent.is_candidate(real):
-            return ResolvedPath(real.parent, real.name)
-        for directory in (real, real / OF_A_RUN, *_pointed_to(disk, real)):
-            if _holds_checkpoints(disk, directory):
-                return ResolvedPath(directory)
-        name = LATEST if absolute.name == LATEST else None
-        below = directories_below(real if name is None else absolute.parent, disk)
-        if len(below) == 1:
-            return ResolvedPath(below[0], name)
-        raise CheckpointNotFound(f"{path} {_instead(disk, absolute, real)}")
-
-
-def directories_below(directory: Path, disk: FileSystem | None = None) -> list[Path]:
-    """Directories of checkpoints one or two levels below a directory, as in `checkpoints/PROJECT/EXPERIMENT`."""
-    return _below(disk or FileSystem(), directory, levels=2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunPointer:
-    """The directory of checkpoints of a run, recorded in the run's directory at each start.
-
-    Args:
-        save_dir: absolute.
-        relative: relative to the run's directory, for the case that both are moved together.
-        run_id: of the last start.
-        ancestors: the runs that it was resumed from, each with its last publication in the line of descent.
-        earlier: run ids of earlier starts in this directory.
-    """
-
-    save_dir: str
-    run_id: str
-    relative: str = ""
-    ancestors: dict[str, int] = field(default_factory=dict)
-    earlier: list[str] = field(default_factory=list)
-
-    def places(self, run_dir: Path) -> list[Path]:
-        """Candidate locations of its checkpoints: the recorded path, the recorded relative path, and the same names
-        below a parent of the run's directory. The first that exists and holds its checkpoints is used."""
-        saved = Path(self.save_dir)
-        candidates = [saved, *([Path(os.path.normpath(run_dir / self.relative))] if self.relative else [])]
-        for above in run_dir.parents:
-            candidates += [Path(above, *saved.parts[-count:]) for count in range(min(4, len(saved.parts) - 1), 0, -1)]
-        return list(dict.fromkeys(candidates))
-
-    def generations(self) -> list[dict[str, int | None]]:
-        """Runs with their last publication (None: any), in order of preference."""
-        generations: list[dict[str, int | None]] = [{self.run_id: None}]
-        if self.ancestors:
-            generations.append(dict(self.ancestors))
-        return generations + [{run: None} for run in self.earlier]
-
-
-def read_pointer(run_dir: Path, disk: FileSystem | None = None) -> RunPointer:
-    """Read the pointer in a run's directory.
-
-    Raises:
-        CheckpointNotFound: the pointer is missing or invalid.
-    """
-    file = run_dir / POINTER
-    try:
-        pointer = parse_as(RunPointer, (disk or FileSystem()).read(file, POINTER_LIMIT_BYTES))
-        paths = f"{pointer.save_dir}/{pointer.relative}".encode("utf-8", "replace")
-        if b"\0" in paths or max(map(len, paths.split(b"/"))) > LONGEST_NAME:
-            raise ExternalInputError("save_dir is not a path")
-        return pointer
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise CheckpointNotFound(f"{run_dir} does not say where it saves: it has no {POINTER}") from error
-    except ExternalInputError as error:
-        raise CheckpointNotFound(f"{file} does not say where a run saves: {error}") from error
-
-
-def _pointed_to(disk: FileSystem, run: Path) -> list[Path]:
-    """Save directory that a run names."""
-    try:
-        return read_pointer(run, disk).places(run)[:2]  # elsewhere might be others'
-    except CheckpointNotFound:
-        return []
-
-
-def _holds_checkpoints(disk: FileSystem, directory: Path) -> bool:
-    try:
-        checkpoints = CheckpointDirectory(directory, disk)
-        return checkpoints.exists(directory / FORMAT) or bool(checkpoints.candidates())
-    except NotADirectoryError:
-        return False
-
-
-def _instead(disk: FileSystem, given: Path, real: Path) -> str:
-    """Hint for an error: the checkpoints that exist, and what to pass."""
-    if given.is_symlink() and not real.exists():
-        return f"is a symbolic link to {os.readlink(given)}, which does not exist"
-    if given.name == LATEST and (several := directories_below(given.parent, disk)):
-        return f"is not unique: did you mean {' or '.join(str(path / LATEST) for path in several[:3])}?"
-    if not CheckpointDirectory(real.parent, disk).exists(real):
-        return "does not exist"
-    for parent in real.parents:
-        if CheckpointDirectory(parent.parent, disk).is_candidate(parent):
-            return f"is inside the checkpoint {parent}: give that directory"
-    if not is_directory(disk, real):
-        return "is a file: give a directory of checkpoints, or one checkpoint"
-    if below := _below(disk, real / OF_A_RUN, levels=2) or _below(disk, real, levels=2):
-        return f"holds no checkpoints itself: did you mean {' or '.join(map(str, below[:3]))}?"
-    return "holds no checkpoints: give a directory of checkpoints, one of them, or a run that saved some"
-
-
-def _below(disk: FileSystem, directory: Path, levels: int) -> list[Path]:
-    """Directories of checkpoints below this one, as far as they are readable."""
-    try:
-        inside = [directory / name for name in disk.names(directory) if is_directory(disk, directory / name)]
-        holders = [path for path in inside if _holds_checkpoints(disk, path)]
-    except OSError:
-        return []
-    if holders or levels == 1:
-        return holders
-    return [path for below in inside for path in _below(disk, below, levels - 1)]
 
 
 OWN_DIRECTORIES = (STAGING, TRASH, PINS, UPLOADED)

@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from verl.checkpoint.commit.fencing import LockHolder
 from verl.checkpoint.commit.upload_state import (
     UploadTarget,
     confirm_upload,
@@ -28,9 +27,9 @@ from verl.checkpoint.commit.upload_state import (
 )
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
+from verl.checkpoint.ownership import Owner, StoreLease
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.remote.commit_log import CommitLog
-from verl.checkpoint.remote.store_lease import StoreLease
 from verl.checkpoint.remote.transfer import CheckpointUpload
 from verl.errors import BadCheckpoint, CheckpointError, CheckpointFenced, StorageError, StorageRefused, VerlError
 from verl.storage.config import Storage
@@ -54,7 +53,7 @@ class UploadSettings:
         directory: of checkpoints.
         storage: the tier.
         claim: of this trainer on the tier.
-        holder, lease_number: of the lease that this process renews; None where the run has none.
+        owner: of the lease that this process renews; None where the run has none.
         shortest_pause_s: after the first failure in a row; doubled for each further one, up to two minutes.
     """
 
@@ -62,8 +61,7 @@ class UploadSettings:
     storage: Storage
     claim: str
     cold: UploadTarget
-    holder: LockHolder | None = None
-    lease_number: int | None = None
+    owner: Owner | None = None
     niceness: int = 10
     shortest_pause_s: float = SHORTEST_PAUSE_S
 
@@ -185,8 +183,8 @@ def serve(channel: Channel, setting: UploadSettings, progress: Progress) -> None
     logging.basicConfig(format="uploader: %(levelname)s %(name)s: %(message)s", level=logging.ERROR)
     with contextlib.suppress(OSError):
         os.nice(setting.niceness)
-    if setting.holder is not None and setting.lease_number is not None:
-        StoreLease(setting.storage, setting.holder, setting.lease_number).keep()
+    if setting.owner is not None:
+        StoreLease(setting.storage, setting.owner).keep()
     finishing = threading.Event()
     threading.Thread(target=_listen, args=(channel, finishing), name="commands", daemon=True).start()
 

@@ -21,11 +21,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.commit.fencing import RunLock
+from verl.checkpoint.ownership import RunLock
 from verl.checkpoint.read.compare import flat
-from verl.checkpoint.read.discovery import RunPointer, read_pointer
+from verl.checkpoint.resolve import RunCheckpoints
 from verl.compose.schema import ROOTS, root_of_run
-from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError
+from verl.errors import CheckpointNotFound, ConfigError
 from verl.tracking.jsonl import json_lines, json_object
 from verl.trainer.state.lineage import ENVIRONMENT, FILE, events_of, read_events
 from verl.utils.external_input import open_regular
@@ -172,7 +172,7 @@ def read_run(directory: str | Path) -> RunRecord:
 def run_status(directory: Path, events: Sequence[Mapping[str, Any]] | None = None) -> str:
     """`running` while a process holds the lock of the directory; else as the run ended by its `last_start`, or by
     `summary.json`, which an earlier start may have written; `killed` if nothing says so."""
-    if RunLock.is_held_here(directory) or RunLock.holder_of(directory) is not None:
+    if RunLock.held_here(directory) or RunLock.holder_of(directory):
         return RUNNING
     ended = [event["status"] for event in events or [] if event["event"] == "end"]
     if not ended:  # what was read before the lock was looked at may lack the end
@@ -185,15 +185,14 @@ def run_status(directory: Path, events: Sequence[Mapping[str, Any]] | None = Non
 
 def last_start(directory: Path) -> list[dict[str, Any]]:
     """The recorded events of the last start of a training in a directory; empty without a record."""
-    pointer = pointer_of(directory)
-    return [] if pointer is None else events_of(pointer, directory)
+    return [] if (saved := saved_by(directory)) is None else events_of(saved, directory)
 
 
-def pointer_of(directory: Path) -> RunPointer | None:
-    """The place of the checkpoints of a run; None if it saved none."""
+def saved_by(directory: Path) -> RunCheckpoints | None:
+    """The place of a run's checkpoints; None if it saved none."""
     try:
-        return read_pointer(directory)
-    except (CheckpointNotFound, BadCheckpoint, OSError):
+        return RunCheckpoints.of(directory)
+    except (CheckpointNotFound, OSError):
         return None
 
 
@@ -257,13 +256,13 @@ def _file_segments(directory: Path) -> Iterator[RunSegment]:
 
 def _chain(path: Path) -> list[dict[str, Any]]:
     """The directories from the first run to this one with their facts."""
-    pointer = pointer_of(path)
-    places = [] if pointer is None else pointer.places(path.absolute())
+    saved = saved_by(path)
+    places = [] if saved is None else saved.places(path)
     directory = next((place for place in places if (place / FILE).is_file()), None)
-    if directory is None or pointer is None:
+    if directory is None or saved is None:
         return []
     chain: list[dict[str, Any]] = []
-    events, run_id = read_events(directory, below=False), pointer.run_id
+    events, run_id = read_events(directory, below=False), saved.run_id
     shift = os.path.relpath(path, directory)  # of a run beside its checkpoints, if both were moved
     while len(chain) < MAX_CHAIN and run_id not in [link["run_id"] for link in chain]:
         start = next((e for e in events if e["event"] == "run" and e["run_id"] == run_id), None)

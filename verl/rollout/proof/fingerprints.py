@@ -121,7 +121,8 @@ def fingerprint(
     tensor, dtype = tensor.detach(), dtype or tensor.dtype
     name = dtype_name(dtype)
     if tensor.dim() < 2:
-        return WeightFingerprint(as_array(tensor.to(dtype).reshape(1, -1)), None, name, slack)
+        own = tensor.to(dtype, copy=True).reshape(1, -1)  # the next update changes the tensor in place
+        return WeightFingerprint(as_array(own), None, name, slack)
     rows = tensor.reshape(-1, tensor.shape[-1])
     width = rows.shape[1]
     columns = _numbers(vectors.columns(width), tensor.device)

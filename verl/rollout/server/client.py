@@ -44,8 +44,8 @@ from verl.rollout.server.options import ServerOptions
 from verl.rollout.server.protocols import GenerateRequest, SamplingRequest, ServerProtocol, ServerResponse
 from verl.rollout.server.weight_update import ServerWeightUpdate, named_tensors
 from verl.rollout.token_sampler import noise_keys
-from verl.rollout.vllm.client.engine_args import dtype_of
-from verl.rollout.vllm.sync.weight_transfer import TransferToFirst
+from verl.rollout.weight_sync.state_dict import dtype_of
+from verl.rollout.weight_sync.transfer import TransferToFirst
 from verl.utils.progress import report
 
 logger = logging.getLogger(__name__)
@@ -292,7 +292,7 @@ class ServerEngine(RolloutEngine):
         return ServerTurns(self.connection.client, self.connection.protocol, self.sampling_params, seed, limits)
 
     def with_log_probs(self, rows: DataProto, greedy: bool) -> DataProto:
-        """The trainer's log-probs, if those of the server are not used, or have another temperature (greedy responses)."""
+        """The trainer's log-probs, if those of the server are not used or, of greedy responses, not scaled."""
         if self.connection.source == "server" and not (greedy and self.options.temperature != 1):
             return rows
         log_probs = self._trainers_log_probs(rows, rows["responses"].shape[1]).masked_fill(~rows["response_mask"], 0.0)

@@ -21,7 +21,7 @@ from verl.errors import ConfigError, RolloutError
 from verl.http_client.client import HTTPClient
 from verl.http_client.request import NotRetryable, Request
 from verl.models.parallel_info import Autocast
-from verl.rollout.vllm.state_dict import weights_of
+from verl.rollout.weight_sync.state_dict import weights_of
 from verl.utils.directories import TemporaryDirectory
 
 RELOAD, RESET_CACHE = "/collective_rpc", "/reset_prefix_cache"

@@ -10,7 +10,8 @@ from pydantic import PositiveFloat, PositiveInt
 
 from verl.component import component
 from verl.errors import ConfigError
-from verl.rollout.base import Capability, Rollout
+from verl.rollout.base import Capability
+from verl.rollout.engine_process.options import ProcessOptions
 from verl.utils.env_check import vllm_fault
 
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM makes room for
@@ -18,7 +19,7 @@ HIGHEST_RANK = f"vLLM takes adapters of at most rank {LORA_RANKS[-1]}. Set rollo
 
 
 @component
-class VLLMOptions(Rollout):
+class VLLMOptions(ProcessOptions):
     """Generate by vLLM, in a separate process for each training process, or each group of tensor-parallel ones.
 
     It samples the same tokens as `rollout=hf` with the same weights, up to rounding. It computes in `actor.autocast`
@@ -38,16 +39,10 @@ class VLLMOptions(Rollout):
         pipeline_parallel_size: stages of an engine, each with some of the layers on tensor_parallel_size GPUs. A
             response passes through them in turn, so use it where tensor parallelism cannot divide the model.
         lora: how an adapter is sent to the engine: `merged` into the model's weights, or as an `adapter`.
-        sleep: free the engine's GPU memory during training. `auto`: only if trainer and engine do not fit into it
-            together by the plan, or there is no plan. No effect on a CPU.
         num_threads: threads of the engine, on a CPU; null: as many as the trainer has.
-        chunk_mib: size of the two chunks in which weights are streamed; a larger tensor is streamed by rows.
-        call_timeout_s: largest time without progress (a step, tensor or layer); then the engine is killed and
-            restarted, as after a crash. The total time of a call has no limit.
-        start_timeout_s: largest time until the engine is ready, even if it makes progress; null: no limit.
+        sleep, chunk_mib, call_timeout_s, start_timeout_s: see `ProcessOptions`.
     """
 
-    location: ClassVar[Literal["trainer", "process", "server"]] = "process"
     supports: ClassVar[frozenset[Capability]] = frozenset({"stages", "experts", "turns", "router_replay"})
     can_offload: ClassVar[bool] = True
     may_change: ClassVar[bool] = True
@@ -61,11 +56,7 @@ class VLLMOptions(Rollout):
     tensor_parallel_size: PositiveInt = 1
     pipeline_parallel_size: PositiveInt = 1
     lora: Literal["merged", "adapter"] = "merged"
-    sleep: bool | Literal["auto"] = "auto"
     num_threads: PositiveInt | None = None
-    chunk_mib: PositiveInt = 64
-    call_timeout_s: PositiveFloat = 300.0  # type: ignore[misc]
-    start_timeout_s: PositiveFloat | None = None
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()
@@ -98,7 +89,6 @@ class VLLMOptions(Rollout):
 
     @property
     def num_workers(self) -> int:
-        """Processes of one engine, and on GPUs the number of those."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property

@@ -14,7 +14,7 @@ import torch
 
 from verl.checkpoint.read.lazy_tensors import DeviceMap
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.resume_point import ResumePoint, find
+from verl.checkpoint.resolve import ResumePoint, resolve
 from verl.component import as_plain
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.trainer.state.driver_state import load_parts
@@ -54,7 +54,7 @@ def load_checkpoint(
     chosen = _chosen(trainer, components)
     _refuse_devices(device_map)
     loop.settle()
-    point = find(str(path), trainer.saving.directory, verify=False)
+    point = resolve(str(path), trainer.saving.directory, verify=False)
     if point is None:
         raise CheckpointNotFound(f"path is {path!r}: there is no checkpoint in {trainer.saving.directory}")
     if components is None and point.state.get("identity"):

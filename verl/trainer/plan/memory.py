@@ -19,7 +19,7 @@ from verl.engines.sharding import NoSharding
 from verl.errors import ConfigError
 from verl.models.model_stats import ModelStats, model_stats, sizes_config
 from verl.ops.cpu_matmul import chosen_library
-from verl.rollout.vllm.client.gpu_memory import cache_bytes, engine_shape
+from verl.rollout.vllm.gpu_memory import cache_bytes, engine_shape
 from verl.trainer.plan.activations import Activations, num_experts, trace_activations
 from verl.trainer.plan.workload import GIB, DeviceRates, RoleLayout, Workload, placed_roles, role_layouts, workload
 from verl.utils.memory import DeviceMemory

@@ -23,14 +23,14 @@ from typing import Any
 
 import torch
 
-from verl.checkpoint.commit.fencing import RunLock
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.commit.upload_state import write_upload_target
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import loss_points
-from verl.checkpoint.read.discovery import POINTER, RESERVED, TAG, RunPointer, read_pointer
+from verl.checkpoint.ownership import RunLock
+from verl.checkpoint.read.discovery import RESERVED, TAG
 from verl.checkpoint.remote.upload_process import Uploader, UploadEvent, UploadSettings
-from verl.checkpoint.resume_point import ResumePoint
+from verl.checkpoint.resolve import SAVED, ResumePoint, RunCheckpoints
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_request import SaveOutcome, SaveRequest
 from verl.component import hint, nearest
@@ -79,7 +79,6 @@ class CheckpointSaver:
         resumed: the checkpoint that the run resumes from, or None.
         messages: information about the directory for the user, one sentence each.
         ancestors: see `verl.trainer.state.save_directory.ancestors_of`.
-        run_dir_lock: of the run directory, released by `close`; None if the command holds it.
         rank_writers: set if the processes of the roles write their own parts; None if the driver writes
             everything.
     """
@@ -98,12 +97,11 @@ class CheckpointSaver:
     ):
         self.is_wanted, self.settings = settings is not None, settings or Checkpointing()
         self.directory, self.loss_key, self.uses = place.directory, loss_key, uses
-        self.run_id, self.messages, self._lock = run_id or new_run_id(), place.messages, place.lock
+        self.run_id, self.messages, self._place = run_id or new_run_id(), list[str](), place
         self._config, self.identity = redact_tree(dict(config)), dict(identity)
         self._num_threads = torch.get_num_threads()  # now: a sampler takes half of them while the run trains
-        self.run_dir_lock: RunLock | None = None
         self._longest_step_s = 0.0
-        self._tier, self._lease, self._reading = place.tier, place.lease, place.reading
+        self._tier = place.tier
         self._uploader: Uploader | None = None
         self._num_waiting = 0  # checkpoints that were not yet uploaded at the last report
         self._writer: CheckpointWriter | None = None
@@ -167,7 +165,7 @@ class CheckpointSaver:
             timeout_s=self.settings.writer_timeout_s,
         )
         self._run_dir = run_dir
-        self._write_pointer(run_dir)
+        self._record_directory(run_dir)
         if self.rank_writers is not None and (fault := self.rank_writers.check_shared_directory(store)) is not None:
             later = (
                 f"at a resume or a restart of this run, machines that do not have the checkpoint fetch it from "
@@ -189,24 +187,18 @@ class CheckpointSaver:
                 storage=self._tier.storage,
                 claim=f"{self.run_id}-{secrets.token_hex(4)}",
                 cold=upload_target,
-                holder=self._lease and self._lease.holder,
-                lease_number=self._lease and self._lease.number,
+                owner=self._place.lease and self._place.lease.owner,
             )
             self._uploader = Uploader(setting, self.settings.upload_timeout_s)
-            if self._lease is not None:
-                self._lease.stop()  # the upload process renews it from now on
+            if self._place.lease is not None:
+                self._place.lease.stop()  # the upload process renews it from now on
 
-    def _write_pointer(self, run_dir: Path) -> None:
-        try:
-            before = read_pointer(run_dir)
-            earlier = [run for run in (before.run_id, *before.earlier) if run not in self.ancestors]
-        except CheckpointError:
-            earlier = []
-        pointer = RunPointer(
-            save_dir=str(self.directory), relative=os.path.relpath(self.directory, run_dir.absolute()),
-            run_id=self.run_id, ancestors=self.ancestors, earlier=earlier,
-        )  # fmt: skip
-        write_whole(run_dir / POINTER, json.dumps(asdict(pointer), indent=2).encode() + b"\n")  # others may read it
+    def _record_directory(self, run_dir: Path) -> None:
+        relative = os.path.relpath(self.directory, run_dir.absolute())
+        record = RunCheckpoints(
+            save_dir=str(self.directory), relative=relative, run_id=self.run_id, ancestors=self.ancestors
+        )
+        write_whole(run_dir / SAVED, json.dumps(asdict(record), indent=2).encode() + b"\n")  # others may read it
 
     def due(self, step: int, took_s: float, is_last: bool, is_stopping: bool) -> str | None:
         """Why a checkpoint is to be saved after this step, or None."""
@@ -298,7 +290,7 @@ class CheckpointSaver:
             return
         self._saved_step, self._last_save = step, time.monotonic()
         try:
-            if self._lock is not None and self._lock.renew():  # what was linked to is gone
+            if self._place.lock is not None and self._place.lock.renew():  # what was linked to is gone
                 self._contents = TrainState(self.settings, self._config, self.uses)
         except CheckpointError as error:
             self._writer.note(SaveOutcome(step=step, tag=facts.get("tag"), error=error))
@@ -314,7 +306,7 @@ class CheckpointSaver:
             CheckpointError: it could not be saved, or another running process saves in that directory.
         """
         lock = RunLock(directory.absolute(), self.run_id, self.identity, "a directory for checkpoints")
-        if not RunLock.is_held_here(directory) and (holder := lock.acquire()) is not None:
+        if RunLock.held_here(directory) is None and (holder := lock.acquire()) is not None:
             raise CheckpointFenced(f"{directory} is where another run saves ({holder}): give another directory")
         try:
             store = CheckpointStore(directory.absolute(), self.run_id)
@@ -414,9 +406,7 @@ class CheckpointSaver:
             self._close_uploader(waits=status is not None)
             if status is not None:
                 self.lineage.add("end", status=status, step=step)
-        for held in (self._reading, self._lease, self._lock, self.run_dir_lock):
-            if held is not None:
-                held.release()
+        self._place.release()
 
     def _record_outcomes(self, outcomes: list[SaveOutcome]) -> list[SaveOutcome]:
         for outcome in outcomes:

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from verl.checkpoint.core.checkpoint import Checkpoint
-from verl.checkpoint.read.discovery import read_pointer
 from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
+from verl.checkpoint.resolve import RunCheckpoints
 from verl.errors import CheckpointNotFound, ConfigError, end_cut
 from verl.tracking.jsonl import json_lines
 from verl.trainer.state.lineage import ENVIRONMENT, events_of, is_content
@@ -153,9 +153,10 @@ def origin_of(run_dir: Path) -> RunOrigin:
     origin = RunOrigin(settings, environment=environment)
     origin.code = None if environment is None else environment.pop("code", None)
     try:
-        started = [event for event in events_of(read_pointer(run_dir), run_dir) if event["event"] == "run"]
+        saved = RunCheckpoints.of(run_dir)
     except CheckpointNotFound:
-        return origin
+        saved = None
+    started = [event for event in (events_of(saved, run_dir) if saved else []) if event["event"] == "run"]
     if started:
         identity = started[-1].get("identity") or {}
         origin.data = {path: value for path, value in identity.items() if is_content(value) or path == "tokenizer"}

@@ -30,7 +30,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.checkpoint.resume_point import ResumePoint
+from verl.checkpoint.resolve import ResumePoint
 from verl.checkpoint.save.save_request import ExistingFile
 from verl.checkpoint.save.snapshot import SavedComponent
 from verl.cluster.rpc import WorkerGroup

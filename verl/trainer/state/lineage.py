@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import verl
 from verl.checkpoint.core.checkpoint import open_checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.read.discovery import CheckpointDirectory, RunPointer
+from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.resolve import RunCheckpoints
 from verl.errors import BadCheckpoint
 from verl.tracking.jsonl import json_lines
 from verl.trainer.state.training_identity import DIGEST, differences, training_differences
@@ -40,7 +41,7 @@ from verl.utils.external_input import (
 from verl.utils.seeding import CUBLAS_WORKSPACE
 
 if TYPE_CHECKING:
-    from verl.checkpoint.resume_point import ResumePoint
+    from verl.checkpoint.resolve import ResumePoint
 
 FILE = "lineage.jsonl"
 ENVIRONMENT = "environment.json"  # in the run directory
@@ -149,11 +150,11 @@ def read_events(directory: Path, below: bool = True) -> list[dict[str, Any]]:
     return sorted(events, key=lambda event: event["time"])
 
 
-def events_of(pointer: RunPointer, run_dir: Path) -> list[dict[str, Any]]:
+def events_of(saved: RunCheckpoints, run_dir: Path) -> list[dict[str, Any]]:
     """The events of the last start of a training in a run directory, in order of time; empty if there is no record."""
-    for directory in pointer.places(run_dir.absolute())[:2]:
+    for directory in saved.places(run_dir):
         if (directory / FILE).is_file():
-            return [event for event in read_events(directory, below=False) if event["run_id"] == pointer.run_id]
+            return [event for event in read_events(directory, below=False) if event["run_id"] == saved.run_id]
     return []
 
 

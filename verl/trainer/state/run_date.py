@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from verl.checkpoint.resume_point import ResumePoint
+from verl.checkpoint.resolve import ResumePoint
 from verl.component import BuildContext
 from verl.data import chat_template
 from verl.data.chat_template import ChatTemplate, pin_date

@@ -1,55 +1,56 @@
-"""Directories of a run: where it saves, which checkpoint it resumes from, and whose run directory it is.
+"""Directories of a run: whether it may save in its own, what it resumes from, and whose run directory it is.
 
 A checkpoint belongs to the training with its identity (`verl.trainer.state.training_identity`), and a directory to one
-training at a time:
+training:
 
-no resume       the directory if it holds checkpoints of this training alone, or none; otherwise the run is refused, or,
-                without `save_dir` and storage, saves in `EXPERIMENT-DIGEST`, a directory of the training's own
+no resume       the directory if the newest checkpoint there is of this training, or if there is none; else refused
 resume=latest   the newest checkpoint of this training in the directory or in the store; refused if all are of others
 resume=PATH     that checkpoint; the run saves in its own directory, as without resume
 
 A directory that is locked by a running run is refused, and so is a location in object storage that is leased by a run
-on another machine; the error names the holder. A run directory is refused if another run has trained there.
+on another machine; the error names the owner. A run directory is refused if another run has trained there.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import json
 import logging
 import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from verl.checkpoint.commit.fencing import LockHolder, RunLock
 from verl.checkpoint.config import Checkpointing
-from verl.checkpoint.core.checkpoint import read_state
-from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory, read_pointer
-from verl.checkpoint.remote.store_lease import LEASE_S, RENEW_EVERY_S, LeaseRecord, StoreLease, living_holder
-from verl.checkpoint.remote.transfer import CheckpointTier, find_at, tier_of
-from verl.checkpoint.resume_point import ResumePoint, find
-from verl.checkpoint.retention import ReadLock
-from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError, StorageError, StorageRefused
-from verl.storage.config import Storage, is_address, storage_at
+from verl.checkpoint.ownership import (
+    LEASE_S,
+    RENEW_EVERY_S,
+    CheckpointInUse,
+    Owner,
+    RunLock,
+    StoreLease,
+    living_holder,
+    lock_run_directory,
+)
+from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
+from verl.checkpoint.remote.transfer import CheckpointTier, tier_of
+from verl.checkpoint.resolve import ResumePoint, RunCheckpoints, resolve
+from verl.errors import CheckpointNotFound, ConfigError, StorageError, StorageRefused
+from verl.storage.config import Storage
 from verl.tracking.console import shown_path
+from verl.tracking.jsonl import json_lines, json_object
 from verl.trainer.config import LoopSettings
 from verl.trainer.state.training_identity import differences, refuse_other_identity
 from verl.utils.directories import unwritable
-from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping
 
 _log = logging.getLogger(__name__)
 
 MOST_KEYS = 3  # that differ, in a sentence
 WATCH_S = RENEW_EVERY_S + 2  # in which a living run of another machine renews its lease
 LONGEST_NAME = 120  # characters of the directory of a sweep's job
-LONGEST_LINE_BYTES = 2**20  # of metrics.jsonl; what is longer is no record of metrics
 OTHER_DIRECTORY = "give this run another directory: trainer.experiment_name=NAME, or checkpoint.save_dir=DIR"
 
 
@@ -61,8 +62,8 @@ class SaveDirectory:
         resumed: the checkpoint that it resumes from, or None.
         lock: the lock that is held; None if nothing is saved.
         lease: the lease in object storage; None without storage, or if it did not answer.
-        reading: keeps a checkpoint of another directory that it resumes from.
-        messages: information for the user, one sentence each.
+        in_use: keeps a checkpoint of another directory that it resumes from.
+        run_dir_lock: of the run directory; None if the command holds it.
     """
 
     directory: Path
@@ -70,17 +71,18 @@ class SaveDirectory:
     resumed: ResumePoint | None = None
     lock: RunLock | None = None
     lease: StoreLease | None = None
-    reading: ReadLock | None = None
-    messages: list[str] = field(default_factory=list)
+    in_use: CheckpointInUse | None = None
+    run_dir_lock: RunLock | None = None
 
     def release(self) -> None:
-        for held in (self.reading, self.lease, self.lock):
+        """Idempotent."""
+        for held in (self.in_use, self.lease, self.lock, self.run_dir_lock):
             if held is not None:
                 held.release()
 
 
 class SaveDirectoryChoice:
-    """Chooses the save directory of one run.
+    """Decides whether one run may save in its directory, and which checkpoint it resumes from.
 
     Args:
         settings: None: nothing is saved.
@@ -103,127 +105,76 @@ class SaveDirectoryChoice:
         self.directory = self._settings.directory(trainer.project_name, trainer.experiment_name, job)
         self._tier = tier_of(settings, storage, trainer.project_name, trainer.experiment_name, job)
         self._whole_identity, self._run_id, self._unknown = identity, run_id, frozenset(unknown)
-        self._may_move = self._saves and self._settings.save_dir is None and self._tier is None
 
     @functools.cached_property
     def _identity(self) -> dict[str, Any]:
         whole = self._whole_identity
         return self._known(whole() if callable(whole) else whole)
 
-    def choose(self, resume: str | None, dry: bool = False, uses_storage: bool = False) -> SaveDirectory:
-        """Lock the directory to save in, and resolve `resume`.
+    def choose(
+        self,
+        resume: str | None,
+        run_dir: Path | None = None,
+        *,
+        is_restart: bool = False,
+        dry: bool = False,
+        uses_storage: bool = False,
+    ) -> SaveDirectory:
+        """Lock the directory to save in, resolve `resume`, and lock the run directory.
 
-        In this order: a run that is ending there still saves and prunes.
+        In this order: a run that is ending there still saves and prunes. A run of this process keeps its lock until
+        this one is known to be allowed.
 
         Args:
+            is_restart: this trainer has trained in its run directory before.
             dry: only raise the errors that can be found within seconds; nothing is locked, downloaded or verified.
             uses_storage: the storage holds something other than checkpoints too.
         Raises:
-            ConfigError: there is no such checkpoint, or it is of another training, or the directory is another
+            ConfigError: there is no such checkpoint, or it is of another training, or a directory is another
                 training's or a running run's; in a dry run also: it cannot be written, or the store does not answer.
             BadCheckpoint: the checkpoint is damaged.
             CheckpointWriteFailed: the directory cannot be written.
         """
         if dry:
             self._refuse_unusable(resume, uses_storage)
-        default = self.directory
-        messages = [] if dry or not self._may_move else self._leave_directory_of_another(resume)
-        chosen = SaveDirectory(self.directory, self._tier, messages=messages)
-        will_move = self._may_move and resume != LATEST and self.directory == default
+        chosen, is_later = SaveDirectory(self.directory, self._tier), RunLock.held_here(self.directory) is not None
         with contextlib.ExitStack() as undo:
-            if self._saves and not dry and not RunLock.is_held_here(self.directory):
-                if (holder := self._claim(chosen)) is not None:
-                    if will_move and self._differing(holder.identity):  # it began after it was looked for
-                        return self.choose(resume)
-                    raise self._busy(holder)
-                undo.callback(chosen.release)
-            point = self._latest(dry) if resume == LATEST else None if resume is None else self._named(resume, dry)
-            chosen.resumed = point
-            is_inside = point is not None and point.checkpoint.directory.parent == self.directory
-            if point is not None and not dry and not (self._saves and is_inside):
-                chosen.reading = ReadLock(point.checkpoint)
-            if not self._saves:
-                return chosen
-            is_checked = resume != LATEST and not is_inside and not self._may_move
-            if is_checked and (fault := self._fault_of_owner()) is not None:
-                raise ConfigError(fault)
-            holder = self._holder() if dry else self._claim(chosen) if chosen.lock is None else None
-            if holder is not None and not (dry and will_move and self._differing(holder.identity)):
-                raise self._busy(holder)
+            undo.callback(chosen.release)
+            if self._saves and not (dry or is_later):
+                self._claim(chosen)
+            chosen.resumed = self._resolve(resume, chosen, dry)
+            if self._saves and (dry or is_later):
+                self._refuse_holder() if dry else self._claim(chosen)
+            if run_dir is not None:
+                chosen.run_dir_lock = None if dry else lock_run_directory(run_dir)
+                if not is_restart and (faults := [*run_dir_faults(run_dir, resume, chosen.resumed, self.directory)]):
+                    raise ConfigError(faults)
             undo.pop_all()
         return chosen
 
     # -- the checkpoint to resume from --------------------------------------------------------------------------------
 
-    def _latest(self, dry: bool) -> ResumePoint | None:
-        if dry:
-            points = self._newest_first()
-            newest = next(points, None)
-            seen = itertools.chain([] if newest is None else [newest], points)
-            point = next((point for point in seen if self._is_own(point.state)), newest)
-        else:
-            used = self._settings
-            point = find(LATEST, self.directory, used.strict, used.verify, self._tier, is_own=self._is_own)
-        if point is None and not dry:
-            where = f"{self.directory} or {self._tier.address}" if self._tier is not None else self.directory
-            _log.warning("resume=latest found no checkpoint in %s: starting from the beginning.", where)
-        if point is not None and not self._is_own(point.state):
-            where = point.checkpoint.directory.parent
-            fault = (
-                f"resume is 'latest': {where} holds no checkpoint of this training. Set back what differs to "
-                f"go on with the training there, or {OTHER_DIRECTORY}."
-            )
-            try:
-                self._refuse_other(point)
-            except ConfigError as error:
-                raise ConfigError([*error.faults, fault]) from error
+    def _resolve(self, resume: str | None, chosen: SaveDirectory, dry: bool) -> ResumePoint | None:
+        settings, point = self._settings, None
+        if resume is not None:
+            point = resolve(
+                resume, self.directory, strict=settings.strict, verify=settings.verify, tier=self._tier_to_see(dry),
+                storage=self._storage, is_own=self._is_own, dry=dry,
+            )  # fmt: skip
+            if point is not None:
+                self._refuse_other(resume, point)
+            elif not dry:
+                where = f"{self.directory} or {self._tier.address}" if self._tier is not None else self.directory
+                _log.warning("resume=latest found no checkpoint in %s: starting from the beginning.", where)
+        is_inside = point is not None and point.checkpoint.directory.parent == self.directory
+        if point is not None and not dry and not (self._saves and is_inside):
+            chosen.in_use = CheckpointInUse(point.checkpoint)
+        if self._saves and resume != LATEST and not is_inside:
+            self._refuse_owner(self._tier_to_see(dry) if dry or chosen.lease is not None else None)
         return point
 
-    def _named(self, resume: str, dry: bool) -> ResumePoint:
-        used = self._settings
-        if dry and is_address(resume):
-            point = self._seen_at(resume)
-        else:
-            verify = used.verify and not dry
-            verified = find(resume, self.directory, used.strict, verify, self._tier, self._storage, self._is_own)
-            assert verified is not None, "only `latest` may find none"
-            point = verified
-        self._refuse_other(point)
-        return point
-
-    def _seen_at(self, address: str) -> ResumePoint:
-        """The state of a checkpoint in object storage, which is not downloaded."""
-        try:
-            storage_at(address.rstrip("/"), self._storage).hasty.connect().list("preflight/")
-            remote, record = find_at(address, self._storage)
-            checkpoint = remote.open(record) if record is not None else remote.newest()
-            return ResumePoint(checkpoint, remote.state(checkpoint), "seen")
-        except (CheckpointNotFound, StorageError) as error:
-            raise ConfigError(f"resume is {address!r}: {error}") from error
-
-    def _newest_first(self, most_remote: int | None = None) -> Iterator[ResumePoint]:
-        """Checkpoints of the directory, then of the store, by their states alone; a store that fails is left out.
-
-        Args:
-            most_remote: the most checkpoints of the store; None for all.
-        """
-        for checkpoint in reversed(CheckpointDirectory(self.directory).survey()[0]):
-            with contextlib.suppress(BadCheckpoint):  # nobody's; retention leaves it alone
-                yield ResumePoint(checkpoint, read_state(FileSystem(), checkpoint), "seen")
-        if self._tier is None:
-            return
-        remote = replace(self._tier, storage=_with_one_retry(self._tier.storage)).connect()
-        try:
-            for record in list(reversed(remote.records()))[:most_remote]:
-                with contextlib.suppress(BadCheckpoint, ValueError):
-                    checkpoint = remote.open(record)
-                    yield ResumePoint(checkpoint, remote.state(checkpoint), "seen")
-        except StorageRefused as error:
-            raise self._tier.refused(error) from error
-        except StorageError as error:
-            _log.warning("%s cannot be read, so the owner of its checkpoints is unknown: %s", self._tier.address, error)
-        finally:
-            remote.store.close()
+    def _tier_to_see(self, dry: bool) -> CheckpointTier | None:
+        return replace(self._tier, storage=_with_one_retry(self._tier.storage)) if self._tier and dry else self._tier
 
     # -- whose directory it is ----------------------------------------------------------------------------------------
 
@@ -233,42 +184,34 @@ class SaveDirectoryChoice:
     def _is_own(self, state: Mapping[str, Any]) -> bool:
         return not differences(self._known(state.get("identity", {})), self._identity)
 
-    def _refuse_other(self, point: ResumePoint) -> None:
+    def _refuse_other(self, resume: str, point: ResumePoint) -> None:
         known = {**point.state, "identity": self._known(point.state.get("identity", {}))}
-        refuse_other_identity(replace(point, state=known), self._identity)
+        try:
+            refuse_other_identity(replace(point, state=known), self._identity)
+        except ConfigError as error:
+            if resume != LATEST:
+                raise
+            where = point.checkpoint.directory.parent
+            fault = (
+                f"resume is 'latest': {where} holds no checkpoint of this training. Set back what differs to go on "
+                f"with the training there, or {OTHER_DIRECTORY}."
+            )
+            raise ConfigError([*error.faults, fault]) from error
 
-    def _other(self) -> ResumePoint | None:
-        """The newest checkpoint of another training in the directory or in the store."""
-        return next((point for point in self._newest_first(1) if not self._is_own(point.state)), None)
-
-    def _leave_directory_of_another(self, resume: str | None) -> list[str]:
-        """Replace the default directory by this training's own one if another training saves there, or if this training
-        has saved in its own before. Returns a message.
-
-        `resume=latest` finds only what was saved: it does not start a training of its own.
-        """
-        identity = json.dumps(self._identity, sort_keys=True, default=str)
-        name = f"{self.directory.name}-{blake2b(identity.encode(), digest_size=4).hexdigest()}"
-        default, directory = self.directory, self.directory.with_name(name)
-        other, holder = self._other(), RunLock.holder_of(default)
-        differing = "" if other is None else self._differing(other.state.get("identity", {}))
-        differing = differing or ("" if holder is None else self._differing(holder.identity))
-        if not CheckpointDirectory(directory).candidates() and (resume == LATEST or not differing):
-            return []
-        self.directory = directory
-        message = f"{default} is of another training ({differing}): this one saves in {name} beside it."
-        return [message] if differing else []
-
-    def _fault_of_owner(self) -> str | None:
-        """Why a run without `resume` may not save here: checkpoints of another training."""
-        if (other := self._other()) is None:
-            return None
-        where, key = other.checkpoint.directory.parent, "checkpoint.save_dir"
-        if where != self.directory and self._tier is not None:
-            where, key = self._tier.address, "storage"
-        return (
+    def _refuse_owner(self, tier: CheckpointTier | None) -> None:
+        """Refuse a run that does not resume from the directory's own, if the newest there is another training's."""
+        try:
+            newest = resolve(LATEST, self.directory, tier=tier, dry=True)
+        except ConfigError:  # all are damaged
+            return
+        if newest is None or self._is_own(newest.state):
+            return
+        where, key = newest.checkpoint.directory.parent, "checkpoint.save_dir"
+        if where != self.directory and tier is not None:
+            where, key = tier.address, "storage"
+        raise ConfigError(
             f"{key} leads to {where}: it holds checkpoints of another training "
-            f"({self._differing(other.state.get('identity', {}))}). Go on with that one by resume=latest and its "
+            f"({self._differing(newest.state.get('identity', {}))}). Go on with that one by resume=latest and its "
             f"settings, or {OTHER_DIRECTORY}."
         )
 
@@ -293,44 +236,41 @@ class SaveDirectoryChoice:
         if tier is not None and not (resume == LATEST and CheckpointDirectory(self.directory).candidates()):
             tier.refuse_absence()  # local checkpoints are usable without it
 
-    def _holder(self) -> LockHolder | None:
-        """The running run that holds the directory or its location in the store; keeps no lock."""
-        if (holder := RunLock.holder_of(self.directory)) is not None or self._tier is None:
-            return holder
-        try:
-            return living_holder(self._tier.storage.hasty, WATCH_S)
-        except StorageError:  # reported elsewhere, or the run resumes from disk without the store
-            return None
+    def _refuse_holder(self) -> None:
+        """Refuse to begin beside a running run; takes no lock."""
+        if (holder := RunLock.holder_of(self.directory)) is not None:
+            raise self._busy(holder)
+        with contextlib.suppress(StorageError):  # reported elsewhere, or the run resumes from disk without the store
+            if self._tier is not None and (holder := living_holder(self._tier.storage.hasty, WATCH_S)) is not None:
+                raise self._busy(holder)
 
-    def _claim(self, chosen: SaveDirectory) -> LockHolder | None:
-        """Lock the directory and lease its location in object storage; returns the holder if one of them is taken."""
+    def _claim(self, chosen: SaveDirectory) -> None:
+        """Lock the directory and lease its place in object storage."""
         lock = RunLock(self.directory, self._run_id, self._identity)
         if (holder := lock.acquire()) is not None:
-            return holder
-        with contextlib.ExitStack() as undo:
-            undo.callback(lock.release)
-            if self._tier is not None:
-                lease = StoreLease(_with_one_retry(self._tier.storage), lock.holder)
-                try:
-                    if (holder := lease.acquire()) is not None:
-                        return holder
-                    lease.keep()
-                    chosen.lease = lease
-                except StorageRefused as error:
-                    raise self._tier.refused(error) from error
-                except StorageError as error:
-                    _log.error(
-                        "%s cannot be read, so another run may be uploading there (%s): if so, the later one continues",
-                        self._tier.address, error,
-                    )  # fmt: skip
-            chosen.lock = lock
-            undo.pop_all()
-        return None
+            raise self._busy(holder)
+        chosen.lock = lock
+        if self._tier is None:
+            return
+        lease = StoreLease(_with_one_retry(self._tier.storage), lock.owner)
+        try:
+            if (holder := lease.acquire()) is not None:
+                raise self._busy(holder)
+        except StorageRefused as error:
+            raise self._tier.refused(error) from error
+        except StorageError as error:
+            _log.error(
+                "%s cannot be read, so another run may be uploading there (%s): if so, the later one continues",
+                self._tier.address, error,
+            )  # fmt: skip
+            return
+        lease.keep()
+        chosen.lease = lease
 
-    def _busy(self, holder: LockHolder) -> ConfigError:
+    def _busy(self, holder: Owner) -> ConfigError:
         differing = self._differing(holder.identity)
         what = f"another training ({differing})" if differing else "this training"
-        if isinstance(holder, LeaseRecord) and self._tier is not None:
+        if holder.renewed_at and self._tier is not None:
             return ConfigError(
                 f"storage leads to {self._tier.address}: a run of {what} is uploading there ({holder}). Wait for its "
                 f"end, stop it (if it was killed, its lease expires after {LEASE_S:.0f} s), or give this "
@@ -390,50 +330,34 @@ def run_dir_faults(run_dir: Path, resume: str | None, point: ResumePoint | None,
         point: the checkpoint that it resumes from, or None.
         save_dir: where this run saves.
     """
-    step = _first_step(run_dir)
-    if step is None or (resume is not None and _is_resumed(run_dir, resume, point, save_dir)):
+    summary, metrics = run_dir / "summary.json", run_dir / "metrics.jsonl"
+    if summary.is_file() and _number(json_object(summary), "steps"):
+        trained = f"{json_object(summary)['steps']} steps in {summary.name}"
+    elif metrics.is_file() and (step := next(filter(None, (_number(x, "step") for x in json_lines(metrics))), 0)):
+        trained = f"step {step} in {metrics.name}"
+    else:
+        return
+    if resume is not None and _is_resumed(run_dir, resume, point, save_dir):
         return
     yield (
-        f"hydra.run.dir is {shown_path(run_dir)}: another run has trained there ({step}), and the metrics, "
+        f"hydra.run.dir is {shown_path(run_dir)}: another run has trained there ({trained}), and the metrics, "
         "configuration and weights of two runs would mix. Give this run a directory of its own (hydra.run.dir=DIR; in "
         "Python, run_dir), or continue the run that wrote there with resume=latest."
     )
 
 
+def _number(record: Mapping[str, Any], key: str) -> int:
+    return number if isinstance(number := record.get(key), int) else 0
+
+
 def _is_resumed(run_dir: Path, resume: str, point: ResumePoint | None, save_dir: Path) -> bool:
     try:
-        written = read_pointer(run_dir)
+        written = RunCheckpoints.of(run_dir)
     except CheckpointNotFound:
         return False
+    if written is None:
+        return False
     if point is None:
-        return resume == LATEST and any(
-            os.path.realpath(directory) == os.path.realpath(save_dir) for directory in written.places(run_dir)[:2]
-        )
-    return not {written.run_id, *written.ancestors, *written.earlier}.isdisjoint(ancestors_of(point))
-
-
-def _first_step(run_dir: Path) -> str | None:
-    """Evidence of a completed training step, or None."""
-    for name in ("summary.json", "metrics.jsonl"):
-        try:
-            with open(open_regular(run_dir / name), "rb") as file:
-                if name == "summary.json":
-                    steps = _steps(file.read(LONGEST_LINE_BYTES), "steps")
-                    if steps:
-                        return f"{steps} steps in {name}"
-                    continue
-                while line := file.readline(LONGEST_LINE_BYTES):
-                    if step := _steps(line, "step"):
-                        return f"step {step} in {name}"
-        except OSError:  # it is missing, or no file of a run
-            continue
-    return None
-
-
-def _steps(record: bytes, key: str) -> int:
-    """The number under `key`; 0 for half a line, which a killed run leaves."""
-    try:
-        number = parse_mapping(record).get(key)
-    except ExternalInputError:
-        return 0
-    return number if isinstance(number, int) else 0
+        same = (os.path.realpath(place) == os.path.realpath(save_dir) for place in written.places(run_dir))
+        return resume == LATEST and any(same)
+    return not written.lineage.keys().isdisjoint(ancestors_of(point))

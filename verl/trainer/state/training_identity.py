@@ -19,7 +19,7 @@ from verl.errors import ConfigError
 from verl.protocol.user_function import source_file
 
 if TYPE_CHECKING:
-    from verl.checkpoint.resume_point import ResumePoint
+    from verl.checkpoint.resolve import ResumePoint
 
 IDENTITY = (
     "actor.model",

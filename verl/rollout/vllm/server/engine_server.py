@@ -17,19 +17,13 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from verl.errors import RolloutError
+from verl.rollout.engine_process.messages import EngineInfo, NumberedTurn, TurnOutput
 from verl.rollout.proof.verifier import VerifyRequest
 from verl.rollout.token_sampler import TokenSampler
-from verl.rollout.vllm.client.engine_args import EngineArgs
-from verl.rollout.vllm.messages import (
-    EngineInfo,
-    FeedPlan,
-    LoadRequest,
-    NumberedTurn,
-    TurnOutput,
-    WantedSlices,
-)
+from verl.rollout.vllm.engine_args import EngineArgs
 from verl.rollout.vllm.server.turns import EngineTurns, PrefixVersions
 from verl.rollout.vllm.server.verification import answer_request
+from verl.rollout.weight_sync.chunks import FeedPlan, WantedSlices
 from verl.utils.child_process.process import describe_exit, memory_kills
 from verl.utils.progress import report
 
@@ -119,14 +113,18 @@ class EngineServer:
         """Use these streams for weights: one per worker, or one for all workers."""
         self.llm.collective_rpc("verl_connect", args=(feeds, dtype))
 
-    def load(self, loading: LoadRequest) -> tuple[float, str | None]:
+    def load(self, num_threads: int, in_place: bool) -> tuple[float, str | None]:
         """Load the weights from the streams.
 
-        Returns the seconds spent without waiting, and why vLLM reloaded its whole model, if it did.
+        Args:
+            num_threads: threads of each worker meanwhile, on a CPU, where trainer and engine work concurrently.
+            in_place: copy tensors into the engine's parameters; False: vLLM reloads its whole model.
+        Returns:
+            The seconds spent without waiting, and why vLLM reloaded its whole model, if it did.
         """
-        results = self.llm.collective_rpc("verl_load", args=(loading,))
+        results = self.llm.collective_rpc("verl_load", args=(num_threads, in_place))
         self._renew()
-        return max(loaded.seconds for loaded in results), next((loaded.anew for loaded in results if loaded.anew), None)
+        return max(seconds for seconds, _ in results), next((reason for _, reason in results if reason), None)
 
     def adopt(self, directory: str, number: int) -> float:
         """Replace the adapter, also for open turns. Returns seconds."""

@@ -19,8 +19,8 @@ from vllm.sampling_params import RequestOutputKind
 
 from verl.errors import RolloutError
 from verl.rollout.base import TurnRequest
+from verl.rollout.engine_process.messages import NumberedTurn, TurnOutput
 from verl.rollout.token_sampler import TokenSampler
-from verl.rollout.vllm.messages import NumberedTurn, TurnOutput
 from verl.rollout.vllm.server.logits_processor import TURN
 
 

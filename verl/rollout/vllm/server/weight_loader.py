@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from verl.ops.resharding.layout import Box
 from verl.rollout.proof.fingerprints import plain_name
-from verl.rollout.vllm.messages import ChunkEntry
 from verl.rollout.vllm.server.layer_fingerprints import EXPERTS, PACKED, kinds_of, layer_rows
+from verl.rollout.weight_sync.chunks import ChunkEntry
 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 OWN_STATE = ("MLAAttention",)  # its buffers are computed from weights at loading

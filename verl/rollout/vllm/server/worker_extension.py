@@ -18,13 +18,14 @@ from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 from vllm.platforms import current_platform
 
 from verl.rollout.token_sampler import TokenSampler
-from verl.rollout.vllm.messages import ChunkEntry, FeedPlan, LoadRequest, LoadResult, WantedSlices
 from verl.rollout.vllm.server.expert_recorder import ExpertRecorder
 from verl.rollout.vllm.server.logits_processor import ActiveRequests, CounterNoiseProcessor
 from verl.rollout.vllm.server.verification import run_on_worker
 from verl.rollout.vllm.server.weight_loader import InPlaceLoader, UnsupportedLayer, give_back_free_memory
-from verl.rollout.vllm.shm_stream import StreamReader, reads_peers, using_threads
+from verl.rollout.weight_sync.chunks import ChunkEntry, FeedPlan, WantedSlices
+from verl.rollout.weight_sync.stream import StreamReader, reads_peers
 from verl.utils.progress import report
+from verl.utils.threads import using_threads
 
 
 class WorkerExtension:
@@ -98,16 +99,16 @@ class WorkerExtension:
         """Use this feed for weights."""
         self._feed, self._stream_dtype, self._found = feeds[self.rank], dtype, None
 
-    def verl_load(self, loading: LoadRequest) -> LoadResult:
-        """Load new weights."""
+    def verl_load(self, num_threads: int, in_place: bool) -> tuple[float, str | None]:
+        """See `EngineServer.load`."""
         start = time.perf_counter()
         feed, dtype = self._feed, self._stream_dtype
         chunks = feed.chunks
-        loader = self._loader_or_reason(feed) if loading.in_place else "it was requested"
+        loader = self._loader_or_reason(feed) if in_place else "it was requested"
         reader = self._opened(feed)
         waited = reader.waited_s
         try:
-            with using_threads(loading.num_threads):
+            with using_threads(num_threads):
                 if isinstance(loader, InPlaceLoader):
                     _load_in_place(loader, reader, chunks, dtype)
                     self.model_runner.reset_encoder_cache()
@@ -119,7 +120,7 @@ class WorkerExtension:
         finally:
             give_back_free_memory()
         seconds = time.perf_counter() - start - (reader.waited_s - waited)
-        return LoadResult(seconds, loader if isinstance(loader, str) else None)
+        return seconds, loader if isinstance(loader, str) else None
 
     def _opened(self, feed: FeedPlan) -> StreamReader:
         """The reader of a stream, kept between syncs because the first access to newly mapped memory is slow."""

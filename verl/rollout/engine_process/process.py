@@ -1,8 +1,9 @@
-"""The vLLM process: started, called and killed by the trainer. It ends with the trainer, even if that is killed.
+"""The process of an engine: started, called and killed by the trainer. It never outlives the trainer, even
+if that is killed.
 
 A child process of the harness (`verl.utils.child_process`), whose output goes into a file.
 
-    trainer ──EngineCall──> engine ── advance() ── step, tensor, layer ... ──EngineReply──> trainer
+    trainer ──method, arguments──> engine ── advance() ── step, tensor, layer ... ──EngineReply──> trainer
                               └── counter in shared memory: without a change for `call_timeout_s` the process is killed
 
 Calls have no limit on their total time, as long as they make progress. A process without progress, because it is
@@ -11,7 +12,7 @@ stopped or hangs, is killed, and the caller gets `EngineDied` as after a crash.
 `EngineFiles` are the files and shared memory of one engine, removed when its processes have ended in any way:
 
 /dev/shm/verl_engine_X/                  adapters
-/dev/shm/verl_engine_X_*, sem.verl_..._X  what vLLM's workers share (tensor parallel)
+/dev/shm/verl_engine_X_*, sem.verl_..._X  what the workers of an engine share (tensor parallel)
 TMPDIR/verl_engine_X.tmp/                TMPDIR of the engine's processes
 """
 
@@ -29,7 +30,7 @@ from typing import Any
 
 from verl.errors import RolloutError
 from verl.rollout.base import EngineLost
-from verl.rollout.vllm.messages import EngineCall, EngineReply
+from verl.rollout.engine_process.messages import EngineReply, EngineSetup
 from verl.utils.child_process.channel import ChannelClosed
 from verl.utils.child_process.process import ChildLog, ChildProcess, LogExcerpt
 from verl.utils.directories import KERNEL_CACHE_VARIABLE, kernel_cache_directory
@@ -65,7 +66,6 @@ class EngineFiles:
         return {
             NAME_VARIABLE: self.name,
             "TMPDIR": str(self.temporary),
-            "VLLM_RPC_BASE_PATH": str(self.temporary),  # for sockets
             KERNEL_CACHE_VARIABLE: str(kernel_cache_directory() or self.temporary / "torchinductor"),
         }
 
@@ -157,8 +157,7 @@ class EngineProcess:
     """One process with one engine, or the first of several.
 
     Args:
-        setting: arguments of the engine.
-        environment: environment variables of the process.
+        setup: the engine, and its environment.
         files: directories of the engine; removed when the trainer ends.
         log: file for its output; None: a temporary file.
         call_timeout_s: largest time without progress.
@@ -166,13 +165,12 @@ class EngineProcess:
 
     def __init__(
         self,
-        setting: Any,
-        environment: dict[str, str],
+        setup: EngineSetup,
         files: EngineFiles,
         log: Path | None,
         call_timeout_s: float = 300.0,
     ):
-        self.setting, self.environment, self.files, self.log = setting, environment, files, log
+        self.setup, self.files, self.log = setup, files, log
         self.call_timeout_s = call_timeout_s
         self._log = ChildLog(log)
         self._child: ChildProcess | None = None
@@ -220,9 +218,9 @@ class EngineProcess:
         self._progress = Progress(NUM_SLOTS)
         self._log.start = self._log.size
         child = self._child = ChildProcess(
-            "verl.rollout.vllm.server.engine_main",
+            "verl.rollout.engine_process.serve",
             self._progress,
-            environment=self.environment | self.files.variables(),
+            environment=self.setup.environment | self.files.variables(),
             without=FOREIGN_VARIABLES,
             output=self._log.file,
             is_killed_with_parent=True,
@@ -231,7 +229,7 @@ class EngineProcess:
         if timeout_s is not None:
             self._start_deadline, self._start_timeout_s = time.monotonic() + timeout_s, timeout_s
         try:
-            self._ask("start", partial(child.begin, self.setting))
+            self._ask("start", partial(child.begin, (self.setup.server, self.setup.setting)))
             return self.answer()
         except BaseException:
             self.kill()
@@ -252,13 +250,13 @@ class EngineProcess:
     def send(self, method: str, *args: Any) -> None:
         """Begin a call; `answer` ends it."""
         if self._child is None:
-            raise EngineDied("The vLLM engine is not running.")
-        self._ask(method, partial(self._child.channel.send, EngineCall(method, args)))
+            raise EngineDied(f"The {self.setup.name} engine is not running.")
+        self._ask(method, partial(self._child.channel.send, (method, args)))
 
     def answer(self) -> Any:
         """Wait for the result of the pending call."""
         if self._child is None:
-            raise EngineDied("The vLLM engine is not running.")
+            raise EngineDied(f"The {self.setup.name} engine is not running.")
         try:
             answer: EngineReply = self._child.channel.receive(self._poll)
         except ChannelClosed as error:
@@ -337,7 +335,8 @@ class EngineProcess:
 
     @property
     def _name(self) -> str:
-        return f"The vLLM engine (process {self.process_id}), asked to {CALLS.get(self._method, self._method)},"
+        call = CALLS.get(self._method, self._method)
+        return f"The {self.setup.name} engine (process {self.process_id}), asked to {call},"
 
     @property
     def _log_name(self) -> str:
@@ -350,8 +349,8 @@ def message_after_log(reason: str, excerpt: LogExcerpt | None, log: str) -> str:
         return reason
     location = f" ({log})" if log else ""
     if not excerpt.lines:
-        return f"The log of the vLLM engine{location} shows no error.\n{reason}"
-    return "\n".join([f"From the log of the vLLM engine{location}:", *(f"  {line}" for line in excerpt.lines), reason])
+        return f"The log of the engine{location} shows no error.\n{reason}"
+    return "\n".join([f"From the log of the engine{location}:", *(f"  {line}" for line in excerpt.lines), reason])
 
 
 def _state_of_group(group: int) -> str:

@@ -10,7 +10,6 @@ reader on another GPU has no peer access to it. The counters of both kinds are i
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import time
@@ -21,7 +20,7 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
-from verl.rollout.vllm.messages import ChunkEntry, ChunkPlan, StreamHandle, chunk_view
+from verl.rollout.weight_sync.chunks import ChunkEntry, ChunkPlan, StreamHandle, chunk_view
 from verl.utils.memory import shareable_allocations
 from verl.utils.progress import nameless_file, report
 
@@ -35,21 +34,6 @@ DEVICE_ARGUMENT = 6  # of what reduce_tensor gives: the number of the GPU
 
 class StreamBroken(RuntimeError):
     """The other side has exited or closed the stream."""
-
-
-@contextlib.contextmanager
-def using_threads(count: int) -> Iterator[None]:
-    """Context in which torch uses this number of CPU threads."""
-    before = torch.get_num_threads()
-    if count == before:
-        yield
-        return
-    set_threads = torch._C.set_num_threads  # vLLM puts a function that does nothing in the place of torch's
-    set_threads(count)
-    try:
-        yield
-    finally:
-        set_threads(before)
 
 
 class StreamWriter:

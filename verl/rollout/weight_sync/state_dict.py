@@ -13,8 +13,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from verl.models.parallel_info import full_tensor
+from verl.models.parallel_info import Autocast, full_tensor
 from verl.ops.resharding.dtensor import is_on_other_stage, read_slice_like
+
+
+def dtype_of(model: Any, autocast: Autocast) -> torch.dtype:
+    """The data type that an engine for this model computes in."""
+    return model.dtype if autocast is None else getattr(torch, autocast)
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,9 @@ import torch
 from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError
 from verl.models.parallel_info import Autocast, compute_device
-from verl.rollout.vllm.client.engine_process import CORES_VARIABLE, EngineDied, EngineError
-from verl.rollout.vllm.client.gpu_memory import (
+from verl.rollout.engine_process.process import CORES_VARIABLE, EngineDied, EngineError
+from verl.rollout.process_engine import gpu_name
+from verl.rollout.vllm.gpu_memory import (
     BLOCK_TOKENS,
     GIB,
     cache_bytes,
@@ -31,6 +32,7 @@ from verl.rollout.vllm.client.gpu_memory import (
     warn_of_small_cache,
 )
 from verl.rollout.vllm.options import HIGHEST_RANK, LORA_RANKS, VLLMOptions
+from verl.rollout.weight_sync.state_dict import dtype_of
 from verl.utils.directories import cache_directory
 from verl.utils.env_check import num_cores
 from verl.utils.memory import device_memory
@@ -232,24 +234,12 @@ def write_model_directory(model: Any, scratch: Path) -> Path:
     return target
 
 
-def dtype_of(model: Any, autocast: Autocast) -> torch.dtype:
-    """The data type of the engine's computation."""
-    return model.dtype if autocast is None else getattr(torch, autocast)
-
-
 def engine_cores(context: BuildContext, num_threads: int) -> list[int]:
     """The cores for this process's engine; empty (the system chooses) if the engines do not fill the machine."""
     if not hasattr(os, "sched_getaffinity") or context.world_size * num_threads < num_cores():
         return []
     cores = sorted(os.sched_getaffinity(0))
     return [cores[(context.rank * num_threads + i) % len(cores)] for i in range(min(num_threads, len(cores)))]
-
-
-def gpu_name(device: str) -> str:
-    """The name of a GPU of this process, as CUDA_VISIBLE_DEVICES has it for a child."""
-    visible, index = os.environ.get("CUDA_VISIBLE_DEVICES"), torch.device(device).index or 0
-    names = visible.split(",") if visible else []
-    return names[index].strip() if index < len(names) else str(index)
 
 
 def engine_gpus(context: BuildContext, options: VLLMOptions) -> list[str]:

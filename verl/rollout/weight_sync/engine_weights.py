@@ -1,4 +1,4 @@
-"""The weights of one vLLM process, seen from the process that leads it: load, adapter, verification, sleep.
+"""The weights of the process of an engine, seen from the process that leads it: load, adapter, verification, sleep.
 
 `WeightSync` calls this in the order of a sync: `begin`, `begin_load` and `end_load`, `wake_cache`, `send_adapter`,
 `request_fingerprints`, `verify`.
@@ -17,10 +17,11 @@ import torch
 
 from verl.errors import WeightSyncError
 from verl.rollout.base import SyncResult
+from verl.rollout.engine_process.messages import EngineInfo
+from verl.rollout.engine_process.process import EngineProcess
 from verl.rollout.proof.fingerprints import FingerprintShards, join_shards
 from verl.rollout.proof.verifier import SyncVerifier, VerificationResult, VerifyRequest
-from verl.rollout.vllm.client.engine_process import EngineProcess
-from verl.rollout.vllm.messages import EngineInfo, FeedPlan, LoadRequest, SyncOffer, SyncRound
+from verl.rollout.weight_sync.chunks import FeedPlan, SyncOffer
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ MIB = 1 << 20
 
 @dataclass
 class EngineState:
-    """Weights that one vLLM process holds, from its start to its end.
+    """Weights that one process holds, from its start to its end.
 
     Attributes:
         is_current: it has the weights of the last sync, verified.
@@ -50,7 +51,7 @@ class EngineState:
 
 
 class EngineWeights:
-    """The weights of the vLLM process that this process leads.
+    """The weights of the engine that this process leads.
 
     Args:
         model: that trains.
@@ -59,7 +60,7 @@ class EngineWeights:
         gap_stops: see `BuildContext`. If set, only the first sync of a process compares log-probs of the probe: later
             syncs verify the tensors, and the log-prob gap of the step covers the computation.
     Attributes:
-        in_place: tensors are copied into the engine's parameters; False: vLLM reloads its whole model.
+        in_place: tensors are copied into the engine's parameters; False: the engine reloads its whole model.
     """
 
     def __init__(
@@ -89,12 +90,15 @@ class EngineWeights:
         """Whether the engine needs a sync before it can generate."""
         return not (self.state.is_current and self.process.is_alive())
 
-    def begin(self, prepare: Callable[[], bool]) -> SyncRound:
+    def begin(self, prepare: Callable[[], bool]) -> tuple[VerifyRequest, tuple[int, bool]]:
         """Prepare for weights.
 
         Args:
             prepare: starts the engine if it is not running; returns whether it has open turns, which the probe would
-                finish.
+                generate to their end.
+        Returns:
+            The request of the proof; the process, and whether tensors are loaded in place: a change of either repeats
+            the agreement on layouts.
         """
         self._sends_all = self.lora_rank is None or self.needs_sync
         # before anything can fail, so that requests are numbered equally for all engines
@@ -103,7 +107,7 @@ class EngineWeights:
             question = self.verifier.without_probe(question)
         self._wake("weights")
         assert self.state.process_id is not None
-        return SyncRound(question, (self.state.process_id, self.in_place))
+        return question, (self.state.process_id, self.in_place)
 
     def offer(self, shapes: dict[str, tuple[int, ...]] | None) -> SyncOffer:
         """Ask which slices the engine needs. `shapes` are of tensors that may be sent as slices; None: only whole
@@ -130,14 +134,14 @@ class EngineWeights:
         if self.state.feeds is not feeds:
             self.process.call("connect", feeds, dtype)
             self.state.feeds = feeds
-        self.process.send("load", LoadRequest(self.num_threads, self.in_place))
+        self.process.send("load", self.num_threads, self.in_place)
 
     def end_load(self) -> float:
         """Wait until all streams are read; returns the seconds of loading."""
         seconds, anew = self.process.answer()
         if anew is not None and self.in_place:
             self.in_place = False
-            log.info("vLLM reloads its model at each sync: %s", anew)
+            log.info("The engine reloads its whole model at each sync: %s", anew)
         return seconds
 
     def wake_cache(self) -> None:
@@ -164,7 +168,7 @@ class EngineWeights:
             shutil.rmtree(directory, ignore_errors=True)
         self.verifier.add_adapter_fingerprints(adapter)
         metrics = {"sync/copy_s": copying, "sync/load_s": loading, "sync/bytes": float(size)}
-        return SyncResult(f"adapter {self._num_adapters}, {size / MIB:.1f} MiB to vLLM", metrics)
+        return SyncResult(f"adapter {self._num_adapters}, {size / MIB:.1f} MiB to the engine", metrics)
 
     def request_fingerprints(self, question: VerifyRequest) -> None:
         """Start a verification in the engine; `verify` reads its reply."""
@@ -202,8 +206,8 @@ class EngineWeights:
     def may_repeat(self, error: Exception) -> bool:
         """Whether a repeated sync may succeed after a failed verification.
 
-        The base weights of an adapter may have been changed: the next sync sends them too. And vLLM may derive further
-        tensors that its layers do not show: after a failed first sync, vLLM reloads its model at every sync.
+        The frozen weights below an adapter may have been changed: the next sync sends them too. And an engine may
+        make more of a tensor than its layers tell: after a first sync it reloads its whole model from now on.
         """
         if not isinstance(error, WeightSyncError):
             return False
@@ -211,7 +215,9 @@ class EngineWeights:
             return not error.faults
         if not self.in_place or self.state.was_verified:
             return False
-        log.warning("Not all weights could be loaded in place: vLLM reloads its model at each sync from now on.")
+        log.warning(
+            "Not all weights could be loaded in place: the engine reloads its whole model at each sync from now on."
+        )
         self.in_place = False
         return True
 

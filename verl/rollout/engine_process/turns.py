@@ -1,5 +1,5 @@
-"""Requests to the vLLM process: turns in, tokens out. Turns can be added at any time, and are generated while
-environments answer others. Weights are handled elsewhere.
+"""Requests to the process of an engine: turns in, tokens out. They are added at any time, generated while
+environments answer others, and know nothing of the weights that draw them.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Any
 
 from verl.errors import RolloutError
 from verl.rollout.base import TurnEngine, TurnRequest, TurnResult
+from verl.rollout.engine_process.messages import NumberedTurn, TurnOutput
+from verl.rollout.engine_process.process import EngineDied, EngineError, EngineProcess
 from verl.rollout.token_sampler import TokenSampler
-from verl.rollout.vllm.client.engine_process import EngineDied, EngineError, EngineProcess
-from verl.rollout.vllm.messages import NumberedTurn, TurnOutput
-from verl.rollout.vllm.shm_stream import using_threads
 from verl.utils.progress import report
+from verl.utils.threads import using_threads
 
-ADVANCE_S = 0.02  # of one call, unless a turn ends before; then environments are polled
-GONE = "The vLLM engine that generated the open turns is not running."
-ADVANCE_ALL_S = 5.0  # without environments: the engine need not return in between
+ADVANCE_S = 0.02  # of one call, unless a turn ends before; then environments are looked at again
+GONE = "The engine that generated the open turns is not running."
+ADVANCE_ALL_S = 5.0  # where there is no environment: the engine waits for no call in between
 
 
-class VLLMTurns(TurnEngine):
-    """Open turns of the vLLM process.
+class ProcessTurns(TurnEngine):
+    """Turns in progress in the process of an engine.
 
     Args:
         max_new_tokens: maximum tokens of a turn.
@@ -32,7 +32,7 @@ class VLLMTurns(TurnEngine):
         restart: called if the process dies: restarts it with the same weights, and the turns are generated again with
             the same noise. None: the error is raised.
     Attributes:
-        cached_tokens: tokens of the turns' prompts that came from vLLM's prefix cache.
+        cached_tokens: tokens of the turns' prompts that came from the engine's prefix cache.
         is_paused: the weights may change.
     """
 
@@ -101,7 +101,7 @@ class VLLMTurns(TurnEngine):
                 shape = None if experts is None else tuple(experts.shape[1:])
                 if shape != self.experts:
                     raise RolloutError(
-                        f"vLLM recorded experts of shape {shape} for each token, and the actor has {self.experts} "
+                        f"the engine recorded experts of shape {shape} for each token, the actor has {self.experts} "
                         "(layers, experts of a token). Set rollout.router_replay=false."
                     )
             is_complete = tokens[-1] in self.token_sampler.stop_ids

@@ -1,9 +1,4 @@
-"""Messages between the trainer and the vLLM process; neither side imports the other's libraries.
-
-`EngineInfo`, `TurnOutput` and `LoadResult` come from the engine. `ChunkEntry`, `FeedPlan` and `LoadRequest` describe
-a stream of weights before it starts: location of each tensor in the chunks of shared memory, and which worker reads
-it.
-"""
+"""Chunks of a stream of weights, described before it starts: the position of each tensor, and which worker reads it."""
 
 from __future__ import annotations
 
@@ -17,86 +12,7 @@ import torch
 from torch import Tensor
 
 from verl.ops.resharding.layout import Box
-from verl.rollout.base import TurnRequest
-from verl.rollout.proof.verifier import VerifyRequest
-from verl.rollout.vllm.state_dict import block_of
-
-
-@dataclass(frozen=True)
-class EngineCall:
-    """Call of a method of the engine."""
-
-    method: str
-    args: tuple[Any, ...]
-
-
-@dataclass(frozen=True)
-class EngineReply:
-    """Result or error of a call.
-
-    Attributes:
-        error: the error, in one line.
-        trace: its full traceback.
-        lost: which of the engine's processes ended and how, if that caused the error.
-    """
-
-    result: Any = None
-    error: str | None = None
-    trace: str = ""
-    lost: str | None = None
-
-
-@dataclass(frozen=True)
-class EngineInfo:
-    """Description of a started engine.
-
-    Attributes:
-        max_model_len: prompt and response together, in tokens.
-        num_workers: processes that read the weights.
-        reads_peers: whether each of them can open memory of all GPUs of the engine.
-    """
-
-    max_model_len: int
-    num_workers: int
-    reads_peers: bool = True
-
-
-@dataclass(frozen=True)
-class NumberedTurn:
-    """A turn to generate, with a number that is returned with it."""
-
-    number: int
-    request: TurnRequest
-
-
-@dataclass
-class TurnOutput:
-    """Turns that have ended: their numbers, tokens, and log-probs of those.
-
-    Attributes:
-        cached_tokens: tokens of their prompts that came from the prefix cache.
-        experts: of each turn [T layers k], of the tokens that predict it; None without `rollout.router_replay`.
-    """
-
-    numbers: list[int] = field(default_factory=list)
-    tokens: list[list[int]] = field(default_factory=list)
-    log_probs: list[list[float]] = field(default_factory=list)
-    cached_tokens: int = 0
-    experts: list[torch.Tensor] | None = None
-
-
-@dataclass(frozen=True)
-class LoadResult:
-    """Result of loading weights.
-
-    Attributes:
-        seconds: time spent, without waiting for tensors.
-        anew: why vLLM reloaded its whole model; None if tensors were loaded in place.
-    """
-
-    seconds: float
-    anew: str | None
-
+from verl.rollout.weight_sync.state_dict import block_of
 
 WantedSlices = dict[str, Box]  # slice of each tensor for one process of an engine
 
@@ -170,19 +86,6 @@ class FeedPlan:
     slices: Mapping[str, TensorSlice] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class LoadRequest:
-    """Request to load weights from a stream.
-
-    Attributes:
-        num_threads: threads of each reader during the load, on a CPU, where trainer and engine work concurrently.
-        in_place: copy tensors into the engine's parameters; False: vLLM reloads its whole model.
-    """
-
-    num_threads: int
-    in_place: bool = True
-
-
 def plan_chunks(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, chunk_bytes: int) -> tuple[ChunkPlan, int]:
     """Distribute tensors over chunks. Tensors and blocks that fit in a chunk are not split; a larger tensor is sent in
     several chunks, some rows at a time.
@@ -225,19 +128,6 @@ def chunk_view(chunk: Tensor, entry: ChunkEntry, dtype: torch.dtype) -> Tensor:
     """View of a tensor in a chunk."""
     size = prod(entry.shape) * dtype.itemsize
     return chunk[entry.offset : entry.offset + size].view(dtype).view(entry.shape)
-
-
-@dataclass(frozen=True)
-class SyncRound:
-    """The part of a sync's description that changes between syncs, for the engine that a process leads.
-
-    Attributes:
-        question: the verification request.
-        engine: the process, and whether tensors are loaded in place; a change repeats the agreement on layouts.
-    """
-
-    question: VerifyRequest
-    engine: tuple[int, bool]
 
 
 @dataclass(frozen=True)

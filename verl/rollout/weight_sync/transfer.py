@@ -31,8 +31,8 @@ from verl.rollout.proof.fingerprints import (
     own_shard,
     transpose_to_out_in,
 )
-from verl.rollout.vllm.messages import ChunkPlan, SyncOffer, TensorSlice, WantedSlices, plan_chunks
-from verl.rollout.vllm.state_dict import NamedWeight, WeightSource, weights_of
+from verl.rollout.weight_sync.chunks import ChunkPlan, SyncOffer, TensorSlice, WantedSlices, plan_chunks
+from verl.rollout.weight_sync.state_dict import NamedWeight, WeightSource, weights_of
 
 MIB = 1 << 20
 CHUNKS = 8  # at least, of a stream

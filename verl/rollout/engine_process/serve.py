@@ -1,7 +1,14 @@
-"""The main program of the vLLM process: `python -m verl.rollout.vllm.server.engine_main`.
+"""The main program of an engine's process: `python -m verl.rollout.engine_process.serve`.
 
 It creates the engine and serves calls, one at a time, until the trainer closes the connection or exits. If the engine
-has several processes, vLLM's workers are forks of this one, or import this module if they are spawned.
+has several processes, its workers are forks of this one, or import this module if they are spawned.
+
+An engine is a class that is made with one argument and has the methods that the trainer calls:
+
+describe, lost_worker                              `EngineInfo`; the worker process that ended, or None
+wants, connect, load, adopt, prove                 weights: see `verl.rollout.weight_sync.engine_weights`
+begin_turns, advance_turns, open_turns, end_turns  responses: see `verl.rollout.engine_process.turns`
+sleep, wake                                        GPU memory given back, and taken again
 """
 
 from __future__ import annotations
@@ -9,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import gc
+import importlib
 import multiprocessing
 import os
 import secrets
@@ -16,11 +24,12 @@ import signal
 import sys
 import threading
 import traceback
+from collections.abc import Sequence
 from multiprocessing import shared_memory
 from typing import Any
 
-from verl.rollout.vllm.client.engine_process import CORES_VARIABLE, NAME_VARIABLE
-from verl.rollout.vllm.messages import EngineCall, EngineReply
+from verl.rollout.engine_process.messages import EngineReply
+from verl.rollout.engine_process.process import CORES_VARIABLE, NAME_VARIABLE
 from verl.utils.child_process.channel import Channel, ChannelClosed
 from verl.utils.child_process.interpreter import rare_garbage_collection
 from verl.utils.child_process.process import is_parent_alive, run_child
@@ -36,47 +45,48 @@ STAGES = {
 }
 
 
-def serve(channel: Channel, setting: Any, progress: Progress) -> None:
-    """Create the engine and serve calls until the trainer closes the connection."""
+def serve(channel: Channel, engine: tuple[str, Any], progress: Progress) -> None:
+    """Create the engine, `module:Class` and its argument, and serve calls until the trainer closes the connection."""
     faulthandler.enable()
     name_shared_memory()
     report_work(progress)
     if cores := os.environ.pop(CORES_VARIABLE, ""):  # before any library starts its threads
         os.sched_setaffinity(0, map(int, cores.split(",")))
     with contextlib.suppress(ChannelClosed):
-        _serve(channel, setting)
+        _serve(channel, *engine)
     if not is_parent_alive():
         os.killpg(0, signal.SIGKILL)  # workers too; the clean-up process of the trainer removes the files
     os._exit(0)  # immediately: nothing is left to do
 
 
-def _serve(channel: Channel, setting: Any) -> None:
+def _serve(channel: Channel, server: str, setting: Any) -> None:
     engine: Any = None
     try:
-        report("starting: importing vLLM")
+        report("starting: importing the engine")
+        module, _, name = server.partition(":")
         with rare_garbage_collection():
-            from verl.rollout.vllm.server.engine_server import EngineServer
-        gc.freeze()  # vLLM runs the garbage collector while it starts: skip imported objects
+            make = getattr(importlib.import_module(module), name)
+        gc.freeze()  # an engine may collect garbage several times as it starts: not among all that was imported
 
         report("starting: making the engine")
-        engine = EngineServer(setting)
+        engine = make(setting)
         info = engine.describe()
-    except BaseException as error:  # noqa: BLE001 - reported to the trainer; vLLM exits on some faults
+    except BaseException as error:  # noqa: BLE001 - the trainer's to handle; engines exit on some faults
         channel.send(_failure(error, engine))
         return
     answer = EngineReply(info)
     while True:
         report("idle")
         channel.send(answer)
-        call: EngineCall = channel.receive()
-        report(STAGES.get(call.method, call.method))
-        answer = _carry_out(engine, call)
+        method, arguments = channel.receive()
+        report(STAGES.get(method, method))
+        answer = _carry_out(engine, method, arguments)
 
 
-def _carry_out(engine: Any, call: EngineCall) -> EngineReply:
+def _carry_out(engine: Any, method: str, arguments: Sequence[Any]) -> EngineReply:
     try:
-        return EngineReply(getattr(engine, call.method)(*call.args))
-    except BaseException as error:  # noqa: BLE001 - reported to the trainer
+        return EngineReply(getattr(engine, method)(*arguments))
+    except BaseException as error:  # noqa: BLE001 - the trainer's to handle
         return _failure(error, engine)
 
 
@@ -116,8 +126,8 @@ def _worker_slot(progress: Progress) -> int:
 
 
 if __name__ == "__main__":
-    run_child("verl.rollout.vllm.server.engine_main")
-elif __name__ == "__mp_main__":  # a worker that vLLM has spawned
+    run_child("verl.rollout.engine_process.serve")
+elif __name__ == "__mp_main__":  # a worker that the engine has spawned
     faulthandler.enable()
     name_shared_memory()
     of_all = Progress.open(os.environ[PROGRESS_PATH_VARIABLE])

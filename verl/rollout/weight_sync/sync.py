@@ -19,16 +19,16 @@ from torch import Tensor
 
 from verl.models.parallel_info import Autocast, ParallelInfo, meet
 from verl.rollout.base import SyncResult
+from verl.rollout.engine_process.process import EngineDied
 from verl.rollout.generation_group import among_siblings, consensus
 from verl.rollout.probe_log_probs import trainer_log_probs
 from verl.rollout.proof.fingerprints import FingerprintShards, transposed_names
 from verl.rollout.proof.verifier import VerificationResult, VerifyRequest
-from verl.rollout.vllm.client.engine_process import EngineDied
-from verl.rollout.vllm.messages import FeedPlan, SyncOffer, SyncRound, WantedSlices
-from verl.rollout.vllm.shm_stream import StreamBroken, StreamWriter, using_threads
-from verl.rollout.vllm.state_dict import NamedWeight, weights_of
-from verl.rollout.vllm.sync.engine_weights import MIB, EngineWeights
-from verl.rollout.vllm.sync.weight_transfer import (
+from verl.rollout.weight_sync.chunks import FeedPlan, SyncOffer, WantedSlices
+from verl.rollout.weight_sync.engine_weights import MIB, EngineWeights
+from verl.rollout.weight_sync.state_dict import NamedWeight, weights_of
+from verl.rollout.weight_sync.stream import StreamBroken, StreamWriter
+from verl.rollout.weight_sync.transfer import (
     FeedAssignment,
     TransferInProgress,
     WeightTransfer,
@@ -40,6 +40,7 @@ from verl.rollout.vllm.sync.weight_transfer import (
 from verl.utils.memory import release_cached
 from verl.utils.orphan_cleanup import process_fields
 from verl.utils.progress import Progress, ProgressWatch
+from verl.utils.threads import using_threads
 
 
 @dataclass(frozen=True)
@@ -255,11 +256,11 @@ class WeightSync:
         rounds = consensus(self.parallel_info, lambda: self._begin(prepare), self._may_repeat)
         leader = rounds[self.parallel_info.siblings[0]]
         assert leader is not None
-        # If one engine lacks the base weights of an adapter, all get them: ranks send them together.
-        sends_all = any(one.question.weights for one in rounds if one is not None)
-        question = replace(leader.question, weights=sends_all)
+        # Beside an engine that lacks the weights below an adapter, all others get them too: ranks send them together.
+        sends_all = any(one[0].weights for one in rounds if one is not None)
+        question = replace(leader[0], weights=sends_all)
         weights = list(weights_of(self.model, merge=question.adapter_rank is None))
-        key = tuple(None if one is None else one.engine for one in rounds), tuple((w.name, w.shape) for w in weights)
+        key = tuple(None if one is None else one[1] for one in rounds), tuple((w.name, w.shape) for w in weights)
         if self.connection is None or self.connection.key != key:
             self.connection = None
             self.connection = self.connect(key, weights)
@@ -304,8 +305,8 @@ class WeightSync:
         release_cached(self.parallel_info.device)
         meet(self.parallel_info)
 
-    def _begin(self, prepare: Callable[[], bool]) -> SyncRound | None:
-        """The siblings' information about this sync; readers may open this process's stream once all ranks have it."""
+    def _begin(self, prepare: Callable[[], bool]) -> tuple[VerifyRequest, tuple[int, bool]] | None:
+        """See `EngineWeights.begin`; readers may open this process's stream once all ranks have it."""
         round_ = None if self.engine is None else self.engine.begin(prepare)
         if self.connection is not None and self.connection.stream is not None:
             self.connection.stream.begin(len(self.connection.share.readers))
@@ -354,7 +355,7 @@ def _synced(moved: Sequence[RankSyncResult], transfer: WeightTransfer, num_tenso
     traffic, fed = sum(result.received for result in moved), sum(result.fed for result in moved)
     assert traffic == transfer.plan.num_bytes, (traffic, transfer.plan.num_bytes)
     metrics = {"sync/copy_s": moved[0].copying_s, "sync/load_s": moved[0].loading_s, "sync/bytes": float(fed)}
-    note = f"{num_tensors} tensors, {fed / MIB:.1f} MiB to vLLM"
+    note = f"{num_tensors} tensors, {fed / MIB:.1f} MiB to the engine"
     if len(moved) == 1:
         return SyncResult(note, metrics)
     note += (

@@ -1,0 +1,408 @@
+"""Who owns a directory or a place in a store: one living run, whose end frees it; each interleaving is forced."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import exhaustive
+from storage.s3_server import BUCKET
+
+from verl.checkpoint import ownership
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.core import filesystem
+from verl.checkpoint.core.filesystem import FileHandle, FileSystem, write_by_rename
+from verl.checkpoint.ownership import Owner, RunLock, StoreLease, living_holder, newest_lease
+from verl.checkpoint.read.discovery import FORMAT, RUN_LOCK
+from verl.component import as_plain
+from verl.errors import StorageUnreachable
+from verl.storage.config import LocalStorage, S3Storage, Storage
+from verl.storage.store import ObjectStore
+
+
+@contextmanager
+def forked(begin: Callable[[], Any]) -> Iterator[int]:
+    """Another process, which has called `begin` and then waits; it ends without any further word."""
+    told, tell = os.pipe()
+    if not (pid := os.fork()):
+        RunLock._of_this_process.clear()
+        os.write(tell, json.dumps(begin() is None).encode())
+        signal.pause()
+        os._exit(0)
+    os.close(tell)
+    try:
+        assert os.read(told, 9) == b"true"
+        yield pid
+    finally:
+        os.close(told)
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+@contextmanager
+def zombie() -> Iterator[Owner]:
+    """The record of a run whose process has ended, and whose parent has not asked for its status."""
+    with forked(lambda: None) as pid:
+        record = replace(Owner.here("first"), pid=pid, started=ownership.process_start(pid))
+        assert record.is_alive
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        yield record
+
+
+# -- the record -------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_has_ended_and_was_not_reaped_owns_nothing():
+    with zombie() as record:
+        assert not record.is_alive
+
+
+def test_a_process_id_that_is_another_users_by_now_is_not_the_owner(monkeypatch):
+    def forbidden(pid: int, number: int) -> None:
+        raise PermissionError(errno.EPERM, "not permitted")
+
+    monkeypatch.setattr(ownership.os, "kill", forbidden)
+    parent = replace(Owner.here("first"), pid=os.getppid())
+    assert not replace(parent, started="1").is_alive
+    assert replace(parent, started=ownership.process_start(os.getppid())).is_alive
+
+
+def test_a_run_in_a_container_of_another_name_is_not_taken_for_dead():
+    parent = replace(Owner.here("first"), host="another-name", pid=os.getppid())
+    assert replace(parent, started=ownership.process_start(os.getppid())).is_alive
+    assert not replace(parent, machine="another machine").is_alive
+
+
+# -- a directory ------------------------------------------------------------------------------------------------------
+
+
+def test_a_directory_is_one_living_runs_and_of_the_next_one_when_that_is_killed(tmp_path):
+    with forked(lambda: RunLock(tmp_path, "living").acquire()) as pid:
+        holder = RunLock(tmp_path, "second").acquire()
+        assert holder == RunLock.holder_of(tmp_path)
+        assert (holder.run_id, holder.pid) == ("living", pid)
+    lock = RunLock(tmp_path, "second")
+    assert lock.acquire() is None
+    assert RunLock.held_here(tmp_path) is lock
+    assert RunLock.holder_of(tmp_path) is None
+    lock.release()
+    assert not (tmp_path / RUN_LOCK).exists()
+
+
+def test_a_later_run_of_one_process_takes_over_from_an_earlier_one(tmp_path):
+    early, late = (RunLock(tmp_path / "checkpoints", name) for name in ("early", "late"))
+    assert early.acquire() is late.acquire() is None
+    early.release()
+    assert RunLock.held_here(tmp_path / "checkpoints") is late
+    late.release()
+    assert not (tmp_path / "checkpoints").exists(), "what was made for the lock goes with it"
+
+
+def test_the_end_of_a_run_does_not_give_the_directory_back_to_one_that_it_fenced_out(tmp_path):
+    early = CheckpointStore(tmp_path, "early")
+    early.claim_directory()
+    late = RunLock(tmp_path, "late")
+    assert late.acquire() is None
+    claim = CheckpointStore(tmp_path, "late").claim_directory()
+    late.release()
+    assert ownership.read_owner(tmp_path).claim == claim
+    assert RunLock.holder_of(tmp_path) is None
+    with early.locked(), pytest.raises(ownership.CheckpointFenced, match="taken over by run late"):
+        early.check_claim()
+    assert int(CheckpointStore(tmp_path).claim_directory().partition("-")[0]) == 3
+
+
+def test_a_run_whose_lock_file_was_removed_does_not_remove_that_of_the_next_one(tmp_path):
+    first = RunLock(tmp_path, "first")
+    assert first.acquire() is None
+    (tmp_path / RUN_LOCK).unlink()
+    with forked(lambda: RunLock(tmp_path, "living").acquire()):
+        first.release()
+        assert RunLock(tmp_path, "third").acquire().run_id == "living", "two hold the directory"
+
+
+@pytest.mark.parametrize("call", ["acquire", "holder_of"])
+def test_one_who_only_looks_at_a_dead_runs_lock_is_not_taken_for_its_holder(call, tmp_path, monkeypatch):
+    looking = os.open(tmp_path / RUN_LOCK, os.O_RDWR | os.O_CREAT)
+    fcntl.flock(looking, fcntl.LOCK_EX)
+    read = ownership._record_in
+
+    def read_while_the_other_ends(fd: int, **options: Any) -> Owner:
+        fcntl.flock(looking, fcntl.LOCK_UN)
+        return read(fd, **options)
+
+    monkeypatch.setattr(ownership, "_record_in", read_while_the_other_ends)
+    try:
+        with zombie() as record:
+            (tmp_path / RUN_LOCK).write_text(json.dumps(asdict(record)))
+            lock = RunLock(tmp_path, "second")
+            assert (lock.acquire() if call == "acquire" else RunLock.holder_of(tmp_path)) is None
+            lock.release()
+    finally:
+        os.close(looking)
+
+
+def test_a_directory_that_an_ending_run_removes_is_made_again_by_the_next(tmp_path, monkeypatch):
+    directory, opened, removed = tmp_path / "checkpoints", os.open, []
+
+    def open_after_the_removal(path, *args, **options):
+        if not removed and Path(path) == directory / RUN_LOCK:
+            removed.append(directory.rmdir())  # as `release` of the run that made it
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(ownership.os, "open", open_after_the_removal)
+    lock = RunLock(directory, "second")
+    assert lock.acquire() is None
+    assert removed
+    assert (directory / RUN_LOCK).exists()
+    lock.release()
+
+
+def test_without_file_locks_a_living_run_of_this_machine_is_found_and_a_later_claim_fences(tmp_path, monkeypatch):
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(ownership.fcntl, "flock", no_locks)
+    with forked(lambda: RunLock(tmp_path, "living").acquire()):
+        assert RunLock(tmp_path, "second").acquire().run_id == "living"
+    lock = RunLock(tmp_path, "second")
+    assert lock.acquire() is None
+    lock.release()
+
+
+def test_the_lock_of_a_file_that_was_replaced_is_nobodys(tmp_path, monkeypatch):
+    path, locked, disk = tmp_path / FORMAT, fcntl.flock, FileSystem()
+    path.write_text("old")
+
+    def lock_after_the_replacement(fd: int, operation: int) -> None:
+        if path.read_text() == "old":
+            (tmp_path / "new").write_text("new")
+            os.replace(tmp_path / "new", path)
+        locked(fd, operation)
+
+    monkeypatch.setattr(filesystem.fcntl, "flock", lock_after_the_replacement)
+    assert disk.lock(path) is None
+    handle = disk.lock(path)
+    assert handle is not None
+    assert disk.lock(path) is None
+    disk.close(handle)
+
+
+class SecondWriter(FileSystem):
+    """A disk on which another process writes the same file while this one does."""
+
+    def __init__(self, path: Path) -> None:
+        self._written = [path]
+
+    def sync(self, handle: FileHandle) -> None:
+        if self._written:
+            write_by_rename(FileSystem(), self._written.pop(), b"by the other")
+        super().sync(handle)
+
+
+def test_two_that_write_one_small_file_at_once_do_not_take_each_others_part(tmp_path):
+    path = tmp_path / "uploaded"
+    write_by_rename(SecondWriter(path), path, b"by this one")
+    assert path.read_bytes() == b"by this one"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+class NoLinks(FileSystem):
+    def link(self, source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, "no links")
+
+
+class LateLook(CheckpointStore):
+    """Looked whether the directory is prepared before another process prepared it."""
+
+    def exists(self, path: Path) -> bool:
+        return path.name != FORMAT and super().exists(path)
+
+
+def test_without_links_the_file_that_is_locked_is_not_replaced_by_one_who_prepares_too(tmp_path):
+    CheckpointStore(tmp_path, "first", NoLinks()).claim_directory()
+    inode = (tmp_path / FORMAT).stat().st_ino
+    LateLook(tmp_path, "second", NoLinks()).claim_directory()
+    assert (tmp_path / FORMAT).stat().st_ino == inode
+
+
+# -- a place in a store -----------------------------------------------------------------------------------------------
+
+LIVING = """
+import importlib, json, sys
+from verl.checkpoint import ownership
+target, fields = json.loads(sys.argv[1])
+kind = getattr(importlib.import_module(target.rpartition(".")[0]), target.rpartition(".")[2])
+ownership.RENEW_EVERY_S = 0.05
+held = ownership.StoreLease(kind(**fields), ownership.Owner.here("first"))
+print(held.acquire(), flush=True)
+held.keep()
+if sys.stdin.readline():
+    held.release()
+"""
+
+
+@pytest.fixture(params=["a directory", *exhaustive("S3")])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
+    if request.param == "S3":
+        url = request.getfixturevalue("s3_url")
+        return S3Storage(bucket=BUCKET, prefix=f"lease/{tmp_path.name}", endpoint_url=url)
+    return LocalStorage(path=str(tmp_path / "bucket"))
+
+
+@contextmanager
+def living_run(storage: Storage) -> Iterator[subprocess.Popen[str]]:
+    """Another process whose run holds the place."""
+    target = f"{type(storage).__module__}.{type(storage).__name__}"
+    importlib.import_module(target.rpartition(".")[0])
+    fields = {key: value for key, value in as_plain(storage).items() if key != "_target_"}
+    given = json.dumps([target, fields])
+    process = subprocess.Popen([sys.executable, "-c", LIVING, given], stdin=-1, stdout=-1, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "None\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From here on this process looks from a machine that sees no process of the other."""
+    monkeypatch.setattr(ownership, "machine_id", lambda: "another machine")
+    monkeypatch.setattr(ownership, "LOOK_EVERY_S", 0.05)
+
+
+def test_a_place_that_a_living_run_of_another_machine_holds_is_not_taken_and_one_that_it_gave_up_is(
+    storage, monkeypatch
+):
+    with living_run(storage) as process:
+        elsewhere(monkeypatch)
+        mine = StoreLease(storage, Owner.here("second"))
+        holder = mine.acquire(wait_s=60)
+        assert (holder.run_id, holder.pid) == ("first", process.pid)
+        assert not mine.owner.epoch
+        assert living_holder(storage, 60) is not None
+        process.communicate("end\n")
+    assert mine.acquire(wait_s=60) is None, "a place that was given up is free at once"
+
+
+def test_a_dead_runs_place_is_taken_at_once_on_its_machine_and_after_a_while_elsewhere(storage, monkeypatch):
+    with living_run(storage) as process:
+        assert StoreLease(storage, Owner.here("near")).acquire(wait_s=60) is not None
+        process.kill()
+        process.wait()
+    with storage.connect() as store, monkeypatch.context() as patched:
+        epoch = newest_lease(store).epoch
+        elsewhere(patched)
+        assert living_holder(storage, 0.2) is None
+        far = StoreLease(storage, Owner.here("far"))
+        assert far.acquire(wait_s=0.3) is None
+    assert far.owner.epoch == epoch + 1
+    near = StoreLease(storage, Owner.here("near"))
+    assert near.acquire(wait_s=0.3) is None
+    with storage.connect() as store:
+        assert not far.renew(store), "who lost it does not write it again"
+        near.release()
+        assert newest_lease(store).is_released
+
+
+def test_of_several_that_find_a_dead_runs_place_one_gets_it(storage, monkeypatch):
+    with living_run(storage):
+        pass
+    alive = property(lambda owner: not owner.is_released and owner.run_id != "first")  # the takers are of one process
+    monkeypatch.setattr(Owner, "is_alive", alive)
+    takers = [StoreLease(storage, Owner.here(f"taker {number}")) for number in range(6)]
+    got: list[StoreLease] = []
+    threads = [threading.Thread(target=lambda one=taker: one.acquire() is None and got.append(one)) for taker in takers]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(got) == 1
+
+
+@pytest.mark.parametrize("listed", [0, 1, 2])
+def test_a_listing_older_than_the_newest_lease_gives_nobody_a_place_that_is_held(storage, monkeypatch, listed):
+    for name in ("first", "next"):
+        lease = StoreLease(storage, Owner.here(name))
+        assert lease.acquire() is None
+        lease.release()
+    holder = StoreLease(storage, Owner.here("holder"))
+    assert holder.acquire() is None
+    late = iter([Owner(epoch=listed, is_released=True)])
+    monkeypatch.setattr(ownership, "newest_lease", lambda store: next(late, None) or newest_lease(store))
+    monkeypatch.setattr(Owner, "is_alive", property(lambda owner: not owner.is_released))
+    refused = StoreLease(storage, Owner.here("late")).acquire()
+    assert refused is not None, "two hold the place"
+    assert (refused.run_id, refused.epoch) == ("holder", 3)
+
+
+def test_what_somebody_else_wrote_there_is_nobodys_lease_and_a_store_that_is_gone_is_told(storage, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "nobody")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "nothing")
+    with storage.connect() as store:
+        store.put("leases/000000000003.json", b'{"pid": "seven"}')
+        store.put("leases/notes.txt", b"by hand")
+    mine = StoreLease(storage, Owner.here("second"))
+    assert mine.acquire(wait_s=60) is None
+    assert (mine.owner.epoch, mine.owner.run_id) == (4, "second")
+    gone = S3Storage(bucket=BUCKET, endpoint_url="http://127.0.0.1:9", retries=0)
+    with pytest.raises(StorageUnreachable):
+        StoreLease(gone, Owner.here("second")).acquire()
+
+
+def test_a_process_that_takes_renewing_over_renews_at_once_which_shows_that_the_run_lives(storage, monkeypatch):
+    mine = StoreLease(storage, Owner.here("first"))
+    assert mine.acquire() is None
+    monkeypatch.setattr(ownership, "RENEW_EVERY_S", 1e6)
+    elsewhere(monkeypatch)
+    with storage.connect() as store:
+        found = newest_lease(store)
+        uploading = StoreLease(storage, mine.owner)
+        uploading.keep()
+        assert ownership._is_renewed(store, found, wait_s=60)
+        uploading.release()
+        assert not ownership._is_renewed(store, newest_lease(store), wait_s=60)
+
+
+def test_a_request_for_renewal_that_gets_no_answer_does_not_last_as_long_as_the_lease(monkeypatch):
+    storage = S3Storage(bucket=BUCKET, prefix="lease/slow", endpoint_url="http://127.0.0.1:9")
+    assert storage.timeout_s >= ownership.LEASE_S, "as long as that of other requests"
+    lease, used, done = StoreLease(storage, replace(Owner.here("first"), epoch=1)), [], threading.Event()
+
+    def told(self: StoreLease, store: ObjectStore) -> bool:
+        used.append(store.storage)
+        done.set()
+        return False
+
+    monkeypatch.setattr(StoreLease, "renew", told)
+    lease.keep()
+    assert done.wait(60)
+    assert 2 * used[0].timeout_s + ownership.RENEW_EVERY_S < ownership.LEASE_S
+    assert used[0].retries == 0
+
+
+def test_a_lease_has_one_length_whatever_a_renewal_writes_and_whoever_renews_it(tmp_path, monkeypatch):
+    storage, sizes = LocalStorage(path=str(tmp_path)), set()
+    taken = Owner.here("first")
+    for epoch, is_released, now in ((1, False, 1.7e9), (10**6, False, time.time()), (10**6, True, 1.7e9 + 0.1234567)):
+        monkeypatch.setattr(ownership.time, "time", lambda now=now: now)
+        owner = replace(taken, epoch=epoch, is_released=is_released)
+        sizes.add(len(StoreLease(storage, owner)._data(owner)))
+    assert len(sizes) == 1, f"a reader may get a part of it: {sizes}"

@@ -1,0 +1,89 @@
+"""Messages between the trainer and the process of an engine; neither side imports the other's libraries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from verl.rollout.base import TurnRequest
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """Description of an engine: what its process is started with, and what the trainer has to know of it.
+
+    Attributes:
+        name: of the engine, in messages.
+        server: `module:Class` of the engine, imported and made in the process.
+        setting: the argument of that class.
+        environment: variables of the process.
+        dtype: data type of its computation.
+        num_threads: threads of the engine, on a CPU.
+        lora_rank: rank of an adapter that is sent unmerged; None if there is none.
+    """
+
+    name: str
+    server: str
+    setting: Any
+    environment: dict[str, str]
+    dtype: torch.dtype
+    num_threads: int = 1
+    is_on_gpu: bool = False
+    lora_rank: int | None = None
+
+
+@dataclass(frozen=True)
+class EngineReply:
+    """Result or error of a call.
+
+    Attributes:
+        error: the error, in one line.
+        trace: its full traceback.
+        lost: which of the engine's processes ended and how, if that caused the error.
+    """
+
+    result: Any = None
+    error: str | None = None
+    trace: str = ""
+    lost: str | None = None
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """Description of a started engine.
+
+    Attributes:
+        max_model_len: prompt and response together, in tokens.
+        num_workers: processes that read the weights.
+        reads_peers: whether each of them can open memory of all GPUs of the engine.
+    """
+
+    max_model_len: int
+    num_workers: int
+    reads_peers: bool = True
+
+
+@dataclass(frozen=True)
+class NumberedTurn:
+    """A turn to generate; its number comes back with it."""
+
+    number: int
+    request: TurnRequest
+
+
+@dataclass
+class TurnOutput:
+    """Turns that have ended: their numbers, tokens, and log-probs of those.
+
+    Attributes:
+        cached_tokens: tokens of their prompts that came from the prefix cache.
+        experts: of each turn [T layers k], of the tokens that predict it; None without `rollout.router_replay`.
+    """
+
+    numbers: list[int] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    log_probs: list[list[float]] = field(default_factory=list)
+    cached_tokens: int = 0
+    experts: list[torch.Tensor] | None = None
