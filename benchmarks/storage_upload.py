@@ -2,7 +2,7 @@
 own put.
 
 The server speaks as much of S3 as this takes, in a process of its own. The two take turns in one run. Prints one JSON
-line. Needs requirements-storage.txt.
+line. Needs the extra s3.
 
 python benchmarks/storage_upload.py [--mib 1024] [--rounds 5] [--part-mib 16] [--concurrency 8] [--limit-s 360]
 """
@@ -157,10 +157,9 @@ def measure(storage: S3Storage, place: Path, mib: int, rounds: int, end: float) 
     theirs = S3Store(BUCKET, endpoint=storage.endpoint_url or "", client_options={"allow_http": True})
     parts: dict[str, Any] = {"chunk_size": storage.part_mib * MIB, "max_concurrency": storage.concurrency}
     with storage.connect() as store:
-        length = store.part_bytes(entry.size)
 
         def ours(key: str) -> None:
-            store.put_pieces(key, lambda: checked_pieces(disk, checkpoint, entry, length), entry.size)
+            store.put_pieces(key, lambda: checked_pieces(disk, checkpoint, entry), entry.size)
 
         sides: dict[str, Callable[[str], object]] = {
             "verl": ours,

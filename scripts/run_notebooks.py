@@ -3,7 +3,7 @@
     python scripts/run_notebooks.py              all of them
     python scripts/run_notebooks.py first_run    one
 
-Needs `pip install -r requirements-docs.txt`. What goes to standard error (warnings, with paths of this
+Needs `pip install ".[docs]"`. What goes to standard error (warnings, with paths of this
 machine) is not kept.
 """
 

@@ -23,7 +23,7 @@ def test_the_tables_of_the_results_are_up_to_date(script, fork_server, tmp_path)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("table", ["models", "scaling", pytest.param("plans", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("table", ["fields", "models", "scaling", pytest.param("plans", marks=pytest.mark.exhaustive)])
 def test_a_table_of_the_code_is_made(table, fork_server, tmp_path):
     done = fork_server.run([ROOT / "scripts/make_tables.py", table], tmp_path)
     assert done.returncode == 0, done.stderr

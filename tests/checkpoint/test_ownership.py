@@ -138,23 +138,14 @@ def test_a_run_whose_lock_file_was_removed_does_not_remove_that_of_the_next_one(
 
 @pytest.mark.parametrize("call", ["acquire", "holder_of"])
 def test_one_who_only_looks_at_a_dead_runs_lock_is_not_taken_for_its_holder(call, tmp_path, monkeypatch):
-    looking = os.open(tmp_path / RUN_LOCK, os.O_RDWR | os.O_CREAT)
+    (tmp_path / RUN_LOCK).write_text(json.dumps(asdict(Owner.here("dead"))))
+    looking = os.open(tmp_path / RUN_LOCK, os.O_RDWR)
     fcntl.flock(looking, fcntl.LOCK_EX)
-    read = ownership._record_in
-
-    def read_while_the_other_ends(fd: int, **options: Any) -> Owner:
-        fcntl.flock(looking, fcntl.LOCK_UN)
-        return read(fd, **options)
-
-    monkeypatch.setattr(ownership, "_record_in", read_while_the_other_ends)
-    try:
-        with zombie() as record:
-            (tmp_path / RUN_LOCK).write_text(json.dumps(asdict(record)))
-            lock = RunLock(tmp_path, "second")
-            assert (lock.acquire() if call == "acquire" else RunLock.holder_of(tmp_path)) is None
-            lock.release()
-    finally:
-        os.close(looking)
+    monkeypatch.setattr(ownership.time, "sleep", lambda seconds: fcntl.flock(looking, fcntl.LOCK_UN))
+    lock = RunLock(tmp_path, "second")
+    assert (lock.acquire() if call == "acquire" else RunLock.holder_of(tmp_path)) is None
+    lock.release()
+    os.close(looking)
 
 
 def test_a_directory_that_an_ending_run_removes_is_made_again_by_the_next(tmp_path, monkeypatch):
@@ -222,11 +213,6 @@ def test_two_that_write_one_small_file_at_once_do_not_take_each_others_part(tmp_
     assert list(tmp_path.iterdir()) == [path]
 
 
-class NoLinks(FileSystem):
-    def link(self, source: Path, target: Path) -> None:
-        raise OSError(errno.EPERM, "no links")
-
-
 class LateLook(CheckpointStore):
     """Looked whether the directory is prepared before another process prepared it."""
 
@@ -234,10 +220,10 @@ class LateLook(CheckpointStore):
         return path.name != FORMAT and super().exists(path)
 
 
-def test_without_links_the_file_that_is_locked_is_not_replaced_by_one_who_prepares_too(tmp_path):
-    CheckpointStore(tmp_path, "first", NoLinks()).claim_directory()
+def test_the_file_that_is_locked_is_not_replaced_by_one_who_prepares_the_directory_at_the_same_time(tmp_path):
+    CheckpointStore(tmp_path, "first").claim_directory()
     inode = (tmp_path / FORMAT).stat().st_ino
-    LateLook(tmp_path, "second", NoLinks()).claim_directory()
+    LateLook(tmp_path, "second").claim_directory()
     assert (tmp_path / FORMAT).stat().st_ino == inode
 
 

@@ -82,7 +82,7 @@ def test_pods_share_image_checkpoints_and_memory():
     assert "'mountPath': '/checkpoints'" in container
     words = dict(word.split("=", 1) for word in ray_job()["spec"]["entrypoint"].split() if "=" in word)
     assert int(words["trainer.nnodes"]) == 1 + sum(group["replicas"] for group in cluster["workerGroupSpecs"])
-    pinned = (ROOT / "requirements-ray.txt").read_text()
+    pinned = (ROOT / "requirements-dev.lock").read_text()
     assert f"ray=={cluster['rayVersion']}\n" in pinned
 
 
@@ -97,7 +97,7 @@ def test_the_image_installs_pinned_libraries_before_the_source_and_runs_as_nobod
     source = lines.index("COPY --chown=verl:verl . .")
     assert all(n < source for n, line in enumerate(lines) if "-r requirements.txt" in line)
     assert "USER 1000" in lines[:source]
-    named = set(re.findall(r"requirements[\w-]*\.txt", "\n".join(lines)))
+    named = set(re.findall(r"requirements[\w-]*\.(?:txt|lock)", "\n".join(lines)))
     assert {name for name in named if not (ROOT / name).is_file()} == set()
     ignored = (ROOT / ".dockerignore").read_text().splitlines()
     assert {".venv", "outputs", "checkpoints"} <= set(ignored)

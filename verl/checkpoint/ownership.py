@@ -153,7 +153,7 @@ class RunLock:
         directory, before = self._path.parent, self.held_here(self._path.parent)
         refuse_inside(directory, self._setting)
         with write_errors(f"locking {directory}"):
-            if before is not None and before._fd is not None:
+            if before is not None:
                 self._fd, before._fd, self._made = before._fd, None, before._made
             else:
                 self._made += itertools.takewhile(lambda path: not path.exists(), (directory, *directory.parents))
@@ -164,18 +164,6 @@ class RunLock:
             known = _record_in(self._fd, attempts=1)
             _write_record(self._fd, replace(self.owner, epoch=known.epoch, claim=known.claim))
         return None
-
-    def renew(self) -> bool:
-        """Take the lock again if its file was removed; returns whether it was.
-
-        Raises:
-            CheckpointWriteFailed: as in `acquire`; the next call tries again.
-        """
-        if self._of_this_process.get(self._key) is not self or (self._fd is not None and _names(self._path, self._fd)):
-            return False
-        self._close()
-        self.acquire()
-        return True
 
     def release(self) -> None:
         """Release the lock, and remove what was made for it; the record stays beside checkpoints. Idempotent."""
@@ -189,15 +177,11 @@ class RunLock:
                     _write_record(self._fd, replace(_record_in(self._fd), is_released=True, host=""))
                 else:
                     self._path.unlink()
-        self._close()
+        os.close(self._fd)
+        self._fd = None
         for path in self._made:
             with contextlib.suppress(OSError):
                 path.rmdir()
-
-    def _close(self) -> None:
-        if self._fd is not None:
-            os.close(self._fd)
-            self._fd = None
 
     @classmethod
     def held_here(cls, directory: Path) -> RunLock | None:
@@ -300,21 +284,15 @@ def _opened(path: Path, flags: int = 0) -> Iterator[int]:
 def _flock(fd: int, directory: Path) -> Owner | None:
     """Lock a file; returns the owner if another process has the lock, or, without file locks, if it is alive.
 
-    A lock beside the record of a process that has ended is held by one that only looks (`holder_of`), or has not
-    written its own record yet.
+    It is tried for a moment, since another process may only look (`holder_of`), or has not written its record yet.
     """
-    owner = Owner()
     try:
         for _ in range(LOCK_ATTEMPTS):
-            try:
+            with contextlib.suppress(BlockingIOError):
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return None
-            except BlockingIOError:
-                time.sleep(LOCK_POLL_S)
-                owner = _record_in(fd)
-                if owner.pid and not owner.is_released and (not owner.is_of_this_machine or owner.is_alive):
-                    break
-        return owner
+            time.sleep(LOCK_POLL_S)
+        return _record_in(fd)
     except OSError as error:
         if error.errno not in NO_LOCK:
             raise

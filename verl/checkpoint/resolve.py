@@ -25,6 +25,7 @@ from verl.checkpoint.read.reader import CheckpointReader, open_verified
 from verl.checkpoint.remote.commit_log import LogRecord
 from verl.checkpoint.remote.remote_store import RemoteStore
 from verl.checkpoint.remote.transfer import CheckpointTier, bring, find_at, pull
+from verl.checkpoint.retention import Retention
 from verl.errors import (
     BadCheckpoint,
     CheckpointCorrupt,
@@ -109,7 +110,7 @@ class ResolvedPath:
 
     directory: Path
     name: str | None = None
-    lineage: Mapping[str, int] | None = field(default=None, compare=False)
+    lineage: dict[str, int] | None = field(default=None, compare=False)
 
 
 def resolve_path(path: str | Path, disk: FileSystem | None = None) -> ResolvedPath:
@@ -151,18 +152,12 @@ def directories_below(directory: Path) -> list[Path]:
     return [file.parent for below in ("*", "*/*") for file in sorted(directory.glob(f"{below}/{FORMAT}"))]
 
 
-def is_of(checkpoint: Checkpoint, lineage: Mapping[str, int] | None) -> bool:
-    """Whether a checkpoint is of one of these runs, up to its last publication that counts; None: of any run."""
-    return lineage is None or checkpoint.sequence <= lineage.get(checkpoint.manifest.run_id, 0)
-
-
 def _saved_by(disk: FileSystem, run_dir: Path, run: RunCheckpoints) -> ResolvedPath:
-    there = [place for place in run.places(run_dir) if _holds_checkpoints(disk, place)]
-    for place in there:
-        if any(is_of(checkpoint, run.lineage) for checkpoint in CheckpointDirectory(place, disk).survey()[0]):
-            return ResolvedPath(place, lineage=run.lineage)
-    if there:
-        return ResolvedPath(there[0], lineage=run.lineage)
+    def has_own(place: Path) -> bool:
+        return any(map(Retention(lineage=run.lineage).covers, CheckpointDirectory(place, disk).survey()[0]))
+
+    if there := [place for place in run.places(run_dir) if _holds_checkpoints(disk, place)]:
+        return ResolvedPath(next(filter(has_own, there), there[0]), lineage=run.lineage)
     raise CheckpointNotFound(
         f"{run_dir} is of a run that saved in {run.save_dir}, and there are no checkpoints in "
         f"{' or '.join(map(str, run.places(run_dir)))}. Give the directory that they are in now"
@@ -320,7 +315,7 @@ class _Search:
     dry: bool
 
     def newest(
-        self, directory: Path, what: str, lineage: Mapping[str, int] | None = None, tier: CheckpointTier | None = None
+        self, directory: Path, what: str, lineage: dict[str, int] | None = None, tier: CheckpointTier | None = None
     ) -> ResumePoint | None:
         """The checkpoint that was published last and is complete, on the local disk or in the store, from which it is
         fetched; None if neither has one.
@@ -343,7 +338,7 @@ class _Search:
             for found in sorted(numbered, key=lambda one: (numbered[one], isinstance(one, Path)), reverse=True):
                 try:
                     seen = self._seen(found, remote, what)
-                    if not is_of(seen.checkpoint, lineage):
+                    if not Retention(lineage=lineage).covers(seen.checkpoint):
                         continue
                     if self.is_own is not None and not self.is_own(seen.state):
                         others.append(seen)

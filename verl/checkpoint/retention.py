@@ -9,10 +9,10 @@ import contextlib
 import json
 import secrets
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import PositiveInt
 
@@ -90,6 +90,15 @@ class Retention(Description):
         return max(valued, key=lambda entry: entry[:2])[-1] if valued else None
 
 
+def recorded_ancestors(state: Mapping[str, Any]) -> dict[str, int] | None:
+    """The runs that the run of a `trainer_state.json` was resumed from; None if it has no record of them."""
+    lineage = state.get("lineage")
+    before = lineage.get("ancestors") if isinstance(lineage, Mapping) else None
+    if not isinstance(before, Mapping):
+        return None
+    return {str(run): number for run, number in before.items() if isinstance(number, int)}
+
+
 def lineages_of(store: CheckpointStore, complete: list[Checkpoint]) -> list[dict[str, int]]:
     """The lineages in a directory, each of a run and its ancestors, in the form of `Retention.lineage`.
 
@@ -100,14 +109,12 @@ def lineages_of(store: CheckpointStore, complete: list[Checkpoint]) -> list[dict
     newest: dict[str, int] = {}
     rootless: dict[str, int] = {}
     for checkpoint in complete:
-        run_id, recorded = checkpoint.manifest.run_id, None
+        run_id, before = checkpoint.manifest.run_id, None
         with contextlib.suppress(BadCheckpoint, FileNotFoundError):
-            recorded = read_state(store.disk, checkpoint).get("lineage")
+            before = recorded_ancestors(read_state(store.disk, checkpoint))
         newest[run_id] = max(newest.get(run_id, 0), checkpoint.sequence)
-        before = recorded.get("ancestors") if isinstance(recorded, dict) else None
-        if isinstance(before, dict):
-            known = {str(run): number for run, number in before.items() if isinstance(number, int)}
-            lines[run_id] = {**known, run_id: sys.maxsize}
+        if before is not None:
+            lines[run_id] = {**before, run_id: sys.maxsize}
         else:
             rootless[run_id] = sys.maxsize
     leaves = [line for run_id, line in lines.items() if not _is_within(run_id, newest[run_id], lines)]

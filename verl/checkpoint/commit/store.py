@@ -69,7 +69,14 @@ from verl.checkpoint.read.discovery import (
     refuse_inside,
 )
 from verl.checkpoint.read.reader import open_verified
-from verl.errors import BadCheckpoint, CheckpointIncomplete, ConfigError, FileFault, NoSpaceForCheckpoint
+from verl.errors import (
+    BadCheckpoint,
+    CheckpointIncomplete,
+    CheckpointUnsupported,
+    ConfigError,
+    FileFault,
+    NoSpaceForCheckpoint,
+)
 from verl.utils.external_input import checked_name
 
 log = logging.getLogger(__name__)
@@ -311,7 +318,7 @@ class CheckpointStore(CheckpointDirectory):
         self, directory: str | Path, run_id: str = "", disk: FileSystem | None = None, claim: str | None = None
     ):
         super().__init__(directory, disk)
-        self.run_id, self.claim = run_id, claim
+        self.run_id, self.claim, self._highest_sequence = run_id, claim, 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A copy in another process of this run has a file system of the same class and shares the claim."""
@@ -363,10 +370,26 @@ class CheckpointStore(CheckpointDirectory):
                     self.disk.close(handle)
 
     def newest_and_next_sequence(self) -> tuple[Checkpoint | None, int]:
-        """The last published checkpoint and the number of the next one, above all that the store behind has."""
-        newest, following = super().newest_and_next_sequence()
+        """The last published checkpoint whose manifest can be read, and the number of the next publication, above all
+        that the store behind has.
+
+        Raises:
+            CheckpointUnsupported: another version of verl saves here.
+        """
+        opened = []
+        for directory in self.candidates():
+            try:
+                opened.append(open_checkpoint(self.disk, directory))
+            except CheckpointUnsupported:
+                raise
+            except BadCheckpoint as error:
+                self._say(f"damaged checkpoint {error}")
+        newest = max(opened, key=lambda checkpoint: checkpoint.sequence, default=None)
         cold = read_upload_target(self.disk, self.directory)
-        return newest, max(following, 1 + (cold.sequence_floor if cold else 0))
+        # Remembered, too: a manifest that cannot be read just now may be read again later.
+        numbers = (self._highest_sequence, newest.sequence if newest else 0, cold.sequence_floor if cold else 0)
+        self._highest_sequence = max(numbers)
+        return newest, self._highest_sequence + 1
 
     def rename_into_place(self, staged: Path, name: str) -> Path:
         """Publish the checkpoint by one rename. A name in use gets a suffix."""

@@ -8,7 +8,7 @@ import os
 import re
 from pathlib import Path
 
-from verl.checkpoint.core.checkpoint import Checkpoint, open_checkpoint
+from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem, is_directory, read_errors
 from verl.checkpoint.core.manifest import COMMIT, MANIFEST, is_readable
 from verl.checkpoint.read.reader import Level, open_verified
@@ -40,7 +40,6 @@ class CheckpointDirectory:
         self.disk = disk or FileSystem()
         self.disk.contain(self.directory)
         self._said: set[str] = set()
-        self._highest_sequence = 0
 
     def complete(self, strict: bool = False, level: Level = "quick") -> list[Checkpoint]:
         """Every checkpoint that verifies, in order of publication, the newest last.
@@ -144,25 +143,6 @@ class CheckpointDirectory:
             return []
         directories = [self.directory / name for name in names if name not in RESERVED and not name.startswith(".")]
         return [path for path in directories if self.is_candidate(path)]
-
-    def newest_and_next_sequence(self) -> tuple[Checkpoint | None, int]:
-        """The last published checkpoint whose manifest can be read, and the number of the next publication.
-
-        Raises:
-            CheckpointUnsupported: another version of verl saves here.
-        """
-        opened = []
-        for directory in self.candidates():
-            try:
-                opened.append(open_checkpoint(self.disk, directory))
-            except CheckpointUnsupported:
-                raise
-            except BadCheckpoint as error:
-                self._say(f"damaged checkpoint {error}")
-        newest = max(opened, key=lambda checkpoint: checkpoint.sequence, default=None)
-        # Remembered, too: a manifest that cannot be read just now may be read again later.
-        self._highest_sequence = max(self._highest_sequence, newest.sequence if newest else 0)
-        return newest, self._highest_sequence + 1
 
     def is_candidate(self, path: Path) -> bool:
         """Whether a directory is a checkpoint, complete or not."""

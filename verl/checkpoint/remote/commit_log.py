@@ -13,13 +13,15 @@ import re
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from verl.checkpoint.core.manifest import DIGEST, MANIFEST_LIMIT_BYTES, utc_now
 from verl.checkpoint.read.discovery import RESERVED
 from verl.errors import CheckpointFenced, ConfigError, ObjectDamaged, ObjectNotFound
 from verl.storage.store import ObjectStore
-from verl.utils.external_input import ExternalInputError, checked_as, checked_name, parse_mapping, whole_number
+from verl.utils.external_input import ByteCount, ExternalInputError, checked_as, checked_name, parse_mapping
 
 LOG = "log/"
 DIGITS = 12
@@ -46,10 +48,10 @@ class LogRecord:
     by: str = ""
     at: str = ""
     name: str = ""
-    manifest: str = ""
-    manifest_bytes: int = 0
-    sequence: int = 0
-    step: int = 0
+    manifest: Annotated[str, Field(pattern=f"^({DIGEST.pattern})?$")] = ""
+    manifest_bytes: Annotated[int, Field(ge=0, le=MANIFEST_LIMIT_BYTES)] = 0
+    sequence: ByteCount = 0
+    step: ByteCount = 0
 
 
 class CommitLog:
@@ -138,22 +140,15 @@ class CommitLog:
 
     def _read(self, number: int) -> LogRecord | None:
         try:
-            size = self.store.size(_key(number))
-            if size > RECORD_BYTES:
-                raise ObjectDamaged(f"{self.store.url(_key(number))} is not a record of a log: it has {size} bytes")
-            data = self.store.get(_key(number), 0, size)
-        except ObjectNotFound:
-            return None
-        try:
+            data = self.store.read(_key(number), RECORD_BYTES)
             record = checked_as(LogRecord, {**parse_mapping(data), "number": number})
             if record.kind == "checkpoint":
                 checked_name(record.name, RESERVED)
-                if not DIGEST.fullmatch(record.manifest):
-                    raise ExternalInputError(f"manifest: {record.manifest[:80]!r} is not a digest")
-                whole_number(record.manifest_bytes, MANIFEST_LIMIT_BYTES)
-                whole_number(record.sequence)
-                whole_number(record.step)
+                if not record.manifest:
+                    raise ExternalInputError("manifest: there is no digest")
             return record
+        except ObjectNotFound:
+            return None
         except ExternalInputError as error:
             raise ObjectDamaged(f"{self.store.url(_key(number))} is not a record of a log: {error}") from error
 

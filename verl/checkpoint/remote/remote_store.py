@@ -180,31 +180,22 @@ class RemoteReader(CheckpointReader):
         return memoryview(mmap.mmap(-1, entry.size) if entry.size else bytearray())
 
     def _verify(self, entry: FileEntry, data: memoryview, begin: int, end: int) -> None:
-        for first, last in self._unchecked(entry, begin, end):
-            low = sum(leaf.size for leaf in entry.leaves[:first])
-            high = low + sum(leaf.size for leaf in entry.leaves[first:last])
-            at = low
-            try:
-                for leaf in fetch_leaves(self._store, entry, first, last):
-                    data[at : at + len(leaf)] = leaf
-                    at += len(leaf)
-            except (ObjectNotFound, ObjectDamaged) as error:
-                fault = self.checkpoint.fault(entry.path, str(error), low, high)
-                raise CheckpointIncomplete(self.checkpoint.directory, [fault]) from error
-            super()._verify(entry, data, low, high)
-
-    def _unchecked(self, entry: FileEntry, begin: int, end: int) -> list[tuple[int, int]]:
-        """Runs of leaves, from `first` up to `last` (exclusive), that overlap a range and were not fetched yet."""
-        runs: list[tuple[int, int]] = []
         ends, checked = self._ends[entry.path], self._checked[entry.path]
-        for number, leaf in enumerate(entry.leaves):
-            if ends[number] <= begin or ends[number] - leaf.size >= end or checked[number]:
-                continue
-            if runs and runs[-1][1] == number:
-                runs[-1] = (runs[-1][0], number + 1)
-            else:
-                runs.append((number, number + 1))
-        return runs
+        starts = [0, *ends]
+        unread = [n for n, done in enumerate(checked) if not done and ends[n] > begin and starts[n] < end]
+        if not unread:
+            return
+        first, last = unread[0], unread[-1] + 1
+        low, high = starts[first], starts[last]
+        at = low
+        try:
+            for leaf in fetch_leaves(self._store, entry, first, last):
+                data[at : at + len(leaf)] = leaf
+                at += len(leaf)
+        except (ObjectNotFound, ObjectDamaged) as error:
+            fault = self.checkpoint.fault(entry.path, str(error), low, high)
+            raise CheckpointIncomplete(self.checkpoint.directory, [fault]) from error
+        super()._verify(entry, data, low, high)
 
 
 def object_key(entry: FileEntry) -> str:

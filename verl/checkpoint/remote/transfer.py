@@ -18,7 +18,6 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from itertools import repeat
 from pathlib import Path
 
 from verl.checkpoint.commit.store import CheckpointStore
@@ -45,7 +44,6 @@ from verl.checkpoint.remote.remote_store import (
     RemoteStore,
     fetch_leaves,
     object_key,
-    regrouped,
 )
 from verl.errors import (
     BadCheckpoint,
@@ -59,7 +57,7 @@ from verl.errors import (
     StorageRefused,
 )
 from verl.storage.config import Storage, storage_at, storage_from
-from verl.storage.store import ObjectStore
+from verl.storage.store import ObjectStore, StoredObject
 
 SMALL_BYTES, AT_ONCE = 2**20, 4
 log = logging.getLogger(__name__)
@@ -119,49 +117,41 @@ class CheckpointUpload:
     def put_objects(self, checkpoint: Checkpoint) -> list[FileEntry]:
         """Upload small files concurrently, since each costs a round trip, and large ones one by one in parts."""
         entries = {object_key(entry): entry for entry in checkpoint.manifest.files if entry.size}
-        unsent = [entry for key, entry in entries.items() if key not in self._there]
-        small = [entry for entry in unsent if entry.size <= SMALL_BYTES]
-        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="push") as threads:
-            futures = [threads.submit(self._put, checkpoint, entry) for entry in small]
-            try:
-                sent = [future.result() for future in futures]
-            except BaseException:
-                threads.shutdown(cancel_futures=True)
-                raise
-        sent += [self._put(checkpoint, entry) for entry in unsent if entry.size > SMALL_BYTES]
+        unsent = sorted((entry for key, entry in entries.items() if key not in self._there), key=lambda x: x.size)
+        num_small = sum(entry.size <= SMALL_BYTES for entry in unsent)
+        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="push") as threads:  # an error cancels those to come
+            sent = [*threads.map(lambda entry: self._put(checkpoint, entry), unsent[:num_small])]
+        sent += [self._put(checkpoint, entry) for entry in unsent[num_small:]]
         return [entry for entry in sent if entry is not None]
 
     def _put(self, checkpoint: Checkpoint, entry: FileEntry) -> FileEntry | None:
         """Put a file unless it is there."""
         key = object_key(entry)
-        stored = self.store.find(key)
-        if stored is not None and stored.size == entry.size:
+        if self.store.find(key) == StoredObject(key, entry.size):
             self._there.add(key)
             return None
-        length = self.store.part_bytes(entry.size)
-        self.store.put_pieces(key, lambda: checked_pieces(self.disk, checkpoint, entry, length), entry.size)
+        self.store.put_pieces(key, lambda: checked_pieces(self.disk, checkpoint, entry), entry.size)
         self._there.add(key)
         return entry
 
 
-def checked_pieces(disk: FileSystem, checkpoint: Checkpoint, entry: FileEntry, length: int) -> Iterator[bytes]:
-    """A file in pieces of a length, each given once it is known to be what was written."""
-    return regrouped(checkpoint.checked_leaves(entry, _leaves(disk, checkpoint, entry)), repeat(length))
+def checked_pieces(disk: FileSystem, checkpoint: Checkpoint, entry: FileEntry) -> Iterator[bytes]:
+    """A file in pieces, each given once it is known to be what was written."""
 
+    def leaves() -> Iterator[bytes]:
+        begin = 0
+        for leaf in entry.leaves:
+            try:
+                yield disk.read_range(checkpoint.path(entry.path), begin, leaf.size)
+            except OSError as error:
+                is_missing = isinstance(error, FileNotFoundError)
+                problem = "it is missing" if is_missing else f"it cannot be read: {error.strerror or error}"
+                kind = CheckpointIncomplete if is_missing else CheckpointCorrupt
+                fault = checkpoint.fault(entry.path, problem, begin, begin + leaf.size)
+                raise kind(checkpoint.directory, [fault]) from error
+            begin += leaf.size
 
-def _leaves(disk: FileSystem, checkpoint: Checkpoint, entry: FileEntry) -> Iterator[bytes]:
-    begin = 0
-    for leaf in entry.leaves:
-        end = begin + leaf.size
-        try:
-            yield disk.read_range(checkpoint.path(entry.path), begin, leaf.size)
-        except FileNotFoundError as error:
-            fault = checkpoint.fault(entry.path, "it is missing", begin, end)
-            raise CheckpointIncomplete(checkpoint.directory, [fault]) from error
-        except OSError as error:
-            fault = checkpoint.fault(entry.path, f"it cannot be read: {error.strerror or error}", begin, end)
-            raise CheckpointCorrupt(checkpoint.directory, [fault]) from error
-        begin = end
+    return checkpoint.checked_leaves(entry, leaves())
 
 
 def pull(tier: RemoteStore, record: LogRecord, store: CheckpointStore, anew: bool = False) -> Checkpoint:
@@ -262,10 +252,11 @@ class CheckpointTier:
         """Store of its checkpoints; no request is sent yet."""
         return RemoteStore(self.storage.connect())
 
-    def refused(self, error: StorageRefused) -> ConfigError:
-        """Error for a request that the store refuses, with what to do."""
+    def refused(self, error: StorageError) -> ConfigError:
+        """Error for a store that refuses or does not answer, with what to do."""
+        what = "refuses" if isinstance(error, StorageRefused) else "does not answer"
         return ConfigError(
-            f"storage leads to {self.address}, which refuses: {error}. Fix that, or keep checkpoints on the local "
+            f"storage leads to {self.address}, which {what}: {error}. Fix that, or keep checkpoints on the local "
             "disk alone with checkpoint.upload_interval=null."
         )
 
@@ -275,13 +266,8 @@ class CheckpointTier:
         """
         try:
             self.storage.refuse_absence()
-        except StorageRefused as error:
-            raise self.refused(error) from error
         except StorageError as error:
-            raise ConfigError(
-                f"storage leads to {self.address}, which does not answer: {error}. Fix that, or keep checkpoints on "
-                "the local disk alone with checkpoint.upload_interval=null."
-            ) from error
+            raise self.refused(error) from error
 
     def cold(self) -> UploadTarget:
         """Record of the store in the directory. Publications go on from the highest number that the store has.

@@ -108,16 +108,15 @@ class UploadWorker:
             with_newest: the newest one whatever the interval says: it is the last of the run.
         """
         complete = self._directory.survey()[0]
-        selected = [checkpoint for checkpoint in complete if self._cold.wants(checkpoint)]
+        due = complete[-1:] if with_newest else []
         if self._cold.upload_interval_s and self._is_due():
-            counted = [checkpoint for checkpoint in complete if self._cold.counts(checkpoint)]
-            selected += [checkpoint for checkpoint in counted[-1:] if checkpoint not in selected]
-        if with_newest and complete and complete[-1] not in selected:
-            selected.append(complete[-1])
+            due += [checkpoint for checkpoint in complete if self._cold.counts(checkpoint)][-1:]
         return [
             checkpoint
-            for checkpoint in reversed(selected)
-            if (checkpoint.name, checkpoint.sequence) not in self._bad and not self._is_there(checkpoint)
+            for checkpoint in reversed(complete)
+            if (self._cold.wants(checkpoint) or checkpoint in due)
+            and (checkpoint.name, checkpoint.sequence) not in self._bad
+            and not self._is_there(checkpoint)
         ]
 
     def situation(self) -> object:

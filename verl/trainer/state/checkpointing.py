@@ -34,7 +34,7 @@ from verl.checkpoint.resolve import SAVED, ResumePoint, RunCheckpoints
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_request import SaveOutcome, SaveRequest
 from verl.component import hint, nearest
-from verl.errors import CheckpointError, CheckpointFenced
+from verl.errors import CheckpointFenced
 from verl.ops.cpu_matmul import active_library
 from verl.storage.config import Storage
 from verl.trainer.state.driver_state import RNG, PartStates
@@ -289,12 +289,8 @@ class CheckpointSaver:
         if self._writer is None:
             return
         self._saved_step, self._last_save = step, time.monotonic()
-        try:
-            if self._place.lock is not None and self._place.lock.renew():  # what was linked to is gone
-                self._contents = TrainState(self.settings, self._config, self.uses)
-        except CheckpointError as error:
-            self._writer.note(SaveOutcome(step=step, tag=facts.get("tag"), error=error))
-            return
+        if not self.directory.is_dir():  # what was linked to is gone
+            self._contents = TrainState(self.settings, self._config, self.uses)
         self._save(self._writer, self._request(self._contents, step, roles, state, facts), roles)
 
     def save_aside(

@@ -38,6 +38,7 @@ from verl.checkpoint.ownership import (
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.remote.transfer import CheckpointTier, tier_of
 from verl.checkpoint.resolve import ResumePoint, RunCheckpoints, resolve
+from verl.checkpoint.retention import recorded_ancestors
 from verl.errors import CheckpointNotFound, ConfigError, StorageError, StorageRefused
 from verl.storage.config import Storage
 from verl.tracking.console import shown_path
@@ -104,6 +105,10 @@ class SaveDirectoryChoice:
         self._saves, self._settings, self._storage = settings is not None, settings or Checkpointing(), storage
         self.directory = self._settings.directory(trainer.project_name, trainer.experiment_name, job)
         self._tier = tier_of(settings, storage, trainer.project_name, trainer.experiment_name, job)
+        self._quick = self._tier  # with at most one retry per request
+        if self._tier is not None:
+            storage = replace(self._tier.storage, retries=min(1, self._tier.storage.retries))
+            self._quick = replace(self._tier, storage=storage)
         self._whole_identity, self._run_id, self._unknown = identity, run_id, frozenset(unknown)
 
     @functools.cached_property
@@ -157,8 +162,9 @@ class SaveDirectoryChoice:
     def _resolve(self, resume: str | None, chosen: SaveDirectory, dry: bool) -> ResumePoint | None:
         settings, point = self._settings, None
         if resume is not None:
+            tier = self._quick if dry else self._tier
             point = resolve(
-                resume, self.directory, strict=settings.strict, verify=settings.verify, tier=self._tier_to_see(dry),
+                resume, self.directory, strict=settings.strict, verify=settings.verify, tier=tier,
                 storage=self._storage, is_own=self._is_own, dry=dry,
             )  # fmt: skip
             if point is not None:
@@ -170,11 +176,9 @@ class SaveDirectoryChoice:
         if point is not None and not dry and not (self._saves and is_inside):
             chosen.in_use = CheckpointInUse(point.checkpoint)
         if self._saves and resume != LATEST and not is_inside:
-            self._refuse_owner(self._tier_to_see(dry) if dry or chosen.lease is not None else None)
+            does_not_answer = chosen.lock is not None and chosen.lease is None
+            self._refuse_owner(None if does_not_answer else self._quick)
         return point
-
-    def _tier_to_see(self, dry: bool) -> CheckpointTier | None:
-        return replace(self._tier, storage=_with_one_retry(self._tier.storage)) if self._tier and dry else self._tier
 
     # -- whose directory it is ----------------------------------------------------------------------------------------
 
@@ -202,7 +206,7 @@ class SaveDirectoryChoice:
         """Refuse a run that does not resume from the directory's own, if the newest there is another training's."""
         try:
             newest = resolve(LATEST, self.directory, tier=tier, dry=True)
-        except ConfigError:  # all are damaged
+        except ConfigError:  # all are damaged, or the store does not answer
             return
         if newest is None or self._is_own(newest.state):
             return
@@ -250,18 +254,18 @@ class SaveDirectoryChoice:
         if (holder := lock.acquire()) is not None:
             raise self._busy(holder)
         chosen.lock = lock
-        if self._tier is None:
+        if self._quick is None:
             return
-        lease = StoreLease(_with_one_retry(self._tier.storage), lock.owner)
+        lease = StoreLease(self._quick.storage, lock.owner)
         try:
             if (holder := lease.acquire()) is not None:
                 raise self._busy(holder)
         except StorageRefused as error:
-            raise self._tier.refused(error) from error
+            raise self._quick.refused(error) from error
         except StorageError as error:
             _log.error(
                 "%s cannot be read, so another run may be uploading there (%s): if so, the later one continues",
-                self._tier.address, error,
+                self._quick.address, error,
             )  # fmt: skip
             return
         lease.keep()
@@ -299,24 +303,13 @@ def job_name(job: str, swept: Sequence[str]) -> str:
     return f"{name[:LONGEST_NAME]}-{blake2b(text.encode(), digest_size=4).hexdigest()}"
 
 
-def _with_one_retry(storage: Storage) -> Storage:
-    """The storage with at most one retry per request."""
-    return replace(storage, retries=min(1, storage.retries))
-
-
 def ancestors_of(point: ResumePoint | None) -> dict[str, int]:
     """The runs that a run which goes on from a checkpoint descends from, each with the number of the last publication
     of it that belongs to this descent."""
     if point is None:
         return {}
-    manifest, lineage = point.checkpoint.manifest, point.state.get("lineage")
-    recorded = lineage.get("ancestors") if isinstance(lineage, Mapping) else None
-    before = {
-        str(run): number
-        for run, number in (recorded.items() if isinstance(recorded, Mapping) else ())
-        if isinstance(number, int)
-    }
-    return {**before, manifest.run_id: manifest.sequence}
+    manifest = point.checkpoint.manifest
+    return {**(recorded_ancestors(point.state) or {}), manifest.run_id: manifest.sequence}
 
 
 def run_dir_faults(run_dir: Path, resume: str | None, point: ResumePoint | None, save_dir: Path) -> Iterator[str]:
