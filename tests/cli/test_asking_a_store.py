@@ -81,6 +81,7 @@ def test_what_is_taken_out_of_a_store_is_what_is_taken_out_of_the_disk(here, tmp
     assert "global_step_2: complete" in told("checkpoint", "verify", ADDRESS, "--full")
 
 
+@pytest.mark.slow
 def test_rows_of_a_buffer_in_a_store_are_browsed(here):
     rows = [json.loads(told("samples", place, "--json", "--limit", "0")) for place in (here, ADDRESS)]
     assert rows[0] == rows[1]

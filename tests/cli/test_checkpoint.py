@@ -87,6 +87,7 @@ def test_directories_of_projects_and_experiments_need_not_be_written_out(directo
     assert "fetched" not in run("ls", "checkpoints/verl/first")[1]
 
 
+@pytest.mark.slow
 def test_an_adapter_is_exported_with_the_full_path_of_its_base_or_merged_into_it(model32, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(model32.path, "base")

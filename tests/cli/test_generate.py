@@ -55,6 +55,7 @@ def refused(command: str, *arguments) -> str:
     return result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "step"), [("checkpoints", 2), ("checkpoints/latest", 2), ("run", 2), ("checkpoints/global_step_1/", 1)]
 )
@@ -253,6 +254,7 @@ def hostile(run, tmp_path) -> tuple[Path, Path]:
     return checkpoint, mark
 
 
+@pytest.mark.slow
 def test_python_that_lies_in_a_checkpoint_runs_where_the_command_names_it_and_nowhere_else(hostile, monkeypatch):
     checkpoint, mark = hostile
     monkeypatch.chdir(checkpoint / "actor")

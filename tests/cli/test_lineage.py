@@ -41,6 +41,7 @@ def told(directory: Path, *options) -> str:
     return result.output
 
 
+@pytest.mark.slow
 def test_children_hang_below_the_checkpoint_that_they_went_on_from_with_what_differs(family):
     (first,) = forest(family)
     (second,) = first.children

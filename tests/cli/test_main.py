@@ -80,6 +80,7 @@ print(len(found), str(failed).replace(" ", ""), "torch" in sys.modules)
 """
 
 
+@pytest.mark.slow
 def test_the_module_runs_as_the_command_without_loading_torch():
     version, imported = (
         subprocess.run([sys.executable, *words], capture_output=True, text=True, check=True)
@@ -92,6 +93,7 @@ def test_the_module_runs_as_the_command_without_loading_torch():
     assert (failed, has_torch_after_help) == ("[]", "False"), "--help of every command is there without torch"
 
 
+@pytest.mark.slow
 def test_the_commands_that_train_take_hydras_words_and_end_with_its_status(monkeypatch):
     monkeypatch.setattr("sys.argv", ["verl"])
     refused = runner.invoke(app, ["ppo", "-m", "actor=lama8b", "trainer.group_sise=4"])
@@ -133,6 +135,7 @@ def own_groups(tmp_path, monkeypatch):
     return tmp_path / "own"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flag", ["-cd", *exhaustive("--config-dir")])
 def test_groups_of_ones_own_are_planned_as_they_are_trained(flag, own_groups, model32):
     model = ["actor=pretrained", f"actor.model.path={model32.path}", "reward=mine", "plan.device=cpu"]

@@ -80,6 +80,7 @@ def run_all(commands: list[str]) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["off", "sync"])
 @pytest.mark.parametrize("root", ["ppo", "sft", "dpo"])
 def test_of_a_chat_model_on_a_file(root, checkpoint, dir32, monkeypatch, capsys):
@@ -93,6 +94,7 @@ def test_of_a_chat_model_on_a_file(root, checkpoint, dir32, monkeypatch, capsys)
         assert "rows.jsonl" in found["eval"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("root", ["ppo", "sft", "dpo"])
 def test_of_built_in_rows_without_checkpoints_which_are_texts(root, dir32, monkeypatch, capsys):
     found = run_all(printed(root, dir32, ["data.held_out=3", "checkpoint=off"], monkeypatch, capsys))
@@ -100,6 +102,7 @@ def test_of_built_in_rows_without_checkpoints_which_are_texts(root, dir32, monke
     assert "<user>" not in found["generate"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpoint", ["off", "sync"])
 @pytest.mark.parametrize(
     "words",
@@ -125,12 +128,14 @@ def test_of_code_of_the_users(words, checkpoint, dir32, tmp_path, monkeypatch, c
     assert {"eval", "generate"} <= found.keys()
 
 
+@pytest.mark.slow
 def test_of_an_adapter_with_its_page_and_samples(dir32, monkeypatch, capsys):
     lora = "actor.lora={_target_:verl.models.lora.LoRA,rank:2}"
     words = [*on_file("ppo"), lora, "checkpoint=off", "tracker=[console,jsonl,report]"]
     assert list(run_all(printed("ppo", dir32, words, monkeypatch, capsys))) == ["report", "samples", "eval"]
 
 
+@pytest.mark.slow
 def test_a_resume_under_a_longer_schedule_tells_the_learning_rates(dir32, monkeypatch, capsys):
     words = [*on_file("sft"), "actor.optimizer.schedule=linear", "checkpoint=sync", "trainer.total_steps=2"]
     arguments = [f"actor.model.path={dir32}", *SIZES, *OF_ROOT["sft"], "tracker=[console]", *words]
@@ -142,6 +147,7 @@ def test_a_resume_under_a_longer_schedule_tells_the_learning_rates(dir32, monkey
     assert "trainer.total_steps" in line
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("root", ["sft", "dpo"])
 def test_the_plan_of_a_run_counts_with_the_lengths_of_its_rows(root, dir32, monkeypatch, capsys):
     plans = []

@@ -84,6 +84,7 @@ def flip_a_bit(checkpoint, name):
         data.write(bytes([byte ^ 1 << 5]))
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_is_found_with_its_step_its_tensor_and_its_size(forked, model32, tmp_path, monkeypatch):
     run = RunLauncher.run
 
@@ -210,6 +211,7 @@ def test_a_run_that_cannot_be_checked_inside_of_an_episode_is_refused(overrides,
     assert said in result.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -65,6 +65,7 @@ def listed(directory: Path) -> list[dict]:
     return json.loads(told("runs", directory, "--json"))
 
 
+@pytest.mark.slow
 def test_the_list_has_status_last_metrics_size_and_parent_of_every_run(trained):
     runs = {Path(run["directory"]).name: run for run in listed(trained)}
     assert {name: run["status"] for name, run in runs.items()} == {

@@ -112,6 +112,7 @@ def test_latest_is_the_run_that_dumped_samples_last(finished, tmp_path, monkeypa
     assert "rows" in told(Path("latest"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "line",
     [

@@ -27,6 +27,7 @@ def test_a_file_in_its_place_is_refused(tmp_path):
     assert (tmp_path / "out").read_text() == "mine"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "is_shortened"),
     [

@@ -52,6 +52,7 @@ def _unknown_methods_fail_at_the_driver(toy):
         toy.unspoken()
 
 
+@pytest.mark.slow
 def test_a_worker_killed_while_idle_fails_the_next_call(own_tmp):
     cluster, toy = start(1)
     pid = toy.where().result()["pid"]

@@ -157,6 +157,7 @@ def test_a_call_may_take_as_long_as_it_needs_while_a_worker_makes_progress(group
     assert groups.is_gone(list(cluster.pids))
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_named_and_ended(groups, monkeypatch):
     monkeypatch.setattr(rpc, "STACK_TIMEOUT_S", 1.0)
     if groups.name == "ray":
@@ -202,6 +203,7 @@ def test_roles_that_cannot_be_built_are_an_error_with_the_workers_traceback(grou
     assert "FileNotFoundError: weights are not where they should be" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_faults_of_the_configuration_that_a_worker_finds_are_raised_as_they_are(groups):
     with pytest.raises(ConfigError) as caught:
         groups.start(2, fails_on=1, faulty=True)

@@ -55,6 +55,7 @@ def run_script(fork_server: ForkServer, tmp_path: Path) -> Callable[..., subproc
     return lambda *words: fork_server.run(words, tmp_path, {**os.environ, **ENVIRONMENT})
 
 
+@pytest.mark.slow
 def test_help_lists_the_groups_and_neither_help_nor_check_imports_anything_heavy(tmp_path):
     done = run(tmp_path, "-c", HELP)
     assert "      llama1b, llama8b" in done.stdout, done.stderr
@@ -78,6 +79,7 @@ def test_a_reader_that_leaves_is_no_error_of_what_is_only_shown(flags, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_faults_print_as_a_list_without_traceback_exit_2_and_leave_no_directory(tmp_path, run_script):
     done = run_script(
         str(ROOT / "main_ppo.py"), "actor=lama8b", "trainer.lr=1", "trainer.backend=dp3", "trainer.seed=-1"
@@ -89,6 +91,7 @@ def test_faults_print_as_a_list_without_traceback_exit_2_and_leave_no_directory(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_what_this_machine_lacks_is_refused_before_the_warm_start_and_leaves_nothing(tmp_path):
     arguments = ("trainer.device=cuda:77", "rollout=vllm", "tracker=[console,tensorboard]")
     hidden = tmp_path / "hidden"
@@ -210,6 +213,7 @@ def test_cfg_job_prints_yaml_alone_on_standard_output(tmp_path, run_script):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("raised", "status", "said"),
     [
@@ -247,6 +251,7 @@ def test_a_thread_that_a_component_leaves_running_does_not_keep_the_process_aliv
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
+@pytest.mark.slow
 def test_under_torchrun_one_process_drives_as_many_workers_as_it_has_started(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(

@@ -202,6 +202,7 @@ def is_alone(option: str) -> bool:
     return option not in together and not option.startswith(("experiment=", "debug="))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [*COMBINATIONS, *short_where(filter(partial(applies, "ppo"), OPTIONS), is_alone)])
 def test_options_compose_and_check_in_ppo(options, users_files):
     arguments, assigned = command_line("ppo", words_of(options))
@@ -228,6 +229,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", OTHERS)
 def test_option_composes_and_checks_in_the_other_roots(case, users_files):
     root, option = case
@@ -241,6 +243,7 @@ def test_option_composes_and_checks_in_the_other_roots(case, users_files):
     assert is_as_recorded(config, f"{root} {option}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("debug", "experiment"), each_value_once(*(group_options()[group] for group in ("debug", "experiment")))
 )
@@ -353,6 +356,7 @@ def components_of(node):
             yield from components_of(item)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "path", "value"),
     [
@@ -407,6 +411,7 @@ def test_an_unknown_root_key_in_an_experiment_is_rejected(tmp_path):
         compose_root("ppo", ["experiment=odd", f"hydra.searchpath=[file://{tmp_path}]"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "name"),
     [
@@ -425,6 +430,7 @@ def test_an_experiment_without_a_name_has_that_of_its_algorithm_and_model(overri
     assert compose_root("ppo", overrides).trainer.experiment_name == name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", OPTIONAL)
 def test_an_option_names_the_extra_that_brings_what_it_needs_and_is_not_installed(option, users_files, monkeypatch):
     package, extra = OPTIONAL[option]

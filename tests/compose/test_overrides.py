@@ -47,6 +47,7 @@ def paths_of(*words: str) -> tuple[str, ...]:
     return caught.value.paths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "value"),
     [
@@ -168,6 +169,7 @@ def test_what_is_given_twice_counts_the_second_time():
     assert (config.trainer.seed, config.trainer.group_size) == (2, 4)
 
 
+@pytest.mark.slow
 def test_options_are_also_looked_for_in_the_directories_of_the_user(tmp_path):
     conf = tmp_path / "my conf"
     (conf / "reward").mkdir(parents=True)
@@ -208,6 +210,7 @@ def test_a_component_that_is_written_out_takes_the_place_of_the_default_option(w
     assert "answer_key" not in node
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
@@ -371,6 +374,7 @@ def test_a_key_below_a_reference_leaves_the_other_keys_and_the_referred_componen
     assert run.critic.model.attention == run.actor.model.attention
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

@@ -47,6 +47,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_is_not_there_is_refused_by_its_key_before_anything_is_trained(what, tmp_path, s3_url):
     overrides, said = REFUSED[what]
@@ -63,6 +64,7 @@ def test_what_is_not_there_is_refused_by_its_key_before_anything_is_trained(what
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("status", "method"),
     [

@@ -21,6 +21,7 @@ from verl.tracking.sweep_table import outcomes, table, write
 ROOT = conf_dir().parent
 
 
+@pytest.mark.slow
 def test_the_jobs_of_a_sweep_are_compared(fork_server, tmp_path, model64):
     arguments = [*small_run(model64, tmp_path), "trainer.total_steps=2", "checkpoint.save_interval=1", "tracker=wandb"]
     environment = {**os.environ, "WANDB_MODE": "offline", "COLUMNS": "80"}

@@ -291,6 +291,7 @@ def questions(tmp_path):
 ENDPOINT = "reward.endpoint.base_url=http://localhost:1"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "begins"),
     [

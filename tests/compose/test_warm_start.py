@@ -72,6 +72,7 @@ def test_the_slower_of_two_processes_takes_what_the_faster_one_made(tmp_path):
     assert (final / "actor" / "config.json").read_text() == "first"
 
 
+@pytest.mark.slow
 def test_a_failed_fine_tuning_leaves_nothing_behind(cache):
     run = validate(compose_root("ppo"))
     too_big = [*SHORT, "++trainer.batch_size=65"]

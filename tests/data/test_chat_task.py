@@ -7,6 +7,7 @@ import pytest
 from verl.data.chat_task import PROBLEMS, ChatTask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", PROBLEMS)
 def test_the_largest_number_of_problems_is_made_of_different_ones(task):
     source = ChatTask(task=task, train_size=19_000, held_out=1000)

@@ -202,6 +202,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", short_where(CASES, lambda case: case != "autocast"))
 def test_parts_add_up_the_gradient_of_a_head_in_bfloat16_as_well_as_one_pass_does(case, monkeypatch, one_process):
     exact = head_gradient(torch.float64, 10_000, monkeypatch, tied=CASES[case].get("tied", False))

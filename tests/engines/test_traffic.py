@@ -59,6 +59,7 @@ def sent_by(sharding, size, autocast, tied, group, tmp_path):
     return sent, planned_bytes(sharding, size, sizes, ran, predicted, 4, 2 if autocast else 4), len(ran)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "tied"),
     each_value_once({f"{number} {case[0]}": case for number, case in enumerate(CASES)}, {"": False, "tied": True}),

@@ -109,6 +109,7 @@ def model():
     return tiny(8192)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_an_episode_goes_on_after_whatever_the_model_writes_as_a_call(is_chat, model):
     _, tokenizer = model

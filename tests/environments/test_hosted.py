@@ -83,6 +83,7 @@ def test_a_class_that_is_not_there_is_told_when_the_environment_starts(model, tm
         asyncio.run(start(f"{tmp_path}/world.py:Other"))
 
 
+@pytest.mark.slow
 def test_environments_of_another_process_say_themselves_how_their_state_is_restored(tmp_path):
     kinds = {"None": None, "'stateless'": "stateless", "'deterministic'": "deterministic", "'always'": "always"}
     for number, text in enumerate(kinds):
@@ -278,6 +279,7 @@ CLASSES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", CLASSES)
 def test_a_class_that_cannot_be_used_is_refused_by_name_before_anything_is_loaded(source, tmp_path):
     (tmp_path / "world.py").write_text(source)

@@ -116,6 +116,7 @@ def assert_typed(found):
     assert "error: Error executing tool fail" in found.observation
 
 
+@pytest.mark.slow
 def test_tools_are_called_over_stdio_and_a_server_that_died_is_started_again(tmp_path):
     (tmp_path / "server.py").write_text(TOOLS)
     options = MCPTools(command=(sys.executable, str(tmp_path / "server.py")), step_timeout_s=60.0)

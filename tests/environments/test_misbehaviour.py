@@ -208,6 +208,7 @@ def test_what_is_no_answer_of_a_step_is_never_scored_and_says_why(played, code):
     assert (NOT_SCORED | ENDS_ITS_PROCESS)[code] in record["infra"][-1], record["infra"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", SCORED)
 def test_what_is_an_answer_is_scored(played, code):
     (record,) = played[0][code]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
 from refusals import refusal
 
 from verl.component import BuildContext
@@ -46,6 +47,7 @@ def test_the_calls_of_a_turn_are_answered_in_their_order_by_what_the_programs_wr
     assert [record.call_id for record in records] == [f"0.1.{place}" for place in range(5)]
 
 
+@pytest.mark.slow
 def test_a_sandbox_that_fails_is_not_the_models_fault(monkeypatch):
     failed = ExecutionResult("infra", detail="no memory for a jail")
     monkeypatch.setattr(CodeRunner, "run", lambda self, code: failed)

@@ -166,6 +166,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[] if name == "gae" else pytest.mark.exhaustive) for name in CASES]
 )

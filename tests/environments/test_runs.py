@@ -197,6 +197,7 @@ def test_episodes_beside_a_sharded_actor_are_played_again_if_an_engine_dies(tmp_
     assert len(left) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("section", "file", "number"),
     [

@@ -193,6 +193,7 @@ def test_a_damaged_call_takes_none_of_its_neighbours_away():
     assert [type(call) for call in found] == [ToolCall, ParseFault, ToolCall, ParseFault, ToolCall]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("style", ["xml", "lfm", "plain"])  # all scan for calls of the other formats
 def test_the_time_to_read_a_turn_does_not_grow_with_the_square_of_its_length(style):
     words = ["<tool_call>", "<function=add>", "<parameter=a>", "<|tool_call>call:add{", '<|"|>', "</tool_call>"]

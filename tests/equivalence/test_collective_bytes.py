@@ -12,7 +12,7 @@ from verl.engines.sharding import DDP, FSDP, TP, Parallel
 from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
 
-pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.exhaustive, pytest.mark.slow]
 
 ROWS = rows_with_holes([24] * 8, 1, [40])
 SHAPE = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 4}

@@ -16,7 +16,7 @@ from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout
 
-pytestmark = pytest.mark.xdist_group("two processes")
+pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.slow]
 
 STYLES = ("allgather", "ulysses")
 SHARED = rows_with_holes([9, 3, 1], 4, [14, 3, 6, 1])  # shared prompts, uneven rows, a row of one token

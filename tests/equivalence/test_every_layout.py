@@ -20,7 +20,7 @@ from verl.engines.sharding import Parallel
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 
-pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.exhaustive, pytest.mark.slow]
 
 LAYOUTS = {
     "pp2": (2, Parallel(pp=2)),

@@ -24,7 +24,7 @@ from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout
 
-pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.exhaustive, pytest.mark.slow]
 
 SHARED = rows_with_holes([9, 3, 1], 4, [14, 3, 6, 1])  # shared prompts, uneven rows, a row of one token
 SINGLE = rows_with_holes([1], 1, [2])  # of one row, one share is empty

@@ -17,7 +17,7 @@ from verl.errors import LogProbGapError
 from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFEngine, HFRollout
 
-pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.exhaustive, pytest.mark.slow]
 SHARDINGS: dict[str, Sharding] = {
     "ddp": DDP(timeout_s=60.0),
     "fsdp": FSDP(),

@@ -20,7 +20,7 @@ from verl.models.lora import LoRA
 from verl.trainer.api.load_checkpoint import load_checkpoint
 from verl.trainer.train_loop import TrainLoop
 
-pytestmark = pytest.mark.xdist_group("two processes")
+pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.slow]
 
 OWN = ("rng",)  # each process has generators of its own
 

@@ -17,7 +17,7 @@ from verl.models.lora import LoRA
 from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
 
-pytestmark = pytest.mark.xdist_group("two processes")
+pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.slow]
 
 LAYOUTS = {
     "tp2 pp2": Parallel(pp=2, tp=2),

@@ -16,7 +16,7 @@ from verl.engines.sharding import DDP, FSDP, TP, Parallel
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 
-pytestmark = pytest.mark.xdist_group("two processes")
+pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.slow]
 
 EXACT = 1e-12  # of float64, where only the order of sums differs
 LAYOUTS = {

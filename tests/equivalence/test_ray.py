@@ -15,7 +15,7 @@ from verl.component import BuildContext
 from verl.engines.sharding import DDP, FSDP
 from verl.rollout.scripted import ScriptedRollout
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_here")]
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_here"), pytest.mark.slow]
 
 PROMPTS = [[0, 1, 2, 3, 4], [7, 6, 5, 2], [3]]  # counts that do not divide, and a worker without rows
 

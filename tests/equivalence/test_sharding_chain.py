@@ -23,7 +23,7 @@ from verl.engines.sharding import DDP, FSDP, TP, TPFSDP, NoSharding, Parallel, S
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 
-pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.exhaustive, pytest.mark.slow]
 
 Chain = list[tuple[Sharding, int, bool]]  # the last: in Ray
 CHAIN: Chain = [

@@ -28,7 +28,7 @@ from verl.models.pretrained import Pretrained
 from verl.rollout.scripted import ScriptedRollout
 from verl.workers.reference import Reference
 
-pytestmark = pytest.mark.xdist_group("two processes")
+pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.slow]
 
 SHARDINGS = {
     "ddp": DDP(),

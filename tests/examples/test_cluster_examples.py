@@ -22,6 +22,8 @@ from verl.compose.compose import compose_root
 from verl.compose.overrides import command_line
 from verl.compose.validate import validate
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("slurm/*.sbatch"))

@@ -14,6 +14,8 @@ from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.compose.warm_start import resolve_warm_starts
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 

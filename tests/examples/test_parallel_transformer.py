@@ -24,6 +24,8 @@ from verl.models.lora import LoRA
 from verl.models.own_module import TPRank
 from verl.rollout.vllm.config import VLLMRollout
 
+pytestmark = pytest.mark.slow
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 sys.path.insert(0, str(EXAMPLES))  # of the workers too
 

@@ -26,7 +26,7 @@ from same_training import numbers
 from verl.compose.schema import conf_dir
 from verl.utils.progress import Progress
 
-pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.exhaustive, pytest.mark.slow]
 
 ROOT = conf_dir().parent
 KILLS = int(os.environ.get("VERL_ENGINE_KILLS", "20"))

@@ -12,6 +12,8 @@ from faults.calls import Strike, environment, recorded
 from faults.power_cut import Trace, fingerprint, snapshot
 from faults.scenarios import fast_directory
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import json, os, sys
 from pathlib import Path

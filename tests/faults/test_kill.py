@@ -10,6 +10,8 @@ from faults.scenarios import SCENARIOS, Scenario, check, check_next_save, fast_d
 
 from verl.checkpoint.commit.store import CheckpointStore
 
+pytestmark = pytest.mark.slow
+
 IN_SHORT = [scenario for scenario in SCENARIOS if scenario.name in ("save from memory", "save with links", "retention")]
 
 

@@ -18,6 +18,8 @@ from faults.fork_server import Child, ForkServer
 from faults.scenarios import fast_directory
 from faults.test_killed_training import group_of
 
+pytestmark = pytest.mark.slow
+
 STEPS = 10
 STOPPED_S = 0.5  # several times the time between two saves
 

@@ -17,6 +17,8 @@ from faults.scenarios import fast_directory
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader
 
+pytestmark = pytest.mark.slow
+
 STEPS = 4
 JOURNAL = "verl.environments.journal:EpisodeJournal"
 TURNS = "verl.environments.episode_loop:EpisodeLoop"

@@ -19,6 +19,8 @@ from verl.checkpoint.read.reader import CheckpointReader
 from verl.trainer.state.compare_runs import steps_of
 from verl.trainer.state.lineage import read_events
 
+pytestmark = pytest.mark.slow
+
 STEPS = 12
 KILLS = 3
 ASYNC_STEPS = 60

@@ -22,7 +22,7 @@ from verl.engines.sharding import FSDP
 from verl.errors import WorkerDied
 from verl.trainer.train_loop import TrainLoop
 
-pytestmark = pytest.mark.xdist_group("two processes")
+pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.slow]
 
 
 def environment(pid: int) -> dict[str, str]:

@@ -17,6 +17,8 @@ from peers.outcomes import OUTCOMES
 from peers.tools import DistributedCheckpoint, Ours, TorchSave, TorchSaveLatest
 from peers.training import Gate, Training
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[2]
 GROUPS = {"kill", "error", "short write"}
 POWER = {f"power cut {model}, {moment}" for model in ("posix", "journal") for moment in ("during it", "after the save")}

@@ -20,7 +20,7 @@ from verl.engines.sharding import DDP, Parallel
 from verl.errors import WorkerDied, WorkerHung
 from verl.models.pretrained import Pretrained
 
-pytestmark = pytest.mark.xdist_group("two processes")
+pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.slow]
 
 CALLS = ["actor.compute_log_probs", "actor.generate", "reference.compute_log_probs", "critic.compute_values"]
 CALLS += ["critic.update", "actor.update", "actor.sync", "actor.save_part"]

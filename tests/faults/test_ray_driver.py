@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cluster.ray_here import all_gone
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.exhaustive, pytest.mark.slow]
 TESTS = Path(__file__).resolve().parents[1]
 
 DRIVER = """

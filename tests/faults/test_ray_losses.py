@@ -19,7 +19,7 @@ from verl.checkpoint.read.reader import CheckpointReader
 from verl.cluster.ray.ray_worker_group import RayWorkerGroup
 from verl.errors import WorkerDied
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_here")]
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("ray_here"), pytest.mark.slow]
 
 CALLS = ["actor.compute_log_probs", "actor.generate", "reference.compute_log_probs", "critic.compute_values"]
 CALLS += ["critic.update", "actor.update", "actor.sync", "actor.save_part", "actor.wait_copied", "rm.score"]

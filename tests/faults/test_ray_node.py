@@ -27,7 +27,7 @@ from verl.component import BuildContext
 from verl.errors import WorkerDied
 from verl.utils.orphan_cleanup import kill_marked
 
-pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.exhaustive, pytest.mark.slow]
 
 
 def test_a_run_that_started_ray_starts_it_anew_after_a_loss_and_ends_it(model32, tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ import pytest
 from faults.courses import COURSES, first_difference, steps_saved
 from faults.fork_server import Child, ForkServer
 
-pytestmark = [pytest.mark.xdist_group("fork server"), pytest.mark.exhaustive]
+pytestmark = [pytest.mark.xdist_group("fork server"), pytest.mark.exhaustive, pytest.mark.slow]
 
 STEPS = 6
 LIMIT_S = 240.0  # far longer than any round takes: a run that is still there then hangs

@@ -17,6 +17,7 @@ from faults.two_hosts import DISK, TwoHosts, two_hosts, why_not
 
 WHY_NOT = why_not()
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.exhaustive,
     pytest.mark.xdist_group("two hosts"),
     pytest.mark.skipif(WHY_NOT is not None, reason=f"two hosts: {WHY_NOT}"),

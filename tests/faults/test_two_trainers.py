@@ -18,6 +18,8 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.retention import Retention, prune
 from verl.errors import CheckpointFenced, CheckpointWriteFailed
 
+pytestmark = pytest.mark.slow
+
 TESTS = Path(__file__).resolve().parents[1]
 TRAINER = """
 import sys

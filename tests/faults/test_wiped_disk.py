@@ -25,6 +25,8 @@ from verl.checkpoint.read.reader import CheckpointReader
 from verl.models.pretrained import Pretrained
 from verl.trainer.state.compare_runs import Tolerance, first_step_apart, steps_of
 
+pytestmark = pytest.mark.slow
+
 STEPS, KILLED_FROM, HELD_AT = 7, 3, 4
 BUFFER = ["replay=tiered", "replay.max_rows=24", "replay.hot_share=0.25", "replay.warm_share=0.25"]
 BUFFER += ["replay.cold_share=0.5", "replay.memory_mib=8", "replay.shard_mib=1", "algorithm.replay_fraction=0.5"]

@@ -13,6 +13,8 @@ from verl.errors import ConfigError
 from verl.hybrid.actor import HybridActor
 from verl.hybrid.benchmark import measure_switch_overhead
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = Path(__file__).parents[2] / "benchmarks/hybrid_switch.py"
 
 

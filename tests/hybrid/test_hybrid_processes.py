@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import verl
 
-pytestmark = pytest.mark.xdist_group("two processes")
+pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.slow]
 PROGRAM = Path(__file__).with_name("hybrid_in_processes.py")
 
 

@@ -18,6 +18,7 @@ from verl.hybrid.benchmark import measure_switch_overhead
 from verl.rollout.vllm.config import VLLMRollout
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.xdist_group("vllm"),
 ]

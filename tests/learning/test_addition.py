@@ -23,6 +23,8 @@ from verl.rollout.base import GenerationRequest
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.ppo_config import PPORun
 
+pytestmark = pytest.mark.slow
+
 PROBLEMS = 32
 SETTINGS = [
     f"data.train_size={PROBLEMS}", f"trainer.prompts_per_step={PROBLEMS}", "trainer.group_size=4",

@@ -20,6 +20,8 @@ from verl.models.tiny import TinyModel
 from verl.replay.config import TieredReplay
 from verl.rollout.hf import HFRollout
 
+pytestmark = pytest.mark.slow
+
 LETTERS = ("a", "b", "c", "d")
 MODEL = TinyModel(hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2)
 ENOUGH, STEPS = 0.8, 40

@@ -49,6 +49,7 @@ REASONS = re.compile(
 SHORT = {"llama4_text", "qwen2_moe", "mamba", "phi3 longrope, short rows", "bart"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", short_where(RIGHT, SHORT.__contains__))
 def test_a_model_is_right_on_the_path_that_it_takes(name, tmp_path):
     path = save_family(tmp_path / "model", name)

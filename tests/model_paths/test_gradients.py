@@ -23,6 +23,7 @@ FAMILIES = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", [*FAMILIES[:1], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in FAMILIES[1:])]
 )

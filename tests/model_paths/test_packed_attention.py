@@ -48,6 +48,7 @@ def run(model, rows, weight, share=None):
     return found.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "phi3", "gpt_neox", "olmo2", "gpt2"])
 def test_packed_and_padded_rows_agree(family, share, tmp_path):

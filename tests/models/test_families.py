@@ -36,12 +36,14 @@ def check(source, prompts, bound):
     assert critic.compute_values(rows)["values"].any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", short_where([*EXACT, *ROUNDED], {"gpt2", "qwen3"}.__contains__))
 def test_a_family_works_in_float64(family, prompts, tmp_path):
     save_random_model(tmp_path, family, torch.float64)
     check(Pretrained(path=str(tmp_path), dtype="float64"), prompts, 1e-10 if family in EXACT else 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "attention"), SINGLE)
 def test_a_family_works_in_float32(family, attention, prompts, tmp_path):
     save_random_model(tmp_path, family, torch.float32)

@@ -189,6 +189,7 @@ def test_a_packaged_model_comes_from_the_package_where_the_hub_cannot_be_reached
     assert unavailable(NAME) is None
 
 
+@pytest.mark.slow
 def test_the_real_model_is_that_of_the_reference_with_its_chat(smollm2: Pretrained) -> None:
     compare_with_reference(Path(smollm2.path), smollm2)
     tokenizer: Any = smollm2.load_tokenizer()

@@ -56,6 +56,7 @@ def test_every_model_of_the_configuration_is_shipped():
     assert not [path for path in named if not is_local(path) and path not in known_shapes()]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_hub")
 def test_a_plan_without_a_network_takes_shipped_shapes():
     roles = ["actor=llama8b", "critic=none", "algorithm=grpo"]
@@ -64,6 +65,7 @@ def test_a_plan_without_a_network_takes_shipped_shapes():
     assert "GiB of each process" in printed
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_hub")
 def test_the_recipe_of_gsm8k_is_planned_without_network():
     result = CliRunner().invoke(app, ["plan", "experiment=gsm8k_qwen2_5_0_5b", "--device", "h100"])

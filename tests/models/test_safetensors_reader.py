@@ -21,6 +21,7 @@ def everything(model) -> dict[str, torch.Tensor]:
     return dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_slices_make_the_model_that_is_loaded_whole(family, tied, tmp_path):
@@ -39,6 +40,7 @@ def test_slices_make_the_model_that_is_loaded_whole(family, tied, tmp_path):
     assert torch.equal(model(input_ids=ids).logits, whole(input_ids=ids).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("family", ["gptj", "codegen", "llama", "gemma3_text", "trocr", "xglm"])
 def test_what_no_file_holds_is_computed_in_the_type_of_from_pretrained(family, dtype, tmp_path):

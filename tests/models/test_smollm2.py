@@ -41,12 +41,15 @@ def first(smollm2: Pretrained, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return directory / "saved", trained(smollm2, directory / "run", f"trainer.total_steps={STEPS}", *saving)
 
 
+@pytest.mark.slow
+@pytest.mark.slow
 def test_a_few_steps_teach_it_the_answer_that_is_asked_for(first: tuple[Path, list[dict[str, Any]]]) -> None:
     rewards = [line["reward/mean"] for line in first[1]]
     assert len(rewards) == STEPS
     assert rewards[-1] > rewards[0] + 0.3, rewards
 
 
+@pytest.mark.slow
 def test_a_resumed_run_repeats_the_step_bit_by_bit(
     smollm2: Pretrained, first: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
@@ -55,6 +58,7 @@ def test_a_resumed_run_repeats_the_step_bit_by_bit(
     assert without_times(again) == without_times(first[1][-1])
 
 
+@pytest.mark.slow
 def test_an_exported_adapter_has_the_same_log_probs_in_plain_peft_as_merged_in_plain_transformers(
     smollm2: Pretrained, first: tuple[Path, list[dict[str, Any]]], tmp_path: Path
 ) -> None:
@@ -89,6 +93,7 @@ def test_fine_tuning_learns_the_answer_and_the_end_of_the_turn_and_nothing_else(
         assert tokenizer.decode(tokens).endswith("<|im_end|>")
 
 
+@pytest.mark.slow
 def test_vllm_draws_from_it_with_the_log_probs_of_the_trainer(smollm2: Pretrained, tmp_path: Path) -> None:
     pytest.importorskip("vllm")
     words = ["rollout=vllm", "rollout.kv_cache_gib=0.2", "rollout.num_threads=1", "rollout.max_new_tokens=24"]

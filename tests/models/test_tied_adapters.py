@@ -55,6 +55,7 @@ SETS = [(x, ()) for x in TARGETS] + [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tied", "chosen"), list(itertools.product([True, False], SETS)))
 def test_an_adapter_of_peft_is_merged_reloaded_and_exported_as_it_was_trained(tied, chosen, tmp_path):
     path = base(tmp_path / "base", tied)
@@ -69,6 +70,7 @@ def test_an_adapter_of_peft_is_merged_reloaded_and_exported_as_it_was_trained(ti
     torch.testing.assert_close(logits(again), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tied", "targets"), list(itertools.product([True, False], TARGETS)))
 def test_an_adapter_of_a_run_reaches_files_and_engine_as_it_was_trained_or_is_refused(tied, targets, tmp_path):
     from verl.models.hf_state_dict import hf_state_dict

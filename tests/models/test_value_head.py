@@ -102,6 +102,7 @@ class DeepCritic(Critic):
     head: ClassVar[type[ModelHead]] = TwoLayers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "lora", [None, pytest.param(LoRA(rank=2), marks=pytest.mark.exhaustive)], ids=["whole", "adapter"]
 )

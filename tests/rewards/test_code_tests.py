@@ -275,6 +275,7 @@ def test_a_program_with_characters_that_no_file_holds_fails_its_test():
     assert rated(["def add(a, b): return '\ud800'", "\ud800"], [UNIT, UNIT]).scores.tolist() == [0, 0]
 
 
+@pytest.mark.slow
 def test_forms_of_tests_are_read_and_others_are_refused():
     assert read_tests({"inputs": ["1"], "outputs": ["2"]}, "") == read_tests([{"stdin": "1", "stdout": "2"}], "")
     assert [test.unit for test in read_tests("assert f()", "")] == ["assert f()"]
@@ -291,6 +292,7 @@ def test_no_sandbox_and_limits_above_its_own_are_refused():
         CodeTests(sandbox=SANDBOX, timeout_s=60.0)
 
 
+@pytest.mark.slow
 def test_a_sandbox_that_fails_is_no_reward(monkeypatch):
     from verl.sandbox.base import ExecutionResult
 

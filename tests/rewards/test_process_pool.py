@@ -88,6 +88,7 @@ def test_each_sample_is_a_call_with_its_own_columns_and_scores_keep_their_order(
     assert len(reward.score_tokens(batch[[]])) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "hang",
     [
@@ -240,6 +241,7 @@ def test_whatever_a_sample_raises_is_its_own_affair(end, made, batch):
     assert list(reward.score_tokens(batch)["score"]) == [0.25] * 5
 
 
+@pytest.mark.slow
 def test_a_number_comes_in_many_forms_a_tensor_among_them(made):
     reward = made(
         """
@@ -255,6 +257,7 @@ def test_a_number_comes_in_many_forms_a_tensor_among_them(made):
     assert list(reward.score_tokens(batch_of(map(str, range(12))))["score"]) == [2.0] * 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("result", "found"),
     [
@@ -359,6 +362,7 @@ def test_a_script_without_a_main_guard_that_closes_nothing_leaves_nothing(tmp_pa
     assert wait_until_gone(map(int, lines[1].split()), 60.0) == []
 
 
+@pytest.mark.slow
 def test_the_workers_of_a_killed_driver_end_in_the_midst_of_a_sample(tmp_path):
     # the second hang never lets go of the interpreter: its own watchdog ends it
     source = """

@@ -377,6 +377,7 @@ def test_a_name_that_cannot_be_called_is_a_reward_error(written):
 # A batch is one call in a process of its own, which can be killed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hang", ["while True: pass", *exhaustive("time.sleep(1000)")])
 def test_a_function_of_the_batch_that_hangs_is_ended_at_its_deadline_and_its_line_named(hang, written, batch):
     described = written(
@@ -411,6 +412,7 @@ def test_a_function_of_the_batch_that_ends_its_process_ends_nothing_else(written
     reward.close()
 
 
+@pytest.mark.slow
 def test_what_a_function_of_the_batch_gives_may_be_anything_that_can_be_sent(written, batch):
     source = "import {module}\ndef my_reward(prompts, responses): return {value}"
     for module, value in (

@@ -33,6 +33,7 @@ def trained(overrides, run_dir):
     return form, lines, read_lines(run_dir / "samples" / "step_2.jsonl")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "form"), [("llama", "tokens"), pytest.param("bert", "text", marks=pytest.mark.exhaustive)]
 )
@@ -48,6 +49,7 @@ def test_a_run_takes_its_reward_from_a_model(family, form, tmp_path):
         np.testing.assert_allclose(reward.score_batch(batch).scores, [row["score"] for row in samples], atol=1e-4)
 
 
+@pytest.mark.slow
 def test_evaluation_does_not_change_what_scores_are_normalised_by(tmp_path):
     path = save_random_classifier(tmp_path / "judge", "llama")
     overrides = ["reward=model", f"reward.model.path={path}", "reward.normalize=running"]

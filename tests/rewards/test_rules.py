@@ -123,6 +123,7 @@ def test_an_answer_in_the_data_that_cannot_be_read_is_wrong_and_said(answer, mat
     assert re.search(r"the answer in the data is .*: (expected|it cannot be parsed)", caplog.text)
 
 
+@pytest.mark.slow
 def test_a_response_that_takes_too_long_is_wrong():
     reward = MathAnswer(num_workers=1, timeout_s=1.0).build(BuildContext())
     try:
@@ -166,6 +167,7 @@ def scored(response: str, answer: object) -> float:
     return math_score("q", response, answer, 1.0, 0.0)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("answer", [*(spelling for line in SAME for spelling in line), *READABLE])
 def test_a_readable_answer_equals_itself_however_it_is_marked(answer):
     for gold in (answer, f"A solution.\n#### {answer}", rf"So it is $\boxed{{{answer}}}$."):

@@ -34,6 +34,7 @@ VERL_COLUMNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("per_sample", [False, True])
 @pytest.mark.parametrize("columns", [VERL_COLUMNS, {"ground_truth": ["2", "4"]}, {"answer": ["2", "4"]}])
 def test_a_function_of_verl_gets_its_arguments(per_sample, columns, tmp_path):

@@ -84,6 +84,7 @@ def by_trl(student_logits, teacher_logits, labels, beta):
     return gkd.GKDTrainer.generalized_jsd_loss(student_logits, teacher_logits, labels, beta)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
 @pytest.mark.parametrize("theirs", [by_definition, by_trl])
 @pytest.mark.parametrize(("divergence", "beta"), [("forward_kl", 0), ("reverse_kl", 1), ("jsd", 0.3)])
@@ -176,6 +177,7 @@ def test_a_response_is_cut_where_a_generated_one_ends(tokenizer):
     assert rows["responses"].tolist() == [tokenizer("bbbb")["input_ids"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", ["sync", *(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("ahead", "in_flight"))]
 )
@@ -207,6 +209,7 @@ def test_with_rewards_too_a_response_of_the_data_has_no_policy_loss(model64, tea
     assert metrics["perf/samples"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fraction", [0.5, 1])
 def test_the_policy_comes_near_its_teacher_on_responses_of_the_data(fraction, model64, teacher64, tmp_path):
     distill = {"data_fraction": fraction, "top_k": 10_000}

@@ -426,6 +426,7 @@ def _command(pid: int) -> str:
 # Cgroups: limits of the kernel, for all processes of a jail together
 
 
+@pytest.mark.slow
 def test_the_kernel_limits_the_memory_of_all_processes_of_a_jail_together(monkeypatch):
     if isinstance(found := cgroup.JailGroups.find(), str):
         pytest.skip(found)

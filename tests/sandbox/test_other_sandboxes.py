@@ -89,6 +89,7 @@ def runner(request, server, monkeypatch):
         made.run("1")
 
 
+@pytest.mark.slow
 def test_outcomes_are_those_of_a_jail(runner):
     result = runner.run("print(input(), open('a/b').read())\nraise SystemExit(4)", {"a/b": "ä"}, stdin="ö\n")
     assert (result.outcome, result.stdout, result.exit_status) == ("error", "ö ä\n", 4)

@@ -133,6 +133,7 @@ def test_programs_play_with_the_sampler_while_the_policy_is_trained(run, tmp_pat
     assert steps[0]["rollout/log_prob_gap_nats"] < 1e-5
 
 
+@pytest.mark.slow
 def test_what_fails_never_becomes_a_reward_and_what_a_limit_cuts_is_named(run):
     with run("fail") as trainer:
         rows = trainer.sampling.generate(trainer.train_data.collate(range(3)), GenerationRequest(1, 3))

@@ -210,6 +210,7 @@ def messages_agent(client, is_streamed):
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_streamed", [False, True])
 def test_a_tool_loop_has_the_same_tokens_over_every_api_and_goes_on_from_them(is_streamed, model):
     _, tokenizer = model

@@ -91,6 +91,7 @@ def test_staleness_0_is_the_synchronous_training(history, model32, tmp_path):
     assert all(x.equal(right[name]) for name, x in left.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("staleness", "history", "versions"),
     [
@@ -122,6 +123,7 @@ def in_flight(model, directory, kv_cache: Any = "recompute", environment=GAMES, 
     return playing(model, directory, 2, environment, rollout=rollout, total_steps=6, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv_cache", "history"),
     [
@@ -157,6 +159,7 @@ def test_episodes_go_on_across_updates_and_are_repeated_by_their_schedule(
     assert mixed == mixed[:6] * 2 + mixed[3:6]
 
 
+@pytest.mark.slow
 def test_a_sampler_killed_inside_of_episodes_is_named_and_a_resume_goes_on_with_their_journal(model32, tmp_path):
     fatal = tmp_path / "fatal"
     games = dataclasses.replace(GAMES, fatal=str(fatal))

@@ -116,6 +116,7 @@ def test_the_best_split_gives_both_sides_as_much_as_they_need():
     assert "engines of several devices" in [*planned.lines()][-1]
 
 
+@pytest.mark.slow
 def test_the_devices_of_a_sampler_apart_are_divided_with_those_that_train_and_their_own_split_is_shown():
     mesh = ["trainer=mesh", "sharding=ddp", "trainer.placement.devices=[cuda:0,cuda:1,cuda:2,cuda:3,cuda:4,cuda:5]"]
     arguments = ["plan", *GRPO, *ASYNC_2, "--async", "--lengths", "5,20", "--json"]
@@ -140,6 +141,7 @@ def test_a_staleness_without_end_is_planned():
     assert [setting.max_staleness for setting in planned.settings] == [None, 0, 1, 2, 4, 64]
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_table_and_numbers():
     arguments = ["plan", *GRPO, *ASYNC_2, "--async", "--lengths", "4,8", "--device", "cpu"]
     text = CliRunner().invoke(app, arguments)

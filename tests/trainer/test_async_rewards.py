@@ -92,6 +92,7 @@ PARTS = {"plain": Counted(), "scaled": RewardNormalization(reward=Counted())}
 SUM = RewardNormalization(reward=WeightedSum(parts=PARTS, weights={"plain": 0.5, "scaled": 2.0}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reward", "weight_update", "scores_groups"),
     [
@@ -121,6 +122,7 @@ def test_metrics_statistics_and_checkpoints_are_those_of_a_run_that_rates_in_tur
     assert set(counted) == {4.0}  # rows of a step, each step
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weight_update", ["drain", pytest.param("in_flight", marks=pytest.mark.exhaustive)])
 def test_a_resumed_run_rates_no_group_again_that_was_rated_before_the_save_and_goes_on_the_same(
     weight_update, model32, tmp_path, monkeypatch
@@ -172,6 +174,7 @@ class Waiting(Counted):
         return WaitingReward(self)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 3])  # awaited at once; begun ahead
 def test_a_group_is_rated_while_another_of_its_batch_is_generated(step, model32, tmp_path):
     order = DataSampler(8, 2, seed=derive_seed(0, "data order"))
@@ -290,6 +293,7 @@ def test_ratings_of_other_responses_or_of_another_reward_are_not_used():
     rewards.close()
 
 
+@pytest.mark.slow
 def test_a_reward_that_fails_ahead_ends_the_run_at_its_step_with_the_same_words(model32, tmp_path, monkeypatch):
     CALLS.clear()
     monkeypatch.setattr(CountedReward, "scores_ahead", False)

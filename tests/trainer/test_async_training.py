@@ -44,6 +44,7 @@ def asynchronous(model, directory, staleness=1, algorithm=CORRECTED, **options):
     return course(model, directory, algorithm, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "lora"),
     [
@@ -113,6 +114,7 @@ def test_rollout_ahead_is_another_spelling_of_staleness_1(model32, tmp_path):
     same_training(saved(tmp_path / "old"), saved(tmp_path / "new"))
 
 
+@pytest.mark.slow
 def test_a_running_trainer_that_loads_a_checkpoint_goes_on_with_what_was_drawn_ahead_of_it(
     model32, tmp_path, monkeypatch
 ):
@@ -131,6 +133,7 @@ def test_a_running_trainer_that_loads_a_checkpoint_goes_on_with_what_was_drawn_a
     assert numbers(tmp_path / "run") == whole
 
 
+@pytest.mark.slow
 def test_rows_of_the_replay_buffer_are_no_older_than_their_limit_for_the_present_weights(
     model32, tmp_path, monkeypatch
 ):
@@ -148,6 +151,7 @@ def test_rows_of_the_replay_buffer_are_no_older_than_their_limit_for_the_present
     assert oldest == {1: None, 2: 1, 3: 2, 4: 3, 5: 3, 6: 3}
 
 
+@pytest.mark.slow
 def test_behaviour_log_probs_train_as_the_trainers_where_engine_and_trainer_agree(model64, tmp_path, monkeypatch):
     lines = {}
     for proximal in ("trainer", "behaviour"):
@@ -272,6 +276,7 @@ def schedule_of(run_dir):
     return (run_dir / FILE).read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kv_cache", "staleness"),
     [("recompute", 2), *(pytest.param("keep", bound, marks=pytest.mark.exhaustive) for bound in (1, 2))],
@@ -397,6 +402,7 @@ def with_later_weights(schedule: bytes, staleness: int, rows: int, delay: int = 
     return "".join(f"{json.dumps(line)}\n" for line in lines).encode()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_cache", ["keep", pytest.param("recompute", marks=pytest.mark.exhaustive)])
 def test_weights_that_come_within_responses_are_those_of_the_tokens_behind_them(
     kv_cache, model32, tmp_path, monkeypatch

@@ -235,6 +235,7 @@ class FailsAtCall(RewardDescription):
         return RewardFunction.wrap(my_reward)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "found"),
     [("raises", "KeyError"), ("short", "5 items"), ("nan", "nan"), ("none", "None"), ("item", "of type str")],

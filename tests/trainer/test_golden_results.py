@@ -52,6 +52,7 @@ def test_every_run_is_recorded():
     assert {path.name for path in script.golden_directories(RESULTS)} == set(script.RUNS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names(script.RUNS))
 def test_a_run_comes_to_what_was_recorded(name, tmp_path):
     if (RESULTS / name / "model").is_dir():

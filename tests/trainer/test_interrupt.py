@@ -18,6 +18,7 @@ from verl.models.pretrained import Pretrained
 SHARDINGS = {"none": [], "ddp": ["sharding=ddp", "trainer.n_gpus_per_node=2"]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sharding", "number"),
     [

@@ -226,6 +226,7 @@ def test_a_critic_has_no_output_head():
     assert actor.weights >= critic.weights
 
 
+@pytest.mark.slow
 def test_what_may_not_suffice_is_told_with_the_numbers():
     plan = planned("checkpoint.keep_last_n=3", limit=2**20)
     needed = plan.memory.peak.total / GIB

@@ -57,6 +57,7 @@ def trained(tmp_path, run):
     return lines, seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("estimator", ESTIMATORS, ids=lambda x: type(x).__name__)
 def test_a_response_without_a_reward_enters_no_baseline_and_no_loss(estimator, model32, tmp_path):
     run = ppo_run(model32, algorithm(estimator), reward=Sometimes(), total_steps=2, **SIZES)
@@ -104,6 +105,7 @@ def test_an_evaluation_counts_responses_without_a_reward_and_leaves_them_out(mod
     assert all(math.isfinite(x) for x in evaluated.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("staleness", [1, 2])
 def test_asynchronous_training_leaves_them_out_too(every, staleness, model32, tmp_path):

@@ -68,6 +68,7 @@ def planned_8b(directory, device="h100", *overrides):
 MORE_FAMILIES = ("qwen2", "mixtral", "gemma2", "gpt2", "gptj", "falcon", "mamba", "lfm2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recomputed", [True, *exhaustive(False)])
 @pytest.mark.parametrize(
     "family",
@@ -111,6 +112,7 @@ SIZES = {"narrow": SHAPE, "quickstart": QUICKSTART, **LARGE}
 SMALL = [("narrow", True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "recomputed"), [*SMALL, *(pytest.param(name, False, marks=pytest.mark.exhaustive) for name in SIZES)]
 )
@@ -154,6 +156,7 @@ def test_an_update_of_the_actor_takes_what_the_plan_says(tmp_path, name, recompu
     assert update.total == pytest.approx(resting + counted.peak, rel=0.1)
 
 
+@pytest.mark.slow
 def test_8b_fits_on_eight_devices_and_names_its_parts(llama_8b):
     plan = planned_8b(llama_8b, "h100", "rollout=vllm", "sharding=fsdp", "trainer.n_gpus_per_node=8")
     phases = {phase.name: phase.parts for phase in plan.memory.phases}
@@ -179,6 +182,7 @@ def test_gradients_that_are_reduced_once_per_update_take_more_memory_and_less_tr
     assert fewer < more
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_with_changes_that_make_it_fit(llama_8b):
     common = ["rollout=vllm", "sharding=fsdp", "trainer.n_gpus_per_node=8", "actor.gradient_checkpointing=false"]
     plan = planned_8b(llama_8b, "a100-40", *common, "trainer.prompts_per_step=512")

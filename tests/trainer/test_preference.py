@@ -41,6 +41,7 @@ def fit(run, directory: Path):
 LEARNERS = [DPO(), IPO(), KTO(), ORPO(), SimPO(), BradleyTerry(centre_coef=0.01)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LEARNERS, ids=lambda loss: type(loss).__name__)
 def test_rewards_of_chosen_responses_rise_above_those_of_rejected_ones(loss, model32, tmp_path):
     run = preference_run(model32, loss, total_steps=25, eval_interval=0)
@@ -62,6 +63,7 @@ def saves(directory: Path) -> Checkpointing:
     return Checkpointing(save_dir=str(directory), save_interval=1, keep_last_n=None, save_async=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "lora"),
     [(DPO(), LoRA(rank=2)), (KTO(), None), (BradleyTerry(), None), (BradleyTerry(), LoRA(rank=2))],
@@ -85,6 +87,7 @@ def precomputing(run):
     return replace(run, reference=PrecomputedReference())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lora", [None, LoRA(rank=2)], ids=["whole", "lora"])
 def test_log_probs_of_the_reference_computed_before_training_change_no_bit_of_an_epoch(lora, model32, tmp_path):
     run = preference_run(model32, DPO(), lora, batch_size=5, eval_before=True)  # 4 batches of 5, and 4 rows left
@@ -99,6 +102,7 @@ def fitted(run, directory: Path) -> dict:
     return numbers(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", [NoSharding(), pytest.param(FSDP(timeout_s=60.0), marks=pytest.mark.exhaustive)])
 def test_a_resumed_run_has_them_from_the_checkpoint_and_loads_no_reference(sharding, model32, tmp_path):
     whole, again = tmp_path / "whole", tmp_path / "again"
@@ -117,6 +121,7 @@ def test_a_resumed_run_has_them_from_the_checkpoint_and_loads_no_reference(shard
     same_training(left, right, after=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "sharding"),
     [

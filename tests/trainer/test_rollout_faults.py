@@ -23,6 +23,7 @@ def lora(rank: int) -> str:
     return f"actor.lora={{_target_:verl.models.lora.LoRA,rank:{rank}}}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -41,6 +42,7 @@ def test_what_goes_together_is_let_through(overrides):
     validate(compose_root("ppo", overrides))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("engine", "episodes"),
     each_value_once(

@@ -285,6 +285,7 @@ class Schedule:
                 self.group.work()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedules", [500, pytest.param(10_000, marks=pytest.mark.exhaustive)])
 def test_any_schedule_in_flight_trains_on_each_ticket_once_in_order_and_within_the_bound(schedules):
     killed = mixed = 0

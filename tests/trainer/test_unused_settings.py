@@ -21,6 +21,7 @@ TWO_SAMPLERS = ["trainer=ray", "+trainer.placement.workers={rollout:2}"]
 ASYNC = [*GRPO, "trainer.mode=async", "algorithm.proximal=behaviour"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "unused"),
     [

@@ -28,6 +28,7 @@ def test_ten_rows_in_steps_of_six_are_all_seen_and_the_start_says_how(model32, t
     assert len(seen) == 12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["filled", "earlier"])
 def test_a_resume_at_the_end_of_an_epoch_comes_to_the_same_and_an_earlier_state_leaves_rows_out(
     kind, model32, tmp_path, monkeypatch

@@ -197,6 +197,7 @@ def test_a_resumed_engine_has_as_many_slots_as_before():
     same_rows(rows, Engine(games, "keep", AT_ONCE).resume(state))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kv_cache", ["keep", "recompute"])
 def test_answers_that_come_later_are_events_by_which_a_run_is_repeated_and_resumed(kv_cache, tmp_path):
     games = LateGames(**GAMES)

@@ -257,6 +257,7 @@ def written_schedule(directory) -> list[str]:
     return (directory / FILE).read_text().splitlines()
 
 
+@pytest.mark.slow
 def test_a_schedule_of_which_a_bit_was_flipped_is_refused(tmp_path):
     written_schedule(tmp_path)
     data = (tmp_path / FILE).read_bytes()

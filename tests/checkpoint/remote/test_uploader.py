@@ -66,6 +66,7 @@ def until(uploading: Uploader, kind: str, told: list[UploadEvent] | None = None)
     return heard
 
 
+@pytest.mark.slow
 def test_checkpoints_arrive_while_others_are_saved_and_at_the_end_all_are_there(
     tier: CheckpointTier, tmp_path: Path
 ) -> None:
@@ -144,6 +145,7 @@ def test_a_store_that_is_away_costs_nothing_but_time(tier: CheckpointTier, proxy
     assert next(one.name for one in told if one.kind == "uploaded") == "global_step_2", "the newest goes first"
 
 
+@pytest.mark.slow
 def test_a_store_that_refuses_is_told_of_at_the_start_and_not_waited_for_at_the_end(
     tier: CheckpointTier, tmp_path: Path
 ) -> None:

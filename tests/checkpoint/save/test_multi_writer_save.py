@@ -120,6 +120,7 @@ def test_a_participant_that_is_late_lost_or_wrong_ends_the_save_and_nothing_else
     two.main.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "stride"),
     [("before", 4), *(pytest.param(moment, 1, marks=pytest.mark.exhaustive) for moment in ("before", "after"))],

@@ -63,6 +63,7 @@ def read_everything(run: Path, out: Path) -> None:
         assert result.exception is None or isinstance(result.exception, SystemExit), (words, result.exc_info)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("file", HOSTILE)
 def test_a_file_that_multiplies_nests_or_has_other_types_costs_itself_only(file, run, tmp_path):
     path = run / file
@@ -98,6 +99,7 @@ def with_value(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
     return tree[""]
 
 
+@pytest.mark.slow
 def test_any_value_of_any_file_may_have_any_type(run, tmp_path):
     chance, cases = random.Random(0), []
     for file in (path for path in run.rglob("*") if path.suffix in (".json", ".yaml")):

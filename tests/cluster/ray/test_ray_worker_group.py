@@ -33,6 +33,7 @@ def start(size: int, run_dir: Path | None = None, timeout_s: float = 60.0, num_c
     return cluster, role_handles(cluster, host)["toy"]
 
 
+@pytest.mark.slow
 def test_workers_for_which_there_is_no_room_are_refused_with_what_there_is():
     with pytest.raises(VerlError, match=r"no room for 2 workers of 400 CPU .*trainer\.placement\.num_cpus"):
         start(2, num_cpus=400.0)

@@ -48,6 +48,7 @@ def found(request, tmp_path_factory):
     return {name: outcomes[argument] for name, argument in arguments.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", WHOLE)
 @pytest.mark.parametrize("scenario", ["first", "clean", "after", "last"])
 def test_a_clean_sync_is_proven(found, engine, scenario):

@@ -57,6 +57,7 @@ def log_probs(told: Any, **more: Any) -> dict[str, Any]:
     return {"logprobs": {"token_logprobs": told}, **more}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "why"),
     [

@@ -127,6 +127,7 @@ def test_only_what_failed_is_asked_again(attached, speaker, prompts, caplog):
     assert gap(actor, rows) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -216,6 +217,7 @@ def test_no_server_is_told_at_the_start(model32):
 # What log-probs mean
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "options", "source"),
     [

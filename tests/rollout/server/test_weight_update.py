@@ -29,6 +29,7 @@ def train(actor, prompts):
     actor.update(experience(actor, prompts()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("actor", [{}, {"lora": LoRA(rank=2)}], ids=["whole", "adapter"])
 def test_the_server_follows_the_trained_weights_and_proves_it(actor, attached, speaker, prompts, tmp_path):
     actor = attached(speaker, transfer_dir=str(tmp_path / "seen by both"), actor=actor)

@@ -70,6 +70,7 @@ def options_at_first(engines):
 UNSET = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_new_tokens": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -414,6 +415,7 @@ def test_a_tensor_in_the_wrong_place_is_named_and_at_the_first_sync_vllm_is_left
     vllm.weights.in_place = True
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_twice_in_a_row_ends_the_run_with_its_last_lines(engines, monkeypatch):
     vllm = engines.vllm
     killed = kill_after_sending(vllm, monkeypatch)

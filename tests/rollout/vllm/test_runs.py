@@ -39,6 +39,7 @@ engine.start()
 """
 
 
+@pytest.mark.slow
 def test_the_engine_ends_with_a_trainer_that_is_killed_and_removes_its_directory(tmp_path):
     trainer = subprocess.Popen(
         [sys.executable, "-c", TRAINER],

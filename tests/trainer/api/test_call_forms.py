@@ -280,6 +280,7 @@ OPEN = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("group", "option"), OPEN)
 def test_every_value_without_default_is_told_with_an_example(group, option):
     root = "sft" if option == "sft_files" else "ppo"

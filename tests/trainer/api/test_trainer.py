@@ -184,6 +184,7 @@ COURSES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("course", short_where(COURSES, "ppo with a critic".__eq__))
 def test_saved_loaded_and_continued_is_uninterrupted_bit_for_bit(course, dir32):
     options = COURSES[course]
@@ -504,6 +505,7 @@ def test_rewards_come_in_many_forms(dir32, tmp_path, tokenizer):
             made.step()
 
 
+@pytest.mark.slow
 def test_an_engine_that_needs_an_address_is_given_it_as_a_mapping_or_an_endpoint(dir32):
     speaker = Speaker(dir32)
     with serving(speaker.post, speaker.page) as server:

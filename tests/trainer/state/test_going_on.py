@@ -35,6 +35,7 @@ def whole(model32, tmp_path_factory) -> Path:
 # When a run ends and goes on
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["time limit", *exhaustive("stop_after")])
 def test_a_run_that_ends_early_by_itself_is_saved_and_goes_on_to_the_same_end(way, whole, model32, tmp_path):
     early = {"save": {"save_interval": None}}
@@ -51,6 +52,7 @@ def test_a_run_that_ends_early_by_itself_is_saved_and_goes_on_to_the_same_end(wa
     assert result.samples == sum(int(x["perf/samples"]) for x in numbers(whole / "run").values())
 
 
+@pytest.mark.slow
 def test_a_run_cut_at_the_boundary_of_an_epoch_begins_the_next_one(model32, tmp_path):
     by_epochs = {
         "total_steps": None,

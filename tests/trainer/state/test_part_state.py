@@ -24,6 +24,7 @@ def finished(directory, model, algorithm, **options):
     return directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("algorithm", "entry", "options"),
     [
@@ -41,6 +42,7 @@ def test_a_run_goes_on_bit_by_bit_with_the_state_that_its_part_had(algorithm, en
     same_training(saved(resumed), saved(whole), after=2)
 
 
+@pytest.mark.slow
 def test_the_state_is_what_the_numbers_depend_on(model32, tmp_path):
     whole = finished(tmp_path / "whole", model32, BASELINE)
     state = newest(whole).directory.parent / "global_step_2/scheduler/state.json"

@@ -49,6 +49,7 @@ def copied(whole, tmp_path) -> Path:
 # Which checkpoint is meant
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("given", "step"),
     [
@@ -296,6 +297,7 @@ def test_a_skipped_step_is_no_point_of_the_loss_curve_and_the_run_goes_on_from_i
     assert [point["step"] for point in again.loss_history] == [1, 2, 3, 5, 6, 7, 8, 9, 10]
 
 
+@pytest.mark.slow
 def test_a_loss_that_an_earlier_version_saved_as_a_text_does_not_end_the_resumed_run(skipping):
     point = resolve(str(skipping / "checkpoints"), skipping)
     history = [[step, "nan" if step % 7 == 0 else 1.0 + 0.01 * (step % 3)] for step in range(1, 41)]
@@ -309,6 +311,7 @@ def test_a_loss_that_an_earlier_version_saved_as_a_text_does_not_end_the_resumed
 # What is told of a resume, and what is not
 
 
+@pytest.mark.slow
 def test_an_edited_source_other_threads_and_products_are_told_and_where_a_run_ends_is_not(model32, tmp_path, caplog):
     rule = tmp_path / "rule.py"
     rule.write_text("def rate(prompts, responses):\n    return [float(len(r)) for r in responses]\n")

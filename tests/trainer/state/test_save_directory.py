@@ -224,6 +224,7 @@ def test_retention_without_a_lineage_decides_on_all_and_with_one_on_its_own_alon
     assert not any(Retention(lineage={"somebody else": 9}).covers(one) for one in complete)
 
 
+@pytest.mark.slow
 def test_a_wiped_disk_finds_its_own_training_in_the_store_and_leaves_that_of_others(model32, tmp_path):
     storage = LocalStorage(path=str(tmp_path / "bucket"))
     first = fit(run(model32, storage=storage, stop_after=1))

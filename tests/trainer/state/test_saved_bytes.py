@@ -43,6 +43,7 @@ def of_way(model: Any, directory: Path, way: str, **options: Any) -> Any:
     return dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=lora))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", short_where(WAYS, {"built, bin"}.__contains__))
 def test_every_file_of_a_resumed_run_is_bit_by_bit_that_of_one_that_was_never_stopped(way, model32, tmp_path):
     fit(of_way(model32, tmp_path / "straight", way), tmp_path / "straight/run")
