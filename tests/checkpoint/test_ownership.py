@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import importlib
 import json
 import os
 import signal
@@ -53,22 +52,15 @@ def forked(begin: Callable[[], Any]) -> Iterator[int]:
         os.waitpid(pid, 0)
 
 
-@contextmanager
-def zombie() -> Iterator[Owner]:
-    """The record of a run whose process has ended, and whose parent has not asked for its status."""
+# -- the record -------------------------------------------------------------------------------------------------------
+
+
+def test_a_process_that_has_ended_and_was_not_reaped_owns_nothing():
     with forked(lambda: None) as pid:
         record = replace(Owner.here("first"), pid=pid, started=ownership.process_start(pid))
         assert record.is_alive
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        yield record
-
-
-# -- the record -------------------------------------------------------------------------------------------------------
-
-
-def test_a_process_that_has_ended_and_was_not_reaped_owns_nothing():
-    with zombie() as record:
         assert not record.is_alive
 
 
@@ -92,11 +84,11 @@ def test_a_run_in_a_container_of_another_name_is_not_taken_for_dead():
 
 
 def test_a_directory_is_one_living_runs_and_of_the_next_one_when_that_is_killed(tmp_path):
-    with forked(lambda: RunLock(tmp_path, "living").acquire()) as pid:
-        holder = RunLock(tmp_path, "second").acquire()
+    with forked(lambda: RunLock(tmp_path, Owner.here("living")).acquire()) as pid:
+        holder = RunLock(tmp_path, Owner.here("second")).acquire()
         assert holder == RunLock.holder_of(tmp_path)
         assert (holder.run_id, holder.pid) == ("living", pid)
-    lock = RunLock(tmp_path, "second")
+    lock = RunLock(tmp_path, Owner.here("second"))
     assert lock.acquire() is None
     assert RunLock.held_here(tmp_path) is lock
     assert RunLock.holder_of(tmp_path) is None
@@ -105,7 +97,7 @@ def test_a_directory_is_one_living_runs_and_of_the_next_one_when_that_is_killed(
 
 
 def test_a_later_run_of_one_process_takes_over_from_an_earlier_one(tmp_path):
-    early, late = (RunLock(tmp_path / "checkpoints", name) for name in ("early", "late"))
+    early, late = (RunLock(tmp_path / "checkpoints", Owner.here(name)) for name in ("early", "late"))
     assert early.acquire() is late.acquire() is None
     early.release()
     assert RunLock.held_here(tmp_path / "checkpoints") is late
@@ -116,7 +108,7 @@ def test_a_later_run_of_one_process_takes_over_from_an_earlier_one(tmp_path):
 def test_the_end_of_a_run_does_not_give_the_directory_back_to_one_that_it_fenced_out(tmp_path):
     early = CheckpointStore(tmp_path, "early")
     early.claim_directory()
-    late = RunLock(tmp_path, "late")
+    late = RunLock(tmp_path, Owner.here("late"))
     assert late.acquire() is None
     claim = CheckpointStore(tmp_path, "late").claim_directory()
     late.release()
@@ -128,12 +120,12 @@ def test_the_end_of_a_run_does_not_give_the_directory_back_to_one_that_it_fenced
 
 
 def test_a_run_whose_lock_file_was_removed_does_not_remove_that_of_the_next_one(tmp_path):
-    first = RunLock(tmp_path, "first")
+    first = RunLock(tmp_path, Owner.here("first"))
     assert first.acquire() is None
     (tmp_path / RUN_LOCK).unlink()
-    with forked(lambda: RunLock(tmp_path, "living").acquire()):
+    with forked(lambda: RunLock(tmp_path, Owner.here("living")).acquire()):
         first.release()
-        assert RunLock(tmp_path, "third").acquire().run_id == "living", "two hold the directory"
+        assert RunLock(tmp_path, Owner.here("third")).acquire().run_id == "living", "two hold the directory"
 
 
 @pytest.mark.parametrize("call", ["acquire", "holder_of"])
@@ -142,7 +134,7 @@ def test_one_who_only_looks_at_a_dead_runs_lock_is_not_taken_for_its_holder(call
     looking = os.open(tmp_path / RUN_LOCK, os.O_RDWR)
     fcntl.flock(looking, fcntl.LOCK_EX)
     monkeypatch.setattr(ownership.time, "sleep", lambda seconds: fcntl.flock(looking, fcntl.LOCK_UN))
-    lock = RunLock(tmp_path, "second")
+    lock = RunLock(tmp_path, Owner.here("second"))
     assert (lock.acquire() if call == "acquire" else RunLock.holder_of(tmp_path)) is None
     lock.release()
     os.close(looking)
@@ -157,7 +149,7 @@ def test_a_directory_that_an_ending_run_removes_is_made_again_by_the_next(tmp_pa
         return opened(path, *args, **options)
 
     monkeypatch.setattr(ownership.os, "open", open_after_the_removal)
-    lock = RunLock(directory, "second")
+    lock = RunLock(directory, Owner.here("second"))
     assert lock.acquire() is None
     assert removed
     assert (directory / RUN_LOCK).exists()
@@ -169,9 +161,9 @@ def test_without_file_locks_a_living_run_of_this_machine_is_found_and_a_later_cl
         raise OSError(errno.ENOLCK, "no locks")
 
     monkeypatch.setattr(ownership.fcntl, "flock", no_locks)
-    with forked(lambda: RunLock(tmp_path, "living").acquire()):
-        assert RunLock(tmp_path, "second").acquire().run_id == "living"
-    lock = RunLock(tmp_path, "second")
+    with forked(lambda: RunLock(tmp_path, Owner.here("living")).acquire()):
+        assert RunLock(tmp_path, Owner.here("second")).acquire().run_id == "living"
+    lock = RunLock(tmp_path, Owner.here("second"))
     assert lock.acquire() is None
     lock.release()
 
@@ -255,7 +247,6 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
 def living_run(storage: Storage) -> Iterator[subprocess.Popen[str]]:
     """Another process whose run holds the place."""
     target = f"{type(storage).__module__}.{type(storage).__name__}"
-    importlib.import_module(target.rpartition(".")[0])
     fields = {key: value for key, value in as_plain(storage).items() if key != "_target_"}
     given = json.dumps([target, fields])
     process = subprocess.Popen([sys.executable, "-c", LIVING, given], stdin=-1, stdout=-1, text=True)
@@ -302,9 +293,9 @@ def test_a_dead_runs_place_is_taken_at_once_on_its_machine_and_after_a_while_els
     assert far.owner.epoch == epoch + 1
     near = StoreLease(storage, Owner.here("near"))
     assert near.acquire(wait_s=0.3) is None
+    near.release()
     with storage.connect() as store:
         assert not far.renew(store), "who lost it does not write it again"
-        near.release()
         assert newest_lease(store).is_released
 
 

@@ -25,7 +25,7 @@ from typer.testing import CliRunner
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.ownership import RunLock
+from verl.checkpoint.ownership import Owner, RunLock
 from verl.cli.main import app
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
@@ -399,7 +399,7 @@ def test_no_directory_of_checkpoints_is_made_inside_a_checkpoint(directory):
     with pytest.raises(ConfigError, match="it is inside the checkpoint .*global_step_200, which is never changed"):
         CheckpointStore(directory / "global_step_200/checkpoints").claim_directory()
     with refusal("checkpoint.save_dir"):
-        RunLock(directory / "global_step_200/checkpoints", "run", {}).acquire()
+        RunLock(directory / "global_step_200/checkpoints", Owner.here("run")).acquire()
     assert run("verify", directory / "global_step_200")[0] == 0
 
 

@@ -15,7 +15,7 @@ from cases import exhaustive
 from faults.fork_server import ForkServer
 
 import verl
-from verl.checkpoint.ownership import RunLock
+from verl.checkpoint.ownership import Owner, RunLock
 from verl.compose.launch import end_message, help_text
 from verl.compose.schema import ROOTS, conf_dir, root_keys
 from verl.errors import ConfigError, RewardError
@@ -131,7 +131,7 @@ def test_a_second_run_is_refused_while_another_writes_into_its_directory(tmp_pat
         "from verl.compose.launch import entry_point\n@entry_point('sft')\ndef main(job):\n    job.record()\nmain()\n"
     )
     words = (str(script), f"hydra.run.dir={tmp_path / 'run'}", "trainer.seed=7")
-    lock = RunLock(tmp_path / "run", "", {}, "hydra.run.dir")
+    lock = RunLock(tmp_path / "run", Owner.here(), "hydra.run.dir")
     assert lock.acquire() is None
     (tmp_path / "run/config.yaml").write_text("of the first\n")
     refused = run_script(*words)

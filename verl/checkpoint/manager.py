@@ -14,7 +14,7 @@ from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader, Level
 from verl.checkpoint.remote.commit_log import LogRecord
 from verl.checkpoint.remote.remote_store import RemoteCheckpoint, RemoteStore
-from verl.checkpoint.resolve import ResolvedPath, resolve_path
+from verl.checkpoint.resolve import resolve_path
 from verl.errors import BadCheckpoint, CheckpointNotFound
 from verl.storage.config import is_address
 
@@ -31,8 +31,8 @@ class CheckpointManager:
 
     It may be in object storage, `s3://bucket/prefix`: then only the requested bytes are fetched, by range requests.
 
-    The path may be one checkpoint, `latest`, a directory of checkpoints or a run directory that has `checkpoints/`; of
-    several, the newest complete one is used. It is chosen at the first access and does not change afterwards.
+    The path may be one checkpoint, `latest`, a directory of checkpoints or a run directory; of several, the newest
+    complete one is used. It is chosen at the first access and does not change afterwards.
 
     >>> manager = CheckpointManager("checkpoints")
     >>> manager.is_valid(), manager.step, manager.get_loss()
@@ -139,9 +139,8 @@ class CheckpointManager:
             return []
         if where.name is not None:
             return [self]
-        return [
-            self._of(where, complete.name) for complete in CheckpointDirectory(where.directory, self._disk).complete()
-        ]
+        complete = CheckpointDirectory(where.directory, self._disk).complete()
+        return [CheckpointManager(checkpoint.directory, self._disk) for checkpoint in filter(where.covers, complete)]
 
     def latest(self) -> CheckpointManager:
         """The newest complete checkpoint, by a new search; for the path of one checkpoint, that one."""
@@ -151,7 +150,7 @@ class CheckpointManager:
         where = resolve_path(self.path, self._disk)
         if where.name not in (None, LATEST):
             return self
-        return self._of(where, CheckpointDirectory(where.directory, self._disk).newest().name)
+        return CheckpointManager(where.open(self._disk).directory, self._disk)
 
     # -- content ------------------------------------------------------------------------------------------------------
 
@@ -228,11 +227,7 @@ class CheckpointManager:
         if self.address is not None:
             tier, record = self._tier
             return tier.verified(record or tier.newest().record, level)
-        where = resolve_path(self.path, self._disk)
-        return CheckpointDirectory(where.directory, self._disk).open(where.name or LATEST, level)
-
-    def _of(self, where: ResolvedPath, name: str) -> CheckpointManager:
-        return CheckpointManager(where.directory / name, self._disk)
+        return resolve_path(self.path, self._disk).open(self._disk, level)
 
 
 def _arrow_rows(file: memoryview) -> int:

@@ -56,7 +56,7 @@ class Owner:
         claim: names the ownership among those of all epochs; empty until the directory is claimed.
         started: start time of its process, in clock ticks since boot.
         machine: the boot and the process namespace that `pid` belongs to.
-        identity: of its training.
+        identity: of its training, which other runs compare with theirs.
         renewed_at: when its lease was renewed, by the owner's clock.
         is_released: the run has ended.
     """
@@ -74,7 +74,7 @@ class Owner:
     is_released: bool = False
 
     @classmethod
-    def here(cls, run_id: str, identity: Mapping[str, Any] | None = None) -> Owner:
+    def here(cls, run_id: str = "", identity: Mapping[str, Any] | None = None) -> Owner:
         """A run of this process."""
         pid, host = os.getpid(), socket.gethostname()
         process = {"host": host, "pid": pid, "started": process_start(pid), "machine": machine_id()}
@@ -124,25 +124,17 @@ class RunLock:
 
     Args:
         directory: of checkpoints, or of a run; created if missing.
-        identity: of the training, which other runs compare with theirs.
-        setting: configuration path of the directory, for messages.
-    Attributes:
         owner: this run.
+        setting: configuration path of the directory, for messages.
     """
 
     _of_this_process: ClassVar[dict[str, RunLock]] = {}
 
-    def __init__(
-        self,
-        directory: Path,
-        run_id: str = "",
-        identity: Mapping[str, Any] | None = None,
-        setting: str = "checkpoint.save_dir",
-    ):
+    def __init__(self, directory: Path, owner: Owner, setting: str = "checkpoint.save_dir"):
         self._path, self._setting, self._key = directory / RUN_LOCK, setting, os.path.realpath(directory)
         self._made: list[Path] = []  # directories that did not exist
         self._fd: int | None = None
-        self.owner = Owner.here(run_id, identity)
+        self.owner = owner
 
     def acquire(self) -> Owner | None:
         """Take the lock. Returns the owner if that is another process, and None on success.
@@ -219,7 +211,7 @@ def lock_run_directory(run_dir: Path) -> RunLock | None:
     """
     if RunLock.held_here(run_dir) is not None:
         return None
-    lock = RunLock(run_dir, setting="hydra.run.dir")
+    lock = RunLock(run_dir, Owner.here(), "hydra.run.dir")
     if (holder := lock.acquire()) is not None:
         raise ConfigError(
             f"hydra.run.dir is {run_dir}: process {holder.pid} on {holder.host or '(unknown)'} writes there since "
@@ -365,9 +357,8 @@ class CheckpointInUse:
             if (lock := wait_for_lock(disk, checkpoint.directory / COMMIT, shared=True)) is not None:
                 self.release = weakref.finalize(self, disk.close, lock)
         except (FileNotFoundError, TimeoutError) as error:
-            why = "was removed by the retention of its run while it was looked at"
-            why = f"is being removed ({error})" if isinstance(error, TimeoutError) else why
-            raise CheckpointNotFound(f"{checkpoint.directory} {why}. Start again.") from error
+            what = f"{checkpoint.directory} was removed, or is being removed, by the retention of its run"
+            raise CheckpointNotFound(f"{what} ({error}). Start again.") from error
 
 
 @contextlib.contextmanager

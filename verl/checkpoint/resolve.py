@@ -21,7 +21,7 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint, read_state
 from verl.checkpoint.core.filesystem import FileSystem, read_errors
 from verl.checkpoint.read.discovery import FORMAT, LATEST, CheckpointDirectory
-from verl.checkpoint.read.reader import CheckpointReader, open_verified
+from verl.checkpoint.read.reader import CheckpointReader, Level, open_verified
 from verl.checkpoint.remote.commit_log import LogRecord
 from verl.checkpoint.remote.remote_store import RemoteStore
 from verl.checkpoint.remote.transfer import CheckpointTier, bring, find_at, pull
@@ -112,6 +112,17 @@ class ResolvedPath:
     name: str | None = None
     lineage: dict[str, int] | None = field(default=None, compare=False)
 
+    def covers(self, checkpoint: Checkpoint) -> bool:
+        """Whether a checkpoint of the directory is meant."""
+        return Retention(lineage=self.lineage).covers(checkpoint)
+
+    def open(self, disk: FileSystem | None = None, level: Level = "quick") -> Checkpoint:
+        """The checkpoint that is meant: the named one, else the newest. Raises as `CheckpointDirectory.open`."""
+        directory, name = CheckpointDirectory(self.directory, disk), self.name
+        if name in (None, LATEST):
+            name = directory.newest(is_meant=self.covers).name
+        return directory.open(name, level)
+
 
 def resolve_path(path: str | Path, disk: FileSystem | None = None) -> ResolvedPath:
     """Resolve the path of a checkpoint, a directory of checkpoints or a run directory. It may be relative, end in a
@@ -153,11 +164,10 @@ def directories_below(directory: Path) -> list[Path]:
 
 
 def _saved_by(disk: FileSystem, run_dir: Path, run: RunCheckpoints) -> ResolvedPath:
-    def has_own(place: Path) -> bool:
-        return any(map(Retention(lineage=run.lineage).covers, CheckpointDirectory(place, disk).survey()[0]))
-
-    if there := [place for place in run.places(run_dir) if _holds_checkpoints(disk, place)]:
-        return ResolvedPath(next(filter(has_own, there), there[0]), lineage=run.lineage)
+    there = [ResolvedPath(x, lineage=run.lineage) for x in run.places(run_dir) if _holds_checkpoints(disk, x)]
+    if there:
+        own = (x for x in there if any(map(x.covers, CheckpointDirectory(x.directory, disk).survey()[0])))
+        return next(own, there[0])
     raise CheckpointNotFound(
         f"{run_dir} is of a run that saved in {run.save_dir}, and there are no checkpoints in "
         f"{' or '.join(map(str, run.places(run_dir)))}. Give the directory that they are in now"
@@ -285,8 +295,8 @@ def resolve(
             return ResumePoint(checkpoint, read_state(FileSystem(), checkpoint), f"resume={path} names it")
         if (point := search.newest(where.directory, f"resume={path}", where.lineage)) is not None:
             return point
-        run = "" if where.lineage is None else f" of run {list(where.lineage)[-1]}"
-        raise CheckpointNotFound(f"{where.directory} holds no complete checkpoint{run}")
+        whose = "" if where.lineage is None else " of this run"
+        raise CheckpointNotFound(f"{where.directory} holds no complete checkpoint{whose}")
     except CheckpointNotFound as error:
         raise ConfigError(f"resume is {path!r}: {error}. Give a checkpoint, its parent, a run, or latest.") from error
 
@@ -350,8 +360,7 @@ class _Search:
                         checkpoint = pull(remote, found, CheckpointStore(directory), anew=True)
                     else:
                         checkpoint = self.verified(found)
-                    beside = f", {len(others)} of another training beside it" if others else ""
-                    why = f"{what}: the one that was published last{beside}"
+                    why = f"{what}: the last one that was published{', of this training' if others else ''}"
                     return ResumePoint(checkpoint, read_state(local.disk, checkpoint), why)
                 except BadCheckpoint as error:
                     if isinstance(found, Path) and not local.exists(found):  # pruned meanwhile

@@ -214,7 +214,7 @@ def health(
     limit_s = None if max_age is None else parse_duration(max_age, "--max-age")
     try:
         where = resolve_path(path)
-        newest, passed_over = CheckpointDirectory(where.directory).newest_and_damaged(where.name)
+        newest, passed_over = CheckpointDirectory(where.directory).newest_and_damaged(where.name, where.covers)
     except CheckpointUnsupported as error:
         is_newer = isinstance(error, CheckpointTooNew)
         writer = "a later version of verl" if is_newer else "an earlier version of verl, and is not read any more"
@@ -243,13 +243,12 @@ def _summaries(path: str, level: Level = "quick", one: bool = False) -> list[Che
     if name is None:
         return summaries(store, level=level)
     if name == LATEST:
-        return summaries(store, store.newest().name, level)
+        return summaries(store, where.open().name, level)
     return summaries(store, name, level) or [summary_of(store.disk, where.directory / name, level)]
 
 
 def _named(where: ResolvedPath) -> tuple[CheckpointStore, str]:
-    store = CheckpointStore(where.directory)
-    return store, where.name if where.name not in (None, LATEST) else store.newest().name
+    return CheckpointStore(where.directory), where.name if where.name not in (None, LATEST) else where.open().name
 
 
 def _row(summary: CheckpointSummary) -> list[object]:

@@ -207,7 +207,7 @@ def compat(
     if where.name is None:
         checked = findings(directory.candidates(), old, new)
     else:
-        name = directory.newest().name if where.name == "latest" else where.name
+        name = where.open().name if where.name == "latest" else where.name
         checked = findings([where.directory / name], old, new)
     broken = [finding for finding in checked if finding.breaks]
     if json:

@@ -339,7 +339,7 @@ def _lock_host(run_dir: Path) -> str:
 
 def _remove(run_dir: Path) -> bool:
     """Remove the directory of a run, whose path is absolute, under its lock. False if another process has the lock."""
-    lock = RunLock(run_dir, setting="DIR")
+    lock = RunLock(run_dir, Owner.here(), "DIR")
     if lock.acquire() is not None:
         return False
     try:

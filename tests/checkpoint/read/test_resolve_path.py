@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 import pytest
 from golden_run import golden_run
+from refusals import refusal
 
+from verl.checkpoint.commit.store import CheckpointStore
+from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.discovery import CheckpointDirectory
-from verl.checkpoint.resolve import ResolvedPath, resolve_path
+from verl.checkpoint.resolve import SAVED, ResolvedPath, resolve, resolve_path
 from verl.errors import CheckpointNotFound
 
 
@@ -87,3 +91,30 @@ def test_a_path_that_means_nothing_is_refused_with_what_to_give(given, run, monk
     with pytest.raises(CheckpointNotFound) as raised:
         resolve_path(given)
     assert re.search(REFUSED[given], str(raised.value)), raised.value
+    with refusal("resume"):
+        resolve(given, run)
+
+
+@pytest.mark.parametrize(
+    ("run", "steps"),
+    [
+        ({"run_id": "a"}, [1, 2]),
+        ({"run_id": "b"}, [3]),
+        ({"run_id": "c", "ancestors": {"a": 1}}, [1]),  # killed before its first save
+        ({"run_id": "c"}, []),
+    ],
+)
+def test_the_directory_of_a_run_means_the_newest_of_that_run_in_every_use(run, steps, tmp_path):
+    for step, run_id in ((1, "a"), (2, "a"), (3, "b")):
+        with CheckpointStore(tmp_path / "saved", run_id).begin(step) as transaction:
+            transaction.commit()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / SAVED).write_text(json.dumps({"save_dir": str(tmp_path / "saved"), **run}))
+    manager = CheckpointManager(tmp_path / "run")
+    assert [checkpoint.step for checkpoint in manager.list()] == steps
+    if steps:
+        assert manager.step == manager.latest().step == resolve(str(tmp_path / "run"), tmp_path).step == steps[-1]
+    else:
+        assert not manager.is_valid()
+        with refusal("resume"):
+            resolve(str(tmp_path / "run"), tmp_path)

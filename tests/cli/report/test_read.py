@@ -49,8 +49,8 @@ def test_a_running_run_is_known_by_its_lock(tmp_path):
     directory = run_directory(tmp_path / "run")
     (directory / "summary.json").unlink()
     code = (
-        "import sys, pathlib; from verl.checkpoint.ownership import RunLock\n"
-        "lock = RunLock(pathlib.Path(sys.argv[1]), 'a', {}); lock.acquire()\n"
+        "import sys, pathlib; from verl.checkpoint.ownership import Owner, RunLock\n"
+        "lock = RunLock(pathlib.Path(sys.argv[1]), Owner.here('a')); lock.acquire()\n"
         "print('locked', flush=True); sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(directory)]

@@ -23,7 +23,7 @@ from cli.report.run_files import metrics, run_directory
 from cli.report.test_page import BROWSER, in_browser
 from typer.testing import CliRunner
 
-from verl.checkpoint.ownership import RunLock
+from verl.checkpoint.ownership import Owner, RunLock
 from verl.cli.main import app
 from verl.cli.report.watch import MOST_REQUESTS, RunServer
 
@@ -34,7 +34,7 @@ def add_lines(directory: Path, rows: list[dict], end: str = "") -> None:
 
 
 def held(directory: Path) -> RunLock:
-    lock = RunLock(directory, "", {}, "DIR")
+    lock = RunLock(directory, Owner.here(), "DIR")
     assert lock.acquire() is None
     return lock
 

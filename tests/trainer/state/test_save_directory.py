@@ -40,7 +40,6 @@ from verl.trainer.state.save_directory import SaveDirectory, SaveDirectoryChoice
 from verl.trainer.train_loop import TrainLoop
 
 OTHER = Prompts(train=("1+1=", "2+2=", "3+3=", "4+4="), eval=())
-TESTS = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
@@ -77,10 +76,9 @@ def run_of(directory: Path | str, name: str) -> str:
 
 def test_a_run_directory_in_which_another_run_trained_is_refused_before_anything_is_written(model32, tmp_path):
     context = BuildContext(run_dir=tmp_path / "run")
-    jsonl = JSONL
 
     def fit_here(**options: Any) -> None:
-        with run(model32, tracker=jsonl, **options).build(context) as trainer:
+        with run(model32, tracker=JSONL, **options).build(context) as trainer:
             trainer.fit()
 
     fit_here(total_steps=1)
@@ -215,15 +213,6 @@ def test_a_resumed_run_prunes_those_before_it_of_its_own_descent_and_leaves_the_
     assert state["lineage"]["ancestors"] == {run_of(first, "global_step_3"): 2}
 
 
-def test_retention_without_a_lineage_decides_on_all_and_with_one_on_its_own_alone(model32):
-    first = fit(run(model32, save={"keep_last_n": None}))
-    complete = CheckpointDirectory(first).complete()
-    owner = complete[0].manifest.run_id
-    assert all(Retention(keep_last_n=1).covers(one) for one in complete)
-    assert [Retention(lineage={owner: 1}).covers(one) for one in complete] == [True, False]
-    assert not any(Retention(lineage={"somebody else": 9}).covers(one) for one in complete)
-
-
 @pytest.mark.slow
 def test_a_wiped_disk_finds_its_own_training_in_the_store_and_leaves_that_of_others(model32, tmp_path):
     storage = LocalStorage(path=str(tmp_path / "bucket"))
@@ -243,7 +232,7 @@ def test_beside_a_living_run_another_is_refused_by_who_holds_the_directory(model
     with run(model32).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         identity, directory = json.loads(json.dumps(trainer.saving.identity)), trainer.saving.directory
     assert not directory.exists(), "a run that never began leaves nothing"
-    with forked(lambda: RunLock(directory, "abcd1234", identity).acquire()) as living:
+    with forked(lambda: RunLock(directory, Owner.here("abcd1234", identity)).acquire()) as living:
         who = rf"run abcd1234: process {living} on \S+, since \d{{4}}-"
         for resume in (None, "latest"):
             with pytest.raises(ConfigError, match=rf"this training is saving there \({who}"):
@@ -340,34 +329,25 @@ def test_two_runs_on_different_disks_do_not_share_a_place_in_the_store(model32, 
 # -- sweeps -------------------------------------------------------------------------------------------------------
 
 
-def swept_job(made: Any, number: int, **swept: Any) -> tuple[str, list[str]]:
-    directory = fit(made, f"job_{number}", tuple(f"++{key.replace('_', '.')}={value}" for key, value in swept.items()))
-    return directory.relative_to(Path("checkpoints/verl/default").absolute()).as_posix(), names(directory)
-
-
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("where", ["on the disk", "in a store"])
-def test_a_sweep_started_again_goes_on_by_what_it_varies_and_not_by_the_numbers_of_its_jobs(
-    where, model32, tmp_path, caplog
-):
-    storage = None if where == "on the disk" else LocalStorage(path=str(tmp_path / "bucket"))
+def test_a_sweep_started_again_goes_on_by_what_it_varies_and_not_by_the_numbers_of_its_jobs(model32, tmp_path, caplog):
+    storage = LocalStorage(path=str(tmp_path / "bucket"))
 
     def job(number: int, lr: float, steps: int, **options: Any) -> list[str]:
         made = run(model32, lr=lr, total_steps=steps, resume="latest", storage=storage, **options)
-        name, saved = swept_job(made, number, optimizer_lr=lr)
-        assert name == f"optimizer.lr={lr}"
-        return saved
+        saved = fit(made, f"job_{number}", (f"++optimizer.lr={lr}",))
+        assert saved == (SAVED / f"optimizer.lr={lr}").absolute()
+        return names(saved)
 
-    job(0, 1e-3, 2)
-    job(1, 2e-3, 2)
-    if storage is not None:
-        shutil.rmtree("checkpoints")
-    assert job(0, 2e-3, 4) == ["global_step_3", "global_step_4"]
-    caplog.clear()
+    for number, lr in enumerate((1e-3, 2e-3)):
+        job(number, lr, 2)
+    assert job(0, 2e-3, 3) == ["global_step_2", "global_step_3"]
+    shutil.rmtree("checkpoints")
+    assert job(0, 2e-3, 5) == ["global_step_4", "global_step_5"]
     assert job(1, 3e-3, 1) == ["global_step_1"], "a value that the first sweep did not have"
     assert "resume=latest found no checkpoint in" in caplog.text
     assert job(2, 1e-3, 3) == ["global_step_2", "global_step_3"]
-    with pytest.raises(ConfigError, match="holds no checkpoint of this training"):
+    with refusal("data.train", "resume"):
         job(0, 1e-3, 3, data=OTHER)
 
 

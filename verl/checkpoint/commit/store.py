@@ -446,11 +446,9 @@ class CheckpointStore(CheckpointDirectory):
             )
         assert step >= 0, step
         self.claim_directory()
-        with write_errors(f"looking at {self.directory}"):
-            is_there = self.exists(self.directory / FORMAT) and self.exists(self.directory / STAGING)
-        if not is_there:
-            log.error("%s WAS REMOVED, with what lay there, and was created again", self.directory)
-            with write_errors(f"making {self.directory} again", "What lay there is gone"):
+        with write_errors(f"preparing {self.directory}", "What lay there may be gone"):
+            if not (self.exists(self.directory / FORMAT) and self.exists(self.directory / STAGING)):
+                log.error("%s WAS REMOVED, with what lay there, and was created again", self.directory)
                 self._prepare()
         self._check_space(needed_bytes, needed_files)
         directory = self.directory / STAGING / f"{step}-{secrets.token_hex(6)}"

@@ -6,6 +6,7 @@ import logging
 import math
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from verl.checkpoint.core.checkpoint import Checkpoint
@@ -75,8 +76,8 @@ class CheckpointDirectory:
             return self.survey(level)
         return sorted(good, key=lambda checkpoint: (checkpoint.sequence, checkpoint.name)), bad
 
-    def newest(self, strict: bool = False) -> Checkpoint:
-        """The complete checkpoint that was published last.
+    def newest(self, strict: bool = False, is_meant: Callable[[Checkpoint], bool] | None = None) -> Checkpoint:
+        """The complete checkpoint that was published last, see `complete` and `newest_and_damaged`.
 
         Raises:
             CheckpointNotFound: there is none.
@@ -85,19 +86,22 @@ class CheckpointDirectory:
         """
         if strict:
             self.complete(strict=True)
-        newest, damaged = self.newest_and_damaged()
+        newest, damaged = self.newest_and_damaged(is_meant=is_meant)
         for error in damaged:
             self._say(f"NOT USING checkpoint {error}")
         if newest is None:
             raise CheckpointNotFound(f"{self.directory} holds no complete checkpoint")
         return newest
 
-    def newest_and_damaged(self, name: str | None = None) -> tuple[Checkpoint | None, list[BadCheckpoint]]:
+    def newest_and_damaged(
+        self, name: str | None = None, is_meant: Callable[[Checkpoint], bool] | None = None
+    ) -> tuple[Checkpoint | None, list[BadCheckpoint]]:
         """The complete checkpoint that was published last, and the damaged ones that were skipped; older ones are not
         opened.
 
         Args:
             name: of one checkpoint, which alone is looked at; None or `latest` for all.
+            is_meant: whether a checkpoint counts; None: all do.
         Raises:
             CheckpointUnsupported: another version of verl saved here.
         """
@@ -105,14 +109,16 @@ class CheckpointDirectory:
         with read_errors(f"looking for checkpoints in {self.directory}"):
             for path in self.newest_first() if name in (None, LATEST) else [self.directory / name]:
                 try:
-                    return open_verified(self.disk, path), damaged
+                    checkpoint = open_verified(self.disk, path)
+                    if is_meant is None or is_meant(checkpoint):
+                        return checkpoint, damaged
                 except CheckpointUnsupported:
                     raise
                 except BadCheckpoint as error:
                     if self.exists(path):
                         damaged.append(error)
                     elif name in (None, LATEST):  # pruned meanwhile, so that there are newer ones
-                        return self.newest_and_damaged(name)
+                        return self.newest_and_damaged(name, is_meant)
         return None, damaged
 
     def open(self, name: str, level: Level = "quick") -> Checkpoint:

@@ -27,7 +27,7 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.commit.upload_state import write_upload_target
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import loss_points
-from verl.checkpoint.ownership import RunLock
+from verl.checkpoint.ownership import Owner, RunLock
 from verl.checkpoint.read.discovery import RESERVED, TAG
 from verl.checkpoint.remote.upload_process import Uploader, UploadEvent, UploadSettings
 from verl.checkpoint.resolve import SAVED, ResumePoint, RunCheckpoints
@@ -301,7 +301,7 @@ class CheckpointSaver:
         Raises:
             CheckpointError: it could not be saved, or another running process saves in that directory.
         """
-        lock = RunLock(directory.absolute(), self.run_id, self.identity, "a directory for checkpoints")
+        lock = RunLock(directory.absolute(), Owner.here(self.run_id, self.identity), "a directory for checkpoints")
         if RunLock.held_here(directory) is None and (holder := lock.acquire()) is not None:
             raise CheckpointFenced(f"{directory} is where another run saves ({holder}): give another directory")
         try:

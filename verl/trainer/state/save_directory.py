@@ -250,7 +250,7 @@ class SaveDirectoryChoice:
 
     def _claim(self, chosen: SaveDirectory) -> None:
         """Lock the directory and lease its place in object storage."""
-        lock = RunLock(self.directory, self._run_id, self._identity)
+        lock = RunLock(self.directory, Owner.here(self._run_id, self._identity))
         if (holder := lock.acquire()) is not None:
             raise self._busy(holder)
         chosen.lock = lock
