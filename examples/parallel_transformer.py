@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from verl.component import component
-from verl.models.own_module import ModuleModel, ModulePart, ModulePlace, TensorPart
+from verl.models.own_module import ModuleModel, ModulePart, TensorPart, TPRank
 from verl.models.tiny import TinyModel
 
 CONTEXT = 64
@@ -60,10 +60,10 @@ class _SumForward(torch.autograd.Function):
 class Layer(nn.Module):
     """Attention and MLP; each process has some of the heads and of the MLP width."""
 
-    def __init__(self, width: int, heads: int, place: ModulePlace):
+    def __init__(self, width: int, heads: int, tp_rank: TPRank):
         super().__init__()
-        self.heads, self.group = heads // place.size, place.group
-        own = width // place.size
+        self.heads, self.group = heads // tp_rank.size, tp_rank.group
+        own = width // tp_rank.size
         self.before_attention, self.before_mlp = nn.RMSNorm(width), nn.RMSNorm(width)
         self.query, self.key, self.value = (nn.Linear(width, own, bias=False) for _ in range(3))
         self.out = nn.Linear(own, width, bias=False)
@@ -89,10 +89,10 @@ COLUMNS, ROWS = ("query", "key", "value", "up"), ("out", "down")
 class Transformer(nn.Module):
     """A decoder with learned positions. verl only calls `forward(input_ids, attention_mask)`."""
 
-    def __init__(self, vocabulary: int, width: int, heads: int, depth: int, place: ModulePlace):
+    def __init__(self, vocabulary: int, width: int, heads: int, depth: int, tp_rank: TPRank):
         super().__init__()
         self.embedding, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(CONTEXT, width)
-        self.layers = nn.ModuleList(Layer(width, heads, place) for _ in range(depth))
+        self.layers = nn.ModuleList(Layer(width, heads, tp_rank) for _ in range(depth))
         self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -118,10 +118,10 @@ class ParallelTransformer(ModuleModel):
     heads: int = 4
     depth: int = 2
 
-    def build_part(self, place: ModulePlace) -> ModulePart:
+    def build_part(self, tp_rank: TPRank) -> ModulePart:
         vocabulary = self.sizes()["vocab_size"]
-        module = Transformer(vocabulary, self.width, self.heads, self.depth, place)
-        whole = Transformer(vocabulary, self.width, self.heads, self.depth, ModulePlace())  # small enough to be made
+        module = Transformer(vocabulary, self.width, self.heads, self.depth, tp_rank)
+        whole = Transformer(vocabulary, self.width, self.heads, self.depth, TPRank())  # small enough to be made
         draw = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for x in whole.parameters():
@@ -132,7 +132,7 @@ class ParallelTransformer(ModuleModel):
             layer = name.split(".")[-2] if "." in name else ""
             dim = 0 if layer in COLUMNS else 1 if layer in ROWS else None
             parts[name] = TensorPart(dim=dim)
-            value = values[name] if dim is None else values[name].chunk(place.size, dim)[place.rank]
+            value = values[name] if dim is None else values[name].chunk(tp_rank.size, dim)[tp_rank.rank]
             x.data.copy_(value)
         return ModulePart(module, parts)
 

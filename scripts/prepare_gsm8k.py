@@ -91,11 +91,11 @@ def converted(rows: DataRows, bad: RowErrors, instruction: str, style: str) -> l
     for index, row in enumerate(rows.values):
         question, answer = row.get("question"), row.get("answer")
         if not isinstance(question, str) or not question.strip():
-            bad.add(f"question is {question!r:.80} at {rows.place(index)}: expected a text that is not empty")
+            bad.add(f"question is {question!r:.80} at {rows.location(index)}: expected a text that is not empty")
             continue
         solution, mark, last = answer.rpartition(MARK) if isinstance(answer, str) else ("", "", "")
         if not mark or (number := number_of(last)) is None:
-            bad.add(f"answer is {answer!r:.80} at {rows.place(index)}: expected a text that ends with {MARK} 42")
+            bad.add(f"answer is {answer!r:.80} at {rows.location(index)}: expected a text that ends with {MARK} 42")
             continue
         text = f"{question.strip()}\n{instruction}" if instruction else question.strip()
         made.append(

@@ -47,7 +47,7 @@ class BuildContext:
         tokenizer: of the actor; None before it is loaded.
         run_dir: directory of the run, or None.
         row_tokens: the most tokens of a row, prompt and response; None if unknown.
-        bytes_beside_engine: GPU memory that the roles of the actor's process need while an engine in another process is
+        trainer_bytes: GPU memory that the roles of the actor's process need while an engine in another process is
             awake, estimated before they load; None if unknown.
         chat_template: for prompts and observations; None for that of the tokenizer.
         tools: JSON schemas that chat templates write into prompts.
@@ -72,7 +72,7 @@ class BuildContext:
     tokenizer: Any = None
     run_dir: Path | None = None
     row_tokens: int | None = None
-    bytes_beside_engine: int | None = None
+    trainer_bytes: int | None = None
     chat_template: str | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     prompts: Callable[[int], Sequence[Any]] | None = None
@@ -169,7 +169,7 @@ class Description:
         """
         yield from ()
 
-    def parts_here(self) -> Iterator[str]:
+    def preflight_fields(self) -> Iterator[str]:
         """Yield the fields whose components run `preflight` on the driver's machine."""
         yield from (f.name for f in dataclasses.fields(self))
 

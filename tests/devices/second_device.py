@@ -155,7 +155,7 @@ class Checks:
         self.model.weight_files = NoFiles()
         self.batch = as_batch([TrialRow(torch.arange(4, 24), torch.arange(4, 4 + n)) for n in (9, 20, 14)])
         made = cut_into_micro_batches(self.batch, 1000, FAST, None, BLOCK_MULTIPLE)
-        self.micros = [replace(micro, places=micro.on_mask) for micro in made]
+        self.micros = [replace(micro, positions=micro.on_mask) for micro in made]
         for micro in self.micros:
             micro.packing.slots()  # reads numbers
         with self.device():
@@ -240,11 +240,11 @@ class Checks:
             whole = {name: tuple((0, size) for size in shape) for name, shape in shapes.items()}
             wants: list[Any] = [whole, {}]  # the first of both feeds the engine
             transfer = WeightTransfer(self.model.parallel_info, list(sources.values()), wants, torch.bfloat16, set())
-            under_way = TransferInProgress(ProbeVectors(3), lambda name: True)
-            made = dict(transfer.tensors(sources, under_way))
+            progress = TransferInProgress(ProbeVectors(3), lambda name: True)
+            made = dict(transfer.tensors(sources, progress))
         assert {x.device.type for x in made.values()} == {NAME}
         assert {name: tuple(x.shape) for name, x in made.items()} == shapes
-        assert len(under_way.shards) > 10
+        assert len(progress.shards) > 10
 
     def resumes(self) -> None:
         with self.device():

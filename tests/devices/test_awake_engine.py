@@ -61,7 +61,7 @@ def test_an_engine_that_never_rests_is_in_every_phase(choices):
         phases = {phase.name: engine <= phase.parts.keys() for phase in plan.phases}
         assert phases["generate"]
         assert phases["score"] is phases["update actor"] is phases["rest"] is others
-    assert resting.beside_engine < awake.beside_engine  # the most that a phase takes, not what rests
+    assert resting.trainer_bytes < awake.trainer_bytes  # the most that a phase takes, not what rests
     assert not memory_plan(run_of(*choices), device_named("cpu")).estimate.stays_awake
 
 

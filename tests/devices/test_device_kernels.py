@@ -151,7 +151,7 @@ def test_a_micro_batch_comes_to_the_device_without_being_waited_for(context):
     assert not moves.waited
     assert {x.device.type for x in tensors_of(replace(there, rows=torch.empty(0, device="meta")))} <= {"meta", "cpu"}
     assert all(
-        x.device.type == "meta" for x in (*there.tensors.values(), *there.places, *tensors_of(there.packing.tokens))
+        x.device.type == "meta" for x in (*there.tensors.values(), *there.positions, *tensors_of(there.packing.tokens))
     )
 
 

@@ -90,7 +90,7 @@ def ready(micro):
     slots = micro.packing.slots()
     for number in range(len(slots.blocks)):
         packed_attention.mask_of_block(slots, number, None, torch.device("cpu"))
-    return replace(micro, places=micro.on_mask)
+    return replace(micro, positions=micro.on_mask)
 
 
 def steps_of(config, batch, tokens, monkeypatch, steps=2):

@@ -45,7 +45,7 @@ def pretended(monkeypatch):
                 syncs.on_device((taken.index, *taken.uses))
         places = tuple(syncs.on_device(x.clone()) for x in micro.on_mask)
         tensors = {name: syncs.on_device(x.clone()) for name, x in micro.tensors.items()}
-        return replace(micro, tensors=tensors, packing=packing, places=places)
+        return replace(micro, tensors=tensors, packing=packing, positions=places)
 
     monkeypatch.setattr(MicroBatch, "to", to)
     return syncs

@@ -46,9 +46,9 @@ def test_key_value_heads_must_divide_and_the_sizes_that_fit_are_told():
 
 
 def test_siblings_of_tensor_parallelism_work_on_the_same_rows():
-    assert DDP().parts(3) == FSDP().parts(3) == HSDP().parts(3) == (0, 1, 2)
-    assert TP().parts(2) == (0, 0)
-    assert TP(tensor_parallel=2).parts(4) == TPFSDP().parts(4) == (0, 0, 1, 1)
+    assert DDP().row_share_by_rank(3) == FSDP().row_share_by_rank(3) == HSDP().row_share_by_rank(3) == (0, 1, 2)
+    assert TP().row_share_by_rank(2) == (0, 0)
+    assert TP(tensor_parallel=2).row_share_by_rank(4) == TPFSDP().row_share_by_rank(4) == (0, 0, 1, 1)
 
 
 def test_the_usual_shardings_are_layouts_of_one_mesh():
@@ -57,14 +57,14 @@ def test_the_usual_shardings_are_layouts_of_one_mesh():
     preset = {HSDP(): Parallel(dp_replicate=2), TPFSDP(): Parallel(tp=2), FSDP(): Parallel()}
     for kind, same in preset.items():
         assert kind.degrees(4) == same.degrees(4)
-        assert (kind.parts(4), kind.mesh_sizes(4)) == (same.parts(4), same.mesh_sizes(4))
+        assert (kind.row_share_by_rank(4), kind.mesh_sizes(4)) == (same.row_share_by_rank(4), same.mesh_sizes(4))
 
 
 def test_processes_along_cp_and_tp_work_on_the_same_rows_and_weights_are_divided_over_cp():
     sharding = Parallel(dp_replicate=2, cp=2, tp=2)
     degrees = sharding.degrees(16)
     assert degrees == ParallelDegrees(dp_replicate=2, dp_shard=2, cp=2, tp=2)
-    assert sharding.parts(16) == tuple(rank // 4 for rank in range(16))
+    assert sharding.row_share_by_rank(16) == tuple(rank // 4 for rank in range(16))
     assert sharding.mesh_sizes(16) == (2, 4, 2)
     assert [degrees.context_ranks(rank) for rank in (0, 1, 2, 7)] == [(0, 2), (1, 3), (0, 2), (5, 7)]
     staged = ParallelDegrees(pp=2, dp_shard=2, tp=2)

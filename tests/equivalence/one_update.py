@@ -99,7 +99,7 @@ def _one_update(
     engine.balance_routers(options.get("router_aux_loss_coef", 0.0), head)
 
     def loss(model, micro, totals):
-        scores = token_log_probs(model, head, micro, 0.9, entropy="grad", parts=3)
+        scores = token_log_probs(model, head, micro, 0.9, entropy="grad", num_chunks=3)
         per_token = -scores.log_probs * micro.tensors["advantages"] - 0.01 * scores.entropies
         return aggregate(per_token, micro.tensors["response_mask"], "token-mean", totals), {}
 

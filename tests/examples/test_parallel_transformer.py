@@ -21,7 +21,7 @@ from verl.component import BuildContext
 from verl.engines.sharding import DDP, TP, NoSharding, Parallel
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
-from verl.models.own_module import ModulePlace
+from verl.models.own_module import TPRank
 from verl.rollout.vllm.config import VLLMRollout
 
 pytestmark = pytest.mark.slow
@@ -35,8 +35,8 @@ MODEL = ParallelTransformer(dtype="float64")
 
 
 def test_the_parts_of_all_processes_are_the_whole():
-    whole = dict(MODEL.build_part(ModulePlace()).module.named_parameters())
-    made = [MODEL.build_part(ModulePlace(rank, 2)) for rank in range(2)]
+    whole = dict(MODEL.build_part(TPRank()).module.named_parameters())
+    made = [MODEL.build_part(TPRank(rank, 2)) for rank in range(2)]
     num_divided = 0
     for name, x in whole.items():
         parts = [dict(one.module.named_parameters())[name] for one in made]
@@ -68,7 +68,7 @@ def test_it_is_trained_saved_and_resumed_in_one_process(tmp_path):
     assert straight.keys() == resumed.keys()
     assert all(torch.equal(x, resumed[name]) for name, x in straight.items())
     assert not torch.equal(straight["actor/layers.0.query.weight"], first["actor/layers.0.query.weight"])
-    loaded = MODEL.at(str(tmp_path / "checkpoints/global_step_2/actor")).load_part("cpu", ModulePlace(1, 2))
+    loaded = MODEL.at(str(tmp_path / "checkpoints/global_step_2/actor")).load_part("cpu", TPRank(1, 2))
     assert torch.equal(loaded.module.layers[0].out.weight, straight["actor/layers.0.out.weight"][:, 32:])
 
 

@@ -62,7 +62,7 @@ def test_it_starts_beside_a_trainer_that_holds_15_gib(tmp_path):
     source = save_family(tmp_path / "model", "qwen2_tied")
     model, tokenizer = source.load_causal_lm("cuda:0"), source.load_tokenizer()
     held = torch.empty(15 * GIB, dtype=torch.uint8, device="cuda")
-    context = BuildContext(device="cuda:0", run_dir=tmp_path, bytes_beside_engine=15 * GIB)
+    context = BuildContext(device="cuda:0", run_dir=tmp_path, trainer_bytes=15 * GIB)
     engine = VLLMRollout(max_new_tokens=10, max_num_seqs=16).attach(model, tokenizer, 0, None, context)
     try:
         assert len(generate(engine, random_prompts(), GenerationRequest(0))) == 12

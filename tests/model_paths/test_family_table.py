@@ -119,7 +119,7 @@ class Mixing(OwnLlama):
 
 
 @pytest.mark.parametrize(
-    ("kind", "told"), [(Later, check.NOT_A_POLICY), (Drawing, check.NOT_REPEATABLE), (Mixing, check.NOT_BESIDE_OTHERS)]
+    ("kind", "told"), [(Later, check.NOT_A_POLICY), (Drawing, check.NOT_REPEATABLE), (Mixing, check.BATCH_DEPENDENT)]
 )
 def test_an_own_class_that_no_path_is_right_for_is_refused_by_name(kind, told):
     with refusal("model") as refused:

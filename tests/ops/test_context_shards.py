@@ -49,7 +49,7 @@ def test_each_token_is_one_ranks_and_sees_its_row(share, piece, size, monkeypatc
         assert seen == {place: seen_by(packing, int(entry)) for place, entry in enumerate(shard.own)}
         assert torch.equal(packing.predictors.index[shard.predicted], shard.own[shard.predictors.index])
     places = torch.cat([torch.cat([s.own, torch.full((most - len(s.own),), -1)]) for s in shards])
-    assert torch.equal(places[shards[0].place], torch.arange(len(packing.tokens)))
+    assert torch.equal(places[shards[0].padded], torch.arange(len(packing.tokens)))
     assert sum(shards[0].counts) == len(packing.predictors.index)
 
 

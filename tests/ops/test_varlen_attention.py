@@ -70,7 +70,7 @@ def test_ranks_that_share_the_tokens_of_a_line_come_to_its_outputs_and_gradients
             q = query[own.shard.own].requires_grad_()
             empty = torch.zeros(0, *keys[0].shape[1:], dtype=torch.float64)
             out = own.attend(q, empty.requires_grad_(), empty.clone().requires_grad_(), window, None, attend_line)
-            is_own = own.shard.place[own.shard.own] // max(own.shard.sizes) == rank  # one without tokens has the first
+            is_own = own.shard.padded[own.shard.own] // max(own.shard.sizes) == rank  # one without tokens has the first
             place = own.shard.own[is_own]
             (of_query,) = torch.autograd.grad(out, q, above[own.shard.own] * is_own[:, None, None])
             found[0][place], found[1][place] = out.detach()[is_own], of_query[is_own]

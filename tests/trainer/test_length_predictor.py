@@ -32,7 +32,7 @@ def prompts(*ids, width=2):
 
 
 def expected(lengths, *ids, samples=2):
-    return lengths.beside(prompts(*ids), samples)["expected_tokens"].tolist()
+    return lengths.with_expected(prompts(*ids), samples)["expected_tokens"].tolist()
 
 
 def test_a_prompt_is_expected_to_be_answered_as_last_and_a_new_one_as_others_are():
@@ -58,7 +58,7 @@ def test_shares_are_of_like_length_and_like_number():
     lengths = LengthPredictor()
     lengths.note(rows(p0=[19], p1=[18], p2=[2], p3=[1]))
     assert [part.tolist() for part in BatchPartition(prompts(0, 1, 2, 3), 2).rows] == [[0, 2], [1, 3]]
-    by_length = BatchPartition(lengths.beside(prompts(0, 1, 2, 3), 1), 2).rows
+    by_length = BatchPartition(lengths.with_expected(prompts(0, 1, 2, 3), 1), 2).rows
     assert [part.tolist() for part in by_length] == [[0, 3], [1, 2]]
 
 

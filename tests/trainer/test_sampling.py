@@ -193,7 +193,7 @@ class FakeActor:
 class _OfBareRows(Sampling):
     """Its rows have ids and no tokens."""
 
-    def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+    def _prepared(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         return prompts
 
 

@@ -89,8 +89,8 @@ app.command()(report)
 app.command()(watch)
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(is_requested: bool) -> None:
+    if is_requested:
         echo(verl.__version__)
         raise typer.Exit
 

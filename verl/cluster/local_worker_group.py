@@ -35,7 +35,7 @@ from verl.utils.progress import Progress, nameless_file
 
 
 class InlineWorkerGroup:
-    """Every role in this process. Calls run at once; errors are raised when the result is read."""
+    """All roles in this process. Calls run immediately; errors are raised when the result is read."""
 
     world_size = 1
     shares_memory = True
@@ -64,12 +64,12 @@ class InlineWorkerGroup:
 
 
 class LocalWorkerGroup(RemoteWorkerGroup):
-    """Every role in each of `world_size` processes.
+    """All roles in each of `world_size` processes.
 
     Args:
-        num_threads: that torch may use in each.
+        num_threads: torch threads of each.
         devices: of each, `cuda:N` or `cpu:N`, the N-th core that this process may use; None numbers the GPUs by rank.
-        name: of a directory for the logs, where there are several groups of processes.
+        name: directory for the logs, if there are several groups of processes.
         call_timeout_s: see `RemoteWorkerGroup`.
     """
 
@@ -94,8 +94,8 @@ class LocalTransport:
 
     Args:
         devices: of each.
-        num_threads: that each may use.
-        logs: directory for what they print; None keeps it as long as the run lasts.
+        num_threads: of each.
+        logs: directory for their output; None for a temporary one.
     """
 
     poll_takes_s = 0.0
@@ -138,7 +138,7 @@ class LocalTransport:
         self._outbox.put(self._messages(number, pending))
 
     def poll_progress(self, ranks: Sequence[int]) -> None:
-        """They write their progress themselves."""
+        """Nothing to do: workers write their progress to shared memory."""
 
     def unresponsive(self, ranks: Sequence[int]) -> Sequence[int]:
         return [rank for rank in ranks if self._children[rank].is_stopped()]
@@ -197,7 +197,7 @@ class LocalTransport:
             files=[rendezvous.fileno()],
             is_in_own_session=True,
             is_killed_with_parent=True,
-            stuck_s=None,  # calls are sent ahead, to a worker that is still at others
+            stuck_s=None,  # calls are queued at a worker that is still busy
         )
 
     def _context(self, context: BuildContext, rank: int) -> BuildContext:
@@ -221,10 +221,10 @@ class LocalTransport:
         return [packed[part] for part in of_rank]
 
     def _send_calls(self) -> None:
-        """Send what `send` puts out.
+        """Send the queued messages.
 
-        A thread does it, because Ctrl-C strikes the main thread alone: it never leaves half a message on its way, nor
-        one worker without the call in which its siblings wait for it.
+        This is a thread because Ctrl-C interrupts the main thread only: a message is never half sent, and no worker
+        lacks a call in which its siblings wait for it.
         """
         while (messages := self._outbox.get()) is not None:
             for channel, message in zip(self._channels, messages, strict=True):
@@ -240,7 +240,7 @@ class LocalTransport:
         return f"the process does not answer{f': {state}' if (state := child.state()) else ''}"
 
     def _listen(self, group: RemoteWorkerGroup, rank: int, start: WorkerStart) -> None:
-        """Make a worker build its roles, and receive its replies until it disconnects."""
+        """Start a worker, and receive its replies until it disconnects."""
         child, channel = self._children[rank], self._channels[rank]
         try:
             child.begin(start)
@@ -252,7 +252,7 @@ class LocalTransport:
                     group.on_error(answer.number, rank, answer.error)
         except (ChannelClosed, EOFError):
             group.on_end(rank, partial(self._ending, rank))
-        except Exception:  # noqa: BLE001 - an unreadable reply; raised where it is awaited
+        except Exception:  # noqa: BLE001 - an unreadable reply; raised in the caller
             group.fail_reply(rank, traceback.format_exc())
 
 

@@ -23,22 +23,22 @@ from verl.engines.sharding import Sharding
 from verl.errors import ConfigError
 from verl.utils.env_check import num_cores
 
-ROLLOUT = "rollout"  # generates while other roles work: alone in its process
+ROLLOUT = "rollout"  # generates while other roles work, so it has its own processes
 ROLES = ("actor", "critic", "reference", "rm", ROLLOUT)
 
 
 class DivisibleHost(ColocatedRoles, Protocol):
-    """A host of which some roles can live here and some there."""
+    """A host whose roles can be split over groups of processes."""
 
     def only(self, roles: Collection[str], size: int) -> ColocatedRoles: ...
 
 
 @component
 class Placement(Description):
-    """Base of what `trainer.placement` may be.
+    """Base class of `trainer.placement`.
 
     Attributes:
-        max_restarts: of a run that lost a worker.
+        max_restarts: restarts of a run that lost a worker.
     """
 
     max_restarts = 0  # a subclass may have a field of this name
@@ -49,29 +49,29 @@ class Placement(Description):
         return False
 
     def faults_with(self, shardings: Mapping[str, Sharding], size: int) -> Iterator[str]:
-        """Yield what is wrong between this and a run, opening with the field.
+        """Yield the faults of this placement with a run, each beginning with the field.
 
         Args:
-            shardings: of ROLES, those that the run has, and how each is divided where it has several workers.
-            size: workers that the run asks for.
+            shardings: sharding of each role of the run.
+            size: number of workers of the run.
         """
         yield from ()
 
     def lacks(self, roles: Collection[str], nnodes: int, per_node: int, device: str) -> Iterator[str]:
-        """Yield what the machines lack that it would place the roles of a run on, each by its full config path.
+        """Yield missing resources of the machines for the roles of a run, each with its full config path.
 
         Args:
-            nnodes, per_node: machines, and workers on each of them, that the run asks for.
+            nnodes, per_node: requested machines, and workers on each.
             device: `trainer.device`.
         """
         yield from ()
 
     def sizes(self, roles: Collection[str], size: int) -> dict[str, int]:
-        """Role -> processes that hold it."""
+        """Number of processes of each role."""
         raise NotImplementedError
 
     def worker_groups(self, roles: Collection[str], size: int) -> list[tuple[tuple[str, ...], int]]:
-        """Roles that share processes, and how many processes they have."""
+        """Groups of roles that share processes, with the number of processes."""
         sizes = self.sizes(roles, size)
         return [(tuple(sizes), max(sizes.values()))] if sizes else []
 
@@ -84,20 +84,20 @@ class Placement(Description):
         return False
 
     def start(self, host: DivisibleHost, context: BuildContext, size: int, max_threads: int) -> WorkerGroup:
-        """Build the roles where they belong.
+        """Start the groups of workers and build their roles.
 
         Args:
-            size: workers of a group for which nothing else is said.
-            max_threads: that all workers on this machine may use together, and rollout workers once more.
+            size: default number of workers of a group.
+            max_threads: torch threads of all workers on this machine together; rollout workers get as many again.
         """
         raise NotImplementedError
 
 
 class RoleGroups:
-    """Several clusters as one: each call goes to the one that holds the role.
+    """Several worker groups as one: each call goes to the group that holds the role.
 
     Args:
-        groups: each with the roles that it holds.
+        groups: each with its roles.
     """
 
     shares_memory = False
@@ -120,26 +120,26 @@ class RoleGroups:
         return self.group_of[role].submit(role, method, args)
 
     def close(self) -> None:
-        """Close every group, even if another one fails to."""
+        """Close all groups, even if one of them raises."""
         with ExitStack() as ending:
             for _, cluster in self.groups:
                 ending.callback(cluster.close)
 
 
 def single_process_roles(shardings: Mapping[str, Sharding], roles: Collection[str]) -> list[str]:
-    """Roles among the given ones that cannot have several workers."""
+    """The given roles that cannot have several workers."""
     return [role for role in roles if not shardings[role].needs_processes]
 
 
 @component
 class DeviceMesh(Placement):
-    """Devices of this machine, and which roles live on which.
+    """Devices of this machine, and the roles on each.
 
-    A role that no sub-mesh names lives on those of `devices` that no sub-mesh names, or on all of them if each is
-    named. Roles on the same devices share their processes; a device may be in several sub-meshes.
+    A role without a sub-mesh uses the `devices` that are in no sub-mesh, or all of them if none is left. Roles on the
+    same devices share their processes; a device may be in several sub-meshes.
 
     Args:
-        devices: `cuda:N`, or `cpu:N` for a process that keeps to the N-th core that this one may use.
+        devices: `cuda:N`, or `cpu:N` for a process that is bound to the N-th core that this process may use.
         sub_meshes: role (actor, critic, reference, rm, rollout) -> its devices, which may be some of `devices` or
             others. On several of them the role is sharded; `rollout` has an engine on each, by default one on the first
             that is free.
@@ -188,7 +188,7 @@ class DeviceMesh(Placement):
 
     @property
     def all_devices(self) -> tuple[str, ...]:
-        """All devices of `devices`, and those that a sub-mesh alone names."""
+        """`devices`, and further ones of sub-meshes."""
         return tuple(dict.fromkeys([*self.devices, *(x for names in self.sub_meshes.values() for x in names)]))
 
     def holds_reward(self) -> bool:
@@ -206,7 +206,7 @@ class DeviceMesh(Placement):
         return sum(name not in others for devices, members in groups if members == (ROLLOUT,) for name in devices)
 
     def groups(self, roles: Collection[str]) -> list[tuple[tuple[str, ...], tuple[str, ...]]]:
-        """Devices, and the roles that share processes on just these."""
+        """Sets of devices, each with the roles that share processes on it."""
         taken = {name for role, names in self.sub_meshes.items() if role in roles for name in names}
         free = tuple(name for name in self.devices if name not in taken) or self.devices
         roles_by_devices: dict[tuple[str, ...], list[str]] = {}
@@ -242,7 +242,7 @@ class DeviceMesh(Placement):
 
 
 def num_gpus_of(devices: Collection[str]) -> int:
-    """GPUs that this process sees, where one of the devices is a GPU; else 0."""
+    """Number of GPUs that this process sees; 0 if none of the devices is a GPU."""
     if not any(name.startswith("cuda") for name in devices):
         return 0
     import torch
@@ -255,7 +255,7 @@ class ProcessGroup:
     """The processes of a role.
 
     Attributes:
-        ranks: their numbers among all processes, in order.
+        ranks: global ranks, in order.
         backend: of their collective operations, or `none` for a process alone.
     """
 

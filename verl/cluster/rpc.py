@@ -3,11 +3,10 @@
     RoleHandle ──> RemoteWorkerGroup.submit ──PendingCall──> Transport.send ──> rank 0, rank 1, ...
     future     <── on_reply, on_error, on_end <─────────────  its threads  <──
 
-`WorkerGroup` is the interface of every place where roles live (this process, sibling processes, Ray actors);
-`RemoteWorkerGroup` is all of it for other processes, except for the transport: futures, deadlines, attribution of
-errors for an error, withdrawal, and closing once. A worker's exception, its death or its silence fails the calls under
-way with the rank, the call and the step, and ends all workers: their siblings may be waiting for it in a collective
-operation for ever.
+`WorkerGroup` is the interface to roles in this process, in sibling processes or in Ray actors. `RemoteWorkerGroup`
+implements it for other processes on top of a transport: futures, deadlines, and attribution of an error to the rank
+that caused it. If a worker raises, dies or hangs, the pending calls fail with rank, call and step, and all workers are
+ended: their siblings may wait for it in a collective operation for ever.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from verl.protocol.dispatch import Dispatch, dispatch_of
 from verl.utils.progress import Progress, ProgressWatch, report
 
 START = "start"  # the call that builds the roles, in errors
-BUILD_TIMEOUT_S = 600.0  # without progress, until all roles are built, unless calls are given longer
+BUILD_TIMEOUT_S = 600.0  # limit without progress until all roles are built, if that of calls is not longer
 END_TIMEOUT_S = 5.0
 STACK_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 5.0
@@ -50,11 +49,11 @@ class ColocatedRoles(Protocol):
 
 
 class WorkerGroup(Protocol):
-    """A place where roles live.
+    """Processes that hold roles.
 
     Attributes:
-        world_size: processes that hold each role.
-        shares_memory: the driver sees the roles' own tensors.
+        world_size: number of processes of each role.
+        shares_memory: the driver has access to the roles' tensors.
         step: the training step, for error messages; set by the driver.
     """
 
@@ -73,11 +72,11 @@ class WorkerGroup(Protocol):
 
 
 class RoleHandle:
-    """A role as the driver sees it: each of its methods, returning a future.
+    """The driver's handle of a role: calling a method returns a future.
 
         log_probs = cluster_role.compute_log_probs(batch).result()
 
-    Calls to one cluster are carried out in the order they were made.
+    Calls to one group run in the order in which they were made.
     """
 
     def __init__(self, cluster: WorkerGroup, role: str, worker_type: type):
@@ -95,7 +94,7 @@ def role_handles(cluster: WorkerGroup, host: ColocatedRoles) -> dict[str, RoleHa
 
 
 class Deadline:
-    """A moment in the future, and how far it is."""
+    """A point in time, and the seconds left until it."""
 
     def __init__(self, seconds: float):
         self._end = time.monotonic() + seconds
@@ -110,8 +109,8 @@ class RowAssignment:
     """Division of the rows of a role among its processes.
 
     Attributes:
-        of_rank: the number of the share of each.
-        reporting_ranks: of each share, the rank that answers for it; siblings that work on one share answer alike.
+        of_rank: index of the row share of each rank.
+        reporting_ranks: for each share, the rank whose reply is used; ranks with the same share reply the same.
     """
 
     of_rank: tuple[int, ...]
@@ -123,7 +122,7 @@ class RowAssignment:
 
 def row_assignment(shardings: Mapping[str, Sharding], world_size: int) -> dict[str, RowAssignment]:
     """The row assignment of each role."""
-    return {role: RowAssignment(sharding.parts(world_size)) for role, sharding in shardings.items()}
+    return {role: RowAssignment(sharding.row_share_by_rank(world_size)) for role, sharding in shardings.items()}
 
 
 # Messages of gloo, NCCL and TCPStore if a process does not take part in a collective operation.
@@ -132,24 +131,24 @@ _GAVE_UP = re.compile(
     r"remote process exited|unhandled system error",
     re.IGNORECASE,
 )
-_INNER_FRAMES = 5  # below which torch.distributed calls nothing of anybody else's
+_INNER_FRAMES = 5  # innermost frames to search: torch.distributed calls no foreign code above them
 _EXCHANGE = re.compile(r"torch/distributed/|torch\.distributed\.|/gloo/|NCCL|ProcessGroup|c10d")
 
 
 def is_sibling_failure(error: str) -> bool:
-    """Whether a worker's traceback is of a collective operation that another process missed or left."""
+    """Whether a worker failed in a collective operation that another process missed or left."""
     last = error.rpartition("Traceback (most recent call last)")[2]
     return bool(_EXCHANGE.search(last) and _GAVE_UP.search(last))
 
 
 def missed_exchange(rank: int, error: str, stacks: Mapping[int, str]) -> tuple[int, str]:
-    """The rank that caused a failed collective operation: the first one that is not waiting in a collective too.
+    """The rank that caused a failed collective operation: the first that is not waiting in a collective too.
 
     Args:
-        rank: that gave up, with its traceback in `error`.
-        stacks: stacks of the workers without an answer, by rank.
+        rank: the rank that failed, with its traceback in `error`.
+        stacks: stacks of the workers without a reply, by rank.
     Returns:
-        The rank to blame, and what to say of it.
+        The rank that caused it, and a description.
     """
     for other, stack in stacks.items():
         if not _waits_in_exchange(stack):
@@ -161,7 +160,7 @@ def missed_exchange(rank: int, error: str, stacks: Mapping[int, str]) -> tuple[i
 
 
 def _waits_in_exchange(stack: str) -> bool:
-    """Whether a thread of a process is within torch.distributed, as far as its innermost frames tell.
+    """Whether a thread is inside torch.distributed, by its innermost frames.
 
     Args:
         stack: of one thread, innermost frame last, or of several by faulthandler, innermost frame first.
@@ -170,7 +169,7 @@ def _waits_in_exchange(stack: str) -> bool:
         frames = re.findall(r'^  File "(.+)", line \d+,? in (.+)$', thread, flags=re.MULTILINE)
         inner = frames[:_INNER_FRAMES] if "most recent call first" in stack else frames[-_INNER_FRAMES:]
         if any("torch/distributed/" in file or name == "_engine_run_backward" for file, name in inner):
-            return True  # a backward pass exchanges in threads that Python does not show
+            return True  # a backward pass communicates in threads that Python does not show
     return False
 
 
@@ -181,15 +180,15 @@ class PendingCall:
     Args:
         name: role and method.
         step: of the training, for messages.
-        dispatch: how the call travels.
+        dispatch: how arguments are divided and results joined.
         args: of the method.
-        shares: into which rows are divided; a single one is sent whole.
+        shares: division of the rows; a single share is sent whole.
     Attributes:
-        future: what the caller waits for.
-        division: which rows go where; None where all processes receive the same.
-        answers: by rank, of those that have answered.
-        raised: the ranks that have failed.
-        limit_s: without progress; None for that of the group.
+        future: receives the result.
+        division: rows of each share; None if all processes receive the same.
+        answers: replies so far, by rank.
+        raised: ranks that have failed.
+        limit_s: limit without progress; None for that of the group.
     """
 
     name: str
@@ -209,17 +208,17 @@ class PendingCall:
 
     @property
     def unanswered(self) -> list[int]:
-        """The ranks that are still at work."""
+        """The ranks without a reply."""
         return [rank for rank in range(len(self.shares.of_rank)) if rank not in self.answers]
 
     @property
     def concatenates(self) -> bool:
-        """The answers are rows, to be put together in the order of those that were sent."""
+        """Whether replies are rows, to be joined in the order in which rows were sent."""
         return self.dispatch.concatenates and self.division is not None
 
     @property
     def result_ranks(self) -> list[int]:
-        """The ranks whose answers matter."""
+        """The ranks whose replies are used."""
         if self.dispatch.gathers_list:
             return list(range(len(self.shares.of_rank)))
         return self.shares.reporting_ranks if self.concatenates else self.shares.reporting_ranks[:1]
@@ -237,12 +236,12 @@ class PendingCall:
 class Transport(Protocol):
     """Sends calls to the processes of a group, and reports the state of the processes.
 
-    What they answer goes to the group's `on_reply`, `on_error` and `on_end`, from threads of the transport's own.
+    It calls `on_reply`, `on_error` and `on_end` of the group from its threads.
 
     Attributes:
         pids: process ids by rank, each on its own machine.
-        progress: a slot per rank, which advances as that works.
-        poll_takes_s: at most, of `poll_progress`.
+        progress: a counter per rank, which advances while it works.
+        poll_takes_s: maximum duration of `poll_progress`.
     """
 
     progress: Progress
@@ -256,15 +255,15 @@ class Transport(Protocol):
         ...
 
     def send(self, number: int, pending: PendingCall) -> None:
-        """Begin a call in every process. Raises VerlError where it is not taken."""
+        """Begin a call in every process. Raises VerlError if a process refuses it."""
         ...
 
     def poll_progress(self, ranks: Sequence[int]) -> None:
-        """Advance the progress of those that do not write it themselves."""
+        """Update the progress of ranks that do not report it themselves."""
         ...
 
     def unresponsive(self, ranks: Sequence[int]) -> Sequence[int]:
-        """Workers among them that do nothing at all."""
+        """The given ranks whose processes do not run at all."""
         ...
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
@@ -272,27 +271,27 @@ class Transport(Protocol):
         ...
 
     def state(self, rank: int) -> str:
-        """State of a process according to the system, as a clause; empty if unknown."""
+        """State of a process according to the operating system, as a clause; empty if unknown."""
         ...
 
     def tail(self, rank: int) -> str:
-        """The lines of its log that may tell of its end."""
+        """The last lines of its log, which may explain its end."""
         ...
 
     def kill(self) -> None:
-        """End every process at once; stopped ones too. May be called again."""
+        """Kill every process, stopped ones too. Idempotent."""
         ...
 
     def close(self, is_idle: bool) -> None:
-        """End what is left, processes that are idle by asking them. May be called again."""
+        """End the remaining processes, idle ones by a request. Idempotent."""
         ...
 
 
 class RemoteWorkerGroup:
-    """Every role of a host in each of several other processes.
+    """All roles of a host in each of several other processes.
 
     Args:
-        call_timeout_s: without progress of any worker, after which a call under way names who is silent.
+        call_timeout_s: seconds without progress of any worker after which the call fails and names the silent rank.
     Raises:
         WorkerError: a worker could not build its roles.
         WorkerDied: a worker ended while it was starting; WorkerHung: it did not finish starting.
@@ -312,7 +311,7 @@ class RemoteWorkerGroup:
         self._pending: dict[int, PendingCall] = {}
         self._next_number = 0
         self._failure: VerlError | None = None
-        self._is_ending = False  # a process has ended, and its end is about to be the failure
+        self._is_ending = False  # a process has ended; its end is about to be reported as the failure
         self._joined, self._is_closed = ShmBlockPool(shared=False), threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         try:
@@ -335,10 +334,10 @@ class RemoteWorkerGroup:
         return self._begin(pending, self._transport.send)
 
     def begin_start(self, send: Callable[[int, PendingCall], object], limit_s: float | None = None) -> Future[list]:
-        """A call of the transport's own, with which it starts: what every process answers, by rank.
+        """Begin a start-up call of the transport; its future gives the replies by rank.
 
         Args:
-            limit_s: without progress; None for that of building roles.
+            limit_s: limit without progress; None for that of building roles.
         """
         dispatch = Dispatch(splits_rows=False, concatenates=False, gathers_list=True)
         pending = PendingCall(START, None, dispatch, (), RowAssignment((0,) * self.world_size))
@@ -346,7 +345,7 @@ class RemoteWorkerGroup:
         return self._begin(pending, send)
 
     def close(self) -> None:
-        """End the workers, by a request and then by force; calling it again does nothing."""
+        """End the workers, by a request and then by force. Idempotent."""
         atexit.unregister(self.close)
         ended = VerlError("The workers of this run were ended: close() was called.")
         is_idle, withdrawn = not self._pending, self._withdraw(ended)
@@ -358,7 +357,7 @@ class RemoteWorkerGroup:
         self._transport.close(is_idle and withdrawn is not None)
 
     def on_reply(self, number: int, rank: int, result: Any) -> None:
-        """A process has answered a call."""
+        """Handle the reply of a process to a call."""
         with self._lock:
             if (pending := self._pending.get(number)) is None:
                 return
@@ -374,7 +373,7 @@ class RemoteWorkerGroup:
             pending.future.set_result(joined)
 
     def on_error(self, number: int, rank: int, error: str) -> None:
-        """A call has failed in a process, with this traceback."""
+        """Handle the failure of a call in a process; `error` is its traceback."""
         with self._lock:
             if (pending := self._pending.get(number)) is None:
                 return
@@ -382,7 +381,7 @@ class RemoteWorkerGroup:
         threading.Thread(target=self._blame, args=(pending, rank, error), daemon=True).start()
 
     def on_end(self, rank: int, words: Callable[[], str]) -> None:
-        """A process has ended; `words` says how. If it has failed a call before, that error is reported."""
+        """Handle the end of a process, described by `words`. An earlier error of the process is reported instead."""
         with self._lock:
             if self._failure is not None or any(rank in pending.raised for pending in self._pending.values()):
                 return
@@ -394,7 +393,7 @@ class RemoteWorkerGroup:
         self._fail(WorkerDied(rank, name, step, held + words()))
 
     def fail_reply(self, rank: int, error: str) -> None:
-        """A reply cannot be read: raised where it is awaited, without waiting for the other workers."""
+        """Handle an unreadable reply: the call fails without waiting for the other workers."""
         self._fail(WorkerError(rank, "an answer", self.step, error))
 
     def _begin(self, pending: PendingCall, send: Callable[[int, PendingCall], object]) -> Future[Any]:
@@ -421,8 +420,8 @@ class RemoteWorkerGroup:
                 self._fail(failure)
 
     def _failure_of(self, pending: PendingCall, rank: int, error: str) -> VerlError:
-        """The error of a worker; if it waited in vain for a sibling that is stopped or hangs, that of the sibling.
-        Faults of the configuration that the start has found are raised as they are here."""
+        """The error of a worker, or of the sibling that it waited for if that is stopped or hangs. Faults of the
+        configuration that were found at the start are raised as ConfigError."""
         if isinstance(error, Traceback) and error.faults and pending.name == START:
             return ConfigError(error.faults)
         with self._lock:
@@ -437,7 +436,7 @@ class RemoteWorkerGroup:
         return WorkerError(rank, pending.name, pending.step, error)
 
     def _watch(self) -> None:
-        """Report the silent workers if none makes progress with the oldest pending call."""
+        """Fail the oldest pending call if no worker makes progress with it."""
         transport, oldest = self._transport, None
         poll_interval_s = min(POLL_INTERVAL_S, self._call_timeout_s / 5)
         gap_s = 2 * poll_interval_s + transport.poll_takes_s
@@ -451,7 +450,7 @@ class RemoteWorkerGroup:
                 oldest = number
                 watch.restart(self._call_timeout_s if pending is None else pending.limit_s or self._call_timeout_s)
                 continue
-            if watch.idle_s >= watch.timeout_s / 2:  # status is requested only when needed
+            if watch.idle_s >= watch.timeout_s / 2:  # progress is requested only when needed
                 transport.poll_progress(waiting)
             if watch.is_overdue:
                 self._fail(self._silence(waiting, pending, watch.timeout_s))
@@ -460,7 +459,7 @@ class RemoteWorkerGroup:
                 report()  # progress of this process
 
     def _silence(self, ranks: Sequence[int], pending: PendingCall, limit_s: float) -> WorkerHung:
-        """The rank to blame among those without a reply: first a process that does not respond at all."""
+        """The error for ranks without a reply: it names first a process that does not respond at all."""
         stacks, waited = self._transport.stacks(ranks), f"no answer within {limit_s:g} s, and "
         states = {rank: self._transport.state(rank) for rank in ranks if not stacks[rank]}
         if states:
@@ -475,14 +474,14 @@ class RemoteWorkerGroup:
         return WorkerHung(ranks[0], pending.name, pending.step, detail)
 
     def _fail(self, failure: VerlError) -> None:
-        """End the workers, and fail every call under way and all that come."""
+        """End the workers, and fail all pending and future calls."""
         failed = self._withdraw(failure)
         self._transport.kill()
         for pending in failed or []:
             pending.future.set_exception(failure)
 
     def _withdraw(self, failure: VerlError) -> list[PendingCall] | None:
-        """Reject further calls. Returns pending ones; None if a failure was reported before."""
+        """Reject further calls. Returns the pending calls; None if a failure was reported before."""
         with self._lock:
             if self._failure is not None:
                 return None

@@ -3,13 +3,13 @@
     MessagePacker ──> Message ──ShmChannel.send──> socket: pickle, location of bytes ──> ShmChannel.receive ──> value
                         └──bytes──> shared block ───────────────────────────────────────────> its tensors lie here
 
-Shared blocks are reused, since touching a page for the first time costs several times what copying it does. They are
-anonymous files passed on as open descriptors: nothing with a name is left behind, whoever is killed. The receiver says
-in its next message which blocks it has done with.
+Shared blocks are reused, since the first access to a page costs several times what copying it does. They are anonymous
+files passed as open descriptors, so a killed process leaves no named file. The receiver's next message says which
+blocks it has released.
 
-A value is serialized to a small pickle, and tensor bytes beside it that are not copied into it:
+A value is serialized to a small pickle and to separate buffers with the bytes of its tensors:
 
-value ──wrap──> (pickle, buffers) ──shared memory──> unwrap ──> the value, its tensors lying on the buffers
+value ──wrap──> (pickle, buffers) ──shared memory──> unwrap ──> the value, its tensors are views of the buffers
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from verl.utils.child_process.channel import Channel
 from verl.utils.progress import nameless_file
 
 FREE_BLOCKS_KEPT = 12
-WASTE = 4  # a block is not used for what needs less than so small a part of it
-ALIGNMENT = 64  # bytes: where a tensor may begin
+WASTE = 4  # minimum used fraction of a block; smaller requests get a smaller block
+ALIGNMENT = 64  # bytes: alignment of tensors
 
 
-warnings.filterwarnings("ignore", message=".*buffer is not writable.*")  # received fields are read, never written
+warnings.filterwarnings("ignore", message=".*buffer is not writable.*")  # received fields are read-only
 
 
 class RowSubset(NamedTuple):
-    """Some rows of a batch, which arrives as a batch of these: they are taken while they are sent, in one copy."""
+    """Some rows of a batch, received as a batch of these rows: they are selected while sending, with one copy."""
 
     batch: DataProto
     rows: Tensor
 
 
 class RowSelection(NamedTuple):
-    """The bytes of some rows of a tensor, not taken yet."""
+    """The bytes of some rows of a tensor, selected by `write`."""
 
     tensor: Tensor
     rows: Tensor
@@ -73,7 +73,7 @@ class RowSelection(NamedTuple):
 
 
 class Serialized(NamedTuple):
-    """A wrapped value: what may be shared without a copy is in `buffers`, everything else in `head`."""
+    """A wrapped value: memory that is shared without a copy is in `buffers`, everything else in `head`."""
 
     head: bytes
     buffers: list[Any]  # np.ndarray, or RowSelection where Rows were wrapped
@@ -84,14 +84,14 @@ class Serialized(NamedTuple):
 
 
 def serialize(value: Any) -> Serialized:
-    """A value as a pickle and the memory of its tensors, which is not copied: it must not change until it is sent."""
+    """A value as a pickle and the memory of its tensors, which is not copied: do not modify it until it is sent."""
     head, buffers = io.BytesIO(), _KeptBuffers()
     _BatchPickler(head, buffers).dump(value)
     return Serialized(head.getvalue(), buffers.buffers)
 
 
 def deserialize(serialized: Serialized | tuple[bytes, Sequence[Any]]) -> Any:
-    """The value again. Its tensors share the memory of the buffers, and may be as read-only as they are."""
+    """The value; its tensors share the memory of the buffers, and are read-only if those are."""
     head, buffers = serialized
     return pickle.loads(head, buffers=buffers)
 
@@ -99,13 +99,13 @@ def deserialize(serialized: Serialized | tuple[bytes, Sequence[Any]]) -> Any:
 class _KeptBuffers:
     """Buffers that are kept out of a pickle.
 
-    It knows nothing of the pickler: a pickler that held its own method would be a reference cycle, and every batch that
-    was sent would stay in memory until the cyclic collector runs.
+    It holds no reference to the pickler: that would be a reference cycle, which keeps every sent batch in memory until
+    the cyclic garbage collector runs.
     """
 
     def __init__(self):
         self.buffers: list[Any] = []
-        self.selections: dict[int, tuple[pickle.PickleBuffer, RowSelection]] = {}  # by id of what stands for them
+        self.selections: dict[int, tuple[pickle.PickleBuffer, RowSelection]] = {}  # by id of their placeholder
 
     def keep(self, buffer: pickle.PickleBuffer) -> bool:
         _, selection = self.selections.get(id(buffer), (None, None))
@@ -119,7 +119,7 @@ class _BatchPickler(pickle.Pickler):
         super().__init__(file, protocol=5, buffer_callback=kept.keep)
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is DataProto:  # whose own pickle is safe from writers, by a copy where it arrives
+        if type(obj) is DataProto:  # their own pickle copies on arrival, which protects it from writers
             return _batch, _fields(obj)
         if type(obj) is RowSubset:
             return _batch, _fields_of_rows(*obj)
@@ -167,12 +167,12 @@ def _tensor(buffer: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 @dataclass(eq=False)
 class ShmBlock:
-    """A piece of memory.
+    """A block of memory.
 
     Attributes:
-        number: of no other block of this process.
-        descriptor: of the file that is shared; None for memory of this process alone.
-        holders: who must give it back before it is used again.
+        number: unique in this process.
+        descriptor: of the shared file; None for private memory.
+        holders: receivers that must release it before it is reused.
     """
 
     number: int
@@ -183,16 +183,16 @@ class ShmBlock:
 
 
 class ShmBlockPool:
-    """Blocks of memory, handed out and used again.
+    """Pool of reusable memory blocks.
 
     Args:
-        shared: other processes are to read them.
+        shared: blocks are readable by other processes.
     """
 
     def __init__(self, *, shared: bool):
         self._shared = shared
-        self._lock = threading.RLock()  # a block may be given back by the garbage collector, in the midst of `take`
-        self._all: dict[int, ShmBlock] = {}  # the last one used at the end
+        self._lock = threading.RLock()  # the garbage collector may release a block during `take`
+        self._all: dict[int, ShmBlock] = {}  # most recently used last
         self._made = 0
 
     def take(self, size: int, holders: int = 1) -> ShmBlock:
@@ -222,7 +222,7 @@ class ShmBlockPool:
             return set(self._all)
 
     def close(self) -> None:
-        """Release all blocks; blocks that another process still reads are freed when it is done."""
+        """Free all blocks; those that another process still reads are freed when it is done."""
         with self._lock:
             for block in self._all.values():
                 self._end(block)
@@ -252,28 +252,28 @@ class ShmBlockPool:
 
 
 def lease(memory: mmap.mmap, on_end: Callable[[], object]) -> np.ndarray:
-    """The bytes of some memory; `on_end` is called when no object uses them any more."""
+    """A view of some memory; `on_end` is called when no object uses it any more."""
     area = np.frombuffer(memory, np.uint8)
     weakref.finalize(area, on_end).atexit = False
     return area
 
 
 def map_shm_block(descriptor: int, size: int) -> mmap.mmap:
-    """The memory of a file that is open."""
-    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # all pages at once, where the system can
+    """Map an open file into memory."""
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # map all pages at once, if the system can
     return mmap.mmap(descriptor, size, flags=flags)
 
 
-SMALL = 2**15  # bytes: tensors that are less together go through the socket
+SMALL = 2**15  # bytes: smaller tensors, taken together, go through the socket
 
 
 @dataclass(frozen=True)
 class Message:
-    """A value that is ready to be sent, to as many as it was packed for.
+    """A packed value for a fixed number of receivers.
 
     Attributes:
         head: see `Serialized`.
-        inline: the bytes of tensors, where they are few.
+        inline: the bytes of tensors, if they are few.
         block, spans: shared block with the bytes, and their ranges in it.
     """
 
@@ -292,21 +292,21 @@ class _MessageHeader:
     block: int | None
     spans: tuple[tuple[int, int], ...]
     new: tuple[tuple[int, int], ...]  # numbers and sizes
-    done_with: tuple[int, ...]  # blocks of the receiver's
+    done_with: tuple[int, ...]  # numbers of blocks of the receiver that the sender has released
     gone: tuple[int, ...]  # blocks of the sender's
 
 
 class MessagePacker:
-    """Packs what one process sends, into blocks that its receivers share."""
+    """Packs the messages of a process into blocks that its receivers share."""
 
     def __init__(self):
         self.blocks = ShmBlockPool(shared=True)
 
     def pack(self, value: Any, receivers: int = 1) -> Message:
-        """A message to be sent to exactly so many; what it was made of may change from then on.
+        """A message for exactly `receivers` receivers; `value` may be modified afterwards.
 
         Args:
-            value: one that is `Serialized` already arrives as what it was made of.
+            value: if it is `Serialized`, the original value arrives.
         """
         head, buffers = value if isinstance(value, Serialized) else serialize(value)
         if sum(buffer.nbytes for buffer in buffers) < SMALL:
@@ -333,15 +333,15 @@ class MessagePacker:
 class ShmChannel:
     """One end of a connection between two processes of this machine.
 
-    One thread sends, and one receives; they may be two.
+    One thread may send while another receives.
 
     Args:
-        post: packs what is sent here.
+        post: packs outgoing messages.
     """
 
     def __init__(self, channel: Channel, post: MessagePacker):
         self._channel, self._blocks = channel, post.blocks
-        self._known: set[int] = set()  # blocks of ours that the other side has open
+        self._known: set[int] = set()  # our blocks that the other side has open
         self.theirs: dict[int, mmap.mmap] = {}
         self._done_with: deque[int] = deque()
 
@@ -349,7 +349,7 @@ class ShmChannel:
         """Send a message.
 
         Raises:
-            OSError: the other side is gone.
+            OSError: the connection is closed.
         """
         known = self._known
         gone = tuple(known - self._blocks.numbers())
@@ -366,10 +366,10 @@ class ShmChannel:
         known.update(number for number, _ in sizes)
 
     def receive(self) -> Any:
-        """The value of the next message; its tensors may be kept as long as one likes.
+        """The value of the next message; its tensors may be kept.
 
         Raises:
-            EOFError, OSError: the other side is gone.
+            EOFError, OSError: the connection is closed.
         """
         envelope: _MessageHeader
         envelope, files = self._channel.receive_with_files()
@@ -383,7 +383,7 @@ class ShmChannel:
         if envelope.block is None:
             return deserialize((envelope.head, list(map(bytearray, envelope.inline))))
         block = envelope.block
-        area = lease(self.theirs[block], lambda: self._done_with.append(block))  # tells the sender of its last use
+        area = lease(self.theirs[block], lambda: self._done_with.append(block))  # reports its last use to the sender
         return deserialize((envelope.head, [area[start:end] for start, end in envelope.spans]))
 
     def close(self) -> None:
@@ -392,7 +392,7 @@ class ShmChannel:
 
 
 def send_if_open(channel: ShmChannel, message: Message) -> None:
-    """Send a message, to somebody who may be gone: who listens to him will notice."""
+    """Send a message, ignoring a closed connection: the receiving thread reports that."""
     with contextlib.suppress(OSError):
         channel.send(message)
 

@@ -1,7 +1,7 @@
 """The main program of a worker process: `python -m verl.cluster.worker`, started by `local_worker_group.py` alone.
 
-It builds its roles, and carries out one call after another until the driver hangs up.
-Started this way, and not by multiprocessing's spawn, it never imports the driver's main script.
+It builds its roles and serves calls until the driver closes the connection.
+Unlike multiprocessing's spawn, this does not import the driver's main script.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class WorkerStart:
     """Start message of a worker.
 
     Attributes:
-        number: of the answer to it.
+        number: of its reply.
         payload: pickled (host description, build context).
-        num_threads: that torch may use.
-        core: keep to this one of the cores that the process may use; None for any.
+        num_threads: torch threads.
+        core: index of the CPU core to run on, of those that the process may use; None for any.
     """
 
     number: int
@@ -39,10 +39,10 @@ class WorkerStart:
 
 @dataclass(frozen=True)
 class WorkerCall:
-    """A method of a role, to be carried out.
+    """A call of a role's method.
 
     Attributes:
-        result_ranks: the ranks that are to answer with the result; others say that they have done it.
+        result_ranks: ranks that reply with the result; others only acknowledge.
     """
 
     number: int
@@ -62,7 +62,7 @@ class WorkerReply:
 
 
 def serve(channel: Channel, start: WorkerStart, _: Progress) -> None:
-    """Build the roles and answer calls until the driver hangs up."""
+    """Build the roles and serve calls until the driver closes the connection."""
     report("importing")
     with rare_garbage_collection():
         from verl.cluster.shm_channel import MessagePacker, ShmChannel  # imports torch
@@ -81,7 +81,7 @@ def serve(channel: Channel, start: WorkerStart, _: Progress) -> None:
         while (call := messages.receive()) is not None:
             report(f"{call.role}.{call.method}")
             answer = _packed(post, _carry_out(host, call))
-            call = None  # what it lies on is used again, unless the role has kept something
+            call = None  # its memory is reused, unless the role has kept a reference
             messages.send(answer)
             report("idle")
     finally:
@@ -130,9 +130,9 @@ def refuse_mixed_versions(workers: Sequence[Mapping[str, str]], where: str) -> N
     """Compare the versions of workers, by rank, with those of this process, the driver.
 
     Args:
-        where: the path of what put the workers where they are.
+        where: configuration path of the placement.
     Raises:
-        ConfigError: one of them has another.
+        ConfigError: a worker has another version.
     """
     here = versions()
     for rank, worker_versions in enumerate(workers):

@@ -222,8 +222,8 @@ def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), fil
     data = FILES_OPTION[root] if file is not None else dict(options).get("data", FILES_OPTION[root])
     base = ["actor=pretrained", f"data={data}"]
     config = compose_root(root, base)
-    apply_values(config, [*UNTRAINED.items(), *UNTRAINED_OF[root].items(), *_flat(used.parts)])
-    settings = used.parts.get("actor", {}).get("model", {})  # dtype and attention as in training
+    apply_values(config, [*UNTRAINED.items(), *UNTRAINED_OF[root].items(), *_flat(used.components)])
+    settings = used.components.get("actor", {}).get("model", {})  # dtype and attention as in training
     target = f"{Pretrained.__module__}.{Pretrained.__name__}"
     apply_values(config, [("actor.model", {"_target_": target, **settings, "path": str(saved.actor)})])
     chosen = compose_root(root, [*base, *(f"{group}={text}" for group, text in options)])

@@ -91,12 +91,12 @@ class AllowedConfig:
     """The part of a saved configuration that may be used.
 
     Attributes:
-        parts: nodes by root key, without interpolations.
+        components: nodes by root key, without interpolations.
         faults: one sentence per value that the run would use and that the user did not name.
         words: of a command line, that name these values.
     """
 
-    parts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    components: dict[str, Any] = dataclasses.field(default_factory=dict)
     faults: list[str] = dataclasses.field(default_factory=list)
     words: list[str] = dataclasses.field(default_factory=list)
 
@@ -122,7 +122,7 @@ def allowed_config(
 class _Selection:
     def __init__(self, saved: dict[str, Any], named: Mapping[str, Any], origin: str, replaced: Collection[str]):
         self.saved, self.named, self.origin, self.replaced = saved, named, origin, replaced
-        self.parts: dict[str, Any] = {}
+        self.components: dict[str, Any] = {}
         self.faults: list[tuple[str, str, list[str]]] = []  # path, sentence, words that name the value
 
     def select(self, needed: Sequence[str]) -> AllowedConfig:
@@ -139,21 +139,21 @@ class _Selection:
         for key in OF_TRAINING:
             node = self.saved.get(key)
             if isinstance(node, dict):
-                self.parts[key] = _settings(node)
+                self.components[key] = _settings(node)
         for key in needed:
             if self._is_named(key):
                 continue
             node = self.saved.get(key)
             if isinstance(node, dict):
                 component = self._component(node, key, 0)
-                self.parts |= {} if component is None else {key: component}
+                self.components |= {} if component is None else {key: component}
             elif key == "environment" and node is None:
-                self.parts[key] = None
+                self.components[key] = None
             else:
                 self._fault(key, f"{key} is {_shown(node)} in the configuration of {self.origin}. Add {key}=OPTION.")
         kept = [fault for fault in self.faults if fault[0].partition(".")[0] not in self.replaced]
         sentences, words = [sentence for _, sentence, _ in kept], [word for *_, words in kept for word in words]
-        return AllowedConfig(self.parts, list(dict.fromkeys(sentences)), list(dict.fromkeys(words)))
+        return AllowedConfig(self.components, list(dict.fromkeys(sentences)), list(dict.fromkeys(words)))
 
     def _component(self, node: dict[str, Any], path: str, depth: int) -> Any:
         """An allowed component with its allowed fields; None if its class is refused."""

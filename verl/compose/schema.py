@@ -307,7 +307,7 @@ def json_schema(root: str) -> dict[str, Any]:
                 "required": ["_target_"],
             },
             **{kind.__name__: _component_schema(kind) for kind in kinds},
-            **{f"any {name}": _any_of(name, kinds) for name in _places([run, *kinds])},
+            **{f"any {name}": _any_of(name, kinds) for name in _field_types([run, *kinds])},
         },
     }
 
@@ -336,7 +336,7 @@ def _raw_schema(kind: type[Description]) -> dict[str, Any]:
     return TypeAdapter(kind).json_schema()
 
 
-def _places(kinds: Iterable[type[Description]]) -> list[str]:
+def _field_types(kinds: Iterable[type[Description]]) -> list[str]:
     """Names of the classes that are field types, which may have subclasses."""
     return sorted(set(re.findall(r"'x-component': '(\w+)'", str([_raw_schema(kind) for kind in kinds]))))
 
@@ -350,7 +350,7 @@ def _component_schema(kind: type[Description]) -> dict[str, Any]:
     descriptions, fields = field_texts(kind), {}
     raw_fields = _raw_schema(kind).get("properties", {})
     for name, raw in raw_fields.items():
-        schema = _with_places({key: value for key, value in raw.items() if key not in ("title", "default")})
+        schema = _with_references({key: value for key, value in raw.items() if key not in ("title", "default")})
         fields[name] = {"anyOf": [*schema.get("anyOf", [schema]), {"$ref": "#/$defs/reference"}]}
         fields[name] |= {"description": descriptions[name]} if name in descriptions else {}
         fields[name] |= {"default": raw["default"]} if "default" in raw else {}
@@ -359,18 +359,18 @@ def _component_schema(kind: type[Description]) -> dict[str, Any]:
         "type": "object",
         "properties": {"_target_": {"const": _target(kind)}, **fields},
         "additionalProperties": kind.other_keys is not None
-        and _with_places(raw_fields[kind.other_keys]["additionalProperties"]),
+        and _with_references(raw_fields[kind.other_keys]["additionalProperties"]),
     }
 
 
-def _with_places(schema: Any) -> Any:
+def _with_references(schema: Any) -> Any:
     if isinstance(schema, list):
-        return [_with_places(item) for item in schema]
+        return [_with_references(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     if "x-component" in schema:
         return {"$ref": f"#/$defs/any {schema['x-component']}"}
-    return {key: _with_places(value) for key, value in schema.items()}
+    return {key: _with_references(value) for key, value in schema.items()}
 
 
 def field_texts(kind: type[Description]) -> dict[str, str]:

@@ -144,7 +144,7 @@ def refuse_here(run: Description, context: BuildContext | None = None) -> None:
     """
     faults = [join(path, fault) for path, part in components_in(run) for fault in part.machine_faults()]
     if not faults:
-        context, here = context or BuildContext(), components_in(run, fields=lambda part: part.parts_here())
+        context, here = context or BuildContext(), components_in(run, fields=lambda part: part.preflight_fields())
         faults = [join(path, fault) for path, part in here for fault in part.preflight(context)]
     if faults:
         raise ConfigError(list(dict.fromkeys(faults)))

@@ -320,7 +320,7 @@ def fit_lengths(
     limit: int,
     limit_name: str,
     truncation: str,
-    place: Callable[[int], str],
+    location: Callable[[int], str],
     others: str = "left, right or drop",
 ) -> list[int]:
     """Check row lengths against a limit.
@@ -330,7 +330,7 @@ def fit_lengths(
         limit: the most tokens.
         limit_name: the setting, for messages.
         truncation: `error`, `left`, `right` or `drop`.
-        place: file and number of a row, for messages.
+        location: file and number of a row, for messages.
         others: values of `truncation` besides `error`, for messages.
     Returns:
         Indices of the rows to keep: all, unless `truncation` is `drop`.
@@ -344,7 +344,7 @@ def fit_lengths(
     longest = max(over, key=lambda index: lengths[index])
     seen = (
         f"{limit_name} is {limit}: {len(over)} of {len(lengths)} rows have more tokens; the longest, "
-        f"{place(longest)}, has {lengths[longest]}."
+        f"{location(longest)}, has {lengths[longest]}."
     )
     if truncation == "error":
         raise ConfigError(f"{seen} Raise {limit_name}, or set truncation to {others}.")

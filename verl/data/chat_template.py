@@ -58,7 +58,7 @@ class ChatTemplate:
             return list(messages)
         return [{"role": "system", "content": self.system_prompt}, *messages]
 
-    def tools_of(self, tools: Any, place: str) -> list[Any] | None:
+    def tools_of(self, tools: Any, location: str) -> list[Any] | None:
         """Parse the value of a column `tools`, a list of JSON schemas or their JSON text; None if it is empty.
 
         Raises:
@@ -69,12 +69,12 @@ class ChatTemplate:
         try:
             parsed = json.loads(tools) if isinstance(tools, str) else list(tools)
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"tools is {shortened(tools)} at {place}: not valid JSON ({error}).") from error
+            raise ConfigError(f"tools is {shortened(tools)} at {location}: not valid JSON ({error}).") from error
         if not isinstance(parsed, list) or not all(isinstance(tool, Mapping) for tool in parsed):
-            raise ConfigError(f"tools is {shortened(tools)} at {place}: expected a list of JSON schemas.")
+            raise ConfigError(f"tools is {shortened(tools)} at {location}: expected a list of JSON schemas.")
         if not self.reads_tools:
             raise ConfigError(
-                f"tools is set at {place}, but the chat template does not use tools: the policy would not see them. "
+                f"tools is set at {location}, but the chat template does not use tools: the policy would not see them. "
                 "Choose a "
                 "chat_template that does, or rename the column."
             )
@@ -86,12 +86,12 @@ class ChatTemplate:
             return self.with_system(prompt)
         return None if self.system_prompt is None else self.with_system([{"role": "user", "content": prompt}])
 
-    def render(self, messages: Messages, place: str, *, reply_follows: bool, tools: Any = None) -> str:
+    def render(self, messages: Messages, location: str, *, reply_follows: bool, tools: Any = None) -> str:
         """The text of a chat.
 
         Args:
             messages: with `role` and `content`.
-            place: file and number of the row, for messages.
+            location: file and number of the row, for messages.
             reply_follows: end with the generation prompt.
             tools: value of the row's column `tools`.
         Raises:
@@ -100,10 +100,10 @@ class ChatTemplate:
         """
         if self.source is None:
             raise ConfigError(
-                f"chat_template is null: {place} needs one for its chat messages and the tokenizer has none. "
+                f"chat_template is null: {location} needs one for its chat messages and the tokenizer has none. "
                 "Set one, or write the prompts as text."
             )
-        known = self.tools_of(tools, place)
+        known = self.tools_of(tools, location)
         _refuse_endless(self.source, messages)
         try:
             try:
@@ -112,7 +112,7 @@ class ChatTemplate:
                 return self._applied(_with_texts_as_arguments(messages), known, reply_follows)
         except Exception as error:
             roles = ", ".join(str(message["role"]) for message in messages)
-            raise ConfigError(f"chat_template refuses the roles {roles} at {place}: {error}.") from error
+            raise ConfigError(f"chat_template refuses the roles {roles} at {location}: {error}.") from error
 
     def _applied(self, messages: Messages, tools: Any, reply_follows: bool) -> str:
         return self.tokenizer.apply_chat_template(
@@ -193,17 +193,17 @@ def render_prompts(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors)
             is_chat[index] = messages is not None
             tools = rows.values[index].get("tools") or (chat.tools if chat.reads_tools else None)
             texts[index], fault = (
-                (prompt, None) if messages is None else _rendered(messages, chat, rows.place(index), tools)
+                (prompt, None) if messages is None else _rendered(messages, chat, rows.location(index), tools)
             )
         if fault is not None:
             bad.add(fault)
     is_rendered = any(token.strip() and token in "".join(texts[:1]) for token in chat.tokenizer.all_special_tokens)
-    if rows.places is not None and chat.source is not None and not any(is_chat) and not is_rendered:  # rows of files
+    if rows.locations is not None and chat.source is not None and not any(is_chat) and not is_rendered:  # rows of files
         _tell_of_template(key)
     tokens = _tokens(texts, is_chat, chat.tokenizer)
     for index, (text, ids) in enumerate(zip(texts, tokens, strict=True)):
         if text and not ids:
-            bad.add(f"{key} is {shortened(rows.values[index][key])} at {rows.place(index)}: it has no tokens.")
+            bad.add(f"{key} is {shortened(rows.values[index][key])} at {rows.location(index)}: it has no tokens.")
     return texts, tokens
 
 
@@ -249,7 +249,7 @@ def _prompt_fault(rows: DataRows, key: str, index: int) -> str | None:
         expected = messages_fault(prompt)
     else:
         expected = "a text or a list of chat messages"
-    return expected and f"{key} is {shortened(prompt)} at {rows.place(index)}: expected {expected}."
+    return expected and f"{key} is {shortened(prompt)} at {rows.location(index)}: expected {expected}."
 
 
 def as_chat(value: Any) -> Any:
@@ -300,7 +300,7 @@ def without_final_assistant(rows: DataRows, key: str, how: FinalAssistant) -> Da
             prompt = list(prompt[:-1])
         if last is not None and how == "answer" and "answer" in row:
             raise ConfigError(
-                f"final_assistant is 'answer', and {rows.place(index)} has a column answer of its own. Set drop, or "
+                f"final_assistant is 'answer', and {rows.location(index)} has a column answer of its own. Set drop, or "
                 "rename the column."
             )
         answer = {"answer": last["content"]} if last is not None and how == "answer" else {}
@@ -317,15 +317,15 @@ def _ends_with_assistant(prompt: Any) -> TypeGuard[Sequence[Any]]:
     )
 
 
-def _rendered(messages: Messages, chat: ChatTemplate, place: str, tools: Any) -> tuple[str, str | None]:
+def _rendered(messages: Messages, chat: ChatTemplate, location: str, tools: Any) -> tuple[str, str | None]:
     """(text of a chat, None), or an empty text and the reason."""
     if _ends_with_assistant(messages):
         return "", (
-            f"the chat at {place} ends with an assistant message, which would be part of the prompt and may be the "
+            f"the chat at {location} ends with an assistant message, which would be part of the prompt and may be the "
             "answer. Set final_assistant to drop, or to answer to move it to the column answer"
         )
     try:
-        return chat.render(messages, place, reply_follows=True, tools=tools), None
+        return chat.render(messages, location, reply_follows=True, tools=tools), None
     except ConfigError as error:
         if chat.source is None:  # no row could be rendered
             raise
@@ -372,7 +372,7 @@ GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def conversation_tokens(
-    chat: ChatTemplate, messages: Messages, place: str, tools: Any = None
+    chat: ChatTemplate, messages: Messages, location: str, tools: Any = None
 ) -> tuple[list[int], list[bool]]:
     """Tokenise a conversation, with a mask of the tokens to learn.
 
@@ -384,7 +384,7 @@ def conversation_tokens(
     Args:
         chat: the template.
         messages: with `role` and `content`.
-        place: file and number of the row, for messages.
+        location: file and number of the row, for messages.
         tools: value of the row's column `tools`.
     Raises:
         ConfigError: the template refuses the messages, or rewrites earlier turns when later ones follow, or there is no
@@ -392,12 +392,12 @@ def conversation_tokens(
     """
     messages = chat.with_system(messages)
     if not any(message["role"] == "assistant" for message in messages):
-        raise ConfigError(f"{place} has no message of the role assistant: there is nothing to learn.")
+        raise ConfigError(f"{location} has no message of the role assistant: there is nothing to learn.")
     if GENERATION_BLOCK.search(chat.source or ""):
-        return _as_template_says(chat, messages, place, tools)
-    text = chat.render(messages, place, reply_follows=False, tools=tools)
+        return _by_template(chat, messages, location, tools)
+    text = chat.render(messages, location, reply_follows=False, tools=tools)
     spans = [
-        _span(chat, messages, turn, text, place, tools)
+        _span(chat, messages, turn, text, location, tools)
         for turn, message in enumerate(messages)
         if message["role"] == "assistant"
     ]
@@ -408,13 +408,13 @@ def conversation_tokens(
     return list(encoded["input_ids"]), learned
 
 
-def _span(chat: ChatTemplate, messages: Messages, turn: int, text: str, place: str, tools: Any) -> tuple[int, int]:
+def _span(chat: ChatTemplate, messages: Messages, turn: int, text: str, location: str, tools: Any) -> tuple[int, int]:
     """Start and end of an assistant turn in the text of the conversation, including its end token."""
-    before = chat.render(messages[:turn], place, reply_follows=True, tools=tools)
-    after = chat.render(messages[: turn + 1], place, reply_follows=False, tools=tools)
+    before = chat.render(messages[:turn], location, reply_follows=True, tools=tools)
+    after = chat.render(messages[: turn + 1], location, reply_follows=False, tools=tools)
     if not after.startswith(before) or not text.startswith(after):
         raise ConfigError(
-            f"chat_template renders message {turn} at {place} differently at the end of a conversation and within "
+            f"chat_template renders message {turn} at {location} differently at the end of a conversation and within "
             "it, so the assistant's tokens cannot be determined. Mark it in the template with "
             "{% generation %} and {% endgeneration %}, or give prompt and completion columns."
         )
@@ -423,8 +423,8 @@ def _span(chat: ChatTemplate, messages: Messages, turn: int, text: str, place: s
     return len(before), max(len(before), len(turn_text if turn_text.endswith(tuple(ends)) else after))
 
 
-def _as_template_says(chat: ChatTemplate, messages: Messages, place: str, tools: Any) -> tuple[list[int], list[bool]]:
-    known = chat.tools_of(tools, place)
+def _by_template(chat: ChatTemplate, messages: Messages, location: str, tools: Any) -> tuple[list[int], list[bool]]:
+    known = chat.tools_of(tools, location)
     _refuse_endless(chat.source, messages)
     try:
         encoded: Any = chat.tokenizer.apply_chat_template(
@@ -438,8 +438,8 @@ def _as_template_says(chat: ChatTemplate, messages: Messages, place: str, tools:
         )
     except Exception as error:
         roles = ", ".join(str(message["role"]) for message in messages)
-        raise ConfigError(f"chat_template refuses the roles {roles} at {place}: {error}.") from error
+        raise ConfigError(f"chat_template refuses the roles {roles} at {location}: {error}.") from error
     learned = [bool(mark) for mark in encoded["assistant_masks"]]
     if not any(learned):
-        raise ConfigError(f"chat_template marks no assistant tokens at {place}: there is nothing to learn.")
+        raise ConfigError(f"chat_template marks no assistant tokens at {location}: there is nothing to learn.")
     return list(encoded["input_ids"]), learned

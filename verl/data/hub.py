@@ -179,7 +179,7 @@ class HubPrompts(PromptRendering):
     def _rows(
         self, split: str, setting: str, commit: str | None, max_rows: int | None, is_chat: bool, bad: RowErrors
     ) -> DataRows:
-        place = f"{self.dataset}, split {split}"
+        location = f"{self.dataset}, split {split}"
         try:
             loaded = self._local_rows(split, bad) if self.is_local else map(from_arrow, self._hub_rows(split, commit))
             rows = list(itertools.islice(loaded, max_rows))
@@ -189,22 +189,22 @@ class HubPrompts(PromptRendering):
             ) from error
         if not rows:
             raise ConfigError(f"{setting} is {split!r}: dataset {self.dataset!r} has no rows there.")
-        self._refuse_columns(list(rows[0]), place)
+        self._refuse_columns(list(rows[0]), location)
         made: list[tuple[int, dict[str, Any]]] = []
         for number, row in enumerate(rows):
             converted = self._converted(row, is_chat)
             if isinstance(converted, str):
-                bad.add(f"{converted} at row {number} of {place}")
+                bad.add(f"{converted} at row {number} of {location}")
             else:
                 made.append((number, converted))
         numbers = [number for number, _ in made]
-        return DataRows([row for _, row in made], [(place, number) for number in numbers], numbers)
+        return DataRows([row for _, row in made], [(location, number) for number in numbers], numbers)
 
-    def _refuse_columns(self, present: list[str], place: str) -> None:
+    def _refuse_columns(self, present: list[str], location: str) -> None:
         named = {"prompt": self.prompt, "answer": self.answer}
         named |= {f"keep_columns[{index}]": name for index, name in enumerate(self.keep_columns or ())}
         faults = [
-            f"{setting} is {name!r}: {place} has no such column. Its columns: {', '.join(present)}."
+            f"{setting} is {name!r}: {location} has no such column. Its columns: {', '.join(present)}."
             for setting, name in named.items()
             if name is not None and name not in present
         ]
@@ -212,7 +212,7 @@ class HubPrompts(PromptRendering):
         taken = [name for name in others if name in FIELDS or name in RESERVED_COLUMNS]
         if taken:
             faults.append(
-                f"keep_columns is {shortened(self.keep_columns)}: {', '.join(taken)} of {place} has the name of a "
+                f"keep_columns is {shortened(self.keep_columns)}: {', '.join(taken)} of {location} has the name of a "
                 "batch field. Name only the columns that the reward reads; [] for none."
             )
         if faults:

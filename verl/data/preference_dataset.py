@@ -111,9 +111,9 @@ class PreferenceDataset:
         kept = list(tokens)
         for limit in ("max_prompt_length", "max_length"):
             lengths = [len(tokens[i].prompt) + (limit == "max_length") * _longest(tokens[i]) for i in kept]
-            places = [rows.place(index) for index in kept]
+            locations = [rows.location(index) for index in kept]
             bound = getattr(options, limit)
-            fitting = fit_lengths(lengths, bound, limit, options.truncation, places.__getitem__, others="drop")
+            fitting = fit_lengths(lengths, bound, limit, options.truncation, locations.__getitem__, others="drop")
             kept = [kept[position] for position in fitting]
         has_chats = any(row.is_chat for row in parsed.values())
         return cls([tokens[i] for i in kept], pad_id_of(tokenizer), rows.only(kept).sources, has_chats)
@@ -195,7 +195,7 @@ def _parsed(
             bad.add(fault)
             continue
         try:
-            texts = _texts(row, keys, chat, options, rows.place(index), has_margins)
+            texts = _texts(row, keys, chat, options, rows.location(index), has_margins)
         except ConfigError as error:
             bad.add(str(error))
             continue
@@ -207,7 +207,7 @@ def _texts(
     keys: Sequence[str],
     chat: ChatTemplate,
     options: PreferenceOptions,
-    place: str,
+    location: str,
     has_margins: bool,
 ) -> _Texts:
     """The texts of a row.
@@ -217,7 +217,7 @@ def _texts(
     """
 
     def refuse(key: str, value: Any, expected: str) -> ConfigError:
-        return ConfigError(f"{key} is {shortened(value)} at {place}: expected {expected}.")
+        return ConfigError(f"{key} is {shortened(value)} at {location}: expected {expected}.")
 
     for key in keys:
         is_text = isinstance(row[key], str)
@@ -246,12 +246,12 @@ def _texts(
         if any(not isinstance(x, str) for x in responses):
             raise refuse(keys[0], responses[0], "a text, as the prompt is")
         return _Texts(prompt, responses, False, bool(label), margin)
-    before = chat.render(messages, place, reply_follows=True, tools=row.get("tools"))
+    before = chat.render(messages, location, reply_follows=True, tools=row.get("tools"))
     ends = tuple(token for token in chat.tokenizer.all_special_tokens if token.strip())
     texts = []
     for key, response in zip(keys, responses, strict=True):
         turns = [{"role": "assistant", "content": response}] if isinstance(response, str) else list(response)
-        whole = chat.render([*messages, *turns], place, reply_follows=False, tools=row.get("tools"))
+        whole = chat.render([*messages, *turns], location, reply_follows=False, tools=row.get("tools"))
         if not whole.startswith(before) or not turns:
             raise refuse(key, response, "messages that follow the prompt, which the chat template renders after it")
         text = whole[len(before) :]

@@ -68,14 +68,14 @@ class DataRows:
 
     Attributes:
         values: one mapping of columns per row.
-        places: `(file, number)` per row: the line of a JSONL file, from 1, or the row of a parquet file, from 0; None
-            for rows from memory.
+        locations: `(file, number)` per row: the line of a JSONL file, from 1, or the row of a parquet file, from 0.
+            None for rows from memory.
         numbers: index of each row over all files, counting skipped rows; None if none was skipped.
         sources: index of each row's file in the list of files; None for rows from memory.
     """
 
     values: list[Mapping[str, Any]]
-    places: list[tuple[str, int]] | None = None
+    locations: list[tuple[str, int]] | None = None
     numbers: list[int] | None = None
     sources: list[int] | None = None
 
@@ -89,11 +89,11 @@ class DataRows:
     def __len__(self) -> int:
         return len(self.values)
 
-    def place(self, index: int) -> str:
+    def location(self, index: int) -> str:
         """File and number of a row, for messages."""
-        if self.places is None:
+        if self.locations is None:
             return f"row {index}"
-        file, number = self.places[index]
+        file, number = self.locations[index]
         return f"{'line' if file.endswith('.jsonl') else 'row'} {number} of {file}"
 
     def number(self, index: int) -> int:
@@ -110,7 +110,7 @@ class DataRows:
 
         return DataRows(
             chosen(self.values),
-            None if self.places is None else chosen(self.places),
+            None if self.locations is None else chosen(self.locations),
             [self.number(index) for index in kept],
             None if self.sources is None else chosen(self.sources),
         )
@@ -128,7 +128,7 @@ class DataRows:
         if key in self.values[index]:
             return None
         present = ", ".join(str(name) for name in self.values[index]) or "none"
-        fault = f"{option} is {key!r}: no such column at {self.place(index)}. Its columns: {present}."
+        fault = f"{option} is {key!r}: no such column at {self.location(index)}. Its columns: {present}."
         if not any(key in row for row in self.values):
             raise ConfigError(fault)
         return fault
@@ -158,13 +158,13 @@ def read_rows(files: Sequence[str | Path], bad: RowErrors, name: str = "data_fil
     """
     if faults := list(file_faults(name, files)) or ([] if files else [f"{name} is empty: name at least one file."]):
         raise ConfigError(faults)
-    values, places, numbers, sources, count = [], [], [], [], 0
+    values, locations, numbers, sources, count = [], [], [], [], 0
     for index, file in enumerate(files):
         before, seen, path = count, f"{name}[{index}] is {str(file)!r}", Path(file)
         for number, row in _read_parquet(path, seen) if path.suffix == ".parquet" else _read_jsonl(path):
             if isinstance(row, dict):
                 values.append(row)
-                places.append((str(file), number))
+                locations.append((str(file), number))
                 numbers.append(count)
                 sources.append(index)
             else:
@@ -172,7 +172,7 @@ def read_rows(files: Sequence[str | Path], bad: RowErrors, name: str = "data_fil
             count += 1
         if count == before:
             raise ConfigError(f"{seen}: the data set is empty, it holds no rows.")
-    return DataRows(values, places, numbers, sources)
+    return DataRows(values, locations, numbers, sources)
 
 
 READ_AHEAD_BYTES = 16 << 20  # largest JSONL file that `columns_of` reads; its columns are known only from all lines

@@ -101,7 +101,7 @@ class RLHFDataset:
         usable = [index for index, ids in enumerate(tokens) if ids]
         limit, lengths = options.max_prompt_length, [len(tokens[index]) for index in usable]
         fitting = fit_lengths(
-            lengths, limit, "max_prompt_length", options.truncation, lambda position: rows.place(usable[position])
+            lengths, limit, "max_prompt_length", options.truncation, lambda position: rows.location(usable[position])
         )
         remaining = [usable[position] for position in fitting]
         for index in remaining:
@@ -173,7 +173,7 @@ def _column(rows: DataRows, name: str) -> np.ndarray | None:
             log.warning(
                 "The column %r is left out, so that no reward and no environment can read it: it is %s at %s%s, and a "
                 "batch carries %s. Convert the column if it is needed.",
-                name, error.kind, rows.place(index), error.path, JSON_VALUES,
+                name, error.kind, rows.location(index), error.path, JSON_VALUES,
             )  # fmt: skip
             return None
     return object_array(values)

@@ -130,13 +130,13 @@ def from_conversations(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErr
     for index in range(len(rows)):
         fault = rows.column_fault(key, "messages_key", index)
         if fault is None and (expected := messages_fault(messages := rows.values[index][key])) is not None:
-            fault = f"{key} is {shortened(messages)} at {rows.place(index)}: expected {expected}."
+            fault = f"{key} is {shortened(messages)} at {rows.location(index)}: expected {expected}."
         if fault is not None:
             bad.add(fault)
             continue
         try:
             tokens, learned = conversation_tokens(
-                chat, rows.values[index][key], rows.place(index), rows.values[index].get("tools")
+                chat, rows.values[index][key], rows.location(index), rows.values[index].get("tools")
             )
             conversations[index] = LossMaskedTokens(tokens, learned)
         except ConfigError as error:
@@ -147,7 +147,7 @@ def from_conversations(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErr
 def _completion_fault(rows: DataRows, key: str, index: int) -> str | None:
     completion = rows.values[index][key]
     expected = expected_completion(completion)
-    return expected and f"{key} is {shortened(completion)} at {rows.place(index)}: expected {expected}."
+    return expected and f"{key} is {shortened(completion)} at {rows.location(index)}: expected {expected}."
 
 
 class SFTDataset:
@@ -215,15 +215,15 @@ class SFTDataset:
             options.max_length,
             "max_length",
             options.truncation,
-            lambda position: rows.place(usable[position]),
+            lambda position: rows.location(usable[position]),
         )
         cuts = []
         for index in (usable[position] for position in fitting):
             cuts.append(texts[index].cut(options.max_length, options.truncation))
             if not cuts[-1].can_be_learned:
                 raise ConfigError(
-                    f"max_length is {options.max_length}: truncating {rows.place(index)} on the {options.truncation} "
-                    "leaves no prompt or nothing to learn. Raise max_length, or set truncation to drop."
+                    f"max_length is {options.max_length}: truncating {rows.location(index)} on the {options.truncation}"
+                    " leaves no prompt or nothing to learn. Raise max_length, or set truncation to drop."
                 )
         self.sources = rows.only([usable[position] for position in fitting]).sources
         self._tokens = RaggedTokens([text.tokens for text in cuts])

@@ -58,7 +58,7 @@ class _Scoring:
     num_tokens: int | None = None
 
     def __call__(self, logits: Tensor, tokens: Tensor, candidates: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Columns [n] and [n K] for logits [n V], tokens [n] and candidates [n K], in the order of `placed`."""
+        """Columns [n] and [n K] for logits [n V], tokens [n] and candidates [n K], in the order of `scatter`."""
         columns = [log_probs_of(logits, tokens, self.temperature)]
         if self.entropy:
             columns.append(entropy_of(logits if self.entropy == "grad" else logits.detach(), self.temperature))
@@ -70,15 +70,12 @@ class _Scoring:
             columns.append(log_probs_of(logits, candidates, self.temperature))
         return (*columns, candidates) if self.top_k and candidates is not None else tuple(columns)
 
-    def placed(self, columns: tuple[Tensor, ...], micro: MicroBatch) -> TokenLogProbs:
+    def scatter(self, columns: tuple[Tensor, ...], micro: MicroBatch) -> TokenLogProbs:
         """The columns at the places of their tokens, 0 off the mask."""
         flat = [part for x in columns for part in (x.unbind(dim=1) if x.dim() > 1 else (x,))]
-        placed = iter(micro.place(*flat))
+        flat = iter(micro.scatter_shared(*flat))
         whole = iter(
-            [
-                torch.stack([next(placed) for _ in range(x.shape[1])], -1) if x.dim() > 1 else next(placed)
-                for x in columns
-            ]
+            [torch.stack([next(flat) for _ in range(x.shape[1])], -1) if x.dim() > 1 else next(flat) for x in columns]
         )
         return TokenLogProbs(
             next(whole),
@@ -105,7 +102,7 @@ def token_log_probs(
     *,
     entropy: Entropy = None,
     rank: bool = False,
-    parts: int = 1,
+    num_chunks: int = 1,
     top_k: int = 0,
     num_tokens: int | None = None,
     candidates: str | None = None,
@@ -119,7 +116,7 @@ def token_log_probs(
         temperature: divides the logits.
         entropy: also return entropies, with their gradient or as values only; None returns none.
         rank: also return whether each token is the likeliest.
-        parts: the least number of chunks that the tokens are split into.
+        num_chunks: the least number of chunks that the tokens are split into.
         top_k: also return so many likeliest tokens with their log-probs; 0 for none.
         num_tokens: only ids below it are among the likeliest; None for the whole vocabulary.
         candidates: a field [b t K] of token ids whose log-probs are returned too, with their gradient.
@@ -131,16 +128,16 @@ def token_log_probs(
         return call_model(model, **inputs, use_cache=False, logits_to_keep=logits_to_keep).logits
 
     if not head.is_separable:
-        return scoring.placed(scoring(micro.predict(last_states), tokens, further), micro)
+        return scoring.scatter(scoring(micro.predict(last_states), tokens, further), micro)
     with head.left_out():
         hidden = micro.predict(last_states)
     fitting = logits_at_a_time(hidden.device.type) // model.config.get_text_config().vocab_size
-    at_a_time = max(1, min(fitting, -(-len(tokens) // parts)))
+    at_a_time = max(1, min(fitting, -(-len(tokens) // num_chunks)))
     assert head.head is not None
-    return scoring.placed(score_in_parts(head.head, hidden, tokens, at_a_time, scoring, further), micro)
+    return scoring.scatter(score_in_chunks(head.head, hidden, tokens, at_a_time, scoring, further), micro)
 
 
-def score_in_parts(
+def score_in_chunks(
     head: nn.Module,
     hidden: Tensor,
     tokens: Tensor,
@@ -186,7 +183,7 @@ class HeadGradients:
 
     def __init__(self, head: nn.Module):
         sources: dict[int, tuple[Any, _Float32Sum]] = {}
-        self._places: list[tuple[dict[str, Any], str, Any, _Float32Sum]] = []
+        self._aliased: list[tuple[dict[str, Any], str, Any, _Float32Sum]] = []
         for module in head.modules() if torch.is_grad_enabled() else ():
             for name, weight in module._parameters.items():
                 if weight is None or not weight.requires_grad or not weight.is_floating_point():
@@ -196,14 +193,14 @@ class HeadGradients:
                 if id(weight) not in sources:
                     total = _Float32Sum()
                     sources[id(weight)] = _Source.apply(weight, total), total
-                self._places.append((module._parameters, name, *sources[id(weight)]))
+                self._aliased.append((module._parameters, name, *sources[id(weight)]))
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
         """Inside this context the head computes with aliases of its weights."""
-        before = [(parameters, name, parameters[name]) for parameters, name, _, _ in self._places]
+        before = [(parameters, name, parameters[name]) for parameters, name, _, _ in self._aliased]
         try:
-            for parameters, name, source, total in self._places:
+            for parameters, name, source, total in self._aliased:
                 parameters[name] = _Part.apply(source, total)
             yield
         finally:
@@ -269,4 +266,4 @@ def plain_log_probs(model: Any, micro: MicroBatch, temperature: float = 1.0) -> 
         return call_model(model, **inputs, use_cache=False).logits
 
     logits, scoring = micro.predict(all_logits), _Scoring(temperature)
-    return scoring.placed(scoring(logits, micro.targets()), micro).log_probs
+    return scoring.scatter(scoring(logits, micro.targets()), micro).log_probs

@@ -113,7 +113,7 @@ def load_own_slices(model: nn.Module, files: SafetensorsReader, device: torch.de
         device: the device of computation and of buffers.
         storage: the device of the shards between forward passes; main memory where they are offloaded.
     """
-    shared = [places for places in parameter_places(model).values() if len(places) > 1]
+    shared = [owners for owners in parameter_owners(model).values() if len(owners) > 1]
     buffers = [(module, name, x) for module in model.modules() for name, x in module._buffers.items() if x is not None]
     model.to_empty(device=storage)
     for module, name, buffer in buffers:
@@ -142,11 +142,11 @@ def read_slices(model: nn.Module, files: SafetensorsReader) -> None:
             buffer.copy_(files.read(name))
 
 
-def parameter_places(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+def parameter_owners(model: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
     """(module, attribute) pairs of each parameter, by `id`; several of one that is tied."""
-    places: dict[int, list[tuple[nn.Module, str]]] = {}
+    owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                places.setdefault(id(parameter), []).append((module, name))
-    return places
+                owners.setdefault(id(parameter), []).append((module, name))
+    return owners

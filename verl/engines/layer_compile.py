@@ -21,7 +21,7 @@ from verl.errors import ConfigError
 from verl.model_paths import packed_attention
 from verl.models.structure import expert_layers
 
-COMPILED_PARTS = "compiled layers were tried with ddp and fsdp alone. Set model.compile=false."
+COMPILE_LIMITS = "compiled layers were tried with ddp and fsdp alone. Set model.compile=false."
 COMPILED_EXPERTS = "has experts, whose choices are counted in Python while it runs. Set model.compile=false."
 
 
@@ -38,7 +38,7 @@ def compile_layers(model: Any, parallel: Parallelism, backend: str = "inductor")
     split = [] if degrees is None else [name for name in ("tp", "pp", "ep") if getattr(degrees, name) > 1]
     if split:
         raise ConfigError(
-            f"model.compile is true, and sharding.{split[0]} is {getattr(degrees, split[0])}: {COMPILED_PARTS}"
+            f"model.compile is true, and sharding.{split[0]} is {getattr(degrees, split[0])}: {COMPILE_LIMITS}"
         )
     if expert_layers(model):
         raise ConfigError(f"model.compile is true: a {type(model).__name__} {COMPILED_EXPERTS}")

@@ -31,7 +31,7 @@ from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.tensor_parallel import (
     EXPERT,
     EXPERT_SHARD,
-    OwnModuleParts,
+    OwnModuleShards,
     divide_experts,
     experts_gathered,
     shard_over,
@@ -40,7 +40,7 @@ from verl.errors import ConfigError
 from verl.model_paths.context_attention import ContextGroup, ContextStyle
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import head_of
-from verl.models.own_module import ModulePlace, OwnModule
+from verl.models.own_module import OwnModule, TPRank
 from verl.models.parallel_info import Autocast, ParallelInfo
 from verl.ops.resharding.dtensor import is_divided, local, mesh_dims, tensor_layout
 from verl.ops.resharding.layout import Mesh
@@ -63,7 +63,7 @@ class Parallelism:
         needs_equal_micro_batches: whether every forward pass is collective, so that all processes run equally many.
         divides_weights: whether `shard_model` leaves a process with only a shard of the model.
         least_micro_batches: micro-batches that the rows of a step are split into at least, if they have enough tokens.
-        module_place: the tensor-parallel rank and size that a user-defined module is built for.
+        tp_rank: the tensor-parallel rank and size that a user-defined module is built for.
         routers_are_whole: whether each process has the router decisions of all layers for its tokens.
     """
 
@@ -75,7 +75,7 @@ class Parallelism:
     needs_equal_micro_batches = False
     divides_weights = False
     least_micro_batches = 1
-    module_place = ModulePlace()
+    tp_rank = TPRank()
     routers_are_whole = True
 
     @property
@@ -224,14 +224,14 @@ class DataParallelism(Parallelism):
         for grad in self._gradients(parameters):
             (large if grad.nbytes >= self.alone_bytes else small).append(grad)  # by size only: all must agree
         sums = [grad.contiguous() for grad in large]
-        under_way: list[Any] = [self.dist.all_reduce(total, group=group, async_op=True) for total in sums]
+        pending: list[Any] = [self.dist.all_reduce(total, group=group, async_op=True) for total in sums]
         for bucket in buckets(small):
             flat = torch.cat([grad.reshape(-1) for grad in bucket])
             self.dist.all_reduce(flat, group=group)
             for grad, total in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):
                 grad.copy_(total.view_as(grad))
             report()
-        for work, grad, total in zip(under_way, large, sums, strict=True):
+        for work, grad, total in zip(pending, large, sums, strict=True):
             work.wait()
             report()
             if total is not grad:
@@ -305,8 +305,8 @@ class ShardedParallelism(DataParallelism):
         self._partial_over_tensor: set[int] = set()  # ids of parameters
         if degrees.tp > 1:
             tensors = self._device_mesh[TENSOR]
-            self.module_place = ModulePlace(tensors.get_local_rank(), degrees.tp, tensors.get_group())
-        self._own_modules: dict[int, OwnModuleParts] = {}  # by id of the model
+            self.tp_rank = TPRank(tensors.get_local_rank(), degrees.tp, tensors.get_group())
+        self._own_modules: dict[int, OwnModuleShards] = {}  # by id of the model
 
     def _new_mesh(self, dims: Sequence[tuple[str, int]]) -> Any:
         """The device mesh with these dimensions. Its groups have the time limit of this run: those that
@@ -392,7 +392,7 @@ class ShardedParallelism(DataParallelism):
                 f"sharding.tp is {self.degrees.tp}: the weights of a {type(model.module).__name__}, which shards "
                 "itself, cannot be sharded by dp_shard or cp as well. Set dp_shard=1 and use dp_replicate."
             )
-        parts = self._own_modules[id(model)] = OwnModuleParts(model, self._device_mesh[TENSOR])
+        parts = self._own_modules[id(model)] = OwnModuleShards(model, self._device_mesh[TENSOR])
         self._partial_over_tensor |= {id(p) for p in parts.summed}
         model.parallel_info = replace(self._info(), gathered=parts.running)  # type: ignore[assignment]
 

@@ -40,7 +40,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from verl.component import BuildContext
-from verl.engines.fsdp import parameter_places, read_slices
+from verl.engines.fsdp import parameter_owners, read_slices
 from verl.engines.parallel_degrees import ParallelDegrees, stage_bounds
 from verl.engines.parallel_dims import REPLICATE, SHARD, STAGE, TENSOR, ShardedParallelism, buckets
 from verl.engines.tensor_parallel import (
@@ -147,11 +147,11 @@ class StageCut:
         everywhere = tuple(range(self.num_stages))
         stages: dict[int, set[int]] = {}
         head = output_head(model)
-        places: list[tuple[Any, int]] = [(self.stack.embedding, 0), (self.stack.norm, self.num_stages - 1)]
-        places += [(head, self.num_stages - 1)] if head is not None else []
+        owners: list[tuple[Any, int]] = [(self.stack.embedding, 0), (self.stack.norm, self.num_stages - 1)]
+        owners += [(head, self.num_stages - 1)] if head is not None else []
         for stage in range(self.num_stages):
-            places += [(layer, stage) for layer in self.stack.layers[self.bounds[stage] : self.bounds[stage + 1]]]
-        for module, stage in places:
+            owners += [(layer, stage) for layer in self.stack.layers[self.bounds[stage] : self.bounds[stage + 1]]]
+        for module, stage in owners:
             for parameter in module.parameters():
                 stages.setdefault(id(parameter), set()).add(stage)
         return {id(p): tuple(sorted(stages.get(id(p), everywhere))) for p in model.parameters()}
@@ -373,7 +373,7 @@ class WholeWeights:
     @contextlib.contextmanager
     def gathered(self) -> Iterator[None]:
         """Inside this context the process has the whole model. All stages enter and leave together."""
-        places = parameter_places(self.model)
+        owners = parameter_owners(self.model)
         named = dict(self.model.named_parameters())
         plan = self._plan = self._plan or self._make_plan(named)
         missing = {name: x for name, x in named.items() if is_on_other_stage(x)}
@@ -390,12 +390,12 @@ class WholeWeights:
             for name, x in moves:
                 if name in missing:
                     whole = _like(missing[name], x)
-                    for module, key in places[id(missing[name])]:
+                    for module, key in owners[id(missing[name])]:
                         module._parameters[key] = whole
             yield
         finally:
             for parameter in missing.values():
-                for module, key in places[id(parameter)]:
+                for module, key in owners[id(parameter)]:
                     module._parameters[key] = parameter
 
     def _make_plan(self, named: Mapping[str, Tensor]) -> Plan:
@@ -429,7 +429,7 @@ class _ShardedWeight:
     """A sharded parameter and the modules that use it; several where it is tied."""
 
     parameter: nn.Parameter
-    places: list[tuple[nn.Module, str]]
+    owners: list[tuple[nn.Module, str]]
 
     @property
     def shape(self) -> torch.Size:
@@ -492,7 +492,7 @@ class StageShards:
             for name, parameter in module._parameters.items():
                 if parameter is not None and dimension in mesh_dims(parameter):
                     weight = weights.setdefault(id(parameter), _ShardedWeight(parameter, []))
-                    weight.places.append((module, name))
+                    weight.owners.append((module, name))
         self._weights = list(weights.values())
 
     @contextlib.contextmanager
@@ -513,7 +513,7 @@ class StageShards:
                 whole = nn.Parameter(self._as_divided(p, data), requires_grad=p.requires_grad and trains)
                 at_stage_of(p, whole)
                 wholes.append((weight, whole))
-                for module, name in weight.places:
+                for module, name in weight.owners:
                     module._parameters[name] = whole
             gathered.clear()
             yield
@@ -521,7 +521,7 @@ class StageShards:
                 self._reduce([(w.parameter, x) for w, x in wholes if not is_on_other_stage(x) and x.requires_grad])
         finally:
             for weight, _ in wholes:
-                for module, name in weight.places:
+                for module, name in weight.owners:
                     module._parameters[name] = weight.parameter
 
     def _as_divided(self, parameter: Tensor, data: Tensor) -> Tensor:

@@ -74,14 +74,14 @@ class Sharding(Description):
         """
         return None
 
-    def parts(self, world_size: int) -> tuple[int, ...]:
+    def row_share_by_rank(self, world_size: int) -> tuple[int, ...]:
         """Index of the share of rows of each process; processes that work on the same rows have the same index."""
         degrees = self.degrees(world_size)
         return tuple(degrees.row_share(rank) for rank in range(world_size))
 
     def row_shares(self, world_size: int) -> int:
         """Number of shares that the rows of a batch are split into."""
-        return max(self.parts(world_size)) + 1
+        return max(self.row_share_by_rank(world_size)) + 1
 
     def token_shares(self, world_size: int) -> int:
         """Number of shares that the tokens of a batch are split into, by rows and by context parallelism."""

@@ -8,7 +8,7 @@ The factors A and B of a LoRA adapter follow the layer that they adapt:
     columns of W   x ──> A, replicated ──> rows of B, split, as the outputs of W are
     rows of W      x ──> columns of A, split ──> all-reduce ──> B, replicated
 
-A user-defined module splits its layers by itself; `OwnModuleParts` holds its parameters:
+A user-defined module splits its layers by itself; `OwnModuleShards` holds its parameters:
 
 between passes  DTensors, which gradient clipping, the optimizer, saving and loading work on
 within a pass   the plain tensors that the module was built with, in the same memory; their gradients are copied back
@@ -199,7 +199,7 @@ def _plan_of_layer(layer: Any, style: str) -> dict[str, str]:
     return {"base_layer": style, **{f"{factor}.{name}": style for name in getattr(layer, factor)}}
 
 
-class OwnModuleParts:
+class OwnModuleShards:
     """The local shards of a user-defined module.
 
     Args:
@@ -212,12 +212,12 @@ class OwnModuleParts:
     def __init__(self, model: OwnModule, mesh: Any):
         from torch.distributed.tensor import DTensor, Shard
 
-        if model.place.size != mesh.size():
+        if model.tp_rank.size != mesh.size():
             raise ConfigError(
-                f"model is a {type(model.module).__name__}: it was built for {model.place.size} tensor-parallel "
+                f"model is a {type(model.module).__name__}: it was built for {model.tp_rank.size} tensor-parallel "
                 f"processes, but there are {mesh.size()}."
             )
-        self._places: dict[int, list[tuple[nn.Module, str]]] = {}
+        self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         self._parameters: dict[int, nn.Parameter] = {}
         self.summed: list[nn.Parameter] = []
         names = {id(p): name for name, p in model.named_parameters()}
@@ -235,10 +235,10 @@ class OwnModuleParts:
                     laid_out = DTensor.from_local(p.detach(), mesh, [Shard(part.dim)], run_check=False)
                     parameters[id(p)] = nn.Parameter(laid_out, requires_grad=p.requires_grad)
                 whole = parameters[id(p)]
-                self._places.setdefault(id(whole), []).append((module, key))
+                self._owners.setdefault(id(whole), []).append((module, key))
                 self._parameters[id(whole)] = whole
-        for number, places in self._places.items():
-            for module, key in places:
+        for number, owners in self._owners.items():
+            for module, key in owners:
                 module._parameters[key] = self._parameters[number]
 
     @contextlib.contextmanager
@@ -249,16 +249,16 @@ class OwnModuleParts:
             for number, p in self._parameters.items()
         }
         try:
-            for number, places in self._places.items():
-                for module, key in places:
+            for number, owners in self._owners.items():
+                for module, key in owners:
                     module._parameters[key] = plain[number]
             yield
             for number, p in self._parameters.items():
                 if (grad := plain[number].grad) is not None:
                     add_gradient(p, grad)
         finally:
-            for number, places in self._places.items():
-                for module, key in places:
+            for number, owners in self._owners.items():
+                for module, key in owners:
                     module._parameters[key] = self._parameters[number]
 
 

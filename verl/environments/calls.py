@@ -127,8 +127,8 @@ class _Call:
         if isinstance(error, InfraError):
             text, trace, fault = f"InfraError: {error}", error.trace, error.fault
         else:
-            told = failure(error, self.method)
-            text, trace = told["error"], told["trace"]
+            report = failure(error, self.method)
+            text, trace = report["error"], report["trace"]
         text = " ".join("".join(c if c.isprintable() else " " for c in text).split())[:MAX_ERROR]
         if trace and trace not in _logged and len(_logged) < MAX_TRACES:
             _logged.add(trace)

@@ -87,28 +87,28 @@ class EpisodeGenerator(ResponseGenerator):
             return None
         return EpisodeJournal(self._context.journal_dir, self.options.identity(), self._context.rank)
 
-    def limits(self, parts: Sequence[DataProto], request: GenerationRequest) -> TurnLimits:
+    def limits(self, batches: Sequence[DataProto], request: GenerationRequest) -> TurnLimits:
         if not request.uses_environment:
-            return super().limits(parts, request)
-        return TurnLimits(longest_prompt(parts) + self.options.max_tokens, self.options.kv_cache_gib)
+            return super().limits(batches, request)
+        return TurnLimits(longest_prompt(batches) + self.options.max_tokens, self.options.kv_cache_gib)
 
-    def sample(self, turns: TurnEngine, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
+    def sample(self, turns: TurnEngine, batches: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
         """The episodes of each part of the prompts, which are played side by side."""
         if not request.uses_environment:
-            return super().sample(turns, parts, request)
-        return in_lockstep(self.engine.group.tensor_group, turns, lambda turns: self._played(turns, parts, request))
+            return super().sample(turns, batches, request)
+        return in_lockstep(self.engine.group.tensor_group, turns, lambda turns: self._played(turns, batches, request))
 
-    def _played(self, turns: TurnEngine, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
+    def _played(self, turns: TurnEngine, batches: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
         numbers, groups = itertools.count(), itertools.count()  # over all parts
-        of_parts = [self.episodes(part, request, numbers, groups) for part in parts]
+        episodes_of = [self.episodes(part, request, numbers, groups) for part in batches]
         try:
-            self.play(turns, list(chain.from_iterable(of_parts)), request)
+            self.play(turns, list(chain.from_iterable(episodes_of)), request)
         except RolloutError:
             if self.journal is not None:
                 self.journal.forget_failures()
             self._close_calls()  # they may be answered yet, and the same episodes be played again
             raise
-        return [self.batch_of(part, request, played, turns) for part, played in zip(parts, of_parts, strict=True)]
+        return [self.batch_of(part, request, played, turns) for part, played in zip(batches, episodes_of, strict=True)]
 
     def play(self, turns: TurnEngine, episodes: list[Episode], request: GenerationRequest) -> None:
         """Play episodes to their ends."""
@@ -142,7 +142,7 @@ class EpisodeGenerator(ResponseGenerator):
         has = {"has_rows": self.has_rows, "has_versions": has_versions}
         return episode_batch(prompts, request, samples, records, self.pad_id, turns.dtype, **has)
 
-    def beside(self) -> EpisodeGenerator:
+    def second(self) -> EpisodeGenerator:
         other = copy.copy(self)
         other._calls, other.journal = None, other.new_journal()
         return other

@@ -128,9 +128,9 @@ class EpisodeJournal:
             self._file = None
         self._step = None
 
-    def prefix(self, *place: Any) -> PrefixHash:
+    def prefix(self, *parts_of_key: Any) -> PrefixHash:
         """The hash of an episode that has no tokens yet, for `PrefixHash.key`."""
-        return PrefixHash(hashlib.blake2b(self._identity + repr(place).encode(), digest_size=16))
+        return PrefixHash(hashlib.blake2b(self._identity + repr(parts_of_key).encode(), digest_size=16))
 
     def answer(self, key: str) -> JournalEntry | None:
         return self._answers.get(key)

@@ -22,7 +22,7 @@ from typing import Any
 from verl.data.chat_template import ChatTemplate
 from verl.environments.base import EnvironmentDescription, Observation
 from verl.environments.tool_calls.parse import ToolCall, ToolFormat, find_calls
-from verl.environments.tool_calls.round_trip import PLACE, TOOLS, as_message, format_of, stand_in_turn
+from verl.environments.tool_calls.round_trip import SOURCE, TOOLS, as_message, format_of, stand_in_turn
 from verl.errors import ConfigError, faults_below
 
 log = logging.getLogger(__name__)
@@ -131,11 +131,11 @@ def _stand_in_name(message: Mapping[str, Any]) -> str:
 def _text_between(
     chat: ChatTemplate, style: ToolFormat, messages: Sequence[Mapping[str, Any]], names: Sequence[str]
 ) -> TextBetween:
-    asked, reply = STAND_IN.format("asked"), STAND_IN.format("said")
+    question, reply = STAND_IN.format("asked"), STAND_IN.format("said")
     turn: dict[str, Any] = {"role": "assistant", "content": "" if names else reply}
     if names:
         turn["tool_calls"] = [as_message(ToolCall(name, {}), number) for number, name in enumerate(names)]
-    begin = [{"role": "user", "content": asked}, turn]
+    begin = [{"role": "user", "content": question}, turn]
     contents = [STAND_IN.format(number) for number in range(len(messages))]
 
     def rendered(after: str) -> str:
@@ -145,9 +145,9 @@ def _text_between(
             | ({"tool_call_id": f"call{min(number, len(names) - 1):05}"} if message["role"] == "tool" and names else {})
             for number, (message, content) in enumerate(zip(messages, contents, strict=True))
         ]
-        return chat.render([*begin, *answers], PLACE, reply_follows=True)
+        return chat.render([*begin, *answers], SOURCE, reply_follows=True)
 
-    text, short = rendered(""), chat.render(begin, PLACE, reply_follows=False)
+    text, short = rendered(""), chat.render(begin, SOURCE, reply_follows=False)
     turn_end, short_end = (_end_of_turn(x, style, names, reply, contents) for x in (text, short))
     if turn_end is None or any(text.count(content) != 1 for content in contents):
         roles = ", ".join(str(message["role"]) for message in messages)
@@ -321,7 +321,7 @@ def check_template(options: EnvironmentDescription, chat: ChatTemplate, has_chat
     ]
     with faults_below("environment"):
         try:
-            rendered = chat.render(messages, PLACE, reply_follows=True)
+            rendered = chat.render(messages, SOURCE, reply_follows=True)
         except ConfigError as error:
             raise ConfigError(f"history is rerender: {error} Set environment.history=append.") from error
         if turn not in rendered or result not in rendered:

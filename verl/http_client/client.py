@@ -287,7 +287,7 @@ class HTTPClient:
 
     async def _all(self, asks: Sequence[Request], stop_at_failure: bool) -> list[RequestReport | None]:
         batch = _Batch(self.endpoint.total_timeout_s)
-        tasks = [asyncio.create_task(self._asked(ask, batch)) for ask in asks]
+        tasks = [asyncio.create_task(self._ask_once(ask, batch)) for ask in asks]
         watch = asyncio.create_task(batch.end_in_time(tasks))
         try:
             for finished in asyncio.as_completed(tasks):
@@ -299,7 +299,7 @@ class HTTPClient:
             for task in [*tasks, watch]:
                 task.cancel()
 
-    async def _asked(self, ask: Request, batch: _Batch) -> RequestReport:
+    async def _ask_once(self, ask: Request, batch: _Batch) -> RequestReport:
         """Send a request until it has a usable answer or has failed after all retries."""
         seconds: list[float] = []
         fault, retries = None, self.endpoint.retries

@@ -132,10 +132,10 @@ class AnswerCache:
 
     def find(self, keys: Iterable[str]) -> dict[str, str]:
         """The cached answers among these keys."""
-        asked, answers = list(dict.fromkeys(keys)), {}
+        distinct, answers = list(dict.fromkeys(keys)), {}
         with self._lock:
-            for start in range(0, len(asked), QUESTIONS_AT_A_TIME):
-                part = asked[start : start + QUESTIONS_AT_A_TIME]
+            for start in range(0, len(distinct), QUESTIONS_AT_A_TIME):
+                part = distinct[start : start + QUESTIONS_AT_A_TIME]
                 marks = ",".join("?" * len(part))
                 answers |= dict(self._run(f"SELECT key, text FROM answers WHERE key IN ({marks})", part))
         return answers

@@ -383,9 +383,9 @@ class HybridActor:
 
     def _generator_for(self, config: GenerationConfig) -> ResponseGenerator:
         """A generator with the options of a call; its engine is new if options are fixed at start."""
-        asked: Any = replace(self.rollout, **sampling_options(config))
+        described: Any = replace(self.rollout, **sampling_options(config))
         model, pad = _unwrapped(self.model), config.pad_token_id
-        options = asked.chosen_for(model)
+        options = described.chosen_for(model)
         size = len(self.tokenizer) if hasattr(self.tokenizer, "__len__") else None
         fixed = None if options.may_change else options
         key = (config.eos_token_id, pad, self.device, fixed, self.tokenizer, size)
@@ -396,7 +396,7 @@ class HybridActor:
                 context = BuildContext(device=str(mesh.device), rank=mesh.rank, world_size=mesh.world_size)
             with stop_tokens_of_call(model, config):
                 tokenizer = CallTokenizer(self.tokenizer, pad)
-                self._engine = (key, asked.attach(model, tokenizer, self.seed, None, context))
+                self._engine = (key, described.attach(model, tokenizer, self.seed, None, context))
         engine = self._engine[1]
         if hasattr(engine, "seed"):
             engine.seed = self.seed  # type: ignore[attr-defined]

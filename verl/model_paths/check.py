@@ -51,7 +51,7 @@ TAIL = 7  # tokens behind a row, with which its plain forward pass differs by th
 NOISE_FACTOR = 2.0  # times that is rounding too: paths differ in more operations than two plain forward passes
 WINDOW = 32  # consecutive tokens; a fault that begins far in a row is lost in the mean over all of it
 ENCODER_DECODER = "it is an encoder-decoder, and a policy is one decoder. Give a causal language model of its kind."
-NOT_BESIDE_OTHERS = "a row has other numbers beside others of its length than alone."
+BATCH_DEPENDENT = "a row has other numbers beside others of its length than alone."
 NOT_REPEATABLE = "its numbers differ from one forward pass of a row to the next, so it has no log-probs to train on."
 LEFT_OUT_BY_SDPA = "its attention is sdpa, which leaves a part of it out. Set attention=eager."
 
@@ -188,10 +188,10 @@ def _fault_of_rows(model: Any, limit: tuple[str, int] | None) -> str | None:
         half = max(1, tokens // 2)
         try:
             batches = ids[None], ids[None], ids[None, :half], torch.stack([ids, ids.flip(0)])
-            whole, again, part, beside = (_states(model, x)[0, :half].double() for x in batches)
+            whole, again, part, alongside = (_states(model, x)[0, :half].double() for x in batches)
         except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
             return f"it cannot read a row of {tokens} tokens ({type(error).__name__}: {error})."
-        for other, refusal in ((again, NOT_REPEATABLE), (part, NOT_A_POLICY), (beside, NOT_BESIDE_OTHERS)):
+        for other, refusal in ((again, NOT_REPEATABLE), (part, NOT_A_POLICY), (alongside, BATCH_DEPENDENT)):
             if _distance(whole, other) > _tolerance(model):
                 return refusal
     return None
@@ -245,11 +245,11 @@ def modified_part(model: Any) -> str | None:
         return None
     key = model_class(base), settings_text(base.config)
     try:
-        if key not in _original_parts:
+        if key not in _original_modules:
             with torch.random.fork_rng(devices=[]), quiet_transformers(), torch.device("meta"):  # without weights
                 skeleton = model_class(base)(copy.deepcopy(base.config))
-            _original_parts[key] = {name: type(module) for name, module in skeleton.named_modules()}
-        original = _original_parts[key]
+            _original_modules[key] = {name: type(module) for name, module in skeleton.named_modules()}
+        original = _original_modules[key]
     except Exception:  # noqa: BLE001 - whatever a class of its own needs to be made
         return "its class cannot be made from its configuration"
     for name, module in base.named_modules():
@@ -259,7 +259,7 @@ def modified_part(model: Any) -> str | None:
     return None
 
 
-_original_parts: dict[tuple[type, str], dict[str, type]] = {}  # the roles of a run have models of one kind
+_original_modules: dict[tuple[type, str], dict[str, type]] = {}  # the roles of a run have models of one kind
 
 
 def model_class(model: Any) -> type:

@@ -229,7 +229,7 @@ def keeps_sums(query: Tensor, value: Tensor) -> bool:
     return query.device.type == "cpu" and query.shape[2] == value.shape[2]
 
 
-def _parts(block: PieceBlock, window: int | None, dtype: torch.dtype) -> Sequence[tuple[slice, bool, Tensor | None]]:
+def _ranges(block: PieceBlock, window: int | None, dtype: torch.dtype) -> Sequence[tuple[slice, bool, Tensor | None]]:
     """Ranges of keys, whether queries see them causally, and a mask: of one piece, keys before it and its own."""
     queries = block.queries.shape[1]
     before = block.width - queries
@@ -253,7 +253,7 @@ def _attend_with_sums(
     q = query.transpose(1, 2)
     k, v = (_by_heads(block, x, q.shape[1]) for x in (keys, values))
     out, sums = None, None
-    for part, is_causal, mask in _parts(block, window, q.dtype):
+    for part, is_causal, mask in _ranges(block, window, q.dtype):
         output, of_part = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k[:, :, part], v[:, :, part], 0.0, is_causal, attn_mask=mask, scale=scaling
         )
@@ -279,7 +279,7 @@ def _backward_with_sums(
     q, out, grad, sums = (x.transpose(1, 2).contiguous() for x in (query, out, grad, sums))
     k, v = (x.detach() for x in pieces)
     of_query, of_pieces = torch.zeros_like(q), [torch.zeros_like(k), torch.zeros_like(v)]
-    for part, is_causal, mask in _parts(block, window, q.dtype):
+    for part, is_causal, mask in _ranges(block, window, q.dtype):
         gradients = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad, q, k[:, :, part], v[:, :, part], out, sums, 0.0, is_causal, attn_mask=mask, scale=scaling
         )
@@ -293,7 +293,7 @@ def _backward_with_sums(
 def _gather_line(key: Tensor, value: Tensor, line: ContextLine) -> tuple[Tensor, Tensor]:
     """Keys and values of the whole line, [N K D], in one exchange."""
     both = torch.cat([key.flatten(1), value.flatten(1)], dim=1)
-    line_states = _gather(both, max(line.shard.sizes), line.context).index_select(0, line.shard.place)
+    line_states = _gather(both, max(line.shard.sizes), line.context).index_select(0, line.shard.padded)
     keys, values = line_states.split([key[0].numel(), value[0].numel()], dim=1)
     return keys.unflatten(1, key.shape[1:]), values.unflatten(1, value.shape[1:])
 
@@ -302,7 +302,7 @@ def _scatter_line(keys: Tensor, values: Tensor, line: ContextLine) -> tuple[Tens
     """Gradients of the whole line, added up over the processes, to each its own tokens."""
     sizes, context = line.shard.sizes, line.context
     both = torch.cat([keys.flatten(1), values.flatten(1)], dim=1)
-    sent = both.new_zeros(context.size * max(sizes), both.shape[1]).index_copy_(0, line.shard.place, both)
+    sent = both.new_zeros(context.size * max(sizes), both.shape[1]).index_copy_(0, line.shard.padded, both)
     own = both.new_empty(max(sizes), both.shape[1])
     dist.reduce_scatter_single(own, sent, group=context.group)
     key, value = own[: sizes[context.rank]].split([keys[0].numel(), values[0].numel()], dim=1)

@@ -41,7 +41,7 @@ class MicroBatch:
         is_left_aligned: rows run with all their padding on the right.
         is_unpadded: rows are of one length, and the model counts positions by itself.
         tail: tokens behind each row that it is run with, which no causal model sees; of rows run as rows.
-        places: [n], [n] row and column of each response token on the mask, in the order of `response_mask.nonzero()`:
+        positions: [n], [n] row and column of each response token on the mask, as `response_mask.nonzero()` gives them;
             found once, in main memory, since a device that looks for them makes this process wait for it.
     """
 
@@ -51,7 +51,7 @@ class MicroBatch:
     is_left_aligned: bool = False
     is_unpadded: bool = False
     tail: int = 0
-    places: tuple[Tensor, Tensor] | None = None
+    positions: tuple[Tensor, Tensor] | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
         """A copy on the model's device.
@@ -64,13 +64,13 @@ class MicroBatch:
         tensors = {name: x.to(device, non_blocking=True) for name, x in self.tensors.items()}
         packing = None if self.packing is None else self.packing.to(device)
         row, t = (x.to(device, non_blocking=True) for x in self.on_mask)
-        return replace(self, tensors=tensors, packing=packing, places=(row, t))
+        return replace(self, tensors=tensors, packing=packing, positions=(row, t))
 
     @property
     def on_mask(self) -> tuple[Tensor, Tensor]:
         """Row and column of each response token on the mask."""
-        if self.places is not None:
-            return self.places
+        if self.positions is not None:
+            return self.positions
         row, t = self.tensors["response_mask"].nonzero(as_tuple=True)
         return row, t
 
@@ -78,7 +78,7 @@ class MicroBatch:
         """Values of a field [b t] at the masked response tokens, [n]."""
         return self.tensors[name][self.on_mask]
 
-    def placed(self, values: Tensor) -> Tensor:
+    def scatter(self, values: Tensor) -> Tensor:
         """The other way round: values [n] of the response tokens on the mask in their places [b t], zeros elsewhere."""
         mask = self.tensors["response_mask"]
         whole = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
@@ -93,7 +93,7 @@ class MicroBatch:
         `response_mask.nonzero()`.
 
         Where processes share the tokens, it is what predicts those tokens alone that are this one's; `targets` gives
-        them, and `place` puts what is computed for them together.
+        them, and `scatter_shared` puts what is computed for them together.
 
         Args:
             call: runs the model on `input_ids`, `attention_mask`, `position_ids` and further keywords, and gives
@@ -115,14 +115,14 @@ class MicroBatch:
         tokens = self.chosen(name)
         return tokens[self.packing.shard.predicted] if isinstance(self.packing, ContextLine) else tokens
 
-    def place(self, *columns: Tensor) -> tuple[Tensor, ...]:
+    def scatter_shared(self, *columns: Tensor) -> tuple[Tensor, ...]:
         """Each [n] of the predicted tokens as [b t], 0 off the mask; of all processes that share them."""
         if isinstance(self.packing, ContextLine):
             line, kinds = self.packing, [x.dtype for x in columns]
             wide = max((kind for kind in kinds if kind.is_floating_point), key=lambda kind: torch.finfo(kind).bits)
             joined = line.join(torch.stack([x.to(wide) for x in columns], dim=1)).unbind(dim=1)
             columns = tuple(x.to(kind) for x, kind in zip(joined, kinds, strict=True))
-        return tuple(self.placed(x) for x in columns)
+        return tuple(self.scatter(x) for x in columns)
 
     def model_tokens(self) -> tuple[Tensor, Tensor]:
         """Index [n], in the flattened rows [b * S], of each token that the model runs on, and how many response

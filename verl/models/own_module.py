@@ -1,6 +1,6 @@
 """Any torch module as a policy, user-defined or from a library such as Megatron-core.
 
-    ModuleModel.build_part(place) ──> ModulePart: the module of this process, and how its tensors are sharded
+    ModuleModel.build_part(tp_rank) ──> ModulePart: the module of this process, and how its tensors are sharded
                                  ──> OwnModule, which trains, generates, saves and loads like other models
 
 The module is called as `module(input_ids, attention_mask)` and returns logits [B S V], or an object with `logits`. It
@@ -44,7 +44,7 @@ class TensorPart:
 
 
 @dataclass(frozen=True)
-class ModulePlace:
+class TPRank:
     """The tensor-parallel rank that a module is built for.
 
     Attributes:
@@ -76,17 +76,17 @@ class OwnModule(nn.Module):
     Args:
         part: the module of this process.
         sizes: see `ModuleModel.sizes`.
-        place: the rank that it was built for.
+        tp_rank: the rank that it was built for.
     """
 
     lm_head = None  # the output head is inside the module
     base_model_prefix = "module"
 
-    def __init__(self, part: ModulePart, sizes: Mapping[str, Any], place: ModulePlace):
+    def __init__(self, part: ModulePart, sizes: Mapping[str, Any], tp_rank: TPRank):
         from transformers import GenerationConfig, PretrainedConfig
 
         super().__init__()
-        self.module, self.place, self.sizes = part.module, place, dict(sizes)
+        self.module, self.tp_rank, self.sizes = part.module, tp_rank, dict(sizes)
         self.config = PretrainedConfig(**sizes)
         self.generation_config = GenerationConfig(eos_token_id=sizes.get("eos_token_id"))
         unknown = part.parts.keys() - dict(self.module.named_parameters()).keys()
@@ -121,7 +121,7 @@ class OwnModule(nn.Module):
         """The slice of the unsharded tensor that a parameter holds."""
         sides = [(0, size) for size in x.shape]
         if (dim := self.part_of(name).dim) is not None:
-            first = self.place.rank * x.shape[dim]
+            first = self.tp_rank.rank * x.shape[dim]
             sides[dim] = (first, first + x.shape[dim])
         return tuple(sides)
 
@@ -160,7 +160,7 @@ class ModuleModel(ModelSource):
     path: str | None = None
     tokenizer_path: str | None = None
 
-    def build_part(self, place: ModulePlace) -> ModulePart:
+    def build_part(self, tp_rank: TPRank) -> ModulePart:
         """Build the module of a process. Its initial weights must not depend on the number of processes."""
         raise NotImplementedError
 
@@ -173,13 +173,13 @@ class ModuleModel(ModelSource):
     def at(self, path: str) -> ModuleModel:
         return replace(self, path=path)
 
-    def load_part(self, device: str, place: ModulePlace) -> OwnModule:
+    def load_part(self, device: str, tp_rank: TPRank) -> OwnModule:
         """Build the module of a process and load its weights.
 
         Raises:
             ConfigError: the weights at `path` do not fit this module.
         """
-        model = OwnModule(self.build_part(place), self.sizes(), place)
+        model = OwnModule(self.build_part(tp_rank), self.sizes(), tp_rank)
         model = model.to(device=device, dtype=getattr(torch, self.dtype)).eval()
         if self.path is not None:
             reader = SafetensorsReader(Path(self.path), "module")
@@ -195,7 +195,7 @@ class ModuleModel(ModelSource):
         return model
 
     def load_causal_lm(self, device: str) -> Any:
-        return self.load_part(device, ModulePlace())
+        return self.load_part(device, TPRank())
 
     def load_backbone(self, device: str) -> Any:
         raise ConfigError(

@@ -147,8 +147,8 @@ class BatchPartition:
         counts = torch.zeros(sum(len(rows) for rows, _ in answered), dtype=torch.int64)
         for (rows, _), count in zip(answered, each, strict=True):
             counts[rows] = count
-        places = [answer_rows(rows, counts, count) for (rows, _), count in zip(answered, each, strict=True)]
-        return DataProto.concat([answer for _, answer in answered], places, empty)
+        indices = [answer_rows(rows, counts, count) for (rows, _), count in zip(answered, each, strict=True)]
+        return DataProto.concat([answer for _, answer in answered], indices, empty)
 
 
 def answer_rows(rows: Tensor, counts: Tensor, each: int) -> Tensor:

@@ -78,7 +78,7 @@ class ContextShard:
     Attributes:
         own: [n], indices into the line of the rank's tokens.
         sizes: n of every rank.
-        place: [N], index of each token of the line in the concatenation over ranks, each padded to the largest n.
+        padded: [N], index of each token of the line in the concatenation over ranks, each padded to the largest n.
         dense: [N], the same without that padding.
         blocks: of attention.
         predictors: gathers the states that predict the response tokens of this rank from its own tokens.
@@ -91,7 +91,7 @@ class ContextShard:
 
     own: Tensor
     sizes: tuple[int, ...]
-    place: Tensor
+    padded: Tensor
     dense: Tensor
     blocks: tuple[PieceBlock, ...]
     predictors: GatherIndex
@@ -102,7 +102,7 @@ class ContextShard:
     layouts: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def to(self, device: torch.device | str) -> ContextShard:
-        names = ("own", "place", "dense", "predicted", "joined")
+        names = ("own", "padded", "dense", "predicted", "joined")
         moved = {name: getattr(self, name).to(device, non_blocking=True) for name in names}
         blocks = tuple(block.to(device) for block in self.blocks)
         return replace(self, blocks=blocks, predictors=self.predictors.to(device), **moved)
@@ -114,7 +114,7 @@ def shard_line(packing: PackedRows, size: int, rank: int) -> ContextShard:
     ranges = [_ranges(length, size, r) for r in range(size)]
     owned = [torch.cat([torch.arange(*ends) for ends in of_rank]) for of_rank in ranges]
     sizes = tuple(len(own) for own in owned)
-    positions = _places(owned, length)
+    positions = _padded(owned, length)
     holder, counted = positions // max(sizes), torch.tensor(sizes)
     dense = (counted.cumsum(0) - counted)[holder] + positions % max(sizes)
     predicting = [(holder[packing.predictors.index] == r).nonzero()[:, 0] for r in range(size)]
@@ -130,7 +130,7 @@ def shard_line(packing: PackedRows, size: int, rank: int) -> ContextShard:
         gather_index(local[packing.predictors.index[predicting[rank]]], len(own)),
         predicting[rank],
         counts,
-        _places(predicting, len(packing.predictors.index)),
+        _padded(predicting, len(packing.predictors.index)),
         ranges[rank],
     )
 
@@ -142,7 +142,7 @@ def _ranges(length: int, size: int, rank: int) -> tuple[tuple[int, int], ...]:
     return chunks if any(start < stop for start, stop in chunks) else ((0, 1),)
 
 
-def _places(owned: list[Tensor], length: int) -> Tensor:
+def _padded(owned: list[Tensor], length: int) -> Tensor:
     """Index of each of `length` entries in the concatenation over ranks, each padded to the largest."""
     most, positions = max(max(len(own) for own in owned), 1), torch.zeros(length, dtype=torch.int64)
     for rank in reversed(range(len(owned))):  # an entry of two ranks counts for the first

@@ -169,7 +169,7 @@ def join_tensors(
     columns: Sequence[tuple[torch.Tensor, Source | None]],
     lengths: Sequence[tuple[int, int]],
     meta_info: Mapping[str, Any],
-    places: Sequence[torch.Tensor] | None = None,
+    indices: Sequence[torch.Tensor] | None = None,
     empty: Callable[..., torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Join the rows of a field from all parts, re-padded to the longest P, T and N; each row is copied once.
@@ -179,7 +179,7 @@ def join_tensors(
         columns: the field and its producer in each part.
         lengths: (P, T) of each part.
         meta_info: of the result, for the padding.
-        places: row indices of the result for the rows of each part; None to concatenate the parts.
+        indices: row indices of the result for the rows of each part; None to concatenate the parts.
         empty: allocates the result on the CPU, by shape and dtype.
     """
     field, (first, maker) = FIELDS.get(name), columns[0]
@@ -192,7 +192,7 @@ def join_tensors(
             raise contract_error(name, f"{_kind(first)} as in another part{by}", _kind(tensor), source)
     shapes = [tensor.shape for tensor, _ in columns]
     is_even = len({shape[1:] for shape in shapes}) == 1 and not ("S" in dims and len(set(lengths)) > 1)
-    if is_even and places is None:
+    if is_even and indices is None:
         return torch.cat([tensor for tensor, _ in columns])
     longest = {"P": prompt, "T": response, "S": prompt + response}
     longest |= {"N": max(shape[dims.index("N")] for shape in shapes)} if "N" in dims else {}
@@ -207,24 +207,24 @@ def join_tensors(
         area = joined
         for dim, (letter, size) in enumerate(zip(dims[1:], tensor.shape[1:]), start=1):
             area = area.narrow(dim, prompt - p if letter in ("P", "S") else 0, size)
-        if places is None:
+        if indices is None:
             area[row : row + len(tensor)] = tensor
         else:
-            set_rows(area, places[part], tensor)
+            set_rows(area, indices[part], tensor)
         row += len(tensor)
     return joined
 
 
-def set_rows(whole: torch.Tensor, places: torch.Tensor, rows: torch.Tensor) -> None:
+def set_rows(whole: torch.Tensor, indices: torch.Tensor, rows: torch.Tensor) -> None:
     """whole[places] = rows, for rows without gradient, by numpy, which copies whole rows, where torch copies single
     elements.
     """
     if whole.device.type != "cpu" or not rows.numel():
-        whole.index_copy_(0, places.to(whole.device), rows)
+        whole.index_copy_(0, indices.to(whole.device), rows)
         return
     same_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[whole.itemsize]
     rows = rows.detach().resolve_neg()
-    whole.view(same_size).numpy()[places.numpy()] = rows.view(same_size).numpy()
+    whole.view(same_size).numpy()[indices.numpy()] = rows.view(same_size).numpy()
 
 
 def in_threads(jobs: Sequence[Callable[[], Any]], num_bytes: int) -> list[Any]:
@@ -238,10 +238,10 @@ def in_threads(jobs: Sequence[Callable[[], Any]], num_bytes: int) -> list[Any]:
         return list(pool.map(lambda job: job(), jobs))
 
 
-def join_arrays(arrays: Sequence[np.ndarray], places: Sequence[torch.Tensor] | None = None) -> np.ndarray:
-    """Join the rows of a column from all parts; `places` as in `join_tensors`."""
+def join_arrays(arrays: Sequence[np.ndarray], indices: Sequence[torch.Tensor] | None = None) -> np.ndarray:
+    """Join the rows of a column from all parts; `indices` as in `join_tensors`."""
     joined = np.concatenate(arrays)
-    return joined if places is None else joined[torch.cat(list(places)).argsort().numpy()]
+    return joined if indices is None else joined[torch.cat(list(indices)).argsort().numpy()]
 
 
 def _pad_value(field: Field | None, meta_info: Mapping[str, Any]) -> Any:

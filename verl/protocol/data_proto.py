@@ -300,7 +300,7 @@ class DataProto:
     @staticmethod
     def concat(
         parts: Iterable[DataProto],
-        places: Sequence[torch.Tensor] | None = None,
+        indices: Sequence[torch.Tensor] | None = None,
         empty: Callable[..., torch.Tensor] | None = None,
     ) -> DataProto:
         """Concatenate batches, re-padded to the longest: P on the left, T on the right, S on both sides.
@@ -309,8 +309,8 @@ class DataProto:
 
         Args:
             parts: the batches.
-            places: row indices of the result for the rows of each part, together a permutation; None to concatenate.
-            empty: allocates a field of the result, by shape and dtype; only with `places`.
+            indices: row indices of the result for the rows of each part, together a permutation; None to concatenate.
+            empty: allocates a field of the result, by shape and dtype; only with `indices`.
         Raises:
             DataProtoValidationError: there are no parts, or fields, dtypes, unregistered dims or meta_info differ.
         """
@@ -323,8 +323,8 @@ class DataProto:
             first._same_fields(part)
         if len(filled) == 1:
             whole = first._with_fields(first._tensors, first._arrays, meta_info)
-            return whole if places is None else whole._take(torch.cat(list(places)).argsort())
-        at = None if places is None else [rows for rows in places if len(rows)]
+            return whole if indices is None else whole._take(torch.cat(list(indices)).argsort())
+        at = None if indices is None else [rows for rows in indices if len(rows)]
         assert at is None or [*map(len, at)] == [*map(len, filled)], "places do not match the parts"
         lengths = [lengths_of(part._bound) for part in filled]
         jobs = []

@@ -169,20 +169,20 @@ class AsyncRewards:
     # In the thread
 
     def _run(self) -> None:
-        asked: Future[FinishedGroups] | None = None
+        pending: Future[FinishedGroups] | None = None
         while not self._is_closed:
             if self._score():
                 continue
-            if self.poll is not None and (known := self.known) and (asked is None or asked.done()):
+            if self.poll is not None and (known := self.known) and (pending is None or pending.done()):
                 with suppress(Exception):  # questions of the trainer's own raise it
-                    asked = self.poll(known)
-                    asked.add_done_callback(self._take)
+                    pending = self.poll(known)
+                    pending.add_done_callback(self._take)
             with self._changed:
                 self._changed.wait(POLL_S)
 
-    def _take(self, asked: Future[FinishedGroups]) -> None:
+    def _take(self, pending: Future[FinishedGroups]) -> None:
         with suppress(Exception):
-            for _, groups in asked.result():
+            for _, groups in pending.result():
                 self.note(groups)
 
     def _score(self) -> bool:

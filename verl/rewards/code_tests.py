@@ -146,14 +146,14 @@ class CodeReward(Reward):
             raise ConfigError(
                 f"tests_key is {key!r}: {len(reasons)} {total} need {IN_PROCESS}: {_rows(first, reasons)}. {ALLOW}"
             )
-        told = []
+        lines = []
         if reasons:
-            told.append(f"{len(reasons)} {total} run in {IN_PROCESS} (reward.allow_in_process=true).")
+            lines.append(f"{len(reasons)} {total} run in {IN_PROCESS} (reward.allow_in_process=true).")
         if broken:
-            told.append(
+            lines.append(
                 f"{len(broken)} {total} are broken: no program passes them, or every one: {_rows(first, broken)}."
             )
-        return told
+        return lines
 
     def score_batch(self, batch: DataProto) -> RewardResult:
         """Parts: `tests_passed`, the fraction of a row's tests that pass; `test_timeouts`, 1 if a test ran out of time;

@@ -111,11 +111,11 @@ class RewardTokenizer:
             texts = [self._rendered(row, prompts, responses, messages[row], producer) for row in range(len(prompts))]
             ids, types = self._encoded(texts, add_special_tokens=False)
         else:
-            asked = [_plain(prompt, chat) for prompt, chat in zip(prompts, messages, strict=True)]
+            questions = [_plain(prompt, chat) for prompt, chat in zip(prompts, messages, strict=True)]
             if self.form == "pair":
-                ids, types = self._encoded(asked, responses)
+                ids, types = self._encoded(questions, responses)
             else:
-                ids, types = self._encoded([before + after for before, after in zip(asked, responses, strict=True)])
+                ids, types = self._encoded([before + after for before, after in zip(questions, responses, strict=True)])
         if self.form in ("pair", "text"):  # the prompt may be a chat that the actor's tokenizer has rendered
             start = tokens_around(self.tokenizer)[0]
             ids = [with_one_start(row, start) for row in ids]
@@ -289,14 +289,14 @@ class ModelReward(Reward):
         alone = torch.cat([self._scores_of(reading, [row]) for row in chosen])
         again = torch.cat([self._scores_of(reading, [row]) for row in reversed(chosen)]).flip(0)
         together = self._scores_of(reading, chosen)
-        beside = torch.stack([self._scores_of(_with_mirror_image(reading, row), [0, 1])[0] for row in chosen])
+        alongside = torch.stack([self._scores_of(_with_mirror_image(reading, row), [0, 1])[0] for row in chosen])
         is_number = torch.isfinite(alone)  # others are refused where they are read, with their texts
-        alone, again, together, beside = (scores[is_number] for scores in (alone, again, together, beside))
+        alone, again, together, alongside = (scores[is_number] for scores in (alone, again, together, alongside))
         if not len(alone):
             return
         bound = bound_of(classifier.dtype, None) * max(1.0, float(alone.abs().max()))
         kind = type(unwrapped(classifier)).__name__
-        for other, others in ((again, "that were scored before it"), (beside, "that are scored beside it")):
+        for other, others in ((again, "that were scored before it"), (alongside, "that are scored beside it")):
             if not float((other - alone).abs().max()) <= bound:
                 raise ConfigError(f"model is a {kind}: the score of a text depends on the texts {others}.")
         limit, distance = row_limit(classifier.config, None), float((together - alone).abs().max())

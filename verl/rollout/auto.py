@@ -16,7 +16,7 @@ from verl.utils.env_check import vllm_fault
 
 log = logging.getLogger(__name__)
 
-# Parameters from which on vLLM is taken. On a CPU, in float32 and with short prompts, our own loop drew 1.3 to 1.5
+# Number of parameters from which vLLM is chosen. On a CPU, in float32 with short prompts, our loop sampled 1.3 to 1.5
 # times as many tokens per second at 4, 33 and 100 million parameters (benchmarks/vllm_rollout.py); nothing larger was
 # measured.
 FROM_ON = {"cpu": 1_000_000_000, "cuda": 0}
@@ -40,8 +40,8 @@ class AutoRollout(Rollout):
     max_model_len: int | None = None
 
     def with_room_for(self, prompt: int, response: int | None = None) -> AutoRollout:
-        asked = prompt + (self.max_new_tokens if response is None else response)
-        return self if self.max_model_len is not None else replace(self, max_model_len=asked)
+        length = prompt + (self.max_new_tokens if response is None else response)
+        return self if self.max_model_len is not None else replace(self, max_model_len=length)
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE

@@ -21,9 +21,9 @@ from verl.rollout.generation_group import GenerationGroup
 ALONE = BuildContext()
 
 
-# Weights from an actor in pipeline `stages`, or whose `experts` are divided (sharding.ep); a torch module of the user's
-# (`modules`); several `turns` of an episode; recording the experts that routers choose (`router_replay`); generating in
-# the role `rollout`, with a copy of the model, for `trainer.mode=async`
+# Weights from an actor in pipeline `stages`, or with sharded `experts` (sharding.ep); a user-defined torch module
+# (`modules`); several `turns` of an episode; recording the experts that routers choose (`router_replay`); running as
+# the role `rollout`, with a copy of the model (`rollout_worker`)
 Capability = Literal["stages", "experts", "modules", "turns", "router_replay", "rollout_worker"]
 
 
@@ -31,30 +31,29 @@ Capability = Literal["stages", "experts", "modules", "turns", "router_replay", "
 class Rollout(Description):
     """Sampling options that every rollout engine has.
 
-    Recorded log-probabilities are log_softmax(logits / temperature) over the whole vocabulary, whatever is cut off
-    by `top_k`, `top_p` or `min_new_tokens` when drawing.
+    Recorded log-probabilities are log_softmax(logits / temperature) over the whole vocabulary, regardless of
+    `top_k`, `top_p` and `min_new_tokens`.
 
     Args:
         temperature: divides the logits; above 0. Greedy decoding is chosen per request, not by a temperature of 0.
-        top_k: draw among the k likeliest tokens; 0 for all.
-        top_p: draw among the likeliest tokens that hold this share of the probability.
-        max_new_tokens: the most tokens of a response.
-        min_new_tokens: the least tokens of a response; stop tokens are not sampled before.
+        top_k: sample from the k likeliest tokens; 0 for all.
+        top_p: sample from the likeliest tokens with this total probability.
+        max_new_tokens: maximum tokens of a response.
+        min_new_tokens: minimum tokens of a response; stop tokens are not sampled before.
         stop_token_ids: end a response, in addition to the model's own end-of-text tokens; kept in the response.
         router_replay: the experts that routers chose for sampled tokens are recorded (`routed_experts`), and used
-            again where the actor scores and learns from these tokens.
-        weight_update: with `trainer.mode=async`. `drain`: the engine finishes what it has begun before it takes new
-            weights, so that all tokens of a response are of one version. `in_flight`: it takes them between two
-            tokens, and goes on.
+            again when the actor scores and trains on these tokens.
+        weight_update: with `trainer.mode=async`. `drain`: the engine finishes begun responses before it loads new
+            weights, so all tokens of a response are of one version. `in_flight`: it loads them between two tokens.
         kv_cache: with `weight_update=in_flight`: `keep` the keys and values of open responses when the weights change,
             or `recompute` them.
     Attributes:
-        location: of generation: in the `trainer` with the tensors that train, in a `process` beside it with its own
-            copy of the weights, or on a `server`.
-        supports: what it can do beyond responses of a model of transformers; see `Capability`.
+        location: of generation: in the `trainer` with the tensors that train, in a `process` of its own with a copy of
+            the weights, or on a `server`.
+        supports: optional features; see `Capability`.
         can_offload: whether the engine can release GPU memory between the last response of a step and the next sync.
         may_change: the engine reads `options` at every call, so they may be replaced between calls.
-        call_timeout_s: how long an engine in another process may make no progress; 0 for an engine in this process.
+        call_timeout_s: maximum seconds without progress of an engine in another process; 0 for one in this process.
     """
 
     location: ClassVar[Literal["trainer", "process", "server"]] = "trainer"
@@ -89,11 +88,11 @@ class Rollout(Description):
             yield f"min_new_tokens is {self.min_new_tokens}: must lie between 0 and max_new_tokens {limit}."
 
     def chosen_for(self, model: Any, autocast: Autocast = None) -> Rollout:
-        """The description used for this model; another one than `self` only if this one chooses between engines."""
+        """The description used for this model; differs from `self` only if this one chooses between engines."""
         return self
 
     def faults_with_actor(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
-        """Faults in combination with the actor: the rank of its adapter, and whether its weights are sharded."""
+        """Faults in combination with the actor, such as the rank of its adapter or sharded weights."""
         return iter(())
 
     def check_here(self, device: str) -> None:
@@ -104,7 +103,7 @@ class Rollout(Description):
         """
 
     def with_room_for(self, prompt: int, response: int | None = None) -> Rollout:
-        """A copy for prompts of at most this many tokens, for engines that allocate memory by sequence length.
+        """A copy for prompts of at most `prompt` tokens, for engines that allocate memory by sequence length.
 
         Args:
             response: tokens after the prompt, those of a whole episode; None for `max_new_tokens`.
@@ -114,7 +113,7 @@ class Rollout(Description):
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
     ) -> RolloutEngine:
-        """The engine, sampling from `model` with noise that derives from `seed`; it computes as `autocast` says.
+        """The engine, which samples from `model` with noise derived from `seed`, and computes in `autocast`.
 
         Args:
             context: the process that trains the model.
@@ -131,7 +130,7 @@ class GenerationRequest:
     Attributes:
         step: training step; keys the noise together with prompt and sample numbers.
         num_samples: responses per prompt.
-        greedy: take the likeliest token instead of drawing.
+        greedy: take the likeliest token instead of sampling.
         stream: TRAINING or EVALUATION.
         uses_environment: False: a single turn in place of an episode.
     """
@@ -148,7 +147,7 @@ class SyncResult:
     """Outcome of one weight sync.
 
     Attributes:
-        note: shown in the log line of the sync stage.
+        note: for the log line of the sync stage.
         metrics: `sync/...`, of this step.
         is_current: the engine now generates with the trainer's current weights; False if it keeps older ones.
     """
@@ -166,13 +165,13 @@ class TurnRequest:
     """Request for one turn of an episode, or for a response, which is an episode of one turn.
 
     Attributes:
-        episode: number that comes back with the turn.
+        episode: number of the episode, returned with the turn.
         tokens: everything before the turn: prompt, earlier turns and observations.
         prompt_id, sample_id, step, stream: key of the sampling noise, as in `GenerationRequest`.
         turn: further part of that key; NO_TURN for a response outside of an environment.
-        max_new_tokens: the most tokens of the turn, those of `position` included.
-        greedy: take the likeliest token instead of drawing.
-        position: tokens of the turn that were drawn before, the last of `tokens`; the turn goes on behind them.
+        max_new_tokens: maximum tokens of the turn, including those of `position`.
+        greedy: take the likeliest token instead of sampling.
+        position: number of the last `tokens` that were already sampled in this turn; the turn continues after them.
     """
 
     episode: int
@@ -198,10 +197,10 @@ class TurnResult:
 
     Attributes:
         tokens: at least one; the stop token included, if it ended by itself.
-        log_probs: of each token, by the engine that drew it.
-        is_complete: it ended with a stop token; False where a limit cut it.
+        log_probs: of each token, by the engine.
+        is_complete: it ended with a stop token; False if it was truncated by a limit.
         routed_experts: [T layers k] int16, experts of the tokens that predict the turn; None if not recorded.
-        versions: of the weights that drew each token, where they changed meanwhile; else empty.
+        versions: of the weights that sampled each token, if they changed during the turn; else empty.
     """
 
     episode: int
@@ -218,11 +217,11 @@ class TurnLimits:
 
     Attributes:
         row_tokens: length of the longest episode, prompt included.
-        kv_cache_gib: size of the key-value cache for unfinished episodes, if the engine keeps it in this process; 0: as
-            much as the most rows of the engine need.
-        is_single: each episode has one turn, and all are added before the first `advance`, those of one prompt side by
-            side.
-        while_training: the trainer updates its weights meanwhile; an engine that dies cannot get the same ones again.
+        kv_cache_gib: size of the key-value cache for unfinished episodes, if the engine keeps it in this process; 0 for
+            the maximum number of rows of the engine.
+        is_single: each episode has one turn, and all are added before the first `advance`, those of one prompt
+            consecutively.
+        while_training: the trainer updates its weights meanwhile, so a lost engine cannot get the same weights again.
         is_stepwise: each `advance` is one step of the engine.
     """
 
@@ -241,9 +240,9 @@ class TurnLimits:
         """Check the length of rows against that of an engine.
 
         Args:
-            held: the most tokens of a row in the engine.
-            max_new_tokens: the most tokens of a response.
-            limit: which engine holds so many, and by which setting; the end of a sentence.
+            held: maximum tokens of a row in the engine.
+            max_new_tokens: maximum tokens of a response.
+            limit: the engine and the setting of its limit, as the end of a sentence.
         Raises:
             ConfigError: rows are longer.
         """
@@ -268,7 +267,7 @@ class TurnEngine:
 
     Attributes:
         dtype: of the log-probs.
-        lookahead: tokens of each open turn, behind those that were drawn, whose logits are computed already.
+        lookahead: number of tokens after the sampled ones of each open turn whose logits are computed already.
         experts: layers with experts, and experts of a token, in `TurnResult.routed_experts`; None if not recorded.
     """
 
@@ -293,14 +292,14 @@ class TurnEngine:
         """Free the cache of an episode that has ended."""
 
     def open_turns(self) -> list[TurnResult]:
-        """Each turn that has begun and is not finished, as far as it has been drawn."""
+        """The unfinished turns, with the tokens sampled so far."""
         return []
 
     def end(self, episode: int) -> None:
-        """End an open turn soon, whatever is drawn; an engine that cannot do so draws it to its end."""
+        """End an open turn early, if the engine can; otherwise it is generated to its end."""
 
     def paused(self) -> AbstractContextManager[None]:
-        """Within, the weights may change; keys and values of open turns stay those of the former ones."""
+        """Context in which the weights may change; open turns keep their keys and values."""
         return nullcontext()
 
     def close(self) -> None:
@@ -325,11 +324,11 @@ class TurnQueue(TurnEngine):
 
 
 class RolloutEngine:
-    """A running rollout engine. `turns` is required, and `sync` if it has weights of its own.
+    """A running rollout engine. `turns` is required, and `sync` if it has its own weights.
 
     Attributes:
-        group: the processes that hold the model, and how they divide the generation of their prompts.
-        row_tokens: length limit of a row in the engine; None: that of the model alone.
+        group: the processes that hold the model, and the division of their prompts.
+        row_tokens: length limit of a row in the engine; None for that of the model.
         compute_type: data type of its computation, as named by `verl.models.parallel_info.compute_type`; None: that
             of the trainer.
     """
@@ -356,7 +355,7 @@ class RolloutEngine:
         """Load the trainer's weights and verify them.
 
         Raises:
-            RolloutError: turns are open, which the former weights have begun.
+            RolloutError: turns are open that the previous weights have begun.
         """
         return SAME_TENSORS
 
@@ -368,11 +367,11 @@ class RolloutEngine:
 
 
 class EngineLost(RolloutError):
-    """The process of an engine has ended, with the turns that it was generating; a sync starts another."""
+    """The process of an engine has ended, with its open turns; a sync starts another."""
 
 
 def open_turns_error(count: int) -> RolloutError:
-    """The error for a change of weights while turns are open."""
+    """The error for a change of the weights during open turns."""
     return RolloutError(
         f"Weights cannot be changed while {count} turns are being generated with them. Close the turns first."
     )

@@ -1,11 +1,11 @@
-"""Responses of the data set in place of sampled ones, for a share of the prompts of each step.
+"""Responses of the data set instead of sampled ones, for a fraction of the prompts of each step.
 
 prompts of a step ──> sampled ── score, advantages ──> experience ──> joined ── update
                   └─> rows: prompt and response of the data ── the teacher ─────────┘
 
-Which prompts these are depends on the seed and the step alone, so that a resumed run, one that generates ahead, and one
-in other processes choose the same. Their rows were sampled by no policy: `policy_version` is -1, advantages are 0, and
-they are in no reward, no curriculum and no replay buffer.
+The choice of prompts depends on the seed and the step only, so a resumed run, one that generates ahead, and one in
+other processes choose the same. Their rows were not sampled by a policy: `policy_version` is -1, advantages are 0, and
+rewards, curriculum and replay buffer leave them out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class DataResponses:
         run: its description.
         train_data: the training rows.
     Raises:
-        ConfigError: they have no such column, or a row whose response is not a text.
+        ConfigError: the column is missing, or a response is not a text.
     """
 
     def __init__(self, run: Any, train_data: Any, tokenizer: Any):
@@ -62,9 +62,9 @@ class DataResponses:
         return prompts[self._order(prompts, step)[min(self._count(prompts), len(prompts) - 1) :].sort().values]
 
     def rows(self, prompts: DataProto, step: int) -> DataProto | None:
-        """Prompts of a step with their responses in the data, one row each, of the form of `assemble`; None for none.
+        """Prompts of a step with their responses in the data, one row each, as in `assemble`; None for none.
 
-        A response has at most the tokens of a generated one; what is longer is cut, without EOS.
+        A response is truncated, without EOS, to the maximum length of a generated one.
         """
         if not (count := self._count(prompts)):
             return None
@@ -77,7 +77,7 @@ class DataResponses:
         return assemble(prompts, 1, right_padded(lines, pad_id, torch.int64), mask, torch.zeros(mask.shape), pad_id)
 
     def joined(self, experience: DataProto, rows: DataProto) -> DataProto:
-        """The experience without columns, and behind it the rows; only these if all responses are those of the data.
+        """The experience without columns, followed by the rows; only the rows if all responses are from the data.
 
         Args:
             rows: those of `rows`, with the scores of the teacher.
@@ -106,7 +106,7 @@ def missing_completions(distill: Distillation, columns: Collection[str], where: 
 
 
 def _filled(name: str, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A field [B ...] of rows that lack it: zeros, or the padding of the field; shape: [B T]."""
+    """Default values [B ...] of a field: zeros, or its padding; `shape` is [B T]."""
     field = FIELDS.get(name)
     of_tokens = field is not None and field.dims[1:2] == ("T",)
     fill = 0 if field is None or isinstance(field.pad, str) else field.pad

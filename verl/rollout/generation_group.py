@@ -1,18 +1,18 @@
-"""Division of the generation of responses among the processes that hold one model.
+"""Division of generation among the processes that hold one model.
 
-    gather    prompts of this process ──> those that it generates for     one part per process whose prompts they are
+    gather    prompts of this process ──> those that it generates for     one part per owner of the prompts
     run       generation, in the processes that got a part; all of them fail together
-    scatter   rows of the parts ──> rows of this process's own prompts
+    scatter   rows of the parts ──> rows of this process's prompts
 
 `GenerationGroup`: each process generates for its own prompts. `SplitPrompts`: processes with the same prompts generate
 a share each. `OneGenerates`: the first of some siblings generates for all of them.
 
-The processes reach a consensus around an engine that may fail: all of them go on, or all of them stop. Each rank does
-its part, which may fail; then all ranks exchange the outcomes, so that none waits in a collective for one that has
-failed. A part may take long: an engine without progress is killed only after `rollout.call_timeout_s`, and starting
-another one may take minutes. So the ranks first meet in the store of torch.distributed, where waiting has no limit,
-before they use a collective operation, which has one (`sharding.timeout_s`). If a rank dies meanwhile, the driver,
-which watches all of them, ends the run.
+The processes agree on the outcome of an engine that may fail: all continue, or all stop. Each rank does its part, which
+may fail; then all ranks exchange the outcomes, so that none waits in a collective for a rank that has failed. A part
+may take long: an engine without progress is killed only after `rollout.call_timeout_s`, and starting another one may
+take minutes. So the ranks first meet in the store of torch.distributed, where waiting has no limit, before they use a
+collective operation, which has one (`sharding.timeout_s`). If a rank dies meanwhile, the driver, which watches all of
+them, ends the run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GenerationGroup:
     tensor_group: Any = None
 
     def gather(self, prompts: DataProto) -> list[DataProto]:
-        """The prompts for which this process generates, in parts; an empty list for none. Collective."""
+        """The prompts that this process generates for, one batch per owner; an empty list for none. Collective."""
         return [prompts]
 
     def run(self, generate: Callable[[], T]) -> T:
@@ -53,7 +53,7 @@ class GenerationGroup:
         return generate()
 
     def scatter(self, rows: Sequence[DataProto]) -> DataProto:
-        """The rows of this process's prompts, from those of each part. Collective."""
+        """The rows of this process's prompts, from the rows of all parts. Collective."""
         return rows[0]
 
 
@@ -61,7 +61,7 @@ class SplitPrompts(GenerationGroup):
     """Processes with the same prompts generate a share each.
 
     Args:
-        parallel_info: its `generation_groups` are the groups of such processes, each within the one before.
+        parallel_info: its `generation_groups` are the groups of such processes, nested from large to small.
     """
 
     def __init__(self, parallel_info: ParallelInfo):
@@ -80,7 +80,7 @@ class SplitPrompts(GenerationGroup):
 
         joined = rows[0]
         if self.parallel_info.generation_groups:
-            meet(self.parallel_info)  # environments of one process may take long, and its siblings wait for the rows
+            meet(self.parallel_info)  # siblings wait for the rows of environments, which may take long
         for group in reversed(self.parallel_info.generation_groups):
             parts: list[Any] = [None] * dist.get_world_size(group)
             dist.all_gather_object(parts, joined, group=group)
@@ -92,10 +92,10 @@ class OneGenerates(GenerationGroup):
     """The first of the siblings generates for all of them.
 
     Args:
-        num_same_rows: siblings in a row that have the same prompts.
+        num_same_rows: number of consecutive siblings with the same prompts.
         prepare: called by all processes before each generation.
-        may_repeat: whether a failure of this process may be followed by another try.
-        on_failure: called by all processes after a failure; raises unless they are to try again.
+        may_repeat: whether a failure of this process may be retried.
+        on_failure: called by all processes after a failure; raises unless they shall retry.
         on_success: called after each generation.
     """
 
@@ -114,7 +114,7 @@ class OneGenerates(GenerationGroup):
 
     @property
     def generates(self) -> bool:
-        """Whether this process is the one."""
+        """Whether this process generates."""
         return self.parallel_info.rank == self.parallel_info.siblings[0]
 
     def gather(self, prompts: DataProto) -> list[DataProto]:
@@ -137,7 +137,7 @@ class OneGenerates(GenerationGroup):
 
     def scatter(self, rows: Sequence[DataProto]) -> DataProto:
         of_parts, info = from_first(self.parallel_info, rows), self.parallel_info
-        return of_parts[info.siblings.index(info.rank) // self.num_same_rows]  # stages of a pipeline are no neighbours
+        return of_parts[info.siblings.index(info.rank) // self.num_same_rows]  # pipeline stages are not consecutive
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ class RankFailure:
     Attributes:
         rank: of the process.
         error: what was raised there.
-        may_repeat: whether it may be tried once more.
+        may_repeat: whether it may be retried.
     """
 
     rank: int
@@ -156,7 +156,7 @@ class RankFailure:
 
 
 class ConsensusFailed(Exception):
-    """A part failed somewhere; raised by all processes."""
+    """A rank failed; raised in all processes."""
 
     def __init__(self, failures: list[RankFailure]):
         self.failures = failures
@@ -174,7 +174,7 @@ class ConsensusFailed(Exception):
 
 
 def consensus(parallel_info: ParallelInfo, part: Callable[[], T], may_repeat: Callable[[Exception], bool]) -> list[T]:
-    """The outcome of each process, by rank. All processes of the model take part.
+    """The outcome of each process, by rank. Collective over the processes of the model.
 
     Raises:
         ConsensusFailed: one of them failed.

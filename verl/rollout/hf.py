@@ -1,7 +1,7 @@
 """`rollout=hf`: generation on the tensors that train, by a decode loop over transformers' key-value cache.
 
-The log-probs of drawn tokens are compared with a plain forward pass of their row, in the first call and whenever a row
-is longer than those compared before. Where they differ, the rows are drawn again by a plainer way of decoding.
+The log-probs of sampled tokens are compared with a plain forward pass of their row, in the first call and whenever a
+row is longer than all compared before. If they differ, the rows are sampled again with a simpler decoding path.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class HFRollout(Rollout):
     """Generate with the training model itself, through transformers. No weights are copied, so there is no sync.
 
     Args:
-        max_rows: responses decoded concurrently; without slots, those of one prompt if they are more.
+        max_rows: responses decoded concurrently; without slots at least those of one prompt.
         share_prefix: compute each prompt once for all of its samples, if the model supports it. Affects speed only.
         drop_finished: let finished rows leave the batch of a model without slots, if the model supports it; otherwise
             they stay until all have ended. Affects speed only.
@@ -108,14 +108,14 @@ class HFEngine(RolloutEngine):
         parallel_info = getattr(model, "parallel_info", None)
         self.group = GenerationGroup() if parallel_info is None else SplitPrompts(parallel_info)
         self.key_multiple = key_multiple(self.device)
-        self.keeps_slots: bool | None = None  # whether keys and values may be kept in slots; found with the first turns
+        self.keeps_slots: bool | None = None  # whether keys and values may be kept in slots
         self.longest_compared = 0  # tokens of the longest row whose log-probs were compared
         self.open: set[HFTurns] = set()
-        self._wrong: set[str] = set()  # ways of decoding that gave other log-probs than a plain forward pass
+        self._wrong: set[str] = set()  # decoding paths whose log-probs differ from a plain forward pass
 
     def turns(self, limits: TurnLimits) -> TurnEngine:
-        """See `RolloutEngine.turns`; the draws depend on the noise keys of the turns and the positions alone. Until it
-        is closed, this process has unsharded weights."""
+        """See `RolloutEngine.turns`; samples depend only on noise keys and positions. Until the turns are closed, this
+        process has unsharded weights."""
         self.model.eval()
         dtype = torch.promote_types(self.model.dtype, torch.float32)
         with self.computing() as contexts:
@@ -125,7 +125,7 @@ class HFEngine(RolloutEngine):
         return turns
 
     def computing(self) -> contextlib.ExitStack:
-        """Contexts of the forward passes of turns, entered; the weights must not change before they are left."""
+        """Enter the contexts of forward passes of turns; the weights must not change until they are closed."""
         with contextlib.ExitStack() as entered:
             entered.enter_context(weights_gathered(self.model))
             entered.enter_context(packed_weights(self.model))
@@ -135,13 +135,13 @@ class HFEngine(RolloutEngine):
             return entered.pop_all()
 
     def sync(self) -> SyncResult:
-        """See `RolloutEngine.sync`: nothing moves, but open turns have keys and values of the former weights."""
+        """See `RolloutEngine.sync`: no transfer, but open turns have keys and values of the previous weights."""
         if self.open:
             raise open_turns_error(sum(turns.num_pending for turns in self.open))
         return SAME_TENSORS
 
     def rows(self, limits: TurnLimits) -> SlotRows | BatchRows:
-        """Rows in slots where the model allows it, or in batches; on paths checked for rows of this length."""
+        """Rows in slots if the model supports it, or in batches; on paths checked for rows of this length."""
         options, paths = self.options, self.paths(limits.row_tokens)
         if paths.cache == "in_place" and self.keeps_slots:
             return self._slot_rows(paths, num_slots(self.model, limits, options.max_rows), limits)
@@ -153,7 +153,7 @@ class HFEngine(RolloutEngine):
         return BatchRows(new_reader, self.device, self.pad_id, options.max_rows, drops)
 
     def paths(self, row_tokens: int) -> ModelPaths:
-        """The fastest paths of the model for rows up to a length by which log-probs were right so far."""
+        """The fastest paths of the model for rows of this length whose log-probs were right so far."""
         paths = paths_for(self.model, row_tokens)
         if paths.cache == "in_place":
             if self.keeps_slots is None:
@@ -167,7 +167,7 @@ class HFEngine(RolloutEngine):
     def _slot_rows(
         self, paths: ModelPaths, count: int, limits: TurnLimits, shares_from: int = WORTH_SHARING
     ) -> SlotRows:
-        """Rows in slots; prompts are shared where that is correct and rounds as separate rows do."""
+        """Rows in slots; prompts are shared if that is correct and rounds like separate rows."""
         is_exact = self.autocast is None and self.model.dtype in (torch.float32, torch.float64)
         shares = self.options.share_prefix and paths.shares_prefix and is_exact
         return SlotRows(
@@ -191,7 +191,7 @@ class HFEngine(RolloutEngine):
                 if distance <= allowed(self.model, self.autocast):
                     return True
                 fault = f"log-probs differ by {distance:.3g} nats"
-            except Exception as error:  # noqa: BLE001 - whatever a model's own code has against it
+            except Exception as error:  # noqa: BLE001 - a model's code may raise anything
                 fault = f"{type(error).__name__}: {error}"
             if self.key_multiple > 1:
                 log.warning("Each new token uses its exact length of keys, without padding: %s.", fault)
@@ -200,8 +200,8 @@ class HFEngine(RolloutEngine):
         return False
 
     def decoding_gap(self, rows: DataProto) -> float:
-        """Distance of the log-probs of some rows from a plain forward pass of each: no other row, no cache. Rows that
-        differ so much by themselves are left out if one is beyond `gap_bound`."""
+        """Distance of the log-probs of some rows from a plain forward pass of each row alone, without a cache. If one
+        exceeds `gap_bound`, rows whose plain passes differ as much among themselves are left out."""
         chosen = rows[chosen_rows(rows)]
         expected, mask = self._plain_log_probs(chosen), chosen["response_mask"]
         gaps = row_gaps(chosen["rollout_log_probs"], expected, mask)
@@ -212,7 +212,7 @@ class HFEngine(RolloutEngine):
 
     @torch.no_grad()
     def _plain_log_probs(self, chosen: DataProto, tail: int = 0) -> Tensor:
-        """Log-probs [B T] by a forward pass of each row alone, with so many tokens behind it."""
+        """Log-probs [B T] by a forward pass of each row alone, with `tail` tokens appended."""
         x, expected = chosen.batch, torch.zeros_like(chosen["rollout_log_probs"])
         width = x["input_ids"].shape[1] - expected.shape[1]
         for row, is_read in enumerate(x["attention_mask"].bool()):
@@ -228,7 +228,7 @@ class HFEngine(RolloutEngine):
         return expected
 
     def fall_back(self, gap: float, rows: DataProto) -> None:
-        """Decode by the next plainer way from here on.
+        """Use the next simpler decoding path from now on.
 
         Raises:
             LogProbGapError: there is none.
@@ -247,7 +247,7 @@ class HFEngine(RolloutEngine):
 
     @property
     def token_sampler(self) -> TokenSampler:
-        """The sampling rule of the present options."""
+        """The sampling rule of the current options."""
         return TokenSampler.of(self.options, self.seed, tuple(self.stop_ids.tolist()))
 
     @property
@@ -261,11 +261,11 @@ class HFEngine(RolloutEngine):
         return self.model
 
     def sampling_logits(self, logits: Tensor, turns: Sequence[LiveTurn], num_sampled: int) -> Tensor:
-        """The logits [b V] that tokens are drawn from; a subclass can modify them. Log-probs are those of `logits`.
+        """The logits [b V] that tokens are sampled from; a subclass can modify them. Log-probs are those of `logits`.
 
         Args:
-            turns: of the rows, the same list until one starts or ends.
-            num_sampled: tokens that were drawn of each turn, plus its `start`.
+            turns: of the rows; the same list until one starts or ends.
+            num_sampled: number of sampled tokens of each turn, plus its `start`.
         """
         return logits
 
@@ -275,7 +275,7 @@ class LiveTurn:
     """A turn that is being generated.
 
     Attributes:
-        start: number of the step that draws its first token, or would have.
+        start: number of the step that samples its first token.
         tokens, log_probs, routed: up to the last step at which a turn started or ended.
     """
 
@@ -291,7 +291,7 @@ class LiveTurn:
         return self.start + self.request.max_new_tokens
 
     def result(self, stop_ids: Sequence[int]) -> TurnResult:
-        """The turn up to its stop token; without one, all of it."""
+        """The turn up to its stop token, if any."""
         end = next((place for place, token in enumerate(self.tokens, 1) if token in stop_ids), None)
         routed = torch.cat(self.routed)[:end].cpu() if self.routed else None
         episode, tokens = self.request.episode, self.tokens[:end]
@@ -299,13 +299,13 @@ class LiveTurn:
 
 
 class HFTurns(TurnQueue):
-    """The decode loop: each step draws a token of every live turn and reads it.
+    """The decode loop: each step samples a token of every live turn and runs the model on it.
 
     Turns of episodes over slots are returned as they finish. Others are decoded to their end, and their log-probs
     compared with a plain forward pass whenever a row is longer than those before; see the module.
 
     Attributes:
-        contexts: left when it is closed, or paused.
+        contexts: closed with it, or while it is paused.
         live: turns that are being generated; a new list whenever one starts or ends.
     """
 
@@ -324,7 +324,7 @@ class HFTurns(TurnQueue):
         self._greedy: Tensor | bool = False
         self._is_over = torch.zeros(
             0, dtype=torch.bool
-        )  # [b] has drawn a stop token, and is carried along until `_end`
+        )  # [b] has sampled a stop token, and stays in the batch until `_end`
 
     @property
     def num_pending(self) -> int:
@@ -361,7 +361,7 @@ class HFTurns(TurnQueue):
         """See `TurnEngine.advance`.
 
         Raises:
-            LogProbGapError: no way of decoding gives the log-probs of a plain forward pass.
+            LogProbGapError: no decoding path gives the log-probs of a plain forward pass.
         """
         if self.rows.keeps_episodes:
             return self._advance()
@@ -382,7 +382,7 @@ class HFTurns(TurnQueue):
         return sampled
 
     def _decode(self) -> list[TurnResult]:
-        """All turns of the queue, in its order."""
+        """Decode all turns of the queue, in its order."""
         order = [turn.episode for turn in self.queue]
         sampled: dict[int, TurnResult] = {}
         while self.num_pending:
@@ -390,7 +390,7 @@ class HFTurns(TurnQueue):
         return [sampled[episode] for episode in order]
 
     def _advance(self) -> list[TurnResult]:
-        """One token of every live turn; returns the turns that it ends."""
+        """Sample one token of every live turn; returns the turns that end."""
         report()
         if self.queue:
             self._admit()
@@ -432,7 +432,7 @@ class HFTurns(TurnQueue):
         self._set_live([*self.live, *turns])
 
     def _end(self, tokens: Tensor) -> list[TurnResult]:
-        """Take out the turns that are over, and read the tokens [b] of the others."""
+        """Remove turns that have ended, and run the model on the tokens [b] of the others."""
         self._collect()
         rows = enumerate(zip(self.live, self._is_over.tolist(), strict=True))
         ended = {row: turn for row, (turn, is_over) in rows if is_over or turn.limit == self._step}
@@ -447,7 +447,7 @@ class HFTurns(TurnQueue):
         return sampled
 
     def _collect(self) -> None:
-        """Add to each live turn what was drawn since the last call."""
+        """Append the tokens sampled since the last call to each live turn."""
         if not self._sampled:
             return
         tokens, log_probs, *routed = (torch.stack(columns, dim=1) for columns in zip(*self._sampled, strict=True))
@@ -473,12 +473,12 @@ class HFTurns(TurnQueue):
         return self.token_sampler.noise(keys.to(device)[:, :, None], positions.clamp_min(0))
 
     def _positions(self) -> Tensor | int:
-        """Number of tokens of each turn so far; of all if stop tokens may be drawn everywhere."""
+        """Number of tokens of each turn so far; one number for all without `min_new_tokens`."""
         counts = [self._step - x.start for x in (self.live if self.token_sampler.min_new_tokens else self.live[:1])]
         return counts[0] if len(set(counts)) == 1 else torch.tensor(counts, device=self.engine.device)
 
     def _as_rows(self, turns: Sequence[TurnRequest], sampled: Sequence[TurnResult]) -> DataProto:
-        """Each turn as a row, behind everything before it; see `assemble`."""
+        """Each turn as the response of a row whose prompt is everything before it; see `assemble`."""
         tokens, mask = left_padded([turn.tokens for turn in turns], self.engine.pad_id)
         prompt_ids = torch.tensor([turn.prompt_id for turn in turns])
         fields = {"prompts": tokens, "prompt_mask": mask, "prompt_ids": prompt_ids}

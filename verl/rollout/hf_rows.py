@@ -1,11 +1,11 @@
-"""Rows that `rollout=hf` decodes beside each other: which turns are admitted, and where their keys and values are.
+"""Batched rows of `rollout=hf`: admission of turns, and the location of their keys and values.
 
     queue ── admit: a slot each ──> prefill of the new tokens ──> read, one token of every live row ──> end
                 ^                                                                                       |
                 └──── slots of responses, and of episodes that wait for their environment, oldest first ┘
 
 `SlotRows`: rows may have different lengths, so turns start and end at any time. Live rows are in the first slots, so
-that attention reads keys and values where they lie; a slot moves only when a row starts or ends. Responses to one
+that attention reads keys and values without a copy; a slot moves only when a row starts or ends. Responses to one
 prompt share its keys and values (`StoredPrompt`), episodes have a copy each. If there are more episodes than slots, one
 that waits for its environment loses its slot and is computed again when it continues.
 
@@ -34,9 +34,9 @@ from verl.rollout.base import TurnRequest
 from verl.rollout.rows import left_padded
 
 PREFILL_TOKENS = 8192  # of one forward pass, padding included
-WORTH_SHARING = 64  # tokens of a prompt, from which on reading it once per group saves more than it costs
-WORTH_REFILLING = 0.125  # share of the slots that are free, from which on responses that wait get them
-WORTH_ENDING = 0.125  # share of the live rows that are over, from which on they leave the others
+WORTH_SHARING = 64  # minimum tokens of a prompt for which one prefill per group saves more than it costs
+WORTH_REFILLING = 0.125  # fraction of free slots at which waiting responses are admitted
+WORTH_ENDING = 0.125  # fraction of finished rows at which they are removed
 
 
 @dataclass(eq=False)
@@ -44,10 +44,10 @@ class Slot:
     """A row of a `SlotCache`.
 
     Attributes:
-        length: number of tokens that were read, those of its prompt included.
-        prompt: whose keys and values stand before its own, for other slots too.
-        episode: whose tokens it has.
-        tokens: that were read, of an episode that waits for its environment.
+        length: number of processed tokens, including the prompt.
+        prompt: its shared prompt, whose keys and values precede its own.
+        episode: the episode of its tokens.
+        tokens: processed tokens, of an episode that waits for its environment.
     """
 
     number: int
@@ -63,11 +63,11 @@ class Slot:
 
 @dataclass(eq=False)
 class StoredPrompt(Slot):
-    """A prompt that slots stand behind.
+    """A prompt that is shared by slots.
 
     Attributes:
-        next: what follows on it, of one row.
-        users: number of slots behind it.
+        next: outputs after its last token, for one row.
+        users: number of slots that use it.
     """
 
     next: NextToken | None = None
@@ -76,13 +76,13 @@ class StoredPrompt(Slot):
 
 @dataclass
 class _Step:
-    """Properties of the live rows, from token to token until a row starts or ends.
+    """Properties of the live rows between two changes of these.
 
     Attributes:
         positions, own: [b 1] of the next token: its position, and its column in the slot.
         shortest, longest: own tokens of the rows at first.
         groups, prompt_width: see `CacheCall`.
-        count: tokens of each row that were read since.
+        count: number of tokens processed since, of each row.
     """
 
     positions: Tensor
@@ -98,16 +98,16 @@ class SlotRows:
     """Rows over a `SlotCache`; see the module. Their order changes when a row starts or ends.
 
     Args:
-        max_slots, max_length: rows, and tokens of each.
+        max_slots, max_length: number of rows, and of tokens of each.
         is_single: each episode has one turn.
-        key_multiple: attention of a single token reads a multiple of so many keys, the last of them masked.
+        key_multiple: attention of a single token reads a multiple of this many keys, padded and masked.
         reads_once: compute a prompt once for all of its samples.
-        shares_from: tokens of a prompt from which on all rows stand behind a `StoredPrompt`, if they are single turns
-            and two of the first queue have the prompt; None: never.
-        routing: whose choices are recorded; `ExpertRouting.recording` is entered by the caller.
+        shares_from: minimum tokens of a prompt for rows to share a `StoredPrompt`, if they are single turns and two of
+            the first queue have the prompt; None: never.
+        routing: router whose choices are recorded; the caller enters `ExpertRouting.recording`.
     Attributes:
-        graphs: of steps of decoding.
-        keeps_episodes: keys and values of an episode stay for its next turn.
+        graphs: of decoding steps.
+        keeps_episodes: keys and values of an episode are kept for its next turn.
     """
 
     def __init__(
@@ -131,15 +131,15 @@ class SlotRows:
         self.cache = SlotCache(model.config, max_slots, max_length)
         self.graphs = StepGraphs(graph_maker(model, self.device, records_experts=routing is not None))
         self.num_live = 0
-        self._slots: list[Slot] = []  # by number, those of the live rows first
+        self._slots: list[Slot] = []  # by index, live rows first
         self._free: list[Slot] = []
-        self._held: dict[int, Slot] = {}  # of episodes that wait, longest unused first
+        self._held: dict[int, Slot] = {}  # slots of waiting episodes, least recently used first
         self._prompts: dict[tuple[int, ...], StoredPrompt] = {}  # by their tokens
-        self._shares: bool | None = None  # whether rows stand behind stored prompts
+        self._shares: bool | None = None  # whether rows share stored prompts
         self._step: _Step | None = None
 
     def admit(self, queue: list[TurnRequest]) -> tuple[list[TurnRequest], NextToken | None]:
-        """Take turns from a queue; their rows follow the live ones. Returns them, and what follows on each."""
+        """Take turns from a queue; their rows follow the live ones. Returns them, and their next-token outputs."""
         is_full = self.max_slots - self.num_live < max(1, WORTH_REFILLING * self.max_slots)
         if is_full and self.num_live and not self.keeps_episodes:
             return [], None
@@ -157,7 +157,7 @@ class SlotRows:
         return [turn for turn, _ in rows], following
 
     def _put_behind_prompts(self, rows: Sequence[tuple[TurnRequest, Slot]]) -> NextToken:
-        """Let rows stand behind their prompts, each of which is computed and stored once."""
+        """Compute and store each prompt once, to be shared by its rows."""
         lines = [tuple(turn.tokens) for turn, _ in rows]
         new = [line for line in dict.fromkeys(lines) if line not in self._prompts]
         for line in sorted(new, key=lambda line: -len(line)):
@@ -169,11 +169,11 @@ class SlotRows:
             slot.prompt = self._prompts[line]
             slot.length = slot.prompt.length
             slot.prompt.users += 1
-        self._place(enumerate((slot for _, slot in rows), self.num_live))
+        self._set_slots(enumerate((slot for _, slot in rows), self.num_live))
         return NextToken.concat([prompt.next for line in lines if (prompt := self._prompts[line]).next is not None])
 
     def _read_rows(self, rows: list[tuple[TurnRequest, Slot]]) -> NextToken:
-        """Read the further tokens of rows, which are sorted; rows of the same tokens are computed once."""
+        """Process the new tokens of rows, which are sorted; rows with the same tokens are computed once."""
         first: dict[tuple[int, ...], Slot] = {}  # whole rows -> who computes them
         copied = {}
         for turn, slot in rows:
@@ -182,7 +182,7 @@ class SlotRows:
                 copied[slot] = source
         rows.sort(key=lambda row: (row[1] in copied, bool(row[1].length), row[1].length - len(row[0].tokens)))
         slots = [slot for _, slot in rows]
-        self._place(enumerate(slots, self.num_live))
+        self._set_slots(enumerate(slots, self.num_live))
         following = NextToken.concat([*self._read([(x, turn.tokens) for turn, x in rows if x not in copied])])
         if copied:
             sources, targets = [copied[slot] for slot in slots if slot in copied], slots[-len(copied) :]
@@ -196,7 +196,7 @@ class SlotRows:
         return following
 
     def read(self, tokens: Tensor) -> NextToken:
-        """Read one further token [r] of each row; attention reads keys and values where they lie."""
+        """Process one new token [r] of each row; attention reads keys and values without a copy."""
         step = self._step = self._step or self._first_step()
         width = -(-(step.longest + step.count + 1) // self.key_multiple) * self.key_multiple
         following = self.graphs.read(tokens[:, None], width, partial(self._read_one, step, width))
@@ -204,7 +204,7 @@ class SlotRows:
         return following
 
     def _read_one(self, step: _Step, width: int, tokens: Tensor) -> NextToken:
-        """Read a token [r 1] of each row, kernel by kernel; what changes from step to step is in tensors of `step`."""
+        """Process a token [r 1] of each row, kernel by kernel; values that change per step are in tensors of `step`."""
         from verl.model_paths.kv_cache import CacheCall
 
         longest, is_even = step.longest + step.count, self.key_multiple == 1 and step.shortest == step.longest
@@ -220,20 +220,20 @@ class SlotRows:
         return following
 
     def drop_graph(self) -> None:
-        """Make no further use of a graph: the weights are in other memory now."""
+        """Drop captured graphs: the weights are in other memory now."""
         self._settle()
 
     def fewest_ended(self, num_live: int) -> int:
-        """Number of rows that have ended from which on it is worth while to take them out; others are read along."""
+        """Number of finished rows at which removing them pays off; until then they stay in the batch."""
         return 1 if self.keeps_episodes else max(1, int(WORTH_ENDING * num_live))
 
     def end(self, rows: Mapping[int, list[int]]) -> list[int]:
-        """Take out rows that have ended.
+        """Remove finished rows.
 
         Args:
-            rows: of each row that has ended, the tokens that were read.
+            rows: processed tokens of each finished row.
         Returns:
-            The former numbers of the others, in their order now.
+            The previous indices of the remaining rows, in their new order.
         """
         self._settle()
         order = list(range(self.num_live - len(rows)))
@@ -247,7 +247,7 @@ class SlotRows:
                 self._release(slot)
         for hole, row in zip([row for row in rows if row < len(order)], last, strict=True):
             order[hole] = row
-        self._place([(hole, self._slots[row]) for hole, row in enumerate(order) if hole != row])
+        self._set_slots([(hole, self._slots[row]) for hole, row in enumerate(order) if hole != row])
         self.num_live = len(order)
         return order
 
@@ -274,17 +274,17 @@ class SlotRows:
         return slot
 
     def _settle(self) -> None:
-        """Count the tokens that live rows have read; before a row starts or ends."""
+        """Update the lengths of live rows; before a row starts or ends."""
         if self._step is not None:
             for slot in self._slots[: self.num_live]:
                 slot.length += self._step.count
             self._step = None
             self.graphs.reset()
 
-    def _place(self, places: Iterable[tuple[int, Slot]]) -> None:
-        """Move slots to other numbers; those that are there get theirs."""
+    def _set_slots(self, slot_of_row: Iterable[tuple[int, Slot]]) -> None:
+        """Swap slots to new indices."""
         former: dict[Slot, int] = {}
-        for number, slot in places:
+        for number, slot in slot_of_row:
             other = self._slots[number]
             former |= {x: former.get(x, x.number) for x in (slot, other)}
             self._slots[number], self._slots[slot.number] = slot, other
@@ -299,7 +299,7 @@ class SlotRows:
         self._free.append(slot)
 
     def _clear(self, slot: Slot) -> None:
-        """Empty a slot; a prompt that no slot stands behind is dropped."""
+        """Empty a slot; a prompt without users is dropped."""
         prompt, slot.prompt, slot.length = slot.prompt, None, 0
         if prompt is None:
             return
@@ -313,8 +313,8 @@ class SlotRows:
                 last.number = prompt.number
 
     def _read(self, rows: Sequence[tuple[Slot, Sequence[int]]]) -> Iterator[NextToken]:
-        """Read the further tokens of rows side by side, longest first and empty ones before the others; gives what
-        follows on each row."""
+        """Process the new tokens of rows in batches, longest first and empty rows before others; returns the next-token
+        outputs of each row."""
         start = 0
         while start < len(rows):
             head, tokens = rows[start]
@@ -325,7 +325,7 @@ class SlotRows:
             yield from (found.select(slice(row, row + 1)) for row in range(len(part)))
 
     def _prefill(self, rows: Sequence[Slot], tokens: Sequence[Sequence[int]]) -> NextToken:
-        """Read new tokens of slots side by side, or of prompts, padded on the left; all rows are empty or none."""
+        """Process new tokens of slots or prompts as a batch, padded on the left; either all rows are empty or none."""
         from verl.model_paths.kv_cache import CacheCall
 
         is_prompt, is_new = isinstance(rows[0], StoredPrompt), not rows[0].length
@@ -335,7 +335,7 @@ class SlotRows:
         numbers = [(row.length, len(line)) for row, line in zip(rows, tokens, strict=True)]
         starts, counts = torch.tensor(numbers, device=self.device).T[:, :, None]
         offset = torch.arange(longest, device=self.device) - longest + counts
-        columns = starts + offset % longest  # padding goes behind the row, where it is overwritten before it is seen
+        columns = starts + offset % longest  # padding goes after the row, where it is overwritten before it is read
         count = len(self._prompts) if is_prompt else len(self._slots)
         is_even = is_new and min(map(len, tokens)) == longest
         written = slice(0, longest) if is_even else columns
@@ -379,11 +379,11 @@ class SlotRows:
         n, lengths = max(map(len, behind)), [prompt.length for prompt in prompts]
         cells = {row: number * n + place for number, rows in enumerate(behind) for place, row in enumerate(rows)}
         padded = torch.tensor([rows + [0] * (n - len(rows)) for rows in behind], device=self.device)
-        places, mask = torch.tensor([cells[row] for row in range(len(live))], device=self.device), None
+        slot_of_row, mask = torch.tensor([cells[row] for row in range(len(live))], device=self.device), None
         if min(lengths) < max(lengths):
             widths = torch.tensor(lengths, device=self.device)[:, None]
             mask = (torch.arange(max(lengths), device=self.device) < widths)[:, None, None]
-        return PromptGroups(padded, places, mask)
+        return PromptGroups(padded, slot_of_row, mask)
 
 
 class BatchRows:
@@ -425,13 +425,13 @@ class BatchRows:
         return order
 
     def forget(self, episode: int) -> None:
-        """Nothing is kept."""
+        """Nothing to free."""
 
     def drop_graph(self) -> None:
         """There is none."""
 
     def _next_batch(self, queue: list[TurnRequest]) -> tuple[list[TurnRequest], int]:
-        """Turns that may be decoded together, longest first, n side by side of each prompt; taken from the queue."""
+        """Take turns from the queue that can be decoded together: longest first, n consecutive turns of each prompt."""
         by_prompt = itertools.groupby(queue, key=lambda turn: (turn.prompt_id, turn.turn, turn.tokens))
         groups = sorted((list(turns) for _, turns in by_prompt), key=lambda turns: -len(turns[0].tokens))
         n, length = len(groups[0]), len(groups[0][0].tokens)
@@ -444,7 +444,7 @@ class BatchRows:
 
 
 def slots_fault(config: Any, paths: ModelPaths) -> str | None:
-    """Why keys and values cannot be kept in slots; None where they can, if `slots_distance` is small."""
+    """Why keys and values cannot be kept in slots; None if they can, provided that `slots_distance` is small."""
     from verl.model_paths.kv_cache import keeps_all_tokens
 
     if paths.cache != "in_place" or not paths.pads_prompts:
@@ -454,9 +454,9 @@ def slots_fault(config: Any, paths: ModelPaths) -> str | None:
 
 @torch.no_grad()
 def slots_distance(rows: SlotRows) -> float:
-    """Largest distance, in nats, of log-probs over four slots from those of a plain forward pass: of rows that start,
-    move to the slot of one that ends, and go on. Mean over the vocabulary, whose largest is rounding alone where it has
-    tens of thousands of tokens."""
+    """Largest distance, in nats, of log-probs over four slots from those of a plain forward pass, for rows that start,
+    move to the slot of a finished row, and continue. Mean over the vocabulary: with tens of thousands of tokens the
+    maximum is rounding."""
     size = rows.model.config.get_text_config().vocab_size
     texts = [[(7 * i + 3 * line) % size for i in range(length)] for line, length in ((0, 6), (1, 2), (2, 7), (2, 7))]
     live: list[int] = []

@@ -1,4 +1,4 @@
-"""Episodes of processes that compute every forward pass together (tensor parallelism): one plays, all generate.
+"""Episodes under tensor parallelism: one process plays, all compute every forward pass together.
 
 first process   environments ── add, forget, advance ──> LeadingTurns ── the same calls ──> turns of the engine
                                                               │ broadcast, in order
@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 def in_lockstep(group: Any, turns: TurnEngine, play: Callable[[TurnEngine], T]) -> T:
-    """The result of `play`, which the first process of the group alone calls. Collective over the group.
+    """The result of `play`, which only the first process of the group calls. Collective over the group.
 
     Args:
         group: processes that compute every forward pass together; None if this process computes alone.
         turns: of the engine of this process.
     Raises:
-        Exception: what `play` raised, in all processes.
+        Exception: the exception of `play`, in all processes.
     """
     if group is None:
         return play(turns)
@@ -122,7 +122,7 @@ class _Channel:
 
 
 def _follow(turns: TurnEngine, channel: _Channel) -> Any:
-    """The result of the first process, after all that it generated."""
+    """Repeat the calls of the first process; returns its result."""
     error: Exception | None = None
     while True:
         message = channel.receive(is_idle=not turns.num_pending)
@@ -134,7 +134,7 @@ def _follow(turns: TurnEngine, channel: _Channel) -> Any:
             return message.result
         try:
             _advance(turns, message)
-        except Exception as raised:  # noqa: BLE001 - as in the first process, which says so
+        except Exception as raised:  # noqa: BLE001 - raised in the first process too
             error = raised
 
 

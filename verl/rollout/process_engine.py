@@ -259,7 +259,7 @@ class ProcessEngine(RolloutEngine):
         def prepare() -> bool:
             check()
             self._start()
-            return self._turns is not None and self._turns.is_under_way
+            return self._turns is not None and self._turns.is_active
 
         return self._with_retry(lambda: self.weight_sync.run(prepare))
 

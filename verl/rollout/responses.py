@@ -33,9 +33,9 @@ from verl.utils.memory import on_current_device
 
 @dataclass(frozen=True)
 class _Begun:
-    """A generation in the background: its turns, and the rows of its parts."""
+    """A generation in the background: its turns, and the rows of its batches."""
 
-    parts: list[DataProto]
+    batches: list[DataProto]
     request: GenerationRequest
     turns: TurnEngine | None
     rows: Future[list[DataProto]]
@@ -46,7 +46,7 @@ class ResponseGenerator:
 
     Args:
         rollout: the description of the engine.
-        pad_id: fills the places without a token.
+        pad_id: token id of padding.
     Attributes:
         has_regenerated: the last `finish` returned responses that were generated again with newer weights, because the
             engine died after `begin`.
@@ -69,12 +69,12 @@ class ResponseGenerator:
         return self._finish(self.engine.group.gather(prompts), request, None)
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Start generating with the engine's present weights, in a thread; returns immediately. The engine's weights
+        """Start generating with the engine's current weights, in a thread; returns immediately. The engine's weights
         must not change until `finish`."""
         assert self._begun is None
-        parts, turns, rows = self.engine.group.gather(prompts), None, Future[list[DataProto]]()
+        batches, turns, rows = self.engine.group.gather(prompts), None, Future[list[DataProto]]()
         try:
-            turns = self._turns(parts, request, while_training=True) if parts else None
+            turns = self._turns(batches, request, while_training=True) if batches else None
         except RolloutError as error:  # raised in `finish`, where all processes meet
             rows.set_exception(error)
         else:
@@ -82,8 +82,8 @@ class ResponseGenerator:
                 rows.set_result([])
             else:
                 self._thread = self._thread or ThreadPoolExecutor(1, "rollout")
-                rows = self._thread.submit(on_current_device(self.sample), turns, parts, request)
-        self._begun = _Begun(parts, request, turns, rows)
+                rows = self._thread.submit(on_current_device(self.sample), turns, batches, request)
+        self._begun = _Begun(batches, request, turns, rows)
 
     def finish(self) -> DataProto:
         """Wait for the responses of `begin`, as `generate` returns them. If the engine died, they are generated again
@@ -91,14 +91,14 @@ class ResponseGenerator:
         assert self._begun is not None
         begun, self._begun = self._begun, None
         self.has_regenerated = False
-        return self._finish(begun.parts, begun.request, begun)
+        return self._finish(begun.batches, begun.request, begun)
 
-    def beside(self) -> ResponseGenerator:
-        """Another generator with the same engine, which generates while turns of this one are set aside."""
+    def second(self) -> ResponseGenerator:
+        """A second generator with the same engine, for use while turns of this one are paused."""
         return copy.copy(self)
 
     def stop(self) -> None:
-        """End what it has started beside the engine. Idempotent."""
+        """End everything that it has started except the engine. Idempotent."""
 
     def sync(self) -> SyncResult:
         """See `RolloutEngine.sync`."""
@@ -118,57 +118,57 @@ class ResponseGenerator:
             self._thread.shutdown(wait=True, cancel_futures=True)
             self._thread = None
 
-    def limits(self, parts: Sequence[DataProto], request: GenerationRequest) -> TurnLimits:
+    def limits(self, batches: Sequence[DataProto], request: GenerationRequest) -> TurnLimits:
         """Limits of the turns of a generation."""
-        return TurnLimits(longest_prompt(parts) + self.rollout.max_new_tokens, is_single=True)
+        return TurnLimits(longest_prompt(batches) + self.rollout.max_new_tokens, is_single=True)
 
-    def sample(self, turns: TurnEngine, parts: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
-        """The rows of each part."""
+    def sample(self, turns: TurnEngine, batches: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
+        """The rows of each batch of prompts."""
         sampled: dict[int, TurnResult] = {}
-        for turn in self.requests(parts, request):
+        for turn in self.requests(batches, request):
             turns.add(turn)
         while turns.num_pending:
             sampled |= {turn.episode: turn for turn in turns.advance()}
         rows, first = [], 0
-        for part in parts:
+        for part in batches:
             part_turns = [sampled[number] for number in range(first, first + len(part) * request.num_samples)]
             rows.append(assemble_turns(part, part_turns, turns, self.pad_id, request.num_samples))
             first += len(part_turns)
         return rows
 
-    def requests(self, parts: Sequence[DataProto], request: GenerationRequest) -> Iterator[TurnRequest]:
-        """A turn for each response, numbered from 0, a prompt's samples side by side."""
+    def requests(self, batches: Sequence[DataProto], request: GenerationRequest) -> Iterator[TurnRequest]:
+        """A turn for each response, numbered from 0; samples of a prompt are consecutive."""
         numbers, limit = itertools.count(), self.rollout.max_new_tokens
         key = request.step, request.stream, request.greedy
-        for part in parts:
+        for part in batches:
             for tokens, prompt_id in zip(prompt_tokens(part), part["prompt_ids"].tolist(), strict=True):
                 for sample in range(request.num_samples):
                     yield TurnRequest(next(numbers), tokens, prompt_id, sample, NO_TURN, limit, *key)
 
-    def _turns(self, parts: Sequence[DataProto], request: GenerationRequest, *, while_training: bool) -> TurnEngine:
-        return self.engine.turns(replace(self.limits(parts, request), while_training=while_training))
+    def _turns(self, batches: Sequence[DataProto], request: GenerationRequest, *, while_training: bool) -> TurnEngine:
+        return self.engine.turns(replace(self.limits(batches, request), while_training=while_training))
 
-    def _finish(self, parts: list[DataProto], request: GenerationRequest, begun: _Begun | None) -> DataProto:
+    def _finish(self, batches: list[DataProto], request: GenerationRequest, begun: _Begun | None) -> DataProto:
         group = self.engine.group
         while True:
             try:
-                rows = group.run(lambda begun=begun: self._rows(parts, request, begun))
+                rows = group.run(lambda begun=begun: self._rows(batches, request, begun))
                 break
             except RepeatGeneration:
                 begun, self.has_regenerated = None, True
                 self.engine.sync()
         return self.engine.with_log_probs(group.scatter(rows), request.greedy)
 
-    def _rows(self, parts: list[DataProto], request: GenerationRequest, begun: _Begun | None) -> list[DataProto]:
+    def _rows(self, batches: list[DataProto], request: GenerationRequest, begun: _Begun | None) -> list[DataProto]:
         turns = None
         try:
             if begun is not None:
                 turns = begun.turns
                 return begun.rows.result()
-            if not parts:
+            if not batches:
                 return []
-            turns = self._turns(parts, request, while_training=False)
-            return self.sample(turns, parts, request)
+            turns = self._turns(batches, request, while_training=False)
+            return self.sample(turns, batches, request)
         finally:
             if turns is not None:
                 turns.close()

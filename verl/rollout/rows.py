@@ -1,4 +1,4 @@
-"""Rows of a batch: prompts [b P], padded on the left, and what follows [b T], padded on the right; their responses."""
+"""Rows of a batch: prompts [b P], padded on the left, and responses [b T], padded on the right."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from verl.protocol import DataProto
 from verl.rollout.base import TurnEngine, TurnResult
 
 GENERATED_FIELDS = ("response_mask", "responses", "rollout_log_probs")  # fields that an engine makes
-LARGEST_LOG_PROB = 1e-3  # nats above 0 that are put down to rounding; more is not a log-prob
+LARGEST_LOG_PROB = 1e-3  # nats above 0 that may be rounding; more is not a log-prob
 PLACEHOLDER = -9000.0  # nats: values at or below are minus infinity, such as -9999 of vLLM
 
 
@@ -22,9 +22,9 @@ def prompt_tokens(prompts: DataProto) -> list[list[int]]:
     return [row[mask].tolist() for row, mask in zip(prompts["prompts"], prompts["prompt_mask"], strict=True)]
 
 
-def longest_prompt(parts: Sequence[DataProto]) -> int:
+def longest_prompt(batches: Sequence[DataProto]) -> int:
     """Tokens of the longest prompt."""
-    return max((int(part["prompt_mask"].sum(dim=1).max()) for part in parts if len(part)), default=0)
+    return max((int(part["prompt_mask"].sum(dim=1).max()) for part in batches if len(part)), default=0)
 
 
 def left_padded(lines: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ def left_padded(lines: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Te
 
 
 def right_padded(lines: Sequence[Sequence[float]], fill: float, dtype: torch.dtype) -> Tensor:
-    """Lines of numbers as [b T], T the longest, filled up on the right."""
+    """Lists of numbers as [b T], padded on the right to the longest."""
     padded = torch.full((len(lines), max(map(len, lines), default=0)), fill, dtype=dtype)
     for row, line in enumerate(lines):
         padded[row, : len(line)] = torch.tensor(line, dtype=dtype)
@@ -61,8 +61,8 @@ def assemble(
 
     Args:
         prompts: `prompts`, `prompt_mask` [b P], `prompt_ids`, `group_ids` [b].
-        responses, mask, log_probs: [b * num_samples, T], a prompt's samples side by side.
-        pad_id: fills the places without a token.
+        responses, mask, log_probs: [b * num_samples, T]; samples of a prompt are consecutive.
+        pad_id: token id of padding.
         attended: [b * num_samples, T], True on all tokens of the response, including those that the policy did not
             sample; None if it sampled all of them.
         routed: [b * num_samples, T layers k], experts of each token, -1 off the mask; None if not recorded.
@@ -115,7 +115,7 @@ def assemble_turns(
     """Rows of responses; see `assemble`.
 
     Args:
-        sampled: the single turn of each response, a prompt's samples side by side.
+        sampled: the single turn of each response; samples of a prompt are consecutive.
         turns: the engine that generated them.
     Raises:
         RolloutError: a log-prob is invalid or a token id is negative; names prompt, sample and token.
@@ -148,7 +148,7 @@ def refuse_wrong_responses(rows: DataProto, num_tokens: int | None = None) -> No
     mask, tokens, log_probs = (rows.batch[name] for name in GENERATED_FIELDS)
     if not bool(mask.any()):
         return
-    lowest, highest = log_probs[mask].aminmax()  # one pass: nan comes through
+    lowest, highest = log_probs[mask].aminmax()  # one pass: nan propagates
     if not (float(lowest) > PLACEHOLDER and float(highest) <= LARGEST_LOG_PROB):
         exact = log_probs.double()
         is_wrong = ~((exact > PLACEHOLDER) & (exact <= LARGEST_LOG_PROB)) & mask
@@ -180,11 +180,11 @@ def log_prob_fault(log_prob: float) -> str | None:
     )
 
 
-def _of_token(rows: DataProto, row: int, place: int) -> str:
+def _of_token(rows: DataProto, row: int, index: int) -> str:
     prompt, sample = int(rows["prompt_ids"][row]), int(rows["sample_ids"][row])
-    length, token = int(rows["response_mask"][row].sum()), int(rows["responses"][row, place])
+    length, token = int(rows["response_mask"][row].sum()), int(rows["responses"][row, index])
     return (
-        f"The rollout engine's response to prompt {prompt}, sample {sample}: token {place + 1} of {length}, id {token},"
+        f"The rollout engine's response to prompt {prompt}, sample {sample}: token {index + 1} of {length}, id {token},"
     )
 
 

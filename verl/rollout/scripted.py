@@ -1,4 +1,4 @@
-"""Engines without a decode loop: scripted responses, and engines of the user's that answer whole batches.
+"""Engines without a decode loop: scripted responses, and user-defined engines that generate whole batches.
 
 Scripted responses are for tests, and for replaying text that another system wrote.
 """
@@ -37,10 +37,10 @@ from verl.rollout.rows import left_padded, refuse_wrong_responses
 class ScriptedRollout(Rollout):
     """Answer from a list; the log-probabilities are the model's own for that text.
 
-    Sample i of the prompt with id p takes entry (p * num_samples + i) of the list, counted round and round.
+    Sample i of the prompt with id p gets entry (p * num_samples + i) of the list, modulo its length.
 
     Args:
-        texts: the responses; each is ended by the end-of-text token unless it fills `max_new_tokens`.
+        texts: the responses; the end-of-text token is appended unless a response fills `max_new_tokens`.
     """
 
     supports: ClassVar[frozenset[Capability]] = frozenset({"stages", "experts", "modules"})
@@ -94,7 +94,7 @@ class ScriptedEngine(RolloutEngine):
 
 
 class ScriptedTurns(TurnQueue):
-    """Turns of a script: those of the same prompt take one entry after another."""
+    """Turns of a script: turns of the same prompt get consecutive entries."""
 
     def __init__(self, engine: ScriptedEngine):
         super().__init__()

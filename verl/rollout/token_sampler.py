@@ -22,7 +22,7 @@ class TokenSampler:
 
     Attributes:
         seed: of the run.
-        stop_ids: sorted; not drawn before `min_new_tokens`.
+        stop_ids: sorted; not sampled before `min_new_tokens`.
     """
 
     seed: int

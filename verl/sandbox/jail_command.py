@@ -182,10 +182,10 @@ def _find_python(given: str | None, setpriv: str | None) -> tuple[str, tuple[str
     )
     fault = ""
     for candidate in candidates:
-        asked = _ask_python(candidate, setpriv)
-        if isinstance(asked, tuple):
-            return asked
-        fault = fault or asked
+        found = _ask_python(candidate, setpriv)
+        if isinstance(found, tuple):
+            return found
+        fault = fault or found
     raise ConfigError(
         f"python is {given!r}: {fault}. Give the path of a Python of 3.8 or later that "
         f"{'the user nobody, which jails use under root,' if setpriv else 'you'} can read."
@@ -195,11 +195,11 @@ def _find_python(given: str | None, setpriv: str | None) -> tuple[str, tuple[str
 @functools.cache
 def _ask_python(candidate: str, setpriv: str | None) -> tuple[str, tuple[str, ...]] | str:
     """Path and directories of an interpreter, or the reason why it cannot be used."""
-    asked = (
+    question = (
         "import json, os, sys; found = [os.path.realpath(sys.executable), sys.prefix, sys.base_prefix]; "
         "[os.stat(path) for path in found]; print(json.dumps([sys.executable, *found[1:], sys.version_info[:2]]))"
     )
-    command = [*_as_nobody(setpriv), candidate, "-I", "-c", asked]
+    command = [*_as_nobody(setpriv), candidate, "-I", "-c", question]
     try:
         answer = subprocess.run(command, capture_output=True, timeout=FIND_S, cwd="/", env={}, check=True)
         file, *prefixes, version = json.loads(answer.stdout)

@@ -95,12 +95,12 @@ class _ExecuteRequest(Request):
     path = "/execute"
 
     def __init__(self, runner: RemoteRunner, program: Program):
-        self._runner, self._mark, self._asked = runner, secrets.token_hex(16), time.perf_counter()
+        self._runner, self._mark, self._sent_at = runner, secrets.token_hex(16), time.perf_counter()
         self._arguments = marshal.dumps(runner.limited_arguments(program), 2)  # the form of any Python 3
         self.result: ExecutionResult | None = None
 
     def body(self) -> Any:
-        self._asked = time.perf_counter()
+        self._sent_at = time.perf_counter()
         arguments = base64.b64encode(self._arguments).decode()
         main = _MAIN.replace("{mark}", self._mark).replace("{arguments}", arguments)
         return {"code": Path(limited_run.__file__).read_text() + main, "language": "python"}
@@ -116,4 +116,4 @@ class _ExecuteRequest(Request):
             raise RetryableAnswer(f"the server did not finish the program ({'; '.join(errors) or 'no error reported'})")
         status, *texts = json.loads(remaining)
         stdout, stderr = (base64.b64decode(piece) for piece in texts)
-        self.result = self._runner.limited_result(status, stdout, stderr, time.perf_counter() - self._asked)
+        self.result = self._runner.limited_result(status, stdout, stderr, time.perf_counter() - self._sent_at)

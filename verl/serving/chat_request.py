@@ -139,8 +139,8 @@ def parse_request(
         raise Refused(400, f"a field has another type ({error})") from error
     except ValidationError as error:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
-        told = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in faults[:MOST_FAULTS])
-        raise Refused(400, f"{told}. Contents are texts only.", str(faults[0]["loc"][0])) from error
+        reasons = "; ".join(f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in faults[:MOST_FAULTS])
+        raise Refused(400, f"{reasons}. Contents are texts only.", str(faults[0]["loc"][0])) from error
     return body, chat
 
 

@@ -196,8 +196,8 @@ class Session:
         self.recorded: list[RecordedTurn] = []
         self.cut = ""
         self.is_closed = False
-        self._asked: Counter[tuple[bytes, int | None]] = Counter()
-        self._num_asked = 0
+        self._counts: Counter[tuple[bytes, int | None]] = Counter()
+        self._num_turns = 0
         self._lock = threading.Lock()
 
     def turn_key(self, ids: Sequence[int], seed: int | None) -> int:
@@ -209,12 +209,12 @@ class Session:
         with self._lock:
             if self.is_closed:
                 raise ConfigError("the session has ended")
-            if self._num_asked >= self.max_turns:
+            if self._num_turns >= self.max_turns:
                 self.cut = "turns"
                 raise ConfigError(f"the episode has had its {self.max_turns} turns (environment.max_turns)")
-            self._num_asked += 1
+            self._num_turns += 1
             digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).digest()
-            number = self._asked[digest, seed]
-            self._asked[digest, seed] += 1
+            number = self._counts[digest, seed]
+            self._counts[digest, seed] += 1
         key = hashlib.blake2b(digest + repr((seed, number)).encode(), digest_size=4).digest()
         return int.from_bytes(key) >> 1

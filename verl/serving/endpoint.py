@@ -206,7 +206,7 @@ class PolicyEndpoint:
             )
         conversations = self.known if session is None else session.known
         tools = tools or self.tools or None
-        before, continues = self._place_of(messages, tools, sample, conversations)
+        before, continues = self._conversation_of(messages, tools, sample, conversations)
         room = self.row_tokens - len(before.ids)
         if room < 1:
             if session is not None:
@@ -258,7 +258,7 @@ class PolicyEndpoint:
         if record is not None:
             record.close()
 
-    def _place_of(
+    def _conversation_of(
         self, messages: Sequence[Message], tools: Any, sample: int | None, conversations: KnownConversations
     ) -> tuple[KnownConversation, bool]:
         """The tokens before the turn, and whether they go on from those of an earlier one.

@@ -147,10 +147,10 @@ def _own_temporary_files() -> Iterator[None]:
             os.environ["TMPDIR"] = variable
 
 
-def wandb_mode(asked: str) -> Any:
+def wandb_mode(setting: str) -> Any:
     """Resolve the setting `mode` to `online`, `offline` or the value of WANDB_MODE."""
-    if asked != "auto":
-        return asked
+    if setting != "auto":
+        return setting
     if environment := os.environ.get("WANDB_MODE"):
         return environment
     return "online" if os.environ.get("WANDB_API_KEY") or _key_in_netrc() else "offline"

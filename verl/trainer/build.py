@@ -1,9 +1,9 @@
-"""The parts of a policy-gradient run, and the trainer that is built of them, in five phases:
+"""The components of a policy-gradient run, and how its trainer is built of them, in five phases:
 
     read_tokenizer    description                        ──> tokenizer, chat template, tools
     load_data         tokenizer                          ──> training and held-out rows, their order
     build_reward      rows                               ──> reward, unless it is a role; trackers
-    find_checkpoint   all that a checkpoint must equal   ──> save directory, the checkpoint that is resumed
+    find_checkpoint   all that identifies the training   ──> save directory, the checkpoint that is resumed
     start_roles       checkpoint                         ──> processes with actor, critic, reference; sampling; guards
 
 `verl.trainer.ppo` is the algorithm on top of it.
@@ -125,7 +125,7 @@ class PPODescription(Description):
 
     @property
     def has_rollout_worker(self) -> bool:
-        """Whether the engine generates in a process of its own, the role `rollout`, with a copy of the model."""
+        """Whether separate processes generate, the role `rollout`, with a copy of the model."""
         return self.trainer.staleness is not None and (not self.rollout.runs_ahead or self.is_in_flight)
 
     @property
@@ -140,7 +140,7 @@ class PPODescription(Description):
 
     @property
     def num_rollout_workers(self) -> int:
-        """Processes of the role `rollout`, an engine in each; 0 without it."""
+        """Number of processes of the role `rollout`, each with an engine; 0 without it."""
         placement, world = self.trainer.placement, self.trainer.nnodes * self.trainer.n_gpus_per_node
         counts = {ROLLOUT: 1} if placement is None else placement.sizes(tuple(self.placed_roles), world)
         return counts[ROLLOUT] if self.has_rollout_worker else 0
@@ -153,7 +153,7 @@ class PPODescription(Description):
 
     @property
     def is_in_flight(self) -> bool:
-        """Whether weights change while responses are open."""
+        """Whether weights change during the generation of responses."""
         return bool(self.trainer.staleness) and self.rollout.weight_update == "in_flight"
 
     @property
@@ -171,7 +171,7 @@ class PPODescription(Description):
 
 
 class PolicyTrainer(LoopTrainer):
-    """Everything of a running policy-gradient trainer except its step: parts, evaluation, state, end.
+    """Base of a running policy-gradient trainer, without its step: components, evaluation, state, close.
 
     Attributes:
         actor, critic, reference: handles to the roles, in any process; None if a role is not needed.
@@ -183,7 +183,7 @@ class PolicyTrainer(LoopTrainer):
     replay: Any = None
     sampling: Any = None
     rollout_workers: WorkerGroup | None = None
-    _divided_threads = 0  # of this process, before half of them were left to the rollout worker
+    _divided_threads = 0  # threads of this process before half were given to the rollout worker
 
     def __init__(self, run: PPODescription, context: BuildContext):
         super().__init__(run, with_day(context))
@@ -198,10 +198,9 @@ class PolicyTrainer(LoopTrainer):
         self.start_roles(run, context)
 
     def read_tokenizer(self, run: PPODescription, context: BuildContext) -> BuildContext:
-        """Phase 1. Needs the description alone; nothing is loaded but the tokenizer.
+        """Phase 1. Needs the description only; loads nothing but the tokenizer.
 
-        Gives `tokenizer` and `date`; returns the context with the tokenizer, chat template and tools, by which data
-        and rewards are built.
+        Sets `tokenizer` and `date`; returns the context with tokenizer, chat template and tools for data and rewards.
 
         Raises:
             ConfigError: critic or reference have another tokenizer, whose token ids would differ from the actor's.
@@ -210,7 +209,7 @@ class PolicyTrainer(LoopTrainer):
         with faults_below("actor.model"):
             context = with_tokenizer(context, run.actor)
         assert context.run_dir is not None
-        if run.trainer.placement is None:  # else the actor may live on another machine, or another device
+        if run.trainer.placement is None:  # else the actor may be on another machine or device
             run.rollout.check_here(context.device)
         self.context, self.run_dir, self.tokenizer = context, context.run_dir, context.tokenizer
         needed = {
@@ -231,9 +230,9 @@ class PolicyTrainer(LoopTrainer):
         return context
 
     def load_data(self, run: PPODescription, context: BuildContext) -> None:
-        """Phase 2. Needs the tokenizer, and tools and template that prompts are written with.
+        """Phase 2. Needs the tokenizer, and tools and chat template of the prompts.
 
-        Gives `train_data`, `eval_data`, their order `sampler`, `num_steps`, and `data_responses`.
+        Sets `train_data`, `eval_data`, their order `sampler`, `num_steps`, and `data_responses`.
 
         Raises:
             ConfigError: the data lack a column that the reward or the algorithm names.
@@ -251,9 +250,9 @@ class PolicyTrainer(LoopTrainer):
         self.data_responses = DataResponses(run, self.train_data, context.tokenizer)
 
     def build_reward(self, run: PPODescription, context: BuildContext) -> None:
-        """Phase 3. Needs the columns of the rows, which an environment's template is checked with.
+        """Phase 3. Needs the columns of the rows, to check the template of an environment.
 
-        Gives `reward`, None where it is a role that the last phase starts, `tracker` and `stages`.
+        Sets `reward` (None if it is a role, started in phase 5), `tracker` and `stages`.
         """
         self.has_tools = run.environment is not None and (run.environment.has_tools or bool(context.tools))
         if run.environment is not None and self.has_tools:
@@ -266,10 +265,10 @@ class PolicyTrainer(LoopTrainer):
         self.stages = StageTimers(self.tracker)
 
     def find_checkpoint(self, run: PPODescription, context: BuildContext) -> BuildContext:
-        """Phase 4. Needs all that a checkpoint must be equal in: description, tokenizer, settings that the data told.
+        """Phase 4. Needs all that identifies the training: description, tokenizer, settings determined by the data.
 
-        Gives `saving`, with the checkpoint that is resumed; returns the context with the day on which the run began,
-        by which the rows are read again where their template writes the date.
+        Sets `saving`, with the checkpoint that is resumed; returns the context with the start date of the run. Rows
+        whose template contains the date are read again.
         """
         uses = ("ref_log_probs",) if run.algorithm.needs_reference else ()
         self.saving = prepare_saving(
@@ -284,9 +283,9 @@ class PolicyTrainer(LoopTrainer):
         return context
 
     def start_roles(self, run: PPODescription, context: BuildContext) -> None:
-        """Phase 5. Needs the number of steps, the longest row, and the checkpoint, from which roles are built.
+        """Phase 5. Needs the number of steps, the longest row, and the checkpoint that roles are built from.
 
-        Gives `cluster` with the handles `actor`, `critic` and `reference`, what the driver computes with them (`kl`,
+        Sets `cluster` with the handles `actor`, `critic` and `reference`, what the driver computes with them (`kl`,
         `advantage`, `replay`, `sampling`), and the guards of the stages.
         """
         self._divide_threads(run)
@@ -297,8 +296,8 @@ class PolicyTrainer(LoopTrainer):
         run = run if plan is None else plan.decided(run)
         limit, behaviour = run.trainer.safety.log_prob_gap, run.algorithm.proximal == "behaviour"
         gap_stops = limit is not None and limit.on_excess == "stop" and not behaviour and not run.trainer.staleness
-        beside = plan and plan.memory.beside_engine
-        self._start_processes(run, replace(context, bytes_beside_engine=beside, gap_stops=gap_stops))
+        trainer_bytes = plan and plan.memory.trainer_bytes
+        self._start_processes(run, replace(context, trainer_bytes=trainer_bytes, gap_stops=gap_stops))
         self.reward_stats = RewardStats(run.reward, self.reward)
         self.async_rewards.use(self.reward, self.reward_stats)
         losses = {"policy_loss": self.actor, "value_loss": self.critic}
@@ -308,7 +307,7 @@ class PolicyTrainer(LoopTrainer):
             if role is not None and role.loss_keeps_state().result()
         }
         self.guards.monitor.numerics = self._numerics(run)
-        seed_everything(derive_seed(self.settings.seed, "driver"))  # roles that are built here have used it
+        seed_everything(derive_seed(self.settings.seed, "driver"))  # used while roles were built here
 
     def _start_processes(self, run: PPODescription, context: BuildContext) -> None:
         longest = self.longest_row()
@@ -331,7 +330,7 @@ class PolicyTrainer(LoopTrainer):
             rollout_worker=None if run.trainer.placement is None else worker,
             actor_generates=run.actor_generates,
         )
-        # without checkpoints nobody claims the directory, and no run comes back to its episodes
+        # without checkpoints the directory has no owner, and episodes are never resumed
         journal_dir = None if run.checkpoint is None else Path(self.saving.directory) / "episode_journal"
         row_tokens = None if most is None else most + run.response_tokens
         context = replace(context, row_tokens=row_tokens, journal_dir=journal_dir)
@@ -361,7 +360,7 @@ class PolicyTrainer(LoopTrainer):
                 raise ConfigError(faults)
 
     def _check_rows(self, reward: Reward) -> list[str]:
-        """Let the reward check the rows that it will score; returns sentences to show at the start."""
+        """Let the reward check the rows that it will score; returns messages to show at the start."""
         named = {"training rows": self.train_data, "evaluation rows": self.eval_data}
         with faults_below("reward"):
             return [x for name, data in named.items() if data is not None for x in reward.check_rows(name, data)]
@@ -392,7 +391,7 @@ class PolicyTrainer(LoopTrainer):
         return worker("actor")
 
     def observe(self, experience: DataProto, step: int) -> dict[str, float]:
-        """Metrics of the responses of a step; the first one and those that evaluate also record tokens."""
+        """Metrics of the responses of a step; the first step and steps with an evaluation also record tokens."""
         rows = self.replay.new(experience)
         if self.settings.sample_rows and (step == 1 or self.evaluates_after(step)):
             self.tracker.token_rows(token_rows(rows, self.settings.sample_rows, self.tokenizer), step)
@@ -489,10 +488,10 @@ class PolicyTrainer(LoopTrainer):
 
 
 def _schedule_options(run: PPODescription) -> ScheduleOptions | None:
-    """The schedule of a run whose weights change while responses are open; None for others.
+    """Options of the schedule of an in-flight run; None for others.
 
     Raises:
-        ConfigError: the schedule that it replays was made under other conditions.
+        ConfigError: the replayed schedule was recorded under other conditions.
     """
     if not run.is_in_flight:
         return None

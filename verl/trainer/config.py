@@ -19,7 +19,7 @@ from verl.monitoring.config import Monitoring
 from verl.ops.cpu_matmul import CpuMatmul, library_fault
 from verl.trainer.timers import Profile
 
-LONGEST_NAME = 200  # bytes, of 255 that file systems allow: suffixes follow
+LONGEST_NAME = 200  # bytes; file systems allow 255, and suffixes are appended
 WARMUP = ("actor.optimizer.warmup_updates", "critic.optimizer.warmup_updates")
 
 
@@ -83,7 +83,7 @@ class LoopSettings(Description):
             yield f"device is {self.device!r}: expected auto, cpu, cuda or one GPU such as cuda:1."
 
     def machine_faults(self) -> Iterator[str]:
-        """Faults of running here; the run can be planned anywhere."""
+        """Faults of running on this machine; the run can be planned on any."""
         device = self.device
         if self.nnodes > 1 and (self.placement is None or not self.placement.spans_machines):
             yield (
@@ -119,16 +119,16 @@ class PPOSettings(LoopSettings):
     Args:
         prompts_per_step: different prompts per step.
         group_size: responses per prompt.
-        eval_samples: k of mean@k and best@k, drawn at the rollout's temperature; 0 evaluates greedily only.
-        eval_without_tools: evaluate a second time with the tools of the environment taken away: prompts without their
-            schemas, one turn, in which nothing is executed.
+        eval_samples: k of mean@k and best@k, sampled at the rollout's temperature; 0 evaluates greedily only.
+        eval_without_tools: evaluate a second time without the tools of the environment: prompts without their schemas,
+            one turn, and nothing is executed.
         success_score: a response with at least this score counts as correct in `eval/accuracy`.
         mode: `sync`: generate and train alternately. `async`: at the same time (docs/async.md).
-        max_staleness: with `mode=async`, the most weight syncs between the generation of a token and training on it;
-            above 0 it requires `algorithm.correction` or `algorithm.proximal=behaviour`.
+        max_staleness: with `mode=async`, maximum number of weight syncs between the generation of a token and training
+            on it; above 0 it requires `algorithm.correction` or `algorithm.proximal=behaviour`.
         rollout_ahead: 1: the same as `mode=async` with `max_staleness=1`.
-        replay_schedule: directory of a run with `rollout.weight_update=in_flight`, which this one repeats bit by bit:
-            events at the same steps of the engine; null: at any step. Hardware, libraries and settings must be equal.
+        replay_schedule: directory of a run with `rollout.weight_update=in_flight` that this run repeats bit by bit,
+            with events at the same steps of the engine, on equal hardware with equal libraries and settings; or null.
     """
 
     prompts_per_step: PositiveInt = 64
@@ -215,7 +215,7 @@ def unused_settings(run: Any, changed: Sequence[str]) -> str | None:
 
 
 def _unread(run: Any) -> Iterator[tuple[str, str]]:
-    """Paths that are not read, and below which nothing is, each with the reason."""
+    """Paths that are not read, nor anything below them, each with the reason."""
     settings, algorithm, saving = run.trainer, getattr(run, "algorithm", None), run.checkpoint
     if settings.safety.spike_factor is None:
         reason = "trainer.safety.spike_factor is null"
@@ -251,7 +251,7 @@ def _unread(run: Any) -> Iterator[tuple[str, str]]:
     if run.updates_per_step == 1:
         clips = ("clip", "clip_low", "clip_high", "dual_clip")
         reason = "with one update per batch the ratio of probabilities is 1"
-        if algorithm.proximal == "trainer":  # else it is that to the weights which generated
+        if algorithm.proximal == "trainer":  # else it is the KL to the weights that generated
             yield from ((f"algorithm.policy_loss.{name}", reason) for name in clips)
         if algorithm.needs_values:
             yield "algorithm.value_loss.clip", "with one update per batch values are those before it"

@@ -1,9 +1,9 @@
-"""Guards: what surrounds the stages of a training step and is no part of the algorithm.
+"""Guards: hooks around the stages of a training step, outside of the algorithm.
 
-A stage is a method under `@stage`, and its name is one of `STAGES`. A guard is a generator function that takes the
-arguments of a stage: it runs up to its `yield` before the stage, and continues after it with the result, or the error,
-of the stage. What it yields replaces the first argument, unless it is None. A trainer registers its guards once,
-when it is built, the first one innermost:
+A stage is a method decorated with `@stage`; its name is one of `STAGES`. A guard is a generator function with the
+arguments of a stage: it runs up to its `yield` before the stage, and continues with the result or the error of the
+stage. A yielded value other than None replaces the first argument. A trainer registers its guards when it is built, the
+first one innermost:
 
 stage             guards
 step              before: the number of the step; after: the log-prob gap of the whole step, and spikes
@@ -11,10 +11,10 @@ compute_rewards   around: a reward that raises because a number is not finite
 reward_rows       after: rewards that are not finite
 run_roles         before: log-probs of the rollout engine against a plain forward pass
 score             after: log-probs and values that are not finite
-advantages        after: advantages that are not finite; KL control and estimator get back the state that they had
+advantages        after: advantages that are not finite; the state of KL control and estimator is restored
 optimizer_step    before: an injected fault; after: a step that the engine skipped because a number was not finite
 
-The checks themselves, and what they report, are in `verl.monitoring.nonfinite`.
+The checks and their reports are in `verl.monitoring.nonfinite`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Result = TypeVar("Result")
 
 
 def stage(method: Callable[Concatenate[T, P], Result]) -> Callable[Concatenate[T, P], Result]:
-    """Mark a method of a trainer, or of a part of it, as the stage of its name, which its `guards` surround."""
+    """Mark a method of a trainer, or of a component of it, as the stage of its name, to be wrapped by its `guards`."""
     name = method.__name__
     assert name in STAGES, name
 
@@ -77,7 +77,7 @@ class Guards:
 
     def __init__(self, trainer: Any, monitor: NonFiniteGuard):
         self.trainer, self.monitor = trainer, monitor
-        self.trained_on: DataProto | None = None  # what the metrics of this step are about
+        self.trained_on: DataProto | None = None  # context of the metrics of this step
         self.of_stage: dict[str, list[Guard]] = {name: [] for name in STAGES}
         self.of_stage["step"].append(self.whole_step)
         self.of_stage["optimizer_step"] += [self.skipped_update, self.injected_fault]

@@ -38,13 +38,13 @@ def LocalPPOTrainer(
     """A `Trainer` of a short YAML file, with every role in this process or in processes that it starts (sharding=ddp).
 
     Args:
-        config_path: laid over the composed default of `verl ppo`: values by their paths, and options of groups by name,
-            such as `algorithm: grpo`. None for the default.
+        config_path: merged into the composed default of `verl ppo`: values by their paths, and options of groups by
+            name, such as `algorithm: grpo`. None for the default.
         train_dataset: in place of the configured data: an `RLHFDataset`, rows (dicts with a `prompt`), or the path of a
             parquet or JSONL file. `data.eval_files` still names what to evaluate on.
         reward_fn: a function of prompts and responses, in place of the configured reward; see `RewardFunction`.
-        overrides: laid over the file, as on the command line.
-        device_mesh: which roles live on which devices of this machine, in place of the configured placement.
+        overrides: merged into the file, as on the command line.
+        device_mesh: devices of each role on this machine, in place of the configured placement.
     Raises:
         ConfigError: every fault in the configuration, before any weight is loaded.
     """
@@ -73,7 +73,7 @@ OPTIONS = dataclasses.fields(PromptOptions)
 def sharding_for_devices(
     short: Mapping[str, Any], overrides: Sequence[str], device_mesh: DeviceMesh | None
 ) -> tuple[list[str], list[str]]:
-    """Overrides, and a sentence for each, where several devices and no backend are named: data parallelism, or one
+    """Overrides, each with a message, if several devices and no backend are configured: data parallelism, or one
     process on a machine without GPUs."""
     import torch
 
@@ -95,14 +95,14 @@ def sharding_for_devices(
 def compose_short_file(
     short: Mapping[str, Any], objects: Mapping[str, Description], overrides: Sequence[str]
 ) -> ComposedConfig:
-    """The default run with the short file, the user's objects, and the overrides laid over it in turn."""
+    """The default run, merged with the short file, the user's objects and the overrides, in this order."""
     notes, data = [], short.get("data")
     if "data" in objects:
         if isinstance(data, Mapping) and "train_files" in data:
             short = {**short, "data": {key: value for key, value in data.items() if key != "train_files"}}
             notes = ["data.train_files is ignored: train_dataset is given."]
         if not any(option.startswith("data=") for option in overrides):
-            overrides = ["data=files", *overrides]  # not the lengths that suit the built-in example
+            overrides = ["data=files", *overrides]  # without the lengths of the built-in example
     replacements = {key: as_plain(item) for key, item in objects.items()}
     composed = compose_over_default(short, overrides, replacements, PREFERENCES)
     composed.notes = [*notes, *composed.notes]

@@ -4,7 +4,7 @@ sample ──────> score ──> advantages ──> update ──> sync
 y ~ pi(.|x),   old, ref,  KL, returns   critic,    the rollout engine
 rewards        values                   actor      gets the weights
 
-Methods under `@stage` are surrounded by the guards of `verl.trainer.guards`; `verl.trainer.build` makes the parts.
+Methods decorated with `@stage` are wrapped by `verl.trainer.guards`; `verl.trainer.build` builds the components.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from verl.trainer.sampling import PROMPT_FIELDS
 from verl.utils.seeding import derive_seed
 
 OF_ROWS = ["turn_ids", "turn_rewards", "episode_ids", "is_replayed", "is_on_policy", "token_versions"]
-DRIVER_FIELDS = [*PROMPT_FIELDS, *OF_ROWS]  # that no role reads in an update
+DRIVER_FIELDS = [*PROMPT_FIELDS, *OF_ROWS]  # fields that no role reads in an update
 SEQUENCE_FIELDS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
-ROUTED_FIELDS = ["routed_experts", "rollout_log_probs"]  # that the actor reads before an update, under router replay
+ROUTED_FIELDS = ["routed_experts", "rollout_log_probs"]  # fields that the actor reads before an update, with replay
 
 
 class PPOTrainer(PolicyTrainer):
@@ -45,7 +45,7 @@ class PPOTrainer(PolicyTrainer):
         return metrics | self.sync()
 
     def sample(self, batch: DataProto, step: int) -> tuple[DataProto, dict[str, float]]:
-        """Responses y ~ pi(. | x) with their rewards, [B S], and rows of earlier steps that are trained on again."""
+        """Sample responses y ~ pi(. | x) with rewards, [B S], and add replayed rows of earlier steps."""
         self.replay.expect(step)
         rollout, metrics = self.sampling.sample(batch, step)
         rollout = self.sampling.add_rewards(rollout)
@@ -65,7 +65,7 @@ class PPOTrainer(PolicyTrainer):
 
     @stage
     def run_roles(self, rows: DataProto) -> list[DataProto]:
-        """Log-probs of actor and reference, and values of the critic, of rows [R S], each if it is needed."""
+        """Log-probs of actor and reference, and values of the critic, of rows [R S], as far as needed."""
         sequences, computed = rows.select(SEQUENCE_FIELDS, non_tensor_batch_keys=[]), []
         if self.algorithm.needs_old_log_probs:
             with self.stages.stage("old") as note:
@@ -94,7 +94,7 @@ class PPOTrainer(PolicyTrainer):
         return experience, metrics | of_credit | of_weights
 
     def with_data(self, experience: DataProto, prompts: DataProto, step: int) -> DataProto:
-        """The experience, and rows with responses of the data, scored by the teacher; see `DataResponses`."""
+        """The experience, with rows of responses from the data that the teacher scored; see `DataResponses`."""
         if (rows := self.sampling.data_responses.rows(prompts, step)) is None:
             return experience
         assert self.reference is not None

@@ -288,11 +288,11 @@ class PPORun(PPODescription):
         yield from faults_between(self)
 
     def unused_settings(self, changed: Sequence[str]) -> str | None:
-        """One line about the changed settings, by path, that this run never reads; None if it reads all."""
+        """A message with the changed settings that this run never reads; None if it reads all."""
         return unused_settings(self, changed)
 
     def machine_faults(self) -> Iterator[str]:
-        if self.trainer.placement is None:  # else the actor may live on another machine
+        if self.trainer.placement is None:  # else the actor may be on another machine
             device = "cuda" if self.trainer.device == "auto" and torch.cuda.is_available() else self.trainer.device
             try:
                 self.rollout.check_here(device)
@@ -305,9 +305,9 @@ class PPORun(PPODescription):
             yield from placement.lacks(self.placed_roles, settings.nnodes, settings.n_gpus_per_node, settings.device)
         yield from saving_faults(self, context, self.replay is not None)
 
-    def parts_here(self) -> Iterator[str]:
-        away = () if self.trainer.placement is None else ("rollout",)  # it is checked on the machine of the actor
-        yield from (name for name in super().parts_here() if name not in away)
+    def preflight_fields(self) -> Iterator[str]:
+        away = () if self.trainer.placement is None else ("rollout",)  # checked on the machine of the actor
+        yield from (name for name in super().preflight_fields() if name not in away)
 
     def build(self, context: BuildContext) -> PPOTrainer:
         """Load data and weights, and start the processes of the sharding."""

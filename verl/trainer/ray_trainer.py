@@ -23,11 +23,11 @@ def RayPPOTrainer(
     use_rm: bool = True,
     overrides: Sequence[str] = (),
 ) -> Trainer:
-    """`LocalPPOTrainer`, whose other arguments these are, with its roles in Ray actors: same loop, data and numbers.
+    """`LocalPPOTrainer` with its roles in Ray actors: same loop, data, numbers and arguments.
 
     Args:
         use_critic, use_reference_policy, use_rm: False keeps the role in this process, to move to Ray one role at a
-            time; `rm` is a reward that is a model. The actor is always in Ray.
+            time; `rm` is a reward model. The actor is always in Ray.
     """
     moved = {"critic": use_critic, "reference": use_reference_policy, "rm": use_rm}
     in_driver = ",".join(role for role, is_moved in moved.items() if not is_moved)

@@ -5,12 +5,12 @@ The queue is `max_staleness` S batches long; 0 generates and trains alternately.
 step t     take(t) ── begin(t+S) ── score, update ── sync
 engine     ... ── t+1 ── weights ── t+2 ── weights ── ... ── t+S
 
-Each group of responses has a ticket, its place in the order of the data: batch t is the tickets tP to (t+1)P. A batch
-begins only after batch t-S was taken, so that begun less trained groups stay below (S+1)P, and batches are taken in
-order. The engine does its work in the order in which it was asked (`rollout.weight_update=drain`): batch t+S is sampled
-with the weights after step t-1, whatever the speed of either side. A run can therefore be repeated, and resumed, bit by
-bit. With `in_flight` the engine takes weights between two tokens, and the schedule of its steps
-(`verl/workers/schedule.py`) says which two.
+Each group of responses has a ticket, its index in the order of the data: batch t has the tickets tP to (t+1)P. Batch t
+begins only after batch t-S was taken, so the number of begun but untrained groups stays below (S+1)P, and batches are
+taken in order. With `rollout.weight_update=drain` the engine processes requests in order: batch t+S is sampled with the
+weights after step t-1, independent of the speed of either side, so a run can be repeated and resumed bit by bit. With
+`in_flight` the engine takes weights between two tokens, recorded by the schedule of its steps
+(`verl/workers/schedule.py`).
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ from verl.workers.schedule import ScheduleFile, schedule_path
 log = logging.getLogger(__name__)
 
 PROMPT_FIELDS = ["prompts", "prompt_mask", "prompt_ids", "group_ids"]
-SYNC_VERSIONS = "sync_versions"  # in a checkpoint: of the latest syncs, beside the rows
-JSON = "_json"  # suffix, in a checkpoint: the bytes of a column of JSON values
-STEP = "step"  # in a checkpoint, in flight: whose batch was taken last
+SYNC_VERSIONS = "sync_versions"  # key in a checkpoint: versions of the latest syncs
+JSON = "_json"  # suffix of keys in a checkpoint: bytes of a column of JSON values
+STEP = "step"  # key in a checkpoint, in flight: step whose batch was taken last
 
 
 class Sampling:
     """Responses of the policy, with their rewards.
 
     Args:
-        trainer: whose data, rewards, guards and timers are used.
+        trainer: provides data, rewards, guards and timers.
         queue: between generation and training.
     """
 
@@ -77,7 +77,7 @@ class Sampling:
         self._step = 0
 
     def sample(self, batch: DataProto, step: int) -> tuple[DataProto, dict[str, float]]:
-        """Responses to the prompts of a step, those that dynamic sampling selects; what is next is begun ahead."""
+        """Responses to the prompts of a step, after dynamic sampling; begins generation of the next batches."""
         self._step, metrics = step, dict[str, float]()
         rollout = self.generate(self.data_responses.sampled(batch, step), self.request(step))
         self.begin_ahead(step)
@@ -110,7 +110,7 @@ class Sampling:
             seen = torch.cat([rows["prompt_ids"] for rows in sampled])
             further = self.data.collate(self.order.next_batch())
             further = further[~torch.isin(further["prompt_ids"], seen)]
-            if not len(further):  # an epoch ended within the step: all that is left was sampled already
+            if not len(further):  # an epoch ended within the step: all remaining prompts were sampled already
                 break
             sampled.append(self.add_rewards(self.generate(further, self.request(self._step))))
         if not groups and selection.on_none == "error" and any(map(len, sampled)):
@@ -119,17 +119,17 @@ class Sampling:
         return chosen, selection_metrics(sampled, groups)
 
     def begin_ahead(self, step: int) -> None:
-        """Start generation for the batches after this step's that the queue admits, and score them early."""
+        """Begin generation of the next batches that the queue admits, to be scored as they finish."""
         for ahead in range(len(self.queue), min(self.queue.depth, self.num_steps - step)):
             request = self.request(step + 1 + ahead)
             prompts = self.data.collate(self.order.peek(ahead))
             prompts = _grouped(self.data_responses.sampled(prompts, request.step))
             self.rewards.expect(request.step, prompts, partial(self._described, prompts=prompts))
-            self.queue.begin(self._asked(prompts, request), request)
+            self.queue.begin(self._prepared(prompts, request), request)
 
     def add_rewards(self, rollout: DataProto) -> DataProto:
-        """The responses that have a reward, with it; unchanged if they have it already."""
-        if "token_level_scores" in rollout:  # a selection has read them
+        """Add rewards to responses and drop those without one; unchanged if rewards are present."""
+        if "token_level_scores" in rollout:  # present after dynamic sampling
             return rollout
         with self.stages.stage("reward") as note:
             rollout = self.reward_rows(rollout)
@@ -140,7 +140,7 @@ class Sampling:
 
     @stage
     def reward_rows(self, rollout: DataProto) -> DataProto:
-        """The rows that have a reward and a greedy baseline, where there is one; the others (None) are left out."""
+        """The rows with a reward, and a greedy baseline if used; rows with None are left out."""
         rollout = self.compute_rewards(rollout, self._step)
         has_none = torch.tensor(np.isnan(rollout["score"].astype(float)))
         has_none &= rollout["token_level_scores"].isfinite().all(dim=1)  # else the reward is not finite
@@ -154,28 +154,28 @@ class Sampling:
 
     @stage
     def compute_rewards(self, rows: DataProto, step: int) -> DataProto:
-        """Responses with their rewards, NaN where a reward is None; step 0 for rows that were not expected."""
+        """Responses with rewards, NaN for None; `step` is 0 for rows that were not announced by `expect`."""
         return self.rewards.scored(rows, step)
 
     def evaluate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """Responses with their rewards that nothing is trained on."""
+        """Responses with rewards, for an evaluation."""
         return self.rewards.scored(self._respond(prompts, request))
 
     def request(self, step: int) -> GenerationRequest:
         return GenerationRequest(step, self.settings.group_size)
 
     def close(self) -> None:
-        """Compute no more rewards ahead, and write what is left of the schedule."""
+        """Stop computing rewards ahead, and write the remaining lines of the schedule."""
         self.rewards.close()
         self.queue.close()
 
     def _respond(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Responses or episodes, the data columns, and the response texts."""
         prompts = _grouped(prompts)
-        asked, is_training = self._asked(prompts, request), request.stream == TRAINING and not request.greedy
+        prepared, is_training = self._prepared(prompts, request), request.stream == TRAINING and not request.greedy
         if is_training:
             self.rewards.expect(request.step, prompts, partial(self._described, prompts=prompts))
-        rows = (self.queue.take if is_training else self.queue.generate)(asked, request)
+        rows = (self.queue.take if is_training else self.queue.generate)(prepared, request)
         if is_training:
             self.lengths.note(rows)
         return self._described(rows, prompts)
@@ -186,10 +186,10 @@ class Sampling:
         columns = prompts.select([], list(prompts.non_tensor_batch))[rows["group_ids"]]
         return without_dropped(rows.union(columns, DataProto.from_dict(non_tensors={"response_text": texts})))
 
-    def _asked(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """The fields of the prompts that the engine reads."""
+    def _prepared(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+        """The prompts with the fields that the engine reads."""
         columns = list(prompts.non_tensor_batch) if self._plays_episodes else []
-        return self.lengths.beside(prompts.select(PROMPT_FIELDS, columns), request.num_samples)
+        return self.lengths.with_expected(prompts.select(PROMPT_FIELDS, columns), request.num_samples)
 
 
 def _grouped(prompts: DataProto) -> DataProto:
@@ -198,14 +198,14 @@ def _grouped(prompts: DataProto) -> DataProto:
 
 @contextmanager
 def rollout_worker_errors(size: int = 1) -> Iterator[None]:
-    """Errors of a process of the role `rollout`, of which there are `size`, by its name and with what to do."""
+    """Add advice to errors of a process of the role `rollout`, which has `size` processes."""
     try:
         yield
     except WorkerError as error:
         detail = (
             f"{error.detail.rstrip()}\nThis process generates the responses under trainer.mode=async; its log is in "
-            "workers/ of the run directory. Go on with resume=DIRECTORY: a checkpoint holds the responses that "
-            "were begun before it. Where memory ran out, lower rollout.max_rows or trainer.max_staleness."
+            "workers/ of the run directory. Continue with resume=DIRECTORY: a checkpoint holds the responses that "
+            "were begun before it. If memory ran out, lower rollout.max_rows or trainer.max_staleness."
         )
         process = "the rollout worker" if size == 1 else f"rollout worker {error.rank}"
         raise type(error)(error.rank, error.call, error.step, detail, process) from error
@@ -228,22 +228,21 @@ class _BegunBatch:
 class RolloutQueue:
     """The batches between generation and training.
 
-    An engine of the actor's (`rollout=vllm`, `rollout=server`) generates one batch beside the training; before its
-    weights change, that batch is waited for. A rollout worker (the role `rollout`) has a copy of the model and a queue,
-    in which weights follow the batches that were begun before, so that a sync waits for nothing. In flight it has a
-    loop over steps of the engine, which takes them between two tokens.
+    The actor's engine (`rollout=vllm`, `rollout=server`) generates one batch during training; a sync waits for that
+    batch. A rollout worker (the role `rollout`) has a copy of the model and a queue of batches and weights, so a sync
+    does not wait. In flight it has a loop over steps of the engine, which loads weights between two tokens.
 
-    Responses that were begun are part of a checkpoint, because the weights that generated them no longer exist. In
-    flight open ones are saved with the tokens that they have; else they are waited for.
+    Checkpoints contain responses that were begun, because the weights that generated them no longer exist. In flight
+    open responses are saved with their tokens; otherwise a save waits for them.
 
     Args:
         actor: handle of the role that trains.
         depth: batches that are begun ahead; more than 1 with rollout workers only.
-        workers: the rollout workers, an engine in each; None for an engine of the actor's.
+        workers: the rollout workers, each with an engine; None for the actor's engine.
         in_flight: each has a `verl.workers.step_loop.StepLoop`.
         actor_generates: the actor has an engine too, for evaluations.
-        run_dir: for the schedules of engines that are on machines without it.
-        rewards: is given the groups that rollout workers have finished.
+        run_dir: for the schedules of engines on machines that do not see it.
+        rewards: receives finished groups of rollout workers.
     """
 
     def __init__(
@@ -266,11 +265,11 @@ class RolloutQueue:
         self._workers: Any = None if workers is None else RoleHandle(workers, "rollout", RolloutWorker)
         self._actor_generates = actor_generates
         self._queue: deque[_BegunBatch] = deque()
-        self._versions: list[int] = []  # of the latest syncs, the present one last
+        self._versions: list[int] = []  # versions of the latest syncs, the current one last
         self._num_versions = depth + 2  # that are kept
-        self._sent: int | None = None  # version that the rollout workers were sent last
+        self._sent: int | None = None  # latest version sent to the rollout workers
         self._loads: deque[tuple[int, dict[str, str], Future[list[dict[str, str]]]]] = deque()  # unverified weights
-        self._step = 0  # whose batch was taken last
+        self._step = 0  # step whose batch was taken last
         self._last_call: Future[Any] | None = None
         self._idle_since = time.monotonic()
         self._metrics: dict[str, float] = {}
@@ -283,7 +282,7 @@ class RolloutQueue:
 
     @property
     def holds_weights(self) -> bool:
-        """Weights must not change before `collect`."""
+        """Whether `collect` must be called before weights change."""
         return bool(self.depth) and self._workers is None
 
     def current_version(self) -> int:
@@ -311,12 +310,12 @@ class RolloutQueue:
         self._queue.append(_BegunBatch(partial(self._answer, sampled)))
 
     def collect(self) -> None:
-        """Wait for all responses that were begun. Idempotent."""
+        """Wait for all begun responses. Idempotent."""
         for batch in self._queue:
             self._wait(batch)
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """New responses by the present weights, outside of the queue."""
+        """Generate responses with the current weights, outside of the queue."""
         if not self._actor_generates:
             self._update_engine(self.current_version())
             return self._answer(self._workers.generate(prompts, request))
@@ -325,7 +324,7 @@ class RolloutQueue:
         return self.actor.generate(prompts, request).result()
 
     def take(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """The responses to these prompts: those of the oldest batch, or new ones if the queue is empty."""
+        """Responses to these prompts: the oldest batch of the queue, or new ones if it is empty."""
         expected = prompts.batch["prompt_ids"].repeat_interleave(request.num_samples)
         if self._queue and not expected.equal(self._wait(self._queue[0])["prompt_ids"]):
             assert self._queue[0].is_loaded, "the responses generated ahead belong to another batch"
@@ -346,13 +345,13 @@ class RolloutQueue:
         return self._measured(rows, batch.begun_s, is_bounded=not batch.is_loaded)
 
     def close(self) -> None:
-        """Write what is left of the schedule."""
+        """Write the remaining lines of the schedule."""
         if self._writes_schedule:
-            with suppress(VerlError):  # the run may end because of that process
+            with suppress(VerlError):  # that process may be the reason for the end of the run
                 self._write_schedules(self._workers.take_schedule().result())
 
     def sync(self) -> SyncResult:
-        """Send the present weights to the engine, and the metrics since the last sync."""
+        """Send the current weights to the engine; returns metrics since the last sync."""
         if self.holds_weights:
             self.collect()
         synced: SyncResult = self.actor.sync().result()
@@ -364,8 +363,8 @@ class RolloutQueue:
         return SyncResult(synced.note, metrics, synced.is_current)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The responses that were not trained on yet, later batches under `INDEX.NAME`; in flight the states of
-        `StepLoop.save`, of later engines under `RANK/NAME`."""
+        """Responses that were not trained on yet, later batches under `INDEX.NAME`; in flight the states of
+        `StepLoop.save`, of further engines under `RANK/NAME`."""
         if self.in_flight:
             self._update_engine(self.current_version())
             states = self._answer(self._workers.save_rows(self._step))
@@ -380,8 +379,8 @@ class RolloutQueue:
         return state | {SYNC_VERSIONS: torch.tensor(self._versions)} if state else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Replace the current responses by those of a checkpoint, which are used if the next batch has their prompts,
-        that is, if the batch size was not changed."""
+        """Replace the responses by those of a checkpoint. They are used if the next batch has their prompts, that is,
+        if the batch size did not change."""
         if state and self.in_flight != ("schedule" in state):
             log.warning("The responses generated ahead in the checkpoint are for another rollout.weight_update.")
             self.load_state_dict({})
@@ -422,7 +421,7 @@ class RolloutQueue:
             return call.result()
 
     def _update_engine(self, version: int) -> None:
-        """Send the weights if this version was not sent: at the start, and after a step that was cut short."""
+        """Send the weights if this version was not sent yet: at the start, and after an aborted step."""
         if self._sent != version:
             self._send_weights()
 
@@ -454,7 +453,7 @@ class RolloutQueue:
                 file.write(first, lines)
 
     def _send_weights(self) -> SyncResult:
-        """Queue a copy of the present weights for the rollout workers, after the batches that were begun."""
+        """Queue a copy of the current weights for the rollout workers, after the begun batches."""
         version, weights = self.actor.rollout_weights().result()
         load = self._workers.load if self.in_flight else partial(self._call, self._workers.load)
         self._loads.append((version, weight_digests(weights), load(version, weights)))
@@ -465,8 +464,8 @@ class RolloutQueue:
         return SyncResult(note, {"sync/bytes": float(num_bytes)})
 
     def _verify(self, sampled_by: int) -> None:
-        """Compare the weights that the rollout workers have loaded with those that were sent: all versions up to the
-        newest that a token to be trained on was sampled with (waits for them), and later ones that are loaded by now.
+        """Compare digests of the weights that rollout workers have loaded with those sent: waits for all versions up to
+        the newest that sampled a token of this batch, and checks later versions that are loaded already.
 
         Raises:
             RolloutError: a tensor differs.
@@ -484,7 +483,7 @@ class RolloutQueue:
                     )
 
     def _call(self, method: Callable[..., Future[Any]], *args: Any) -> Future[Any]:
-        """Call the rollout workers, and count the time in which they had nothing to do."""
+        """Call the rollout workers, and count their idle time."""
         if self._last_call is None or self._last_call.done():
             self._add("async/rollout_idle_s", time.monotonic() - self._idle_since)
         self._last_call = method(*args)
@@ -498,7 +497,7 @@ class RolloutQueue:
         return rows
 
     def _measured(self, rows: DataProto, begun_s: float, *, is_bounded: bool = True) -> DataProto:
-        """Rows with `token_versions`; notes how old they are."""
+        """Rows with `token_versions`; records metrics of their age."""
         if "token_versions" not in rows:
             versions = rows["policy_version"][:, None].expand(rows["responses"].shape)
             rows = rows.union(DataProto.from_dict({"token_versions": versions.clone()}))
@@ -514,11 +513,11 @@ class RolloutQueue:
         return rows
 
     def _note_version(self, version: int) -> None:
-        earlier = [known for known in self._versions if known < version]  # others: a checkpoint was loaded
+        earlier = [known for known in self._versions if known < version]  # other rows: a checkpoint was loaded
         self._versions = [*earlier, version][-self._num_versions :]
 
     def _load_versions(self, versions: list[int]) -> None:
-        """Restore those of a checkpoint, which may be of a run with a larger `max_staleness`."""
+        """Restore the versions of a checkpoint, whose run may have had a larger `max_staleness`."""
         self._versions, self._num_versions = versions, max(self.depth + 2, len(versions))
 
     def _add(self, name: str, seconds: float) -> None:
@@ -526,8 +525,7 @@ class RolloutQueue:
 
 
 def _numbered(state: Mapping[str, Tensor], separator: str) -> list[dict[str, Tensor]]:
-    """The parts of a state by their number, which stands before the names of their tensors; that of the first is left
-    out."""
+    """States by number, which prefixes the names of their tensors; number 0 has no prefix."""
     parts: dict[int, dict[str, Tensor]] = {}
     for name, x in state.items():
         if name not in (SYNC_VERSIONS, STEP):
@@ -536,12 +534,12 @@ def _numbered(state: Mapping[str, Tensor], separator: str) -> list[dict[str, Ten
     return [parts[number] for number in sorted(parts)]
 
 
-MOST = 1 << 16  # prompts that are remembered, those seen last
+MOST = 1 << 16  # number of most recent prompts that are kept
 
 
 class LengthPredictor:
-    """Estimates the response length of each prompt, to balance the load of processes that generate in parallel: its
-    last length, and for a new prompt the mean of all others.
+    """Estimates the response length of each prompt, to balance processes that generate in parallel: its last length, or
+    the mean of all others for a new prompt.
 
     A resumed run must distribute prompts as the original one would, so the lengths are part of a checkpoint.
     """
@@ -560,7 +558,7 @@ class LengthPredictor:
         for prompt in list(self._means)[: max(0, len(self._means) - MOST)]:
             del self._means[prompt]
 
-    def beside(self, prompts: DataProto, num_samples: int) -> DataProto:
+    def with_expected(self, prompts: DataProto, num_samples: int) -> DataProto:
         """The prompts [B] with `expected_tokens` [B], the expected total length of each prompt's responses."""
         others = sum(self._means.values()) / max(1, len(self._means))
         means = [self._means.get(prompt, others) for prompt in prompts["prompt_ids"].tolist()]

@@ -1,5 +1,5 @@
-"""Set-up that all trainers share, each part with its check before a run: process settings, device, save directory,
-resumed checkpoint, processes of the roles."""
+"""Set-up shared by all trainers, with the checks before a run: process settings, device, save directory, resumed
+checkpoint, processes of the roles."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def prepare_saving(
 
     Args:
         is_restart: this trainer has trained in its run directory before.
-        data: settings of the data that are known now that they are read, see `DataSplits.settled`.
+        data: settings determined by the data, see `DataSplits.settled`.
     Raises:
         ConfigError: there is no such checkpoint, or it is of another training, or a directory is another run's.
         BadCheckpoint: it is damaged.
@@ -142,7 +142,7 @@ def prepare_saving(
 
 
 def metric_faults(run: Any, evaluated: Sequence[str]) -> Iterator[str]:
-    """Faults of settings that name a metric of evaluations, all of which are known.
+    """Faults of settings that name a metric of evaluations.
 
     Args:
         evaluated: keys of the metrics of this run's evaluations.
@@ -162,7 +162,7 @@ def saving_faults(run: Any, context: BuildContext, uses_storage: bool = False) -
     anything.
 
     Args:
-        uses_storage: `run.storage` holds something other than checkpoints too.
+        uses_storage: `run.storage` holds other data than checkpoints too.
     """
     config = as_plain(run)
     unknown = {"tokenizer", *paths_of_texts(config, WARM_START)}
@@ -238,7 +238,7 @@ def sharding_faults(run: Any) -> list[str]:
     has_own = {role: getattr(described[role], "sharding", None) is not None for role in shardings}
     paths = {role: f"{role}.sharding" if has_own[role] else "sharding" for role in shardings}
     whole = [role for role, sharding in shardings.items() if not sharding.needs_processes]
-    is_placed = settings.placement is not None  # it determines the number of processes of each role, and checks it
+    is_placed = settings.placement is not None  # the placement determines the processes of each role, and checks them
     if not is_placed and whole and counts[whole[0]] > 1:
         count, path = counts[whole[0]], paths[whole[0]]
         return [f"trainer.n_gpus_per_node is {count}: {path}=none runs in one process. Set it to 1, or {path}=fsdp."]

@@ -53,7 +53,7 @@ from verl.workers.reference import Reference
 
 @component
 class SFTRun(Description):
-    """Everything that one run of supervised fine-tuning is made of: the root of `conf/sft.yaml`.
+    """The components of a run of supervised fine-tuning: the root of `conf/sft.yaml`.
 
     Attributes:
         loss_key: metric of the training loss.
@@ -95,7 +95,7 @@ class SFTRun(Description):
         return {"actor": of_roles.pop("learner"), **of_roles}
 
     def unused_settings(self, changed: Sequence[str]) -> str | None:
-        """One line about the changed settings, by path, that this run never reads; None if it reads all."""
+        """A message with the changed settings that this run never reads; None if it reads all."""
         return unused_settings(self, changed)
 
     def preflight(self, context: BuildContext) -> Iterator[str]:
@@ -123,7 +123,7 @@ class SFTRun(Description):
 
 @component
 class PreferenceRun(SFTRun):
-    """Everything that one run of preference optimisation is made of: the root of `conf/dpo.yaml`."""
+    """The components of a run of preference optimisation: the root of `conf/dpo.yaml`."""
 
     loss_key: ClassVar[str] = "preference/loss"
     evaluated: ClassVar[tuple[str, ...]] = (
@@ -169,7 +169,7 @@ class PreferenceRun(SFTRun):
 
 @component
 class RewardModelRun(PreferenceRun):
-    """Everything that the training of one reward model is made of: the root of `conf/reward_model.yaml`."""
+    """The components of the training of a reward model: the root of `conf/reward_model.yaml`."""
 
     host_type: ClassVar[type[SFTHost]] = RewardModelHost
     rates_scores: ClassVar[bool] = True
@@ -191,7 +191,7 @@ class SFTTrainer(LoopTrainer):
     uses: tuple[str, ...] = ()
 
     def prepared(self, splits: DataSplits) -> DataSplits:
-        """The data as this trainer reads it."""
+        """The data in the form that this trainer reads."""
         return splits
 
     def _build(self, run: SFTRun, context: BuildContext) -> None:
@@ -232,7 +232,7 @@ class SFTTrainer(LoopTrainer):
         return {**metrics, "perf/samples": float(len(batch)), "perf/tokens": tokens}
 
     def evaluate(self, step: int) -> dict[str, float]:
-        """Loss and share of tokens predicted right, given the true text before them, on the held-out rows."""
+        """Loss and next-token accuracy on the held-out rows."""
         if self.eval_data is None:
             return {}
         return self.evaluation_metrics(self.evaluation_records(range(len(self.eval_data)), step))
@@ -247,7 +247,7 @@ class SFTTrainer(LoopTrainer):
         return {"eval/loss": nll / tokens, "eval/token_accuracy": correct / tokens}
 
     def _blame(self, metric: str, batch: DataProto) -> Attribution:
-        """Rows ranked by their loss under the current weights; costs a forward pass, only after a fault."""
+        """Rows ranked by their loss under the current weights; a forward pass, only after a fault."""
         sums = [self.learner.evaluate(batch[row]).result() for row in range(len(batch))]
         return Attribution("loss per token", torch.tensor([x["nll"] / max(1.0, x["tokens"]) for x in sums]))
 
@@ -266,8 +266,8 @@ class SFTTrainer(LoopTrainer):
 class ReferenceScores:
     """Log-probs of the reference, computed once for all pairs of the data (`ref_scores` of `PreferenceDataset`).
 
-    Rows are scored in the batches of the first epoch, and of an evaluation, so that the numbers of these are bit by bit
-    those that steps would compute. Batches of later epochs are others, which changes rounding.
+    Rows are scored in the batches of the first epoch and of an evaluation, so these log-probs equal, bit by bit, those
+    that steps would compute. Later epochs have other batches, which changes rounding.
     """
 
     def __init__(self, train: Any, evaluation: Any):
@@ -293,7 +293,7 @@ class ReferenceScores:
         return {name: data.ref_scores for name, data in self._data.items() if data.ref_scores is not None}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over the scores of a checkpoint; where it has none, those that are here stay."""
+        """Load the scores of a checkpoint; without any, the present scores are kept."""
         for name in self._data.keys() & state.keys():
             self._data[name].ref_scores = state[name]
 
@@ -313,7 +313,7 @@ class PreferenceTrainer(SFTTrainer):
                 self.scores.compute(self.reference, self.sampler)
 
     def host(self, run: SFTRun, restore: RestoreSource | None) -> SFTHost:
-        """The roles; without the reference where a checkpoint has its log-probs."""
+        """The roles; without the reference if a checkpoint has its log-probs."""
         host, point = super().host(run, restore), self.saving.resumed
         if host.reference is None or not host.reference.precompute:
             return host
@@ -326,7 +326,7 @@ class PreferenceTrainer(SFTTrainer):
         return super().parts | ({} if self.scores is None else {"reference_scores": self.scores})
 
     def prepared(self, splits: DataSplits) -> DataSplits:
-        """Pairs taken apart for a loss of labelled responses; the tokenizer of the reference is checked too."""
+        """Split pairs for a loss of labelled responses, and check the tokenizer of the reference."""
         run = self.description
         model = None if run.used_reference is None else run.used_reference.model
         if model is not None and (fault := tokenizer_fault("reference.model", model, self.context.tokenizer)):

@@ -55,16 +55,16 @@ _log = logging.getLogger(__name__)
 
 @component
 class Profile(Description):
-    """Profile some steps of a run that holds its roles in this process (sharding=none); it slows those steps down.
+    """Profile some steps of a run with all roles in this process (sharding=none); these steps are slower.
 
-    Writes `profile/table.txt`, the operators that took most time, and `profile/trace.json`, to be opened in
-    chrome://tracing or ui.perfetto.dev, when the last of the steps has ended.
+    After the last of the steps, writes `profile/table.txt`, the operators that took most time, and `profile/trace.json`
+    for chrome://tracing or ui.perfetto.dev.
 
     Args:
         first_step: the first step profiled; the first of a run is not typical.
         num_steps: profiled.
         num_rows: of the table.
-        memory: also what each operator allocates.
+        memory: record allocations of each operator too.
         shapes: distinguish calls of an operator with different shapes.
     """
 

@@ -1,4 +1,4 @@
-"""The training loop, and what every trainer in it has: data order, evaluation, progress, saving, an orderly end.
+"""The training loop, and the base class of trainers: data order, evaluation, progress, saving, orderly shutdown.
 
 evaluate ── [ step ── log ── evaluate every eval_interval steps ── checkpoint if due ] × num_steps ── save ── close
               ^ one batch of the sampler's order
@@ -66,14 +66,14 @@ class TrainResult:
 
     Attributes:
         status: `finished`, `stopped` by `stop_after` or before a time limit, `interrupted`, `failed`, or `restarting`
-            after a worker was lost: the run goes on from a checkpoint, and writes again.
+            after a worker was lost: the run continues from a checkpoint, and writes its result again.
         steps: completed steps.
         samples: rows that those steps trained on.
         evaluations: step -> metrics; step 0 is before training.
-        wall_s: from the first evaluation to the last.
-        train_s: of that, spent in training steps.
+        wall_s: seconds from the first evaluation to the last.
+        train_s: seconds of these in training steps.
         saved: directories of weights.
-        checkpoints: names of those that were saved.
+        checkpoints: names of saved checkpoints.
         saves: cost of each save: `stall_s` of the step, `total_s` until it was durable, `bytes`.
         error: the error of a failed run, or the lost worker of a restarting one.
         data: number of training and evaluation rows, of duplicates, and of rows that are in both.
@@ -105,8 +105,8 @@ class LoopTrainer(ABC):
     Call `close` when done, or use it as a context manager.
 
     Attributes:
-        description: the run's description, written beside the results.
-        settings: those of the loop, and of the trainer's own kind.
+        description: the run's description, written next to the results.
+        settings: of the loop and the trainer.
         cluster: the processes of the roles; None when they are closed.
         saving: a `CheckpointSaver`; None before it is made.
         restarts: reason of each restart.
@@ -176,10 +176,10 @@ class LoopTrainer(ABC):
     @property
     @abstractmethod
     def parts(self) -> dict[str, Stateful]:
-        """The driver's parts of a checkpoint; see `verl.trainer.state.driver_state`."""
+        """The stateful objects of the driver, saved in checkpoints; see `verl.trainer.state.driver_state`."""
 
     def _use_data(self, splits: DataSplits, batch_size: int, setting: str) -> None:
-        """Take over data sets; `setting` is the path of the batch size, for messages."""
+        """Use data sets; `setting` is the path of the batch size, for messages."""
         self.train_data, self.eval_data = splits.train, splits.eval
         self.data_counts, self.settled_data = report_counts(splits), splits.settled
         seed, source = derive_seed(self.settings.seed, "data order"), named_source(self.description.data)
@@ -195,7 +195,7 @@ class LoopTrainer(ABC):
         return step == self.num_steps or (interval > 0 and step % interval == 0)
 
     def _plan(self, context: BuildContext) -> RunPlan | None:
-        """Plan the run, with the lengths of its rows and messages for its start; None where nothing trains."""
+        """Plan the run with the lengths of its rows, and add messages for its start; None if nothing trains."""
         sampler = self.sampler
         if (point := self.saving.resumed) is not None and sampler.fills:
             sampler.fills = bool(point.read_json("dataloader/state.json").get("fills"))
@@ -226,12 +226,13 @@ class LoopTrainer(ABC):
         """Write the trained roles as Hugging Face directories below `directory`; returns these."""
         paths = [directory / name for name in self.trained]
         for path, role in zip(paths, self.trained.values(), strict=True):
-            path.mkdir(parents=True, exist_ok=True)  # transformers only logs that it cannot write
+            path.mkdir(parents=True, exist_ok=True)  # transformers only logs write errors
             role.save(path).result()
         return paths
 
     def state(self, without: Collection[str] = ()) -> tuple[dict[str, SavedRoleState], PartStates]:
-        """State for a checkpoint: that of the roles by name, and of the parts but for some; see `TrainState.of`."""
+        """State for a checkpoint: of the roles by name, and of the driver's objects, except `without`; see
+        `TrainState.of`."""
         assert self.cluster is not None
         roles = self.saving.states_of(self.trained, self.cluster.shares_memory)
         return roles, {name: part.state_dict() for name, part in self.parts.items() if name not in without}
@@ -268,7 +269,7 @@ def fit_with_restarts(trainer: LoopTrainer, fit: Callable[[bool], TrainResult], 
     """Train to the end, with restarts after lost workers.
 
     Args:
-        fit: trains from the current step; its argument says whether a restart follows if a worker is lost.
+        fit: trains from the current step; its argument is whether a restart follows a lost worker.
     Raises:
         WorkerDied: a worker was lost, and the run has no checkpoints or no restarts left.
     """
@@ -317,7 +318,7 @@ def fit(trainer: LoopTrainer, loop: TrainLoop | None = None, *, may_restart: boo
     second signal raises immediately, without a save.
 
     Args:
-        may_restart: the caller restarts the run after a lost worker, so that this does not end it.
+        may_restart: the caller restarts the run after a lost worker.
     """
     loop = TrainLoop(trainer, as_plain(trainer.description)) if loop is None else loop
     result = loop.result
@@ -398,7 +399,7 @@ class TrainLoop:
             if evaluates and trainer.settings.eval_before:
                 self._evaluate(0)
             return
-        load_parts(point, trainer.parts, ["rng"])  # the rest was loaded when the trainer was built
+        load_parts(point, trainer.parts, ["rng"])  # everything else was loaded when the trainer was built
         if trainer.settings.repeat_first_batch:
             trainer.sampler.rewind()
         if point.step >= trainer.num_steps:
@@ -407,7 +408,7 @@ class TrainLoop:
             )
 
     def run(self, stop: StopRequest) -> None:
-        """Run steps to the end of the run, or until it must stop."""
+        """Run steps until the end of the run or a stop request."""
         self.begin()
         while self.result.steps < self.trainer.num_steps:
             if self.step(stop):
@@ -439,7 +440,7 @@ class TrainLoop:
         result.samples += int(metrics["perf/samples"])
         result.train_s += took
         is_last = step == trainer.num_steps
-        if not self._is_prepared and not is_last and trainer.saving.is_async:  # now the optimizer has its state
+        if not self._is_prepared and not is_last and trainer.saving.is_async:  # the optimizer state exists now
             trainer.saving.prepare(*trainer.state(without=("drawn_ahead",)))  # which would wait for the engine
         self._is_prepared = True
         evaluated = self._evaluate(step) if trainer.evaluates_after(step) else {}
@@ -447,7 +448,7 @@ class TrainLoop:
             trainer.tracker.message(sentence)
         reason = None
         if step == settings.stop_after and not is_last:
-            reason = "trainer.stop_after says so"
+            reason = "trainer.stop_after"
         elif not is_last and trainer.saving.out_of_time():
             reason = "another one might not end within the time limit"
         is_stopping = bool(stop) or reason is not None
@@ -511,14 +512,14 @@ class TrainLoop:
                 self.trainer.saving.workers_lost(result.error)
             if may_restart and isinstance(error, WorkerDied):
                 result.status = "restarting"
-            extra = {"console": False}  # the console tracker says it where the run ends
+            extra = {"console": False}  # printed by the console tracker at the end of the run
             what = "is restarting" if result.status == "restarting" else "has failed"
             _log.error("The run %s after step %d.", what, result.steps, exc_info=True, extra=extra)
             setattr(error, IN_RUN_LOG, True)
 
     def end(self) -> None:
-        """Write the weights and the summary, and close trackers and checkpoints, each even if what comes before it
-        fails. Idempotent."""
+        """Write weights and summary, and close trackers and checkpoints, each even if an earlier one fails.
+        Idempotent."""
         if self.is_over:
             return
         self.is_over = True
@@ -551,8 +552,8 @@ class TrainLoop:
         why = saving.due(step, took_s, is_last, is_stopping)
         if saving.is_better(metrics) and why is None:
             why = "the best so far"
-        is_asked, tag = saving.asked_for()
-        if is_asked:
+        is_requested, tag = saving.asked_for()
+        if is_requested:
             why = "somebody asked for it"
         if why is not None:
             with self.trainer.stages.stage("save") as note:
@@ -579,7 +580,7 @@ class TrainLoop:
         for outcome in outcomes:
             if outcome.was_skipped:
                 tracker.message(f"Step {outcome.step} was not saved: two earlier checkpoints are being written.")
-            elif isinstance(outcome.error, CheckpointFenced):  # whatever this run did from here on would be lost
+            elif isinstance(outcome.error, CheckpointFenced):  # further work of this run would be lost
                 raise outcome.error
             elif outcome.error is not None:
                 _log.error("The checkpoint of step %d was NOT SAVED: %s", outcome.step, outcome.error)
@@ -606,8 +607,7 @@ class TrainLoop:
             _log.error("%s cannot be written: %s", file, error)
 
     def _save_final(self) -> None:
-        """Write the weights of a run that ended well, and beside them what trained them, by which `verl eval` evaluates
-        them."""
+        """Write the weights of a run that ended well, with the configuration that trained them, for `verl eval`."""
         trainer, result = self.trainer, self.result
         if result.status in ("failed", "restarting") or not result.steps or not trainer.settings.save_final:
             return
@@ -641,7 +641,7 @@ def _whole_or_nothing(run_dir: Path) -> Iterator[None]:
             except OSError:
                 raise
             except Exception as error:
-                # safetensors and torch have errors of their own for what the file system says
+                # safetensors and torch raise their own errors for those of the file system
                 if isinstance(error, VerlError) or "os error" not in str(error).lower():
                     raise
                 number = re.search(r"os error (\d+)", str(error), re.IGNORECASE)

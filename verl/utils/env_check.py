@@ -157,8 +157,8 @@ def interfaces(backends: Sequence[str]) -> Iterator[CheckLine]:
         yield CheckLine(MISSING, text, fix) if text else CheckLine(MET, f"vllm {VLLM}")
     for backend in (name for name in backends if BACKENDS[name]):
         pairs = [interface.split() for interface in BACKENDS[backend]]
-        present = [(package, place) for package, place in pairs if installed(package) is not None]
-        lacking = [(package, fault) for package, place in present if (fault := _fault(place)) is not None]
+        present = [(package, requirement) for package, requirement in pairs if installed(package) is not None]
+        lacking = [(package, fault) for package, requirement in present if (fault := _fault(requirement)) is not None]
         for package, fault in lacking:
             yield CheckLine(
                 LACKING, f"{package} {installed(package)}: {fault}, which {backend} needs", commands[package]
@@ -245,12 +245,12 @@ def _leading_numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in match[0].split(".")) if match else ()
 
 
-def _fault(place: str) -> str | None:
+def _fault(requirement: str) -> str | None:
     """Why an interface cannot be used; None if it can."""
-    module, _, path = place.removesuffix("?").partition(":")
+    module, _, path = requirement.removesuffix("?").partition(":")
     try:
         attribute: Any = functools.reduce(getattr, path.split("."), importlib.import_module(module))
-        usable = not place.endswith("?") or attribute()
+        usable = not requirement.endswith("?") or attribute()
     except AttributeError:
         return f"has no {module}.{path}"
     except Exception as error:  # noqa: BLE001 - a broken installation may raise anything

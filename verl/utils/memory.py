@@ -119,7 +119,7 @@ def gpu_memory_from_outside(index: int) -> DeviceMemory | None:
     if `nvidia-smi` does not report it.
     """
     try:
-        total, free = (int(field) << 20 for field in _asked_from_outside(index, "memory.total,memory.free"))
+        total, free = (int(field) << 20 for field in _nvidia_smi(index, "memory.total,memory.free"))
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
     return DeviceMemory(total, free)
@@ -128,12 +128,12 @@ def gpu_memory_from_outside(index: int) -> DeviceMemory | None:
 def gpu_name_from_outside(index: int) -> str | None:
     """The name of a GPU, without opening a CUDA context."""
     try:
-        return _asked_from_outside(index, "name")[0].strip()
+        return _nvidia_smi(index, "name")[0].strip()
     except (OSError, subprocess.SubprocessError, IndexError):
         return None
 
 
-def _asked_from_outside(index: int, fields: str) -> list[str]:
+def _nvidia_smi(index: int, fields: str) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = visible.split(",") if visible else []
     name = names[index].strip() if index < len(names) else str(index)

@@ -34,7 +34,7 @@ _VOCABULARY = _names(
     "pad eos bos unk mask sep cls special stop image video audio max min num per next last first new begin end start "
     "total think prompt response additional each every bad single one a the this of"
 )
-_PLACES = _names("path file dir folder name type length size count index")
+_LOCATION_WORDS = _names("path file dir folder name type length size count index")
 _QUERY_ONLY = frozenset(("key", "sig", "awsaccesskeyid", "googleaccessid", "ossaccesskeyid"))
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
@@ -71,7 +71,7 @@ def looks_secret(name: str) -> bool:
     """Whether a config key of this name holds a secret: api_key and hub.token do, answer_key does not."""
     words = _words(name)
     before, last = ("", "", *words)[-2:]
-    if last in _PLACES:
+    if last in _LOCATION_WORDS:
         return False
     if _ALWAYS.intersection(words) or (last == "pwd" and before):
         return True
@@ -149,7 +149,7 @@ def _environment_secrets() -> list[str]:
     values = set()
     for name, value in os.environ.items():
         words = _words(name)
-        if len(value := value.strip()) < MIN_ENV_LENGTH or not words or words[-1] in _PLACES:
+        if len(value := value.strip()) < MIN_ENV_LENGTH or not words or words[-1] in _LOCATION_WORDS:
             continue
         if looks_secret(name) or "key" in words or "keys" in words or "token" in words:
             values |= {value, quote(value, safe="")}

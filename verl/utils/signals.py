@@ -75,7 +75,7 @@ def raised_by_code(error: BaseException) -> bool:
 
 def as_component_exit(error: BaseException) -> ComponentExit:
     """Make the error that names the line which called exit."""
-    location, line = _place(error.__traceback__)
+    location, line = _location(error.__traceback__)
     if isinstance(error, OsExit):
         raised = f"called os._exit({error.code})"
     elif isinstance(error, SystemExit):
@@ -157,7 +157,7 @@ def _passed_through_verl(trace: TracebackType | None) -> bool:
     return any(frame.filename.startswith(_PACKAGE) for frame in traceback.extract_tb(trace)[2:])
 
 
-def _place(trace: TracebackType | None) -> tuple[str, str]:
+def _location(trace: TracebackType | None) -> tuple[str, str]:
     """The innermost frame outside of the interpreter and verl, and its line; if there is none, the innermost."""
     frames = traceback.extract_tb(trace)
     if not frames:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 STARTED_BY_IT = "TORCHELASTIC_RUN_ID"
-_PLACES = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
+_RANKS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE")
 _MEETING = ("ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 
 
@@ -32,5 +32,5 @@ def num_machines() -> int:
 def forget() -> None:
     """Let neither this process nor those that it starts take themselves for one of torchrun's."""
     if STARTED_BY_IT in os.environ:
-        for name in (STARTED_BY_IT, *_PLACES, *_MEETING):
+        for name in (STARTED_BY_IT, *_RANKS, *_MEETING):
             os.environ.pop(name, None)

@@ -147,7 +147,7 @@ class ActorWorker(TrainedWorker):
 
     @by_rows
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """Draw responses; see `GenerationRequest`."""
+        """Sample responses; see `GenerationRequest`."""
         if self._version_sampled != self.version:  # a step that was cut short ended without a sync
             self.sync()
         rows = self.generator.generate(prompts, request)
@@ -159,7 +159,7 @@ class ActorWorker(TrainedWorker):
 
     @by_rows_to_one
     def begin_generate(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Begin to sample responses with the engine's present weights, while this process goes on to other calls."""
+        """Begin to sample responses with the engine's current weights; returns while they are generated."""
         if self._version_sampled != self.version:
             self.sync()
         self.generator.begin(prompts, request)
@@ -167,7 +167,7 @@ class ActorWorker(TrainedWorker):
 
     @by_rows
     def finish_generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """The responses that were begun for these prompts, as `generate` gives them."""
+        """Wait for the responses of `begin_generate` to these prompts; returns what `generate` does."""
         rows = self.generator.finish()
         refuse_wrong_responses(rows, self._num_tokens)
         assert len(rows) == len(prompts) * request.num_samples
@@ -181,9 +181,9 @@ class ActorWorker(TrainedWorker):
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """`old_log_probs` and `entropies` [B T] of the responses under the present weights.
+        """`old_log_probs` and `entropies` [B T] of the responses under the current weights.
 
-        Where the batch has `policy_version`, `is_on_policy` [B] too: whether these very weights sampled the row.
+        If the batch has `policy_version`, also `is_on_policy` [B]: whether the current weights sampled the row.
         """
         self.generator.offload()
         self.first_batch.check(batch)
@@ -192,8 +192,8 @@ class ActorWorker(TrainedWorker):
 
     @by_rows
     def plain_log_probs(self, batch: DataProto, lengthened: bool = False) -> DataProto:
-        """`old_log_probs` [B T] and `is_on_policy` [B], by a forward pass of each row alone; `lengthened` by
-        tokens behind each row, where routers choose by themselves."""
+        """`old_log_probs` [B T] and `is_on_policy` [B], by a forward pass of each row alone. `lengthened` appends
+        tokens to each row and lets routers choose."""
         self.generator.offload()
         plain = with_tail(self.first_batch.plain, self.engine, batch) if lengthened else self.first_batch.plain
         scores = self.engine.infer(batch, plain, alone=True, replays=False if lengthened else None)
@@ -203,7 +203,7 @@ class ActorWorker(TrainedWorker):
     def update(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on a mini-batch of experience; returns metrics of the whole mini-batch.
 
-        Where nothing computed log-probs before, its metrics also contain what is otherwise measured then.
+        If `compute_log_probs` was not called for the batch, the metrics also contain what it would have measured.
         """
         self.generator.offload()
         self.first_batch.check(batch)
@@ -216,7 +216,7 @@ class ActorWorker(TrainedWorker):
         return metrics | self._unreplayed
 
     def _gap_without_replay(self, batch: DataProto) -> dict[str, float]:
-        """Gap between log-probs and those of the engine where routers choose by themselves, in some rows."""
+        """Log-prob gap between trainer and engine without router replay, of some rows."""
         if not self.engine.replays_routing or "routed_experts" not in batch:
             return {}
         rows, gap = batch[:UNREPLAYED_ROWS], LogProbGap()
@@ -241,10 +241,9 @@ class ActorWorker(TrainedWorker):
 
     @on_all
     def rollout_weights(self) -> tuple[int, dict[str, Tensor]]:
-        """The version and the weights that a copy of the model needs, whole, on rank 0; tied ones once.
+        """On rank 0, the version and the full weights for a copy of the model; tied tensors once.
 
-        They are the live tensors where nothing is sharded and they are in main memory. With LoRA they are those of the
-        adapter.
+        These are the live tensors if nothing is sharded and they are in main memory. With LoRA they are the adapter's.
         """
         model = self.engine.model
         weights = self._whole_weights() if self.engine.parallel.divides_weights else live_tensors(model)
@@ -262,7 +261,7 @@ class ActorWorker(TrainedWorker):
         self.generator.close()
 
     def micro_batch_scores(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        """Log-probs under the weights as they are, and entropies in nats, each [B T]."""
+        """Log-probs under the current weights, and entropies in nats, each [B T]."""
         scores = token_log_probs(model, self.head, micro, self.temperature, entropy="value")
         assert scores.entropies is not None
         return {"old_log_probs": scores.log_probs, "entropies": scores.entropies}
@@ -270,7 +269,7 @@ class ActorWorker(TrainedWorker):
     def micro_batch_loss(
         self, model: nn.Module, micro: MicroBatch, totals: LossTotals
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The policy loss, a scalar that sums over micro-batches to that of the mini-batch, and sums for metrics."""
+        """Share of the policy loss: its sum over micro-batches is the loss of the mini-batch. With sums for metrics."""
         algorithm, x = self.algorithm, dict(micro.tensors)
         mask, measures = x["response_mask"], self._measures(x)
         entropy_coef = algorithm.entropy_coef_at(self.engine.updates, self.engine.total_updates)
@@ -317,7 +316,7 @@ class ActorWorker(TrainedWorker):
         return self.model.config.get_text_config().vocab_size
 
     def _measures(self, rows: Mapping[str, Tensor]) -> bool:
-        """Whether an update measures what `compute_log_probs` does otherwise."""
+        """Whether an update measures what `compute_log_probs` usually measures."""
         return "old_log_probs" not in rows or self.algorithm.proximal == "behaviour"
 
     def _with_origin(self, found: dict[str, Tensor], batch: DataProto) -> DataProto:
@@ -326,6 +325,6 @@ class ActorWorker(TrainedWorker):
         return DataProto.from_dict(found)
 
     def _is_on_policy(self, rows: Mapping[str, Tensor]) -> Tensor | None:
-        """Whether the present weights sampled each row [B]; None where nothing tells what sampled it."""
+        """Whether the current weights sampled each row [B]; None for batches without `policy_version`."""
         version = rows.get("policy_version")
         return None if version is None else (version == self.version) & self._engine_follows

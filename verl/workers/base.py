@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from verl.algorithms.functions import PartState, keeps_state
 from verl.component import BuildContext, Description, component
 from verl.engines.engine import Packs, TrainingEngine
-from verl.engines.layer_compile import COMPILED_EXPERTS, COMPILED_PARTS, compile_layers
+from verl.engines.layer_compile import COMPILE_LIMITS, COMPILED_EXPERTS, compile_layers
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import Parallelism
@@ -64,8 +64,8 @@ class TrainedRole(Description):
         sharding: of this role alone; null for that of the run.
 
     Attributes:
-        lr_factor: of the learning rate that suits the model's size, where the optimizer names none.
-        trains: whether its weights are updated; if not, nothing is checked or planned that only training needs.
+        lr_factor: factor of the learning rate chosen by model size, if the optimizer names none.
+        trains: whether its weights are updated; if not, checks and plans of training are skipped.
     """
 
     lr_factor: ClassVar[float] = 1.0
@@ -81,7 +81,7 @@ class TrainedRole(Description):
     sharding: Sharding | None = None
 
     def on_device(self, computes_bfloat16: bool) -> Self:
-        """This role with `autocast=auto` decided, for a device that computes in bfloat16 fast, or does not."""
+        """This role with `autocast=auto` resolved for a device that is fast in bfloat16, or is not."""
         if self.autocast != "auto":
             return self
         return replace(self, autocast="bfloat16" if computes_bfloat16 and self.model.dtype == "float32" else None)
@@ -104,7 +104,7 @@ class TrainedRole(Description):
             )
 
     def faults_with_degrees(self, degrees: ParallelDegrees) -> Iterator[str]:
-        """Faults with the sharding of this role and the kind of its model, each beginning with its field's name."""
+        """Faults of the sharding of this role with its kind of model, each beginning with the name of the field."""
         if degrees.cp > 1 and self.packing == "off":
             yield (
                 f"packing is off: processes that share the tokens of a row (cp {degrees.cp}) run it as a packed line. "
@@ -115,7 +115,7 @@ class TrainedRole(Description):
             yield f"model.compile is true: a {kind[0]} {COMPILED_EXPERTS}"
         for name in ("tp", "pp", "ep"):
             if self.model.compile and getattr(degrees, name) > 1:
-                yield f"model.compile is true, and sharding.{name} is {getattr(degrees, name)}: {COMPILED_PARTS}"
+                yield f"model.compile is true, and sharding.{name} is {getattr(degrees, name)}: {COMPILE_LIMITS}"
 
     def load(
         self,
@@ -177,7 +177,7 @@ class TrainedRole(Description):
 
 
 def roles_on_device(run: Any, computes_bfloat16: bool) -> Any:
-    """A run, or what starts its roles, with `autocast` of actor and critic decided; see `TrainedRole.on_device`."""
+    """A run, or the host of its roles, with `autocast` of actor and critic resolved; see `TrainedRole.on_device`."""
     roles = {name: getattr(run, name, None) for name in ("actor", "critic", "learner")}
     decided = {name: role.on_device(computes_bfloat16) for name, role in roles.items() if isinstance(role, TrainedRole)}
     changed = {name: role for name, role in decided.items() if role is not roles[name]}
@@ -187,17 +187,17 @@ def roles_on_device(run: Any, computes_bfloat16: bool) -> Any:
 def load_unsharded(
     source: ModelSource, kind: Literal["causal_lm", "backbone"], device: str, parallel: Parallelism, sliced: bool = True
 ) -> Any:
-    """A model as `parallel.shard_model` wants it: without weights if it can read slices of them, or whole; its layers
-    are compiled if `source.compile` says so.
+    """Load a model for `parallel.shard_model`: on the meta device if slices of its weights can be read, else in full.
+    Compiles its layers with `source.compile`.
 
     Args:
-        device: where it is whole if weights are not divided; main memory otherwise.
-        sliced: False for a model that has to have its weights at once, such as one under an adapter.
+        device: of the full model if weights are not sharded; main memory otherwise.
+        sliced: False for a model that needs its weights at once, such as one under an adapter.
     """
     if isinstance(source, ModuleModel):
         if kind != "causal_lm":
             source.load_backbone(device)
-        return source.load_part(str(parallel.device) if parallel.divides_weights else device, parallel.module_place)
+        return source.load_part(str(parallel.device) if parallel.divides_weights else device, parallel.tp_rank)
     model = _load(source, kind, device, parallel, sliced)
     if source.compile:
         compile_layers(model, parallel)
@@ -220,15 +220,15 @@ class TrainedWorker:
     """Base of the running roles that train.
 
     Attributes:
-        engine: that trains the model.
-        tokenizer: saved beside the weights.
-        loss: the loss as it was built here, which may have state of its own.
-        parts: writes what this process saves of its roles; set by the host.
+        engine: trains the model.
+        tokenizer: saved with the weights.
+        loss: the built loss, which may have state.
+        rank_writer: writes what this process saves of its roles; set by the host.
     """
 
     def __init__(self, engine: TrainingEngine, tokenizer: Any, loss: Any = None):
         self.engine, self.tokenizer, self.loss = engine, tokenizer, loss
-        self.parts: RankCheckpointWriter | None = None
+        self.rank_writer: RankCheckpointWriter | None = None
         self._tokenizer_files: dict[str, bytes] | None = None
 
     @on_all
@@ -255,10 +255,10 @@ class TrainedWorker:
 
     @on_all
     def state(self, copied: bool) -> RoleState | None:
-        """State of this role for a checkpoint, on rank 0; None on the other ranks, which hold the same.
+        """State of this role for a checkpoint, on rank 0; None on other ranks, which hold the same state.
 
         Args:
-            copied: give copies in main memory, to be sent to another process, instead of the live tensors.
+            copied: return copies in main memory, for another process, instead of the live tensors.
         """
         weights, optimizer = None, self.engine.optimizer_tensors()
         if self.engine.parallel.divides_weights:
@@ -276,33 +276,33 @@ class TrainedWorker:
             self._tokenizer_files = tokenizer_files(self.tokenizer)
         return self._tokenizer_files
 
-    # What every process writes of a checkpoint; each of these is asked of one role of a process, for all of them.
+    # The part of a checkpoint that every process writes; called on one role of a process, on behalf of all of them.
 
     @on_each
     def check_shared_directory(self, directory: Path, nonce: str) -> RankInfo:
         """See `RankCheckpointWriter.check_shared_directory`."""
-        return self._parts.check_shared_directory(directory, nonce)
+        return self._rank_writer.check_shared_directory(directory, nonce)
 
     @on_all
     def remote_states(self) -> dict[str, RemoteRoleState]:
-        return self._parts.states()
+        return self._rank_writer.states()
 
     @on_all
-    def prepare_parts(self, setting: RankSaveSettings) -> None:
-        self._parts.prepare(setting)
+    def prepare_save(self, setting: RankSaveSettings) -> None:
+        self._rank_writer.prepare(setting)
 
     @on_each
     def save_part(self, setting: RankSaveSettings, step: int, transaction: Path, nonce: str) -> bool:
-        return self._parts.save(setting, step, transaction, nonce)
+        return self._rank_writer.save(setting, step, transaction, nonce)
 
     @on_all
     def wait_copied(self) -> None:
-        self._parts.wait_copied()
+        self._rank_writer.wait_copied()
 
     @property
-    def _parts(self) -> RankCheckpointWriter:
-        assert self.parts is not None, "this role lives in no host"
-        return self.parts
+    def _rank_writer(self) -> RankCheckpointWriter:
+        assert self.rank_writer is not None, "this role lives in no host"
+        return self.rank_writer
 
     @on_each
     def rng_states(self) -> RngState:

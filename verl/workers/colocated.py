@@ -33,26 +33,26 @@ class RoleProcess:
     """The roles of one process.
 
     Attributes:
-        parallels: this process among its siblings, once for each sharding; the first one has opened the group.
+        parallels: layout of the process, one for each sharding; the first one has opened the process group.
         workers: role name -> the running role.
-        parts: writes what this process saves of its roles.
-        shared_device: which other processes have roles on as well: memory that torch keeps for later is given back
-            after each call, since they cannot use it. None for a device of one's own.
+        rank_writer: writes what this process saves of its roles.
+        shared_device: the device, if other processes have roles on it too: torch's cached memory is freed after each
+            call, so that they can use it. None for an exclusive device.
     """
 
     parallels: dict[Sharding, Parallelism] = field(default_factory=dict)
     workers: dict[str, Any] = field(default_factory=dict)
-    parts: RankCheckpointWriter | None = None
+    rank_writer: RankCheckpointWriter | None = None
     shared_device: str | None = None
 
     def saves(self, trained: Mapping[str, TrainedWorker]) -> None:
         """Set up roles, by component name, to write their parts of checkpoints."""
-        self.parts = RankCheckpointWriter(next(iter(self.parallels.values())), trained)
+        self.rank_writer = RankCheckpointWriter(next(iter(self.parallels.values())), trained)
         for worker in trained.values():
-            worker.parts = self.parts
+            worker.rank_writer = self.rank_writer
 
     def parallel(self, sharding: Sharding, context: BuildContext) -> Parallelism:
-        """This process among its siblings; roles that are divided alike share it."""
+        """Layout of this process; roles with the same sharding share it."""
         if sharding not in self.parallels:
             self.parallels[sharding] = sharding.build(context)
         return self.parallels[sharding]
@@ -65,8 +65,8 @@ class RoleProcess:
 
     def close(self) -> None:
         """Free the models, stop their processes, and leave the process group."""
-        if self.parts is not None:
-            self.parts.close()
+        if self.rank_writer is not None:
+            self.rank_writer.close()
         for worker in self.workers.values():
             if hasattr(worker, "close"):
                 worker.close()
@@ -79,18 +79,18 @@ class RoleProcess:
 
 @component
 class RLHost(Description):
-    """Actor, and critic and reference where they are wanted, side by side in each process.
+    """Actor, and optionally critic and reference, together in each process.
 
     Args:
-        sharding: of each role that has none of its own.
+        sharding: default for roles without their own.
         total_updates: optimizer steps of the whole run, for the schedules of the learning rates.
-        restore: the checkpoint that actor and critic go on from.
-        environment: plays episodes beside the actor's engine; None where a response is one turn.
-        reward: a reward that is a model, to live here as the role `rm`; None where the driver has it.
+        restore: the checkpoint that actor and critic continue from.
+        environment: plays episodes with the actor's engine; None if a response is one turn.
+        reward: a reward model for the role `rm` here; None if the driver has the reward.
         rollout_worker: the host of the role `rollout`, for `only`; None without one, or if it is started by itself.
         actor_generates: the actor has a rollout engine; otherwise only the rollout workers have one.
-        chosen: the roles that live here; None for all.
-        is_alone: there is one process, so that nothing is divided.
+        chosen: the roles of this host; None for all.
+        is_alone: there is one process, so nothing is sharded.
     """
 
     actor: Actor
@@ -133,7 +133,7 @@ class RLHost(Description):
         return self.rollout_worker if "rollout" in roles else replace(self, chosen=tuple(roles), is_alone=size == 1)
 
     def build(self, context: BuildContext) -> RoleProcess:
-        """Load every role. Each is seeded by its own name, so that what one draws never depends on another."""
+        """Load every role. Each is seeded by its name, so that random numbers of one never depend on another."""
         make_current(context.device)
         use_library(context.cpu_matmul)
         host = RoleProcess(shared_device=context.device if context.shares_device else None)
@@ -175,7 +175,7 @@ class RLHost(Description):
 
 @component
 class SFTHost(Description):
-    """The learner of rows of a data set, alone in each process, or beside the reference of a loss of preferences.
+    """The learner of SFT or preferences in each process, with the reference that a preference loss may need.
 
     Attributes:
         worker: class of the running learner.
@@ -201,7 +201,7 @@ class SFTHost(Description):
         return shardings
 
     def only(self, roles: Collection[str], size: int) -> SFTHost:
-        """This host, whose roles share their processes."""
+        """This host: its roles cannot be split over processes."""
         return self
 
     def build(self, context: BuildContext) -> RoleProcess:
@@ -232,7 +232,7 @@ class RewardModelHost(SFTHost):
 
 
 def reference_sharding(reference: Reference, actor: Actor) -> Sharding | None:
-    """The reference's own; that of the actor where it is the actor with its adapter off."""
+    """Sharding of the reference; that of the actor if it is the actor without its adapter."""
     is_the_actor = reference.model is None and actor.lora is not None
     return reference.sharding or (actor.sharding if is_the_actor else None)
 

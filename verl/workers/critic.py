@@ -66,7 +66,7 @@ class CriticWorker(TrainedWorker):
 
     @by_rows
     def compute_values(self, batch: DataProto) -> DataProto:
-        """`values` [B T]: of the state in which each response token was chosen."""
+        """`values` [B T] of the states in which each response token was chosen."""
         self.first_batch.check(batch)
         return DataProto.from_dict(self.engine.infer(batch, self._value))
 
@@ -85,7 +85,7 @@ class CriticWorker(TrainedWorker):
     def micro_batch_loss(
         self, model: nn.Module, micro: MicroBatch, totals: LossTotals
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """The value loss, a scalar that sums over micro-batches to that of the mini-batch, and sums for metrics."""
+        """Share of the value loss: its sum over micro-batches is the loss of the mini-batch. With sums for metrics."""
         mask = micro.tensors["response_mask"]
         per_token, stats = self.loss(state_values(model, micro), micro.tensors)
         loss = aggregate(per_token, mask, "token-mean", totals)
@@ -98,4 +98,4 @@ def state_values(model: Any, micro: MicroBatch, **options: bool) -> Tensor:
     def values_of(logits_to_keep: int = 0, **inputs: Any) -> Tensor:
         return model(**inputs, **options).values
 
-    return micro.place(micro.predict(values_of))[0]
+    return micro.scatter_shared(micro.predict(values_of))[0]

@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 
 def with_tail(plain: Compute, engine: TrainingEngine, rows: DataProto) -> Compute:
-    """The same with tokens behind each row; every process takes part. See `tail_for`."""
+    """`compute` with tokens appended to each row; collective. See `tail_for`."""
     tail = tail_for(engine.model, engine.parallel.most(longest_row(rows)))
     return lambda model, micro: plain(model, replace(micro, tail=tail))
 
@@ -35,8 +35,8 @@ class FirstBatchCheck:
     """Checks batches of a role, and switches its engine to a simpler execution path if the current one is wrong.
 
     Args:
-        name: where the configuration describes the model.
-        engine: that runs it.
+        name: configuration path of the model.
+        engine: runs the model.
         compute: what the role computes per token; the first of its tensors is compared.
         plain: the same by the model's own forward pass alone.
     Attributes:
@@ -52,7 +52,7 @@ class FirstBatchCheck:
         """A check of the log-probs of response tokens, which the role computes in parts."""
 
         def in_parts(model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-            return {"log_probs": token_log_probs(model, head, micro, temperature, parts=3).log_probs}
+            return {"log_probs": token_log_probs(model, head, micro, temperature, num_chunks=3).log_probs}
 
         def plain(model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
             return {"log_probs": plain_log_probs(model, micro, temperature)}
@@ -60,11 +60,10 @@ class FirstBatchCheck:
         return cls(name, engine, in_parts, plain)
 
     def check(self, batch: DataProto) -> None:
-        """Compare, if a row is longer than those compared before; every process takes part with rows of its own, if it
-        has some.
+        """Compare some rows if one is longer than all compared before; collective, each process with its own rows.
 
         Raises:
-            ConfigError: no way of running the model gives what a plain forward pass of a row gives.
+            ConfigError: no execution path gives the results of a plain forward pass of a row.
         """
         longest = self.engine.parallel.most(longest_row(batch))
         if longest <= self.longest:
@@ -119,8 +118,8 @@ class FirstBatchCheck:
     def difference(
         self, found: Tensor | None, wanted: Tensor | None, rows: DataProto, again: Tensor | None = None
     ) -> float:
-        """The mean over the tokens of a row, the largest of all rows and processes; with `again`, what is wanted as
-        `with_tail` has it, without rows that differ so much by themselves."""
+        """Mean difference over the tokens of a row, maximum over rows and processes. `again`, results of `with_tail`,
+        leaves out rows whose expected values differ as much by themselves."""
         largest, mask = 0.0, rows["response_mask"]
         least = 1 if self._bound() <= BOUNDS[torch.float32] else WINDOW
         if found is not None and wanted is not None and bool(mask.any()):

@@ -34,7 +34,7 @@ from verl.utils.progress import report
 
 @dataclass(frozen=True)
 class RoleState:
-    """The state of a trained role: live tensors where the role lives in the driver's process, copies elsewhere.
+    """State of a trained role: live tensors if the role is in the driver's process, else copies.
 
     Attributes:
         model: weights and small files.
@@ -66,17 +66,17 @@ SavedRoleState = RoleState | RemoteRoleState
 """What a save is given of a role."""
 
 
-OF_WORKERS = "of_workers"  # what other machines than the driver's have fetched, below the directory of checkpoints
+OF_WORKERS = "of_workers"  # below the directory of checkpoints: downloads of machines other than the driver's
 
 
 @dataclass(frozen=True)
 class RestoreSource:
-    """The checkpoint that roles start from; travels to the processes where they live.
+    """The checkpoint that roles start from; sent to their processes.
 
     Args:
         directory: of the published checkpoint.
-        verify: hash what is read.
-        storage: where it is too, for processes that do not see the directory; None where nowhere.
+        verify: check hashes of what is read.
+        storage: object storage with the checkpoint, for processes that do not see the directory; None without.
         manifest: the digest of its manifest, by which the store knows it.
     """
 
@@ -86,7 +86,7 @@ class RestoreSource:
     manifest: str = ""
 
     def here(self) -> RestoreSource:
-        """A copy with a path that this process can access; on another machine it is downloaded from the store.
+        """This source with a path that this process can read; on another machine the checkpoint is downloaded.
 
         Raises:
             CheckpointNotFound: it is neither here nor in a store.
@@ -123,11 +123,11 @@ class RestoreSource:
         return CheckpointReader(open_checkpoint(disk, self.directory), disk, self.verify, writable=True)
 
     def model(self, described: ModelSource, component: str) -> ModelSource:
-        """Directory of a role's weights, once every byte of them was verified."""
+        """Directory of a role's weights, after their hashes were verified."""
         return described.at(str(self.plain(component)))
 
     def plain(self, component: str) -> Path:
-        """A component as a directory that other libraries open, once every byte of it is what was written."""
+        """Directory of a component for other libraries, after its hashes were verified."""
         reader = self.reader()
         for entry in reader.files(component):
             reader.check(entry.path)
@@ -140,12 +140,12 @@ class RestoreSource:
         return safe if safe.is_file() else directory / ADAPTER_BIN
 
     def file(self, component: str, name: str) -> Path:
-        """A file of a component, once it is what was written."""
+        """A file of a component, after its hash was verified."""
         self.reader().read(f"{component}/{name}")
         return self.directory / component / name
 
     def optimizer(self, engine: TrainingEngine, role: str) -> None:
-        """Give an engine the optimizer's state, of which it reads what this process keeps, and its place in the
+        """Load the optimizer's state into an engine, which reads its own shards, and the position in the learning-rate
         schedule."""
         reader = self.reader()
         prefix = f"{role}."
@@ -162,7 +162,7 @@ class CheckpointSelection:
         directory: of the checkpoint.
         weights, optimizer: which of them.
         mmap: copy from the mapped files, instead of reading them into memory first.
-        device_map: where tensors are put on their way; None is main memory, and so it is for what is divided.
+        device_map: device that tensors are read to first; None, and always for sharded ones: main memory.
     """
 
     directory: Path
@@ -183,7 +183,7 @@ class CheckpointSelection:
 
 
 def load_weights(model: Any, component: str, source: CheckpointSelection, parallel: Parallelism) -> None:
-    """Copy the weights of a component into a live model, a value head included; of a divided one, what is kept here.
+    """Copy the weights of a component into a live model, value head included; of a sharded one, its local shards.
 
     Raises:
         ConfigError: they are not those of this model.
@@ -195,7 +195,7 @@ def load_weights(model: Any, component: str, source: CheckpointSelection, parall
     if not saved and hasattr(head_of(model).backbone, "peft_config"):
         saved = torch.load(source.directory / component / ADAPTER_BIN, map_location="cpu", weights_only=True)
     if not saved or names is None:
-        # by way of a second model: the file has the weights under other names or in another form
+        # through a second model: the file has the weights under other names or in another form
         saved = head_of(model).joined(_loaded(model, component, source).state_dict())
         names = {name: name for name in live if name in saved}
     _refuse_other(component, {name: live[key] for name, key in names.items()}, saved)
@@ -218,7 +218,7 @@ def load_optimizer(engine: TrainingEngine, component: str, source: CheckpointSel
 
 
 def _updates(checkpoint: Path, schedule: bytes | memoryview, role: str) -> int:
-    """The place of a role in the schedule of its learning rate."""
+    """Optimizer steps of a role: its position in the learning-rate schedule."""
     try:
         return whole_number(parse_mapping(schedule)["updates"][role])
     except (LookupError, TypeError, ValueError) as error:

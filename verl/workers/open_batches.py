@@ -1,14 +1,14 @@
-"""Batches that are being generated while weights change: their rows, and the episodes that these are turns of.
+"""Batches that are generated while weights change: their rows, which are responses or turns of episodes.
 
     ResponseBatch  begin ──> a row for each response ────────────────────────────> drew: it is finished
     EpisodeBatch   begin ──> reset ──> a row for a turn ──> drew ──> step ──> answer ──> a row for the next turn ...
 
-Answers of an environment that `answers_at_once` are carried out where they were asked for, so that they are no events.
-Others come between steps of the engine that only time decides: each is an event of the schedule (`Environments`).
+An environment that `answers_at_once` is stepped in the engine's thread, so its answers are no events. Others arrive
+between two steps of the engine, depending on timing: each is an event of the schedule (`Environments`).
 
-A checkpoint holds the turns and the answers of episodes. Environments of those that are open are made again from that:
-`stateless` ones begin anew, `deterministic` ones carry out their actions again, and each answer must be the one of
-then. With `restart` the episode begins anew.
+A checkpoint holds turns and answers of episodes. Environments of open episodes are rebuilt from them: `stateless` ones
+start new, `deterministic` ones repeat their actions, and each answer must equal the recorded one. With `restart` the
+episode starts again.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ class OpenRow:
     """A response, or a turn of an episode, that is being generated.
 
     Attributes:
-        request: with which it was begun.
-        batch: that it belongs to.
-        tokens, log_probs, versions: sampled before the present turns of the engine were opened.
-        updates: of the weights since then, by which the row was not recomputed (`kv_cache=keep`): number of its tokens
-            since then that were sampled by the former weights, and the version of these.
+        request: the request that began it.
+        batch: the batch that it belongs to.
+        tokens, log_probs, versions: sampled before the engine's current turns were opened.
+        updates: weight updates since then after which its keys and values were kept (`kv_cache=keep`): for each, the
+            number of its tokens that were sampled with the previous weights, and their version.
     """
 
     request: TurnRequest
@@ -62,7 +62,7 @@ class OpenRow:
     is_finished: bool = False
 
     def add(self, sampled: TurnResult, version: int) -> None:
-        """Append what the present turns of the engine have sampled, the last of it by the weights of this version."""
+        """Append what the current turns of the engine have sampled; `version` is of the weights of the last tokens."""
         versions: list[int] = []
         for count, former in [*self.updates, (len(sampled.tokens), version)]:
             versions += [former] * (min(count, len(sampled.tokens)) - len(versions))
@@ -72,24 +72,24 @@ class OpenRow:
         self.updates = []
 
     def begin_anew(self) -> None:
-        """Forget what was sampled."""
+        """Discard what was sampled."""
         self.tokens, self.log_probs, self.versions, self.updates = [], [], [], []
 
     @property
     def further(self) -> TurnRequest:
-        """The request for the rest of it."""
+        """The request for the remaining tokens."""
         request = self.request
         return replace(request, tokens=[*request.tokens, *self.tokens], position=len(self.tokens))
 
 
 class ResponseBatch:
-    """The responses of a batch, a prompt's samples side by side.
+    """The responses of a batch; the samples of a prompt are consecutive.
 
     Args:
         turns: generates rows, a `StepLoop`.
     Attributes:
-        is_begun: its event has been carried out.
-        is_finished: all of it is generated.
+        is_begun: its `begin` event was processed.
+        is_finished: all rows are generated.
     """
 
     def __init__(self, prompts: DataProto, request: GenerationRequest, generator: ResponseGenerator, turns: Any):
@@ -109,19 +109,19 @@ class ResponseBatch:
             self.turns.open(self.rows[-1])
 
     def drew(self, row: OpenRow, *, is_complete: bool) -> None:
-        """Go on where the last token of a row was sampled."""
+        """Handle a row whose last token was sampled."""
         row.is_finished = True
         self.turns.forget(row.request.episode)
         self.num_finished += 1
         self.is_finished = self.num_finished == self.num_rows
 
     def finished_groups(self) -> list[int]:
-        """The places of prompts whose samples are all generated."""
+        """Indices of prompts whose samples are all generated."""
         return self._whole_groups([row.is_finished for row in self.rows])
 
     def assembled(self, dtype: torch.dtype, groups: Sequence[int] | None = None) -> DataProto:
-        """All of it, or finished groups, with `token_versions` [B T] and `policy_version` [B], the oldest of a row;
-        log-probs of this type."""
+        """The rows of all groups, or of finished ones, with `token_versions` [B T] and `policy_version` [B], the oldest
+        of a row; `dtype` is of the log-probs."""
         prompts, own = self._chosen(self.rows, groups)
         sampled = [TurnResult(0, row.tokens, row.log_probs, True) for row in own]
         rows = assemble_turns(prompts, sampled, _with_type(dtype), self.generator.pad_id, self.request.num_samples)
@@ -136,12 +136,12 @@ class ResponseBatch:
         return [group for group in range(len(is_finished) // n) if all(is_finished[group * n : (group + 1) * n])]
 
     def _chosen(self, of_samples: Sequence[T], groups: Sequence[int] | None) -> tuple[DataProto, list[T]]:
-        """The prompts of some groups, and what there is of each of their samples."""
+        """The prompts of some groups, and what was sampled for each."""
         chosen, n = range(len(self.prompts)) if groups is None else groups, self.request.num_samples
         return self.prompts[list(chosen)], [x for group in chosen for x in of_samples[group * n : (group + 1) * n]]
 
     def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """The tensors for `load`, beside the prompts; no tokens of its rows are in the engine alone."""
+        """Prompts and tensors for `load`. The engine must not hold tokens that the rows lack."""
         rows = self.rows
         return {
             "tokens": right_padded([row.tokens for row in rows], 0, torch.int64),
@@ -152,7 +152,7 @@ class ResponseBatch:
         }
 
     def load(self, saved: Mapping[str, Tensor]) -> None:
-        """Become a batch whose `state` this is, which has not gone on."""
+        """Restore a batch from its `state`; generation continues with `go_on`."""
         self.is_begun = True
         for index, turn in enumerate(self.generator.requests([self.prompts], self.request)):
             row, length = OpenRow(replace(turn, episode=self.first + turn.episode), self), int(saved["lengths"][index])
@@ -165,13 +165,13 @@ class ResponseBatch:
         self.is_finished = self.num_finished == self.num_rows
 
     def go_on(self) -> None:
-        """Go on after `load` of all batches."""
+        """Continue generating, after `load` of all batches."""
         for row in self.rows:
             if not row.is_finished:
                 self.turns.open(row)
 
     def close(self) -> None:
-        """Free what it holds beside tokens. Idempotent."""
+        """Free all resources except tokens. Idempotent."""
 
 
 class EpisodeBatch(ResponseBatch, TurnEngine):
@@ -182,9 +182,9 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.loop: Any = None  # an `EpisodeLoop` once it has begun
-        self._open: dict[int, OpenRow] = {}  # the turn that is sampled, by episode
-        self._loaded: dict[int, Any] = {}  # by open episode, the parts of that turn, or None
-        self._made_again: set[int] = set()  # open episodes whose environments are as they were
+        self._open: dict[int, OpenRow] = {}  # the turn being sampled, by episode
+        self._loaded: dict[int, Any] = {}  # by open episode: the rows of that turn, or None
+        self._made_again: set[int] = set()  # open episodes whose environments were rebuilt
 
     def begin(self) -> None:
         self.is_begun = True
@@ -206,7 +206,7 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
         self._count()
 
     def answer(self, result: CallResult) -> None:
-        """Go on with an episode whose environment has answered."""
+        """Continue an episode whose environment has answered."""
         if (journal := self.loop.journal) is not None:
             self.loop.write_answer(journal, result)
             journal.flush()
@@ -292,7 +292,7 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
         self.loop = EpisodeLoop(self.generator, self, self.request, episodes, journal)
 
     def _make_again(self, episodes: Sequence[Episode]) -> None:
-        """Make the environments of open episodes as they were, where that is possible."""
+        """Rebuild the environments of open episodes, where possible."""
         loop, calls, known, given = self.loop, self.loop.calls, {}, self._made_again
         for episode in episodes:
             episode.environment = calls.factory.make_alone() if episode.is_alone else calls.factory.make()
@@ -330,10 +330,10 @@ class Environments:
     """Answers of environments to the episodes of all open batches.
 
     Args:
-        batches: open ones, by training step.
-        on_result: called in another thread when there may be something to settle.
+        batches: open batches, by training step.
+        on_result: called from another thread when there may be a result for `settle`.
     Attributes:
-        waiting: answers that are not carried out yet, by episode.
+        waiting: answers that were not processed yet, by episode.
     """
 
     def __init__(self, generator: EpisodeGenerator, batches: Mapping[int, ResponseBatch], on_result: Callable[[], Any]):
@@ -345,11 +345,11 @@ class Environments:
 
     @property
     def num_pending(self) -> int:
-        """Calls whose answers are not there yet."""
+        """Number of calls without an answer."""
         return self._generator.calls.num_pending
 
     def settle(self) -> None:
-        """Carry out the answers that came at once, and take the others."""
+        """Process answers of environments that answer at once, and collect the others."""
         while results := [*self._known(), *self._generator.calls.take(0.0)]:
             self._idle_s = 0.0
             for result in results:
@@ -362,24 +362,24 @@ class Environments:
                     self.carry_out(result.episode)
 
     def carry_out(self, episode: int) -> None:
-        """Go on with an episode behind the answer of its environment."""
+        """Continue an episode after the answer of its environment."""
         result = self.waiting.pop(episode)
         batch = self._batches[result.episode // NUMBERS]
         assert isinstance(batch, EpisodeBatch)
         batch.answer(result)
 
     def note_idle(self, seconds: float) -> None:
-        """Count seconds in which there was nothing to do but to wait for answers.
+        """Count seconds spent only waiting for answers.
 
         Raises:
-            RolloutError: one has not come within its deadline.
+            RolloutError: an answer is overdue.
         """
         self._idle_s += min(seconds, 2 * IDLE_WAIT_S)  # more: this process was suspended
         if self._idle_s > self._generator.calls.stuck_after_s(sum(b.num_rows for b in list(self._batches.values()))):
             raise self._generator.calls.stuck_error()
 
     def _known(self) -> list[CallResult]:
-        """Answers from journals, which are written before calls are handed over."""
+        """Answers found in journals."""
         known = []
         for batch in list(self._batches.values()):
             if isinstance(batch, EpisodeBatch) and (loop := batch.loop) is not None:
@@ -391,7 +391,7 @@ class Environments:
 
 
 def _compare(episode: Episode, index: int, result: CallResult) -> None:
-    """Compare an answer that was made again with that to a turn."""
+    """Check that a repeated answer equals the recorded one of a turn."""
     turn = episode.turns[index]
     before = JournalEntry(result.record, StepResult(turn.observation, turn.reward, calls=tuple(turn.calls)))
     where = f"call {result.record.call_id} ({result.record.name})"
@@ -399,7 +399,7 @@ def _compare(episode: Episode, index: int, result: CallResult) -> None:
 
 
 def _with_type(dtype: torch.dtype) -> TurnEngine:
-    """Stands for an engine whose log-probs have this type."""
+    """A stand-in for an engine with this dtype of log-probs."""
     engine = TurnEngine()
     engine.dtype = dtype
     return engine

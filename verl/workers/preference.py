@@ -1,7 +1,7 @@
 """Learners of preferences: workers that score rows and train on one coefficient per row.
 
-`verl.algorithms.preference_losses` explains why a coefficient per row is all that a loss of pairs needs, so that the
-two responses of a pair may be in different micro-batches and processes.
+A loss of pairs needs one coefficient per row only (`verl.algorithms.preference_losses`), so the two responses of a pair
+may be in different micro-batches and processes.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class RowScores(TrainedWorker):
     first_batch: FirstBatchCheck
 
     def scored_rows(self, batch: DataProto) -> DataProto:
-        """The rows with a `response_mask` that is on where tokens are scored."""
+        """The rows with `response_mask`, true where tokens are scored."""
         return batch
 
     def token_scores(self, model: nn.Module, micro: MicroBatch) -> Tensor:
-        """Summands [b t] of the row's number, 0 off the mask; with gradient where that is on."""
+        """Summands [b t] of the score of a row, 0 off the mask; with gradient if enabled."""
         raise NotImplementedError
 
     @by_rows
@@ -54,7 +54,7 @@ class RowScores(TrainedWorker):
 
     @by_rows_to_one
     def update(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step down the gradient of the sum over rows of `row_coefs` [B] times `row_scores`."""
+        """One optimizer step that minimises the sum over rows of `row_coefs` [B] times `row_scores`."""
         return self.engine.update(self.scored_rows(batch), self.weighted_sum)
 
     def weighted_sum(self, model: nn.Module, micro: MicroBatch, totals: LossTotals) -> tuple[Tensor, dict[str, Tensor]]:
@@ -113,8 +113,8 @@ class RewardModelWorker(RowScores):
 
 
 def scored_at_end(batch: DataProto) -> DataProto:
-    """Rows with one more token after the last, which is all that their `response_mask` has: what would predict that
-    token is the state after the whole row.
+    """Rows with one token appended, the only one in their `response_mask`: it is predicted from the state after the
+    whole row.
     """
     x = dict(batch.batch)
     column = torch.arange(x["responses"].shape[1] + 1)

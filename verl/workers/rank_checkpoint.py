@@ -1,10 +1,10 @@
-"""One rank's part of a checkpoint: its slices of the optimizer, and the whole model tensors that are assigned to it.
+"""One rank's part of a checkpoint: its slices of the optimizer state, and the full model tensors assigned to it.
 
-slices (optimizer)   every element is written by one of its holders: shards where they lie, replicas divided
-whole (a model)      every tensor by one rank, which gathers it; files are numbered through all ranks
+slices (optimizer)   every element is written by one of its holders: shards by their ranks, replicas split among ranks
+whole (a model)      every tensor is gathered and written by one rank; files are numbered over all ranks
 
-driver ── order ──> every rank: gathers the whole tensors that it owns  ──> its host buffer ──> its writer process
-                                takes the slices that it holds          (while training goes on)
+driver ── order ──> every rank: gathers the full tensors that it owns   ──> its host buffer ──> its writer process
+                                takes the slices that it holds          (while training continues)
 
 `assign_slices` computes the same assignment on every rank.
 """
@@ -46,7 +46,7 @@ from verl.ops.resharding.plan import reshard_plan
 from verl.utils.progress import report
 from verl.workers.load_state import RemoteRoleState
 
-FEWEST_CUT_SHARE = 4  # a copy that is more than this part of a fair share is cut among its holders
+FEWEST_CUT_SHARE = 4  # fraction of a fair share above which a replica is split among its holders
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class AssignedSlice:
 
 
 def assign_slices(layout: Layout) -> list[AssignedSlice]:
-    """Every element of every tensor once, written by a process that holds it, as evenly as their bytes allow."""
+    """Assign every element of every tensor to one process that holds it, balanced by bytes."""
     size, load = layout.mesh.size, [0] * layout.mesh.size
     fair = sum(prod(x.shape) * x.itemsize for x in layout.tensors.values()) / size
     slices = []
@@ -79,7 +79,7 @@ def assign_slices(layout: Layout) -> list[AssignedSlice]:
 
 
 def owners(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
-    """Name -> the process that writes the whole tensor: the largest first, each to who has least."""
+    """Name -> the process that writes the full tensor: largest first, each to the process with the fewest bytes."""
     load, owner_of = [0] * num_ranks, {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         owner_of[name] = min(range(num_ranks), key=lambda rank: (load[rank], rank))
@@ -88,7 +88,7 @@ def owners(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
 
 
 def _rows(box: Box, count: int) -> Sequence[Box]:
-    """A box cut along its first axis into at most so many parts; whole where it has none to cut."""
+    """A box split along its first axis into at most `count` parts; not split if it has no axis."""
     if not box:
         return [box]
     (start, stop), remaining = box[0], box[1:]
@@ -97,20 +97,20 @@ def _rows(box: Box, count: int) -> Sequence[Box]:
 
 
 def whole_on_first(tensors: Mapping[str, Tensor], parallel: Parallelism) -> dict[str, Tensor]:
-    """Copies in main memory on rank 0, nothing elsewhere; all processes take part."""
+    """Full copies in main memory on rank 0, nothing elsewhere; collective."""
     return whole_on_owners(tensors, dict.fromkeys(tensors, 0), parallel)
 
 
 def whole_on_owners(
     tensors: Mapping[str, Tensor], owner: Mapping[str, int], parallel: Parallelism
 ) -> dict[str, Tensor]:
-    """Copies in main memory of the tensors that this process owns; all processes take part.
+    """Full copies in main memory of the tensors that this process owns; collective.
 
-    Beside the copies, a process needs memory for a few tensors at a time. A tensor under two names, such as an output
-    head that is the embedding, is gathered once, and is one tensor again.
+    A process needs memory for the copies and a few tensors more. A tensor with two names, such as a tied output head,
+    is gathered once, and stays tied.
 
     Args:
-        owner: of each tensor, under the first of its names.
+        owner: of each tensor, by the first of its names.
     """
     names = first_names(tensors)
     once = {name: tensors[name] for name in names.values()}
@@ -150,8 +150,8 @@ class RankSaveSettings:
     """Settings that are constant for all saves in one directory.
 
     Attributes:
-        store: the driver's, with its claim.
-        is_async: write while training goes on.
+        store: the driver's, with its lock.
+        is_async: write while training continues.
         first_rank: added to the rank of a process: roles may live in several groups of processes.
     """
 
@@ -169,7 +169,7 @@ class RankInfo:
     """A process that holds roles.
 
     Attributes:
-        roles: that are trained here, as components of a checkpoint.
+        roles: trained here, as components of a checkpoint.
         host: name of the machine.
         sees: whether it sees the directory that the driver sees under this path.
     """
@@ -180,7 +180,7 @@ class RankInfo:
 
 
 class TrainedState(Protocol):
-    """A trained role, as far as a checkpoint holds it."""
+    """The state of a trained role that a checkpoint holds."""
 
     engine: TrainingEngine
 
@@ -191,8 +191,8 @@ class RankCheckpointWriter:
     """Writes this process's part of checkpoints.
 
     Args:
-        parallel: this process among its siblings, however they divide a role.
-        trained: component -> the role, all of them that are trained in this process.
+        parallel: layout of this process; any of its roles.
+        trained: component -> role, of all roles that are trained in this process.
     """
 
     def __init__(self, parallel: Parallelism, trained: Mapping[str, TrainedState]):
@@ -235,17 +235,17 @@ class RankCheckpointWriter:
             )
             if self._writer is None or setting.store.directory == self._writer.store.directory:
                 self._kept(setting).save(request)
-            else:  # aside, in another directory
+            else:  # in another directory
                 with _writer_of(setting) as writer:
                     writer.save(request)
-        except Exception as error:  # noqa: BLE001 - the save is lost, not the training
+        except Exception as error:  # noqa: BLE001 - the save fails, not the training
             _log.exception("%s cannot save its part of step %d", name, step)
             submit_failure(disk, transaction, name, f"{type(error).__name__}: {error}")
         self._tell()
         return True
 
     def wait_copied(self) -> None:
-        """Wait until weights and optimizer state may change."""
+        """Wait until weights and optimizer state may be modified."""
         if self._writer is not None:
             self._writer.wait_copied()
 
@@ -260,7 +260,7 @@ class RankCheckpointWriter:
         return self._writer
 
     def _tell(self) -> None:
-        """The log of this process; the driver hears of it by the reports."""
+        """Log in this process; the driver is notified by the reports."""
         for outcome in [] if self._writer is None else self._writer.poll(raises=False):
             if outcome.error is not None:
                 _log.error("step %d: this part was not saved: %s", outcome.step, outcome.error)
@@ -288,7 +288,7 @@ class RankCheckpointWriter:
         return f"optim_state_rank_{setting.first_rank + rank}{suffix}.safetensors"
 
     def _model(self, worker: TrainedState, setting: RankSaveSettings) -> SavedComponent:
-        """The tensors of a model that this process writes, gathered, and on rank 0 what lies beside them."""
+        """The gathered tensors of a model that this process writes, and on rank 0 its other files."""
         model, rank = worker.engine.model, self._parallel.rank
         live, file = live_tensors(model), saved_file(model)
         names = names_in_files(model) if setting.use_safetensors and file is None else None
@@ -320,10 +320,10 @@ Files = list[dict[str, list[str]]] | None
 def _division(
     live: Mapping[str, Tensor], names: Mapping[str, str] | None, num_ranks: int, max_bytes: int
 ) -> tuple[dict[str, int], Files, bytes | None]:
-    """Rank that gathers each tensor of a model, by its first name, and the files of each rank.
+    """The rank that gathers each tensor of a model, by its first name, and the files of each rank.
 
-    What is in no file of tensors, such as a value head, is rank 0's. So is a whole model whose tensors transformers
-    cuts or joins when it saves it.
+    Rank 0 writes what is in no tensor file, such as a value head, and the whole model if transformers splits or merges
+    its tensors in files.
     """
     owner = dict.fromkeys(live, 0)
     if names is None:

@@ -34,7 +34,7 @@ from verl.workers.first_batch_check import FirstBatchCheck
 
 @component
 class Reference(Description):
-    """The policy that the actor is kept near, or the teacher that it learns from.
+    """The policy that the KL penalty refers to, or the teacher of distillation.
 
     Args:
         model: its weights; null takes the weights that the actor starts from. If the actor trains a LoRA adapter,
@@ -79,7 +79,7 @@ class Reference(Description):
         return worker
 
     def _engine(self, model: nn.Module, parallel: Parallelism, actor: Actor) -> TrainingEngine:
-        """Engine that computes as the actor does, so that equal weights have a KL of zero."""
+        """An engine with the actor's compute settings, so that equal weights have a KL of zero."""
         return TrainingEngine(
             model, parallel, self.micro_batch_tokens, autocast=actor.decided_autocast, packing=actor.packing
         )
@@ -87,8 +87,8 @@ class Reference(Description):
 
 @component
 class PrecomputedReference(Reference):
-    """A reference for preference training that gives its log-probs of all rows once, before the first step, and is
-    freed; a checkpoint has them."""
+    """A reference for preference training that computes the log-probs of all rows before the first step, and is then
+    freed; checkpoints hold them."""
 
     precompute: ClassVar[bool] = True
 
@@ -99,8 +99,8 @@ class ReferenceWorker:
     Args:
         frozen: the context in which the engine's model is the reference.
     Attributes:
-        num_candidates: likeliest tokens that are given for each response token; 0 for none.
-        num_tokens: of the vocabulary; models may have more logits, whose tokens are no candidates.
+        num_candidates: likeliest tokens returned for each response token; 0 for none.
+        num_tokens: size of the vocabulary; further logits of a model are no candidates.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ReferenceWorker:
 
     @on_all
     def free(self) -> None:
-        """Release the model; there are no log-probs from here on."""
+        """Release the model; log-probs cannot be computed any more."""
         device = self.engine.device
         del self.engine, self.head, self.first_batch
         gc.collect()

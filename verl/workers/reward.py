@@ -1,4 +1,4 @@
-"""A reward model as a role: scores are computed where it lives and normalised in the driver, which sees all rows."""
+"""A reward model as a role: its processes compute scores, and the driver, which sees all rows, normalises them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RewardWorker:
 
     @classmethod
     def start(cls, described: RewardModel, context: BuildContext) -> RewardWorker:
-        """Load the model. What it says is normalised by the driver, so that a share of the rows is enough here."""
+        """Load the model without normalisation, which the driver applies over all rows."""
         return cls(described.build_unscaled(context))
 
     @by_rows
@@ -39,7 +39,7 @@ class RemoteRewardModel(Reward):
     """The driver's side of the role `rm`, without normalisation.
 
     Args:
-        role: its handle.
+        role: handle of the role.
     """
 
     def __init__(self, role: Any):

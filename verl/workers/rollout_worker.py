@@ -1,20 +1,20 @@
-"""The role `generator`: a rollout engine in a process of its own, with a copy of the actor's model.
+"""The role `rollout`: a rollout engine in a process of its own, with a copy of the actor's model.
 
 actor ── weights ──> load(version, weights) ──> the copy ──> digests, which the driver compares
                      generate(prompts)      ──> rows, with the version of the weights that sampled them
 
-Calls are carried out in the order they were made. With `rollout.weight_update=drain` weights change between two
+Calls run in the order in which they were made. With `rollout.weight_update=drain` weights change between two
 batches, never within one. With `in_flight` a `StepLoop` generates, and they change between two tokens:
 
                      begin_batch(prompts), finished_groups(known), finish_batch(step)
                      save_rows(step)        ──> open rows and finished ones, for a checkpoint
                      restore_rows(state)
 
-An engine with weights of its own (`rollout=vllm`) gets those of the copy, and verifies them, as at any sync. It is the
-only engine of the run, and generates for evaluations too.
+An engine with its own weights (`rollout=vllm`) gets those of the copy and verifies them, as at any sync. It is the only
+engine of the run, and generates for evaluations too.
 
-With several processes each has a copy, an engine and a schedule, and generates for every so many-th prompt of a batch.
-Calls whose result is that of an engine give a list by rank.
+With N processes each has a copy, an engine and a schedule, and generates for every N-th prompt of a batch. Calls whose
+result belongs to one engine return a list by rank.
 """
 
 from __future__ import annotations
@@ -52,21 +52,21 @@ class RolloutWorker:
     """The running role.
 
     Args:
-        model: the copy; its weights mean nothing before the first `load`.
-        loop: generates in flight; None between two batches.
-        place: rank and number of the processes of the role.
+        model: the copy; its weights are arbitrary before the first `load`.
+        loop: generates in flight; None if weights change between two batches.
+        share: rank and number of the processes of the role.
     """
 
     def __init__(
-        self, model: Any, generator: ResponseGenerator, loop: StepLoop | None = None, place: tuple[int, int] = (0, 1)
+        self, model: Any, generator: ResponseGenerator, loop: StepLoop | None = None, share: tuple[int, int] = (0, 1)
     ):
         self.model, self.generator, self.version = model, generator, -1
         self.loop: Any = loop
-        self._rank, self._size = place
+        self._rank, self._size = share
 
     @on_each
     def load(self, version: int, weights: Mapping[str, Tensor]) -> dict[str, str]:
-        """Take the weights of `ActorWorker.rollout_weights`; returns the digest of each tensor of the model then."""
+        """Load the weights of `ActorWorker.rollout_weights`; returns the digest of each tensor of the model."""
         take = partial(self._take, weights)
         held = take() if self.loop is None else self.loop.take_weights(version, take)
         self.version = version
@@ -74,20 +74,20 @@ class RolloutWorker:
 
     @by_rows
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """Draw responses or episodes, as `ActorWorker.generate` does."""
+        """Sample responses or episodes, as `ActorWorker.generate` does."""
         rows = (self.generator if self.loop is None else self.loop).generate(prompts, request)
         self._refuse_wrong(rows)
         return rows.union(DataProto.from_dict({"policy_version": torch.full((len(rows),), self.version)}))
 
     @on_all
     def begin_batch(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Begin to sample the responses to this process's prompts of a batch, beside those of earlier batches."""
+        """Begin to sample responses to this process's prompts of a batch, next to those of earlier batches."""
         self.loop.begin(prompts[list(range(self._rank, len(prompts), self._size))], request)
 
     @on_each
     def finish_batch(self, step: int) -> tuple[DataProto, float, tuple[int, list[str]]]:
-        """The responses of the batch of a training step; idle seconds and `Schedule.take_unwritten` since the last
-        call."""
+        """Return the responses of the batch of a training step, and idle seconds and `Schedule.take_unwritten` since
+        the last call."""
         rows = self.loop.finish(step)
         self._refuse_wrong(rows)
         return rows, self.loop.take_idle_s(), self.loop.schedule.take_unwritten()
@@ -111,7 +111,7 @@ class RolloutWorker:
     def restore_rows(
         self, states: Sequence[Mapping[str, Tensor]], version: int, weights: Mapping[str, Tensor]
     ) -> dict[str, str]:
-        """Go on from what `save_rows` gave, nothing from none, with the weights of then; returns the digest of each
+        """Continue from the state of `save_rows` (None: from nothing) with its weights; returns the digest of each
         tensor."""
         held = self.loop.restore(states[self._rank] if states else {}, version, partial(self._take, weights))
         self.version = version
@@ -130,7 +130,7 @@ class RolloutWorker:
 
     @torch.no_grad()
     def _take(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Returns the tensors that hold them; the model has narrow copies in their place once turns go on."""
+        """Load weights; returns the tensors that hold them. The model may hold narrower copies once it decodes."""
         live = live_tensors(self.model)
         held = {name: live[name].copy_(x) for name, x in weights.items()}
         if self.loop is None or self.generator.rollout.runs_ahead:
@@ -143,10 +143,10 @@ class RolloutWorker:
 
 @component
 class RolloutHost(Description):
-    """The role `generator`, alone in its processes.
+    """The role `rollout`, alone in its processes.
 
     Args:
-        actor: whose model is copied.
+        actor: its model is copied.
         environment: of the episodes, which are played in these processes; None where a response is one turn.
         schedule: of weights that change between two tokens; None: between two batches.
     """

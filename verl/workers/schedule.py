@@ -1,13 +1,13 @@
-"""The schedule of an engine: at which of its steps weights were taken, batches begun, and open rows computed anew.
+"""The schedule of an engine: the steps at which weights were loaded, batches begun, and open rows recomputed.
 
 {"head": {...}, "crc32": 2853013386}                                 hardware, libraries, settings
 {"engine_step": 41, "event": "weights", "number": 3, "open_rows": 9, "crc32": 1634562331}
 
-`crc32` is of the number of the line and of what is before it, so that a line that was altered, lost or moved is found.
+`crc32` covers the line number and the line before it, so that altered, lost and moved lines are detected.
 
-The trainer asks for events in an order that its program fixes. What depends on speed is the engine step before which
-each of them is carried out, and nothing else: an engine that carries out the same events at the same steps generates
-the same bits. A checkpoint holds the schedule so far, so that the file of the run that goes on begins with it.
+The trainer issues events in a fixed order. Only the engine step before which each is processed depends on timing: an
+engine that processes the same events at the same steps generates the same bits. A checkpoint holds the schedule so far,
+and the file of a resumed run begins with it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 FILE = "schedule.jsonl"
 SUM = ', "crc32": '
-MOST_STEPS = 10**7  # of an engine between two events; a response has fewer tokens
+MOST_STEPS = 10**7  # engine steps between two events; a response has fewer tokens
 EventKind = Literal["begin", "weights", "save", "generate", "answer", "lost"]
 
 
@@ -38,12 +38,12 @@ class ScheduledEvent:
     """An event before a step of the engine.
 
     Attributes:
-        engine_step: steps that the engine has made before.
-        event: `begin` of a batch, new `weights`, a `save`, `generate`: other responses, such as an evaluation's, the
-            `answer` of an environment that does not answer at once, or `lost`: the engine died, open rows begin anew.
-        number: of the version, or of the training step of the batch, the save or the other responses; of an answer that
-            step, times a million, plus the number of the episode in its batch.
-        open_rows: responses, or turns of episodes, that are begun and not finished, before the event.
+        engine_step: number of engine steps before it.
+        event: `begin` of a batch, new `weights`, a `save`, `generate` of other responses (such as an evaluation's), the
+            `answer` of an environment that does not answer at once, or `lost`: the engine died and open rows restart.
+        number: version of the weights, or training step of the batch, save or other responses; of an answer that step
+            times a million, plus the number of the episode in its batch.
+        open_rows: responses or turns that are begun and not finished before the event.
     """
 
     engine_step: int
@@ -65,7 +65,7 @@ class ScheduleOptions:
     replayed: tuple[tuple[ScheduledEvent, ...], ...] = ()
 
     def build(self, context: BuildContext) -> Schedule:
-        """The schedule, in the directory of the run; on a machine that lacks it the driver writes the file."""
+        """The schedule, with its file in the run directory; on a machine without that the driver writes the file."""
         run_dir, engine = context.run_dir, context.rank
         file = ScheduleFile(schedule_path(run_dir, engine)) if run_dir is not None and run_dir.is_dir() else None
         return Schedule(json.loads(self.head), file, self.replayed[engine] if self.replayed else ())
@@ -76,15 +76,15 @@ def schedule_path(run_dir: str | Path, engine: int = 0) -> Path:
 
 
 class ScheduleFile:
-    """The file of a run. Lines that a full disk refuses are kept, and written behind the next ones; nothing waits for
-    them, because a checkpoint has them too.
+    """The schedule file of a run. Lines that a full disk refuses are written later, after the next ones: checkpoints
+    hold them too.
     """
 
     def __init__(self, path: Path):
         self._file, self._is_refused = LineFile(path), False
 
     def write(self, first: int, lines: Sequence[str]) -> None:
-        """Put lines behind the first ones, in place of what is there if there are none before."""
+        """Append lines after the first `before` lines; overwrites the file if there are none."""
         try:
             self._file.add("".join(f"{x}\n" for x in lines).encode(), replaces=not first)
             self._is_refused = False
@@ -95,12 +95,12 @@ class ScheduleFile:
 
 
 class Schedule:
-    """Events so far, in a file of the run; and those of the run that is replayed.
+    """Events so far, with their file, and the events of a replayed run.
 
     Args:
-        head: facts on which the bits depend, beside the events.
-        file: takes each line; None for no file.
-        replayed: the events of another run, to be carried out at the same steps.
+        head: facts that the bits depend on, next to the events.
+        file: receives each line; None for no file.
+        replayed: events of another run, to be processed at the same steps.
     """
 
     def __init__(
@@ -113,18 +113,18 @@ class Schedule:
 
     @property
     def next(self) -> ScheduledEvent | None:
-        """The next event of the run that is replayed; None after its last one, or without such a run."""
+        """The next event of the replayed run; None after its last one, or without a replay."""
         return self._replayed[self._num_events] if self._num_events < len(self._replayed) else None
 
     def note(self, event: ScheduledEvent) -> None:
         """Record an event.
 
         Raises:
-            RolloutError: it is not that of the run that is replayed.
+            RolloutError: the replayed run has another event here.
         """
         if (expected := self.next) is not None and expected != event:
             why = "this is not the same training, or its engine does not give equal bits."
-            if event.event == "save":  # which computes open rows anew
+            if event.event == "save":  # which recomputes open rows
                 why = (
                     "a replay may leave saves out, and adds none. Set checkpoint=off, or checkpoint.save_interval back."
                 )
@@ -146,10 +146,10 @@ class Schedule:
         return (first, self._lines[first:]) if self._file is None else (count, [])
 
     def load(self, state: bytes) -> None:
-        """Go on from what `state` gave; empty for a new schedule.
+        """Restore what `state` returned; empty for a new schedule.
 
         Raises:
-            RolloutError: these are not the first events of the run that is replayed.
+            RolloutError: the replayed run begins with other events.
         """
         self._lines = state.decode().splitlines()
         heads, events = read_lines(self._lines)
@@ -169,7 +169,7 @@ class Schedule:
 
 
 def _with_sum(line: str, number: int) -> str:
-    """A line, given without its last brace, with its checksum."""
+    """A line with its checksum; `line` lacks the last brace."""
     return f"{line}{SUM}{zlib.crc32(f'{number}{line}'.encode())}}}"
 
 
@@ -180,7 +180,7 @@ def read_lines(lines: Sequence[str]) -> tuple[list[dict[str, Any]], list[Schedul
     for number, text in enumerate(lines, start=1):
         try:
             line = parse_mapping(text)
-            has_sum = line.pop("crc32", None) is not None or has_sum  # older schedules have none
+            has_sum = line.pop("crc32", None) is not None or has_sum  # absent in older schedules
             if has_sum and text != _with_sum(text.rpartition(SUM)[0], number):
                 raise ExternalInputError("its crc32 is another: it was altered, or lines are missing before it")
             if {*line} == {"head"}:
@@ -198,7 +198,7 @@ def read_lines(lines: Sequence[str]) -> tuple[list[dict[str, Any]], list[Schedul
 def read_schedule(run_dir: str | Path, head: Mapping[str, Any], engine: int = 0) -> tuple[ScheduledEvent, ...]:
     """The events of an engine of a run that is to be replayed under a head.
 
-    A last line that a killed run or a full disk has cut off is left out: a replay goes on freely after the last event.
+    A truncated last line (killed run, full disk) is ignored: after its last event a replay is a normal run.
 
     Raises:
         ConfigError: there is no schedule, or it was made with other hardware, libraries or settings; names them.
@@ -209,7 +209,7 @@ def read_schedule(run_dir: str | Path, head: Mapping[str, Any], engine: int = 0)
         heads, events = read_lines(lines)
         if not heads:
             raise ExternalInputError("it has no head")
-        if "}" in remaining.rpartition(SUM)[2][:-1]:  # more than a line that was cut off
+        if "}" in remaining.rpartition(SUM)[2][:-1]:  # more than a truncated line
             raise ExternalInputError(f"line {len(lines) + 1} does not end where it should")
     except (OSError, ValueError) as error:
         raise ConfigError(

@@ -1,14 +1,14 @@
 """Generation in steps of an engine, with events between them (`rollout.weight_update=in_flight`).
 
-begin(batch), weights(version), save(step)       in the order in which the trainer asks for them
-        │            answer(episode)             of an environment that takes its time
+begin(batch), weights(version), save(step)       in the order of the trainer's requests
+        │            answer(episode)             of an environment that does not answer at once
    [ event ] step step step [ event ] step ...   a thread; each event is a line of the schedule (`schedule.py`)
         │                                        with the number of its step
         └──> rows of a batch, as soon as the last of them is finished, while later ones are open (`open_batches.py`)
 
-Open rows are computed anew by closing the turns of the engine and adding them again behind the tokens that were sampled
-(`TurnRequest.position`). A save does that too. So an engine that goes on from a checkpoint has the state of the one
-that saved, bit by bit.
+Open rows are recomputed by closing the turns of the engine and adding them again after the sampled tokens
+(`TurnRequest.position`). A save does so too: an engine that resumes from a checkpoint has the state of the one that
+saved, bit by bit.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from verl.workers.schedule import EventKind, Schedule, ScheduledEvent
 log = logging.getLogger(__name__)
 
 POLL_INTERVAL_S = 0.05  # for groups that are finished
-AWAIT_GROUPS_S = 0.5  # of this engine, before those of others are asked for again
-MOST_LOSSES = 2  # of engines, one after another, before a row is finished
+AWAIT_GROUPS_S = 0.5  # wait for this engine, before others are asked again
+MOST_LOSSES = 2  # engines lost in a row, without a finished row in between
 
 
 @dataclass(eq=False)
 class _Event:
-    """An event that was asked for; `future` is what its action returns. It needs rows of `row_tokens`."""
+    """A requested event. `future` receives the result of its action; its rows have up to `row_tokens`."""
 
     kind: EventKind
     number: int
@@ -58,22 +58,22 @@ class StepLoop:
     """The loop and its thread; its methods are called by one other thread.
 
     Args:
-        row_tokens: the most tokens of a row; None if unknown.
+        row_tokens: maximum tokens of a row; None if unknown.
     Attributes:
-        engine_step: steps that the engine has made.
-        version: of the weights that it has.
+        engine_step: number of steps of the engine.
+        version: of its weights.
     """
 
     def __init__(self, generator: ResponseGenerator, row_tokens: int | None, schedule: Schedule):
-        self.generator, self._beside, self.schedule = generator, generator.beside(), schedule
+        self.generator, self._second, self.schedule = generator, generator.second(), schedule
         self.keeps_cache = generator.rollout.kv_cache == "keep"
         self.engine_step, self.version = 0, -1
         self._row_tokens = row_tokens or 0
         self._turns: TurnEngine | None = None
-        self._reload: Callable[[], Any] | None = None  # loads the weights that the engine had last
-        self._is_lost, self._num_losses = False, 0  # the engine; times since a row was finished
-        self._rows: dict[int, OpenRow] = {}  # those that are not finished, by number
-        self._batches: dict[int, ResponseBatch] = {}  # that were not taken, by training step
+        self._reload: Callable[[], Any] | None = None  # loads the latest weights of the engine
+        self._is_lost, self._num_losses = False, 0  # engines lost since a row was finished
+        self._rows: dict[int, OpenRow] = {}  # unfinished ones, by number
+        self._batches: dict[int, ResponseBatch] = {}  # not returned by `finish` yet, by training step
         self._environments: Environments | None = None
         self._snapshots: dict[int, dict[str, Tensor]] = {}  # of saves since a begin or weights, by step
         self._idle_s = 0.0
@@ -86,7 +86,7 @@ class StepLoop:
         self._start()
 
     def begin(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Ask for the responses of a batch; returns immediately."""
+        """Request the responses of a batch; returns immediately."""
         batch = self._batches[request.step] = self._new_batch(prompts, request)
         row_tokens = self.generator.limits([batch.prompts], request).row_tokens
         self._ask("begin", request.step, lambda: self._begin(batch, row_tokens), row_tokens)
@@ -104,7 +104,7 @@ class StepLoop:
         batch = self._batches[step]
         self._await(batch, lambda: batch.is_finished)
         rows = batch.assembled(self._dtype)
-        with self._changed:  # no save reads it meanwhile
+        with self._changed:  # no save reads it concurrently
             del self._batches[step]
             batch.close()
         return rows
@@ -112,9 +112,9 @@ class StepLoop:
     def finished_groups(
         self, known: Mapping[int, Collection[int]], awaited: int | None = None
     ) -> tuple[bool, dict[int, DataProto]]:
-        """Rows of finished groups other than the `known` ones (`group_ids`) of these training steps; with `awaited`, a
-        step, wait until its batch is finished or there are some, or a while if the engine goes on. Returns whether it
-        is finished, and the rows, by step.
+        """Rows of finished groups by training step, without the `known` ones (`group_ids`). With `awaited`, a step,
+        waits a while until its batch is finished or there are some. Returns whether that batch is finished, and the
+        rows.
         """
 
         def new() -> dict[int, list[int]]:
@@ -140,15 +140,15 @@ class StepLoop:
         return is_finished, {step: self._batches[step].assembled(self._dtype, groups) for step, groups in new().items()}
 
     def save(self, step: int) -> dict[str, Tensor]:
-        """The state after a training step, for `restore`; open rows are computed anew.
+        """The state after a training step, for `restore`; open rows are recomputed.
 
         Raises:
-            RolloutError: another run is replayed, which did not save here.
+            RolloutError: the replayed run did not save here.
         """
         return self._ask("save", step, lambda: self._save(step)).result()
 
     def restore(self, state: Mapping[str, Tensor], version: int, load: Callable[[], Any]) -> Any:
-        """Go on from a state in place of what is there, an empty one from nothing; `load` loads the weights that the
+        """Replace everything by a saved state (an empty one: start from nothing); `load` loads the weights that the
         engine had then."""
         self.close()
         self.schedule.load(state["schedule"].numpy().tobytes() if state else b"")
@@ -171,11 +171,11 @@ class StepLoop:
         return loaded
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """Other responses by the weights that the engine has, with open rows set aside; see `ResponseGenerator`."""
-        return self._ask("generate", request.step, lambda: self._beside.generate(prompts, request)).result()
+        """Generate other responses with the current weights, while open rows are paused; see `ResponseGenerator`."""
+        return self._ask("generate", request.step, lambda: self._second.generate(prompts, request)).result()
 
     def take_idle_s(self) -> float:
-        """Seconds since the last call in which there was nothing to generate."""
+        """Seconds without anything to generate, since the last call."""
         with self._changed:
             seconds, self._idle_s = self._idle_s, 0.0
         return seconds
@@ -187,7 +187,7 @@ class StepLoop:
         self._thread.join()
         for batch in self._batches.values():
             batch.close()
-        self._beside.stop()
+        self._second.stop()
 
     def open(self, row: OpenRow) -> None:
         """Begin to generate a row, in the thread."""
@@ -208,7 +208,7 @@ class StepLoop:
         return EpisodeBatch(prompts, request, self.generator, self)
 
     def _await(self, batch: ResponseBatch, is_there: Callable[[], bool]) -> None:
-        """Wait for a batch, or something before its end, which is looked for every `POLL_INTERVAL_S`."""
+        """Wait for the end of a batch, or for a condition that is polled every `POLL_INTERVAL_S`."""
         with self._changed:
             self._awaited = batch
             self._changed.notify_all()
@@ -249,7 +249,7 @@ class StepLoop:
                         self._advance()
                     except EngineLost as error:
                         self._lose(error)
-        except BaseException as error:  # noqa: BLE001 - raised where somebody waits
+        except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
             with self._changed:
                 self._failure = error
                 for event in self._events:
@@ -262,8 +262,8 @@ class StepLoop:
                 self._turns = None
 
     def _next_event(self) -> _Event | None:
-        """The event to be carried out before the next step; None to make a step, or to end. Waits for an event where
-        there is nothing to generate, or another run is replayed that had one here."""
+        """The event to process before the next step; None to make a step, or to end. Waits for an event if there is
+        nothing to generate, or if a replayed run had one here."""
         with self._changed:
             while not self._is_closed:
                 self._settle()
@@ -289,11 +289,11 @@ class StepLoop:
 
     @property
     def _num_called(self) -> int:
-        """Calls of environments that have not come back."""
+        """Number of environment calls without an answer."""
         return 0 if self._environments is None else self._environments.num_pending
 
     def _next_answer(self, scheduled: ScheduledEvent | None) -> _Event | None:
-        """The answer of an environment that is to be carried out now, as an event."""
+        """The next answer of an environment to process, as an event."""
         if (environments := self._environments) is None or not environments.waiting:
             return None
         number = next(iter(environments.waiting)) if scheduled is None else scheduled.number
@@ -318,7 +318,7 @@ class StepLoop:
             self._environments.note_idle(seconds)
 
     def _settle(self) -> None:
-        """Go on with episodes whose environments have answered at once, and tell of batches that are finished."""
+        """Continue episodes whose environments answered at once, and report finished batches."""
         if self._environments is not None:
             self._environments.settle()
         if self._awaited is not None and self._awaited.is_finished:
@@ -364,10 +364,10 @@ class StepLoop:
             report(f"generating: {first.num_finished} of {first.num_rows} responses of step {first.request.step}")
 
     def _lose(self, error: EngineLost) -> None:
-        """Go on without the engine: another one gets the weights that it had.
+        """Replace a lost engine by a new one with the same weights.
 
         Raises:
-            EngineLost: it was lost again and again before any row was finished.
+            EngineLost: engines were lost repeatedly without a finished row in between.
         """
         self._num_losses += 1
         if self._num_losses > MOST_LOSSES:
@@ -397,7 +397,7 @@ class StepLoop:
         return loaded
 
     def _save(self, step: int) -> dict[str, Tensor]:
-        with self._changed:  # a run that is replayed may have saved where nobody waits for it here
+        with self._changed:  # the replayed run may have saved here, where nothing waits for a save now
             later = [(number, batch) for number, batch in sorted(self._batches.items()) if number > step]
             batches = {number: batch for number, batch in later if batch.is_begun}
             state = {"schedule": torch.frombuffer(bytearray(self.schedule.state()), dtype=torch.uint8)}
@@ -410,7 +410,7 @@ class StepLoop:
         return state
 
     def _open_turns(self) -> TurnEngine:
-        """Turns of the engine for all open rows, which are computed anew."""
+        """Open turns of the engine for all open rows, which are recomputed."""
         kv_cache_gib = self.generator.options.kv_cache_gib if isinstance(self.generator, EpisodeGenerator) else 0.0
         limits = TurnLimits(self._row_tokens, kv_cache_gib, while_training=True, is_stepwise=True)
         self._turns = turns = self.generator.engine.turns(limits)
@@ -420,7 +420,7 @@ class StepLoop:
         return turns
 
     def _note_sampled(self) -> None:
-        """Note in the rows how far the present weights have sampled them, before others come."""
+        """Record in the rows how many tokens the current weights have sampled, before an update."""
         if self._turns is None:
             return
         for sampled in self._turns.open_turns():
@@ -428,7 +428,7 @@ class StepLoop:
             self._rows[sampled.episode].updates.append((count, self.version))
 
     def _close_turns(self) -> None:
-        """End the turns of the engine; what they have sampled is kept in the rows."""
+        """Close the turns of the engine and move what they have sampled into the rows."""
         turns, self._turns = self._turns, None
         if turns is None:
             return

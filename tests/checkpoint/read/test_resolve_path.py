@@ -91,6 +91,8 @@ def test_a_path_that_means_nothing_is_refused_with_what_to_give(given, run, monk
     with pytest.raises(CheckpointNotFound) as raised:
         resolve_path(given)
     assert re.search(REFUSED[given], str(raised.value)), raised.value
+    with refusal("resume"):
+        resolve(given, run)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from verl.ops.resharding.execute import reshard, reshard_parts
+from verl.ops.resharding.execute import reshard, reshard_plans
 from verl.ops.resharding.layout import Box, Layout, Mesh, TensorLayout
 from verl.ops.resharding.plan import lower_bound, reshard_plan
 
@@ -84,7 +84,7 @@ def order_of_rounds_and_tensors(rank: int, dtypes: dict[str, torch.dtype]) -> li
     start = dist.batch_isend_irecv
     dist.batch_isend_irecv = lambda ops: order.append("round") or start(ops)
     try:
-        for name, tensor in reshard_parts([(plan.restricted([name]), held) for name in names], rank, dtypes=dtypes):
+        for name, tensor in reshard_plans([(plan.restricted([name]), held) for name in names], rank, dtypes=dtypes):
             assert torch.equal(tensor, whole(name))
             order.append("tensor")
     finally:

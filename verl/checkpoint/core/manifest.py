@@ -131,9 +131,9 @@ class LogicalTensor:
         if self.dtype not in ITEM_BYTES:
             return [f"dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}"]
         if outside := [part for part in self.slices if not self._holds(part)]:
-            return [f"{_place(part)} does not lie within the shape {list(self.shape)}" for part in outside]
+            return [f"{_describe(part)} does not lie within the shape {list(self.shape)}" for part in outside]
         try:
-            overlaps = [f"{_place(a)} and {_place(b)} overlap" for a, b in _overlapping(self.slices)]
+            overlaps = [f"{_describe(a)} and {_describe(b)} overlap" for a, b in _overlapping(self.slices)]
         except ValueError as error:
             return [str(error)]
         if overlaps:
@@ -211,7 +211,7 @@ def _hole(shape: tuple[int, ...], slices: Sequence[SavedSlice]) -> str:
     return "a part of the tensor"
 
 
-def _place(part: SavedSlice) -> str:
+def _describe(part: SavedSlice) -> str:
     bounds = ", ".join(f"{start}:{start + extent}" for start, extent in zip(part.start, part.extent))
     return f"slice [{bounds}] of {part.file}"
 

@@ -104,11 +104,11 @@ class HostBufferPool:
 
     def _has_room(self, num_bytes: int) -> bool:
         """Whether the next free one can hold so much without taking the memory that this machine needs."""
-        asked = num_bytes - self._free[-1].num_bytes
-        if asked <= 0 or len(self._free) == len(self._all):  # at least one buffer is needed
+        shortage = num_bytes - self._free[-1].num_bytes
+        if shortage <= 0 or len(self._free) == len(self._all):  # at least one buffer is needed
             return True
         free = free_main_memory()
-        return free is None or ROOM_FACTOR * asked <= free
+        return free is None or ROOM_FACTOR * shortage <= free
 
     def give_back(self, host_buffer: HostBuffer) -> None:
         """Free for the next save. The one whose memory is there already is taken first."""

@@ -127,13 +127,13 @@ class _BufferLayout:
 
     def add(self, directory: str, component: SavedComponent) -> None:
         for name, data in component.files.items():
-            self._place(f"{directory}/{name}", [data])
+            self._reserve(f"{directory}/{name}", [data])
         for name, data in component.constant_files.items():
-            self._place(f"{directory}/{name}", [data], is_constant=True)
+            self._reserve(f"{directory}/{name}", [data], is_constant=True)
         if not component.tensors:
             return
         tensors, index = component.tensors, None
-        places = {name: _place_of(f"{directory}/{name}", x, component.file) for name, x in tensors.items()}
+        places = {name: _tensor_location(f"{directory}/{name}", x, component.file) for name, x in tensors.items()}
         metadata = {**(component.metadata or {}), **({} if component.file else MODEL_METADATA)}
         files = {component.file: list(tensors)} if component.file else component.shards
         if files is None:
@@ -142,12 +142,12 @@ class _BufferLayout:
         for file, names in files.items():
             path = f"{directory}/{file}"
             header, laid_out = lay_out({name: places[name] for name in names}, metadata)
-            self._place(path, [header, *(_local(tensors[name]) for name in laid_out)])
+            self._reserve(path, [header, *(_local(tensors[name]) for name in laid_out)])
             self.tensors += [_logical(directory, name, tensors[name], path, laid_out[name]) for name in laid_out]
         if index is not None:
-            self._place(f"{directory}/{INDEX_NAME}", [index])
+            self._reserve(f"{directory}/{INDEX_NAME}", [index])
 
-    def _place(self, path: str, buffers: Sequence[bytes | torch.Tensor], is_constant: bool = False) -> None:
+    def _reserve(self, path: str, buffers: Sequence[bytes | torch.Tensor], is_constant: bool = False) -> None:
         sizes = tuple(len(b) if isinstance(b, bytes) else b.numel() * b.element_size() for b in buffers)
         image = FileImage(path=path, begin=self.end, sizes=sizes, is_constant=is_constant)
         begin = self.end
@@ -163,7 +163,7 @@ def _local(tensor: torch.Tensor | PartialTensor) -> torch.Tensor:
     return tensor.tensor if isinstance(tensor, PartialTensor) else tensor
 
 
-def _place_of(where: str, tensor: torch.Tensor | PartialTensor, file: str | None) -> TensorPlace:
+def _tensor_location(where: str, tensor: torch.Tensor | PartialTensor, file: str | None) -> TensorPlace:
     """The type and shape of a tensor in its file, if it can be saved.
 
     Args:
@@ -236,7 +236,7 @@ class Snapshot:
                     if isinstance(piece.content, torch.Tensor) and piece.content.device == device:
                         source = piece.content.contiguous()
                         source.record_stream(side)
-                        _place(target, piece.begin, source).copy_(source, non_blocking=True)
+                        _view_at(target, piece.begin, source).copy_(source, non_blocking=True)
                 waiting.append(_event(device))
         return waiting
 
@@ -256,7 +256,7 @@ class Snapshot:
                     yield piece.begin + done, content.data_ptr() + done, min(CHUNK_BYTES, size - done)
             else:
                 with torch.no_grad():
-                    _place(target, piece.begin, content).copy_(content)
+                    _view_at(target, piece.begin, content).copy_(content)
 
 
 def _memmove_all(target: torch.Tensor, copies: Sequence[Copy], num_threads: int, tells: Callable[[int], None]) -> None:
@@ -266,19 +266,19 @@ def _memmove_all(target: torch.Tensor, copies: Sequence[Copy], num_threads: int,
         tells: called with the offset before which all is there.
     """
     base, lock = target.data_ptr(), threading.Lock()
-    todo, under_way = iter(copies), []
+    todo, in_flight = iter(copies), []
 
     def work() -> None:
         copy = None
         while True:
             with lock:
                 if copy is not None:
-                    under_way.remove(copy)
+                    in_flight.remove(copy)
                 copy = next(todo, None)
                 if copy is not None:
-                    under_way.append(copy)
-                if under_way:
-                    tells(min(under_way)[0])
+                    in_flight.append(copy)
+                if in_flight:
+                    tells(min(in_flight)[0])
             if copy is None:
                 return
             offset, address, size = copy
@@ -297,7 +297,7 @@ def _memmove_all(target: torch.Tensor, copies: Sequence[Copy], num_threads: int,
         other.join()
 
 
-def _place(target: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
+def _view_at(target: torch.Tensor, begin: int, like: torch.Tensor) -> torch.Tensor:
     size = like.numel() * like.element_size()
     return target[begin : begin + size].view(like.dtype).view(like.shape)
 

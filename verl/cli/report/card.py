@@ -16,7 +16,7 @@ from verl.errors import ConfigError, StorageRefused, StorageUnreachable
 from verl.trainer.state.lineage import read_events
 from verl.utils.redact import redact, redact_tree
 
-PARTS = ("algorithm", "loss", "data", "environment", "reward", "reference")  # of a configuration
+DESCRIBED_GROUPS = ("algorithm", "loss", "data", "environment", "reward", "reference")  # of a configuration
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 
@@ -40,7 +40,7 @@ def model_card(manager: CheckpointManager, component: str = "actor", is_adapter:
         tags=["verl", "reinforcement-learning"],
     )
     facts = {"base model": _at(state, "config", component, "model"), "content of the base model": base}
-    facts |= {part: _at(state, "config", part) for part in PARTS}
+    facts |= {part: _at(state, "config", part) for part in DESCRIBED_GROUPS}
     facts |= {"code": state.get("code"), "run": state.get("run_id"), "resumed from": _at(state, "lineage", "parent")}
     return (
         f"---\n{header.to_yaml()}\n---\n\n# {_at(state, 'config', 'trainer', 'experiment_name') or component}\n\n"

@@ -1,6 +1,6 @@
-"""The connection to Ray: to a cluster by its address, or to one that is started on this machine and ended again.
+"""The connection to Ray: to a cluster by its address, or to one that is started on this machine.
 
-Everything that is started here is ended here; a cluster that was there before is left as it was.
+A cluster that is started here is also ended here; an existing one keeps running.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ RAYS_OWN = 62  # bytes that Ray adds to its directory
 KNOCK_TIMEOUT_S = 5.0
 SESSION_VARIABLE = "VERL_RAY_SESSION"
 SYSTEM_CONFIG = {
-    # Ray gives memory back by the hundred objects, or once a second. Until then the next batch goes to memory that
-    # nobody has touched yet, and that takes several times what copying it does.
+    # By default Ray frees memory after a hundred objects, or once a second. Until then batches go to untouched memory,
+    # which takes several times as long as copying them.
     "free_objects_batch_size": 1,
-    # Ray starts a process for each core in advance. None is ever used: those of roles have an environment of their own.
+    # Ray starts a process for each core in advance. None is used: those of roles have their own runtime environment.
     "prestart_worker_first_driver": False,
 }
 
@@ -54,9 +54,8 @@ class RaySettings:
         address: of a cluster; None starts one here.
         num_cpus, num_gpus: of all groups together.
         object_store_mib: shared memory of a cluster that is started here; None leaves it to Ray.
-        start_timeout_s: how long an answer of the cluster, and then room in it, is waited for.
-        call_timeout_s: when one of Ray's own processes, of a cluster that is started here, has been stopped for so
-            long, it is ended.
+        start_timeout_s: limit for an answer of the cluster, and then for free resources.
+        call_timeout_s: seconds after which a suspended process of Ray itself, in a cluster started here, is killed.
     """
 
     address: str | None
@@ -68,7 +67,7 @@ class RaySettings:
 
 
 class RaySession:
-    """This process's connection, shared by all that use Ray in it; the last to leave closes what the first opened.
+    """This process's connection, shared by all users of Ray in it; the last one to leave closes it.
 
     Raises:
         ConfigError: no cluster answers at the address.
@@ -91,10 +90,10 @@ class RaySession:
         self._is_open = True
 
     def reserve(self, bundles: list[dict[str, float]], strategy: str) -> PlacementGroup:
-        """Room for a group of workers, one bundle each.
+        """Reserve a placement group for a group of workers, one bundle each.
 
         Raises:
-            VerlError: the cluster has no such room, now or ever.
+            VerlError: the cluster lacks the resources, now or in total.
         """
         group = placement_group(bundles, strategy=strategy)
         try:
@@ -110,7 +109,7 @@ class RaySession:
         return group
 
     def close(self) -> None:
-        """Leave; may be called again."""
+        """Leave. Idempotent."""
         if not self._is_open:
             return
         self._is_open = False
@@ -193,7 +192,7 @@ class RayMachine:
 
 
 def machines_of(address: str, timeout_s: float) -> list[RayMachine]:
-    """The living machines of a cluster, which must answer within `timeout_s`.
+    """The live machines of a cluster, which must answer within `timeout_s`.
 
     Raises:
         ConfigError: no cluster answers at the address.
@@ -224,7 +223,7 @@ def _show_token() -> bool:
     """Make Ray send its authentication token, if this user has one, when joining a cluster.
 
     A cluster that `ray start` makes asks for the token if its user has one, and every local `ray.init` writes one.
-    `ray.init(address=...)` shows it only with RAY_AUTH_MODE=token; a cluster that asks for none does not mind.
+    `ray.init(address=...)` sends it only with RAY_AUTH_MODE=token; a cluster that needs none ignores it.
 
     Returns:
         Whether it is shown.
@@ -249,7 +248,7 @@ def _token_message(has_token: bool) -> str:
 
 
 def _short_directory() -> TemporaryDirectory:
-    """A new directory whose path leaves room for that of a socket, wherever TMPDIR points."""
+    """A new directory whose path is short enough for a socket in it, independent of TMPDIR."""
     is_short = len(tempfile.gettempdir()) + RAYS_OWN + len("/verl_123456789012") < LONGEST_SOCKET_PATH
     return TemporaryDirectory("verl_", None if is_short else "/tmp")
 
@@ -282,7 +281,7 @@ def _check_cluster(address: str, timeout_s: float) -> None:
 
 @contextmanager
 def _sigterm_as_it_was():
-    """Ray takes SIGTERM for itself; the run has its own answer to it."""
+    """Restore the handler of SIGTERM, which Ray replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

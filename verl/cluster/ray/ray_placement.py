@@ -30,23 +30,23 @@ class RayPlacement(Placement):
     """Roles in Ray actors: a worker of a pool holds every role of the pool.
 
     Args:
-        address: of a Ray cluster: `auto` for the one that this machine is part of, or `HOST:PORT`; it is left running.
+        address: of a Ray cluster: `auto` for the one that this machine is part of, or `HOST:PORT`; it keeps running.
             null starts one on this machine and ends it with the run.
-        pools: which roles live together, by a name for each pool. A role that is named nowhere is in the pool of the
-            actor, and one pool of all roles is the default. `rm` is a reward that is a model; `rollout` has a pool of
-            its own, with an engine in each worker.
-        workers: of a pool, where it is not trainer.nnodes x trainer.n_gpus_per_node, or 1 of the rollout workers'.
-        in_driver: roles that stay in the driver's own process.
+        pools: names of pools, with the roles that share their workers. Roles without a pool are in that of the actor;
+            the default is one pool of all roles. `rm` is a reward model; `rollout` has its own pool, with an engine in
+            each worker.
+        workers: number of workers of a pool; by default trainer.nnodes x trainer.n_gpus_per_node, and 1 for `rollout`.
+        in_driver: roles that stay in the driver's process.
         num_cpus: logical CPUs of each worker.
         num_gpus: of each worker; null for 1 where trainer.device is a GPU. A fraction lets pools share GPUs: with 0.5
             two pools, worker r of both on one GPU. The workers of one pool never share a GPU, which NCCL refuses.
         strategy: of Ray's placement groups: PACK puts the workers of a pool on as few machines as it can, SPREAD on
             as many, and the STRICT_ ones insist.
-        object_store_mib: shared memory for batches under way, of a cluster that is started here; null as Ray chooses.
-        start_timeout_s: how long an answer of the cluster, and then room in it, is waited for.
-        call_timeout_s: when no worker has made progress with a call for this long, the one that hangs is named,
-            and all are ended.
-        max_restarts: of a run that lost a worker, from its last checkpoint; 0 for none.
+        object_store_mib: shared memory for batches, of a cluster that is started here; null for the default of Ray.
+        start_timeout_s: limit for an answer of the cluster, and then for free resources.
+        call_timeout_s: seconds without progress of any worker with a call; then the run ends and names the worker that
+            hangs.
+        max_restarts: restarts from the last checkpoint after a lost worker; 0 for none.
     """
 
     address: str | None = None
@@ -147,7 +147,7 @@ class RayPlacement(Placement):
 
     @staticmethod
     def sharing(pools: Sequence[str], gpus: float) -> list[list[str]]:
-        """Pools whose workers share GPUs, where each has a fraction of one; otherwise each by itself."""
+        """Groups of pools whose workers share GPUs by fractions of one; other pools are groups of their own."""
         most = int(1 / gpus + 1e-9) if 0 < gpus < 1 else 1
         return [list(pools[i : i + most]) for i in range(0, len(pools), most)]
 
@@ -183,7 +183,7 @@ class RayPlacement(Placement):
         return [*pools, *([(here, 1)] if here else [])]
 
     def groups(self, roles: Collection[str]) -> dict[str, tuple[str, ...]]:
-        """Pool -> the roles of a run that live in it; those in the driver left out."""
+        """Pool -> its roles of a run, without those in the driver."""
         home = next((name for name, members in self.pools.items() if "actor" in members), MAIN)
         where = {ROLLOUT: ROLLOUT} | {role: name for name, members in self.pools.items() for role in members}
         roles_by_group: dict[str, list[str]] = {}

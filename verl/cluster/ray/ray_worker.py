@@ -1,7 +1,6 @@
 """The content of a Ray actor: the roles of one process, and calls to them. Does not import Ray.
 
-Calls come one after another in one thread; `progress`, `stack` and `end` come in a second one, and so are answered
-during a call.
+Calls run one after another in one thread; `progress`, `stack` and `end` run in a second one, also during a call.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def own_gpu(ids: Sequence[str], visible: str | None) -> int:
     """Index of the process's own GPU among those that it sees.
 
     Args:
-        ids: names of those that Ray gave it.
+        ids: names of the GPUs that Ray assigned.
         visible: CUDA_VISIBLE_DEVICES. Ray sets it to the ids, so that the first is meant, unless
             RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES keeps it from that: then the process sees all of the machine's.
     """
@@ -56,7 +55,7 @@ def own_gpu(ids: Sequence[str], visible: str | None) -> int:
 
 
 def _end_without(driver: str) -> None:
-    """End this process, in whatever call it is: the driver has done the same without it."""
+    """End this process, also during a call: its connection to the driver is lost."""
     os.write(2, f"The driver's machine {driver} is out of reach: this worker ends.\n".encode())
     os._exit(1)
 
@@ -65,7 +64,7 @@ class RoleWorker:
     """One process of a group of roles.
 
     Args:
-        log: a file for what this process prints, if its directory is there on this machine.
+        log: file for the output of this process, if its directory exists on this machine.
     """
 
     def __init__(self, log: str | None):
@@ -94,7 +93,7 @@ class RoleWorker:
 
         Args:
             payload: the pickled (host description, build context).
-            driver: host and port of the driver's machine, without which this process ends; None if it is this machine.
+            driver: host and port of the driver's machine, if another one: unreachable, it ends this process.
         """
         import torch
 
@@ -109,16 +108,16 @@ class RoleWorker:
             with rare_garbage_collection():
                 host, context = pickle.loads(payload)
                 self._host = host.build(context)
-        except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
+        except BaseException:  # noqa: BLE001 - reported to the driver, `exit()` of a component included
             return RayReply(None, Traceback.here())
         return RayReply(serialize(None))
 
     def call(self, role: str, method: str, args: Serialized, rows: Any = None, returns_result: bool = True) -> RayReply:
-        """Carry out a method of a role.
+        """Call a method of a role.
 
         Args:
-            rows: indices of those of the batch that this process works on; None for all that it is sent.
-            returns_result: the result is sent back.
+            rows: indices of the rows of the batch for this process; None for all rows.
+            returns_result: whether the result is sent back.
         """
         report(f"{role}.{method}")
         try:
@@ -127,11 +126,11 @@ class RoleWorker:
                 arguments = (arguments[0][rows], *arguments[1:])
             result = self._host.call(role, method, arguments)
             return RayReply(serialize(result if returns_result else None))
-        except BaseException:  # noqa: BLE001 - the driver's to handle, `exit()` of a component included
+        except BaseException:  # noqa: BLE001 - reported to the driver, `exit()` of a component included
             return RayReply(None, Traceback.here())
 
     def progress(self) -> tuple[int, str]:
-        """Pieces of work so far, and what is done now."""
+        """Progress count, and the current stage."""
         return self._progress.count(0), self._progress.stage()
 
     def stack(self) -> str:
@@ -151,8 +150,8 @@ _reserved: list[socket.socket] = []
 
 
 def free_address(host: str) -> str:
-    """An address of this machine with a free port, for a rendezvous, which listens there beside a socket that reserves
-    the port as long as this process lives."""
+    """An address of this machine with a free port, for a rendezvous. A second socket reserves the port for the lifetime
+    of this process."""
     probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     probe.bind((host, 0))
@@ -161,10 +160,9 @@ def free_address(host: str) -> str:
 
 
 class ReachabilityWatch:
-    """Calls `on_lost` once if a machine accepts no connection in 6 attempts of 5 seconds, in a thread of its own.
+    """Calls `on_lost` once, from its own thread, if a machine accepts no connection in 6 attempts of 5 seconds.
 
-    The kernel of that machine answers, so that a process that is busy or suspended there counts as reachable, and so
-    does a port that nobody listens at.
+    The kernel of that machine answers: a busy or suspended process, or a closed port, counts as reachable.
 
     Args:
         address: host and port.
@@ -197,7 +195,7 @@ class ReachabilityWatch:
 
 
 def interface_of(address: str) -> str:
-    """The network interface of this machine that has an address of IPv4; empty where none does."""
+    """The network interface of this machine with an IPv4 address; empty if there is none."""
     return next((interface for interface, interface_address in _interfaces() if interface_address == address), "")
 
 

@@ -4,8 +4,8 @@
            <─────replies───────── object store <──                           rows joined in their order
                                                    actor 0 <──gloo/nccl──> actor 1
 
-Where actors are on other machines than the driver, each is sent its share, so that no row goes to two machines.
-`RayTransport` creates the actors in a placement group and carries the calls; all else is `RemoteWorkerGroup`.
+If actors are on other machines than the driver, each is sent its share only, so no row goes to two machines.
+`RayTransport` creates the actors in a placement group and sends the calls; all else is `RemoteWorkerGroup`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from verl.errors import VerlError, WorkerDied
 from verl.utils.child_process.process import PACKAGE_ROOT, excerpt
 from verl.utils.progress import Progress, state_of
 
-START_TIMEOUT_S = 300.0  # of an actor, until it says that it is there
+START_TIMEOUT_S = 300.0  # limit for an actor to start
 POLL_INTERVAL_S = 5.0
 
 
@@ -56,11 +56,11 @@ class RayRoleGroup:
 
     Attributes:
         name: of the pool, for logs.
-        size: workers.
+        size: number of workers.
         num_cpus, num_gpus: of each.
-        num_threads: that torch may use in each.
+        num_threads: torch threads of each.
         strategy: of Ray's placement group.
-        call_timeout_s: without progress of any worker, after which a call under way names who is silent.
+        call_timeout_s: see `RemoteWorkerGroup`.
     """
 
     name: str
@@ -75,11 +75,11 @@ class RayRoleGroup:
 @dataclass
 class SharedBundles:
     """A placement group that several groups of workers share: worker r of each is in bundle r, so that no two workers
-    of one group have the same GPU. Reserved by the first that asks, removed by the last that leaves.
+    of one group have the same GPU. Reserved by the first `join`, removed by the last `leave`.
 
     Args:
-        bundle: resources of each.
-        size: how many.
+        bundle: resources of each bundle.
+        size: number of bundles.
         strategy: of Ray's placement groups.
     """
 
@@ -93,7 +93,7 @@ class SharedBundles:
         """Ray's placement group.
 
         Raises:
-            VerlError: the cluster has no such room.
+            VerlError: the cluster lacks the resources.
         """
         if self._group is None:
             self._group = session.reserve([self.bundle] * self.size, self.strategy)
@@ -101,7 +101,7 @@ class SharedBundles:
         return self._group
 
     def leave(self) -> None:
-        """Called once by each that joined."""
+        """Leave the group; called once for each `join`."""
         self._users -= 1
         if self._users == 0:
             group, self._group = self._group, None
@@ -110,11 +110,11 @@ class SharedBundles:
 
 
 class RayWorkerGroup(RemoteWorkerGroup):
-    """Every role of a host in each of the actors of a group.
+    """All roles of a host in each of the actors of a group.
 
     Args:
         session: closed with the group.
-        bundles: shared with other groups; None for a placement group of its own.
+        bundles: shared with other groups; None for a separate placement group.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class RayTransport:
         self.pids: Sequence[int] = []
         self._actors: list[Any] = []
         self._counts: dict[int, int] = {}  # last known progress counter of each worker
-        self._shares_store = False  # all actors share the driver's memory: they are on its machine
+        self._shares_store = False  # all actors are on the driver's machine and share its memory
         self._placement_group: Any = None
         self._hosts: list[str] = []
         self._watches: list[ReachabilityWatch] = []
@@ -162,28 +162,28 @@ class RayTransport:
         self._collector = threading.Thread(target=self._collect, args=(group,), daemon=True)
         self._collector.start()
 
-        def asked(method: str, *args: Any) -> list[Any]:
+        def on_all(method: str, *args: Any) -> list[Any]:
             sent = [getattr(actor, method).remote(*args) for actor in self._actors]
             return group.begin_start(lambda number, _: self._inbox.put((number, sent)), START_TIMEOUT_S).result()
 
-        refuse_mixed_versions(asked("versions"), "trainer.placement.address")
-        places = asked("place")
-        self.pids = [location.pid for location in places]
-        self._hosts = [f"{location.host} ({location.address})" for location in places]
+        refuse_mixed_versions(on_all("versions"), "trainer.placement.address")
+        locations = on_all("location")
+        self.pids = [location.pid for location in locations]
+        self._hosts = [f"{location.host} ({location.address})" for location in locations]
         here = ray.get_runtime_context().get_node_id()
         raylets = {node["NodeID"]: (node["NodeManagerAddress"], node["NodeManagerPort"]) for node in ray.nodes()}
-        self._shares_store = {location.node for location in places} == {here}
+        self._shares_store = {location.node for location in locations} == {here}
         self._watch_machines(
-            group, {location.node: rank for rank, location in enumerate(places) if location.node != here}, raylets
+            group, {location.node: rank for rank, location in enumerate(locations) if location.node != here}, raylets
         )
-        is_one_machine = len({location.address for location in places}) == 1
+        is_one_machine = len({location.address for location in locations}) == 1
         search_path, starts = tuple(map(os.path.abspath, sys.path)), []
         is_on_gpu = context.device.startswith("cuda")
-        for rank, (actor, location) in enumerate(zip(self._actors, places, strict=True)):
+        for rank, (actor, location) in enumerate(zip(self._actors, locations, strict=True)):
             device = f"cuda:{location.gpu}" if is_on_gpu else context.device
             worker_context = replace(context, rank=rank, world_size=size, device=device, tokenizer=None)
             worker_context = replace(worker_context, shares_device=is_on_gpu and self._setting.num_gpus < 1)
-            rendezvous = places[0].local_rendezvous if is_one_machine else places[0].rendezvous
+            rendezvous = locations[0].local_rendezvous if is_one_machine else locations[0].rendezvous
             env = {"VERL_RENDEZVOUS": rendezvous, "RANK": str(rank), "WORLD_SIZE": str(size)}
             network = location.local_network if is_one_machine else location.network
             if network:  # no need to resolve the machine's name, which may lead to its loopback alone
@@ -196,11 +196,11 @@ class RayTransport:
     def _watch_machines(
         self, group: RemoteWorkerGroup, rank_of: Mapping[str, int], raylets: Mapping[str, tuple[str, int]]
     ) -> None:
-        """Watch the other machines: Ray itself notices after more than a minute that one is out of reach.
+        """Watch the other machines: Ray itself takes more than a minute to notice that one is unreachable.
 
         Args:
-            rank_of: a worker on each of them, by node.
-            raylets: host and port of Ray's own process, by node.
+            rank_of: a worker on each, by node.
+            raylets: host and port of Ray's process, by node.
         """
         for node, rank in rank_of.items():
             lost = partial(str, f"its machine is out of reach, or down: {self._hosts[rank]}")
@@ -251,7 +251,7 @@ class RayTransport:
         args, division, size = pending.args, pending.division, self._setting.size
         if division is None:
             return [serialize(args)] * size, [None] * size
-        if self._shares_store:  # all may read all of it: they take their rows themselves, side by side
+        if self._shares_store:  # all actors can read the whole batch and select their rows in parallel
             return [serialize(args)] * size, [division.rows[part] for part in pending.shares.of_rank]
         shares = [serialize((part, *args[1:])) for part in division.split_rows(args[0])]
         return [shares[part] for part in pending.shares.of_rank], [None] * size
@@ -270,7 +270,7 @@ class RayTransport:
                 ready = ready or ray.wait(list(tracked), timeout=POLL_INTERVAL_S)[0]
                 for ref in ready:
                     self._take(group, ref, *tracked.pop(ref))
-            except Exception as error:  # noqa: BLE001 - raised where the reply is awaited
+            except Exception as error:  # noqa: BLE001 - raised in the caller
                 broken = f"the connection to Ray broke ({type(error).__name__}: {error})"
                 group.on_end(0, partial(str, broken))
                 return
@@ -300,12 +300,12 @@ class RayTransport:
         """Progress by rank of the workers that answer; None for one that has ended."""
         progress: dict[int, tuple[int, str] | None] = {}
         with contextlib.suppress(RayError):
-            asked = [self._actors[rank].progress.options(concurrency_group="watch").remote() for rank in ranks]
-            answered, _ = ray.wait(asked, num_returns=len(asked), timeout=STACK_TIMEOUT_S) if asked else ([], [])
-            for rank, ref in zip(ranks, asked, strict=True):
+            refs = [self._actors[rank].progress.options(concurrency_group="watch").remote() for rank in ranks]
+            answered, _ = ray.wait(refs, num_returns=len(refs), timeout=STACK_TIMEOUT_S) if refs else ([], [])
+            for rank, ref in zip(ranks, refs, strict=True):
                 if ref in answered:
                     progress[rank] = None
-                    with contextlib.suppress(RayError):  # raised where its reply is awaited
+                    with contextlib.suppress(RayError):  # raised in the caller
                         progress[rank] = ray.get(ref)
         return progress
 
@@ -315,8 +315,8 @@ class RayTransport:
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
         stacks, end = dict.fromkeys(ranks, ""), Deadline(STACK_TIMEOUT_S)
         with contextlib.suppress(RayError):
-            asked = {rank: self._actors[rank].stack.options(concurrency_group="watch").remote() for rank in ranks}
-            for rank, ref in asked.items():
+            refs = {rank: self._actors[rank].stack.options(concurrency_group="watch").remote() for rank in ranks}
+            for rank, ref in refs.items():
                 with contextlib.suppress(RayError, GetTimeoutError):
                     stacks[rank] = ray.get(ref, timeout=end.left_s)
         return stacks
@@ -344,8 +344,8 @@ class RayTransport:
             watch.close()
         if is_idle and self._actors and ray.is_initialized():
             with contextlib.suppress(RayError):
-                asked = [actor.end.remote() for actor in self._actors]
-                ray.wait(asked, num_returns=len(asked), timeout=END_TIMEOUT_S)
+                refs = [actor.end.remote() for actor in self._actors]
+                ray.wait(refs, num_returns=len(refs), timeout=END_TIMEOUT_S)
         self.kill()
         self._inbox.put(None)
         if self._collector is not None and self._collector.is_alive():
@@ -358,14 +358,14 @@ class RayTransport:
         return self._logs / f"{name}rank_{rank}.log"
 
 
-class _Place(NamedTuple):
+class _WorkerLocation(NamedTuple):
     """Location of a worker.
 
     Attributes:
         address, host: of its machine in the cluster, and the machine's name.
-        rendezvous, local_rendezvous: where a group could meet there, for other machines and for this one alone.
-        network, local_network: the interfaces of both; empty where they are not known, or the user has chosen.
-        gpu: its own, as the worker's process numbers those that it sees.
+        rendezvous, local_rendezvous: addresses for a process group, for other machines and for this machine only.
+        network, local_network: their network interfaces; empty if unknown, or chosen by the user.
+        gpu: index of its GPU among those that the process sees.
     """
 
     address: str
@@ -380,14 +380,14 @@ class _Place(NamedTuple):
 
 
 class _RayWorker(RoleWorker):
-    """An actor that knows its machine."""
+    """The Ray actor: a `RoleWorker` that reports its location."""
 
-    def place(self) -> _Place:
+    def location(self) -> _WorkerLocation:
         address, node = ray.util.get_node_ip_address(), ray.get_runtime_context().get_node_id()
         is_chosen = "GLOO_SOCKET_IFNAME" in os.environ
         networks = ("", "") if is_chosen else (interface_of(address), interface_of(LOOPBACK))
         gpu = own_gpu([str(number) for number in ray.get_gpu_ids()], os.environ.get("CUDA_VISIBLE_DEVICES"))
-        return _Place(
+        return _WorkerLocation(
             address,
             os.getpid(),
             node,
@@ -408,7 +408,7 @@ def _ending(error: RayActorError, host: str) -> str:
 
 
 def _refusal(error: Exception, name: str, step: int | None) -> VerlError:
-    """Why Ray does not take a call."""
+    """Why Ray refuses a call."""
     if isinstance(error, ObjectStoreFullError):
         return VerlError(
             f"{name}: Ray's object store has no room for the batch. Set trainer.placement.object_store_mib higher "

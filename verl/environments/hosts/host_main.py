@@ -31,7 +31,7 @@ LARGEST = 3.4028234663852886e38  # rewards are stored as float32
 MAX_REPLY = 8 << 20  # characters
 MAX_TRACE = 8000  # characters
 BEAT_S = 0.1  # of the clock
-BEATS_TOLD = 5  # the trainer is told of every fifth
+BEATS_PER_REPORT = 5  # the trainer is told of every fifth
 STALL_S = 1.0  # a longer gap between two beats: the process was suspended, or a thread held the interpreter
 OWN_FILES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.dirname(os.path.abspath(__file__)))
 
@@ -115,7 +115,7 @@ class Clock:
                 if self.ran_s > limit_s and self.calls.pop(number, None):
                     self.replies.send({"id": number, "late": True, "stalled": self.stalls != stalls})
             beats += 1
-            if beats % BEATS_TOLD == 0:
+            if beats % BEATS_PER_REPORT == 0:
                 self.replies.send({"beat": beats})
 
 

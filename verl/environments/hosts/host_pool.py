@@ -178,25 +178,25 @@ class HostedDescription(EnvironmentDescription):
         if self.python is not None and not Path(self.python).exists():
             yield f"python is {self.python!r}: there is no such interpreter."
 
-    def recovery_of(self, told: Any) -> Recovery:
+    def recovery_of(self, own: Any) -> Recovery:
         """The recovery of environments that say this of themselves; None where they say nothing.
 
         Raises:
             ConfigError: it is none, or the configuration says something else.
         """
         kinds = get_args(Recovery)
-        if told is not None and told not in kinds:
+        if own is not None and own not in kinds:
             raise ConfigError(
-                f"environment: recovery of its class is {told!r}: expected {', '.join(kinds)}. Correct it there."
+                f"environment: recovery of its class is {own!r}: expected {', '.join(kinds)}. Correct it there."
             )
-        if told in (None, "restart"):  # which is the default: it is what a subclass of `Environment` has
+        if own in (None, "restart"):  # which is the default: it is what a subclass of `Environment` has
             return self.recovery
-        if self.recovery not in ("restart", told):
+        if self.recovery not in ("restart", own):
             raise ConfigError(
-                f"environment.recovery is {self.recovery}, and the environment says of itself that it is {told}. Leave "
+                f"environment.recovery is {self.recovery}, and the attribute of the environment is {own}. Leave "
                 "environment.recovery out, or correct the attribute."
             )
-        return told
+        return own
 
     def host_options(self) -> dict[str, Any]:
         """The first message to a host."""

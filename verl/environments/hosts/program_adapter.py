@@ -8,7 +8,7 @@ import subprocess
 import __main__
 
 KEY = "none"  # which the clients want to have
-TOLD = 400  # characters of what a program wrote before it failed
+ERROR_CHARS = 400  # characters of what a program wrote before it failed
 
 
 class ProgramEpisode:
@@ -34,7 +34,7 @@ class ProgramEpisode:
         finally:
             self.process.kill()
         if self.process.returncode:
-            raise RuntimeError(f"it ended with {self.process.returncode}: {errors.strip()[-TOLD:]}")
+            raise RuntimeError(f"it ended with {self.process.returncode}: {errors.strip()[-ERROR_CHARS:]}")
         lines = out.strip().splitlines()
         return as_text(number_in(lines[-1])) if lines else None
 

@@ -311,14 +311,14 @@ class VerifiersTask:
     def describe(cls, count, **arguments):
         """Tools of the first task, and the messages with which the first tasks begin."""
         service = cls(**arguments).service
-        asked = service.first_request(0)
-        prompts = [plain(asked.messages)]
+        first = service.first_request(0)
+        prompts = [plain(first.messages)]
         is_as_written = prompts[0] == service.written(0)
         for index in range(1, count):
             if not service.has(index):
                 break
             prompts.append(service.written(index) if is_as_written else plain(service.first_request(index).messages))
-        return {"tools": [tool["function"] for tool in asked.tools], "prompts": prompts[:count]}
+        return {"tools": [tool["function"] for tool in first.tools], "prompts": prompts[:count]}
 
     def reset(self, row, seed):
         task = self.service.task(int(row.get("index", row["prompt_id"])))
@@ -326,11 +326,11 @@ class VerifiersTask:
         if request is None:
             raise RuntimeError(f"the task ended before it asked for a turn: {self._fault()}")
         self.read = request.messages
-        asked = row.get("prompt_messages")
-        self.is_chat = asked is not None
-        if asked is not None and len(asked) == len(self.read) and all(map(same, asked, self.read)):
+        given = row.get("prompt_messages")
+        self.is_chat = given is not None
+        if given is not None and len(given) == len(self.read) and all(map(same, given, self.read)):
             return None  # the prompt said it
-        if asked is None and row.get("prompt_text") == as_text(self.read):
+        if given is None and row.get("prompt_text") == as_text(self.read):
             return None
         return self._shown(self.read)
 

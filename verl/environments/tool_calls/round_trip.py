@@ -14,8 +14,8 @@ from verl.data.chat_template import ChatTemplate, shortened
 from verl.environments.tool_calls.parse import MARKED, ParseFault, ToolCall, ToolFormat, find_calls, parse_calls
 from verl.errors import ConfigError
 
-ASKED = "verlstandinaskedx"
-PLACE = "a stand-in conversation"
+QUESTION = "verlstandinaskedx"
+SOURCE = "a stand-in conversation"
 _PARAMETERS: Mapping[str, Any] = {
     "type": "object",
     "properties": {
@@ -112,14 +112,14 @@ def _rendered(chat: ChatTemplate, case: _Case) -> str | ConfigError:
         for name, parameters in TOOLS.items()
     ]
     tools = schemas if chat.reads_tools else None
-    asked = [{"role": "user", "content": ASKED}]
+    question = [{"role": "user", "content": QUESTION}]
     turn = {"role": "assistant", "content": case.text, "tool_calls": [as_message(call) for call in case.calls]}
     try:
-        prompt = chat.render(asked, PLACE, reply_follows=True, tools=tools)
-        text = chat.render([*asked, turn], PLACE, reply_follows=False, tools=tools)
+        prompt = chat.render(question, SOURCE, reply_follows=True, tools=tools)
+        text = chat.render([*question, turn], SOURCE, reply_follows=False, tools=tools)
     except ConfigError as error:
         return error
-    return text.removeprefix(prompt) if text.startswith(prompt) else text[text.rfind(ASKED) + len(ASKED) :]
+    return text.removeprefix(prompt) if text.startswith(prompt) else text[text.rfind(QUESTION) + len(QUESTION) :]
 
 
 def stand_in_turn(chat: ChatTemplate, style: ToolFormat) -> str:

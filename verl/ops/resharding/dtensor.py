@@ -77,10 +77,10 @@ def own_box(x: Tensor) -> Box | None:
         return None
     if not is_divided(x):
         return tuple((0, size) for size in x.shape)
-    devices, place = x.device_mesh, 0  # type: ignore[attr-defined]
+    devices, index = x.device_mesh, 0  # type: ignore[attr-defined]
     for size, coordinate in zip(devices.shape, devices.get_coordinate(), strict=True):
-        place = place * size + coordinate
-    return replace(tensor_layout(x), stage=None).box(Mesh(tuple(zip(mesh_dims(x), devices.shape, strict=True))), place)
+        index = index * size + coordinate
+    return replace(tensor_layout(x), stage=None).box(Mesh(tuple(zip(mesh_dims(x), devices.shape, strict=True))), index)
 
 
 class ReadableTensor(Protocol):
@@ -89,7 +89,7 @@ class ReadableTensor(Protocol):
     shape: torch.Size
     dtype: torch.dtype
 
-    def __getitem__(self, place: Any, /) -> Tensor: ...
+    def __getitem__(self, index: Any, /) -> Tensor: ...
 
 
 def own_part(x: Tensor, whole: ReadableTensor) -> Tensor:

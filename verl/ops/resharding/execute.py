@@ -27,15 +27,15 @@ def reshard(plan: Plan, held: Held, rank: int, **options: Any) -> Iterator[tuple
         plan: from `verl.ops.resharding.plan.reshard_plan`, the same on every rank.
         held: this rank's slices under the plan's source, by name, or a function that gives them.
         rank: of this process in the plan's meshes and in `group`.
-        options: of `reshard_parts`.
+        options: of `reshard_plans`.
     Yields:
         (name, slice) in the order of the plan's target, tensors that this rank holds there only.
     """
-    return reshard_parts([(plan, held)], rank, **options)
+    return reshard_plans([(plan, held)], rank, **options)
 
 
-def reshard_parts(
-    parts: Iterable[tuple[Plan, Held]],
+def reshard_plans(
+    plans: Iterable[tuple[Plan, Held]],
     rank: int,
     *,
     dtypes: Mapping[str, torch.dtype],
@@ -59,19 +59,19 @@ def reshard_parts(
         lend: return slices that this rank already holds as views, without a copy.
         received: called with the bytes of each part that has arrived from another rank.
     """
-    under_way: _Round | None = None
-    for plan, held in parts:
+    pending: _Round | None = None
+    for plan, held in plans:
         own = held if callable(held) else held.__getitem__
         building = _Building(plan, own, rank, dtypes, torch.device(device), lend)
         for window in plan.windows(limit_bytes):
             rounds = list(window.rounds(rank))
             for number, moves in enumerate(rounds, start=1):
                 begun = _Round(moves, building, group, window.names if number == len(rounds) else ())
-                if under_way is not None:
-                    yield from under_way.finish(received)
-                under_way = begun
-    if under_way is not None:
-        yield from under_way.finish(received)
+                if pending is not None:
+                    yield from pending.finish(received)
+                pending = begun
+    if pending is not None:
+        yield from pending.finish(received)
 
 
 class _Round:

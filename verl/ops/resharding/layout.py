@@ -43,27 +43,27 @@ class Mesh:
     def extent(self, name: str) -> int:
         """The size of a dimension; 1 for one that the mesh does not have."""
         return (
-            prod(self.extent(part) for part in parts) if (parts := self._parts(name)) else dict(self.dims).get(name, 1)
+            prod(self.extent(part) for part in parts) if (parts := self._axes(name)) else dict(self.dims).get(name, 1)
         )
 
-    def _parts(self, name: str) -> tuple[str, ...]:
+    def _axes(self, name: str) -> tuple[str, ...]:
         return dict(self.joined).get(name, ())
 
     @cached_property
-    def _places(self) -> dict[int, dict[str, int]]:
-        places = {}
+    def _coordinates_of_rank(self) -> dict[int, dict[str, int]]:
+        coordinates_of = {}
         for rank in range(self.size):
             index, coordinates = rank, {}
             for name, size in reversed(self.dims):
                 index, coordinates[name] = divmod(index, size)
-            places[rank] = coordinates
-        return places
+            coordinates_of[rank] = coordinates
+        return coordinates_of
 
     def coordinate(self, rank: int, name: str) -> int:
         """Coordinate of a rank along a dimension; 0 along one that the mesh does not have."""
-        index = self._places[rank].get(name, 0)
-        for part in self._parts(name):
-            index = index * self.extent(part) + self._places[rank][part]
+        index = self._coordinates_of_rank[rank].get(name, 0)
+        for part in self._axes(name):
+            index = index * self.extent(part) + self._coordinates_of_rank[rank][part]
         return index
 
     def coordinates(self, name: str) -> np.ndarray:

@@ -99,7 +99,7 @@ class Window:
             rows = rows[(self.table.source[rows] == rank) | (self.table.target[rows] == rank)]
         moves = self.table.moves(rows)
         for number in range(self.num_rounds):
-            yield moves if self.num_rounds == 1 else list(_parts(moves, number, self.num_rounds))
+            yield moves if self.num_rounds == 1 else list(_moves_of_round(moves, number, self.num_rounds))
 
 
 def windows(
@@ -199,7 +199,7 @@ def _cut(move: Move, limit_bytes: int) -> Iterator[Move]:
         yield from _cut(Move(move.name, box, move.source, move.target, row * (last - first)), limit_bytes)
 
 
-def _parts(moves: list[Move], number: int, num_rounds: int) -> Iterator[Move]:
+def _moves_of_round(moves: list[Move], number: int, num_rounds: int) -> Iterator[Move]:
     """Part of each move that belongs to one of several rounds."""
     for move in moves:
         axis, first, last, length = part_of_round(move.box, number, num_rounds)

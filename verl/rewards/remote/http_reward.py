@@ -102,16 +102,16 @@ class _BatchRequest(SampleRequest):
         return items if described.items_key is None else {**described.options, described.items_key: items}
 
     def read(self, answer: Any) -> None:
-        path, asked = self._scorer.described.scores_path, self._open()
+        path, unscored = self._scorer.described.scores_path, self._open()
         try:
             value = at(answer, path)
         except LookupError:
             raise RetryableAnswer(f"an answer without {path}: {shown(answer)}") from None
-        if not isinstance(value, list) or len(value) != len(asked):
+        if not isinstance(value, list) or len(value) != len(unscored):
             what = f"{len(value)} scores" if isinstance(value, list) else shown(value)
-            raise RetryableAnswer(f"{what} in place of a list of {len(asked)} scores")
+            raise RetryableAnswer(f"{what} in place of a list of {len(unscored)} scores")
         faults = []
-        for sample, item in zip(asked, value, strict=True):
+        for sample, item in zip(unscored, value, strict=True):
             try:
                 self._scorer.accept(sample, json.dumps(item))
             except RetryableAnswer as fault:

@@ -22,7 +22,7 @@ from verl.rewards.remote.remote_base import (
     by_pattern,
     filled,
     number,
-    places,
+    placeholders,
 )
 from verl.utils.signals import raised_by_code
 
@@ -67,7 +67,7 @@ class LLMJudge(RemoteDescription):
 
     def faults(self) -> Iterator[str]:
         yield from super().faults()
-        if "response" not in places(self.template):
+        if "response" not in placeholders(self.template):
             yield "template has no {response}: the judge would not see the response."
         for name in OURS:
             if name in self.options:
@@ -92,7 +92,7 @@ class LLMJudge(RemoteDescription):
 
     def columns_read(self) -> Iterator[tuple[str, str]]:
         for key in ("template", "system"):
-            for name in places(getattr(self, key) or ""):
+            for name in placeholders(getattr(self, key) or ""):
                 if name not in ("prompt", "response"):
                     yield f"{key} has {{{name}}}", name
         in_source = None if self.score_function is None else source_signature(self.score_function)

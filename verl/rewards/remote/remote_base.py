@@ -42,12 +42,12 @@ if TYPE_CHECKING:
     from verl.http_client.client import HTTPClient
 
 # Only {name} is replaced, so that templates may contain JSON; {{name}} is the literal text {name}.
-_PLACE = re.compile(r"\{\{(?P<literal>\w+)\}\}|\{(?P<name>[A-Za-z_]\w*)\}")
+_PLACEHOLDER = re.compile(r"\{\{(?P<literal>\w+)\}\}|\{(?P<name>[A-Za-z_]\w*)\}")
 
 
-def places(template: str) -> list[str]:
+def placeholders(template: str) -> list[str]:
     """The names in a template, in order."""
-    return list(dict.fromkeys(match["name"] for match in _PLACE.finditer(template) if match["name"]))
+    return list(dict.fromkeys(match["name"] for match in _PLACEHOLDER.finditer(template) if match["name"]))
 
 
 def filled(template: str, texts: Mapping[str, Any]) -> str:
@@ -63,7 +63,7 @@ def filled(template: str, texts: Mapping[str, Any]) -> str:
             return f"{{{match['literal']}}}"
         return as_text(column(texts, name, "template names {" + name + "}"))
 
-    return _PLACE.sub(put, template)
+    return _PLACEHOLDER.sub(put, template)
 
 
 def column(texts: Mapping[str, Any], name: str, required_by: str) -> Any:

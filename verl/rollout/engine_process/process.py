@@ -6,10 +6,10 @@ A child process of the harness (`verl.utils.child_process`), whose output goes i
     trainer ──method, arguments──> engine ── advance() ── step, tensor, layer ... ──EngineReply──> trainer
                               └── counter in shared memory: without a change for `call_timeout_s` the process is killed
 
-Calls have no limit on their total time, as long as they make progress. A process that makes no progress, because it is
-stopped or hangs, is killed, and the caller gets `EngineDied` as for one that crashed.
+Calls have no limit on their total time, as long as they make progress. A process without progress, because it is
+stopped or hangs, is killed, and the caller gets `EngineDied` as after a crash.
 
-`EngineFiles` are the files and shared memory of one engine, removed however its processes end:
+`EngineFiles` are the files and shared memory of one engine, removed when its processes have ended in any way:
 
 /dev/shm/verl_engine_X/                  adapters
 /dev/shm/verl_engine_X_*, sem.verl_..._X  what the workers of an engine share (tensor parallel)
@@ -37,7 +37,7 @@ from verl.utils.directories import KERNEL_CACHE_VARIABLE, kernel_cache_directory
 from verl.utils.orphan_cleanup import CLEANUP, SHARED_MEMORY, members, remove_shared_memory
 from verl.utils.progress import NUM_SLOTS, Progress, ProgressWatch, is_stopped, report, state_of
 
-NAME_VARIABLE = "VERL_ENGINE_NAME"  # how the names of shared memory begin that the engine's processes make
+NAME_VARIABLE = "VERL_ENGINE_NAME"  # prefix of the names of shared memory of the engine's processes
 
 
 class EngineFiles:
@@ -91,11 +91,11 @@ class EngineFiles:
             remove_shared_memory(prefix)
 
 
-END_TIMEOUT_S = 20.0  # of a process that has hung up or was killed, until the system lets go of it
+END_TIMEOUT_S = 20.0  # limit for the exit of a process that disconnected or was killed
 CORES_VARIABLE = "VERL_ENGINE_CORES"  # numbers with commas between them
 FOREIGN_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "VERL_RENDEZVOUS")
 TIMEOUT_SETTING = "rollout.call_timeout_s"
-ASKED = {  # a call, as messages say it
+CALLS = {  # a call, as messages say it
     "start": "start",
     "begin_turns": "generate",
     "advance_turns": "generate",
@@ -176,23 +176,23 @@ class EngineProcess:
         self._child: ChildProcess | None = None
         self._progress: Progress | None = None
         self._watch: ProgressWatch | None = None
-        self._asked = "start"
+        self._method = "start"
         self._start_deadline: float | None = None
         self._start_timeout_s = 0.0
 
     @property
     def process_id(self) -> int | None:
-        """None while there is no process."""
+        """Process id; None while there is no process."""
         return None if self._child is None else self._child.pid
 
     @property
     def progress_path(self) -> str:
-        """Path by which another process of this machine can open its progress counter."""
+        """Path at which other processes of this machine can open its progress counter."""
         assert self._progress is not None
         return self._progress.path
 
     def is_alive(self) -> bool:
-        """Whether the process runs, or is stopped."""
+        """Whether the process exists, running or stopped."""
         return self._child is not None and self._child.is_alive()
 
     def is_busy(self) -> bool:
@@ -254,7 +254,7 @@ class EngineProcess:
         self._ask(method, partial(self._child.channel.send, (method, args)))
 
     def answer(self) -> Any:
-        """The result of the call under way."""
+        """Wait for the result of the pending call."""
         if self._child is None:
             raise EngineDied(f"The {self.setup.name} engine is not running.")
         try:
@@ -263,7 +263,7 @@ class EngineProcess:
             death = self._death()
             self.kill()
             raise death from error
-        except BaseException:  # its late answer must not be taken for that of the next call
+        except BaseException:  # a late answer must not be read as that of the next call
             self.kill()
             raise
         if answer.lost is not None:
@@ -271,7 +271,7 @@ class EngineProcess:
             self.kill()
             raise death
         excerpt = None if answer.error is None else self._log.excerpt()
-        self._log.start = self._log.size  # what comes is of the next call
+        self._log.start = self._log.size  # the next answer belongs to the next call
         if answer.error is not None:
             raise EngineError(answer.error, answer.trace, excerpt)
         return answer.result
@@ -289,14 +289,14 @@ class EngineProcess:
 
     def _ask(self, method: str, send: Callable[..., None]) -> None:
         assert self._progress is not None
-        self._asked, self._watch = method, ProgressWatch(self._progress, self.call_timeout_s)
+        self._method, self._watch = method, ProgressWatch(self._progress, self.call_timeout_s)
         try:
             send(on_poll=self._poll)
         except ChannelClosed as error:
             death = self._death()
             self.kill()
             raise death from error
-        except BaseException:  # half a message may be on its way
+        except BaseException:  # a message may be half sent
             self.kill()
             raise
 
@@ -335,9 +335,8 @@ class EngineProcess:
 
     @property
     def _name(self) -> str:
-        return (
-            f"The {self.setup.name} engine (process {self.process_id}), asked to {ASKED.get(self._asked, self._asked)},"
-        )
+        call = CALLS.get(self._method, self._method)
+        return f"The {self.setup.name} engine (process {self.process_id}), asked to {call},"
 
     @property
     def _log_name(self) -> str:

@@ -56,7 +56,7 @@ def serve(channel: Channel, engine: tuple[str, Any], progress: Progress) -> None
         _serve(channel, *engine)
     if not is_parent_alive():
         os.killpg(0, signal.SIGKILL)  # workers too; the clean-up process of the trainer removes the files
-    os._exit(0)  # at once: nothing is left to do
+    os._exit(0)  # immediately: nothing is left to do
 
 
 def _serve(channel: Channel, server: str, setting: Any) -> None:

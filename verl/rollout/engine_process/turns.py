@@ -26,11 +26,11 @@ class ProcessTurns(TurnEngine):
     """Turns in progress in the process of an engine.
 
     Args:
-        max_new_tokens: the most tokens of a turn.
+        max_new_tokens: maximum tokens of a turn.
         is_single, is_stepwise: as in `TurnLimits`.
         num_threads: threads of each side until the turns are closed; None: as many as each has.
-        restart: called if the process dies: makes it ready again, with the weights that have begun the turns, which
-            then are generated again with the same noise. None: the death is raised.
+        restart: called if the process dies: restarts it with the same weights, and the turns are generated again with
+            the same noise. None: the error is raised.
     Attributes:
         cached_tokens: tokens of the turns' prompts that came from the engine's prefix cache.
         is_paused: the weights may change.
@@ -56,7 +56,7 @@ class ProcessTurns(TurnEngine):
         self._numbers = itertools.count()
         self._new: list[NumberedTurn] = []
         self._open: dict[int, TurnRequest] = {}
-        self._begun_in: int | None = None  # the process that knows of the turns under way
+        self._begun_in: int | None = None  # id of the process that has the open turns
         self._contexts = contextlib.ExitStack()
         if num_threads is not None:
             self._contexts.enter_context(using_threads(num_threads))
@@ -66,7 +66,7 @@ class ProcessTurns(TurnEngine):
         return len(self._open)
 
     @property
-    def is_under_way(self) -> bool:
+    def is_active(self) -> bool:
         """Whether the process knows of the turns."""
         return self.is_open and self._begun_in is not None and self._begun_in == self.process.process_id
 
@@ -111,7 +111,7 @@ class ProcessTurns(TurnEngine):
     def open_turns(self) -> list[TurnResult]:
         if self._begun_in is None:
             return []
-        if not self.is_under_way:
+        if not self.is_active:
             raise EngineDied(GONE)
         output: TurnOutput = self._call("open_turns")
         lines = zip(output.numbers, output.tokens, output.log_probs, strict=True)
@@ -126,7 +126,7 @@ class ProcessTurns(TurnEngine):
             self.is_paused = False
 
     def close(self) -> None:
-        if self.is_under_way:
+        if self.is_active:
             with contextlib.suppress(RolloutError):
                 self._call("end_turns")
         self.is_open, self._begun_in = False, None
@@ -136,7 +136,7 @@ class ProcessTurns(TurnEngine):
 
     def _advance(self) -> TurnOutput:
         new, self._new = self._new, []
-        if not self.is_under_way:
+        if not self.is_active:
             if self._begun_in is not None and self.restart is None:
                 raise EngineDied(GONE)
             self._call("begin_turns", self.token_sampler, self.max_new_tokens, self.num_threads, self.is_stepwise)

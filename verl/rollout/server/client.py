@@ -1,4 +1,4 @@
-"""The engine of `rollout=server`: one request for each turn, and weights that are updated where the server can.
+"""The engine of `rollout=server`: one request for each turn, and weight updates if the server supports them.
 
 prompts ──> requests, each with its seed ──> client ──> server
 rows    <── tokens and log-probs         <──┘   retried: only failed requests
@@ -50,13 +50,13 @@ from verl.utils.progress import report
 
 logger = logging.getLogger(__name__)
 
-WAIT_S = 0.02  # for the next answer, before environments are looked at again
+WAIT_S = 0.02  # wait for the next answer before environments are polled again
 MIB = 1 << 20
-MICRO_BATCH_TOKENS = 16384  # of a forward pass where the trainer tells the log-probs
-NOISE_NATS = 1e-5  # below it the weights of a server cannot be distinguished
+MICRO_BATCH_TOKENS = 16384  # of a forward pass, if the trainer computes the log-probs
+NOISE_NATS = 1e-5  # smaller differences do not distinguish weights
 
 
-_Asked = tuple[TurnRequest, GenerateRequest]
+_OpenTurn = tuple[TurnRequest, GenerateRequest]
 
 
 class ServerTurns(TurnEngine):
@@ -77,8 +77,8 @@ class ServerTurns(TurnEngine):
     ):
         self.client, self.protocol, self.sampling_params, self.seed = client, protocol, sampling_params, seed
         self.is_single = limits.is_single
-        self._queue: list[_Asked] = []
-        self._open: dict[Future[list[RequestReport | None]], _Asked] = {}
+        self._queue: list[_OpenTurn] = []
+        self._open: dict[Future[list[RequestReport | None]], _OpenTurn] = {}
 
     @property
     def num_pending(self) -> int:
@@ -88,30 +88,30 @@ class ServerTurns(TurnEngine):
         sampling_params = replace(
             self.sampling_params, greedy=turn.greedy, max_tokens=turn.max_new_tokens, seed=self._seed_of(turn)
         )
-        asked = turn, GenerateRequest(self.protocol, turn.tokens, sampling_params)
+        pending = turn, GenerateRequest(self.protocol, turn.tokens, sampling_params)
         if self.is_single:
-            self._queue.append(asked)
+            self._queue.append(pending)
         else:
-            self._open[self.client.begin([asked[1]], stop_at_failure=True)] = asked
+            self._open[self.client.begin([pending[1]], stop_at_failure=True)] = pending
 
     def advance(self) -> list[TurnResult]:
-        """The turns whose responses have arrived; waits briefly for the first, and for all of single turns, which share
-        a limit on the time without any answer.
+        """The turns whose responses have arrived; waits briefly for the first, or for all if turns are single. A limit
+        applies to the time without any answer.
 
         Raises:
             RolloutError: the server gives no usable answer after all retries.
         """
         report()
         if self.is_single:
-            asked, self._queue = self._queue, []
-            reports = self.client.wait(self.client.begin([ask for _, ask in asked], stop_at_failure=True))
+            pending, self._queue = self._queue, []
+            reports = self.client.wait(self.client.begin([ask for _, ask in pending], stop_at_failure=True))
         else:
             done, _ = concurrent.futures.wait(
                 self._open, timeout=WAIT_S, return_when=concurrent.futures.FIRST_COMPLETED
             )
             ended = [future for future in list(self._open) if future in done]
-            asked, reports = [self._open.pop(future) for future in ended], [future.result()[0] for future in ended]
-        for (turn, _), answer in zip(asked, reports, strict=True):
+            pending, reports = [self._open.pop(future) for future in ended], [future.result()[0] for future in ended]
+        for (turn, _), answer in zip(pending, reports, strict=True):
             if answer is not None and answer.failure is not None:
                 what = "response" if turn.turn == NO_TURN else f"turn {turn.turn}"
                 raise RolloutError(
@@ -120,7 +120,7 @@ class ServerTurns(TurnEngine):
                 )
         if again := sum(answer is not None and answer.attempts > 1 for answer in reports):
             logger.warning("%d of %d responses needed more than one request.", again, len(reports))
-        return [self._turn_result(turn, ask) for turn, ask in asked]
+        return [self._turn_result(turn, ask) for turn, ask in pending]
 
     def close(self) -> None:
         for future in self._open:
@@ -142,9 +142,9 @@ class ServerTurns(TurnEngine):
 
 
 TEXTS = ("12+34=46", "what is 6*7? it is 42", "0 1 2 3 4 5 6 7 8 9", "the sum of 3 and 4 is 7")
-PROBE_TOKENS = 4  # of each row, to learn what log-probs of drawn tokens mean
-DEFAULT_CONTEXT = 4096  # tokens, of a server that does not tell its limit
-SAME_NATS = 0.05  # log-probs nearer than this mean the same
+PROBE_TOKENS = 4  # tokens sampled per row, to determine how the server computes log-probs
+DEFAULT_CONTEXT = 4096  # tokens, if the server does not report its limit
+SAME_NATS = 0.05  # nats: closer log-probs count as equal
 
 Rows = tuple[tuple[int, ...], ...]
 
@@ -232,7 +232,7 @@ class ServerConnection:
 
     Attributes:
         transfer: sends new weights; None if the server's weights are fixed or another process sends them.
-        source: where log-probs of responses come from, the server or the trainer.
+        source: source of log-probs of responses, the server or the trainer.
         gap_nats: mean distance between the log-probs of server and trainer on fixed text at the start; None if the
             server does not return them.
     """
@@ -251,20 +251,20 @@ class ServerEngine(RolloutEngine):
     def __init__(
         self,
         options: ServerOptions,
-        parts: ServerConnection,
+        connection: ServerConnection,
         sampling_params: SamplingRequest,
         model: Any,
         seed: int,
         autocast: Autocast,
     ):
-        self.options, self.parts, self.sampling_params, self.model = options, parts, sampling_params, model
+        self.options, self.connection, self.sampling_params, self.model = options, connection, sampling_params, model
         self.seed = seed
         self.autocast: Autocast = autocast
         self._before: np.ndarray | None = None  # the trainer's log-probs of the probe at the last sync
-        self.compute_type, self.row_tokens = self._compute_type(), parts.protocol.limit
+        self.compute_type, self.row_tokens = self._compute_type(), connection.protocol.limit
         parallel_info: ParallelInfo | None = getattr(model, "parallel_info", None)
         self._transfer = None if parallel_info is None else TransferToFirst(model, dtype_of(model, autocast))
-        # of processes with the same rows, one sends the requests
+        # one of the processes with the same rows sends the requests
         if parallel_info is not None and len(parallel_info.siblings) > 1:
             self.group = OneGenerates(parallel_info, len(parallel_info.siblings))
 
@@ -274,12 +274,12 @@ class ServerEngine(RolloutEngine):
         Raises:
             ConfigError: the server does not return log-probs where they are needed, or an episode is too long for it.
         """
-        if self.parts.source == "trainer" and not limits.is_single:
+        if self.connection.source == "trainer" and not limits.is_single:
             raise ConfigError(
                 "environment: log-probs come from the trainer (rollout.log_probs), and turns of episodes need those of "
                 "the server. Use those of the server (docs/rollout.md), or set rollout=hf."
             )
-        if self.parts.source == "trainer" and limits.while_training:
+        if self.connection.source == "trainer" and limits.while_training:
             raise ConfigError(
                 "trainer.mode is async (or trainer.rollout_ahead is 1): log-probs come from the trainer "
                 "(rollout.log_probs), whose weights change while the server draws. Use those of the server "
@@ -289,12 +289,11 @@ class ServerEngine(RolloutEngine):
             limit = f"the server takes {held} (vLLM's --max-model-len)"
             limits.refuse_above(held, self.options.max_new_tokens, limit)
         seed = self.seed if self.options.send_seed else None
-        return ServerTurns(self.parts.client, self.parts.protocol, self.sampling_params, seed, limits)
+        return ServerTurns(self.connection.client, self.connection.protocol, self.sampling_params, seed, limits)
 
     def with_log_probs(self, rows: DataProto, greedy: bool) -> DataProto:
-        """The trainer's log-probs, where those of the server are not used or, of greedy responses, have another
-        temperature."""
-        if self.parts.source == "server" and not (greedy and self.options.temperature != 1):
+        """The trainer's log-probs, if those of the server are not used or, of greedy responses, not scaled."""
+        if self.connection.source == "server" and not (greedy and self.options.temperature != 1):
             return rows
         log_probs = self._trainers_log_probs(rows, rows["responses"].shape[1]).masked_fill(~rows["response_mask"], 0.0)
         rows["rollout_log_probs"].copy_(log_probs)
@@ -313,15 +312,15 @@ class ServerEngine(RolloutEngine):
             metrics = {} if gap is None else {"sync/probe_gap_nats": gap}
             is_current = is_first and gap is not None and gap <= self._allowed_nats()
             return SyncResult("the server keeps its weights", metrics, is_current)
-        synced = self._renew() if self.parts.transfer is not None else self._support_first()
+        synced = self._renew() if self.connection.transfer is not None else self._support_first()
         if torch.distributed.is_initialized():
-            torch.distributed.barrier()  # no process draws before the server holds the weights
+            torch.distributed.barrier()  # no process samples before the server has the weights
         return synced
 
     def _renew(self) -> SyncResult:
         """Send the current weights to the server and check that it uses them."""
-        assert self.parts.transfer is not None
-        moved = self.parts.transfer.move(
+        assert self.connection.transfer is not None
+        moved = self.connection.transfer.move(
             named_tensors(self.model, self.autocast) if self._transfer is None else self._transfer.tensors()
         )
         gap, gap_before = self._gaps()
@@ -336,18 +335,18 @@ class ServerEngine(RolloutEngine):
         return SyncResult(note, metrics | {"sync/probe_gap_nats": gap})
 
     def _support_first(self) -> SyncResult:
-        """Work of a process for the first one, which sends the weights."""
+        """Take part in the collectives of the first process, which sends the weights."""
         if self._transfer is not None:
             for _ in self._transfer.tensors():
                 pass
             self.model.eval()
-            self.parts.probe.trainer_log_probs(self.model, self.autocast)  # a forward pass needs all siblings
+            self.connection.probe.trainer_log_probs(self.model, self.autocast)  # a forward pass needs all siblings
         return SyncResult("the first process gives it the weights")
 
     def close(self) -> None:
-        self.parts.client.close()
-        if self.parts.transfer is not None:
-            self.parts.transfer.close()
+        self.connection.client.close()
+        if self.connection.transfer is not None:
+            self.connection.transfer.close()
 
     @torch.no_grad()
     def _trainers_log_probs(self, rows: DataProto, width: int) -> Tensor:
@@ -370,11 +369,11 @@ class ServerEngine(RolloutEngine):
     def _gaps(self) -> tuple[float | None, float | None]:
         """Mean distance between the server's log-probs and the trainer's: its current ones, and those of the last
         sync."""
-        theirs = self.parts.probe.server_log_probs()
+        theirs = self.connection.probe.server_log_probs()
         if theirs is None:
             return None, None
         self.model.eval()
-        now, before = self.parts.probe.trainer_log_probs(self.model, self.autocast), self._before
+        now, before = self.connection.probe.trainer_log_probs(self.model, self.autocast), self._before
         self._before = now
         return float(np.abs(theirs - now).mean()), None if before is None else float(np.abs(theirs - before).mean())
 
@@ -386,9 +385,9 @@ class ServerEngine(RolloutEngine):
     def _compute_type(self) -> str | None:
         """Servers do not report their data type: assume the trainer's, unless a larger distance was seen or is
         allowed."""
-        if self.parts.source == "trainer":
+        if self.connection.source == "trainer":
             return None
-        seen = self.options.max_gap_nats or self.parts.gap_nats
+        seen = self.options.max_gap_nats or self.connection.gap_nats
         return None if seen is not None and seen <= ALLOWED_NATS["float32"] else "bfloat16"
 
     def _refuse_wrong_weights(self, gap: float, gap_before: float | None) -> None:
@@ -403,6 +402,6 @@ class ServerEngine(RolloutEngine):
             "tensor: vLLM on a CPU keeps an old output head that is tied to the embeddings (rollout=vllm does not)."
         )
         raise RolloutError(
-            f"The server at {self.parts.client.endpoint.base_url} does not hold the trainer's weights after a reload: "
+            f"The server at {self.connection.client.endpoint.base_url} has not the trainer's weights after a reload: "
             f"log-probs of fixed text differ by {gap:.3g} nats on average, where {allowed:g} may be rounding. {likely}"
         )

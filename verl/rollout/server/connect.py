@@ -1,6 +1,4 @@
-"""Connects to a server before the first response: is it there, does it serve the actor's model, are its log-probs
-usable?
-"""
+"""Connects to a server before the first response, and checks that it serves the actor's model with usable log-probs."""
 
 from __future__ import annotations
 
@@ -20,7 +18,7 @@ from verl.rollout.server.options import ServerOptions
 from verl.rollout.server.protocols import GenerateRequest, OpenAIProtocol, SamplingRequest, ServerProtocol, TGIProtocol
 from verl.rollout.server.weight_update import ServerWeightUpdate
 
-ANOTHER_MODEL_NATS = 1.0  # mean distance of log-probs, beyond which a server is taken for one of another model
+ANOTHER_MODEL_NATS = 1.0  # mean distance of log-probs above which a server is assumed to have another model
 MODE = "start vLLM with --logprobs-mode"
 
 
@@ -62,11 +60,11 @@ def connect(
             probe = LogProbCheck(client, protocol, rows, sampling_params)
             source = _source(options, probe)
             gap = _refuse_another_model(options, probe, model, autocast)
-            if options.weights == "reload" and context.rank == 0:  # one process gives the server what all of them hold
+            if options.weights == "reload" and context.rank == 0:  # one process sends the weights of all
                 transfer = ServerWeightUpdate(client, options.transfer_dir)
                 transfer.check()
-            parts = ServerConnection(client, protocol, probe, transfer, source, gap)
-            return ServerEngine(options, parts, sampling_params, model, seed, autocast)
+            connection = ServerConnection(client, protocol, probe, transfer, source, gap)
+            return ServerEngine(options, connection, sampling_params, model, seed, autocast)
         except BaseException as error:
             client.close()
             if transfer is not None:
@@ -152,7 +150,7 @@ def _source(options: ServerOptions, probe: LogProbCheck) -> Literal["server", "t
     if options.log_probs == "trainer":
         return "trainer"
     if options.temperature == 1 and not is_cut:
-        return "server"  # whatever they mean, it is the same
+        return "server"  # any definition gives the same
     settings = f"temperature is {options.temperature:g}, top_k is {options.top_k}, top_p is {options.top_p:g}"
     is_raw = probe.tells_raw()
     fits = is_raw is (options.temperature == 1) and (is_raw or not is_cut)

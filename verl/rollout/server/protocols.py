@@ -2,7 +2,7 @@
 
 `ServerProtocol` is the interface; `SamplingRequest` and `ServerResponse` are the same for both. The `read_...`
 functions are the only code that parses token ids, log-probs and finish reasons of a server's JSON: each returns the
-value or raises `RetryableAnswer` with the value and its place, or `NotRetryable` if a retry cannot help.
+value or raises `RetryableAnswer` with the value and its path, or `NotRetryable` if a retry cannot help.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ class OpenAIProtocol(ServerProtocol):
         self.model, self.limit = model, limit
 
     def body(self, prompt: Sequence[int], sampling_params: SamplingRequest) -> dict[str, Any]:
-        asked = {
+        body = {
             "model": self.model,
             "prompt": list(prompt),
             "n": 1,
@@ -239,10 +239,10 @@ class OpenAIProtocol(ServerProtocol):
             "skip_special_tokens": False,
         }
         if sampling_params.seed is not None:
-            asked["seed"] = sampling_params.seed
+            body["seed"] = sampling_params.seed
         if sampling_params.tells_prompt:
-            asked["prompt_logprobs"] = 0
-        return asked
+            body["prompt_logprobs"] = 0
+        return body
 
     def read(self, answer: Any, prompt: Sequence[int], sampling_params: SamplingRequest) -> ServerResponse:
         choice = _only_choice(answer)

@@ -1,4 +1,4 @@
-"""Weight updates of a vLLM server: written where it can read them, and read by its own reload.
+"""Weight updates of a vLLM server: files in a shared directory, loaded by its reload.
 
 trainer ──> DIR/v3/*.safetensors ──> POST /collective_rpc reload_weights ──> POST /reset_prefix_cache ──> v3 is removed
 """
@@ -25,7 +25,7 @@ from verl.rollout.weight_sync.state_dict import weights_of
 from verl.utils.directories import TemporaryDirectory
 
 RELOAD, RESET_CACHE = "/collective_rpc", "/reset_prefix_cache"
-FILE_BYTES = 2**30  # of one file, so that no more is held in memory beside the model
+FILE_BYTES = 2**30  # size of one file, which limits the extra memory
 NEEDED = "weights is reload: needs vLLM started with VLLM_SERVER_DEV_MODE=1, which has /collective_rpc"
 
 
@@ -58,7 +58,7 @@ class ServerWeightUpdate:
         except OSError as error:
             raise ConfigError(f"transfer_dir is {str(base)!r}: cannot be written ({error}).") from error
         self.directory = Path(self._held.name)
-        self.directory.chmod(0o755)  # the server may be another user's
+        self.directory.chmod(0o755)  # the server may run as another user
 
     def check(self) -> None:
         """Check that the server can load new weights.
@@ -66,7 +66,7 @@ class ServerWeightUpdate:
         Raises:
             ConfigError: it cannot.
         """
-        report = self.client.ask([_WorkerRequest(RELOAD, {})])[0]  # names no method, so that nothing is done
+        report = self.client.ask([_WorkerRequest(RELOAD, {})])[0]  # no such method: nothing is done
         assert report is not None
         if report.kind == "refused":
             raise ConfigError(
@@ -131,7 +131,7 @@ class _CacheReset(Request):
 
 
 def named_tensors(model: Any, autocast: Autocast) -> Iterator[tuple[str, Tensor]]:
-    """The current weights of a model that each process has whole, with adapters merged."""
+    """The current weights of an unsharded model, with adapters merged."""
     dtype = None if autocast is None else getattr(torch, autocast)
     for weight in weights_of(model):
         tensor = weight.make().detach()
@@ -143,14 +143,14 @@ def _write(tensors: Iterable[tuple[str, Tensor]], directory: Path) -> tuple[int,
     from safetensors.torch import save_file
 
     count = total = 0
-    for number, part in enumerate(_parts(tensors)):
+    for number, part in enumerate(_chunks(tensors)):
         save_file(part, directory / f"model-{number:05d}.safetensors", metadata={"format": "pt"})
         count += len(part)
         total += sum(tensor.nbytes for tensor in part.values())
     return count, total
 
 
-def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
+def _chunks(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
     part: dict[str, Tensor] = {}
     size = 0
     for name, tensor in tensors:

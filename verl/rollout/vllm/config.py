@@ -12,7 +12,7 @@ from verl.rollout.vllm.options import VLLMOptions
 
 @component
 class VLLMRollout(VLLMOptions):
-    """Generate by vLLM; see `VLLMOptions`."""
+    """Generate with vLLM; see `VLLMOptions`."""
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE

@@ -24,7 +24,7 @@ class VLLMEngine(ProcessEngine):
         self, files: EngineFiles, autocast: Autocast, context: BuildContext, gpus: Sequence[str] | None
     ) -> EngineSetup:
         directory = write_model_directory(self.model, files.directory)
-        room = context.bytes_beside_engine
+        room = context.trainer_bytes
         args = engine_args(self.options, self.model, autocast, directory, files.name, room)
         variables = environment(self.options, context, args.num_threads, args.dtype, gpus)
         variables["VLLM_RPC_BASE_PATH"] = str(files.temporary)  # for sockets

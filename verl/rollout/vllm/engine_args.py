@@ -81,7 +81,7 @@ class EngineArgs:
             "pipeline_parallel_size": options.pipeline_parallel_size,
             "enable_sleep_mode": self.is_on_gpu and bool(options.sleep),
         }
-        if arguments["enable_sleep_mode"]:  # frees CUDA graphs and buffers of NCCL too
+        if arguments["enable_sleep_mode"]:  # frees CUDA graphs and NCCL buffers too
             arguments |= {"sleep_mode_offload_cudagraph": True, "enable_nccl_comm_suspend": True}
         if self.utilization is not None:
             arguments["gpu_memory_utilization"] = self.utilization
@@ -97,12 +97,12 @@ def engine_args(
     autocast: Autocast,
     directory: Path,
     name: str = "",
-    beside: int | None = None,
+    trainer_bytes: int | None = None,
 ) -> EngineArgs:
     """The arguments for the engine of a model.
 
     Args:
-        beside: bytes of the GPU that the roles of this process need while the engine is awake, if known.
+        trainer_bytes: bytes of the GPU that the roles of this process need while the engine is awake, if known.
     Raises:
         ConfigError: vLLM is not installed, or does not support the options.
     """
@@ -123,7 +123,7 @@ def engine_args(
     threads, dtype = options.num_threads or torch.get_num_threads(), dtype_of(model, autocast)
     shape = engine_shape(options, _base(model).config, dtype, is_on_gpu)
     memory = device_memory(device) if is_on_gpu else None
-    cache = cache_bytes(options, shape, memory, beside)
+    cache = cache_bytes(options, shape, memory, trainer_bytes)
     warn_of_small_cache(options, shape, cache)
     part = None if memory is None else utilization(shape, cache, memory)
     return EngineArgs(options, str(directory), dtype, threads, is_on_gpu, rank, name, cache, part)
@@ -160,7 +160,7 @@ def indivisible(options: VLLMOptions, config: Any) -> str | None:
     return None
 
 
-EXACT_FLOAT32 = {  # or products of float32 numbers would be those of tf32, of 10 bits, in kernels of Triton and cuBLAS
+EXACT_FLOAT32 = {  # else Triton and cuBLAS compute float32 products in tf32, with 10 bits
     "TRITON_F32_DEFAULT": "ieee",
     "NVIDIA_TF32_OVERRIDE": "0",
 }
@@ -180,7 +180,7 @@ def environment(
     """
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_USE_V2_MODEL_RUNNER": "0",  # it takes no logits processors
+        "VLLM_USE_V2_MODEL_RUNNER": "0",  # it does not support logits processors
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_HOST_IP": "127.0.0.1",
@@ -205,7 +205,7 @@ def environment(
 
 def write_model_directory(model: Any, scratch: Path) -> Path:
     """A directory with the configuration of the running model, without weights, named by its content: the path is part
-    of the key of what vLLM has compiled, so a random one would have each engine compile anew.
+    of the key of vLLM's compilation cache, so a random path would cause a new compilation for each engine.
 
     Args:
         scratch: used if the cache of verl is not writable.
@@ -216,7 +216,7 @@ def write_model_directory(model: Any, scratch: Path) -> Path:
     file = written / "config.json"
     config = json.loads(file.read_text())
     classes = (kind.__name__ for kind in type(base).__mro__ if not kind.__module__.startswith("torch."))
-    config["architectures"] = [next(classes)]  # FSDP inserts its class before that of the model
+    config["architectures"] = [next(classes)]  # FSDP inserts its class before the model's
     file.write_text(json.dumps(config, sort_keys=True))
     if (cache := cache_directory("engine_models")) is None:
         return written
@@ -268,7 +268,7 @@ def engine_gpus(context: BuildContext, options: VLLMOptions) -> list[str]:
 TOO_FULL = "less than desired GPU memory utilization"
 NO_ROOM = ("GiB KV cache is needed", "No available memory for the cache blocks")
 
-LOST_WORKER = "WorkerProc initialization failed"  # said of workers that raised, and of those that are gone
+LOST_WORKER = "WorkerProc initialization failed"  # in messages about workers that raised, and that died
 
 
 def as_death(error: EngineError) -> EngineDied | None:
@@ -285,10 +285,10 @@ def as_config_error(error: EngineError, setting: EngineArgs, model: Any) -> Exce
         length = options.max_model_len or getattr(_base(model).config.get_text_config(), "max_position_embeddings", 0)
         needed = _cache_gib(_base(model).config.get_text_config(), length, setting)
         fits = re.search(r"maximum model length is (\d+)", text)
-        asked = options.kv_cache_gib or f"null, which gives {setting.cache_bytes / GIB:.3g} here"
+        setting_text = options.kv_cache_gib or f"null, which gives {setting.cache_bytes / GIB:.3g} here"
         shorter = f", or rollout.max_model_len to {fits[1]}" if fits else ", or rollout.max_model_len lower"
         return ConfigError(
-            f"rollout.kv_cache_gib is {asked}: keys and values of one sequence of {length} tokens alone "
+            f"rollout.kv_cache_gib is {setting_text}: keys and values of one sequence of {length} tokens alone "
             f"take {needed} GiB. Set it to at least that{shorter}."
         )
     if TOO_FULL in text:
@@ -307,8 +307,8 @@ def as_config_error(error: EngineError, setting: EngineArgs, model: Any) -> Exce
             f"rollout.pipeline_parallel_size is {options.pipeline_parallel_size}: vLLM does not divide a "
             f"{type(_base(model)).__name__} into stages. Set rollout.tensor_parallel_size in its place, or rollout=hf."
         )
-    if told := re.search(r"Routed-experts capture [^\n]*|No supported MoE router[^\n]*", text):
-        return ConfigError(f"rollout.router_replay is true: {told[0]} Set it to false, or rollout=hf.")
+    if reason := re.search(r"Routed-experts capture [^\n]*|No supported MoE router[^\n]*", text):
+        return ConfigError(f"rollout.router_replay is true: {reason[0]} Set it to false, or rollout=hf.")
     if "max_model_len" in error.reason and options.max_model_len is not None:
         return ConfigError(f"rollout.max_model_len is {options.max_model_len}: {error.reason.strip().splitlines()[-1]}")
     details = str(error).rpartition("\n")[0]

@@ -1,6 +1,6 @@
 """GPU memory of a vLLM engine that shares a device with a trainer: weights, key-value cache and overhead.
 
-    total = other processes + trainer (while responses are drawn) + engine weights + overhead + keys and values
+    total = other processes + trainer (during generation) + engine weights + overhead + keys and values
                                                                                      `rollout.kv_cache_gib`, or a share
 
 vLLM compares `gpu_memory_utilization` with the free memory when it starts, even if the size of the cache is set, and
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 GIB = 1 << 30
 CACHE_ON_CPU_GIB = 1.0
-SHARE = 0.9  # of what is left, for keys and values; the rest is for fragments, and what an estimate leaves out
-SHARE_BESIDE_UNKNOWN = 0.5  # where it is not known what else the trainer will need
+SHARE = 0.9  # fraction of the free memory for keys and values; the rest covers fragmentation and unknown parts
+SHARE_BESIDE_UNKNOWN = 0.5  # if the trainer's memory is unknown
 CONTEXT_BYTES = 600 << 20  # of a process that uses a GPU: kernels, cuBLAS workspaces
 GRAPH_BYTES = 1 << 30  # CUDA graphs, where the model is compiled
 NCCL_BYTES = 512 << 20  # buffers of communicators, where an engine has several GPUs
@@ -41,9 +41,9 @@ class EngineShape:
     Attributes:
         weights: bytes in each of its processes.
         row: bytes of the keys and values of one token, in each of its processes.
-        overhead: bytes beside weights, keys and values.
-        asleep: bytes that remain while it sleeps. Its CUDA graphs are in main memory then; that NCCL gives back its
-            buffers is experimental in vLLM, and not counted on.
+        overhead: bytes in addition to weights, keys and values.
+        asleep: bytes that remain while it sleeps. CUDA graphs are in main memory then; NCCL buffers count, because
+            freeing them is experimental in vLLM.
         max_model_len: tokens of the longest row; None if not known.
     """
 
@@ -58,7 +58,7 @@ class EngineShape:
         return 0 if self.max_model_len is None else cache_bytes // max(1, self.cache_of(1))
 
     def cache_of(self, count: int) -> int:
-        """Bytes of the keys and values of this many rows of the maximum length."""
+        """Bytes of the keys and values of `rows` rows of the maximum length."""
         blocks = count * math.ceil((self.max_model_len or BLOCK_TOKENS) / BLOCK_TOKENS) + 1  # vLLM keeps one for itself
         return blocks * BLOCK_TOKENS * self.row
 
@@ -66,7 +66,7 @@ class EngineShape:
 def engine_shape(options: VLLMOptions, config: Any, dtype: torch.dtype, is_on_gpu: bool = True) -> EngineShape:
     """The shape of an engine with these options for a model with this configuration."""
     stats, siblings, stages = model_stats(config), options.tensor_parallel_size, options.pipeline_parallel_size
-    # of one layer of a pass, twice over, and the logits in float32 thrice: as they come, scaled, and as log-probs
+    # twice one layer of a pass, and three copies of the logits in float32: raw, scaled, and log-probs
     layer = options.max_num_batched_tokens * (stats.hidden * 6 + 3 * stats.mlp // siblings) * dtype.itemsize * 2
     logits = 3 * 4 * options.max_num_seqs * stats.vocabulary
     compiled = 0 if options.runs_eager(is_on_gpu) else GRAPH_BYTES
@@ -93,12 +93,12 @@ def _layers_share(stats: ModelStats, stages: int) -> Fraction:
     return Fraction(math.ceil(stats.layers / stages), stats.layers)
 
 
-def cache_bytes(options: VLLMOptions, shape: EngineShape, memory: DeviceMemory | None, beside: int | None) -> int:
+def cache_bytes(options: VLLMOptions, shape: EngineShape, memory: DeviceMemory | None, trainer: int | None) -> int:
     """Bytes for keys and values, in each process of an engine.
 
     Args:
         memory: of the GPU before the engine starts; None on a CPU.
-        beside: bytes that the roles of this process need on the GPU while the engine is awake; None if not known.
+        trainer: bytes that the roles of this process need on the GPU while the engine is awake; None if unknown.
     Raises:
         ConfigError: `rollout.kv_cache_gib` is null and nothing is left for a single row.
     """
@@ -106,8 +106,8 @@ def cache_bytes(options: VLLMOptions, shape: EngineShape, memory: DeviceMemory |
         return int(options.kv_cache_gib * GIB)
     if memory is None:
         return int(CACHE_ON_CPU_GIB * GIB)
-    share = SHARE_BESIDE_UNKNOWN if beside is None else SHARE
-    taken = memory.own if beside is None else max(beside, memory.own)
+    share = SHARE_BESIDE_UNKNOWN if trainer is None else SHARE
+    taken = memory.own if trainer is None else max(trainer, memory.own)
     left = memory.free + memory.own - taken - shape.weights - shape.overhead
     num_bytes = min(int(share * left), shape.cache_of(options.max_num_seqs))
     if num_bytes < shape.cache_of(1):
@@ -135,10 +135,10 @@ def warn_of_small_cache(options: VLLMOptions, shape: EngineShape, cache: int) ->
     rows = shape.rows(cache)
     if options.max_model_len is None or 2 * rows >= options.max_num_seqs:  # typical rows have half the greatest length
         return
-    asked = "null" if options.kv_cache_gib is None else f"{options.kv_cache_gib:g}"
+    setting = "null" if options.kv_cache_gib is None else f"{options.kv_cache_gib:g}"
     log.warning(
         "rollout.kv_cache_gib is %s: %.2f GiB hold keys and values of %d rows of %d tokens, and rollout.max_num_seqs "
         "is %d. Rows beyond that wait. Set it to about %.1f for all of them.",
-        asked, cache / GIB, rows, options.max_model_len, options.max_num_seqs,
+        setting, cache / GIB, rows, options.max_model_len, options.max_num_seqs,
         shape.cache_of(options.max_num_seqs) / GIB,
     )  # fmt: skip

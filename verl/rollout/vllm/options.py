@@ -95,8 +95,8 @@ class VLLMOptions(ProcessOptions):
     def worker_keys(self) -> str:
         """The options that give `num_workers`, with their values, for messages."""
         sizes = {"tensor": self.tensor_parallel_size, "pipeline": self.pipeline_parallel_size}
-        told = [f"rollout.{way}_parallel_size is {size}" for way, size in sizes.items() if size > 1]
-        return " and ".join(told) or "rollout.tensor_parallel_size is 1"
+        named = [f"rollout.{way}_parallel_size is {size}" for way, size in sizes.items() if size > 1]
+        return " and ".join(named) or "rollout.tensor_parallel_size is 1"
 
     def check_here(self, device: str) -> None:
         if (fault := vllm_fault(device.startswith("cuda"))) is not None:
@@ -107,5 +107,5 @@ class VLLMOptions(ProcessOptions):
         return not is_on_gpu or self.router_replay if self.enforce_eager is None else self.enforce_eager
 
     def with_room_for(self, prompt: int, response: int | None = None) -> VLLMOptions:
-        asked = prompt + (self.max_new_tokens if response is None else response)
-        return self if self.max_model_len is not None else replace(self, max_model_len=asked)
+        length = prompt + (self.max_new_tokens if response is None else response)
+        return self if self.max_model_len is not None else replace(self, max_model_len=length)

@@ -14,10 +14,10 @@ from torch import Tensor
 from verl.ops.resharding.layout import Box
 from verl.rollout.weight_sync.state_dict import block_of
 
-WantedSlices = dict[str, Box]  # of each tensor the slice that one process of an engine takes
+WantedSlices = dict[str, Box]  # slice of each tensor for one process of an engine
 
 
-ALIGNMENT = 64  # bytes, of each tensor in a chunk
+ALIGNMENT = 64  # bytes: alignment of tensors in a chunk
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class ChunkEntry:
     Attributes:
         shape: of the tensor.
         begin: the first of its rows.
-        whole: the shape of the tensor, where these are some of its rows; None where it is all of it.
+        whole: shape of the whole tensor, if these are some of its rows; None if it is complete.
     """
 
     name: str
@@ -38,7 +38,7 @@ class ChunkEntry:
 
     @property
     def is_last(self) -> bool:
-        """Whether the tensor is there with this."""
+        """Whether this completes the tensor."""
         return self.whole is None or self.begin + self.shape[0] == self.whole[0]
 
 
@@ -77,7 +77,7 @@ class FeedPlan:
         handle: of the stream.
         reader: its index among the readers of the stream.
         chunks: of the stream.
-        slices: by name, the tensors that do not come whole.
+        slices: tensors that are received as slices, by name.
     """
 
     handle: StreamHandle
@@ -124,10 +124,10 @@ def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
-def chunk_view(chunk: Tensor, place: ChunkEntry, dtype: torch.dtype) -> Tensor:
+def chunk_view(chunk: Tensor, entry: ChunkEntry, dtype: torch.dtype) -> Tensor:
     """View of a tensor in a chunk."""
-    size = prod(place.shape) * dtype.itemsize
-    return chunk[place.offset : place.offset + size].view(dtype).view(place.shape)
+    size = prod(entry.shape) * dtype.itemsize
+    return chunk[entry.offset : entry.offset + size].view(dtype).view(entry.shape)
 
 
 @dataclass(frozen=True)

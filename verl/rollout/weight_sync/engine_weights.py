@@ -33,12 +33,12 @@ class EngineState:
     """Weights that one process holds, from its start to its end.
 
     Attributes:
-        is_current: the weights of the last sync, which were verified.
-        was_verified: those of a sync were, at any time.
-        was_probed: the last proof compared log-probs too, or need not, see `EngineWeights`.
-        function_is_known: a proof compared log-probs, and every tensor on its own.
-        is_asleep: neither weights nor keys and values; it has given their GPU memory back.
-        feeds: the layout of the streams that its workers read.
+        is_current: it has the weights of the last sync, verified.
+        was_verified: a sync was verified before.
+        was_probed: the last verification compared log-probs too, or need not; see `EngineWeights`.
+        function_is_known: a verification has compared log-probs and every tensor.
+        is_asleep: its GPU memory of weights, keys and values is freed.
+        feeds: layout of the streams that its workers read.
     """
 
     process_id: int | None
@@ -55,10 +55,10 @@ class EngineWeights:
 
     Args:
         model: that trains.
-        lora_rank: rank of an adapter that is sent as itself, after the weights that it was added to; None for merged.
+        lora_rank: rank of an adapter that is sent unmerged, after the base weights; None for merged.
         num_threads: threads of trainer and engine each, while both work.
-        gap_stops: see `BuildContext`. Then log-probs of the probe are compared in the first sync of a process alone:
-            later ones prove the tensors, and the gap at the end of the step shows what is computed with them.
+        gap_stops: see `BuildContext`. If set, only the first sync of a process compares log-probs of the probe: later
+            syncs verify the tensors, and the log-prob gap of the step covers the computation.
     Attributes:
         in_place: tensors are copied into the engine's parameters; False: the engine reloads its whole model.
     """
@@ -80,14 +80,14 @@ class EngineWeights:
 
     @property
     def state(self) -> EngineState:
-        """State of the present process; a new one holds nothing."""
+        """State of the current process; a new process has no weights."""
         if self._state.process_id != self.process.process_id:
             self._state = EngineState(self.process.process_id)
         return self._state
 
     @property
     def needs_sync(self) -> bool:
-        """Whether the engine cannot draw before a sync."""
+        """Whether the engine needs a sync before it can generate."""
         return not (self.state.is_current and self.process.is_alive())
 
     def begin(self, prepare: Callable[[], bool]) -> tuple[VerifyRequest, tuple[int, bool]]:
@@ -101,7 +101,7 @@ class EngineWeights:
             the agreement on layouts.
         """
         self._sends_all = self.lora_rank is None or self.needs_sync
-        # Before what may fail: questions are counted alike beside all engines.
+        # before anything can fail, so that requests are numbered equally for all engines
         question = self.verifier.question(weights=self._sends_all, adapter_rank=self.lora_rank)
         if prepare() or self._needs_no_probe:
             question = self.verifier.without_probe(question)
@@ -110,8 +110,8 @@ class EngineWeights:
         return question, (self.state.process_id, self.in_place)
 
     def offer(self, shapes: dict[str, tuple[int, ...]] | None) -> SyncOffer:
-        """Ask which weights the engine takes. `shapes` are those of tensors that may come in slices; None: only whole
-        ones may come.
+        """Ask which slices the engine needs. `shapes` are of tensors that may be sent as slices; None: only whole
+        tensors are sent.
         """
         wants = None
         if shapes is not None and self.in_place and self.info.num_workers > 1:
@@ -129,7 +129,7 @@ class EngineWeights:
         )
 
     def begin_load(self, feeds: list[FeedPlan], dtype: torch.dtype) -> None:
-        """Let the engine's workers read the streams, whose layout is sent once."""
+        """Start reading the streams in the engine's workers; the layout is sent once."""
         self.state.is_current, self._sends_all = False, True
         if self.state.feeds is not feeds:
             self.process.call("connect", feeds, dtype)
@@ -137,7 +137,7 @@ class EngineWeights:
         self.process.send("load", self.num_threads, self.in_place)
 
     def end_load(self) -> float:
-        """When they have read all of it. Returns the seconds of that."""
+        """Wait until all streams are read; returns the seconds of loading."""
         seconds, anew = self.process.answer()
         if anew is not None and self.in_place:
             self.in_place = False
@@ -150,7 +150,7 @@ class EngineWeights:
         self.state.is_asleep = False
 
     def send_adapter(self, adapter: Mapping[str, torch.Tensor]) -> SyncResult:
-        """A new adapter under a new number, in a directory in memory; the former one is removed.
+        """Send a new adapter under a new number, in a directory in memory; the previous one is removed.
 
         Args:
             adapter: its whole tensors, by their names in the model.
@@ -171,13 +171,13 @@ class EngineWeights:
         return SyncResult(f"adapter {self._num_adapters}, {size / MIB:.1f} MiB to the engine", metrics)
 
     def request_fingerprints(self, question: VerifyRequest) -> None:
-        """Ask what the engine holds."""
+        """Start a verification in the engine; `verify` reads its reply."""
         self.state.was_probed = bool(question.rows) or self._needs_no_probe
         self.process.send("prove", question)
 
     def verify(self, parts: Sequence[FingerprintShards], seconds: float) -> VerificationResult:
-        """Compare with the fingerprints that the processes of the trainer have made of their own parts in these
-        seconds, and with its log-probs.
+        """Compare the engine's reply with the trainer's fingerprints, made of the parts of all processes in `seconds`,
+        and its log-probs.
 
         Raises:
             WeightSyncError: the engine does not hold their weights.
@@ -194,17 +194,17 @@ class EngineWeights:
         return self.gap_stops and self.state.function_is_known
 
     def prove_function(self) -> None:
-        """Compare log-probs of the probe where the last sync could not; no turns are open.
+        """Compare log-probs of the probe if the last sync did not; no turns may be open.
 
         Raises:
-            WeightSyncError: the engine computes others.
+            WeightSyncError: they differ.
         """
         if not self.state.was_probed:
             self.request_fingerprints(self.verifier.question(weights=False))
             self.verifier.verify(self.process.answer())
 
     def may_repeat(self, error: Exception) -> bool:
-        """Whether another sync may be verified where this one was not.
+        """Whether a repeated sync may succeed after a failed verification.
 
         The frozen weights below an adapter may have been changed: the next sync sends them too. And an engine may
         make more of a tensor than its layers tell: after a first sync it reloads its whole model from now on.

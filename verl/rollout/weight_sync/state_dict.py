@@ -27,7 +27,7 @@ class WeightSource:
     """A tensor of the running model from which a sent tensor is computed.
 
     Attributes:
-        name: there.
+        name: in that model.
         tensor: the tensor in the trainer; for a sharded model a local part; without data if another pipeline stage
             holds it.
         present: returns the current value in the layout of `tensor`: the tensor itself, or with its adapter merged. A
@@ -70,7 +70,7 @@ def weights_of(model: Any, *, merge: bool = True) -> Iterator[NamedWeight]:
     Within a block (an attention, say) matrices come first, so that those that an engine merges are adjacent.
 
     Args:
-        merge: fold the adapter in, if the model has one; otherwise the weights without it.
+        merge: merge the adapter, if the model has one; otherwise the base weights.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     live = dict(live_weights(base, merge))
@@ -152,7 +152,7 @@ def _saved_names(base: Any, state: Mapping[str, Tensor]) -> list[str]:
     """The names in a saved checkpoint: tied weights once, and no tensors that are recomputed when loading."""
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-    # It finds tied ones by where they lie, and weights of other pipeline stages lie nowhere.
+    # tied tensors are found by address; weights of other pipeline stages have none
     places = {id(x): torch.empty(1) for x in state.values() if is_on_other_stage(x)}
     saved = remove_tied_weights_from_state_dict({name: places.get(id(x), x) for name, x in state.items()}, base)
     return [name for name in state if name in saved and name not in (base._keys_to_ignore_on_save or ())]

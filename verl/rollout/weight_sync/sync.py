@@ -1,4 +1,4 @@
-"""Weight syncs from a model to its engines: every byte that has to be moved is sent once.
+"""Weight syncs from a model to its engines; each byte is sent at most once.
 
 offers (what engines take) ── plan, kept ── moves ── streams ── engines ── verification
                                               └── fingerprints, each rank of its own parts ──┘
@@ -66,11 +66,11 @@ class RankConnection:
     """One rank's state that is kept between syncs during the lifetime of all engines.
 
     Attributes:
-        key: the engines, and the tensors, that it was made for.
+        key: identity of the engines and tensors.
         offer: of the engine of this process and its siblings.
-        share: that this process feeds to it.
+        share: weights that this process feeds to the engine.
         stream: of this process, if it feeds an engine.
-        feeds: what each worker of its engine reads.
+        feeds: plan of each worker of its engine.
     """
 
     key: tuple[Any, ...]
@@ -86,7 +86,7 @@ class RankSync:
     """One rank's part of one sync. All processes of the model run their parts at the same time.
 
     Args:
-        engine: that this process leads, if it leads one.
+        engine: led by this process, if any.
         weights: of the model.
         question: of the verification of this sync.
     """
@@ -118,15 +118,15 @@ class RankSync:
         except (EngineDied, StreamBroken) as error:
             failure = error
         except BaseException:
-            if connection.stream is not None:  # or its readers would wait on, and the engine's leader for them
+            if connection.stream is not None:  # else its readers, and the engine's leader, would wait for ever
                 connection.stream.abandon()
-            if self.engine is not None:  # a late answer must not be taken for that of the next call
+            if self.engine is not None:  # a late answer must not be read as that of the next call
                 self.engine.process.kill()
             raise
-        for _ in tensors:  # the other processes count on this one to the end
+        for _ in tensors:  # other processes need this one until the end
             pass
         if self.engine is not None and not isinstance(failure, EngineDied):
-            loading = self.engine.end_load()  # tells why, if the stream is broken
+            loading = self.engine.end_load()  # raises the reason, if the stream is broken
         if failure is not None:
             raise failure
         transfer_state.copies.finish()
@@ -197,7 +197,7 @@ class RankSync:
 
     @cached_property
     def _watch(self) -> ProgressWatch | None:
-        """Watch on that engine; None where it cannot be watched from here."""
+        """Progress watch of that engine; None if it cannot be watched from here."""
         try:
             progress = Progress.open(self.connection.offer.progress_path)
         except OSError:
@@ -215,9 +215,9 @@ class WeightSync:
     `push` and `verify`.
 
     Args:
-        parallel_info: how the model is spread; siblings are the ranks that share an engine.
-        engine: that this process leads, if it leads one.
-        dtype: that the engines compute in.
+        parallel_info: layout of the model; siblings are the ranks that share an engine.
+        engine: led by this process, if any.
+        dtype: of computation in the engines.
         chunk_bytes: of a stream.
         may_slice: an engine may be fed by several processes.
         may_repeat: whether a failure of this process may be retried.
@@ -294,14 +294,14 @@ class WeightSync:
         return consensus(self.parallel_info, lambda: part.verify(moved), self._may_repeat)
 
     def close(self) -> None:
-        """Give the memory of the stream back."""
+        """Free the memory of the stream."""
         self.connection = None
         if self.stream is not None:
             self.stream.close()
             self.stream = None
 
     def _meet_without_cache(self) -> None:
-        """Before an engine allocates memory, on all the GPUs that it spans: their ranks give back what torch keeps."""
+        """Free torch's cached memory on all GPUs of an engine, before the engine allocates memory; collective."""
         release_cached(self.parallel_info.device)
         meet(self.parallel_info)
 

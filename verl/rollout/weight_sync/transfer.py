@@ -1,4 +1,4 @@
-"""Weight transfer between the ranks of a sharded model: from those that hold a tensor to those that feed an engine.
+"""Weight transfer between the ranks of a sharded model, from ranks that hold a tensor to ranks that feed an engine.
 
 trainer's layout ──┐
                    ├── plan, made once ── per bucket: own parts ── fingerprints ── moves ──> slices wanted here
@@ -21,7 +21,7 @@ from torch import Tensor
 from verl.models.hf_state_dict import live_tensors
 from verl.models.parallel_info import ParallelInfo
 from verl.ops.resharding.dtensor import is_on_other_stage
-from verl.ops.resharding.execute import LIMIT_BYTES, reshard, reshard_parts
+from verl.ops.resharding.execute import LIMIT_BYTES, reshard, reshard_plans
 from verl.ops.resharding.layout import Box, Layout, TensorLayout, volume
 from verl.ops.resharding.plan import Plan, gathering_volume, reshard_plan
 from verl.rollout.proof.fingerprints import (
@@ -42,14 +42,14 @@ class WeightTransfer:
     """The transfers of every sync, for a fixed layout of the trainer and fixed slices of the engines.
 
     Args:
-        parallel_info: how the model is spread.
+        parallel_info: layout of the model.
         sources: its tensors in the order of the transfer, the same on every rank.
         wants: for each rank, the slices that it feeds into an engine, by name.
-        dtype: that the engines compute in; tensors are cast to it before they travel.
+        dtype: of computation in the engines; tensors are cast to it before they are sent.
         transposed: names of matrices that the model keeps as [in, out].
     Attributes:
-        plan: of all moves.
-        gathering_bytes: that would travel if every process gathered every tensor.
+        plan: of all transfers.
+        gathering_bytes: bytes sent if every process gathered every tensor.
     """
 
     def __init__(
@@ -75,14 +75,14 @@ class WeightTransfer:
     def tensors(
         self, sources: Mapping[str, WeightSource], transfer_state: TransferInProgress
     ) -> Iterator[tuple[str, Tensor]]:
-        """Tensors that this rank feeds into an engine, in the order of the sources. All ranks take part, to the end.
+        """Yield tensors that this rank feeds into an engine, in the order of the sources. Collective, until exhausted.
 
         While the tensors of a bucket are fed, the next bucket is cast, fingerprinted and sent. In addition to the
         yielded tensor, a rank needs memory for two buckets: its own parts after casting or merging, and the received
         parts.
         """
-        return reshard_parts(
-            self._parts(sources, transfer_state),
+        return reshard_plans(
+            self._held_buckets(sources, transfer_state),
             self.parallel_info.rank,
             dtypes=dict.fromkeys(sources, self.dtype),
             device=self.parallel_info.device,
@@ -91,7 +91,7 @@ class WeightTransfer:
             received=transfer_state.count,
         )
 
-    def _parts(
+    def _held_buckets(
         self, sources: Mapping[str, WeightSource], transfer_state: TransferInProgress
     ) -> Iterator[tuple[Plan, Mapping[str, Tensor]]]:
         """Each bucket, with this rank's parts of its tensors."""
@@ -132,7 +132,7 @@ class WeightTransfer:
 
 
 def formed(weights: Sequence[NamedWeight], coming: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Tensors of a checkpoint, computed from those of the running model as they arrive, to the end.
+    """Yield checkpoint tensors, computed from tensors of the running model as they arrive.
 
     Args:
         weights: in the order of the tensors that come.
@@ -154,10 +154,10 @@ def formed(weights: Sequence[NamedWeight], coming: Iterator[tuple[str, Tensor]])
 
 
 class TransferToFirst:
-    """The weights of a sharded model, whole in its first process, tensor by tensor, by a plan that is made once.
+    """Gathers the weights of a sharded model in its first process, tensor by tensor, by a constant plan.
 
     Args:
-        dtype: that they are cast to before they travel.
+        dtype: that they are cast to before they are sent.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype):
@@ -165,7 +165,7 @@ class TransferToFirst:
         self._transfer: WeightTransfer | None = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every tensor of a checkpoint in the first process, none in the others; all take part, to the end."""
+        """Yield every checkpoint tensor in the first process, none in others. Collective, until exhausted."""
         parallel_info, weights = self.model.parallel_info, list(weights_of(self.model))
         sources = {weight.source.name: weight.source for weight in weights}
         if self._transfer is None:
@@ -177,7 +177,7 @@ class TransferToFirst:
 
 
 def whole_adapter(model: Any, parallel_info: ParallelInfo) -> dict[str, Tensor]:
-    """The tensors of a LoRA adapter, by their names in the model, in every process; all take part."""
+    """The full tensors of a LoRA adapter, by their names in the model, in every process. Collective."""
     tensors = live_tensors(model)
     if parallel_info.mesh.size == 1:
         return {name: x.detach() for name, x in tensors.items()}
@@ -214,7 +214,7 @@ class TransferInProgress:
 
 
 def buckets(whole: Plan, limit_bytes: int) -> Iterator[Plan]:
-    """The plan in buckets: consecutive tensors of which no rank holds and wants more than the limit, or one larger
+    """The plan in buckets: consecutive tensors of which no rank holds or needs more than the limit, or one larger
     tensor."""
     names: list[str] = []
     size = 0
@@ -239,11 +239,11 @@ class FeedAssignment:
     """Assignment of what one process sends to an engine.
 
     Attributes:
-        wanted: the slice of each tensor of the running model that it needs.
+        wanted: the needed slice of each tensor of the running model.
         readers: the workers that read its stream.
         chunks: of the stream; empty if it feeds nothing.
         chunk_bytes: of the largest chunk.
-        slices: the tensors that do not come whole.
+        slices: tensors that are sent as slices.
     """
 
     wanted: WantedSlices
@@ -267,7 +267,7 @@ def assigned(
     """The feed assignments of all ranks.
 
     Args:
-        offers: of each rank, its siblings and what the engine that it leads takes; None if it leads none.
+        offers: of each rank, its siblings and the offer of its engine; None if it leads none.
     """
     assignments: dict[int, FeedAssignment] = {}
     for siblings, offer in offers:
@@ -299,8 +299,8 @@ def _sliced(
 ) -> FeedAssignment:
     if not readers:
         return FeedAssignment({}, (), [], 0, {})
-    asked = {w.name: [want[w.name] for want in wants if w.name in want] for w in weights}  # of other stages, none
-    bounds = {name: _bounding_slice(slices) for name, slices in asked.items() if slices}
+    slices_of = {w.name: [want[w.name] for want in wants if w.name in want] for w in weights}  # of other stages, none
+    bounds = {name: _bounding_slice(slices) for name, slices in slices_of.items() if slices}
     coming = {name: _shape(box) for name, box in bounds.items() if all(_shape(box))}
     chunks, largest = _plan_stream(coming, dtype, chunk_bytes)
     slices = {
@@ -312,17 +312,17 @@ def _sliced(
 
 
 def _plan_stream(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, chunk_bytes: int) -> tuple[ChunkPlan, int]:
-    """`plan_chunks` in at least `CHUNKS` chunks, of any but the smallest models: an engine begins when it has the
-    first."""
+    """`plan_chunks` with at least `CHUNKS` chunks except for tiny models, because an engine starts with the first
+    chunk."""
     num_bytes = sum(map(math.prod, shapes.values())) * dtype.itemsize
     return plan_chunks(shapes, dtype, min(chunk_bytes, max(MIB, num_bytes // CHUNKS)))
 
 
-def _readers(place: int, num_siblings: int, num_workers: int) -> tuple[int, ...]:
+def _readers(sibling: int, num_siblings: int, num_workers: int) -> tuple[int, ...]:
     """The workers that a sibling feeds."""
     if num_workers <= num_siblings:
-        return (place,) if place < num_workers else ()
-    return tuple(worker for worker in range(num_workers) if worker * num_siblings // num_workers == place)
+        return (sibling,) if sibling < num_workers else ()
+    return tuple(worker for worker in range(num_workers) if worker * num_siblings // num_workers == sibling)
 
 
 def _bounding_slice(boxes: Sequence[Box]) -> Box:

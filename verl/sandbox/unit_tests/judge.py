@@ -151,8 +151,8 @@ def tried(test):
     child = os.fork()
     if child == 0:
         os.close(reader)
-        told = _try(test, writer)
-        os.write(writer, told.encode("utf-8", "backslashreplace"))
+        report = _try(test, writer)
+        os.write(writer, report.encode("utf-8", "backslashreplace"))
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as file:
@@ -163,12 +163,12 @@ def tried(test):
 
 def _try(test, writer):
     def call(*args, **kwargs):
-        told = "called"
+        report = "called"
         try:
             encode([list(args), kwargs])
         except (NotPlain, RecursionError) as error:
-            told = f"object: passes an argument of type {error}"
-        os.write(writer, told.encode())
+            report = f"object: passes an argument of type {error}"
+        os.write(writer, report.encode())
         os._exit(0)
 
     main, solution = prepared(test)

@@ -262,25 +262,25 @@ def try_tests(runner: CodeRunner, tests: Sequence[str]) -> list[str | None]:
         For each test what is wrong with it, beginning with `object: ` where only the program's process could run it;
         None if nothing was found. A sandbox that fails finds nothing.
     """
-    parts = [tests[i : i + TESTS_PER_TRIAL] for i in range(0, len(tests), TESTS_PER_TRIAL)]
+    groups = [tests[i : i + TESTS_PER_TRIAL] for i in range(0, len(tests), TESTS_PER_TRIAL)]
     faults: list[str | None] = []
-    for part, told in zip(parts, _try_together(runner, parts), strict=True):
-        alone = [_try_together(runner, [[test]])[0] for test in part] if isinstance(told, str) else told
+    for part, names in zip(groups, _try_together(runner, groups), strict=True):
+        alone = [_try_together(runner, [[test]])[0] for test in part] if isinstance(names, str) else names
         faults += [text[0] if isinstance(text, list) else text for text in alone]
     return [None if text == "called" else text for text in faults]
 
 
-def _try_together(runner: CodeRunner, parts: Sequence[Sequence[str]]) -> list[list[str] | str]:
+def _try_together(runner: CodeRunner, groups: Sequence[Sequence[str]]) -> list[list[str] | str]:
     """Results of the tests of each part, or how the part ended as a whole."""
-    jobs = [_job(tests=[_described(test, names_of(test)) for test in part]) for part in parts]
+    jobs = [_job(tests=[_described(test, names_of(test)) for test in part]) for part in groups]
     programs = [Program(_source("judge.py"), {**_files(), "job.json": job}) for job, _ in jobs]
     ends = {"timeout": "it does not call the program in time", "infra": "called"}
-    told: list[list[str] | str] = []
+    names: list[list[str] | str] = []
     for (_, mark), result in zip(jobs, runner.run_all(programs), strict=True):
         verdict = _verdict(result, mark)
         end = ends.get(result.outcome, f"its process ends with {result.outcome} before a call of the program")
-        told.append(end if verdict is None else json.loads(verdict))
-    return told
+        names.append(end if verdict is None else json.loads(verdict))
+    return names
 
 
 def _described(test: str, use: TestNames) -> dict[str, Any]:

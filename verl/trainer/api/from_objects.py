@@ -1,4 +1,4 @@
-"""Objects of the user in place of configuration: models, rewards and data.
+"""User objects in place of configuration: models, rewards and data.
 
 object ──*_from_object──> placeholder ──compose, validate──> run of placeholders ──run_with_objects──> run
 
@@ -48,9 +48,9 @@ class PromptsObject(PromptOptions):
     """Prompts passed as `train_dataset`, and as `eval_dataset` if those are rows too.
 
     Args:
-        num_rows: of the data that were passed.
-        rows_digest: of the content of all rows.
-        num_eval_rows: likewise; 0 where none were.
+        num_rows: number of rows.
+        rows_digest: hash of the content of all rows.
+        num_eval_rows: number of evaluation rows; 0 without.
         eval_files: paths whose rows are evaluated on; none for no evaluation.
     """
 
@@ -75,8 +75,8 @@ class RewardObject(RewardDescription):
     Args:
         name: of the function, or of its class.
         content_digest: of the source of the function or class, or of the tensors of a model; empty if unknown.
-        timeout_s: seconds for one call of a function, or of a `Reward` of your own, after which the run ends with the
-            line at which it stood; null is 60. A reward model has none.
+        timeout_s: seconds for one call of a function or of your own `Reward`, after which the run ends and names the
+            current line; null is 60. A reward model has none.
     """
 
     name: str
@@ -208,9 +208,9 @@ def run_with_objects(composed: ComposedConfig, replacements: Mapping[str, Descri
     """
     run = validate(composed.config, composed.faults)
     objects = {key_of(item): carried_by(item) for item in _placeholders(replacements)}
-    for item in _placeholders(run):  # made by this composition, so that nobody else has them
+    for item in _placeholders(run):  # created by this composition, so nothing else refers to them
         object.__setattr__(item, "_carried", objects.get(key_of(item)))
-    return dataclasses.replace(run)  # checked once more, now that what a reward reads is known
+    return dataclasses.replace(run)  # checked again, now that the columns of the reward are known
 
 
 def _placeholders(value: Any) -> list[PromptsObject | RewardObject | ModelObject]:
@@ -231,7 +231,7 @@ def _dataset(rows: RLHFDataset | Sequence[Mapping[str, Any]], tokenizer: Any, op
         raise ConfigError(
             f"train_dataset pads with token {theirs}, the actor's tokenizer with {ours}: use that tokenizer."
         )
-    tokenizer.pad_token_id = theirs  # which the user has chosen, such as by `tokenizer.pad_token = tokenizer.eos_token`
+    tokenizer.pad_token_id = theirs  # chosen by the user, such as by `tokenizer.pad_token = tokenizer.eos_token`
     return rows
 
 
@@ -306,7 +306,7 @@ def reward_from_object(reward: Any, tokenizer: Any = None, argument: str = "rewa
 
 
 def with_timeout_of(described: RewardDescription, before: RewardDescription) -> RewardDescription:
-    """The new reward with the deadline that was set for the previous one."""
+    """The new reward with the deadline of the previous one."""
     if not isinstance(described, RewardObject) or not isinstance(before, RewardObject):
         return described
     return carrying(dataclasses.replace(described, timeout_s=before.timeout_s), carried_by(described))
@@ -379,7 +379,7 @@ def _digest(items: Iterable[Any]) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Tensors and arrays as lists; dates, decimals and bytes as texts; of other objects only the class counts."""
+    """Tensors and arrays as lists; dates, decimals and bytes as texts; other objects by their class only."""
     if hasattr(value, "tolist"):
         return value.tolist()
     return str(value) if isinstance(value, (date, time, Decimal, bytes)) else type(value).__name__

@@ -43,7 +43,7 @@ def load_checkpoint(
             `replay_buffer` replaces the rows of the buffer. None loads everything, and training continues as the saved
             run would have.
         mmap: copy from memory-mapped files, instead of reading them into memory first.
-        device_map: device by way of which tensors are copied to the weights, such as cuda:0; None for main memory.
+        device_map: device that tensors are read to before they are copied, such as cuda:0; None for main memory.
     Raises:
         ConfigError: there is no such component or device, the checkpoint is of another model, or all components are
             loaded and it is of another training.

@@ -1,4 +1,4 @@
-"""DataPipeline and RLTrainer: a run declared by its parts, and trained to its end with one call.
+"""DataPipeline and RLTrainer: a run declared by its components, and trained with one call.
 
 result = RLTrainer(DataPipeline(actors=["Qwen/Qwen2-0.5B"], reward_models=[reward], data=rows)).run()
 """
@@ -19,14 +19,14 @@ INSTEAD = {
     "critics": "A run has one value function, of one policy. Leave the others out",
     "references": "KL is measured against one policy. Leave the others out",
 }
-PARTS = {"train_dataset": "data", "eval_dataset": "eval_data", "critic_model": "critics", "ref_model": "references"}
+RENAMED = {"train_dataset": "data", "eval_dataset": "eval_data", "critic_model": "critics", "ref_model": "references"}
 
 
 class DataPipeline:
-    """The parts of a run, each in the forms that `Trainer` takes, which has the arguments that are not listed too.
+    """The components of a run, each in any form that `Trainer` accepts, and all other arguments of `Trainer`.
 
     Args:
-        actors: the policy, alone.
+        actors: the policy; one.
         reward_models: rewards; several are a weighted sum, each logged by its name. One of them may be
             `{"reward": ..., "weight": 0.5, "name": "style"}`.
         critics, references: initial model of the critic, and reference model for KL, one or none of each. With a critic
@@ -82,7 +82,7 @@ class RLTrainer:
 
     Args:
         pipeline: what to run.
-        data, eval_data: prompts to train and to evaluate on, where the pipeline has none.
+        data, eval_data: prompts to train and to evaluate on, if the pipeline has none.
     Raises:
         ConfigError: the pipeline has prompts too.
     """
@@ -93,7 +93,7 @@ class RLTrainer:
         self.pipeline, self._arguments = pipeline, dict(pipeline.arguments)
         for argument, rows in (("train_dataset", data), ("eval_dataset", eval_data)):
             if rows is not None and self._arguments[argument] is not None:
-                raise ConfigError(f"{PARTS[argument]} is given, and the pipeline has its own: leave one of them out.")
+                raise ConfigError(f"{RENAMED[argument]} is given, and the pipeline has its own: leave one of them out.")
             self._arguments[argument] = self._arguments[argument] if rows is None else rows
 
     def run(self) -> TrainResult:
@@ -106,7 +106,7 @@ class RLTrainer:
             trainer = Trainer(**self._arguments)
         except ConfigError as error:
             faults = [re.sub(r"^model\b", "actors", fault) for fault in error.faults]
-            names = re.compile(rf"\b({'|'.join(PARTS)})\b")
-            raise ConfigError([names.sub(lambda name: PARTS[name[0]], fault) for fault in faults]) from error
+            names = re.compile(rf"\b({'|'.join(RENAMED)})\b")
+            raise ConfigError([names.sub(lambda name: RENAMED[name[0]], fault) for fault in faults]) from error
         with trainer:
             return trainer.fit()

@@ -147,7 +147,7 @@ class Trainer:
         rollout_config, data_config = _with_lengths(
             replacements["actor.model"], rollout_config or {}, data_config or {}
         )
-        own = {} if train_dataset is None else field_types(PromptOptions)  # what the prompts passed here take
+        own = {} if train_dataset is None else field_types(PromptOptions)  # keys that prompts passed here accept
         if train_dataset is not None:
             options = {key: value for key, value in data_config.items() if key in own}
             room = _room(replacements["actor.model"], rollout_config, options)
@@ -184,7 +184,7 @@ class Trainer:
         tokenizer: Any = None,
         choices: Mapping[str, str | None] | None = None,
     ) -> None:
-        """Build a checked run; nothing is left on the disk if this machine cannot run it."""
+        """Build a checked run; leaves no files if this machine cannot run it."""
         import rich
 
         now = datetime.now().strftime("%Y-%m-%d_%H-%M-%S_%f")
@@ -203,7 +203,7 @@ class Trainer:
 
     @property
     def steps(self) -> int:
-        """Made so far."""
+        """Number of completed steps."""
         return self._loop.result.steps
 
     @property
@@ -219,7 +219,7 @@ class Trainer:
         Returns:
             The actor's loss, or nan if the step was skipped. `metrics` has all metrics.
         """
-        loop = self._under_way()
+        loop = self._active_loop()
         try:
             with component_exits():
                 loop.step()
@@ -235,13 +235,13 @@ class Trainer:
 
         In Ray, a lost worker costs the steps since the last save: see `verl.trainer.train_loop`.
         """
-        self._under_way()
+        self._active_loop()
         return fit_with_restarts(self.trainer, self._fit_once, self.trainer.settings.max_restarts)
 
     def _fit_once(self, may_restart: bool) -> TrainResult:
         if self._loop.is_over:  # a worker was lost: the trainer is rebuilt
             del self._loop
-        loop = self._under_way()
+        loop = self._active_loop()
         return fit(loop.trainer, loop, may_restart=may_restart)
 
     @component_exits()
@@ -286,10 +286,9 @@ class Trainer:
             mmap: copy from the mapped files, instead of reading them into memory first.
             load_components: some of `actor`, `critic`, `optimizer`, `scheduler`, `dataloader`, `rng`; None: all of
                 them, after which training continues exactly as after the save, bit for bit.
-            device_map: device by way of which tensors are copied to the weights, such as `cuda:0`; default: main
-                memory.
+            device_map: device that tensors are read to before they are copied, such as `cuda:0`; default: main memory.
         """
-        load_checkpoint(self._under_way(), path, load_components, mmap, device_map)
+        load_checkpoint(self._active_loop(), path, load_components, mmap, device_map)
 
     @property
     def reward_model(self) -> Any:
@@ -335,12 +334,12 @@ class Trainer:
         return TrainLoop(trainer, as_plain(trainer.description))
 
     def _opened(self) -> TrainLoop:
-        """The loop, which may have ended."""
+        """The loop; it may have ended."""
         self._loop.open()
         return self._loop
 
-    def _under_way(self) -> TrainLoop:
-        """The loop, opened.
+    def _active_loop(self) -> TrainLoop:
+        """The loop, opened if necessary.
 
         Raises:
             ConfigError: it has ended.
@@ -370,12 +369,12 @@ def _defaults(replacements: Mapping[str, Description], saves: bool, algorithm: s
     if (data := replacements.get("data")) is None:
         return options
     prompts = min(PROMPTS_PER_STEP, data.num_rows if isinstance(data, PromptsObject) else PROMPTS_PER_STEP)
-    if prompts % 2:  # of few rows; what a step has must divide into its mini-batches
+    if prompts % 2:  # few rows are allowed, but a step must divide into its mini-batches
         chosen = algorithm if isinstance(algorithm, Algorithm) else load_option("algorithm", algorithm)
         prompts = max(prompts - prompts % chosen.mini_batches, 1)
     return {
         **options,
-        "data": "files",  # not the lengths that suit the built-in example
+        "data": "files",  # without the lengths of the built-in example
         "trainer.prompts_per_step": prompts,
     }
 

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from verl.engines.chunked_logprobs import logits_at_a_time, score_in_parts
+from verl.engines.chunked_logprobs import logits_at_a_time, score_in_chunks
 from verl.models.model_stats import model_stats, settings_text
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # what configurations call their number
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names of their number in configurations
 CAUSAL = "verl_causal"  # attention without a mask, as packed rows have it
 
 
@@ -90,7 +90,7 @@ class _FakeBytes(LiveBytes):
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes of a micro-batch beside weights and gradients.
+    """Bytes of a micro-batch without weights and gradients.
 
     Attributes:
         training: peak of forward and backward pass, without logits.
@@ -121,16 +121,16 @@ def trace_activations(
     device_type: str = "cpu",
     expert_load: float | None = None,
 ) -> Activations:
-    """Trace a packed sequence of this many tokens through a model with this Hugging Face configuration, by one and two
-    of its layers; by all where they differ in their parameters.
+    """Trace a packed sequence of `tokens` tokens through a model with this Hugging Face configuration, with one and two
+    of its layers, or with all if they differ in their parameters.
 
     Args:
         recomputed: with gradient checkpointing.
-        siblings: processes that share each layer (tensor parallelism): each has its part of MLP and attention.
+        siblings: tensor-parallel processes: each has a share of MLP and attention.
         counted_below: bytes: activations that take less by a formula are not traced, which takes seconds.
         device_type: on which it will run: parts of the logits are larger on a GPU.
-        expert_load: of experts that are divided over processes, how many times its share of the tokens this one's get:
-            1 where routing is balanced. None where each process has all experts, or there are none.
+        expert_load: with expert parallelism, the tokens of this process's experts over the balanced share; 1 for
+            balanced routing. None if each process has all experts, or there are none.
     """
     key = type(config), settings_text(config), tokens, dtype, recomputed, siblings, counted_below
     if (key := (*key, device_type, expert_load)) in _known:
@@ -145,7 +145,7 @@ def trace_activations(
 
     if counted_below and (small := counted("they take little")).training < counted_below:
         return _known.setdefault(key, small)
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # which prints tracebacks of what fails below
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # which prints tracebacks of failures below
     level = log.level
     log.setLevel(logging.CRITICAL)
     try:
@@ -165,12 +165,12 @@ def trace_activations(
 
 
 def _continued(sizes: list[tuple[float, ...]], count: float) -> tuple[float, ...]:
-    """Sizes of one and of two, continued to `count`; a single entry stays as it is."""
+    """Extrapolate sizes of one and of two layers to `count`; a single entry is returned."""
     return tuple(one + (count - 1) * (two - one) for one, two in zip(sizes[0], sizes[-1], strict=True))
 
 
 def num_experts(config: Any) -> int:
-    """Number of experts of each layer of a mixture whose routers choose some for each token; 0 of any other model."""
+    """Number of experts of each layer of a mixture of experts with routers per token; 0 for other models."""
     text = config.get_text_config()
     if not getattr(text, "num_experts_per_tok", None):
         return 0
@@ -192,10 +192,10 @@ def _are_alike(config: Any) -> bool:
 
 
 def _part_of(config: Any, layers: int, siblings: int, chosen: int | None) -> Any:
-    """The configuration with so many layers, of which one of some siblings has its part.
+    """The configuration with `count` layers, reduced to the share of one of `siblings` processes.
 
     Args:
-        chosen: experts for each token, among those of this process; None: as it is.
+        chosen: experts for each token, among those of this process; None for those of the configuration.
     """
     part = deepcopy(config)
     text = part.get_text_config()
@@ -205,7 +205,7 @@ def _part_of(config: Any, layers: int, siblings: int, chosen: int | None) -> Any
                 setattr(text, name, max(2, getattr(text, name) // siblings))
         text.num_experts_per_tok = chosen
         if not hasattr(text, "moe_intermediate_size") and getattr(text, "intermediate_size", None):
-            text.intermediate_size *= siblings  # experts are whole: the widths of dense layers are divided below
+            text.intermediate_size *= siblings  # experts are not split; the widths of dense layers are divided below
     for config_part in {id(x): x for x in (part, text)}.values():
         config_part.num_hidden_layers, config_part.use_cache = layers, False
         if "layer_types" in vars(config_part):
@@ -229,7 +229,7 @@ def _traced(config: Any, tokens: int, dtype: torch.dtype, recomputed: bool) -> t
 def _peak_of(config: Any, tokens: int, dtype: torch.dtype, recomputed: bool, trains: bool) -> tuple[int, int]:
     try:
         return traced_activations(config, tokens, dtype, recomputed, CAUSAL, trains=trains)
-    except Exception:  # noqa: BLE001 - a family that does not take another attention: by its own
+    except Exception:  # noqa: BLE001 - a family that refuses another attention uses its own
         return traced_activations(config, tokens, dtype, recomputed, None, trains=trains)
 
 
@@ -262,8 +262,8 @@ def traced_activations(
 
 
 def _logits(config: Any, tokens: int, dtype: torch.dtype, siblings: int, device_type: str) -> int:
-    """Bytes for one part of the tokens: logits, their log-softmax in float32, and gradients of both; where there are
-    several parts, with the sum of their gradients of the head, as far as it takes more than the gradient itself."""
+    """Bytes of one chunk of tokens: logits, their log-softmax in float32, and gradients of both; with several chunks,
+    also the float32 sum of the head's gradients, as far as it is larger than the gradient itself."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     text = config.get_text_config()
@@ -275,5 +275,5 @@ def _logits(config: Any, tokens: int, dtype: torch.dtype, siblings: int, device_
         hidden = torch.empty(num_tokens, text.hidden_size, dtype=dtype, requires_grad=True)
         with LiveBytes() as counted:
             counted.watch(head)
-            score_in_parts(head, hidden, chosen, count)[0].sum().backward()
+            score_in_chunks(head, hidden, chosen, count)[0].sum().backward()
         return counted.peak // siblings

@@ -1,9 +1,9 @@
 """Asynchronous training, simulated by a heap of events: responses per second, idle shares, staleness.
 
-trainer   batch t is whole ── admits batch t+S ── train_s ── sync_s ── waits for batch t+1
+trainer   batch t is complete ── admits batch t+S ── train_s ── sync_s ── waits for batch t+1
 engine    each open row gets a token in token_s(rows) seconds ──> a row ends, or waits for a tool
 
-Admission is that of `verl.trainer.sampling`. With `rollout.weight_update=drain` the engine carries out batches
+Batches are admitted as in `verl.trainer.sampling`. With `rollout.weight_update=drain` the engine processes batches
 and weight updates one after another; otherwise rows of several batches are open, and an update stops them for `load_s`.
 Devices are divided between the two sides in proportion: rows over engines, and `train_s` over the devices that train.
 """
@@ -27,7 +27,7 @@ from verl.trainer.plan.workload import DeviceRates, role_processes, workload
 
 STEPS = 40  # that are measured
 STALENESS = (0, 1, 2, 4)
-MOST_STALENESS = 64  # that is simulated, for its time; more makes responses older and nothing faster
+MOST_STALENESS = 64  # largest simulated; more makes responses older and nothing faster
 MEAN, LONGEST = "rollout/response_length_tokens", "rollout/response_length_max_tokens"
 RUN_COLUMNS = (MEAN, LONGEST, "perf/tokens", "timing/gen_s", "timing/sync_s", "timing/step_s")
 Columns = Mapping[str, Sequence[float]]  # metrics of a run by step: `RUN_COLUMNS`
@@ -36,18 +36,18 @@ Lengths = Callable[[random.Random], Sequence[float]]  # tokens of each response 
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncTimes:
-    """Seconds that both sides take on all devices.
+    """Seconds of both sides on all devices.
 
     Attributes:
-        token_s: in which an engine with so many rows draws a token of each; `slots` are the most rows of an engine.
+        token_s: by number of rows, seconds in which an engine generates one token of each; `slots` is its maximum.
         train_s: of a step without generation and sync.
-        prompts_s: of a batch before its first token.
-        sync_s, load_s: of a sync, for which the trainer waits, and in which the engine does not draw.
-        calls, latency_s: of tools in a response, and the seconds of each.
-        devices, per_engine: of both sides together; of an engine.
-        drains: whether the engine finishes what it has begun before it takes new weights.
+        prompts_s: of prefill of a batch.
+        sync_s, load_s: of a sync, for the trainer, and for the engine, which pauses.
+        calls, latency_s: tool calls of a response, and seconds of each.
+        devices, per_engine: number in all, and of an engine.
+        drains: whether the engine finishes begun batches before it takes new weights.
         sync_waits: whether a sync of the trainer waits for that.
-        source: where the seconds come from, for a sentence.
+        source: origin of the seconds, for messages.
     """
 
     token_s: Callable[[float], float]
@@ -88,7 +88,7 @@ class AsyncSetting:
 @dataclass
 class _Row:
     batch: int
-    tokens: float  # until its end, or the next call of a tool
+    tokens: float  # tokens until its end, or the next tool call
     calls: int
     start: float = 0.0
 
@@ -97,8 +97,8 @@ class _Simulation:
     """One run of `setting`; `simulate` has its numbers.
 
     Attributes:
-        tokens: that a row would have which was open from the beginning.
-        changes: `tokens` at each change of the weights.
+        tokens: length of a row that was open from the beginning.
+        changes: `tokens` at each weight update.
         sampled: tokens by batch and version of the weights.
         marks: time and busy seconds of trainer and engine at the beginning of the training of each batch.
     """
@@ -111,7 +111,7 @@ class _Simulation:
         self.now = self.tokens = self.trainer_s = self.engine_s = 0.0
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.order = itertools.count()
-        self.jobs: deque[int | None] = deque()  # batches to begin; None: weights
+        self.jobs: deque[int | None] = deque()  # queue of batches to begin; None is a weight update
         self.active: list[tuple[float, int, _Row]] = []
         self.waiting: deque[_Row] = deque()
         self.open: Counter[int] = Counter()
@@ -142,7 +142,7 @@ class _Simulation:
         heapq.heappush(self.events, (self.now + seconds, next(self.order), action))
 
     def _begin(self, end: int) -> None:
-        """Ask the engine for the batches before `end` that were not begun."""
+        """Request the batches before `end` that were not begun."""
         self.jobs.extend(range(self.begun, end))
         self.begun = max(self.begun, end)
         self._next_job()
@@ -184,7 +184,7 @@ class _Simulation:
         self._open()
 
     def _next_stage(self) -> None:
-        """Let the trainer go on, if what it waits for is there."""
+        """Continue the trainer, if what it waits for is available."""
         if self.trainer == "waits" and self.step in self.sampled and not self.open[self.step]:
             for version, n in self.sampled[self.step].items() if len(self.marks) > self.ahead else ():
                 self.lags[self.step - version] += n
@@ -203,7 +203,7 @@ class _Simulation:
 
 
 def simulate(setting: AsyncSetting, times: AsyncTimes, lengths: Lengths) -> AsyncSetting:
-    """The setting with its numbers, without the steps in which the queue fills."""
+    """The setting with its measured numbers, without the steps in which the queue fills."""
     simulation = _Simulation(setting, times, lengths)
     simulation.run()
     first, last = np.array(simulation.marks[simulation.ahead + 1]), np.array(simulation.marks[-1])
@@ -227,7 +227,7 @@ class AsyncPlan:
 
     @property
     def best(self) -> AsyncSetting:
-        """The fastest; of those within 2 percent of it the least stale."""
+        """The fastest setting; among those within 2 percent of it the least stale."""
         fastest = max(setting.samples_per_s for setting in self.settings)
         return next(s for s in self.settings if s.samples_per_s >= 0.98 * fastest)
 
@@ -255,8 +255,9 @@ class AsyncPlan:
 
 
 def plan_async(run: Any, times: AsyncTimes, lengths: Lengths) -> AsyncPlan:
-    """Simulate the synchronous run, the best split of the devices for its `max_staleness`, other bounds with it, and
-    the split that `trainer.placement` gives. Where one engine takes all devices, as many others generate."""
+    """Simulate the synchronous run, the best split of the devices for its `max_staleness`, other bounds with that
+    split, and the split of `trainer.placement`. If one engine uses all devices, as many others are assumed to generate.
+    """
     drains = run.rollout.weight_update == "drain"
     times = replace(times, drains=drains, sync_waits=drains and run.rollout.runs_ahead)
     count, each, staleness = times.devices, times.per_engine, min(MOST_STALENESS, run.trainer.max_staleness)
@@ -271,7 +272,7 @@ def plan_async(run: Any, times: AsyncTimes, lengths: Lengths) -> AsyncPlan:
 
 
 def length_draws(run: Any, lengths: Sequence[int] | None, mean: int | None) -> Lengths:
-    """Batches whose responses are of these lengths, or exponential with this mean, or as long as they may be."""
+    """Batches with responses of these lengths, with exponential lengths of this mean, or of maximum length."""
     rows, most = workload(run).rows, run.response_tokens
     if lengths is not None or mean is None:
         return lambda chance: chance.choices(lengths or [most], k=rows)
@@ -279,7 +280,7 @@ def length_draws(run: Any, lengths: Sequence[int] | None, mean: int | None) -> L
 
 
 def recorded_lengths(run: Any, columns: Columns) -> Lengths:
-    """Batches whose mean and longest length are those of a recorded step; a power of a uniform number between."""
+    """Batches with the mean and maximum length of a recorded step; lengths are a power of a uniform number."""
     rows, means, longest = workload(run).rows, columns[MEAN], columns[LONGEST]
 
     def draw(chance: random.Random) -> list[float]:
@@ -292,7 +293,7 @@ def recorded_lengths(run: Any, columns: Columns) -> Lengths:
 
 
 def planned_times(run: Any, memory: MemoryPlan, stages: Sequence[StageTime], device: DeviceRates) -> AsyncTimes:
-    """Seconds by the plan of the run."""
+    """Seconds from the plan of the run."""
     engine, by_name = engine_of(run, memory, device), {stage.name: stage.seconds for stage in stages}
     length, training = engine.prompt + run.response_tokens / 2, role_processes(run)["actor"]
     devices, sync_s = training + run.devices_apart, by_name.get("sync", memory.roles[0].weights / device.link)
@@ -310,12 +311,12 @@ def planned_times(run: Any, memory: MemoryPlan, stages: Sequence[StageTime], dev
 
 
 def recorded_times(run: Any, columns: Columns, source: str) -> AsyncTimes:
-    """Seconds by the metrics of a run without generation ahead: a batch takes a seconds for each token of its longest
-    response and b for each token of all, by least squares. The first step, which warms up, is left out."""
+    """Seconds from the metrics of a run without generation ahead: a batch takes a seconds per token of its longest
+    response and b per token of all, by least squares. The first step (warm-up) is left out."""
     x = {name: np.asarray(values[1:], dtype=float) for name, values in columns.items()}
     longest, generate_s = x[LONGEST], x["timing/gen_s"]
     by_step, by_token = np.linalg.lstsq(np.stack([longest, x["perf/tokens"]], 1), generate_s, rcond=None)[0]
-    if by_step < 0 or by_token < 0:  # lengths that hardly vary do not tell one from the other
+    if by_step < 0 or by_token < 0:  # lengths that hardly vary cannot separate the two
         by_step, by_token = generate_s.sum() / longest.sum(), 0.0
     sync_s, training = float(x["timing/sync_s"].mean()), role_processes(run)["actor"]  # a rate is one over a mean
     devices, engines = training + run.devices_apart, run.num_rollout_workers or training

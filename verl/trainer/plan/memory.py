@@ -1,6 +1,6 @@
 """Memory of a run by role and phase, and disk space, computed from configurations before weights are loaded.
 
-estimate_memory ──> bytes of each role at rest, of caches and of checkpoints, by counts alone
+estimate_memory ──> persistent bytes of each role, of caches and of checkpoints, by counts alone
     └─ memory_plan ──> + traced activations and the engine ──> bytes of each process in each phase of a step
 
 Memory used by libraries themselves, and unused memory held by allocators, are not included.
@@ -25,8 +25,8 @@ from verl.trainer.plan.workload import GIB, DeviceRates, RoleLayout, Workload, p
 from verl.utils.memory import DeviceMemory
 from verl.workers.base import TrainedRole, roles_on_device
 
-AWAKE_SHARE = 0.9  # of the limit that a run may need whose engine never sleeps; the rest is what the plan leaves out
-ASLEEP = "sleeping engine"  # what its process keeps on a GPU, outside of generation
+AWAKE_SHARE = 0.9  # of the limit, for a run whose engine never sleeps; the rest covers what the plan leaves out
+ASLEEP = "sleeping engine"  # memory of its process on a GPU, outside of generation
 NOT_TRACED = Activations(0, 0, 0, 0)
 _HEADS = {"critic": "backbone", "reward": "classifier"}  # models that give no logits over the vocabulary
 
@@ -38,11 +38,11 @@ class RoleMemory(ShardingCost):
     Attributes:
         config: Hugging Face configuration of its model.
         sizes: of that model, with the head that the role has.
-        dtype, stored: that it computes in, and of its weights.
+        dtype, stored: of computation, and of the weights.
         group: roles with the same number share their processes.
         saved: bytes of the whole role in a checkpoint.
-        tokens: of a micro-batch, at most, of which an update has `micro_batches`.
-        activations: of a micro-batch; where experts are divided over processes, with its share of the tokens in each.
+        tokens: maximum of a micro-batch; an update has `micro_batches`.
+        activations: of a micro-batch; with expert parallelism, for the share of tokens of a process.
     """
 
     name: str
@@ -61,7 +61,7 @@ class RoleMemory(ShardingCost):
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """One phase of a step in the processes that hold some roles: bytes by name of a part."""
+    """One phase of a step in a group of processes: bytes by name."""
 
     name: str
     roles: tuple[str, ...]
@@ -77,14 +77,14 @@ class MemoryEstimate:
     """Persistent memory, and disk space.
 
     Attributes:
-        cache: key-value cache in a process of the actor during generation; 0 if nothing is generated there.
+        cache: key-value cache in a process of the actor during generation; 0 if it does not generate.
         processes: with roles on this machine; `rollout_workers` of these have that role alone, which saves nothing.
-        machines: with as many processes.
-        saving: bytes of one checkpoint, of which `num_checkpoints` are on disk at a time.
+        machines: each with that many processes.
+        saving: bytes of one checkpoint; at most `num_checkpoints` are on disk at a time.
         copied: bytes of host buffers on this machine for asynchronous saves.
         on_host: roles are in main memory, because there is no GPU.
         stays_awake: the engine keeps its GPU memory while the trainer works.
-        sent: bytes of main memory of weights on their way to the role `rollout`.
+        sent: bytes of main memory for weights that are sent to the role `rollout`.
     """
 
     roles: tuple[RoleMemory, ...]
@@ -101,16 +101,16 @@ class MemoryEstimate:
 
     @property
     def host(self) -> int:
-        """Bytes of main memory on each machine that a run on GPUs takes beside them."""
+        """Bytes of main memory on each machine of a run on GPUs."""
         offloaded = sum(role.persistent_bytes for role in self.roles if role.is_offloaded)
         return 0 if self.on_host else self.copied + self.sent + offloaded * (self.processes - self.rollout_workers)
 
 
 def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
-    """Memory at rest of a `PPORun` or an `SFTRun`, by counts alone.
+    """Persistent memory of a `PPORun` or an `SFTRun`, by counts alone.
 
     Args:
-        on_gpu: its roles live in the memory of GPUs; otherwise in main memory.
+        on_gpu: roles are in GPU memory; otherwise in main memory.
     """
     run = roles_on_device(run, on_gpu)
     settings, layouts, step = run.trainer, role_layouts(run), workload(run)
@@ -119,7 +119,7 @@ def estimate_memory(run: Any, on_gpu: bool) -> MemoryEstimate:
     group_of = {role: number for number, (members, _) in enumerate(groups) for role in members}
     group_of["reward"] = group_of["actor"] if placement is None else group_of.get("rm", group_of["actor"])
     roles = [_role_memory(run, name, layout, group_of[name]) for name, layout in _layouts_of_models(run, layouts)]
-    has_engine = step.generates and run.rollout.runs_ahead  # or a server, with weights and a cache of its own
+    has_engine = step.generates and run.rollout.runs_ahead  # or a server, with its own weights and cache
     cache = _cache_bytes(run, roles[0]) if step.generates and not has_engine else 0
     if not cache:
         roles[0] = replace(roles[0], generating=0)
@@ -148,10 +148,10 @@ def _cache_bytes(run: Any, actor: RoleMemory) -> int:
 
 
 def _layouts_of_models(run: Any, layouts: dict[str, RoleLayout]) -> Iterator[tuple[str, RoleLayout]]:
-    """Roles with weights of their own, and their processes; the actor first."""
+    """Roles with their own weights, and their processes; the actor first."""
     for name in ("actor", "critic", "reference"):
         if name not in layouts or (name == "reference" and not run.reference.model and run.actor.lora is not None):
-            continue  # the reference of an adapter is the model below it
+            continue  # the reference of an adapter is the base model
         yield name, layouts[name]
     reward = getattr(run, "reward", None)
     if reward is not None and reward.is_model:  # each process has a copy of its own
@@ -161,7 +161,7 @@ def _layouts_of_models(run: Any, layouts: dict[str, RoleLayout]) -> Iterator[tup
 def _role_memory(run: Any, name: str, layout: RoleLayout, group: int = 0) -> RoleMemory:
     role = getattr(run, name)
     source = getattr(role, "model", None) or run.actor.model
-    autocast = getattr(run.actor if name == "reference" else role, "autocast", None)  # it computes as the actor does
+    autocast = getattr(run.actor if name == "reference" else role, "autocast", None)  # it computes like the actor
     stored, dtype = getattr(torch, source.dtype), getattr(torch, autocast or source.dtype)
     config, kind, trains = sizes_config(source), _HEADS.get(name, "causal_lm"), isinstance(role, TrainedRole)
     sizes = model_stats(config, kind=kind)
@@ -179,7 +179,7 @@ def _traced(run: Any, memory: RoleMemory, step: Workload, device: DeviceRates, c
     most = micro_batch_limit(run, memory, step)
     tokens = sharding.micro_batch_tokens(role.micro_batch_tokens, most)
     micro_batches = -(-most // tokens)
-    under_way = sharding.activation_share(micro_batches)
+    num_active = sharding.activation_share(micro_batches)
     recomputed = bool(getattr(role, "gradient_checkpointing", False))
     more = min(role.micro_batch_tokens, micro_batch_limit(run, memory, step, scores=True)) / tokens
     are_divided = (
@@ -188,8 +188,8 @@ def _traced(run: Any, memory: RoleMemory, step: Workload, device: DeviceRates, c
     kind = {"counted_below": counted_below, "device_type": "cuda" if device.is_gpu else "cpu"}
     how = {"recomputed": recomputed, "siblings": layout.siblings, "expert_load": 1.0 if are_divided else None}
     traced = trace_activations(memory.config, tokens, memory.dtype, **kind, **how)
-    training = int(traced.training + (under_way - 1) * traced.after_forward)
-    after_forward, scoring = int(under_way * traced.after_forward), int(more * traced.scoring)
+    training = int(traced.training + (num_active - 1) * traced.after_forward)
+    after_forward, scoring = int(num_active * traced.after_forward), int(more * traced.scoring)
     logits = 0 if memory.name in _HEADS else traced.logits
     found = Activations(training, after_forward, scoring, logits, traced.why_counted)
     return replace(memory, tokens=tokens, micro_batches=micro_batches, recomputed=recomputed, activations=found)
@@ -199,7 +199,7 @@ def micro_batch_limit(run: Any, role: RoleMemory, step: Workload, *, scores: boo
     """Maximum number of tokens of a step in one process, independent of the micro-batch limit.
 
     Args:
-        scores: count all rows of the step, rather than those of a mini-batch.
+        scores: count all rows of the step instead of those of a mini-batch.
     """
     is_whole = scores or not role.gradients or step.mini_batches == 1
     rows = step.rows if is_whole else -(-step.rows // step.mini_batches)
@@ -214,16 +214,16 @@ class MemoryPlan:
     """Memory of a run in each phase.
 
     Attributes:
-        phases: of every group of processes that hold roles.
-        limit: bytes that a process has on its device.
-        beside_engine: bytes that the actor's processes need there while an engine beside them is awake.
+        phases: of every group of processes.
+        limit: bytes available to a process on its device.
+        trainer_bytes: bytes that the actor's processes need there while an engine on the device is awake.
     """
 
     estimate: MemoryEstimate
     roles: tuple[RoleMemory, ...]
     phases: tuple[PhaseMemory, ...]
     limit: int
-    beside_engine: int = 0
+    trainer_bytes: int = 0
 
     @property
     def peak(self) -> PhaseMemory:
@@ -279,29 +279,29 @@ def memory_plan(run: Any, device: DeviceRates, limit: int | None = None, counted
 def _memory_plan(
     run: Any, step: Workload, roles: Sequence[RoleMemory], estimate: MemoryEstimate, device: DeviceRates, limit: int
 ) -> MemoryPlan:
-    """The plan where it is decided whether an engine beside the trainer sleeps."""
+    """The plan of a run with `rollout.sleep` resolved."""
     phases: list[PhaseMemory] = []
-    beside = 0
+    trainer_bytes = 0
     for group in sorted({role.group for role in roles}):
         members, engine = [role for role in roles if role.group == group], dict[str, int]()
         if step.generates and roles[0] in members and getattr(run, "actor_generates", True):
-            alone = [*_phases(run, members, estimate, device, {})]  # at rest, and the weights that a sync gathers
+            alone = [*_phases(run, members, estimate, device, {})]  # without engine; with weights that a sync gathers
             needs = [alone[0].total + max(role.gathered for role in members)]
-            beside = max(needs + [phase.total for phase in alone if estimate.stays_awake])
-            engine = _engine_parts(run, roles[0], estimate, device, beside, limit)
+            trainer_bytes = max(needs + [phase.total for phase in alone if estimate.stays_awake])
+            engine = _engine_parts(run, roles[0], estimate, device, trainer_bytes, limit)
         phases += _phases(run, members, estimate, device, engine)
     if getattr(run, "has_rollout_worker", False):  # a process with a whole copy of the actor's model
         memory = _role_memory(run, "actor", RoleLayout.of(NoSharding(), run.num_rollout_workers))
-        if not run.actor_generates:  # it computes nothing with the copy: there is none in the dtype of computation
+        if not run.actor_generates:  # it does not compute with the copy, so there is none in the dtype of computation
             memory = replace(memory, weights=memory.sizes.parameters * memory.stored.itemsize)
         parts = {"context": device.context, "weights": memory.weights}
         if device.is_gpu and run.trainer.placement is None:
             parts["the actor's process"] = max(phase.total for phase in phases)
-        beside = beside if run.actor_generates else sum(parts.values())
+        trainer_bytes = trainer_bytes if run.actor_generates else sum(parts.values())
         own = replace(estimate, cache=_cache_bytes(run, memory))
         engine = _engine_parts(run, memory, own, device, sum(parts.values()), limit)
         phases.append(PhaseMemory("generate", ("rollout",), parts | engine))
-    return MemoryPlan(estimate, tuple(roles), tuple(phases), limit, beside)
+    return MemoryPlan(estimate, tuple(roles), tuple(phases), limit, trainer_bytes)
 
 
 def _phases(
@@ -310,7 +310,7 @@ def _phases(
     """The phases of the processes that hold some roles.
 
     Args:
-        engine: see `_engine_parts`; empty where none is here.
+        engine: see `_engine_parts`; empty if there is none.
     """
     names, has_weights = tuple(role.name for role in members), "engine weights" in engine
     actor = next((role for role in members if role.name == "actor"), None)
@@ -333,9 +333,9 @@ def _phases(
             extra["packed weights"] = max(actor.weights, actor.generating)
         yield PhaseMemory("generate", names, persistent | engine | extra)
     if workload(run).generates:
-        asked = max(members, key=lambda role: role.activations.scoring + role.gathered)
-        working = {"activations": asked.activations.scoring, "gathered weights": asked.gathered}
-        yield PhaseMemory("score", names, outside | working | {"logits": asked.activations.logits})
+        largest = max(members, key=lambda role: role.activations.scoring + role.gathered)
+        working = {"activations": largest.activations.scoring, "gathered weights": largest.gathered}
+        yield PhaseMemory("score", names, outside | working | {"logits": largest.activations.logits})
     for role in (role for role in members if role.gradients):
         peak = role.activations
         on_top = max(0, peak.after_forward + peak.logits - peak.training)  # the rest is free when layers are recomputed
@@ -353,7 +353,7 @@ def _phases(
 
 
 def _engine_parts(
-    run: Any, actor: RoleMemory, estimate: MemoryEstimate, device: DeviceRates, beside: int, limit: int
+    run: Any, actor: RoleMemory, estimate: MemoryEstimate, device: DeviceRates, trainer_bytes: int, limit: int
 ) -> dict[str, int]:
     """Memory of generation: an engine with its own weights, or only the key-value cache; none with a server."""
     rollout = run.rollout
@@ -372,7 +372,7 @@ def _engine_parts(
             working[ASLEEP] = shape.asleep
         memory = DeviceMemory(device.memory, min(device.memory - device.context, limit))
     try:
-        cache = cache_bytes(rollout, shape, memory, beside)
+        cache = cache_bytes(rollout, shape, memory, trainer_bytes)
     except ConfigError:  # it does not fit: the plan shows by how much
         cache = shape.cache_of(1)
     return {"engine weights": shape.weights, "keys and values": cache, **working}

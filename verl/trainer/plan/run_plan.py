@@ -41,7 +41,7 @@ from verl.utils.external_input import write_text
 
 MOST_CHANGES = 3  # that are named
 GPUS = (2, 4, 8)  # that a machine of a data centre may give to a run
-SMALL_SHARE = 16  # of the memory: what takes less than one part is not traced at the start of a run
+SMALL_SHARE = 16  # fraction of the memory: smaller activations are not traced at the start of a run
 WIDTH = 80
 # A step over its plan, for published steps of dense models and of mixtures of experts: see docs/results.md
 RANGES = {False: (0.8, 1.5), True: (1.0, 3.0)}
@@ -53,8 +53,8 @@ class FittingChange:
     """Settings that make a run fit.
 
     Attributes:
-        peak_bytes: then.
-        relative_time: seconds of a step then, over those before.
+        peak_bytes: with the change.
+        relative_time: seconds of a step with the change, over those without.
     """
 
     settings: tuple[str, ...]
@@ -78,7 +78,7 @@ def changes_that_fit(
                 changed_run = dict(changes(changed_run, memory.estimate))[name]()
             changed = memory_plan(changed_run, device, limit=memory.limit)
             seconds = sum(stage.seconds for stage in stage_times(changed_run, changed, device, response))
-        except (ConfigError, KeyError, ValueError):  # it does not go with the rest
+        except (ConfigError, KeyError, ValueError):  # it is not compatible with other settings
             return []
         change = FittingChange(names, changed.peak.total, seconds / step_s)
         return [change] if change.peak_bytes < memory.peak.total else []
@@ -142,10 +142,10 @@ class RunPlan:
 
     Attributes:
         batch: sentences about rows, micro-batches and optimizer steps; disk: one about checkpoints.
-        changes: that make it fit, the cheapest first; empty if it fits.
-        response: average tokens of a response; None: as long as they may be.
-        shipped: hub names of models whose config.json was not read, since their shapes are shipped with the package.
-        asynchronous: what `verl plan --async` adds.
+        changes: changes that make it fit, the cheapest first; empty if it fits.
+        response: average tokens of a response; None for the maximum.
+        shipped: hub names of models whose shapes are taken from the package, without reading their config.json.
+        asynchronous: the result of `verl plan --async`.
     """
 
     device: DeviceRates
@@ -164,7 +164,7 @@ class RunPlan:
 
     @property
     def range_s(self) -> tuple[float, float]:
-        """Seconds of a step at best and at worst, by published steps; on a CPU without a range."""
+        """Best and worst seconds of a step, by errors for published steps; equal on a CPU."""
         is_mixture = bool(num_experts(self.memory.roles[0].config))
         low, high = RANGES[is_mixture] if self.device.is_gpu else (1.0, 1.0)
         return low * self.step_s, high * self.step_s
@@ -174,7 +174,7 @@ class RunPlan:
         return self.memory.fits
 
     def decided(self, run: Any) -> Any:
-        """The run with `rollout.sleep=auto` replaced by what the plan counted with."""
+        """The run with `rollout.sleep=auto` resolved as in the plan."""
         if getattr(run.rollout, "sleep", None) != "auto":
             return run
         return replace(run, rollout=replace(run.rollout, sleep=not self.memory.estimate.stays_awake))
@@ -307,18 +307,18 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | No
     """Plan a run that starts now, with the free memory: writes `plan.txt` and `plan.json`, and logs warnings.
 
     Args:
-        checkpoints: where they go.
+        checkpoints: their directory.
     Returns:
-        The plan; None where it cannot be made, which stops no run.
+        The plan; None if planning failed, which does not stop the run.
     Raises:
-        ConfigError: an engine that never sleeps does not fit beside the trainer.
+        ConfigError: an engine that never sleeps does not fit next to the trainer.
     """
     try:
         device = gpu_here() if context.device.startswith("cuda") else device_named("cpu")
         limit = free_memory(context.device, estimate_memory(run, device.is_gpu).processes)
         disk, small = free_disk(checkpoints), (limit or 0) // SMALL_SHARE
         plan = plan_run(run, device, free_disk=disk, limit=limit, counted_below=small)
-    except Exception as error:  # noqa: BLE001 - whatever is odd about a configuration, a plan stops no run
+    except Exception as error:  # noqa: BLE001 - a failed plan does not stop a run
         _log.warning("The plan of this run could not be made: %s: %s", type(error).__name__, error)
         return None
     assert context.run_dir is not None

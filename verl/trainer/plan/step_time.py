@@ -9,7 +9,7 @@ from verl.models.model_stats import ModelStats
 from verl.trainer.plan.memory import MemoryPlan, RoleMemory
 from verl.trainer.plan.workload import DeviceRates, workload
 
-LAST_ROWS = 4  # that are drawn to the greatest length, where most are shorter
+LAST_ROWS = 4  # number of rows that are decoded to the maximum length, if most are shorter
 SCORES = {"actor": "old log-probs", "critic": "values", "reference": "reference log-probs"}
 
 
@@ -19,7 +19,7 @@ class StageTime:
 
     Attributes:
         bound: the limiting resource.
-        sent_bytes: that a process sends to others for forward and backward passes.
+        sent_bytes: bytes that a process sends for forward and backward passes.
     """
 
     name: str
@@ -46,7 +46,7 @@ class _Work:
         return cls(role, device, layout.siblings * layout.sharding.pipeline_ways(layout.processes))
 
     def pass_s(self, tokens: float, length: int, calls: int = 1) -> tuple[float, str]:
-        """Seconds of a forward pass of this many tokens in rows of a given length, divided into calls."""
+        """Seconds of a forward pass of `tokens` tokens in rows of a given length, divided into calls."""
         role, sizes, device = self.role, self.role.sizes, self.device
         used = active_parameters(role.config, sizes)
         attention = 2 * sizes.layers * sizes.attention * length  # two products, half of them masked
@@ -59,12 +59,12 @@ class _Work:
 
 
 def active_parameters(config: Any, sizes: ModelStats) -> int:
-    """Parameters in the products of one token: the output head, but not the table of embeddings; of the experts those
-    that are chosen."""
+    """Parameters in the matrix products of one token: with the output head, without the embeddings; of experts only the
+    chosen ones."""
     count = sizes.parameters - (0 if sizes.tied else sizes.vocabulary * sizes.hidden)
     if sizes.top_k:
         return count - sizes.expert_elements * (sizes.experts - sizes.top_k) // sizes.experts
-    text = config.get_text_config()  # of a family whose experts are in no common form
+    text = config.get_text_config()  # a family with an unknown form of experts
     experts = getattr(text, "num_experts", None) or getattr(text, "num_local_experts", None)
     chosen = getattr(text, "num_experts_per_tok", None)
     if experts and chosen and chosen < experts:
@@ -127,14 +127,14 @@ def _update(run: Any, role: RoleMemory, device: DeviceRates, tokens: int, length
 
 @dataclass(frozen=True)
 class EngineTimes:
-    """Decoding: for each token of all rows the weights are read once, and the keys and values of every row.
+    """Decoding: each step reads the weights once, and the keys and values of every row.
 
     Attributes:
-        work: of the model; an engine's stages take turns, so that only its tensor-parallel processes share the time.
-        rows, slots: of a step in this engine, and those of them that are drawn together.
-        most_slots: of any rows.
-        engines: that share the rows of a step.
-        prompt: tokens.
+        work: of the model; pipeline stages of an engine run one after another, so only tensor parallelism saves time.
+        rows, slots: rows of a step in this engine, and how many are decoded at a time.
+        most_slots: maximum number of rows decoded at a time.
+        engines: number of engines that share the rows of a step.
+        prompt: tokens of a prompt.
     """
 
     work: _Work
@@ -145,19 +145,20 @@ class EngineTimes:
     prompt: int
 
     def token_s(self, count: float, length: float) -> tuple[float, str]:
-        """Seconds of a token of each of so many rows of this length, and what bounds them."""
+        """Seconds for one token of each of `rows` rows of this length, and the limiting resource."""
         device, role = self.work.device, self.work.role
         seconds, bound = self.work.pass_s(count, int(length))
         cache_bytes = role.sizes.cache_elements * role.dtype.itemsize / self.work.ways
         return seconds + device.decode_s + count * length * cache_bytes / device.reads(), bound
 
     def prompts_s(self, group_size: int) -> float:
-        """Seconds in which the prompts are read, those of a group once."""
+        """Seconds of prefill; the prompt of a group is read once."""
         waves = -(-self.rows // self.slots)
         return self.work.pass_s(self.rows * self.prompt // max(1, group_size), max(1, self.prompt), waves)[0]
 
     def stage(self, run: Any, new: int) -> StageTime:
-        """All rows, of `new` tokens on average; where that is less than they may have, the last few have as many."""
+        """The stage for rows of `new` tokens on average; if that is below the maximum, the last few rows have the
+        maximum."""
         each_s, bound = self.token_s(self.slots, self.prompt + new / 2)
         longest, waves = run.response_tokens, -(-self.rows // self.slots)
         last_s = (longest - new) * self.token_s(min(self.slots, LAST_ROWS), self.prompt + (new + longest) / 2)[0]
@@ -166,7 +167,7 @@ class EngineTimes:
 
 
 def engine_of(run: Any, memory: MemoryPlan, device: DeviceRates) -> EngineTimes:
-    """An engine of the run, which draws its share of a step's rows."""
+    """Times of an engine of the run, which generates its share of a step's rows."""
     layout, step = memory.roles[0].layout, workload(run)  # of the actor
     in_process = -(-step.rows // (layout.shares if run.rollout.runs_ahead else layout.generation_shares))
     same = layout.processes // layout.shares if run.rollout.runs_ahead else 1  # processes with the same rows

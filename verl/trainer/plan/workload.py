@@ -18,9 +18,9 @@ from verl.errors import ConfigError
 from verl.trainer.config import PPOSettings
 from verl.utils.memory import bfloat16_here, gpu_memory_from_outside, gpu_name_from_outside
 
-WORTH_PACKING = 0.85  # of the tokens of padded rows, from which down the rows are packed
+WORTH_PACKING = 0.85  # fraction of the padded tokens below which rows are packed
 GB, GIB, TERA = 10**9, 2**30, 10**12
-_PROCESS_BYTES = 450 * 2**20  # a Python with torch and transformers, on the CPU
+_PROCESS_BYTES = 450 * 2**20  # a Python process with torch and transformers, on the CPU
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -28,13 +28,13 @@ _PROCESS_BYTES = 450 * 2**20  # a Python with torch and transformers, on the CPU
 
 @dataclass(frozen=True)
 class RoleLayout:
-    """The processes of a role, and in how many shares they divide its work.
+    """The processes of a role, and the division of its work.
 
     Attributes:
-        shares, token_shares: of the rows of a step; of its tokens, by rows and within rows.
-        generation_shares: of rows that the training weights generate, where processes that share tokens or stages have
-            whole weights.
-        siblings, expert_ways: of each layer, and of the experts of a layer.
+        shares, token_shares: divisions of the rows of a step, and of its tokens (by rows and within rows).
+        generation_shares: divisions of the generated rows, where processes that share tokens or stages have full
+            weights.
+        siblings, expert_ways: divisions of each layer, and of the experts of a layer.
     """
 
     sharding: Sharding
@@ -78,9 +78,9 @@ class Workload:
     """Rows of a step.
 
     Attributes:
-        generates: rows are sampled and scored in the step; otherwise they are those of a data set.
-        prompt, response: most tokens of a row, of which rows of a group share the prompt.
-        updates_per_row: how often a row is trained on.
+        generates: rows are sampled and scored in the step; otherwise they come from a data set.
+        prompt, response: maximum tokens of a row; rows of a group share the prompt.
+        updates_per_row: number of updates on a row.
     """
 
     generates: bool
@@ -93,20 +93,20 @@ class Workload:
 
     @property
     def width(self) -> int:
-        """Most tokens of a row."""
+        """Maximum tokens of a row."""
         return self.prompt + self.response
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of a step."""
+        """Optimizer steps per step."""
         return self.mini_batches * self.updates_per_row
 
     def tokens_per_row(self, run: Any, role: str, is_whole: bool = True, response: int | None = None) -> float:
         """Tokens that a row adds to a packed sequence, in which samples share their prompt.
 
         Args:
-            is_whole: all samples of a prompt are in one micro-batch, which is not so for mini-batches of shuffled rows.
-            response: tokens of a response; None: the most.
+            is_whole: all samples of a prompt are in one micro-batch; not the case for shuffled mini-batches.
+            response: tokens of a response; None for the maximum.
         """
         response = self.response if response is None else response
         packs = getattr(run.actor if role == "reference" else getattr(run, role), "packing", "off") == "auto"
@@ -162,7 +162,7 @@ def _remainder(count: int, parts: int, what: str, where: str) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRates:
-    """Peak rates of a device, in bytes and operations per second, and the shares of them that are reached in practice.
+    """Peak rates of a device, in bytes and operations per second, and the fractions reached in practice.
 
     Attributes:
         memory: bytes.
@@ -172,7 +172,7 @@ class DeviceRates:
         host_link: between the device and main memory.
         context: bytes of the device context of each process.
         layer_s: minimum seconds of one layer's forward pass, for launching kernels.
-        decode_s: seconds that an engine takes for each token beside the model: scheduling, sampling, its replies.
+        decode_s: seconds of an engine per token, in addition to the model: scheduling, sampling, replies.
         is_measured: rates are of this machine, not from a data sheet.
     """
 
@@ -226,7 +226,7 @@ DEVICES = {
 
 
 def device_named(name: str) -> DeviceRates:
-    """The rates of a device of the table, or of `cpu`: this machine's memory with rates of two common cores.
+    """The rates of a device of the table, or of `cpu`: the memory of this machine with rates of two common cores.
 
     Raises:
         ConfigError: there is no device of that name.
@@ -240,8 +240,8 @@ def device_named(name: str) -> DeviceRates:
 
 def gpu_here() -> DeviceRates:
     """The GPU of this machine, with its actual memory and the rates of the table; unknown ones get those of an A100."""
-    asked = gpu_memory_from_outside(0)  # opens no CUDA context in this process
-    memory = torch.cuda.get_device_properties(0).total_memory if asked is None else asked.total
+    gpu = gpu_memory_from_outside(0)  # opens no CUDA context in this process
+    memory = torch.cuda.get_device_properties(0).total_memory if gpu is None else gpu.total
     name = gpu_name_from_outside(0) or torch.cuda.get_device_name(0)
     plain = name.lower().replace(" ", "").replace("geforce", "")
     known = next((rates for key, rates in reversed(DEVICES.items()) if key.partition("-")[0] in plain), None)
@@ -253,7 +253,7 @@ def gpu_here() -> DeviceRates:
 def this_cpu() -> DeviceRates:
     """The CPU of this machine with its actual memory and conservative rates; see `measured_here` for measured ones."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    rate = 60e9 * cores  # of the 70 to 100 that products of these sizes reach by themselves on cores with AVX2
+    rate = 60e9 * cores  # cores with AVX2 reach 70 to 100 in isolated products of these sizes
     return DeviceRates(
         name="cpu",
         memory=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
@@ -307,8 +307,8 @@ def _fastest(work: Callable[[], object], seconds: float) -> float:
 
 
 def free_memory(device: str, processes: int) -> int | None:
-    """Free bytes for each of this many processes on this machine; None if unknown."""
-    if device.startswith("cuda"):  # asked by the driver, which has no context on a GPU and shall not get one
+    """Free bytes for each of `processes` processes on this machine; None if unknown."""
+    if device.startswith("cuda"):  # called by the driver, which must not create a context on a GPU
         gpu = gpu_memory_from_outside(torch.device(device).index or 0)
         return None if gpu is None else gpu.free
     free = free_main_memory()

@@ -5,9 +5,9 @@ engine_server     The engine as the vLLM process holds it: each public method is
 expert_recorder   Experts that the routers chose for the tokens that predict a response, for router replay
 layer_fingerprints
                   Fingerprints of the model's parameters, taken through its layers
-logits_processor  Counter-based sampling noise inside vLLM: a logits processor that leaves one token to choose
-turns             Turns in the vLLM process: requests that come and go, beside its cache of prefixes
+logits_processor  Counter-based sampling noise inside vLLM: a logits processor that leaves one token
+turns             Turns in the vLLM process: its requests, and its prefix cache
 verification      Fingerprints and log-probs of the engine, for the proof of a sync
-weight_loader     Loads streamed tensors into the engine's own layers in place; the places are found once
+weight_loader     Loads streamed tensors in place into the engine's layers; destinations are computed once
 worker_extension  Methods added to vLLM's worker processes: load weights from the stream, sample with our noise
 """

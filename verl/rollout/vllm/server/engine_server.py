@@ -58,7 +58,7 @@ class EngineServer:
     def __init__(self, setting: EngineArgs):
         self._memory_kills = memory_kills()
         torch.set_num_threads(setting.num_threads)
-        if setting.options.num_workers == 1 or not setting.is_on_gpu:  # forked workers want no CUDA before them
+        if setting.options.num_workers == 1 or not setting.is_on_gpu:  # before a fork CUDA must not be initialised
             inspect_here(setting.directory)
         if setting.name:
             name_file_store(setting.name)
@@ -85,7 +85,7 @@ class EngineServer:
         self._records_experts = setting.options.router_replay
         if self._records_experts:
             self.llm.collective_rpc("verl_record_experts")
-        if setting.options.runs_eager(setting.is_on_gpu):  # what is compiled runs no hooks
+        if setting.options.runs_eager(setting.is_on_gpu):  # compiled code runs no hooks
             self.llm.collective_rpc("verl_report_layers")
 
     def describe(self) -> EngineInfo:
@@ -127,7 +127,7 @@ class EngineServer:
         return max(seconds for seconds, _ in results), next((reason for _, reason in results if reason), None)
 
     def adopt(self, directory: str, number: int) -> float:
-        """Load a new adapter in place of the previous one, also for open turns. Returns seconds."""
+        """Replace the adapter, also for open turns. Returns seconds."""
         start = time.perf_counter()
         self._lora_request = LoRARequest("adapter", 1, directory)
         if not self.llm.llm_engine.add_lora(LoRARequest("adapter", 1, directory, load_inplace=True)):
@@ -143,11 +143,11 @@ class EngineServer:
     def begin_turns(
         self, drawing: TokenSampler, width: int, num_threads: int | None, is_stepwise: bool = False
     ) -> None:
-        """Prepare for turns with at most this many tokens each; earlier turns are cancelled.
+        """Prepare for turns of at most `width` tokens each; earlier turns are cancelled.
 
         Args:
             num_threads: threads of each worker, on a CPU that the trainer uses at the same time; None: all.
-            is_stepwise: turns are computed anew whenever they are begun, and the weights may change meanwhile.
+            is_stepwise: turns are recomputed whenever they are begun, and the weights may change meanwhile.
         """
         self.end_turns()
         capacity = self._max_num_seqs
@@ -162,32 +162,32 @@ class EngineServer:
         )
 
     def advance_turns(self, new: list[NumberedTurn], budget_s: float, until_all: bool) -> TurnOutput:
-        """Take new turns, and generate for a while; see `EngineTurns.advance`."""
+        """Add new turns, and generate for a while; see `EngineTurns.advance`."""
         assert self._turns is not None
         self._purpose.text = "generating"
         return self._turns.advance(new, budget_s, until_all)
 
     def open_turns(self) -> TurnOutput:
-        """Turns that are under way, as far as they have been drawn."""
+        """The unfinished turns, with the tokens sampled so far."""
         return TurnOutput() if self._turns is None else self._turns.open()
 
     def end_turns(self) -> None:
-        """Give up the turns under way. May be called again."""
+        """Cancel all open turns. Idempotent."""
         if self._turns is not None:
             self._turns.close()
             self._turns = None
             self.llm.collective_rpc("verl_end")
 
     def _renew(self) -> None:
-        """After a change of the weights."""
+        """Reset caches after a change of the weights."""
         self._prefixes.renew()
         if self._turns is not None:
             self._turns.renew()
 
     @property
     def _num_full_rows(self) -> int:
-        """Rows of the maximum length whose keys and values fit side by side, so that vLLM preempts none of them: it
-        would compute it anew by other weights than those of the keys and values that it had."""
+        """Number of rows of the maximum length that fit in the cache. With more, vLLM may preempt a row and recompute
+        it with other weights than those of its keys and values."""
         cache: Any = self.llm.llm_engine.vllm_config.cache_config
         return max(1, int(cache.kv_cache_max_concurrency * (1 - 1 / cache.num_gpu_blocks)))  # it keeps a block
 
@@ -202,7 +202,7 @@ class EngineServer:
     def _report_steps(self, engine: Any) -> None:
         """Report progress at each step of a `vllm.LLMEngine` and at each added request, with the number of remaining
         sequences."""
-        # No circle: an engine ends with its object.
+        # no reference cycle: an engine ends with its object
         kind, of, purpose = type(engine), weakref.ref(engine), self._purpose
 
         def added(*args: Any, **options: Any) -> Any:

@@ -1,7 +1,7 @@
 """Experts that the routers chose for the tokens that predict a response, for router replay.
 
-vLLM hands recorded experts out itself only with its second model runner, which takes no logits processors. So this uses
-the same hooks of its routers, and reads them where `CounterNoiseProcessor` samples.
+vLLM returns recorded experts only with its second model runner, which does not support logits processors. This uses the
+same hooks of its routers, and reads them when `CounterNoiseProcessor` samples.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from vllm.model_executor.layers.fused_moe.routed_experts_capturer import bind_ro
 
 
 class ExpertRecorder:
-    """The choices of the last forward pass. Works for models that run as written, since graphs call no hooks.
+    """The choices of the last forward pass. Works for eager models only, since graphs call no hooks.
 
     Args:
         runner: vLLM's model runner.
     Raises:
-        ValueError: a layer's kernel chooses by itself and does not tell.
+        ValueError: a layer's kernel chooses experts without reporting them.
     """
 
     def __init__(self, runner: Any):

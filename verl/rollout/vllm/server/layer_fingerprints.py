@@ -74,7 +74,7 @@ class ExpertFingerprints:
                     self._named(number, part),
                     FingerprintShard(fingerprint(matrix[:own, :width], vectors), rows, offset),
                 )
-            shown = placed(down[:width, :own], rows, offset) if ranks > 1 else down[:width, :own]
+            shown = widened(down[:width, :own], rows, offset) if ranks > 1 else down[:width, :own]
             yield (
                 self._named(number, layer.ckpt_down_proj_name),
                 FingerprintShard(fingerprint(shown, vectors), width, 0, ranks > 1),
@@ -146,7 +146,7 @@ def _order(kind: str, width: int, dtype: torch.dtype) -> Tensor:
     return went.argsort()
 
 
-def placed(matrix: Tensor, width: int, offset: int) -> Tensor:
+def widened(matrix: Tensor, width: int, offset: int) -> Tensor:
     """This rank's columns at their global positions, with zeros for those of other ranks."""
     wide = matrix.new_zeros(len(matrix), width)
     wide[:, offset : offset + matrix.shape[1]] = matrix
@@ -209,7 +209,7 @@ class LayerFingerprints:
                 self._add(self._vocabulary, module, f"{name}.weight", False)
             elif "LinearBase" in kinds:
                 is_term = "RowParallelLinear" in kinds and layer.tp_size > 1
-                self._add(self._linear, module, list(layer_parts(module, name, kinds, self.packed)), is_term)
+                self._add(self._linear, module, list(layer_rows(module, name, kinds, self.packed)), is_term)
             elif module._parameters:
                 self._add(self._own, module, name, ())
         if embedding is not None and self._reads_as_head(embedding):
@@ -282,7 +282,7 @@ class LayerFingerprints:
                 yield f"{name}.{key}", whole_shard(fingerprint(weight, vectors))
 
 
-def layer_parts(layer: Any, name: str, kinds: set[str], packed: dict[str, list[str]]) -> Iterator[LayerRows]:
+def layer_rows(layer: Any, name: str, kinds: set[str], packed: dict[str, list[str]]) -> Iterator[LayerRows]:
     """The Hugging Face tensors within a linear layer, in its order."""
     pieces = _pieces(layer, kinds)
     parent, _, last = name.rpartition(".")
@@ -338,11 +338,11 @@ def adapter_shards(manager: Any, adapter_id: int, rank: int, vectors: ProbeVecto
         if layer is None or "LinearBase" not in kinds_of(layer):
             continue
         is_term = "RowParallelLinear" in kinds_of(layer) and layer.tp_size > 1
-        for index, part in enumerate(layer_parts(layer, plain_name(path), kinds_of(layer), packed)):
+        for index, part in enumerate(layer_rows(layer, plain_name(path), kinds_of(layer), packed)):
             is_fused = len(module.lora_a_stacked) == 1  # one adapter over all parts
             a = module.lora_a_stacked[0 if is_fused else index][slot, 0, :rank]
             b = module.lora_b_stacked[0 if is_fused else index][slot, 0, :, :rank]
-            shown = _placed(a, layer) if is_term else a
+            shown = _widened(a, layer) if is_term else a
             b_part = b[part.local] if is_fused else b
             shard_a = FingerprintShard(fingerprint(shown, vectors), rank, is_term=is_term)
             shard_b = FingerprintShard(fingerprint(b_part, vectors), part.rows, 0 if is_term else part.offset)
@@ -351,7 +351,7 @@ def adapter_shards(manager: Any, adapter_id: int, rank: int, vectors: ProbeVecto
     return shards
 
 
-def _placed(a: Tensor, layer: Any) -> Tensor:
+def _widened(a: Tensor, layer: Any) -> Tensor:
     """This rank's input columns of A at their global positions, with zeros for those of other ranks."""
     start = layer.tp_rank * a.shape[1]
     wide = a.new_zeros(a.shape[0], layer.input_size)

@@ -31,8 +31,8 @@ class ActiveRequests:
     Attributes:
         log_probs: [B T], filled as tokens are sampled.
         recorder: of the experts that routers choose; None if they are not recorded.
-        experts: [B T layers k] int16 in main memory, of the tokens that predict the turns, filled likewise; UNKNOWN
-            elsewhere. None before the first token.
+        experts: [B T layers k] int16 in main memory, of the tokens that predict the turns, filled as tokens are
+            sampled; UNKNOWN elsewhere. None before the first token.
     """
 
     drawing: TokenSampler
@@ -65,16 +65,16 @@ class CounterNoiseProcessor(LogitsProcessor):
     """See the module.
 
     Attributes:
-        under_way: set before requests are added; rows without `TURN` (warm-up) are not modified.
+        active: set before requests are added; rows without `TURN` (warm-up) are not modified.
     """
 
-    under_way: ActiveRequests | None = None  # of this process, which draws for one engine
+    active: ActiveRequests | None = None  # one per process, which samples for one engine
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool):
         size = vllm_config.scheduler_config.max_num_seqs
         self.device, self._pins = device, is_pin_memory
         self._turns = np.zeros((8, size), dtype=np.int64)  # row, is greedy, noise key, position of its first token
-        self._sampled: list[list[int] | None] = [None] * size  # vLLM's own lists of the tokens so far
+        self._sampled: list[list[int] | None] = [None] * size  # vLLM's lists of the tokens so far
         self._noise = np.zeros((size, NOISE_TOKENS))  # of each row, from a position on
         self._noise_of = np.full((6, size), -1, dtype=np.int64)  # noise key, and which part of the turn
 
@@ -109,15 +109,15 @@ class CounterNoiseProcessor(LogitsProcessor):
         """Set all logits to -inf except that of each row's sampled token."""
         rows = logits.shape[0]
         sampled = self._sampled[:rows]
-        if self.under_way is None or None in sampled:
+        if self.active is None or None in sampled:
             return logits
-        drawing, log_probs = self.under_way.drawing, self.under_way.log_probs
+        drawing, log_probs = self.active.drawing, self.active.log_probs
         row, is_greedy, columns, positions, bits = self._to_device(drawing, sampled)
         greedy = self._turns[1, :rows]
         of_all = bool(greedy[0]) if greedy.min() == greedy.max() else is_greedy.bool()
         tokens = drawing.pick(logits, bits.view(torch.float64), positions, of_all)
         log_probs[row, columns] = drawing.log_probs(logits, tokens)
-        self.under_way.record_experts(self._turns[0, :rows], [len(tokens) for tokens in sampled if tokens is not None])
+        self.active.record_experts(self._turns[0, :rows], [len(tokens) for tokens in sampled if tokens is not None])
         return logits.fill_(float("-inf")).scatter_(1, tokens[:, None], 0.0)
 
     def _to_device(self, drawing: TokenSampler, sampled: Sequence[list[int] | None]) -> Tensor:

@@ -1,10 +1,10 @@
-"""Turns in the vLLM process: requests that come and go, beside vLLM's cache of prefixes.
+"""Turns in the vLLM process: its requests, and its prefix cache.
 
-A turn is a request whose prompt is its episode so far; vLLM finds the blocks of keys and values that earlier turns, and
-other samples of a prompt, left in its prefix cache. `PrefixVersions` divides that by versions of the weights.
+A turn is a request whose prompt is its episode so far; vLLM finds the blocks of keys and values of earlier turns, and
+of other samples of a prompt, in its prefix cache. `PrefixVersions` separates these by version of the weights.
 
-Weights may change while turns are open. Those that have drawn a token go on with their keys and values, and write
-further blocks under the version that they began with, which no later request looks for. Others begin anew.
+Weights may change while turns are open. Turns that have sampled a token continue with their keys and values, and write
+further blocks under their first version, which later requests do not match. Others start again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def sampling_worker(llm: Any) -> int:
 
 
 class EngineTurns:
-    """Turns under way in an engine.
+    """Open turns of an engine.
 
     Args:
         capacity: concurrent turns; further ones wait here.
@@ -71,21 +71,21 @@ class EngineTurns:
         return output
 
     def open(self) -> TurnOutput:
-        """Turns that have begun and are not finished, as far as they have been drawn."""
+        """The unfinished turns, with the tokens sampled so far."""
         sampled_ids, output = self._sampled_tokens(), TurnOutput()
         begun = [name for name, tokens in sampled_ids.items() if tokens]
         self._read([self._open[name] for name in begun], [sampled_ids[name] for name in begun], output)
         return output
 
     def renew(self) -> None:
-        """After a change of the weights: turns that have drawn nothing begin anew, as the first ones that wait, so that
-        no prompt is read by weights of two versions."""
+        """Handle a change of the weights: turns without a sampled token restart, first in the queue, so that no prompt
+        is processed by weights of two versions."""
         for turn, row in reversed(self._abort([name for name, tokens in self._sampled_tokens().items() if not tokens])):
             self._waiting.appendleft(turn)
             self._free.append(row)
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel all open turns."""
         self._waiting.clear()
         self._abort(list(self._open))
 
@@ -150,10 +150,10 @@ class EngineTurns:
 
 
 class PrefixVersions:
-    """Versions of vLLM's prefix cache: a request finds the keys and values of its own version alone.
+    """Versions of vLLM's prefix cache: a request finds only keys and values of its version.
 
-    The version is the `cache_salt` of a request, a part of the hash of its first block, and by that of all others.
-    Whether vLLM follows it is checked with each request: it finds nothing if none of its version began alike.
+    The version is the `cache_salt` of a request, which enters the hash of its first block and thereby of all others.
+    Each request checks that vLLM respects it: no prefix is found unless a request of the version had the same.
 
     Attributes:
         salt: of requests that begin now.
@@ -163,7 +163,7 @@ class PrefixVersions:
         config = llm.llm_engine.vllm_config.cache_config
         self._block = int(config.hash_block_size or config.block_size)
         self._version = 0
-        self._begun: set[tuple[int, ...]] = set()  # first blocks of prompts of this version, or all of shorter ones
+        self._begun: set[tuple[int, ...]] = set()  # first blocks of prompts of this version; shorter prompts whole
         self._lengths: set[int] = set()  # of those
 
     @property
@@ -177,7 +177,7 @@ class PrefixVersions:
         self._lengths.clear()
 
     def begin(self, tokens: Sequence[int]) -> bool:
-        """Note a request; whether its first block may be one that an earlier request of this version has left."""
+        """Record a request; returns whether an earlier request of this version may have cached its first block."""
         first = tuple(tokens[: self._block])
         may_share = any(first[:length] in self._begun for length in self._lengths)
         self._begun.add(first)
@@ -186,7 +186,7 @@ class PrefixVersions:
 
 
 def stale_prefix(cached: int, length: int) -> RolloutError:
-    """The error for a request whose first tokens come from the cache, where none of its version began with them."""
+    """The error for a request with a cached prefix that no request of its version had."""
     return RolloutError(
         f"vLLM took {cached} of the {length} tokens of a prompt from its prefix cache, and no request since the last "
         "change of the weights began with them: their keys and values are of former weights. Set "

@@ -31,7 +31,7 @@ def answer_request(llm: Any, question: VerifyRequest, lora_request: Any = None, 
 
     log_probs = np.zeros(0)
     if question.rows:
-        mode = on_ranks("score", "raw_logprobs")[0]  # an engine may be set to give logits in the place of log-probs
+        mode = on_ranks("score", "raw_logprobs")[0]  # an engine may be configured to return logits instead of log-probs
         try:
             log_probs = engine_log_probs(llm, question.rows, lora_request)  # also puts the adapter to use
         finally:
@@ -77,7 +77,7 @@ def _read(worker: Any, question: VerifyRequest, adapter_id: int | None) -> tuple
 
 def engine_log_probs(llm: Any, rows: tuple[tuple[int, ...], ...], lora_request: Any = None) -> np.ndarray:
     """The same log-probs from a vLLM engine, in its process."""
-    sampling_params = type(llm.get_default_sampling_params())  # so that nothing here has to import vLLM
+    sampling_params = type(llm.get_default_sampling_params())  # so that this module need not import vLLM
     outputs = llm.generate(
         [{"prompt_token_ids": list(row)} for row in rows],
         sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False),

@@ -1,11 +1,12 @@
 """Loads streamed tensors in place into the engine's layers, without a reload by vLLM. Destinations are computed once.
 
-    q_proj, k_proj, v_proj ──> rows of qkv_proj ──┬── a parameter that is there (on a GPU, embeddings, norms): copied
-    gate_proj, up_proj     ──> rows of gate_up    └── packed for the CPU: packed anew from the chunk, where they adjoin
+    q_proj, k_proj, v_proj ──> rows of qkv_proj ──┬── plain parameter (on a GPU, embeddings, norms): copied
+    gate_proj, up_proj     ──> rows of gate_up    └── packed for the CPU: packed again from adjacent tensors of the
+    chunk
 
-A packed layer frees its old buffer before it allocates the new one, and free memory goes back to the system after each
-load. Layers are recognised by class name, as in weight verification, which reads every layer after each load; for a
-layer of another class `UnsupportedLayer` is raised, and `WorkerExtension` has vLLM reload the weights.
+A packed layer frees its old buffer before it allocates the new one, and free memory is returned to the system after
+each load. Layers are recognised by class name, as in weight verification, which reads every layer after each load; for
+a layer of another class `UnsupportedLayer` is raised, and `WorkerExtension` has vLLM reload the weights.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from verl.ops.resharding.layout import Box
 from verl.rollout.proof.fingerprints import plain_name
-from verl.rollout.vllm.server.layer_fingerprints import EXPERTS, PACKED, kinds_of, layer_parts
+from verl.rollout.vllm.server.layer_fingerprints import EXPERTS, PACKED, kinds_of, layer_rows
 from verl.rollout.weight_sync.chunks import ChunkEntry
 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
@@ -80,8 +81,8 @@ class InPlaceLoader:
         self._shapes = shapes
         self._writers: dict[str, list[Callable[[str, Tensor], object]]] = {name: [] for name in shapes}
         self._packings: list[PackedLayer] = []
-        self._copies: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = {}  # places, and what of a tensor is there
-        self._whole_only: set[str] = set()  # tensors that are not taken by their rows
+        self._copies: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = {}  # destinations, with slices
+        self._whole_only: set[str] = set()  # tensors that are not loaded by rows
         self._after: dict[str, list[Callable[[], None]]] = {}  # once a tensor is there
         self._arriving = torch.empty(0)
         self._embeddings: dict[int, str] = {}  # of a parameter: the name that it comes by
@@ -99,26 +100,26 @@ class InPlaceLoader:
         return {name: _bounding_slice(slices, self._shapes[name]) for name, slices in self._slices.items()}
 
     @torch.no_grad()
-    def take(self, name: str, tensor: Tensor, place: ChunkEntry | None = None) -> None:
+    def take(self, name: str, tensor: Tensor, entry: ChunkEntry | None = None) -> None:
         """Load a tensor, or some rows of one; it may be a view that is valid until `keep`."""
-        if place is not None and place.whole is not None:
-            return self._take_rows(name, tensor, place)
+        if entry is not None and entry.whole is not None:
+            return self._take_rows(name, tensor, entry)
         for taker in self._writers[name]:
             taker(name, tensor)
         return None
 
-    def _take_rows(self, name: str, rows: Tensor, place: ChunkEntry) -> None:
+    def _take_rows(self, name: str, rows: Tensor, entry: ChunkEntry) -> None:
         if name in self._whole_only:
-            if place.begin == 0:
-                self._arriving = rows.new_empty(place.whole or ())
-            self._arriving[place.begin : place.begin + len(rows)] = rows
-            if place.is_last:
+            if entry.begin == 0:
+                self._arriving = rows.new_empty(entry.whole or ())
+            self._arriving[entry.begin : entry.begin + len(rows)] = rows
+            if entry.is_last:
                 whole, self._arriving = self._arriving, torch.empty(0)
                 self.take(name, whole)
             return
         for target, read in self._copies[name]:
-            copy_rows(target, read, rows, place.begin)
-        if place.is_last:
+            copy_rows(target, read, rows, entry.begin)
+        if entry.is_last:
             for follow in self._after.get(name, ()):
                 follow()
 
@@ -143,7 +144,7 @@ class InPlaceLoader:
         is_cut = "RowParallelLinear" in kinds and layer.tp_size > 1
         columns = (_part(layer.tp_rank, layer.input_size_per_partition),) if is_cut else ()
         pieces = []
-        for part in layer_parts(layer, name, kinds, self._packed_names):
+        for part in layer_rows(layer, name, kinds, self._packed_names):
             tensor, bias = f"{part.name}.weight", f"{part.name}.bias"
             self._expect(tensor, (part.rows, layer.input_size))
             rows = slice(0, part.rows) if is_cut else _rows(part.offset, part.local)

@@ -36,32 +36,32 @@ class WorkerExtension:
     model_runner: Any
     _feed: FeedPlan
     _stream_dtype: torch.dtype
-    _found: InPlaceLoader | str | None = None  # of this feed; None before the first load into place
+    _found: InPlaceLoader | str | None = None  # for this feed; None before the first in-place load
     _reader: StreamReader | None = None
     _recorder: ExpertRecorder | None = None
-    _threads = contextlib.ExitStack()  # while responses are drawn; of this process, whose only worker this is
+    _threads = contextlib.ExitStack()  # during generation; class state, since a process has one worker
 
     def verl_begin(self, drawing: TokenSampler, rows: int, width: int, num_threads: int | None) -> None:
         """Prepare for generation, with this number of CPU threads if it is given."""
-        CounterNoiseProcessor.under_way = ActiveRequests.begin(drawing, rows, width, self.device, self._recorder)
+        CounterNoiseProcessor.active = ActiveRequests.begin(drawing, rows, width, self.device, self._recorder)
         if num_threads is not None:
             self._threads.enter_context(using_threads(num_threads))
 
     def verl_end(self) -> None:
         """Stop generating."""
         self._threads.close()
-        CounterNoiseProcessor.under_way = None
+        CounterNoiseProcessor.active = None
 
     def verl_rows(self, rows: list[int], width: int) -> tuple[Tensor, Tensor | None]:
         """The log-probs [rows, width] of tokens that were sampled in some rows, and the experts [rows, width, layers k]
         of those that predict them, if they are recorded."""
-        under_way = CounterNoiseProcessor.under_way
-        assert under_way is not None
-        experts = None if under_way.experts is None else under_way.experts[rows, :width]
-        return under_way.log_probs[torch.tensor(rows, device=self.device), :width].cpu(), experts
+        active = CounterNoiseProcessor.active
+        assert active is not None
+        experts = None if active.experts is None else active.experts[rows, :width]
+        return active.log_probs[torch.tensor(rows, device=self.device), :width].cpu(), experts
 
     def verl_record_experts(self) -> None:
-        """Record from here on which experts the routers choose."""
+        """Start recording the experts that routers choose."""
         self._recorder = ExpertRecorder(self.model_runner)
 
     def verl_prepare_stage(self) -> None:
@@ -134,7 +134,7 @@ class WorkerExtension:
         """The in-place loader for these tensors, created at the first load; or why vLLM has to reload its whole
         model."""
         if self._found is None:
-            coming = {place.name: place.whole or place.shape for places in feed.chunks for place in places}
+            coming = {entry.name: entry.whole or entry.shape for entries in feed.chunks for entry in entries}
             shapes = coming | {name: part.shape for name, part in feed.slices.items()}
             starts = {name: part.start for name, part in feed.slices.items()}
             try:
@@ -153,17 +153,17 @@ class WorkerExtension:
 def _load_in_place(
     loader: InPlaceLoader, reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype
 ) -> None:
-    for number, places in enumerate(chunks):
-        for place, tensor in reader.pieces(number, places, dtype):
-            loader.take(place.name, tensor, place)
+    for number, entries in enumerate(chunks):
+        for entry, tensor in reader.pieces(number, entries, dtype):
+            loader.take(entry.name, tensor, entry)
         loader.keep()
         reader.leave(number)
 
 
 def _lasting(reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a stream; those that vLLM keeps until their layer is complete are copied out of their chunk."""
-    for number, places in enumerate(chunks):
-        yield from reader.chunk(number, places, dtype)
+    for number, entries in enumerate(chunks):
+        yield from reader.chunk(number, entries, dtype)
         _copy_retained()
         reader.leave(number)
 
