@@ -1,14 +1,10 @@
-"""Traffic of a GRPO step through the driver, counted, and the time that rows kept on the workers would save.
+"""Traffic of a GRPO step through the driver, counted.
 
-python benchmarks/driver_traffic.py [--small] [--count-only]
+python benchmarks/driver_traffic.py [--small]
 
-Counted, of one step of the built-in example with a reference, in one process and in two: calls to roles, bytes that
-leave the driver and come back, bytes that it copies (rows taken out of a batch, batches joined), unions, and what those
-check. The counts are the same on every machine.
-
-Timed, at 1, 2 and 4 processes, with rows of 64 MB: the sends of a step as they are (sequences for old log-probs, again
-for the reference, all fields of the rows of each mini-batch), against the sends if rows stayed where they were scored
-(sequences once, then the new columns of each mini-batch). Workers answer with a number per row; the sides take turns.
+Of one step of the built-in example with a reference, in one process and in two: calls to roles, bytes that leave the
+driver and come back, bytes that it copies (rows taken out of a batch, batches joined), unions, and their checks. The
+counts are the same on every machine, with --small too.
 """
 
 from __future__ import annotations
@@ -17,26 +13,17 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import torch
 
-from verl.cluster.local_worker_group import LocalWorkerGroup
-from verl.cluster.rpc import role_handles
 from verl.component import BuildContext
 from verl.protocol import DataProto, data_proto
-
-SEQUENCES = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
-MINI_BATCHES = 4
-WARM_UP = 3  # rounds
 
 
 def num_bytes(batch: DataProto) -> int:
@@ -145,53 +132,12 @@ def counted_step(processes: int) -> dict[str, Any]:
     return {"processes": processes, **traffic.counts, **rewards, "calls_by_method": dict(traffic.calls)}
 
 
-def timed(mib: int, processes: int, rounds: int) -> dict[str, float]:
-    """Seconds of the sends of a step, as they are and with rows that stay; medians, and bytes of both."""
-    from benchmarks.driver_overhead import EchoHost, experience
-
-    whole = experience(mib)
-    whole = whole.union(DataProto.from_dict({"advantages": torch.randn(whole["responses"].shape)}))
-    sequences = whole.select(SEQUENCES, [])
-    new = whole.select(["advantages", "returns"], [])
-    order = torch.randperm(len(whole), generator=torch.Generator().manual_seed(0))
-    cluster = LocalWorkerGroup(EchoHost(), BuildContext(), processes, 1)
-    try:
-        echo = role_handles(cluster, EchoHost())["echo"]
-
-        def sends(columns: DataProto, scoring: int) -> float:
-            start = time.perf_counter()
-            for _ in range(scoring):
-                echo.swallow(sequences).result()
-            for rows in order.tensor_split(MINI_BATCHES):
-                echo.swallow(columns[rows]).result()
-            return time.perf_counter() - start
-
-        new = new.union(sequences.select(["responses"], []))  # what `swallow` reads; left out of the bytes below
-        found: dict[str, list[float]] = {"now": [], "resident": []}
-        for _ in range(rounds + WARM_UP):
-            found["now"].append(sends(whole, scoring=2))
-            found["resident"].append(sends(new, scoring=1))
-    finally:
-        cluster.close()
-    now, resident = (median(found[name][WARM_UP:]) for name in ("now", "resident"))
-    once, columns = num_bytes(sequences), num_bytes(whole.select(["advantages", "returns"], []))
-    return {
-        "processes": processes,
-        "now_s": now,
-        "resident_s": resident,
-        "now_mb": (2 * once + num_bytes(whole)) / 1e6,
-        "resident_mb": (once + columns) / 1e6,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--small", action="store_true", help="4 MB and few rounds, to see that it works")
-    parser.add_argument("--count-only", action="store_true", help="leave the timing out")
-    options = parser.parse_args()
-    mib, rounds = (4, 3) if options.small else (64, 15)
+    parser.add_argument("--small", action="store_true", help="the same")
+    parser.parse_args()
     counted = [counted_step(processes) for processes in (1, 2)]
-    result: dict[str, Any] = {"batch_mb": mib, "counted": counted, "rows": []}
+    result: dict[str, Any] = {"counted": counted, "rows": []}
     for one in counted:
         sent, back, copied = (one.get(f"{name}_bytes", 0) / 1e3 for name in ("sent", "returned", "copied"))
         result["rows"].append(
@@ -202,18 +148,6 @@ def main() -> None:
                 "counts",
             ]
         )
-    if not options.count_only:
-        result["timed"] = [timed(mib, processes, rounds) for processes in (1, 2, 4)]
-        for one in result["timed"]:
-            saved = one["now_s"] - one["resident_s"]
-            result["rows"].append(
-                [
-                    f"{mib} MB of rows resident on {one['processes']} process(es) from score to update: sends",
-                    f"{1e3 * one['now_s']:.0f} ms ({one['now_mb']:.0f} MB) now, {1e3 * one['resident_s']:.0f} ms "
-                    f"({one['resident_mb']:.0f} MB) resident: {1e3 * saved:.0f} ms a step less",
-                    "measured, not built",
-                ]
-            )
     print(json.dumps(result))
 
 

@@ -31,13 +31,14 @@ SFT_ONLY = {
     "trainer=sft_ray",
     "experiment=arithmetic_sft", "experiment=arithmetic_teacher_sft",
     "experiment=calculator_sft", "experiment=guess_number_sft", "data=chat_task_sft", "experiment=smollm2_reverse_sft",
+    "experiment=smollm2_calculator_sft",
 }  # fmt: skip
 PPO_ONLY = {"data=arithmetic", "data=files", "data=hub", "trainer=local", "trainer=ray", "trainer=mesh"}
 PPO_ONLY |= {"experiment=arithmetic_ppo", "experiment=arithmetic_grpo", "experiment=gsm8k_qwen2_5_0_5b"}
 PPO_ONLY |= {f"data={name}" for name in ("calculator", "guess_number", "episodes")}
 PPO_ONLY |= {"experiment=calculator_grpo", "experiment=guess_number_ppo", "experiment=distill_tiny"}
 SMOLLM2 = [f"experiment=smollm2_{name}" for name in ("json", "largest", "length", "reverse", "calculator")]
-SMOLLM2_TOO = ("actor=smollm2_135m", "experiment=smollm2_reverse_sft")
+SMOLLM2_TOO = ("actor=smollm2_135m", "experiment=smollm2_reverse_sft", "experiment=smollm2_calculator_sft")
 PPO_ONLY |= {"data=chat_task", *SMOLLM2}
 DPO_ONLY = {"trainer=dpo", "trainer=dpo_ray", "experiment=arithmetic_dpo", "reference=precomputed"}
 DPO_ONLY |= {f"loss={name}" for name in ("sigmoid", "ipo", "kto", "orpo", "simpo")}
