@@ -34,9 +34,11 @@ settings.register_profile("exhaustive", deadline=None)  # other examples each ti
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.load_profile("repeatable")
 
-# A shell without job control starts programs in the background with Ctrl-C ignored, and so would be all children
+# A shell without job control starts programs with Ctrl-C ignored, nohup with SIGHUP; so would be all children
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 gc.disable()  # nothing of all that is imported and collected is garbage; to look through it takes seconds
 

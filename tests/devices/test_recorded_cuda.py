@@ -150,7 +150,7 @@ def test_the_function_of_an_engine_is_probed_once_in_a_process_where_the_gap_of_
     engine = EngineWeights(process, EngineInfo(64, 1), None, verifier, None, 1, stops)
     for number in range(4):
         process.process_id = 3 + (number == 3)  # the last one meets a new process
-        engine.request_fingerprints(engine.begin(lambda: False).question)
+        engine.request_fingerprints(engine.begin(lambda: False)[0])
         engine.verify([], 0.0)
         engine.prove_function()
     assert [len(question.rows) for question in sent] == asked

@@ -314,8 +314,8 @@ def test_the_threads_of_the_training_machine_are_not_taken_over():
     saved = as_plain(validate(compose_root("ppo", ["reward=format", "trainer.num_threads=100000"])))
     found = allowed_config(saved, "ppo", {}, "CHECKPOINT")
     assert found.faults == []
-    assert "num_threads" not in found.parts["trainer"]
-    assert "seed" in found.parts["trainer"]
+    assert "num_threads" not in found.components["trainer"]
+    assert "seed" in found.components["trainer"]
 
 
 @pytest.mark.parametrize("saved", [None, [], "text", 3, {}, {"actor": 3, "trainer": [], "data": None}, {"data": {}}])

@@ -84,7 +84,7 @@ def test_a_line_for_every_stage_is_the_default_of_a_script_and_not_of_a_command(
 
 def test_a_run_that_this_machine_cannot_have_leaves_no_directory(short_file, monkeypatch):
     faults = faults_of(short_file(resume="/no/such/run"), train_dataset=ROWS, reward_fn=score)
-    assert faults[0].startswith("resume is '/no/such/run': no such directory")
+    assert faults[0].startswith("resume is '/no/such/run': ")
     assert not Path("outputs").exists()
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
@@ -22,9 +22,6 @@ from obstore.store import GCSStore, S3Store
 from verl.errors import ObjectDamaged, ObjectNotFound, StorageRefused, StorageUnreachable, install_command
 from verl.storage.store import LONGEST_BACKOFF_S, AlreadyExists, Backend, Data, StoredObject, TransientError
 from verl.utils.redact import redact
-
-if TYPE_CHECKING:
-    from verl.storage.config import BucketStorage
 
 T = TypeVar("T")
 
@@ -45,7 +42,7 @@ _NO_ANSWER = re.compile(r"HTTP error|error sending request|timed out")
 _MACHINE = re.compile(r"https?://(169\.254\.|metadata\.google)")  # addresses that give keys to a machine of a cloud
 
 
-def connect(storage: BucketStorage) -> BucketBackend:
+def connect(storage: Any) -> BucketBackend:
     """Make the backend of a bucket; no request is sent.
 
     Raises:
@@ -86,7 +83,7 @@ class BucketBackend(Backend):
         creating: that for puts under the condition that there is no such object.
     """
 
-    def __init__(self, storage: BucketStorage, once: Any, parts: Any, creating: Any):
+    def __init__(self, storage: Any, once: Any, parts: Any, creating: Any):
         self._url, self._bucket, self._kind = storage.address, storage.bucket, storage.kind
         self._concurrency, self.is_conditional = storage.concurrency, storage.conditional_put
         self._once, self._parts, self._creating = once, parts, creating
