@@ -234,7 +234,7 @@ def test_no_server_is_told_at_the_start(model32):
 )
 def test_log_probs_are_right_whatever_the_server_means_by_them(mode, options, source, attached, dir32, prompts):
     actor = attached(Speaker(dir32, mode), **options)
-    assert actor.generator.engine.parts.source == source
+    assert actor.generator.engine.connection.source == source
     for request in (GenerationRequest(0, 2), GenerationRequest(0, greedy=True)):
         rows = actor.generate(prompts(), request)
         assert rows["rollout_log_probs"].dtype == torch.float32
