@@ -46,7 +46,7 @@ from verl.rollout import probe_log_probs
 from verl.rollout.probe_log_probs import trainer_log_probs
 from verl.rollout.proof.fingerprints import ProbeVectors
 from verl.rollout.proof.probe import probe_rows
-from verl.rollout.vllm import state_dict
+from verl.rollout.weight_sync import state_dict
 from verl.rollout.weight_sync.transfer import TransferInProgress, WeightTransfer
 
 NAME = "fakegpu"

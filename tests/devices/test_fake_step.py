@@ -141,7 +141,13 @@ def planned(config, directory, prompts, samples, length):
     """Bytes of an update of the actor and at rest, as `verl plan` counts them: without contexts and engines."""
     config.save_pretrained(directory)
     roles = ["actor=llama8b", f"actor.model.path={directory}", "critic=none", "algorithm=grpo", "reference=none"]
-    more = ["algorithm.kl.coef=0", "rollout=vllm", "sharding=fsdp", f"trainer.n_gpus_per_node={RANKS}"]
+    more = [
+        "algorithm.kl.coef=0",
+        "rollout=vllm",
+        "rollout.sleep=true",
+        "sharding=fsdp",
+        f"trainer.n_gpus_per_node={RANKS}",
+    ]
     sizes = [f"trainer.prompts_per_step={RANKS * prompts}", f"trainer.group_size={samples}"]
     lengths = [f"++data.max_prompt_length={length}", f"rollout.max_new_tokens={length}"]
     plan = plan_run(validate(compose_root("ppo", [*roles, *more, *sizes, *lengths])), device_named("h100"))

