@@ -79,9 +79,9 @@ def refused(*rows: tuple[Any, ...], marks: Any = ()) -> Callable[..., None]:
 
     @pytest.mark.parametrize(("names", "value", "call", "kind"), cases)
     def test(names: Any, value: Any, call: Callable[..., Any], kind: Any, request: pytest.FixtureRequest) -> None:
-        given = {name: request.getfixturevalue(name) for name in inspect.signature(call).parameters}
+        asked = [p.name for p in inspect.signature(call).parameters.values() if str(p) == p.name]
         with refusal(*(names if isinstance(names, tuple) else (names,)), value=value, kind=kind):
-            call(**given)
+            call(**{name: request.getfixturevalue(name) for name in asked})
 
     for mark in [marks] if not isinstance(marks, tuple) else marks:
         test = mark(test)
@@ -126,7 +126,7 @@ def _compare(test: str, text: str) -> None:
     if not file.exists():
         return
     _counted[test] = _counted.get(test, 0) + 1
-    key = f"{Path(path).relative_to(file.parent.relative_to(TESTS.parent))}::{function} {_counted[test]}"
+    key = f"{Path(path).relative_to(file.parent.relative_to(TESTS.parent))}::{function[:200]} {_counted[test]}"
     said, known = plain(text, directory_of_test), snapshot(file)
     if os.environ.get("REFUSALS") == "refresh":
         _refresh(file, known, key, said)
