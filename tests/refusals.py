@@ -33,7 +33,7 @@ def blamed(error: BaseException) -> tuple[str | int | None, ...] | None:
         case BadCheckpoint():
             return tuple(fault.file for fault in error.faults)
         case DataProtoValidationError():
-            return (error.field,) if error.row is None else (error.field, error.row)
+            return tuple(name for name in (error.field, error.row) if name is not None)
         case WeightSyncError():
             return error.names
         case WorkerError():
@@ -69,12 +69,12 @@ def refusal(
         _compare(os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0], text)
 
 
-def refused(*rows: tuple[Any, ...], marks: Any = ()) -> Callable[..., None]:
-    """A test of one row per refusal: what is blamed (or a tuple), the value, what raises, and its kind (ConfigError).
+def refused(*rows: tuple[Any, ...], kind: Any = ConfigError, marks: Any = ()) -> Callable[..., None]:
+    """A test of one row per refusal: what is blamed (or a tuple), the value, what raises, and a kind of its own.
 
     What raises is a function without arguments, or one whose arguments are fixtures.
     """
-    cases = [pytest.param(*row[:3], *(row[3:] or [ConfigError]), id=f"{row[0]} {row[1]}"[:60]) for row in rows]
+    cases = [pytest.param(*row[:3], *(row[3:] or [kind]), id=f"{row[0]} {row[1]}"[:60]) for row in rows]
     cases = [pytest.param(*case.values, id="".join(c if c.isprintable() else "?" for c in case.id)) for case in cases]
 
     @pytest.mark.parametrize(("names", "value", "call", "kind"), cases)
