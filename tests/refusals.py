@@ -20,6 +20,7 @@ import pytest
 from verl.errors import BadCheckpoint, ConfigError, DataProtoValidationError, WeightSyncError, WorkerError
 
 TESTS = Path(__file__).parent
+REQUIRED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty)
 ANY = object()  # a value that is not asked for
 _counted: dict[str, int] = {}  # refusals of each test so far
 _refreshed: set[tuple[Path, str]] = set()  # functions whose entries were written again by this process
@@ -79,7 +80,7 @@ def refused(*rows: tuple[Any, ...], kind: Any = ConfigError, marks: Any = ()) ->
 
     @pytest.mark.parametrize(("names", "value", "call", "kind"), cases)
     def test(names: Any, value: Any, call: Callable[..., Any], kind: Any, request: pytest.FixtureRequest) -> None:
-        asked = [p.name for p in inspect.signature(call).parameters.values() if str(p) == p.name]
+        asked = [p.name for p in inspect.signature(call).parameters.values() if (p.kind, p.default) == REQUIRED]
         with refusal(*(names if isinstance(names, tuple) else (names,)), value=value, kind=kind):
             call(**{name: request.getfixturevalue(name) for name in asked})
 
