@@ -34,7 +34,7 @@ from verl.checkpoint.resolve import SAVED, ResumePoint, RunCheckpoints
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_request import SaveOutcome, SaveRequest
 from verl.component import hint, nearest
-from verl.errors import CheckpointFenced
+from verl.errors import CheckpointError, CheckpointFenced
 from verl.ops.cpu_matmul import active_library
 from verl.storage.config import Storage
 from verl.trainer.state.driver_state import RNG, PartStates
@@ -289,8 +289,14 @@ class CheckpointSaver:
         if self._writer is None:
             return
         self._saved_step, self._last_save = step, time.monotonic()
-        if not self.directory.is_dir():  # what was linked to is gone
+        if not self.directory.is_dir():  # what was linked to is gone, and so is the lock
             self._contents = TrainState(self.settings, self._config, self.uses)
+            try:
+                if (lock := self._place.lock) is not None and (holder := lock.acquire()) is not None:
+                    raise CheckpointFenced(f"{self.directory} was removed, and another run saves there now ({holder})")
+            except CheckpointError as error:
+                self._writer.note(SaveOutcome(step=step, tag=facts.get("tag"), error=error))
+                return
         self._save(self._writer, self._request(self._contents, step, roles, state, facts), roles)
 
     def save_aside(
