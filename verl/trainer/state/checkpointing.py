@@ -167,15 +167,11 @@ class CheckpointSaver:
         self._run_dir = run_dir
         self._record_directory(run_dir)
         if self.rank_writers is not None and (fault := self.rank_writers.check_shared_directory(store)) is not None:
-            later = (
-                f"at a resume or a restart of this run, machines that do not have the checkpoint fetch it from "
-                f"{self._tier.address}"
-                if self._tier is not None
-                else "a resume or a restart of this run will be refused where a machine does not have the checkpoint"
-            )
+            later = "is refused" if self._tier is None else f"fetches it from {self._tier.address}"
             _log.warning(
-                "%s: the driver gathers and writes every checkpoint, and %s. Put checkpoint.save_dir where all "
-                "machines see it; then every process also writes its own part.", fault, later,
+                "%s: the driver gathers and writes every checkpoint, and a resume or restart on a machine without it "
+                "%s. Put checkpoint.save_dir where all machines see it; then every process writes its part.",
+                fault, later,
             )  # fmt: skip
             self.rank_writers = None
         self.lineage.add("run", **self.facts, run_dir=str(run_dir), code=self.code, identity=self.identity)
