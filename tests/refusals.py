@@ -70,7 +70,7 @@ def refusal(
         _compare(os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0], text)
 
 
-def refused(*rows: tuple[Any, ...], kind: Any = ConfigError, marks: Any = ()) -> Callable[..., None]:
+def refused(*rows: tuple[Any, ...], kind: Any = ConfigError, varies: bool = False) -> Callable[..., None]:
     """A test of one row per refusal: what is blamed (or a tuple), the value, what raises, and a kind of its own.
 
     What raises is a function without arguments, or one whose arguments are fixtures.
@@ -85,11 +85,9 @@ def refused(*rows: tuple[Any, ...], kind: Any = ConfigError, marks: Any = ()) ->
     @pytest.mark.parametrize(("names", "value", "call", "kind"), cases)
     def test(names: Any, value: Any, call: Callable[..., Any], kind: Any, request: pytest.FixtureRequest) -> None:
         asked = [p.name for p in inspect.signature(call).parameters.values() if (p.kind, p.default) == REQUIRED]
-        with refusal(*(names if isinstance(names, tuple) else (names,)), value=value, kind=kind):
+        with refusal(*(names if isinstance(names, tuple) else (names,)), value=value, kind=kind, varies=varies):
             call(**{name: request.getfixturevalue(name) for name in asked})
 
-    for mark in [marks] if not isinstance(marks, tuple) else marks:
-        test = mark(test)
     return test
 
 
