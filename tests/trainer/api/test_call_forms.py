@@ -50,7 +50,7 @@ def test_a_pipeline_takes_its_data_when_it_is_run_and_lengths_and_epochs_by_thei
         overrides=[*QUIET, "trainer.eval_samples=0"],
     )
     result = RLTrainer(pipeline=pipeline, data=rows).run()
-    assert (result.status, result.steps) == ("finished", 2)  # two epochs of one step
+    assert (result.status, result.steps) == ("finished", 3)  # two epochs of five rows, four prompts a step
     assert result.data == {"train_rows": 5, "train_duplicates": 0}
     assert "critic/loss" in result.last_metrics
     within = DataPipeline(
