@@ -27,7 +27,7 @@ from verl.rollout.engine_process.messages import EngineInfo
 from verl.rollout.hf import HFRollout
 from verl.rollout.process_engine import grouped
 from verl.rollout.proof.fingerprints import ProbeVectors
-from verl.rollout.proof.verifier import VerificationResult, VerifyRequest
+from verl.rollout.proof.verifier import VerifyRequest
 from verl.rollout.vllm.config import VLLMRollout
 from verl.rollout.vllm.engine_args import environment
 from verl.rollout.weight_sync.engine_weights import EngineWeights
@@ -139,7 +139,7 @@ def test_the_function_of_an_engine_is_probed_once_in_a_process_where_the_gap_of_
 
     def verify(reply):
         gap = {"sync/probe_gap_nats": 0.0} if sent[-1].rows else {}
-        return VerificationResult({"sync/unproven_tensors": float(unproven)} | gap, 0.0, 1)
+        return {"sync/unproven_tensors": float(unproven)} | gap
 
     verifier = SimpleNamespace(
         question=lambda **_: VerifyRequest(ProbeVectors(), ((1, 2),)),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.rollout.proof.fingerprints import FingerprintLog, Fingerprints, ProbeVectors
-from verl.rollout.proof.verifier import TrainerSide, VerificationResult, VerifyReply, verify_sync
+from verl.rollout.proof.verifier import VerifyReply, verify_sync
 
 Weights = dict[str, Tensor]
 LOG_PROBS = np.zeros((4, 11), dtype=np.float32)
@@ -52,12 +52,13 @@ def proven(
     loaded_as: torch.dtype | None = None,
     tied: Mapping[str, str] | None = None,
     gap_nats: float = 0.0,
-) -> VerificationResult:
+) -> dict[str, float]:
     """The proof of a sync of `trained`, of which the engine made `loaded`, by default the same with a `fault`."""
     held = {name: tensor.to(dtype).clone() for name, tensor in trained.items()} if loaded is None else dict(loaded)
     held |= {alias: held[source].clone() for alias, source in (tied or {}).items()}
     if fault is not None:
         fault(held)
     previous = marks_of(before, 0, dtype, tied) if before else {}
-    trainer = TrainerSide(marks_of(trained, 1, dtype, tied), LOG_PROBS, str(dtype)[6:], tied or {}, previous)
-    return verify_sync(trainer, VerifyReply(marks_of(held, 1, loaded_as or dtype), LOG_PROBS + gap_nats))
+    trainer = VerifyReply(marks_of(trained, 1, dtype, tied), LOG_PROBS)
+    engine = VerifyReply(marks_of(held, 1, loaded_as or dtype), LOG_PROBS + gap_nats)
+    return verify_sync(trainer, engine, dtype=str(dtype)[6:], tied=tied, previous=previous)

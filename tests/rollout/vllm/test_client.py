@@ -391,7 +391,7 @@ def cross_keys_and_values(vllm, monkeypatch) -> tuple[str, str]:
         send(method, *args)
 
     monkeypatch.setattr(vllm.process, "send", misleading)
-    vllm.weight_sync.connection = None  # the engine is told anew what it reads
+    vllm.weight_sync.connection_key = None  # the engine is told anew what it reads
     return tuple(names)
 
 

@@ -18,7 +18,7 @@ from verl.rollout.vllm.server.weight_loader import (
     concatenate_views,
     give_back_free_memory,
 )
-from verl.rollout.weight_sync.chunks import ChunkEntry
+from verl.rollout.weight_sync.stream import ChunkEntry
 
 
 class UnquantizedLinearMethod(Unquantized):

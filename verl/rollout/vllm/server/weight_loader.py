@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 from verl.ops.resharding.layout import Box
 from verl.rollout.proof.fingerprints import plain_name
 from verl.rollout.vllm.server.layer_fingerprints import EXPERTS, PACKED, kinds_of, layer_rows
-from verl.rollout.weight_sync.chunks import ChunkEntry
+from verl.rollout.weight_sync.stream import ChunkEntry
 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 OWN_STATE = ("MLAAttention",)  # its buffers are computed from weights at loading
@@ -34,27 +33,23 @@ class UnsupportedLayer(Exception):
     """A layer that can only be loaded by vLLM itself; names the layer."""
 
 
-@dataclass(frozen=True)
-class LoadSlice:
-    """Part of a streamed tensor: its position in the received slice, and the rows of the layer that it fills."""
-
-    name: str
-    source: tuple[slice, ...]
-    rows: slice
-    read: tuple[slice, ...] = ()
+Slices = tuple[slice, ...]
 
 
-@dataclass
 class PackedLayer:
-    """A layer with a packed matrix, and the parts of it that have been received."""
+    """A layer with a packed matrix, and the parts of it that have been received.
 
-    layer: Any
-    pieces: Sequence[LoadSlice]
-    taken: dict[int, Tensor] = field(default_factory=dict)  # by the number of the piece
+    Args:
+        pieces: the tensors that it consists of, in the order of its rows, and where each is in what is received.
+    """
+
+    def __init__(self, layer: Any, pieces: Sequence[tuple[str, Slices]]):
+        self.layer, self.pieces = layer, pieces
+        self.taken: dict[int, Tensor] = {}  # by the number of the piece
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Store the layer's part of a tensor; after the last part the layer is packed."""
-        self.taken |= {i: tensor[piece.read] for i, piece in enumerate(self.pieces) if piece.name == name}
+        self.taken |= {i: tensor[read] for i, (own, read) in enumerate(self.pieces) if own == name}
         if len(self.taken) == len(self.pieces):
             pack_weight(self.layer, concatenate_views([self.taken.pop(i) for i in range(len(self.pieces))]))
 
@@ -76,12 +71,12 @@ class InPlaceLoader:
     """
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, Shape], starts: Mapping[str, Shape] | None = None):
-        self._starts, self._slices = starts or {}, dict[str, list[tuple[slice, ...]]]()
+        self._starts, self._slices = starts or {}, dict[str, list[Slices]]()
         self._packed_names = PACKED | dict(getattr(model, "packed_modules_mapping", None) or {})
         self._shapes = shapes
         self._writers: dict[str, list[Callable[[str, Tensor], object]]] = {name: [] for name in shapes}
         self._packings: list[PackedLayer] = []
-        self._copies: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = {}  # destinations, with slices
+        self._copies: dict[str, list[tuple[Tensor, Slices]]] = {}  # destinations, with slices
         self._whole_only: set[str] = set()  # tensors that are not loaded by rows
         self._after: dict[str, list[Callable[[], None]]] = {}  # once a tensor is there
         self._arriving = torch.empty(0)
@@ -143,34 +138,32 @@ class InPlaceLoader:
         """A layer of one or more matrices, of which this rank holds some rows or some columns."""
         is_cut = "RowParallelLinear" in kinds and layer.tp_size > 1
         columns = (_part(layer.tp_rank, layer.input_size_per_partition),) if is_cut else ()
-        pieces = []
+        pieces = []  # name, position in the whole tensor, rows of the layer
         for part in layer_rows(layer, name, kinds, self._packed_names):
             tensor, bias = f"{part.name}.weight", f"{part.name}.bias"
             self._expect(tensor, (part.rows, layer.input_size))
             rows = slice(0, part.rows) if is_cut else _rows(part.offset, part.local)
-            pieces.append(LoadSlice(tensor, (rows, *columns), part.local))
+            pieces.append((tensor, (rows, *columns), part.local))
             if layer.bias is not None:
                 self._expect(bias, (part.rows,))
                 self._register_copy(bias, (rows,), layer.bias.data[part.local])
-        pieces = [replace(piece, read=self._moved(piece.name, piece.source)) for piece in pieces]
-        pieces.sort(key=lambda piece: piece.rows.start)
-        self._matrix(layer, pieces)
+        self._matrix(layer, sorted(pieces, key=lambda piece: piece[2].start))
         set_parameters = [key for key, value in layer._parameters.items() if value is not None]
         if others := [key for key in set_parameters if key not in ("weight", "bias")]:
             raise UnsupportedLayer(f"{name} has a parameter {others[0]}")
 
-    def _matrix(self, layer: Any, pieces: Sequence[LoadSlice]) -> None:
+    def _matrix(self, layer: Any, pieces: Sequence[tuple[str, Slices, slice]]) -> None:
         if layer.weight.numel():
-            for piece in pieces:
-                self._register_copy(piece.name, piece.source, layer.weight.data[piece.rows])
+            for name, source, rows in pieces:
+                self._register_copy(name, source, layer.weight.data[rows])
             return
-        packing = PackedLayer(layer, pieces)
+        packing = PackedLayer(layer, [(name, self._moved(name, source)) for name, source, _ in pieces])
         self._packings.append(packing)
-        for name in dict.fromkeys(piece.name for piece in pieces):
-            self._writers[name].append(packing.take)
+        for name, source, _ in pieces:
+            if packing.take not in self._writers[name]:
+                self._writers[name].append(packing.take)
             self._whole_only.add(name)
-        for piece in packing.pieces:
-            self._slices.setdefault(piece.name, []).append(piece.source)
+            self._slices.setdefault(name, []).append(source)
 
     def _vocabulary(self, name: str, layer: Any, kinds: set[str]) -> None:
         """Rows of the vocabulary; padding rows are not modified."""
@@ -206,13 +199,13 @@ class InPlaceLoader:
         if self._shapes.get(name) != shape:
             raise UnsupportedLayer(f"{name} does not come as {list(shape)}")
 
-    def _register_copy(self, name: str, source: tuple[slice, ...], target: Tensor) -> None:
+    def _register_copy(self, name: str, source: Slices, target: Tensor) -> None:
         read = self._moved(name, source)
         self._slices.setdefault(name, []).append(source)
         self._writers[name].append(lambda _, tensor: target.copy_(tensor[read]))
         self._copies.setdefault(name, []).append((target, read))
 
-    def _moved(self, name: str, source: tuple[slice, ...]) -> tuple[slice, ...]:
+    def _moved(self, name: str, source: Slices) -> Slices:
         """Position of a slice of the whole tensor in the received slice."""
         if name not in self._starts:
             return source
@@ -220,7 +213,7 @@ class InPlaceLoader:
         return tuple(slice(part.start - start, part.stop - start) for part, start in moved)
 
 
-def copy_rows(target: Tensor, read: tuple[slice, ...], rows: Tensor, begin: int) -> None:
+def copy_rows(target: Tensor, read: Slices, rows: Tensor, begin: int) -> None:
     """Copy to `target` the part of the slice `read` that the given rows, starting at row `begin`, contain."""
     span = read[0] if read else slice(0, len(target))
     low, high = max(span.start, begin), min(span.stop, begin + len(rows))
@@ -264,7 +257,7 @@ def concatenate_views(parts: Sequence[Tensor]) -> Tensor:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-def _bounding_slice(slices: Sequence[tuple[slice, ...]], shape: Shape) -> Box:
+def _bounding_slice(slices: Sequence[Slices], shape: Shape) -> Box:
     """The smallest slice that contains all of these."""
     box = [(0, size) for size in shape]
     for axis in range(min(map(len, slices))):
