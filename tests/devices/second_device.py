@@ -241,7 +241,7 @@ class Checks:
             wants: list[Any] = [whole, {}]  # the first of both feeds the engine
             transfer = WeightTransfer(self.model.parallel_info, weights, wants, torch.bfloat16, set())
             moved = RankTransfer()
-            made = dict(transfer.tensors(weights, moved, ProbeVectors(3)))
+            made = dict(transfer.tensors(weights, moved, ProbeVectors(3), shapes))
         assert {x.device.type for x in made.values()} == {NAME}
         assert {name: tuple(x.shape) for name, x in made.items()} == shapes
         assert len(moved.parts) > 10

@@ -103,15 +103,14 @@ def test_a_group_for_devices_alone_refuses_the_gradients_of_an_offloaded_model(b
 
 def test_an_engine_is_woken_once_after_it_slept_and_a_new_one_not(calls):
     process = SimpleNamespace(
-        process_id=3, progress_path="", call=lambda *told: calls.append(told), is_alive=lambda: True
+        process_id=3, call=lambda *told: calls.append(told), send=lambda *_: None, is_alive=lambda: True
     )
-    verifier = SimpleNamespace(question=lambda **_: None)
+    verifier = SimpleNamespace(question=lambda **_: VerifyRequest(ProbeVectors(), ()))
     engine = EngineWeights(process, EngineInfo(64, 1), None, verifier, None, 1)
 
     def sync() -> list[tuple]:
         calls.clear()
-        engine.begin(lambda: None)
-        engine.wake_cache()
+        engine.begin_verify(engine.begin(lambda: None)[0], {})
         return list(calls)
 
     assert sync() == []
@@ -150,8 +149,8 @@ def test_the_function_of_an_engine_is_probed_once_in_a_process_where_the_gap_of_
     engine = EngineWeights(process, EngineInfo(64, 1), None, verifier, None, 1, stops)
     for number in range(4):
         process.process_id = 3 + (number == 3)  # the last one meets a new process
-        engine.request_fingerprints(engine.begin(lambda: False)[0])
-        engine.verify([], 0.0)
+        engine.begin_verify(engine.begin(lambda: False)[0], {})
+        engine.end_verify([], 0.0)
         engine.prove_function()
     assert [len(question.rows) for question in sent] == asked
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rollout.proof.planted import LOG_PROBS, marks_of
+from rollout.proof.planted import compared, marks_of
 from rollout.proof.rank_models import full_weights, rank_model
 
 from verl.errors import WeightSyncError
 from verl.rollout.proof import fingerprints
 from verl.rollout.proof.fingerprints import ProbeVectors, join_parts
-from verl.rollout.proof.verifier import VerifyReply, compare, verify_sync
+from verl.rollout.proof.verifier import compare
 from verl.rollout.vllm.server.layer_fingerprints import LayerFingerprints
 
 VERSION = 2
@@ -19,8 +19,7 @@ VERSION = 2
 def proven(models, weights=None) -> bool:
     """Whether every tensor is proven."""
     read = [LayerFingerprints(model, torch.float32).parts(ProbeVectors(VERSION)) for model in models]
-    trainer = VerifyReply(marks_of(weights or full_weights(), VERSION), LOG_PROBS)
-    return verify_sync(trainer, VerifyReply(join_parts(read), LOG_PROBS))["sync/unproven_tensors"] == 0
+    return compared(marks_of(weights or full_weights(), VERSION), join_parts(read))["sync/unproven_tensors"] == 0
 
 
 def models(size: int):

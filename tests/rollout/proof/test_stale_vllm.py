@@ -26,13 +26,13 @@ def send_twice(monkeypatch) -> None:
     """Only the first syncs are sent: the one before the first step, and that after it."""
     push, sent = WeightSync.push, []
 
-    def forgetful(sync: WeightSync, weights: Any, question: Any) -> list[RankTransfer]:
+    def forgetful(sync: WeightSync, weights: Any, question: Any) -> RankTransfer:
         sent.append(question)
         if len(sent) <= 2:
             return push(sync, weights, question)
         for weight in weights:
             sync.engine.verifier.add_fingerprint(weight.name, weight.make())
-        return [RankTransfer()]
+        return RankTransfer()
 
     monkeypatch.setattr(WeightSync, "push", forgetful)
 

@@ -86,7 +86,7 @@ def fed(sync, weights):
     if stream is not None:
         stream.begin()
         reading.start()
-    moved = sync.push_own(weights, QUESTION)
+    moved = sync.push(weights, QUESTION)
     if stream is not None:
         reading.join()
         stream.close()

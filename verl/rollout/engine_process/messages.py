@@ -53,7 +53,7 @@ class EngineReply:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What other processes know of a running engine. The engine gives the first three; the process that leads it adds
+    """A running engine, as other processes see it. The engine gives the first three; the process that leads it adds
     the others for a sync.
 
     Attributes:

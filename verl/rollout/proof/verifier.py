@@ -105,7 +105,7 @@ def compare(
     tied: Mapping[str, str] | None = None,
     shown: int = 8,
 ) -> dict[str, str]:
-    """How the engine's tensors differ, by name, with the likely cause for the first `shown` of them.
+    """The faults of the engine's tensors, by name, with the likely cause for the first `shown` of them.
 
     Args:
         expected, found: the trainer's and the engine's.
@@ -197,7 +197,7 @@ class VerifyRequest:
 
 @dataclass(frozen=True)
 class VerifyReply:
-    """Fingerprints and log-probs of one side.
+    """Fingerprints and log-probs of the engine.
 
     Attributes:
         fingerprints: of its tensors by their Hugging Face names.
@@ -210,48 +210,6 @@ class VerifyReply:
     log_probs: np.ndarray
     unproven: tuple[str, ...] = ()
     seconds: float = 0.0
-
-
-def verify_sync(
-    trainer: VerifyReply,
-    engine: VerifyReply,
-    *,
-    dtype: str = "float32",
-    compute_type: str = "float32",
-    tied: Mapping[str, str] | None = None,
-    previous: Fingerprints | None = None,
-) -> dict[str, float]:
-    """Compare both sides; returns metrics `sync/...`.
-
-    Args:
-        dtype: data type of the engine.
-        compute_type: data type of the trainer's log-probs; `tf32` if float32 products are rounded.
-        tied: as in `FingerprintLog`.
-        previous: the trainer's fingerprints at the previous sync.
-    Raises:
-        WeightSyncError: they differ; names the tensors.
-        ConfigError: without the probe nothing is known of some tensors.
-    """
-    began = time.perf_counter()
-    unread = engine.unproven or ("\0",)
-    expected = {name: mark for name, mark in trainer.fingerprints.items() if not name.startswith(unread)}
-    faults = compare(expected, engine.fingerprints, previous, tied)
-    gaps = np.abs(trainer.log_probs - engine.log_probs)
-    gap, allowed = float(gaps.mean()) if gaps.size else math.nan, allowed_nats(dtype, compute_type)
-    if faults:
-        texts = [f"{name}: {fault}" for name, fault in faults.items()]
-        raise WeightSyncError(list(faults), texts, len(expected), gap)
-    if gaps.size and not gap <= allowed:
-        raise WeightSyncError([], [], len(expected), gap, allowed)
-    if engine.unproven and not gaps.size:
-        raise ConfigError(
-            f"rollout.kv_cache is keep: the tensors {', '.join(engine.unproven)}* cannot be read in this engine, and "
-            "log-probs that would prove them are not computed while responses are open. Set rollout.kv_cache=recompute."
-        )
-    seconds = trainer.seconds + engine.seconds + time.perf_counter() - began
-    unproven = float(len(trainer.fingerprints) - len(expected))  # tensors covered only by the probe
-    metrics = {"sync/proof_s": seconds, "sync/unproven_tensors": unproven}
-    return metrics | ({"sync/probe_gap_nats": gap} if gaps.size else {})
 
 
 class SyncVerifier:
@@ -327,7 +285,7 @@ class SyncVerifier:
         self._log.seconds += seconds
 
     def compute_probe_log_probs(self) -> None:
-        """Compute the log-probs of the probe, during the transfer or the engine's verification; otherwise `verify_sync`
+        """Compute the log-probs of the probe, during the transfer or the engine's verification; otherwise `verify`
         computes them.
         """
         assert self._log is not None, "question() begins a sync"
@@ -336,14 +294,39 @@ class SyncVerifier:
         self._seen = log_probs, time.perf_counter() - began
 
     def verify(self, engine: VerifyReply) -> dict[str, float]:
-        """Compare with the engine's reply; see `verify_sync`."""
+        """Compare both sides; returns metrics `sync/...`.
+
+        Raises:
+            WeightSyncError: they differ; names the tensors.
+            ConfigError: without the probe nothing is known of some tensors.
+        """
         assert self._log is not None, "question() begins a sync"
         if self._seen is None:
             self.compute_probe_log_probs()
         assert self._seen is not None
+        began, own = time.perf_counter(), self._log.fingerprints
         (log_probs, seconds), self._seen = self._seen, None
-        own = VerifyReply(self._log.fingerprints, log_probs, seconds=seconds + self._log.seconds)
-        types = {"dtype": dtype_name(self.dtype), "compute_type": self.compute_type}
-        metrics = verify_sync(own, engine, **types, tied=self.tied, previous=self._previous)
-        self._previous |= own.fingerprints
-        return metrics
+        unread = engine.unproven or ("\0",)
+        expected = {name: mark for name, mark in own.items() if not name.startswith(unread)}
+        faults = compare(expected, engine.fingerprints, self._previous, self.tied)
+        gaps = np.abs(log_probs - engine.log_probs)
+        gap, allowed = (
+            float(gaps.mean()) if gaps.size else math.nan,
+            allowed_nats(dtype_name(self.dtype), self.compute_type),
+        )
+        if faults:
+            texts = [f"{name}: {fault}" for name, fault in faults.items()]
+            raise WeightSyncError(list(faults), texts, len(expected), gap)
+        if gaps.size and not gap <= allowed:
+            raise WeightSyncError([], [], len(expected), gap, allowed)
+        if engine.unproven and not gaps.size:
+            raise ConfigError(
+                f"rollout.kv_cache is keep: the tensors {', '.join(engine.unproven)}* cannot be read in this engine, "
+                "and log-probs that would prove them are not computed while responses are open. Set "
+                "rollout.kv_cache=recompute."
+            )
+        self._previous |= own
+        seconds += self._log.seconds + engine.seconds + time.perf_counter() - began
+        unproven = float(len(own) - len(expected))  # tensors covered only by the probe
+        metrics = {"sync/proof_s": seconds, "sync/unproven_tensors": unproven}
+        return metrics | ({"sync/probe_gap_nats": gap} if gaps.size else {})

@@ -1,7 +1,7 @@
 """The weights of the process of an engine, seen from the process that leads it: load, adapter, verification, sleep.
 
-`WeightSync` calls this in the order of a sync: `begin`, `describe`, `begin_load` and `end_load`, `wake_cache`,
-`send_adapter`, `request_fingerprints`, `verify`.
+`WeightSync` calls this in the order of a sync: `begin`, `describe`, `begin_load`, `end_load`, `begin_verify`,
+`end_verify`.
 """
 
 from __future__ import annotations
@@ -143,17 +143,39 @@ class EngineWeights:
             log.info("The engine reloads its whole model at each sync: %s", anew)
         return seconds
 
-    def wake_cache(self) -> None:
-        """Allocate keys and values, after the weights have been loaded."""
-        self._wake("kv_cache")
-        self.state.is_asleep = False
-
-    def send_adapter(self, adapter: Mapping[str, torch.Tensor]) -> SyncResult:
-        """Send a new adapter under a new number, in a directory in memory; the previous one is removed.
+    def begin_verify(self, question: VerifyRequest, adapter: Mapping[str, torch.Tensor]) -> SyncResult | None:
+        """Allocate keys and values, load an adapter if there is one, and start a verification in the engine.
 
         Args:
             adapter: its whole tensors, by their names in the model.
+        Returns:
+            Result of sending the adapter.
         """
+        self._wake("kv_cache")
+        self.state.is_asleep = False
+        sent = self._send_adapter(adapter) if question.adapter_rank is not None else None
+        self._ask_for_proof(question)
+        return sent
+
+    def end_verify(self, parts: Sequence[FingerprintParts], seconds: float) -> dict[str, float]:
+        """Compare the engine's reply with the trainer's fingerprints, made of the parts of all processes in `seconds`,
+        and its log-probs; returns metrics.
+
+        Raises:
+            WeightSyncError: the engine does not hold their weights.
+        """
+        self.verifier.adopt(join_parts(parts), seconds)
+        metrics = self.verifier.verify(self.process.answer())
+        self.state.is_current = self.state.was_verified = True
+        self.state.function_is_known |= "sync/probe_gap_nats" in metrics and not metrics["sync/unproven_tensors"]
+        return metrics
+
+    def _ask_for_proof(self, question: VerifyRequest) -> None:
+        self.state.was_probed = bool(question.rows) or self._needs_no_probe
+        self.process.send("prove", question)
+
+    def _send_adapter(self, adapter: Mapping[str, torch.Tensor]) -> SyncResult:
+        """Send a new adapter under a new number, in a directory in memory; the previous one is removed."""
         self.state.is_current = False
         self._num_adapters += 1
         directory = self.process.files.directory / f"adapter_{self._num_adapters}"
@@ -169,24 +191,6 @@ class EngineWeights:
         metrics = {"sync/copy_s": copying, "sync/load_s": loading, "sync/bytes": float(size)}
         return SyncResult(f"adapter {self._num_adapters}, {size / MIB:.1f} MiB to the engine", metrics)
 
-    def request_fingerprints(self, question: VerifyRequest) -> None:
-        """Start a verification in the engine; `verify` reads its reply."""
-        self.state.was_probed = bool(question.rows) or self._needs_no_probe
-        self.process.send("prove", question)
-
-    def verify(self, parts: Sequence[FingerprintParts], seconds: float) -> dict[str, float]:
-        """Compare the engine's reply with the trainer's fingerprints, made of the parts of all processes in `seconds`,
-        and its log-probs; returns metrics.
-
-        Raises:
-            WeightSyncError: the engine does not hold their weights.
-        """
-        self.verifier.adopt(join_parts(parts), seconds)
-        metrics = self.verifier.verify(self.process.answer())
-        self.state.is_current = self.state.was_verified = True
-        self.state.function_is_known |= "sync/probe_gap_nats" in metrics and not metrics["sync/unproven_tensors"]
-        return metrics
-
     @property
     def _needs_no_probe(self) -> bool:
         return self.gap_stops and self.state.function_is_known
@@ -198,7 +202,7 @@ class EngineWeights:
             WeightSyncError: they differ.
         """
         if not self.state.was_probed:
-            self.request_fingerprints(self.verifier.question(weights=False))
+            self._ask_for_proof(self.verifier.question(weights=False))
             self.verifier.verify(self.process.answer())
 
     def may_repeat(self, error: Exception) -> bool:

@@ -85,7 +85,7 @@ class StreamHandle:
 
 @dataclass(frozen=True)
 class Feed:
-    """What one process sends to an engine.
+    """The weights that one process sends to an engine.
 
     Attributes:
         wanted: the slice that it needs of each tensor of the running model.

@@ -9,11 +9,11 @@ verify    fingerprints of engines and processes are compared, and log-probs of t
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +32,6 @@ from verl.rollout.weight_sync.stream import Feed, StreamBroken, StreamWriter, Wa
 from verl.rollout.weight_sync.transfer import (
     RankTransfer,
     WeightTransfer,
-    formed,
     may_be_sliced,
     plan_feeds,
     whole_adapter,
@@ -42,11 +41,13 @@ from verl.utils.orphan_cleanup import process_fields
 from verl.utils.progress import Progress, ProgressWatch
 from verl.utils.threads import using_threads
 
+T = TypeVar("T")
+
 
 class WeightSync:
     """The syncs of one model with its engines, seen from one of the processes that hold the model.
 
-    `connect`, `push` and `verify` are collective over these.
+    Each process calls `connect`, `push` and `verify` for its own part, and all agree whether they succeeded.
 
     Args:
         parallel_info: layout of the model; siblings are the ranks that share an engine.
@@ -99,7 +100,7 @@ class WeightSync:
             ConsensusFailed: that failed, here or elsewhere.
         """
         self._meet_without_cache()
-        rounds = consensus(self.parallel_info, lambda: self._begin(prepare), self._may_repeat)
+        rounds = self._agree(lambda: self._begin(prepare))
         leader = rounds[self.parallel_info.siblings[0]]
         assert leader is not None
         # Beside an engine that lacks the weights below an adapter, all others get them too: ranks send them together.
@@ -111,14 +112,16 @@ class WeightSync:
             self.connection_key = None
             self.connect(weights)
             self.connection_key = key
-        moved = self.push(weights, question) if sends_all else []
+        moved = self._agree(lambda: self.push(weights, question)) if sends_all else []
         self._meet_without_cache()
-        return self.verify(question, moved, len(weights))
+        synced = self._agree(lambda: self.verify(question, moved, len(weights)))[0]
+        assert synced is not None  # rank 0 leads an engine
+        return synced
 
     def connect(self, weights: Sequence[NamedWeight]) -> None:
         """Agree on layouts and handles with engines that were restarted or changed their way of loading."""
         siblings = self.parallel_info.siblings
-        engines = consensus(self.parallel_info, lambda: (siblings, self._engine_info(weights)), self._may_repeat)
+        engines = self._agree(lambda: (siblings, self._engine_info(weights)))
         info = engines[siblings[0]][1]
         assert info is not None
         plans = plan_feeds(engines, weights, self.dtype, self.chunk_bytes)
@@ -126,31 +129,19 @@ class WeightSync:
             self.transfer = WeightTransfer(self.parallel_info, weights, wants, self.dtype, self._transposed)
             self._wants = wants
         self.info, self.feed = info, plans[self.parallel_info.rank]
-        handle = None
-        if self.feed.chunks:
-            handle = self._opened_stream().handle
-        handles = among_siblings(self.parallel_info, handle)
+        handles = among_siblings(self.parallel_info, self._opened_stream().handle if self.feed.chunks else None)
         pairs = zip((plans[rank] for rank in siblings), handles, strict=True)
         self.feeds = [replace(plan, handle=handle) for plan, handle in pairs if handle is not None]
 
-    def push(self, weights: Sequence[NamedWeight], question: VerifyRequest) -> list[RankTransfer]:
-        """Load the current weights into all engines; returns what each process did."""
-        return consensus(self.parallel_info, lambda: self.push_own(weights, question), self._may_repeat)
-
-    def verify(self, question: VerifyRequest, moved: Sequence[RankTransfer], num_tensors: int) -> SyncResult:
-        """Compare the weights of all engines with those of the processes."""
-        synced = consensus(self.parallel_info, lambda: self._verify_own(question, moved, num_tensors), self._may_repeat)
-        assert synced[0] is not None  # rank 0 leads an engine
-        return synced[0]
-
-    def push_own(self, weights: Sequence[NamedWeight], question: VerifyRequest) -> RankTransfer:
-        """Send this process's parts to other ranks, and feed the engine.
+    def push(self, weights: Sequence[NamedWeight], question: VerifyRequest) -> RankTransfer:
+        """Send this process's parts to the others, and feed the engine.
 
         Raises:
             EngineDied, EngineError, StreamBroken: the engine failed. The other ranks still got their tensors.
         """
         moved, stream = RankTransfer(), self.stream if self.feed.chunks else None
-        tensors = self._formed(weights, moved, question)
+        sent = {entry.name for chunk in self.feed.chunks for entry in chunk}
+        tensors = self.transfer.tensors(weights, moved, question.vectors, sent)
         plain = {w.name for w in weights if w.form is None and len(w.shape) <= 2}
 
         def note(name: str, tensor: Tensor) -> None:
@@ -183,27 +174,21 @@ class WeightSync:
         moved.copying_s -= min(moved.copying_s, moved.fingerprint_s)
         return moved
 
-    def _verify_own(
-        self, question: VerifyRequest, moved: Sequence[RankTransfer], num_tensors: int
-    ) -> SyncResult | None:
+    def verify(self, question: VerifyRequest, moved: Sequence[RankTransfer], num_tensors: int) -> SyncResult | None:
         """Verify the engine against the weights of all processes, and against an adapter, which is sent before; None
         if this process leads no engine.
 
         Raises:
             WeightSyncError: the engine holds other weights.
         """
-        sends_adapter = question.adapter_rank is not None
-        whole = whole_adapter(self.model, self.parallel_info) if sends_adapter else {}
+        adapter = {} if question.adapter_rank is None else whole_adapter(self.model, self.parallel_info)
         if self.engine is None:
             if question.rows:
                 trainer_log_probs(self.model, question.rows, self.autocast)  # a forward pass needs all siblings
             return None
         failure, synced = None, None
         try:
-            self.engine.wake_cache()
-            if sends_adapter:
-                synced = self.engine.send_adapter(whole)
-            self.engine.request_fingerprints(question)
+            synced = self.engine.begin_verify(question, adapter)
         except EngineDied as death:
             failure = death
         if question.rows:
@@ -212,7 +197,7 @@ class WeightSync:
         if failure is not None:
             raise failure
         seconds = max((one.fingerprint_s for one in moved), default=0.0)
-        metrics = self.engine.verify([one.parts for one in moved], seconds)
+        metrics = self.engine.end_verify([one.parts for one in moved], seconds)
         synced = synced or _synced(moved, self.transfer, num_tensors)
         return replace(synced, metrics=synced.metrics | metrics)
 
@@ -222,6 +207,10 @@ class WeightSync:
         if self.stream is not None:
             self.stream.close()
             self.stream = None
+
+    def _agree(self, part: Callable[[], T]) -> list[T]:
+        """The results of a part of the sync in all processes; all of them fail if one does."""
+        return consensus(self.parallel_info, part, self._may_repeat)
 
     def _meet_without_cache(self) -> None:
         """Free torch's cached memory on all GPUs of an engine, before the engine allocates memory; collective."""
@@ -251,14 +240,6 @@ class WeightSync:
             self.stream = StreamWriter(self.feed.chunk_bytes, self.info.num_workers, device)
         self.stream.begin(len(self.feed.readers))
         return self.stream
-
-    def _formed(
-        self, weights: Sequence[NamedWeight], moved: RankTransfer, question: VerifyRequest
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The tensors for the engine, computed from tensors of the running model as they arrive."""
-        names = {entry.name for chunk in self.feed.chunks for entry in chunk}
-        own = [w for w in weights if w.source in self.feed.wanted and w.name in names]
-        return formed(own, self.transfer.tensors(weights, moved, question.vectors))
 
     def _is_read_elsewhere(self) -> Callable[[], bool]:
         """A function that tells whether the engine of another process still reads, or will read, this one's stream."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ CHUNKS = 8  # at least, of a stream
 
 @dataclass
 class RankTransfer:
-    """What one rank did in a sync.
+    """The work of one rank in a sync.
 
     Attributes:
         received, fed: bytes of weights received from other processes, and sent to an engine.
@@ -98,10 +98,14 @@ class WeightTransfer:
         self._fingerprinted = {name for name in plain if self._is_first_holder(name)}
 
     def tensors(
-        self, weights: Sequence[NamedWeight], moved: RankTransfer, vectors: ProbeVectors | None
+        self,
+        weights: Sequence[NamedWeight],
+        moved: RankTransfer,
+        vectors: ProbeVectors | None,
+        sent: Collection[str],
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors that this rank feeds into an engine, in the order of the weights, by their names in the running
-        model. Collective, until exhausted.
+        """Yield the tensors that this rank feeds into an engine, in the order of the weights. Collective, until
+        exhausted.
 
         While the tensors of a bucket are fed, the next bucket is cast, fingerprinted and sent. In addition to the
         yielded tensor, a rank needs memory for two buckets: its own parts after casting or merging, and the received
@@ -109,9 +113,10 @@ class WeightTransfer:
 
         Args:
             vectors: of the proof; None: no fingerprints.
+            sent: names of these tensors.
         """
         sources = {w.source: w for w in weights}
-        return reshard_plans(
+        coming = reshard_plans(
             self._held_buckets(sources, moved, vectors),
             self.parallel_info.rank,
             dtypes=dict.fromkeys(sources, self.dtype),
@@ -120,6 +125,7 @@ class WeightTransfer:
             lend=True,
             received=moved.count,
         )
+        return formed([w for w in weights if w.name in sent], coming)
 
     def _held_buckets(
         self, sources: Mapping[str, NamedWeight], moved: RankTransfer, vectors: ProbeVectors | None
@@ -167,7 +173,7 @@ def formed(weights: Sequence[NamedWeight], coming: Iterator[tuple[str, Tensor]])
 
     Args:
         weights: in the order of the tensors that come.
-        coming: from `WeightTransfer.tensors`.
+        coming: tensors of the running model, by name.
     """
     here: dict[str, Tensor] = {}
     last = {weight.source: number for number, weight in enumerate(weights)}
@@ -202,8 +208,8 @@ class TransferToFirst:
             whole: WantedSlices = {w.source: _all_of(w.tensor.shape) for w in weights}
             wants = [whole if rank == 0 else {} for rank in range(parallel_info.mesh.size)]
             self._transfer = WeightTransfer(parallel_info, weights, wants, self.dtype, set())
-        coming = self._transfer.tensors(weights, RankTransfer(), None)
-        yield from formed(weights if parallel_info.rank == 0 else [], coming)
+        sent = {w.name for w in weights} if parallel_info.rank == 0 else ()
+        yield from self._transfer.tensors(weights, RankTransfer(), None, sent)
 
 
 def whole_adapter(model: Any, parallel_info: ParallelInfo) -> dict[str, Tensor]:
@@ -251,7 +257,7 @@ def plan_feeds(
     dtype: torch.dtype,
     chunk_bytes: int,
 ) -> list[Feed]:
-    """What each rank sends to an engine.
+    """The feed of each rank.
 
     Args:
         engines: of each rank, its siblings and the engine that it leads; None if it leads none.
@@ -266,7 +272,7 @@ def plan_feeds(
 def _feeds_of(
     engine: EngineInfo, weights: Sequence[NamedWeight], num_siblings: int, dtype: torch.dtype, chunk_bytes: int
 ) -> list[Feed]:
-    """What each sibling sends to their engine."""
+    """The feed of each sibling."""
     if engine.wants is None:
         wanted = {w.source: _all_of(w.tensor.shape) for w in weights}
         chunks, largest = _plan_stream({w.name: w.shape for w in weights}, dtype, chunk_bytes)
