@@ -12,6 +12,7 @@ a layer of another class `UnsupportedLayer` is raised, and `WorkerExtension` has
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -74,19 +75,18 @@ class InPlaceLoader:
         self._starts, self._slices = starts or {}, dict[str, list[Slices]]()
         self._packed_names = PACKED | dict(getattr(model, "packed_modules_mapping", None) or {})
         self._shapes = shapes
-        self._writers: dict[str, list[Callable[[str, Tensor], object]]] = {name: [] for name in shapes}
-        self._packings: list[PackedLayer] = []
-        self._copies: dict[str, list[tuple[Tensor, Slices]]] = {}  # destinations, with slices
-        self._whole_only: set[str] = set()  # tensors that are not loaded by rows
-        self._after: dict[str, list[Callable[[], None]]] = {}  # once a tensor is there
-        self._arriving = torch.empty(0)
+        self._copies: dict[str, list[tuple[Tensor, Slices]]] = {name: [] for name in shapes}  # targets, and what of it
+        self._packed: list[PackedLayer] = []
+        self._packings: dict[str, list[PackedLayer]] = {name: [] for name in shapes}  # that a tensor is a part of
+        self._after: dict[str, list[Callable[[], None]]] = {name: [] for name in shapes}  # once a tensor is there
+        self._arriving = torch.empty(0)  # a packed tensor that comes by its rows
         self._embeddings: dict[int, str] = {}  # of a parameter: the name that it comes by
         modules = dict(model.named_modules())
         for path, module in modules.items():
             self._find(plain_name(path), module)
         self._register_head_copies(modules.values(), getattr(model, "lm_head", None))
         elsewhere = tuple(f"{plain_name(path)}." for path, part in modules.items() if OTHER_STAGE in kinds_of(part))
-        unmatched = [name for name, takers in self._writers.items() if not takers and not name.startswith(elsewhere)]
+        unmatched = [name for name in shapes if name not in self._slices and not name.startswith(elsewhere)]
         if unmatched:
             raise UnsupportedLayer(f"{unmatched[0]} has no place")
 
@@ -95,32 +95,29 @@ class InPlaceLoader:
         return {name: _bounding_slice(slices, self._shapes[name]) for name, slices in self._slices.items()}
 
     @torch.no_grad()
-    def take(self, name: str, tensor: Tensor, entry: ChunkEntry | None = None) -> None:
+    def take(self, entry: ChunkEntry, tensor: Tensor) -> None:
         """Load a tensor, or some rows of one; it may be a view that is valid until `keep`."""
-        if entry is not None and entry.whole is not None:
-            return self._take_rows(name, tensor, entry)
-        for taker in self._writers[name]:
-            taker(name, tensor)
-        return None
-
-    def _take_rows(self, name: str, rows: Tensor, entry: ChunkEntry) -> None:
-        if name in self._whole_only:
-            if entry.begin == 0:
-                self._arriving = rows.new_empty(entry.whole or ())
-            self._arriving[entry.begin : entry.begin + len(rows)] = rows
-            if entry.is_last:
-                whole, self._arriving = self._arriving, torch.empty(0)
-                self.take(name, whole)
-            return
+        name, packings = entry.name, self._packings[entry.name]
         for target, read in self._copies[name]:
-            copy_rows(target, read, rows, entry.begin)
+            if entry.whole is None:
+                target.copy_(tensor[read])
+            else:
+                copy_rows(target, read, tensor, entry.begin)
+        if packings and entry.whole is not None:
+            if entry.begin == 0:
+                self._arriving = tensor.new_empty(entry.whole)
+            self._arriving[entry.begin : entry.begin + len(tensor)] = tensor
+            tensor = self._arriving
         if entry.is_last:
-            for follow in self._after.get(name, ()):
+            for packing in packings:
+                packing.take(name, tensor)
+            for follow in self._after[name]:
                 follow()
+            self._arriving = torch.empty(0)
 
     def keep(self) -> None:
         """Copy parts of incomplete layers, because the memory that they point to will be reused."""
-        for packing in self._packings:
+        for packing in self._packed:
             packing.keep()
 
     def _find(self, name: str, module: Any) -> None:
@@ -158,11 +155,10 @@ class InPlaceLoader:
                 self._register_copy(name, source, layer.weight.data[rows])
             return
         packing = PackedLayer(layer, [(name, self._moved(name, source)) for name, source, _ in pieces])
-        self._packings.append(packing)
+        self._packed.append(packing)
         for name, source, _ in pieces:
-            if packing.take not in self._writers[name]:
-                self._writers[name].append(packing.take)
-            self._whole_only.add(name)
+            if packing not in self._packings[name]:
+                self._packings[name].append(packing)
             self._slices.setdefault(name, []).append(source)
 
     def _vocabulary(self, name: str, layer: Any, kinds: set[str]) -> None:
@@ -182,9 +178,7 @@ class InPlaceLoader:
             if "VocabParallelEmbedding" not in (kinds := kinds_of(layer)) or not hasattr(layer, "cpu_linear"):
                 continue
             if "ParallelLMHead" in kinds or layer is head:
-                name = self._embeddings[id(layer.weight)]
-                self._writers[name].append(lambda _, __, layer=layer: repack_weight(layer))
-                self._after.setdefault(name, []).append(lambda layer=layer: repack_weight(layer))
+                self._after[self._embeddings[id(layer.weight)]].append(functools.partial(repack_weight, layer))
             else:
                 layer.cpu_linear = torch.nn.functional.linear
 
@@ -200,10 +194,8 @@ class InPlaceLoader:
             raise UnsupportedLayer(f"{name} does not come as {list(shape)}")
 
     def _register_copy(self, name: str, source: Slices, target: Tensor) -> None:
-        read = self._moved(name, source)
         self._slices.setdefault(name, []).append(source)
-        self._writers[name].append(lambda _, tensor: target.copy_(tensor[read]))
-        self._copies.setdefault(name, []).append((target, read))
+        self._copies[name].append((target, self._moved(name, source)))
 
     def _moved(self, name: str, source: Slices) -> Slices:
         """Position of a slice of the whole tensor in the received slice."""

@@ -153,7 +153,7 @@ class WorkerExtension:
 def _load_in_place(loader: InPlaceLoader, reader: StreamReader, chunks: ChunkPlan, dtype: torch.dtype) -> None:
     for number, entries in enumerate(chunks):
         for entry, tensor in reader.pieces(number, entries, dtype):
-            loader.take(entry.name, tensor, entry)
+            loader.take(entry, tensor)
         loader.keep()
         reader.leave(number)
 
