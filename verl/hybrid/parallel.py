@@ -114,7 +114,9 @@ class HybridParallelism(ShardedParallelism):
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
         """Give all processes the tensors of the first, which differ where each has drawn its own."""
         for tensor in tensors:
-            self.dist.broadcast(tensor.data.contiguous().reshape(-1).view(torch.uint8), src=0)
+            flat = tensor.data.contiguous()
+            self.dist.broadcast(flat.view(-1).view(torch.uint8), src=0)
+            tensor.data.copy_(flat)
 
     def take(self, model: Any) -> None:
         """Shard a model in place, and register hooks that reduce its gradients in every backward pass.
