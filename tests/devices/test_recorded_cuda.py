@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from verl.checkpoint.save import host_buffer
 from verl.checkpoint.save.host_buffer import HostBuffer, HostBufferPool
-from verl.checkpoint.save.snapshot import CopyRegion, Snapshot, pin_memory
+from verl.checkpoint.save.snapshot import Snapshot, pin_memory
 from verl.component import BuildContext
 from verl.engines import engine as engine_module
 from verl.engines.parallel_dims import DataParallelism
@@ -370,7 +370,7 @@ def test_a_snapshot_copies_on_a_stream_of_its_own_after_what_was_asked_for_and_w
     for part in parts:
         part.calls = streams
     host = torch.full((4,), 7.0)
-    pieces = [CopyRegion(64, parts[0]), CopyRegion(96, parts[1]), CopyRegion(128, host), CopyRegion(144, b"text")]
+    pieces = [(64, parts[0]), (96, parts[1]), (128, host), (144, b"text")]
     snapshot = Snapshot(pieces, 1)
     assert streams == [("compute", "records", "event of compute")]  # where the optimizer's step was asked for
     streams.clear()

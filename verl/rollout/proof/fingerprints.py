@@ -263,10 +263,10 @@ def tied_names(model: Any) -> dict[str, str]:
 
 
 def transposed_names(model: Any) -> set[str]:
-    """Names of the matrices that a model keeps as [in, out], as GPT-2 does, where engines have [out, in]."""
-    from transformers.pytorch_utils import Conv1D
-
-    return {f"{plain_name(path)}.weight" for path, module in model.named_modules() if isinstance(module, Conv1D)}
+    """Names of matrices that a model keeps as [in, out] (transformers' Conv1D, in GPT-2), and engines as [out, in]."""
+    conv1d = ("transformers.pytorch_utils", "Conv1D")
+    bases = {path: [(x.__module__, x.__name__) for x in type(module).__mro__] for path, module in model.named_modules()}
+    return {f"{plain_name(path)}.weight" for path, names in bases.items() if conv1d in names}
 
 
 def plain_name(path: str) -> str:
