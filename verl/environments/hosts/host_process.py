@@ -13,7 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +121,13 @@ class Host(PooledChild):
 
     def end(self, why: str) -> None:
         """Kill the process; pending requests fail with this reason."""
-        pending = [(caller, reply) for caller, reply in list(self._pending.values()) if not reply.done()]
         if not self.is_over:
-            self.is_over, self._why, self._suspects = True, why, frozenset(caller for caller, _ in pending)
-        for caller, reply in pending:
-            with contextlib.suppress(Exception):  # answered meanwhile
-                reply.set_exception(InfraError(self._why, self._fault(caller)))
+            self._why, self.is_over = why, True  # a request is pending before it asks whether it is over
+            pending = list(self._pending.values())
+            self._suspects = frozenset(caller for caller, reply in pending if not reply.done())
+            for caller, reply in pending:
+                with contextlib.suppress(InvalidStateError):  # answered
+                    reply.set_exception(InfraError(self._why, self._fault(caller)))
         super().kill()
 
     def kill(self) -> None:
