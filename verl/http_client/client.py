@@ -261,17 +261,23 @@ class HTTPClient:
                 task.cancel()
 
     async def _ask_once(self, ask: Request, batch: _Batch) -> RequestReport:
-        """Send a request until it has a usable answer or has failed after all retries."""
+        """Send a request until it has a usable answer or has failed after all retries.
+
+        Raises:
+            ComponentExit: code that makes the request or parses the answer raised SystemExit or KeyboardInterrupt.
+        """
         seconds: list[float] = []
         fault, retries = None, self.endpoint.retries
         try:
             for retry in range(retries + 1):
-                fault = await self._attempt(ask, batch, seconds)
+                fault = await self._tried(ask, batch, seconds)
                 if fault is None or not fault.may_pass:
                     break
                 if retry < retries:
                     delay_s = backoff_s(self.endpoint.backoff_s, retry, self._chance.random())
                     await batch.sleep(max(fault.wait_s, delay_s))
+        except (SystemExit, KeyboardInterrupt) as error:  # of code that makes the request or parses the answer
+            raise as_component_exit(error) from error  # else it ends the event loop
         except (TimeoutError, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and not batch.is_over:
                 raise
@@ -283,19 +289,8 @@ class HTTPClient:
             return RequestReport(tuple(seconds))
         return RequestReport(tuple(seconds), redact(self.without_key(fault.why)), fault.kind)
 
-    async def _attempt(self, ask: Request, batch: _Batch, seconds: list[float]) -> _RequestFault | None:
-        """Run one attempt; returns its fault, or None if the answer was accepted.
-
-        Raises:
-            ComponentExit: code that makes the request or parses the answer raised SystemExit or KeyboardInterrupt,
-                which would end the event loop.
-        """
-        try:
-            return await self._tried(ask, batch, seconds)
-        except (SystemExit, KeyboardInterrupt) as error:  # signals are delivered to the main thread only
-            raise as_component_exit(error) from error
-
     async def _tried(self, ask: Request, batch: _Batch, seconds: list[float]) -> _RequestFault | None:
+        """Run one attempt; returns its fault, or None if the answer was accepted."""
         async with self._slots:
             now = asyncio.get_running_loop().time
             while (wait_s := self._next_s - now()) > 0:

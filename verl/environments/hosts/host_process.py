@@ -83,7 +83,8 @@ class Host(PooledChild):
         try:
             reply = self.first_message()
         except StartFailed as error:
-            raise InfraError(f"{error}{self._printed.last()} (environment.reset_timeout_s)") from error
+            setting = " (environment.reset_timeout_s)" if isinstance(error.__cause__, TimeoutError) else ""
+            raise InfraError(f"it has not started: {error}{setting}{self._printed.last()}") from error
         self.recovery, self.described = reply.get("recovery"), _value(reply)
         threading.Thread(target=self._read, name="environment replies", daemon=True).start()
 
