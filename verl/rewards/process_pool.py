@@ -203,7 +203,7 @@ class _Worker(PooledChild):
         return PoolResult(score=detail) if kind == "score" else PoolResult(failure=detail, was_raised=True)
 
     def _late_words(self) -> str:
-        """What a process does that gives no answer in time: its state, and its line in the user's file."""
+        """Describe a process that gives no answer in time: its state, and its line in the user's file."""
         state, deadline = self.state(), time.monotonic() + GRACE_S
         self.child.request_stack()
         while not (trace := self._trace_text()) and time.monotonic() < deadline:

@@ -68,12 +68,12 @@ class PooledChild:
             raise StartFailed(f"its process has ended ({self.exit_words()})") from error
 
     def exit_words(self) -> str:
-        """How it ended, where its connection is closed."""
+        """Describe its end, after its connection was closed."""
         self.child.await_exit(EXIT_S)
         return self.child.describe_exit() or "its connection was closed"
 
     def state(self) -> str:
-        """Its state by the operating system, to append to a message."""
+        """State by the operating system, to append to a message."""
         state = self.child.state()
         return f" ({state})" if state else ""
 
