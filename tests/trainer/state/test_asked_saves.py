@@ -13,9 +13,8 @@ from trainer.runs import BRIEF, BRIEF_GRPO, fit, ppo_run
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.config import Checkpointing
-from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.discovery import CheckpointDirectory
-from verl.checkpoint.resolve import SAVED, ResolvedPath, RunCheckpoints, resolve_path
+from verl.checkpoint.resolve import SAVED, RunCheckpoints
 from verl.component import BuildContext
 from verl.errors import CheckpointWriteFailed
 from verl.trainer.ppo import PPOTrainer
@@ -71,14 +70,6 @@ def test_a_save_that_fails_costs_itself_and_is_told_and_the_last_one_ends_the_ru
     assert steps == [1, 2, 3]
     assert result.checkpoints == ["global_step_3"]
     assert "The checkpoint of step 1 was NOT SAVED" in caplog.text
-
-
-def test_the_directory_of_a_run_leads_to_its_checkpoints(model32, tmp_path):
-    checkpoint = Checkpointing(save_dir=str(tmp_path / "saved"))
-    run = dataclasses.replace(ppo_run(model32, BRIEF_GRPO, total_steps=1, **BRIEF), checkpoint=checkpoint)
-    fit(run, tmp_path / "run")
-    assert resolve_path(tmp_path / "run") == ResolvedPath(tmp_path / "saved")
-    assert CheckpointManager(tmp_path / "run").step == 1
 
 
 def saver_of(run_dir: Path, **fields: object) -> CheckpointSaver:

@@ -264,12 +264,10 @@ def _is_same(newest: Manifest, manifest: Manifest, checksum: str) -> bool:
 
 
 def _faults_of_participants(expected: set[str], reports: list[RankReport]) -> Iterator[FileFault]:
-    arrived = Counter(report.name for report in reports)
-    yield from (FileFault(MANIFEST, f"participant {name} did not report") for name in sorted(expected - arrived.keys()))
-    yield from (
-        FileFault(MANIFEST, f"participant {name} was not expected") for name in sorted(arrived.keys() - expected)
-    )
-    yield from (FileFault(MANIFEST, f"participant {name} reported twice") for name, n in arrived.items() if n > 1)
+    arrived = [report.name for report in reports]
+    yield from (FileFault(MANIFEST, f"participant {name} did not report") for name in sorted(expected - {*arrived}))
+    if len(arrived) > len(expected):
+        yield FileFault(MANIFEST, f"participants {sorted(arrived)} report, and {sorted(expected)} were expected")
     paths = Counter(entry.path for report in reports for entry in report.files)
     yield from (FileFault(path, "two participants report it") for path, n in paths.items() if n > 1)
 
@@ -465,8 +463,8 @@ class CheckpointStore(CheckpointDirectory):
                 lock = self.disk.lock(directory)
         return SaveTransaction(self, directory, step, tag, rank_names, lock)
 
-    def remove_leftovers(self) -> int:
-        """Remove everything in `staging/` and `trash/` that no running process writes. Returns the bytes freed.
+    def remove_leftovers(self) -> None:
+        """Remove everything in `staging/` and `trash/` that no running process writes.
 
         Raises:
             CheckpointFenced: another trainer has taken over.
@@ -474,7 +472,7 @@ class CheckpointStore(CheckpointDirectory):
         self.claim_directory()
         with self.locked(), write_errors("removing leftovers"):
             self.check_claim()
-            return self._remove_leftovers()
+            self._remove_leftovers()
 
     def leftovers(self) -> Iterator[Path]:
         """Leftovers of dead processes: the trash, and staged saves without a lock, each locked while it is looked at.
@@ -531,8 +529,9 @@ class CheckpointStore(CheckpointDirectory):
                 "nothing was written. Remove files there"
             )
 
-    def _remove_leftovers(self) -> int:
-        return sum(remove_tree(self.disk, path) for path in self.leftovers())
+    def _remove_leftovers(self) -> None:
+        for path in self.leftovers():
+            remove_tree(self.disk, path)
 
 
 def _copy_of(

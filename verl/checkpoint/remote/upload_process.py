@@ -27,7 +27,6 @@ from verl.checkpoint.commit.upload_state import (
 )
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.ownership import Owner, StoreLease
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.transfer import CheckpointUpload
@@ -53,7 +52,6 @@ class UploadSettings:
         directory: of checkpoints.
         storage: the tier.
         claim: of this trainer on the tier.
-        owner: of the lease that this process renews; None where the run has none.
         shortest_pause_s: after the first failure in a row; doubled for each further one, up to two minutes.
     """
 
@@ -61,7 +59,6 @@ class UploadSettings:
     storage: Storage
     claim: str
     cold: UploadTarget
-    owner: Owner | None = None
     niceness: int = 10
     shortest_pause_s: float = SHORTEST_PAUSE_S
 
@@ -182,8 +179,6 @@ def serve(channel: Channel, setting: UploadSettings, progress: Progress) -> None
     logging.basicConfig(format="uploader: %(levelname)s %(name)s: %(message)s", level=logging.ERROR)
     with contextlib.suppress(OSError):
         os.nice(setting.niceness)
-    if setting.owner is not None:
-        StoreLease(setting.storage, setting.owner).keep()
     finishing = threading.Event()
     threading.Thread(target=_listen, args=(channel, finishing), name="commands", daemon=True).start()
 
@@ -245,7 +240,6 @@ def _count(worker: UploadWorker) -> int:
 
 log = logging.getLogger(__name__)
 
-MOST_STARTS = 20
 START_TIMEOUT_S, END_TIMEOUT_S = 60.0, 5.0
 SETTING = "checkpoint.upload_timeout_s"
 
@@ -325,14 +319,11 @@ class Uploader:
     def _supervise(self) -> None:
         pause_s = self._setting.shortest_pause_s
         try:
-            for number in range(1, MOST_STARTS + 1):
+            while True:
                 end = self._receive_until_end(self.child)
                 if self._is_over:
                     return
                 self.child.kill()
-                if number == MOST_STARTS:
-                    log.error("the uploader %s, start %d: NOTHING MORE IS UPLOADED by this run", end, number)
-                    return
                 log.error("the uploader %s; it is restarted and continues", end)
                 with self._changed:
                     self._changed.wait_for(lambda: self._is_closing, pause_s)
