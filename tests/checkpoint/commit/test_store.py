@@ -75,13 +75,6 @@ def test_the_same_step_with_the_same_bytes_is_saved_once(store):
     assert list((store.directory / "staging").iterdir()) == []
 
 
-def test_bytes_saved_again_after_others_are_the_newest_again(store):
-    save(store, 100, 1)
-    save(store, 200, 2)
-    assert save(store, 100, 1).sequence == 3
-    assert store.newest().step == 100
-
-
 def test_a_tag_names_the_directory(store):
     assert save(store, 500, 1, tag="loss_0.12_step_500").name == "loss_0.12_step_500"
     assert save(store, 600, 2, tag="loss_0.12_step_500").name == "loss_0.12_step_500-2"
@@ -92,13 +85,6 @@ def test_a_tag_names_the_directory(store):
 def test_a_tag_that_is_no_name_of_its_own_is_refused(tag, store):
     with refusal("tag"):
         store.begin(1, tag=tag)
-
-
-def test_leaving_without_a_commit_leaves_nothing(store):
-    with store.begin(1) as transaction:
-        transaction.main.write("a/b", [b"1"])
-    assert list((store.directory / "staging").iterdir()) == []
-    assert store.complete() == []
 
 
 MISSING = {

@@ -48,9 +48,7 @@ def near(tmp_path: Path) -> CheckpointTier:
 
 def uploader(tier: CheckpointTier, directory: Path, claim: str = "one", timeout_s: float = 600.0) -> Uploader:
     CheckpointStore(directory).claim_directory()
-    cold = UploadTarget(
-        address=tier.address, upload_interval=tier.upload_interval, upload_interval_s=tier.upload_interval_s or 0.0
-    )
+    cold = dataclasses.replace(tier.rules, address=tier.address)
     write_upload_target(FileSystem(), directory, cold)
     return Uploader(
         UploadSettings(directory=str(directory), storage=tier.storage, claim=claim, cold=cold, shortest_pause_s=0.05),
@@ -85,7 +83,7 @@ def test_checkpoints_arrive_while_others_are_saved_and_at_the_end_all_are_there(
 def test_within_an_interval_of_time_the_newest_goes_once_and_what_has_a_tag_and_the_last_one_all_the_same(
     near: CheckpointTier, tmp_path: Path
 ) -> None:
-    near = dataclasses.replace(near, upload_interval_s=3600.0)
+    near = dataclasses.replace(near, rules=UploadTarget(address="", upload_interval_s=3600.0))
     save(tmp_path / "here", 1)
     uploading = uploader(near, tmp_path / "here")
     until(uploading, "uploaded")

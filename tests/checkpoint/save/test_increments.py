@@ -74,17 +74,6 @@ def test_an_unchanged_file_is_a_link_and_a_changed_one_is_written(tmp_path, mode
     assert entry.linked_from == second.name
 
 
-def test_an_unchanged_save_writes_the_state_alone(tmp_path):
-    store = CheckpointStore(tmp_path)
-    with CheckpointWriter(store, mode="sync") as writer:
-        for step in (1, 2):
-            writer.save(request(step, trained(weights(), 1), increment=True))
-        (*_, outcome) = writer.drain()
-    assert [entry.path for entry in store.open(outcome.name).manifest.files if entry.linked_from is None] == [
-        "actor/config.json", "trainer_state.json",
-    ]  # fmt: skip
-
-
 def test_retention_may_remove_the_checkpoint_that_a_link_comes_from(tmp_path):
     save(tmp_path, dict.fromkeys((1, 2, 3, 4), 1))
     store = CheckpointStore(tmp_path)

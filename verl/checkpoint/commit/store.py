@@ -294,7 +294,7 @@ def _finite(value: Any) -> Any:
 
 
 class CheckpointStore(CheckpointDirectory):
-    """Checkpoints of one directory.
+    """Checkpoints of one directory. A pickled copy, in another process of the run, shares the claim.
 
     Reading (`complete`, `newest`, `open`) changes nothing and needs no write permission. The first `begin` claims the
     directory and fences out the previous owner.
@@ -317,10 +317,6 @@ class CheckpointStore(CheckpointDirectory):
     ):
         super().__init__(directory, disk)
         self.run_id, self.claim, self._highest_sequence = run_id, claim, 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy in another process of this run has a file system of the same class and shares the claim."""
-        return _copy_of, (type(self), self.directory, self.run_id, type(self.disk), self.claim)
 
     # -- ownership -----------------------------------------------------------------------------------------------------
 
@@ -532,12 +528,6 @@ class CheckpointStore(CheckpointDirectory):
     def _remove_leftovers(self) -> None:
         for path in self.leftovers():
             remove_tree(self.disk, path)
-
-
-def _copy_of(
-    kind: type[CheckpointStore], directory: Path, run_id: str, disk_type: type[FileSystem], claim: str | None
-) -> CheckpointStore:
-    return kind(directory, run_id, disk_type(), claim)
 
 
 def readable_size(num_bytes: int) -> str:

@@ -98,22 +98,26 @@ class Checkpoint:
         """A fault of a file, or of a range of it, with the tensors there."""
         return FileFault(file, problem, self.tensors_in(file, begin, end))
 
-    def checked_leaves(self, entry: FileEntry, leaves: Iterable[bytes], of: str = "") -> Iterator[bytes]:
-        """The leaves of a file, each given once it is known to be what was written.
+    def check_leaf(self, entry: FileEntry, number: int, begin: int, data: bytes | memoryview, of: str = "") -> None:
+        """Check that a leaf of a file, from the offset `begin`, is what was written.
 
         Args:
             of: what they are bytes of, if not of the file, for the message.
         Raises:
-            CheckpointCorrupt: one is not; names the tensors.
+            CheckpointCorrupt: it is not; names the tensors.
         """
+        if digest_of(data) != entry.leaves[number].blake3:
+            end = begin + entry.leaves[number].size
+            problem = f"bytes {begin} to {end}{of} are not those that were written"
+            raise CheckpointCorrupt(self.directory, [self.fault(entry.path, problem, begin, end)])
+
+    def checked_leaves(self, entry: FileEntry, leaves: Iterable[bytes], of: str = "") -> Iterator[bytes]:
+        """The leaves of a file, each given once it is checked, see `check_leaf`."""
         begin = 0
-        for leaf, data in zip(entry.leaves, leaves):
-            end = begin + leaf.size
-            if digest_of(data) != leaf.blake3:
-                problem = f"bytes {begin} to {end}{of} are not those that were written"
-                raise CheckpointCorrupt(self.directory, [self.fault(entry.path, problem, begin, end)])
+        for number, data in enumerate(leaves):
+            self.check_leaf(entry, number, begin, data, of)
             yield data
-            begin = end
+            begin += entry.leaves[number].size
 
     def path(self, file: str) -> Path:
         """Absolute path of one of its files."""
@@ -158,9 +162,7 @@ def read_state(disk: FileSystem, checkpoint: Checkpoint) -> dict[str, Any]:
     Raises:
         CheckpointCorrupt: its bytes differ from what was written.
     """
-    entry = checkpoint.manifest.file(STATE)
-    if entry is None:
-        raise CheckpointIncomplete(checkpoint.directory, [FileFault(STATE, "the manifest does not list it")])
+    entry = checkpoint.manifest.contents[STATE]
     data = _read_own(disk, checkpoint.directory, STATE, MANIFEST_LIMIT_BYTES)
     if len(data) != entry.size or digest_of(data) != entry.blake3:
         raise CheckpointCorrupt(checkpoint.directory, [FileFault(STATE, "its bytes are not those that were written")])

@@ -377,6 +377,8 @@ def _tensor_json(tensor: LogicalTensor) -> dict[str, Any]:
 
 
 def _refuse_contradictions(manifest: Manifest) -> None:
+    if manifest.file(STATE) is None:
+        raise ManifestError(f"it does not list {STATE}")
     for entry in manifest.files:
         if any(leaf.size == 0 for leaf in entry.leaves):
             raise ManifestError(f"the leaves of {entry.path} are malformed")

@@ -161,11 +161,8 @@ class CheckpointReader:
             low, high = ends[number] - entry.leaves[number].size, ends[number]
             if low >= end:
                 break
-            if not checked[number] and digest_of(data[low:high]) != entry.leaves[number].blake3:
-                problem = f"bytes {low} to {high} are not those that were written"
-                raise CheckpointCorrupt(
-                    self.checkpoint.directory, [self.checkpoint.fault(entry.path, problem, low, high)]
-                )
+            if not checked[number]:
+                self.checkpoint.check_leaf(entry, number, low, data[low:high])
             checked[number] = True
 
 
@@ -265,7 +262,7 @@ def full_faults(disk: FileSystem, checkpoint: Checkpoint) -> list[FileFault]:
                 pass
         except BadCheckpoint as error:
             faults += error.faults
-    if not faults and checkpoint.manifest.file(STATE):
+    if not faults:
         written = read_state(disk, checkpoint).get("manifest_checksum")
         if written != content_digest(checkpoint.manifest):
             faults.append(FileFault(STATE, "its manifest_checksum is not that of this checkpoint"))

@@ -13,7 +13,7 @@ from typing import Any
 from verl.checkpoint.core.checkpoint import Checkpoint, parse_manifest, parse_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import digest_of
-from verl.checkpoint.core.manifest import MANIFEST, MANIFEST_LIMIT_BYTES, STATE, FileEntry
+from verl.checkpoint.core.manifest import MANIFEST, STATE, FileEntry
 from verl.checkpoint.read.reader import CheckpointReader, Level, tiling_faults
 from verl.checkpoint.remote.commit_log import CommitLog, LogRecord
 from verl.errors import (
@@ -153,11 +153,6 @@ class RemoteStore:
 
     def state(self, checkpoint: RemoteCheckpoint) -> dict[str, Any]:
         """All of its `trainer_state.json`."""
-        entry = checkpoint.manifest.file(STATE)
-        if entry is None:
-            raise CheckpointIncomplete(checkpoint.directory, [FileFault(STATE, "the manifest does not list it")])
-        if entry.size > MANIFEST_LIMIT_BYTES:
-            raise CheckpointCorrupt(checkpoint.directory, [FileFault(STATE, f"it has {entry.size} bytes: too many")])
         return parse_state(checkpoint.directory, self.reader(checkpoint).read(STATE))
 
     def directory(self, record: LogRecord) -> Path:

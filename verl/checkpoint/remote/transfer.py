@@ -16,7 +16,7 @@ import logging
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from verl.checkpoint.commit.store import CheckpointStore
@@ -212,13 +212,11 @@ class CheckpointTier:
 
     Args:
         storage: the place of this run's checkpoints alone.
-        upload_interval, upload_interval_s, keep_waiting: see `Checkpointing`.
+        rules: which of them it gets.
     """
 
     storage: Storage
-    upload_interval: int = 1
-    upload_interval_s: float | None = None
-    keep_waiting: int = 8
+    rules: UploadTarget = field(default_factory=lambda: UploadTarget(address=""))
 
     @property
     def address(self) -> str:
@@ -265,13 +263,7 @@ class CheckpointTier:
             log.error("%s does not answer (%s): publications are numbered from %d", self.address, error, floor)
         finally:
             checkpoints.store.close()
-        return UploadTarget(
-            address=self.address,
-            upload_interval=self.upload_interval,
-            upload_interval_s=self.upload_interval_s or 0.0,
-            keep_waiting=self.keep_waiting,
-            sequence_floor=floor,
-        )
+        return replace(self.rules, address=self.address, sequence_floor=floor)
 
 
 def tier_of(
@@ -290,13 +282,12 @@ def tier_of(
         storage = storage_from(keys)
     if storage is None:
         return None
-    below = "/".join(part for part in ("checkpoints", project, experiment, job) if part)
-    return CheckpointTier(
-        storage=storage.below(below),
-        upload_interval=interval,
-        upload_interval_s=interval_s,
+    storage = storage.below("/".join(part for part in ("checkpoints", project, experiment, job) if part))
+    rules = UploadTarget(
+        address=storage.address, upload_interval=interval, upload_interval_s=interval_s or 0.0,
         keep_waiting=settings.keep_waiting,
-    )
+    )  # fmt: skip
+    return CheckpointTier(storage=storage, rules=rules)
 
 
 def bring(address: str, save_dir: Path, storage: Storage | None = None) -> tuple[Checkpoint, Storage]:

@@ -220,11 +220,10 @@ class _SaveFiles:
     @property
     def _newest_own(self) -> Checkpoint | None:
         """The newest of this run, if it has one: another process may fetch one of another run into the directory."""
-        newest, run_id = self._newest, self._store.run_id
-        if newest is None or newest.manifest.run_id == run_id:
-            return newest
-        own = [checkpoint for checkpoint in self._store.complete() if checkpoint.manifest.run_id == run_id]
-        return own[-1] if own else newest
+        try:
+            return self._store.newest(lambda checkpoint: checkpoint.manifest.run_id == self._store.run_id)
+        except (CheckpointNotFound, BadCheckpoint):
+            return self._newest
 
 
 def _hash(image: FileImage, source: ImageSource, end: int = 0) -> tuple[Leaf, ...]:
