@@ -14,12 +14,17 @@ from verl.rollout.base import TurnEngine, TurnResult
 
 GENERATED_FIELDS = ("response_mask", "responses", "rollout_log_probs")  # fields that an engine makes
 LARGEST_LOG_PROB = 1e-3  # nats above 0 that may be rounding; more is not a log-prob
-PLACEHOLDER = -9000.0  # nats: values at or below are minus infinity, such as -9999 of vLLM
+PLACEHOLDER = -9000.0  # nats: values at or below are minus infinity, such as the -9999 of some servers
 
 
 def prompt_tokens(prompts: DataProto) -> list[list[int]]:
     """Token ids of each prompt, without padding."""
-    return [row[mask].tolist() for row, mask in zip(prompts["prompts"], prompts["prompt_mask"], strict=True)]
+    return masked_rows(prompts["prompts"], prompts["prompt_mask"])
+
+
+def masked_rows(values: Tensor, mask: Tensor) -> list[list[int]]:
+    """The values [b t] of each row on its mask [b t] bool; by numpy, whose rows cost a tenth of torch's."""
+    return [row[on].tolist() for row, on in zip(values.numpy(), mask.numpy(), strict=True)]
 
 
 def longest_prompt(batches: Sequence[DataProto]) -> int:
@@ -32,17 +37,17 @@ def left_padded(lines: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Te
     width = max(map(len, lines), default=0)
     tokens = torch.full((len(lines), width), pad_id, dtype=torch.int64)
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
-    for row, line in enumerate(lines):
-        tokens[row, width - len(line) :] = torch.tensor(line)
-        mask[row, width - len(line) :] = True
+    for ids, is_token, line in zip(tokens.numpy(), mask.numpy(), lines, strict=True):
+        ids[width - len(line) :] = line
+        is_token[width - len(line) :] = True
     return tokens, mask
 
 
 def right_padded(lines: Sequence[Sequence[float]], fill: float, dtype: torch.dtype) -> Tensor:
     """Lists of numbers as [b T], padded on the right to the longest."""
     padded = torch.full((len(lines), max(map(len, lines), default=0)), fill, dtype=dtype)
-    for row, line in enumerate(lines):
-        padded[row, : len(line)] = torch.tensor(line, dtype=dtype)
+    for row, line in zip(padded.numpy(), lines, strict=True):
+        row[: len(line)] = line
     return padded
 
 
@@ -143,7 +148,7 @@ def refuse_wrong_responses(rows: DataProto, num_tokens: int | None = None) -> No
     """
     if missing := [name for name in GENERATED_FIELDS if name not in rows.batch]:
         raise RolloutError(
-            f"The rollout engine gives rows without {', '.join(missing)}: see verl.rollout.base.assemble."
+            f"The rollout engine gives rows without {', '.join(missing)}: see verl.rollout.rows.assemble."
         )
     mask, tokens, log_probs = (rows.batch[name] for name in GENERATED_FIELDS)
     if not bool(mask.any()):
@@ -175,7 +180,7 @@ def log_prob_fault(log_prob: float) -> str | None:
     if not log_prob < 0 or log_prob == -math.inf:
         return f"{log_prob}, one that is not finite: the logits were not, or the token was cut off before it was drawn"
     return (
-        f"{log_prob:g}: that is written in place of a probability of zero (vLLM: -9999), and such a token cannot be "
+        f"{log_prob:g}: that is written in place of a probability of zero, and such a token cannot be "
         "drawn. Log-probs must be log_softmax(logits / temperature) over the whole vocabulary, of the tokens drawn"
     )
 

@@ -16,10 +16,8 @@ import torch
 
 from verl.engines.parallel_degrees import ShardingCost
 from verl.engines.sharding import NoSharding
-from verl.errors import ConfigError
 from verl.models.model_stats import ModelStats, model_stats, sizes_config
 from verl.ops.cpu_matmul import chosen_library
-from verl.rollout.vllm.gpu_memory import cache_bytes, engine_shape
 from verl.trainer.plan.activations import Activations, num_experts, trace_activations
 from verl.trainer.plan.workload import GIB, DeviceRates, RoleLayout, Workload, placed_roles, role_layouts, workload
 from verl.utils.memory import DeviceMemory
@@ -362,17 +360,13 @@ def _engine_parts(
     rows = getattr(rollout, "max_rows", None) or getattr(rollout, "max_num_seqs", 1)
     rows = min(rows, run.trainer.prompts_per_step * run.trainer.group_size)
     working = {"sampling": 3 * 4 * rows * actor.config.get_text_config().vocab_size}
-    if not hasattr(rollout, "kv_cache_gib"):
-        return {"keys and values": estimate.cache, **working}
     room = rollout.with_room_for(getattr(run.data, "max_prompt_length", 0), run.response_tokens)
-    shape, memory = engine_shape(room, actor.config, actor.dtype, device.is_gpu), None
+    memory = DeviceMemory(device.memory, min(device.memory - device.context, limit)) if device.is_gpu else None
+    engine = room.engine_memory(actor.config, actor.dtype, memory, trainer_bytes)
+    if engine is None:
+        return {"keys and values": estimate.cache, **working}
     if device.is_gpu:
-        working = {"engine working": shape.overhead}
+        working = {"engine working": engine["overhead"]}
         if getattr(rollout, "sleep", False) and not estimate.stays_awake:
-            working[ASLEEP] = shape.asleep
-        memory = DeviceMemory(device.memory, min(device.memory - device.context, limit))
-    try:
-        cache = cache_bytes(rollout, shape, memory, trainer_bytes)
-    except ConfigError:  # it does not fit: the plan shows by how much
-        cache = shape.cache_of(1)
-    return {"engine weights": shape.weights, "keys and values": cache, **working}
+            working[ASLEEP] = engine["asleep"]
+    return {"engine weights": engine["weights"], "keys and values": engine["cache"], **working}
