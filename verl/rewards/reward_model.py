@@ -64,7 +64,7 @@ def chosen_form(form: RewardInput, tokenizer: Any, actors: Any) -> RewardInput:
         tokenizer: of the reward model.
         actors: the policy's tokenizer; None if unknown.
     Raises:
-        ConfigError: the form needs the policy's tokenizer or a chat template, but there is none.
+        ConfigError: `tokens` with a tokenizer other than the policy's, or `chat` without a chat template.
     """
     is_same = actors is not None and reads_alike(tokenizer, actors)
     template = getattr(tokenizer, "chat_template", None)

@@ -1,5 +1,5 @@
-"""The process that runs environments, by messages in JSON over its standard input; standard library only, except that
-tools need pydantic.
+"""The process that runs environments, controlled by JSON messages over its standard input. Standard library only,
+except that tools need pydantic.
 
     {"id": 7, "op": "step", "env": 3, "limit_s": 30.0, "action": {"text": "..."}}
         ──> {"id": 7, "value": {...}}    {"id": 7, "error": "...", "trace": "...", "kind": "infra"}
@@ -31,13 +31,13 @@ LARGEST = 3.4028234663852886e38  # rewards are stored as float32
 MAX_REPLY = 8 << 20  # characters
 MAX_TRACE = 8000  # characters
 BEAT_S = 0.1  # of the clock
-BEATS_PER_REPORT = 5  # the trainer is told of every fifth
-STALL_S = 1.0  # a longer gap between two beats: the process was suspended, or a thread held the interpreter
+BEATS_PER_REPORT = 5  # every fifth is reported to the trainer
+STALL_S = 1.0  # with a longer gap between two beats, the process was suspended or a thread held the interpreter
 OWN_FILES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.dirname(os.path.abspath(__file__)))
 
 
 class BadAnswer(TypeError):
-    """A method of an environment returned something else than it should."""
+    """A method of an environment returned an invalid value."""
 
 
 class HostedAction:
@@ -68,7 +68,7 @@ class Replies:
         self.process = os.getpid()
 
     def send(self, reply):
-        if os.getpid() != self.process:  # a fork that an environment made, and that has returned
+        if os.getpid() != self.process:  # a fork made by an environment, which has returned
             os._exit(0)
         try:
             size = len(json.dumps(reply))
@@ -85,10 +85,10 @@ class Replies:
 
 
 class Clock:
-    """Measures calls by the time in which this process was able to run, and tells the trainer that it is.
+    """Measures calls by the time in which this process was able to run, and reports to the trainer that it is running.
 
-    A beat that comes late says that the process was suspended or that a thread held the interpreter. That time is not
-    counted, and the calls under way are marked as stalled.
+    A late beat means that the process was suspended or that a thread held the interpreter. That time is not counted,
+    and the calls in progress are marked as stalled.
     """
 
     def __init__(self, replies):
@@ -102,7 +102,7 @@ class Clock:
     def end(self, request):
         self.calls.pop(request["id"], None)
 
-    def run(self, sleep=time.sleep, now=time.monotonic):  # bound here: an environment may replace those of the module
+    def run(self, sleep=time.sleep, now=time.monotonic):  # bound here: environments may replace them
         last, beats = now(), 0
         while True:
             sleep(BEAT_S)
@@ -123,7 +123,7 @@ class Clock:
 
 
 def as_number(value) -> Any:
-    """A NumPy or torch scalar as the bool, int or float that it is; anything else as it is."""
+    """A NumPy or torch scalar as bool, int or float; anything else unchanged."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
@@ -131,7 +131,7 @@ def as_reward(value, method="step"):
     """A reward as a float.
 
     Raises:
-        BadAnswer: it is not a finite number that float32 can hold. True and False are 1 and 0.
+        BadAnswer: the value is not a finite number in the range of float32. True and False are 1 and 0.
     """
     number = as_number(value)
     if isinstance(number, (bool, int, float)) and abs(number) <= LARGEST:
@@ -147,10 +147,10 @@ def as_flag(value, name):
 
 
 def as_observation(value, method):
-    """An observation of plain texts.
+    """The observation with plain `str` texts.
 
     Raises:
-        BadAnswer: it is no text, list of chat messages or None, or has a text that is not valid Unicode.
+        BadAnswer: it is not a text, list of chat messages or None, or has a text that is not valid Unicode.
     """
     if value is None:
         return None
@@ -226,10 +226,10 @@ def text_of(error):
 
 
 def failure(error, method, kind="infra"):
-    """The part of a reply that tells of an exception: message, line of the user's file, and traceback.
+    """The part of a reply that describes an exception: message, line of the user's file, and traceback.
 
     Args:
-        method: that was called; None while a file is loaded.
+        method: name of the called method; None while a file is loaded.
     """
     if isinstance(error, BadAnswer):
         return {"error": f"{error}, {defined_at(method)}", "trace": "", "kind": kind}
@@ -284,7 +284,7 @@ def checked_class(path, arguments):
     """The class of environments.
 
     Raises:
-        TypeError: it is none, lacks a method, or its constructor or methods do not take what they are called with.
+        TypeError: it is not a class, lacks a method, or does not accept the arguments that are passed.
     """
     kind = located(path)
     if not isinstance(kind, type):
@@ -387,7 +387,7 @@ def call_tool(function, request, replies, clock):
 
 
 def opened(options) -> Any:
-    """The requested functions of a file of tools, or class of environments; and the first reply."""
+    """The requested tools or environment class, and the first reply."""
     arguments = options.get("arguments", {})
     if options["kind"] == "tools":
         module = located(options["path"])
@@ -398,7 +398,7 @@ def opened(options) -> Any:
         ]
         return functions, {"value": schemas, "recovery": recovery_of(module)}
     kind = checked_class(options["path"], arguments)
-    if options.get("try"):  # before the weights of a run are loaded: as the first episode would
+    if options.get("try"):  # as the first episode would, but before the weights of a run are loaded
         environment = kind(**arguments)
         if options["try"] == "reset":
             environment.reset({"prompt_text": "", "prompt_id": 0, "index": 0}, 0)
@@ -440,4 +440,4 @@ if __name__ == "__main__":
     faulthandler.enable()
     with contextlib.suppress(ConnectionError):  # the trainer is gone
         serve()
-    os._exit(0)  # threads that hang must not keep it
+    os._exit(0)  # hanging threads must not keep the process alive

@@ -1,6 +1,6 @@
-"""The trainer's side of a process that runs environments: its start, requests, replies, and whose failure its end was.
+"""The trainer's side of a process that runs environments: start, requests, replies, attribution of its end.
 
-A process that dies, is silent, or sends invalid replies is killed with all processes that it has started.
+A process that dies, is silent, or sends invalid replies is killed together with its descendants.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ log = logging.getLogger(__name__)
 
 PROGRAMS = Path(__file__).parent
 MAX_REPLY = 16 << 20  # bytes
-MAX_PRINTED = 1000  # bytes of a line that an environment prints; longer ones are divided
-PRINTED_LINES, PRINTED_WITHIN_S = 200, 10.0  # of one process in the run's log
+MAX_PRINTED = 1000  # maximum bytes of a line printed by an environment; longer ones are split
+PRINTED_LINES, PRINTED_WITHIN_S = 200, 10.0  # maximum lines of one process in the run's log
 POLL_INTERVAL_S = 0.5
-EXIT_S = 2.0  # for the exit status of a process that has closed its connection
+EXIT_S = 2.0  # wait for the exit status of a process that has closed its connection
 
 
 class _HostCall(Future):
-    """A request, whose result is the reply.
+    """A request, as a future of its reply.
 
     Args:
-        thread: name of the thread that carries it out.
+        thread: name of the thread that executes it.
     """
 
     def __init__(self, thread: str, limit_s: float):
         super().__init__()
         self.thread, self.limit_s = thread, limit_s
-        self.set_running_or_notify_cancel()  # from now on nobody can cancel it
+        self.set_running_or_notify_cancel()  # it can no longer be cancelled
 
 
 class Host:
@@ -51,12 +51,12 @@ class Host:
     Args:
         options: the first message.
         python: the interpreter.
-        start_s: limit of its start.
-        is_alone: it is for one episode.
+        start_s: timeout of its start.
+        is_alone: whether it is for one episode only.
     Attributes:
         hung: number of calls past their deadline, whose threads may still run.
         environments: number of environments in it.
-        recovery: what the class, or the file of tools, says of itself; see `verl.environments.base.Environment`.
+        recovery: declared by the class or the file of tools; see `verl.environments.base.Environment`.
         described: value of its first reply.
     Raises:
         InfraError: the interpreter cannot be started.
@@ -88,14 +88,14 @@ class Host:
 
     @property
     def is_usable(self) -> bool:
-        """Whether it gets new environments."""
+        """Whether it accepts new environments."""
         return not self.is_over and not self.hung
 
     def await_ready(self) -> None:
-        """Wait for its first reply.
+        """Wait for the first reply of the process.
 
         Raises:
-            InfraError: it could not be started, or could not load the environment, or not in time.
+            InfraError: the process could not be started or could not load the environment in time.
         """
         reply = self._started.result()
         if reply.get("late"):
@@ -106,11 +106,11 @@ class Host:
         """Send a request and return the value of the reply.
 
         Args:
-            thread: name of the thread that carries it out; None for one of its own.
-            limit_s: in which the process was able to run; measured there.
+            thread: name of the thread that executes it; None for a new one.
+            limit_s: timeout, counting only time in which the process was able to run; measured there.
         Raises:
-            InfraError: the process failed, or the call took too long beside others.
-            DeadlinePassed: the call took too long in a process of its own.
+            InfraError: the process failed, or the call took too long next to others.
+            DeadlinePassed: the call took too long in its own process.
             ToolError: the tool raised.
         """
         number = next(self._ids)
@@ -122,7 +122,7 @@ class Host:
             await asyncio.to_thread(self._send, {"id": number, "op": op, "limit_s": limit_s, **fields})
             return self._value(await asyncio.wrap_future(call), limit_s)
         finally:
-            self._waiting.pop(number, None)  # a reply that comes later belongs to nobody
+            self._waiting.pop(number, None)  # a later reply is ignored
 
     def end(self, why: str) -> None:
         """End the process; pending requests fail with this reason."""
@@ -134,12 +134,12 @@ class Host:
                 call.set_exception(InfraError(self._why, self._fault(call.thread)))
 
     def kill(self) -> None:
-        """End the process and wait until it is gone."""
+        """Kill the process and wait for its end."""
         self.end("the environment is closed")
         self._child.kill()
 
     def _fault(self, thread: str) -> Fault:
-        """Fault that the end of the process is for the episode whose call a thread carries out."""
+        """`CallRecord.fault` of the process's end, for the episode whose call runs in this thread."""
         if self.is_alone or self._suspects == {thread} or (not self._suspects and self.environments <= 1):
             return "crash"
         return "suspect" if thread in self._suspects or not self._suspects else "neighbour"
@@ -163,11 +163,11 @@ class Host:
         return call
 
     def _send(self, message: Mapping[str, Any]) -> None:
-        with self._sending, contextlib.suppress(ChannelClosed):  # `_read` finds out how it ended
+        with self._sending, contextlib.suppress(ChannelClosed):  # `_read` determines how it ended
             self._child.channel.send(message)
 
     def _read(self) -> None:
-        """Receive replies until the process ends, is silent for too long, or sends something else."""
+        """Receive replies until the process ends, is silent for too long, or sends an invalid line."""
         try:
             while True:
                 self._receive(self._child.channel.receive(self._check_alive))
@@ -187,14 +187,14 @@ class Host:
     def _receive(self, reply: dict[str, Any]) -> None:
         if "id" in reply and not {"late", "error", "value"} & reply.keys():
             raise KeyError("value")
-        if (call := self._waiting.pop(reply.get("id", -1), None)) is not None:  # else it comes late, or is a beat
+        if (call := self._waiting.pop(reply.get("id", -1), None)) is not None:  # otherwise it is late, or a beat
             call.set_result(reply)
 
     def _check_alive(self, num_bytes: int) -> None:
-        """Raise TimeoutError where the process gives no sign of life for as long as its calls may take."""
+        """Raise TimeoutError if the process was silent for as long as its calls may take."""
         now = time.monotonic()
         gap_s, self._polled_at = now - self._polled_at, now
-        if num_bytes or gap_s > 2 * POLL_INTERVAL_S:  # or this process itself did not run
+        if num_bytes or gap_s > 2 * POLL_INTERVAL_S:  # or this process itself was suspended
             self._silent_s = 0.0
             return
         self._silent_s += gap_s
@@ -204,7 +204,7 @@ class Host:
 
 
 class _PrintedLines:
-    """Lines that environments of one process print: into the run's log, with a limit, and the last one for messages."""
+    """Lines printed by environments of one process: logged up to a limit; the last is kept for messages."""
 
     def __init__(self, output: int, pid: int):
         self._last, self._part = b"", b""
