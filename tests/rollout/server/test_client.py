@@ -131,13 +131,8 @@ def test_only_what_failed_is_asked_again(attached, speaker, prompts, caplog):
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"finish_reason": "abort"}, "broken off (finish_reason abort)"),
         ({"token_ids": [5]}, "a response of 1 tokens, where 6 were requested"),
         ({"token_ids": []}, "text without token ids"),
-        ({"logprobs": None}, "tokens without log-probs"),
-        ({"prompt_token_ids": [1, 2]}, "another prompt than was sent"),
-        ({"logprobs": {"token_logprobs": [float("nan")] * 6}}, "a log-prob of nan, and"),
-        ({"logprobs": {"token_logprobs": [2.5] * 6}}, "a log-prob of 2.5, and"),
         ({"finish_reason": "stop"}, "which ends none here. Add it to stop_token_ids"),
     ],
 )
