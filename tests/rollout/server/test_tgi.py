@@ -39,13 +39,6 @@ def test_rows_hold_the_servers_tokens_and_the_log_probs_that_the_trainer_would_c
     assert actor.sync().metrics["sync/probe_gap_nats"] < 1e-5
 
 
-def test_greedy_requests_draw_nothing(attached, speaker, prompts):
-    actor = attached(speaker, **TGI)
-    actor.generate(prompts(), GenerationRequest(0, greedy=True))
-    assert not actor.server.asked[-1].body["parameters"]["do_sample"]
-    assert "temperature" not in actor.server.asked[-1].body["parameters"]
-
-
 def test_a_server_whose_tokenizer_is_another_is_refused(attached, speaker):
     def post(asked):
         answer = speaker.post(asked)

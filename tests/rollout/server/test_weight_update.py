@@ -73,25 +73,17 @@ class OwnUpdate(ServerWeightUpdate):
         return [Load(str(directory))]
 
 
-@pytest.mark.parametrize("has_load", [True, False])
-def test_the_verbs_of_another_server_are_one_class(has_load, attached, speaker, prompts, monkeypatch):
+def test_the_verbs_of_another_server_are_one_class(attached, speaker, prompts, monkeypatch):
     monkeypatch.setattr(OpenAIProtocol, "weight_update", OwnUpdate)
 
     def post(asked):
         if asked.path == "/v1/completions":
             return speaker.post(asked)
-        if not has_load:
-            return Say(status=404)
         if (directory := asked.body["directory"]) is None:
             return {}
         body = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
         return speaker.post(dataclasses.replace(asked, path="/collective_rpc", body=body))
 
-    if not has_load:
-        with refusal("rollout.weights") as refused:
-            attached(speaker, post)
-        assert "needs /load" in str(refused.value)
-        return
     actor = attached(speaker, post)
     train(actor, prompts)
     actor.sync()
