@@ -79,7 +79,7 @@ class SavedPolicy:
     Attributes:
         actor: Hugging Face directory of a model or an adapter.
         point: the checkpoint of the weights; None for plain weights.
-        record: `policy.json` of the run that wrote plain weights; empty if there is none.
+        record: `policy.json` of the run that wrote plain weights; empty if the file is missing.
     """
 
     actor: Path
@@ -111,11 +111,11 @@ class SavedPolicy:
         return self.actor if self.point is None else self.point.checkpoint.directory / "actor"
 
     def saved(self, *path: str) -> Any:
-        """The node of the saved configuration at some keys; None if there is none. Anybody may have written it."""
+        """The node of the saved configuration at some keys; None if it is missing. It is not trusted."""
         return self.recorded("config", *path)
 
     def recorded(self, *path: str) -> Any:
-        """The node at some keys of what was saved with the weights; None if there is none."""
+        """The node at some keys of the record saved with the weights; None if it is missing."""
         node: Any = self.record if self.point is None else self.point.state
         for key in path:
             node = node.get(key) if isinstance(node, dict) else None
@@ -241,8 +241,8 @@ def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), fil
 
 
 def policy_words(run: Any) -> dict[str, list[str]]:
-    """Words that `verl eval` and `verl generate` need beside the directory of a run, because its saved configuration is
-    not trusted to name code, files or servers; without a command that cannot use the run."""
+    """Arguments that `verl eval` and `verl generate` need in addition to the directory of a run, because its saved
+    configuration is not trusted to name code, files or servers; without a command that cannot use the run."""
     config, model = as_plain(run), run.actor.model
     root = root_of_run(config["_target_"])
     if isinstance(model, ModuleModel):
@@ -274,7 +274,7 @@ def _warn_of_own_code(saved: SavedPolicy, named: Mapping[str, Any]) -> None:
 
 
 def _verify(saved: SavedPolicy) -> None:
-    """Verify the weights and the files beside them by their hashes."""
+    """Verify the weights and the files next to them by their hashes."""
     if saved.point is not None:
         reader = RestoreSource(saved.point.checkpoint.directory).reader()
         for entry in reader.files("actor"):
