@@ -137,7 +137,7 @@ def _print(listed: Sequence[ListedRun]) -> None:
         age = duration(max(0.0, time.time() - run.updated))
         rows.append([run.directory, run.status, run.step, metrics, age, size(run.size_bytes), parent])
     columns, right = ["run", "status", "step", "last metrics", "age", "size", "parent"], ["step", "age", "size"]
-    print_table(columns, rows, right, drop=["parent", "size", "last metrics"], cut=["last metrics", "parent"])
+    print_table(columns, rows, right, cut=["last metrics", "parent"])
 
 
 # -- diff --------------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Annotated, Any
@@ -16,11 +17,10 @@ import typer
 from verl.cli.console import echo, print_json
 from verl.cli.report.samples import EPISODE, OF_BUFFER, DumpedSample, read_samples
 from verl.errors import ConfigError, end_cut
-from verl.tracking.console import output_width, print_table, visible
+from verl.tracking.console import print_table, visible
 
 WIDTH = 60  # width of a text if the output has none
 LEAST = 16  # characters: a beginning that prompts share is shown if it is not longer
-DROPPED_FIRST = ("prompt id", "tokens", "source")
 CUT = "..."
 SORTS: dict[str, Callable[[DumpedSample], float]] = {
     "step": lambda sample: sample.step,
@@ -123,11 +123,10 @@ def _print_samples(shown: Sequence[DumpedSample]) -> None:
     texts["response"] = [_line(sample.response) for sample in shown]
     for name in data_columns(shown):
         texts[name] = [_line(sample.others.get(name, "")) for sample in shown]
-    if output_width() is None:
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         texts = {name: [end_cut(cell, WIDTH) for cell in cells] for name, cells in texts.items()}
-    drop = [*(name for name in DROPPED_FIRST if name in table), *list(texts)[:1:-1]]
     table |= texts
-    print_table(list(table), list(zip(*table.values(), strict=True)), drop=drop, cut=list(texts))
+    print_table(list(table), list(zip(*table.values(), strict=True)), cut=list(texts))
 
 
 def _print_turns(shown: Sequence[DumpedSample]) -> None:
