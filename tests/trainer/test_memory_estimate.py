@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +13,6 @@ from same_training import course
 from trainer.runs import fit
 
 from verl.compose.compose import compose_root
-from verl.compose.schema import conf_dir
 from verl.compose.validate import validate
 from verl.engines.parallel_degrees import ShardingCost
 from verl.engines.sharding import DDP, FSDP, Sharding
@@ -28,65 +23,6 @@ from verl.trainer.plan import run_plan as changes_module
 from verl.trainer.plan.memory import GIB, MemoryPlan, RoleMemory, memory_plan
 from verl.trainer.plan.run_plan import RunPlan, plan_run
 from verl.trainer.plan.workload import device_named, free_disk, free_memory
-
-ROOT = conf_dir().parent
-MEASURE = """
-import json, sys
-import torch
-from roles import experience, start_actor
-from verl.models.pretrained import Pretrained
-from verl.rollout.hf import HFRollout
-from verl.utils.memory import forget_peak, peak_memory
-import os
-from verl.ops.sampling import TRAINING
-from verl.protocol import DataProto
-
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-torch.set_num_threads(1)
-width, rows = 96, 8
-prompts = DataProto.from_dict({
-    "prompts": torch.randint(4, 60, (rows, 80)), "prompt_mask": torch.ones(rows, 80, dtype=torch.bool),
-    "prompt_ids": torch.arange(rows), "group_ids": torch.arange(rows)})
-small = start_actor(Pretrained(path=sys.argv[2]), HFRollout(max_new_tokens=width - 80, min_new_tokens=width - 80))
-batch = experience(small, prompts, 1)
-small.update(batch)  # whatever is loaded on first use
-del small
-before = resident()
-actor = start_actor(Pretrained(path=sys.argv[1]))
-loaded = resident() - before
-actor.update(batch)  # the optimizer has its state from here on
-after = resident() - before
-forget_peak()
-actor.update(batch)
-peak = peak_memory()[os.getpid()] - before
-print(json.dumps({"loaded": loaded, "after": after, "peak": peak}))
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(not os.path.exists("/proc/self/clear_refs"), reason="the kernel does not tell peaks of memory")
-def test_it_agrees_with_what_an_update_takes(tmp_path):
-    shape = {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4, "max_position_embeddings": 256}
-    large = save_random_model(tmp_path / "large", "qwen2", torch.float32, **shape)
-    small = save_random_model(tmp_path / "small", "qwen2", torch.float32, max_position_embeddings=256)
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    environment["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory goes back, so that what is held is what is counted
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(large), str(small)],
-        capture_output=True, text=True, env=environment, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout.splitlines()[-1])
-    roles = ["actor=pretrained", f"actor.model.path={large}", "critic=none", "algorithm=grpo", "reference=none"]
-    sizes = ["trainer.prompts_per_step=4", "trainer.group_size=2", "data.max_prompt_length=80"]
-    run = validate(compose_root("ppo", [*roles, *sizes, "rollout.max_new_tokens=16", "algorithm.kl.coef=0"]))
-    plan = memory_plan(run, device_named("cpu"))
-    update = next(phase for phase in plan.phases if phase.name == "update actor").parts
-    assert measured["loaded"] == pytest.approx(update["actor weights"], rel=0.15)
-    trained = sum(size for part, size in update.items() if part != "copy for the writer")
-    assert measured["peak"] == pytest.approx(trained, rel=0.3)
 
 
 def test_parameters_are_counted_as_the_model_has_them(tmp_path):
