@@ -64,10 +64,8 @@ class PromptsObject(PromptOptions):
         options = PromptOptions(**{f.name: getattr(self, f.name) for f in dataclasses.fields(PromptOptions)})
         theirs = train.options if isinstance(train, RLHFDataset) else options
         pairs = ((f.name, getattr(options, f.name), getattr(theirs, f.name)) for f in dataclasses.fields(options))
-        if other := [
-            f"data.{name} is {own!r}: train_dataset was made with {x!r}" for name, own, x in pairs if own != x
-        ]:
-            raise ConfigError([f"{fault}. Leave one out." for fault in other])
+        if other := [f"{name} is {own!r}: train_dataset was made with {x!r}." for name, own, x in pairs if own != x]:
+            raise ConfigError([f"{fault} Leave one out." for fault in other])
         if self.eval_files:
             held_out = RLHFDataset(self.eval_files, context.tokenizer, options)
         eval_data = None if held_out is None else _dataset(held_out, context.tokenizer, options)
