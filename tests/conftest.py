@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import refusals
 import rich
 import torch
 import worker_server
@@ -104,6 +105,7 @@ def console() -> Iterator[None]:
 def working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs write below the directory that they are started in; a test's is its own. Output has no width."""
     monkeypatch.chdir(tmp_path)
+    refusals.directory_of_test = tmp_path
     monkeypatch.delenv("COLUMNS", raising=False)  # pytest-xdist sets it
 
 

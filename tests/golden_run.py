@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from checkpoint.rank_tensors import RankTensor, TensorBytes, write_model, write_tensors
+from checkpoint.rank_tensors import RankTensor, write_model, write_tensors
 
 import verl
 from verl.checkpoint.commit import store as commit_store
@@ -82,7 +82,7 @@ def save(store: CheckpointStore, step: int) -> Checkpoint:
             main.add_existing("actor/config.json", earlier[-1])
         else:
             main.write("actor/config.json", [json.dumps(CONFIG, indent=2).encode()])
-        write_model(main, "actor", [actor_tensor(name, step) for name in SHAPES], max_shard_bytes=800)
+        write_model(main, [actor_tensor(name, step) for name in SHAPES], max_shard_bytes=800)
         main.write("scheduler/scheduler.json", [json.dumps({"last_epoch": step}).encode()])
         generator = RankTensor(component="rng", name="torch", dtype="U8", shape=(16,), data=bytes([step] * 16))
         write_tensors(main, "rng/rank_0.safetensors", [generator])
@@ -95,11 +95,12 @@ def save(store: CheckpointStore, step: int) -> Checkpoint:
         return opened.commit(reports, state=trainer_state(step), metrics=metrics)
 
 
-def actor_tensor(name: str, step: int) -> TensorBytes:
+def actor_tensor(name: str, step: int) -> RankTensor:
     """Small multiples of 1/64, which bfloat16 holds exactly; the norms do not change from step to step."""
     count = int(np.prod(SHAPES[name]))
     numbers = np.ones(count) if "norm" in name else (np.arange(count) * 7 % 23 - 11 + step // 100) / 64
-    return TensorBytes(name, "BF16", SHAPES[name], (numbers.astype("<f4").view("<u4") >> 16).astype("<u2"))
+    data = (numbers.astype("<f4").view("<u4") >> 16).astype("<u2")
+    return RankTensor(component="actor", name=name, dtype="BF16", shape=SHAPES[name], data=data)
 
 
 def optimizer_part(rank: int, step: int) -> list[RankTensor]:

@@ -101,54 +101,20 @@ class Outer(Description):
             yield f"rate is {self.rate}: must be at most 1."
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "expected"),
-    [
-        ("size", 1.5, "a whole number"),
-        ("size", True, "a whole number"),
-        ("size", None, "a whole number"),
-        ("rate", "fast", "a number"),
-        ("rate", False, "a number"),
-        ("rate", [0.1], "a number"),
-        ("name", 3, "a text"),
-        ("on", 1, "true or false"),
-        ("cap", "none", "a number or null"),
-        (
-            "part",
-            {"rate": 0.1},
-            "a component with _target_ of kind Inner or null. It has no _target_: choose an option of its group, or "
-            "give the whole node",
-        ),
-        ("schedule", "cosine", "one of constant, linear"),
-        ("betas", [0.9], "a list of a number, a number"),
-        ("betas", (0.9, 0.99, 0.999), "a list of a number, a number"),
-        ("targets", "q_proj", "a list in which each item is a text"),
-        ("weights", {1: 1.0}, "a mapping in which each value is a number"),
-        ("items", (1, 2), "a list in which each item is a whole number"),
-    ],
-)
-def test_a_value_of_the_wrong_type_is_named_with_what_was_expected(field, value, expected):
-    with pytest.raises(ConfigError) as caught:
-        Outer(**{field: value})
-    assert caught.value.faults == [f"{field} is {value!r}: expected {expected}."]
+WRONG_TYPES = [  # field and value, and what is blamed if not the field
+    ("size", 1.5), ("size", True), ("size", None), ("rate", "fast"), ("rate", False), ("rate", [0.1]), ("name", 3),
+    ("on", 1), ("cap", "none"), ("part", {"rate": 0.1}), ("schedule", "cosine"), ("betas", [0.9]),
+    ("betas", (0.9, 0.99, 0.999)), ("targets", "q_proj"), ("weights", {1: 1.0}), ("items", (1, 2)),
+    ("betas", ("a", 1), "betas[0]"), ("betas", ("a", "b"), "betas[0]", "betas[1]"),
+    ("targets", ["q_proj", 1], "targets[1]"), ("weights", {"a": "b"}, "weights.a"),
+    ("groups", {"a": ["b", 1]}, "groups.a[1]"), ("items", [1, "2"], "items[1]"), ("anything_else", 1),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("field", "value", "faults"),
-    [
-        ("betas", ("a", 1), ["betas[0] is 'a': expected a number."]),
-        ("betas", ("a", "b"), ["betas[0] is 'a': expected a number.", "betas[1] is 'b': expected a number."]),
-        ("targets", ["q_proj", 1], ["targets[1] is 1: expected a text."]),
-        ("weights", {"a": "b"}, ["weights.a is 'b': expected a number."]),
-        ("groups", {"a": ["b", 1]}, ["groups.a[1] is 1: expected a text."]),
-        ("items", [1, "2"], ["items[1] is '2': expected a whole number."]),
-        ("anything_else", 1, ["anything_else is not a known key: Outer has no such field. Did you mean anything?"]),
-    ],
-)
-def test_a_fault_within_a_value_is_told_by_its_own_path(field, value, faults):
-    with pytest.raises(ConfigError) as caught:
+@pytest.mark.parametrize(("field", "value", "paths"), [(*row[:2], row[2:] or row[:1]) for row in WRONG_TYPES], ids=str)
+def test_a_value_of_the_wrong_type_is_named_by_its_own_path(field, value, paths):
+    with refusal(*paths):
         Outer(**{field: value})
-    assert caught.value.faults == faults
 
 
 @component
@@ -163,9 +129,8 @@ class Bound(Description):
 def test_a_number_is_finite_unless_its_field_says_otherwise(value):
     places = {"rate": value, "cap": value, "betas": (0.9, value), "weights": {"a": 1.0, "b": value}}
     for path, (field, given_value) in zip(("rate", "cap", "betas[1]", "weights.b"), places.items(), strict=True):
-        with pytest.raises(ConfigError) as caught:
+        with refusal(path, value=value):
             Outer(**{field: given_value})
-        assert caught.value.faults == [f"{path} is {value}: must be finite."]
     made = Bound(most=value, least=1)
     assert repr(made.most) == repr(value)
     assert (made.least, type(made.least)) == (1.0, float)
@@ -173,20 +138,13 @@ def test_a_number_is_finite_unless_its_field_says_otherwise(value):
         Bound(most="x")  # type: ignore[arg-type]
 
 
-def test_all_faults_of_type_are_told_at_once():
-    with pytest.raises(ConfigError) as caught:
+def test_all_faults_are_told_at_once_those_of_value_where_what_they_read_is_sound():
+    with refusal("size", "rate", "name"):
         Outer(size="a", rate="b", name=1)
-    assert [fault.split()[0] for fault in caught.value.faults] == ["size", "rate", "name"]
-    assert str(caught.value).startswith("3 faults in the configuration:\n  size is 'a'")
-
-
-def test_all_faults_of_value_are_told_at_once_where_what_they_read_is_sound():
-    with pytest.raises(ConfigError) as caught:
+    with refusal("size", "rate"):
         Outer(size=-1, rate=2.0)
-    assert len(caught.value.faults) == 2
-    with pytest.raises(ConfigError) as caught:
+    with refusal("rate", "size"):
         Outer(size=-1, rate="b")
-    assert caught.value.faults == ["rate is 'b': expected a number.", "size is -1: must be at least 0."]
 
 
 def test_a_list_from_yaml_becomes_the_declared_tuple():
@@ -294,9 +252,8 @@ def test_a_description_made_by_the_standard_decorator_is_checked_alike():
     assert type(made) is ByHand
     assert pickle.loads(pickle.dumps(made)) == made
     assert type(ByHand().rate) is float
-    with pytest.raises(ConfigError) as caught:
+    with refusal("rate", "sizes"):
         ByHand(rate=0, sizes=[1, 2, 3])
-    assert caught.value.faults == ["rate is 0: must be above 0.", "sizes is (1, 2, 3): at most 2."]
 
 
 def test_a_missing_and_an_unknown_key_are_faults_as_others_are():
@@ -305,13 +262,8 @@ def test_a_missing_and_an_unknown_key_are_faults_as_others_are():
         size: PositiveInt
         name: str = ""
 
-    with pytest.raises(ConfigError) as caught:
+    with refusal("size", "name", "sise"):
         Needs(sise=1, name=2)  # type: ignore[call-arg]
-    assert sorted(caught.value.faults) == [
-        "name is 2: expected a text.",
-        "sise is not a known key: Needs has no such field. Did you mean size?",
-        "size is missing: Needs needs it.",
-    ]
 
 
 @component
@@ -340,22 +292,21 @@ class Rules(Description):
 
 
 @pytest.mark.parametrize(
-    ("values", "faults"),
+    ("values", "paths"),
     [
-        ({"low": 3}, ["low is 3: above high.", "low is not below."]),
-        ({"low": 0, "mode": "b"}, ["low is 0: must be at least 1."]),  # the rules begin with low
-        ({"low": 3, "mode": 1}, ["mode is 1: expected one of a, b.", "low is 3: above high.", "low is not below."]),
-        ({"low": 0, "mode": "c"}, ["low is 0: must be at least 1.", "mode is 'c': expected one of a, b."]),
-        ({"high": None, "extra": 10}, ["high is None: expected a whole number."]),
-        ({"share": 1.5, "extra": 10}, ["share is 1.5: must lie in [0, 1].", "extra is 10: at most 9."]),
-        ({"auto": 0}, ["auto is 0: expected one of auto or a whole number that must be at least 1."]),
-        ({"names": [1], "low": 3}, ["names[0] is 1: expected a text.", "low is 3: above high.", "low is not below."]),
+        ({"low": 3}, ["low", "low"]),
+        ({"low": 0, "mode": "b"}, ["low"]),  # the rules begin with low
+        ({"low": 3, "mode": 1}, ["mode", "low", "low"]),
+        ({"low": 0, "mode": "c"}, ["low", "mode"]),
+        ({"high": None, "extra": 10}, ["high"]),
+        ({"share": 1.5, "extra": 10}, ["share", "extra"]),
+        ({"auto": 0}, ["auto"]),
+        ({"names": [1], "low": 3}, ["names[0]", "low", "low"]),
     ],
 )
-def test_rules_across_fields_are_told_up_to_the_first_that_reads_a_value_at_fault(values, faults):
-    with pytest.raises(ConfigError) as caught:
+def test_rules_across_fields_are_told_up_to_the_first_that_reads_a_value_at_fault(values, paths):
+    with refusal(*paths):
         Rules(**values)
-    assert caught.value.faults == faults
 
 
 @pytest.mark.parametrize(

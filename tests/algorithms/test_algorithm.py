@@ -9,14 +9,13 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from refusals import refusal
+from refusals import refused
 
 from verl.algorithms.advantages import GAE, GRPO, AdvantageEstimator
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KLInLoss, KLInReward, NoKL
 from verl.algorithms.losses import ClippedValueLoss, PolicyLoss, PPOClip
 from verl.component import component
-from verl.errors import ConfigError
 from verl.ops.masking import AGGREGATIONS
 from verl.protocol import DataProto
 
@@ -56,29 +55,19 @@ def test_every_aggregation_can_be_chosen(mode):
     assert algorithm.aggregation == mode
 
 
-@pytest.mark.parametrize(("mode", "length"), [("token-mean", 5), (AGGREGATIONS[-1], None)])
-def test_a_length_is_given_with_the_aggregation_that_reads_it_and_no_other(mode, length):
-    with refusal("norm_length"):
-        Algorithm(advantage=GAE(), policy_loss=PPOClip(), aggregation=mode, norm_length=length)
-    with refusal("norm_length"):
-        Algorithm(advantage=GAE(), policy_loss=PPOClip(), aggregation=mode, norm_length=0)
+def of(advantage=None, policy_loss=None, **settings):
+    """What makes an algorithm with these parts."""
+    return lambda: Algorithm(advantage=advantage or GAE(), policy_loss=policy_loss or PPOClip(), **settings)
 
 
-def test_all_faults_are_told_at_once():
-    with pytest.raises(ConfigError) as error:
-        Algorithm(advantage=GAE(), policy_loss=PPOClip(), entropy_coef=-0.5, epochs=0, mini_batches=-2)
-    assert [fault.split(":")[0] for fault in error.value.faults] == [
-        "entropy_coef is -0.5",
-        "epochs is 0",
-        "mini_batches is -2",
-    ]
-
-
-def test_parts_of_the_wrong_kind_are_refused():
-    with refusal("advantage"):
-        Algorithm(advantage=PPOClip(), policy_loss=PPOClip())
-    with refusal("aggregation"):
-        Algorithm(advantage=GAE(), policy_loss=PPOClip(), aggregation="mean")
+test_what_makes_no_sense_is_refused_all_at_once = refused(
+    (("entropy_coef", "epochs", "mini_batches"), -0.5, of(entropy_coef=-0.5, epochs=0, mini_batches=-2)),
+    ("advantage", "AdvantageEstimator", of(PPOClip())),
+    ("aggregation", "mean", of(aggregation="mean")),
+    ("norm_length", 5, of(aggregation="token-mean", norm_length=5)),  # which another aggregation reads
+    ("norm_length", None, of(aggregation=AGGREGATIONS[-1])),
+    *(("norm_length", 0, of(aggregation=mode, norm_length=0)) for mode in ("token-mean", AGGREGATIONS[-1])),
+)
 
 
 HISTORY: list[float] = []
@@ -194,25 +183,11 @@ class CountingValueLoss(ClippedValueLoss):
 
 
 KEEPING = [InAList, InAGlobal, InAnObject, InTheClass, InItself, AroundTheFreeze, OfOwnColumns, WithAStateDict]
-
-
-@pytest.mark.parametrize("kind", KEEPING)
-def test_an_estimator_with_state_of_its_own_is_refused(kind):
-    with refusal("advantage") as caught:
-        Algorithm(advantage=kind(), policy_loss=PPOClip())
-    assert str(caught.value).startswith(f"advantage is {kind.__name__}: ")
-
-
-@pytest.mark.parametrize(
-    ("field", "parts"),
-    [
-        ("policy_loss", {"policy_loss": CountingLoss()}),
-        ("value_loss", {"policy_loss": PPOClip(), "value_loss": CountingValueLoss()}),
-    ],
+test_a_part_with_state_of_its_own_is_refused = refused(
+    *(("advantage", kind.__name__, of(kind())) for kind in KEEPING),
+    ("policy_loss", "CountingLoss", of(policy_loss=CountingLoss())),
+    ("value_loss", "CountingValueLoss", of(value_loss=CountingValueLoss())),
 )
-def test_a_loss_with_state_of_its_own_is_refused(field, parts):
-    with refusal(field):
-        Algorithm(advantage=GAE(), **parts)
 
 
 def test_what_draws_at_random_or_caches_what_never_changes_is_taken():
@@ -270,13 +245,6 @@ def test_an_estimator_whose_state_dict_holds_its_state_is_taken():
         assert vars(estimator).get("n") is None  # the trial used a copy
 
 
-@pytest.mark.parametrize(
-    ("how", "fault"),
-    [
-        ("forgets", "after load_state_dict of an earlier state one batch gives other advantages"),
-        ("tensor", "its state_dict must be a dict of numbers, texts, lists and dicts"),
-    ],
+test_a_state_dict_that_does_not_bring_everything_back_is_refused = refused(
+    ("advantage", "load_state_dict", of(Kept(how="forgets"))), ("advantage", "state_dict", of(Kept(how="tensor")))
 )
-def test_a_state_dict_that_does_not_bring_everything_back_is_refused(how, fault):
-    with pytest.raises(ConfigError, match=fault):
-        Algorithm(advantage=Kept(how=how), policy_loss=PPOClip())

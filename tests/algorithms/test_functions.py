@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from omegaconf import OmegaConf
+from refusals import refusal
 from same_training import course, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, fit
 
@@ -22,7 +23,6 @@ from verl.compose.overrides import command_line
 from verl.compose.schema import json_schema
 from verl.compose.validate import validate
 from verl.engines.sharding import DDP
-from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.trainer.state.training_identity import identity_of
 
@@ -134,9 +134,7 @@ def test_an_edited_function_is_another_training(users_file, model32, tmp_path):
     algorithm = dataclasses.replace(GRPO_ALGORITHM, policy_loss=function("loss"))
     fit(course(model32, tmp_path, algorithm, total_steps=2), tmp_path / "run")
     users_file.write_text(PARTS.replace("clip=0.2", "clip=0.3"))
-    with pytest.raises(
-        ConfigError, match=r"algorithm\.policy_loss\.path is content \w+, loss: .*would be another training"
-    ):
+    with refusal("algorithm.policy_loss.path", "resume"):
         fit(course(model32, tmp_path, algorithm, resume="latest"), tmp_path / "second")
 
 
@@ -173,29 +171,24 @@ def test_the_schema_takes_a_function():
 
 
 @pytest.mark.parametrize(
-    ("part", "faults"),
+    ("part", "key", "value"),
     [
-        (
-            "policy_loss={path: my.py:los}",
-            ["policy_loss.path is 'my.py:los': my.py defines no los. Did you mean loss?"],
-        ),
-        ("policy_loss={path: your.py:loss}", ["policy_loss.path is 'your.py:loss': your.py is not a file."]),
-        ("policy_loss={path: my.py:loss, kwargs: {clp: 1}}", ["policy_loss.kwargs.clp: loss() at line", "clip?"]),
-        ("policy_loss={path: my.py:loss, kwarg: {}}", ["policy_loss.kwarg is not a known key"]),
-        ("policy_loss={path: my.py:per_token}", ["per_token() at line", "has no argument `log_probs`"]),
-        ("policy_loss={path: my.py:counting}", ["policy_loss is my.py:counting: a call changes CALLS."]),
-        ("policy_loss={path: my.py:scalar}", ["my.py:scalar", "returned a tensor of shape [], expected a loss"]),
-        ("policy_loss={path: my.py:detached}", ["my.py:detached", "expected a loss with a gradient: compute it from"]),
-        ("policy_loss={path: my.py:failing}", ["raised AttributeError", "Raised at line ", ": return log_probs"]),
-        ("advantage={path: my.py:advantage}", ["advantage.path is 'my.py:advantage'", "needs the argument epsilon"]),
+        ("policy_loss={path: my.py:los}", ".path", "my.py:los"),
+        ("policy_loss={path: your.py:loss}", ".path", "your.py:loss"),
+        ("policy_loss={path: my.py:loss, kwargs: {clp: 1}}", ".kwargs.clp", "clip?"),
+        ("policy_loss={path: my.py:loss, kwarg: {}}", ".kwarg", "kwargs?"),
+        ("policy_loss={path: my.py:per_token}", ".path", "log_probs"),
+        ("policy_loss={path: my.py:counting}", "", "my.py:counting"),
+        ("policy_loss={path: my.py:scalar}", ".path", "my.py:scalar"),
+        ("policy_loss={path: my.py:detached}", ".path", "my.py:detached"),
+        ("policy_loss={path: my.py:failing}", ".path", "AttributeError"),
+        ("advantage={path: my.py:advantage}", ".path", "epsilon"),
     ],
 )
-def test_a_fault_names_file_and_function_before_anything_loads(part, faults):
+def test_a_fault_names_file_and_function_before_anything_loads(part, key, value):
     config, found = composed(f"algorithm.{part}")
-    with pytest.raises(ConfigError) as refusal:
+    with refusal(f"algorithm.{part.partition('=')[0]}{key}", value=value):
         validate(config, found)
-    assert str(refusal.value).startswith("algorithm.")
-    assert [word for word in faults if word not in str(refusal.value)] == []
 
 
 def test_a_function_that_reads_columns_of_the_data_is_taken_and_fails_by_name_without_them():
@@ -203,7 +196,7 @@ def test_a_function_that_reads_columns_of_the_data_is_taken_and_fails_by_name_wi
     Algorithm(advantage=estimator, policy_loss=PPOClip())
     rows = batch().union(DataProto.from_dict(non_tensors={"weight": ["1", "2", "3", "4"]}))
     assert estimator(rows)["advantages"][:, 0].tolist() == [1, 2, 3, 4]
-    with pytest.raises(FunctionFailed, match=r"algorithm\.advantage\.path is 'my.py:of_my_column'.*\n  Raised at line"):
+    with refusal("algorithm.advantage.path", "my.py:of_my_column", "weight", kind=FunctionFailed):
         estimator(batch())
 
 

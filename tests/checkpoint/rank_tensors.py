@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from verl.checkpoint.commit.rank_writer import RankWriter
-from verl.checkpoint.core.manifest import LogicalTensor, SavedSlice
-from verl.checkpoint.core.safetensors_format import INDEX_NAME, MODEL_METADATA, TensorPlace, lay_out, model_files
-
-
-class TensorBytes(NamedTuple):
-    """A whole tensor in memory; `data` is anything with a contiguous buffer."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    data: Any
-
-
-def render(
-    tensors: Sequence[TensorBytes], metadata: dict[str, str] | None = None
-) -> tuple[list, dict[str, TensorPlace]]:
-    """A safetensors file: its buffers in order, and the place of each tensor."""
-    header, places = lay_out({x.name: TensorPlace(x.dtype, x.shape) for x in tensors}, metadata)
-    data = {x.name: x.data for x in tensors}
-    return [header, *(data[name] for name in places)], places
+from verl.checkpoint.core.manifest import LogicalTensor
+from verl.checkpoint.core.safetensors_format import INDEX_NAME, MODEL_METADATA, lay_out, model_files
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankTensor:
-    """One writer's part of a logical tensor of a `shape`; without `start` and `extent` all of it."""
+    """One writer's part of a tensor of a `shape`; without `start` and `extent` all of it. `data` is anything with a
+    contiguous buffer."""
 
-    component: str
+    component: str = "c"
     name: str
     dtype: str
     shape: tuple[int, ...]
@@ -41,32 +24,34 @@ class RankTensor:
     start: tuple[int, ...] | None = None
     extent: tuple[int, ...] | None = None
 
+    @property
+    def record(self) -> LogicalTensor:
+        return LogicalTensor.of_slice(self.component, self.name, self.dtype, self.shape, self.start, self.extent)
 
-def write_tensors(writer: RankWriter, path: str, parts: Sequence[RankTensor]) -> None:
+
+def render(
+    parts: Sequence[RankTensor], path: str = "c/file", metadata: Mapping[str, str] | None = None
+) -> tuple[list, list[LogicalTensor]]:
+    """A safetensors file: its buffers in order, and the record of each tensor."""
+    header, records = lay_out(path, [part.record for part in parts], metadata)
+    data = {part.name: part.data for part in parts}
+    return [header, *(data[record.name] for record in records)], records
+
+
+def write_tensors(
+    writer: RankWriter, path: str, parts: Sequence[RankTensor], metadata: Mapping[str, str] | None = None
+) -> None:
     """A safetensors file of tensors or of slices, whose keys are the tensors' names."""
-    tensors = [TensorBytes(p.name, p.dtype, p.shape if p.extent is None else p.extent, p.data) for p in parts]
-    buffers, places = render(tensors)
+    buffers, records = render(parts, path, metadata)
     writer.write(path, buffers)
-    writer.record(*(_logical(part, path, places) for part in parts))
+    writer.record(*records)
 
 
-def write_model(writer: RankWriter, component: str, tensors: Sequence[TensorBytes], max_shard_bytes: int) -> None:
-    """Whole tensors as `model.safetensors`, or as shards and an index."""
-    by_name = {x.name: x for x in tensors}
-    (files,), index = model_files([{x.name: TensorPlace(x.dtype, x.shape).num_bytes for x in tensors}], max_shard_bytes)
-    for name, names in files.items():
-        path = f"{component}/{name}"
-        buffers, places = render([by_name[key] for key in names], MODEL_METADATA)
-        writer.write(path, buffers)
-        for key, place in places.items():
-            part = RankTensor(component=component, name=key, dtype=place.dtype, shape=place.shape, data=None)
-            writer.record(_logical(part, path, places))
+def write_model(writer: RankWriter, parts: Sequence[RankTensor], max_shard_bytes: int) -> None:
+    """Whole tensors of a component as `model.safetensors`, or as shards and an index."""
+    component, by_name = parts[0].component, {part.name: part for part in parts}
+    (files,), index = model_files([{name: part.record.num_bytes for name, part in by_name.items()}], max_shard_bytes)
+    for file, names in files.items():
+        write_tensors(writer, f"{component}/{file}", [by_name[name] for name in names], MODEL_METADATA)
     if index is not None:
         writer.write(f"{component}/{INDEX_NAME}", [index])
-
-
-def _logical(part: RankTensor, path: str, places: dict[str, TensorPlace]) -> LogicalTensor:
-    place = places[part.name]
-    start = (0,) * len(part.shape) if part.start is None else part.start
-    where = SavedSlice(file=path, key=part.name, offset=place.begin, start=start, extent=place.shape)
-    return LogicalTensor(component=part.component, name=part.name, dtype=part.dtype, shape=part.shape, slices=(where,))

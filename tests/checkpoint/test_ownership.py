@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,6 +129,23 @@ def test_a_run_whose_lock_file_was_removed_does_not_remove_that_of_the_next_one(
         assert RunLock(tmp_path, Owner.here("third")).acquire().run_id == "living", "two hold the directory"
 
 
+@pytest.mark.parametrize("is_same", [True, False])
+def test_a_run_whose_directory_was_removed_locks_the_one_that_is_made_again(is_same, tmp_path):
+    directory = tmp_path / "checkpoints"
+    first = RunLock(directory, Owner.here("first"))
+    assert first.acquire() is None
+    claim = CheckpointStore(directory, "first").claim_directory()
+    shutil.rmtree(directory)
+    again = first if is_same else RunLock(directory, Owner.here("later"))
+    assert again.acquire() is None
+    assert (RunLock.held_here(directory), ownership.read_owner(directory).claim) == (again, claim)
+    with forked(lambda: None if RunLock.holder_of(directory) else "another process may take it"):
+        pass
+    again.release()
+    first.release()
+    assert not directory.exists()
+
+
 @pytest.mark.parametrize("call", ["acquire", "holder_of"])
 def test_one_who_only_looks_at_a_dead_runs_lock_is_not_taken_for_its_holder(call, tmp_path, monkeypatch):
     (tmp_path / RUN_LOCK).write_text(json.dumps(asdict(Owner.here("dead"))))
@@ -165,7 +183,22 @@ def test_without_file_locks_a_living_run_of_this_machine_is_found_and_a_later_cl
         assert RunLock(tmp_path, Owner.here("second")).acquire().run_id == "living"
     lock = RunLock(tmp_path, Owner.here("second"))
     assert lock.acquire() is None
+    of_another_machine = replace(Owner.here("third"), pid=1, machine="another", host="another")
+    (tmp_path / RUN_LOCK).write_text(json.dumps(asdict(of_another_machine)))
     lock.release()
+    assert ownership.read_owner(tmp_path) == of_another_machine, "the end of one run frees the directory of another"
+
+
+def test_only_who_locks_alone_is_warned_where_there_are_no_file_locks(tmp_path, monkeypatch, caplog):
+    def no_locks(fd: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks")
+
+    monkeypatch.setattr(filesystem.fcntl, "flock", no_locks)
+    (tmp_path / FORMAT).write_text("{}")
+    assert ownership.wait_for_lock(FileSystem(), tmp_path / FORMAT, shared=True) is None
+    assert not caplog.records
+    assert ownership.wait_for_lock(FileSystem(), tmp_path / FORMAT) is None
+    assert caplog.records
 
 
 def test_the_lock_of_a_file_that_was_replaced_is_nobodys(tmp_path, monkeypatch):

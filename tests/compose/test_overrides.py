@@ -12,6 +12,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from refusals import refusal
 from yaml import YAMLError
 
 from verl.compose.compose import _compose, _composition, apply_values, compose_root
@@ -39,12 +40,10 @@ def composed(*words: str):
     return compose_root("ppo", [word for word in arguments if not word.startswith("-")])
 
 
-def paths_of(*words: str) -> tuple[str, ...]:
-    """What the command line or the check of its run blames."""
-    arguments, assigned = command_line("ppo", words)
-    with pytest.raises(ConfigError) as caught:
-        validate(compose_root("ppo", arguments), assigned.faults)
-    return caught.value.paths
+def checked(*words: str, root: str = "ppo"):
+    """The run of a command line, after the check."""
+    arguments, assigned = command_line(root, words)
+    return validate(compose_root(root, arguments), assigned.faults)
 
 
 @pytest.mark.slow
@@ -82,44 +81,39 @@ def test_a_value_is_what_hydra_reads_and_else_a_text(word, value, monkeypatch):
 
 
 def test_several_values_without_a_sweep_are_refused_and_each_way_out_is_shown():
-    text = "data.system_prompt=a, b"
-    (fault,) = command_line("ppo", [text])[1].faults
-    assert "'data.system_prompt=\"a, b\"'" in fault
-    assert "data.system_prompt=[a, b]" in fault
-    assert "-m" in fault
-    assert paths_of("data.files=x,y", "algorithm=grpo,ppo") == ("data.files", "algorithm")
-    assert parse_overrides([text]) == ([], [fault])
+    with refusal("data.system_prompt", value="a, b"):
+        checked("data.system_prompt=a, b")
+    with refusal("data.files", "algorithm"):
+        checked("data.files=x,y", "algorithm=grpo,ppo")
+    assert len(parse_overrides(["data.system_prompt=a, b"])[1]) == 1
 
 
 def test_everything_wrong_is_reported_at_once_by_its_path():
     wrong = ("algorithm=gr-po", "grpo", "traner.seed=1", "trainer.total-steps=3", "trainer.seed=[1", "rollout.top_p=2")
-    assert paths_of(*wrong) == (
-        "'grpo'", "algorithm=gr-po", "traner.seed", "rollout.top_p", "trainer.total-steps", "trainer.seed",
-    )  # fmt: skip
+    with refusal("'grpo'", "algorithm=gr-po", "traner.seed", "rollout.top_p", "trainer.total-steps", "trainer.seed"):
+        checked(*wrong)
 
 
 @pytest.mark.parametrize(
-    ("word", "meant"),
+    ("word", "path", "meant"),
     [
-        ("algorithm=gropo", "grpo"),
-        ("algorithm=GRPO", "grpo"),
-        ("grpo", "algorithm=grpo"),
-        ("Trainer.seed=1", "trainer"),
-        ("trainr=local", "trainer"),
-        ("actor.optimizer.LR=1", "actor.optimizer.lr"),
-        ("trainer.total-steps=3", "trainer.total_steps"),
-        ("trainer.lr=1", "actor.optimizer.lr"),
+        ("algorithm=gropo", "algorithm=gropo", "grpo?"),
+        ("algorithm=GRPO", "algorithm=GRPO", "grpo?"),
+        ("grpo", "'grpo'", "algorithm=grpo?"),
+        ("Trainer.seed=1", "Trainer.seed", "trainer?"),
+        ("trainr=local", "trainr", "trainer?"),
+        ("actor.optimizer.LR=1", "actor.optimizer.LR", "actor.optimizer.lr?"),
+        ("trainer.total-steps=3", "trainer.total-steps", "trainer.total_steps?"),
+        ("trainer.lr=1", "trainer.lr", "actor.optimizer.lr?"),
+        ("algorithm=[grpo,ppo]", "algorithm=[grpo,ppo]", "grpo"),
+        ("actor=null", "actor", None),
+        ("=3", "'=3'", "KEY=VALUE"),
+        ("trainer..seed=3", "'trainer..seed=3'", "KEY=VALUE"),
     ],
 )
-def test_the_nearest_name_is_suggested(word, meant):
-    arguments, assigned = command_line("ppo", [word])
-    with pytest.raises(ConfigError, match=f"Did you mean {meant}[?]"):
-        validate(compose_root("ppo", arguments), assigned.faults)
-
-
-@pytest.mark.parametrize("word", ["algorithm=[grpo,ppo]", "actor=null", "=3", "trainer..seed=3"])
-def test_what_is_no_assignment_or_no_choice_is_refused(word):
-    assert len(command_line("ppo", [word])[1].faults) == 1
+def test_what_is_no_assignment_or_no_choice_is_one_fault_with_the_nearest_name(word, path, meant):
+    with refusal(path, value=meant):
+        checked(word)
 
 
 @pytest.mark.parametrize(
@@ -179,8 +173,7 @@ def test_options_are_also_looked_for_in_the_directories_of_the_user(tmp_path):
         assert assigned.faults == []
         run = validate(compose_root("ppo", [word for word in arguments if not word.startswith("-")]))
         assert run.reward.min_tokens == 2
-        (fault,) = command_line("ppo", [argument, "reward=mien"])[1].faults
-        assert fault.endswith("Did you mean mine?")
+        assert "mine?" in command_line("ppo", [argument, "reward=mien"])[1].faults[0]
     assert command_line("ppo", ["reward=mine"])[1].faults
     assert "nowhere" in command_line("ppo", ["--config-dir=nowhere", "reward=mine"])[1].faults[0]
 
@@ -238,14 +231,10 @@ def test_what_hydra_says_of_a_failed_composition_is_told_on_one_line(overrides, 
     assert "verl ppo --help" in said
 
 
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [("../x", "leads out of"), ("/x", "leads out of"), ("a/../../b", "leads out of"), ("~/x", "leads out of"),
-     ("", "is empty"), ("a" * 300, "is longer than 200 bytes"), ("a\nb", "cannot be printed")],
-)  # fmt: skip
-def test_a_name_that_is_no_directory_below_that_of_runs_is_refused(name, said):
+@pytest.mark.parametrize("name", ["../x", "/x", "a/../../b", "~/x", "", "a" * 300, "a\nb"])
+def test_a_name_that_is_no_directory_below_that_of_runs_is_refused(name):
     for key in ("project_name", "experiment_name"):
-        with pytest.raises(ConfigError, match=said):
+        with refusal(key):
             LoopSettings(**{key: name})
         assert getattr(LoopSettings(**{key: "lr/1e-3, größer"}), key) == "lr/1e-3, größer"
 
@@ -321,18 +310,18 @@ def test_files_of_sft_are_no_prompts():
 @pytest.mark.parametrize(
     ("root", "words"),
     [
-        ("ppo", ["trainer.backend=local", "sharding=ddp"]),
-        ("ppo", ["trainer.backend=local", "use_vllm=true", "trainer.backend=ddp"]),
-        ("ppo", ["storage.type=ftp"]),
-        ("ppo", ["trainer.backend=megatron"]),
-        ("ppo", ["algorithm.adv_estimator=vine"]),
-        ("ppo", ["ray.nothing=1"]),
-        ("sft", ["use_vllm=true"]),
-        ("sft", ["algorithm=grpo"]),
+        ("ppo", "trainer.backend=local sharding=ddp"),
+        ("ppo", "trainer.backend=local use_vllm=true trainer.backend=ddp"),
+        ("ppo", "storage.type=ftp"),
+        ("ppo", "trainer.backend=megatron"),
+        ("ppo", "algorithm.adv_estimator=vine"),
+        ("ppo", "ray.nothing=1"),
+        ("sft", "use_vllm=true"),
+        ("sft", "algorithm=grpo"),
     ],
 )
 def test_what_contradicts_another_or_is_not_there_is_one_fault(root, words):
-    arguments, assigned = command_line(root, words)
+    arguments, assigned = command_line(root, words.split())
     assert len(assigned.faults) == 1
     assert not [word for word in arguments if word.startswith(("storage", "algorithm", "++ray"))]
 

@@ -103,7 +103,6 @@ def test_the_command_line_takes_the_option_and_its_settings():
     assert validate(compose_root("ppo", arguments), assigned.faults).data.curriculum == PassRate(target=0.7)
     (fault,) = command_line("ppo", ["data.curriculum=pass_rat"])[1].faults
     assert fault.startswith("data.curriculum=pass_rat")
-    assert fault.endswith("Did you mean pass_rate?")
 
 
 def test_weights_of_files_do_not_go_with_a_curriculum(tmp_path):

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
-from refusals import refusal
+from refusals import refused
 
 from verl.component import BuildContext
 from verl.data.files import PromptFiles, SFTFiles
 from verl.data.sampler import DataSampler, Mixture
-from verl.errors import ConfigError
 from verl.models.tiny import character_tokenizer
 
 CONTEXT = BuildContext(tokenizer=character_tokenizer())
@@ -58,14 +58,14 @@ def test_a_sampler_with_weights_goes_on_from_seed_epoch_and_position():
     assert all(torch.equal(saved.next_batch(), loaded.next_batch()) for _ in range(7))
 
 
+def write(path, texts):
+    Path(path).write_text("".join(json.dumps({"prompt": text, "completion": "1"}) + "\n" for text in texts))
+    return str(path)
+
+
 @pytest.fixture
 def files(tmp_path):
-    paths = []
-    for name, texts in (("a", ["1", "", "2"]), ("b", ["3", "4444", "5", "6"])):
-        paths.append(str(tmp_path / f"{name}.jsonl"))
-        rows = [{"prompt": text, "completion": "1"} for text in texts]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return paths
+    return [write(tmp_path / "a.jsonl", ["1", "", "2"]), write(tmp_path / "b.jsonl", ["3", "4444", "5", "6"])]
 
 
 def test_files_with_weights_are_the_parts_without_the_rows_that_were_left_out(files):
@@ -76,23 +76,15 @@ def test_files_with_weights_are_the_parts_without_the_rows_that_were_left_out(fi
     assert PromptFiles(**{**options, "weights": None}).build(CONTEXT).mixture is None
 
 
-@pytest.mark.parametrize(
-    ("weights", "fault"),
-    [
-        ([1], "weights is [1.0]: expected one number for each of 2 training files."),
-        ([1, 0], "weights is [1.0, 0.0]: each must be a positive number."),
-        ([1, float("nan")], "weights[1] is nan: must be finite."),
-        (["x", 1], "weights[0] is 'x': expected a number."),
-    ],
+def weighed(files, *weights, **options):
+    return PromptFiles(train_files=files, weights=weights, **options)
+
+
+SKIP = {"on_bad_row": "skip"}
+test_weights_that_are_no_shares_are_refused = refused(
+    ("weights", [1.0], lambda files: weighed(files, 1)),
+    ("weights", [1.0, 0.0], lambda files: weighed(files, 1, 0)),
+    ("weights[1]", float("nan"), lambda files: weighed(files, 1, float("nan"))),
+    ("weights[0]", "x", lambda files: weighed(files, "x", 1)),
+    ("weights", "a.jsonl", lambda files: weighed([write(files[0], [""]), *files[1:]], 1, 1, **SKIP).build(CONTEXT)),
 )
-def test_weights_that_are_no_shares_are_refused(files, weights, fault):
-    with pytest.raises(ConfigError) as refused:
-        PromptFiles(train_files=files, weights=weights)
-    assert str(refused.value).startswith(fault)
-
-
-def test_a_share_for_a_file_of_which_nothing_is_left_is_refused(tmp_path, files):
-    (tmp_path / "a.jsonl").write_text('{"prompt": ""}\n')
-    described = PromptFiles(train_files=files, weights=[1, 1], on_bad_row="skip")
-    with refusal("weights"):
-        described.build(CONTEXT)

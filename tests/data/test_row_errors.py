@@ -7,13 +7,12 @@ import json
 import pyarrow
 import pyarrow.parquet
 import pytest
-from refusals import refusal
+from refusals import refusal, refused
 
 from verl.component import BuildContext
 from verl.data.files import PromptFiles, SFTFiles
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
-from verl.errors import ConfigError
 from verl.models.tiny import character_tokenizer
 
 TOKENIZER = character_tokenizer()
@@ -29,16 +28,7 @@ LINES = (
     b'{"question": "1+1=", "completion": "2"}\n',
     b'{"prompt": "3+4=", "completion": "7"}\n',
 )
-SAID = (
-    (2, "prompt is None"),
-    (3, "prompt is ''"),
-    (4, "prompt is 7"),
-    (5, "is not UTF-8 text"),
-    (6, "expected valid Unicode"),
-    (7, "is not valid JSON"),
-    (8, "expected a JSON object"),
-    (9, "no such column"),
-)
+SAID = ((2, None), (3, ""), (4, 7), (5, "UTF-8"), (6, "Unicode"), (7, "JSON"), (8, "object"), (9, "column"))
 
 
 @pytest.fixture
@@ -48,23 +38,21 @@ def file(tmp_path):
     return path
 
 
-@pytest.mark.parametrize(("line", "words"), SAID)
+@pytest.mark.parametrize(("line", "value"), SAID)
 @pytest.mark.parametrize("kind", [RLHFDataset, SFTDataset])
-def test_each_kind_of_unusable_row_is_an_error_that_names_file_and_line(kind, line, words, tmp_path):
+def test_each_kind_of_unusable_row_is_an_error_that_names_file_and_line(kind, line, value, tmp_path):
     path = tmp_path / "train.jsonl"
     path.write_bytes(LINES[0] * (line - 1) + LINES[line - 1] + LINES[9])
-    with pytest.raises(ConfigError) as refused:
+    named = "data_files[0]" if line in (5, 7, 8) else "prompt_key" if line == 9 else "prompt"
+    with refusal(named, value=value) as caught:
         kind([path], TOKENIZER)
-    assert len(refused.value.faults) == 1
-    assert all(said in str(refused.value) for said in (words, f"line {line}", str(path), "set on_bad_row to skip"))
+    assert f"line {line}" in str(caught.value)
 
 
 @pytest.mark.parametrize("kind", [RLHFDataset, SFTDataset])
 def test_all_unusable_rows_are_counted_in_one_error(kind, file):
-    with pytest.raises(ConfigError) as refused:
+    with refusal(*["data_files[0]"] * 3, "prompt", "prompt", value="3 further rows of 10"):
         kind([file], TOKENIZER)
-    assert len(refused.value.faults) == 5
-    assert "And 3 further rows of 10. Fix the data, or set on_bad_row to skip." in refused.value.faults[-1]
 
 
 @pytest.mark.parametrize("kind", [RLHFDataset, SFTDataset])
@@ -90,24 +78,12 @@ def test_a_completion_that_cannot_be_learned_is_a_bad_row_too(caplog):
     assert "3 of 4 rows are left out: completion is None at row 0" in caplog.text
 
 
-@pytest.mark.parametrize("kind", [RLHFDataset, SFTDataset])
-def test_skipping_every_row_is_an_error(kind):
-    with pytest.raises(ConfigError, match="1 of 1 rows are left out: prompt is None at row 0.*No row remains"):
-        kind.from_rows([{"prompt": None, "completion": "1"}], TOKENIZER, {"on_bad_row": "skip"})
-
-
-def test_a_file_without_one_readable_line_is_refused(tmp_path):
-    (tmp_path / "a.jsonl").write_bytes(b"\xff\n\xfe\n")
-    with refusal("on_bad_row"):
-        RLHFDataset([tmp_path / "a.jsonl"], TOKENIZER, {"on_bad_row": "skip"})
-
-
 def test_a_parquet_row_that_is_not_utf8_is_named_by_its_row(tmp_path):
     raw = pyarrow.array([b"1+1=", b"\xff", b"2+2="], pyarrow.binary())
     texts = pyarrow.Array.from_buffers(pyarrow.string(), 3, raw.buffers())  # as a careless writer stores it
     path = tmp_path / "train.parquet"
     pyarrow.parquet.write_table(pyarrow.table({"prompt": texts}), path)
-    with pytest.raises(ConfigError, match="row 1 is not UTF-8 text"):
+    with refusal("data_files[0]", value="row 1"):
         RLHFDataset([path], TOKENIZER)
     assert len(RLHFDataset([path], TOKENIZER, {"on_bad_row": "skip"})) == 2
 
@@ -119,7 +95,7 @@ def test_a_prompt_of_100_000_characters_meets_the_truncation_policy(truncation, 
     config = {"max_prompt_length": 16, "truncation": truncation, "on_bad_row": "skip"}
     said = f"max_prompt_length is 16: 1 of 2 rows have more tokens; the longest, line 1 of {path}, has 100000."
     if truncation == "error":  # too long is not broken: on_bad_row does not drop what truncation refuses
-        with pytest.raises(ConfigError, match=said):
+        with refusal("max_prompt_length", value=16):
             RLHFDataset([path], TOKENIZER, config)
         return
     dataset = RLHFDataset([path], TOKENIZER, config)
@@ -127,10 +103,18 @@ def test_a_prompt_of_100_000_characters_meets_the_truncation_policy(truncation, 
     assert said in caplog.text
 
 
-def test_a_bad_prompt_of_100_000_characters_is_shortened_in_the_message():
-    with pytest.raises(ConfigError) as refused:
-        RLHFDataset.from_rows([{"prompt": "\ud83d" + "x" * 100_000}], TOKENIZER)
-    assert len(str(refused.value)) < 300
+def unreadable(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xff\n\xfe\n")
+    return [tmp_path / "a.jsonl"]
+
+
+SKIP, NONE = {"on_bad_row": "skip"}, [{"prompt": None, "completion": "1"}]
+test_nothing_that_is_left_and_a_long_prompt_are_told_shortly = refused(
+    ("on_bad_row", "skip", lambda: RLHFDataset.from_rows(NONE, TOKENIZER, SKIP)),
+    ("on_bad_row", "skip", lambda: SFTDataset.from_rows(NONE, TOKENIZER, SKIP)),
+    ("on_bad_row", "skip", lambda tmp_path: RLHFDataset(unreadable(tmp_path), TOKENIZER, SKIP)),
+    ("prompt", "row 0", lambda: RLHFDataset.from_rows([{"prompt": "\ud83d" + "x" * 100_000}], TOKENIZER)),
+)
 
 
 def test_rows_are_skipped_in_files_for_training_and_evaluation(file):

@@ -6,6 +6,7 @@ import json
 import logging
 
 import pytest
+from refusals import refusal
 
 from verl.component import BuildContext
 from verl.data.base import PreferenceOptions
@@ -15,7 +16,6 @@ from verl.data.preference_dataset import PreferenceDataset
 from verl.data.readers import RowErrors
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
-from verl.errors import ConfigError
 from verl.models.tiny import character_tokenizer
 
 TEMPLATE = (
@@ -186,7 +186,7 @@ def test_a_turn_that_only_calls_tools_needs_no_content():
     "content", [None, [{"type": "image", "image": "x.png"}], [{"type": "text", "text": "a"}, {"type": "image"}], 5]
 )
 def test_content_without_text_is_named(content):
-    with pytest.raises(ConfigError, match="content"):
+    with refusal("prompt", value="content"):
         RLHFDataset.from_rows([{"prompt": [{"role": "user", "content": content}]}], character_tokenizer(), OPTIONS)
 
 

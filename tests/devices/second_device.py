@@ -47,7 +47,7 @@ from verl.rollout.probe_log_probs import trainer_log_probs
 from verl.rollout.proof.fingerprints import ProbeVectors
 from verl.rollout.proof.probe import probe_rows
 from verl.rollout.weight_sync import state_dict
-from verl.rollout.weight_sync.transfer import TransferInProgress, WeightTransfer
+from verl.rollout.weight_sync.transfer import RankTransfer, WeightTransfer
 
 NAME = "fakegpu"
 CONFIG = LlamaConfig(
@@ -235,16 +235,16 @@ class Checks:
 
     def sends(self) -> None:
         with self.device():
-            sources = dict(state_dict.live_weights(self.model, True))  # `weights_of` asks for addresses
-            shapes = {name: tuple(source.tensor.shape) for name, source in sources.items()}
+            weights = [w for _, w in state_dict.live_weights(self.model, True)]  # `weights_of` asks for addresses
+            shapes = {w.name: tuple(w.shape) for w in weights}
             whole = {name: tuple((0, size) for size in shape) for name, shape in shapes.items()}
             wants: list[Any] = [whole, {}]  # the first of both feeds the engine
-            transfer = WeightTransfer(self.model.parallel_info, list(sources.values()), wants, torch.bfloat16, set())
-            progress = TransferInProgress(ProbeVectors(3), lambda name: True)
-            made = dict(transfer.tensors(sources, progress))
+            transfer = WeightTransfer(self.model.parallel_info, weights, wants, torch.bfloat16, set())
+            moved = RankTransfer()
+            made = dict(transfer.tensors(weights, moved, ProbeVectors(3), shapes))
         assert {x.device.type for x in made.values()} == {NAME}
         assert {name: tuple(x.shape) for name, x in made.items()} == shapes
-        assert len(progress.shards) > 10
+        assert len(moved.parts) > 10
 
     def resumes(self) -> None:
         with self.device():

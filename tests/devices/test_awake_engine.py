@@ -16,7 +16,7 @@ from verl.compose.validate import validate
 from verl.errors import ConfigError, WeightSyncError
 from verl.rollout.hf import HFRollout
 from verl.rollout.proof.probe import ALLOWED_NATS
-from verl.rollout.proof.verifier import TrainerSide, VerifyReply, verify_sync
+from verl.rollout.proof.verifier import SyncVerifier, VerifyReply
 from verl.rollout.vllm.gpu_memory import CONTEXT_BYTES, NCCL_BYTES
 from verl.trainer.plan import run_plan
 from verl.trainer.plan.memory import memory_plan
@@ -118,9 +118,10 @@ def test_the_probe_allows_what_the_coarser_type_of_both_sides_rounds_away(own, a
     assert ALLOWED_NATS[own] == allowed
 
     def proven(gap):
-        trainer = TrainerSide({}, np.zeros((1, 4)), "float32", compute_type=own)
-        return verify_sync(trainer, VerifyReply({}, np.full((1, 4), gap)))
+        verifier = SyncVerifier(torch.nn.Module(), torch.float32, ((1, 2),), lambda rows: np.zeros((1, 4)), own)
+        verifier.question()
+        return verifier.verify(VerifyReply({}, np.full((1, 4), gap)))
 
-    assert proven(0.9 * allowed).metrics["sync/probe_gap_nats"] == pytest.approx(0.9 * allowed)
+    assert proven(0.9 * allowed)["sync/probe_gap_nats"] == pytest.approx(0.9 * allowed)
     with pytest.raises(WeightSyncError):
         proven(1.1 * allowed)

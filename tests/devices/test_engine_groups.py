@@ -22,17 +22,16 @@ from verl.models.parallel_info import ParallelInfo, parallel_info_of
 from verl.models.tiny import TinyModel
 from verl.ops.resharding.layout import Mesh
 from verl.rollout import generation_group
+from verl.rollout.engine_process.messages import EngineInfo
 from verl.rollout.generation_group import OneGenerates
 from verl.rollout.process_engine import with_engine_group
 from verl.rollout.proof.fingerprints import ProbeVectors
-from verl.rollout.proof.verifier import VerificationResult, VerifyRequest
+from verl.rollout.proof.verifier import VerifyRequest
 from verl.rollout.vllm.engine_args import gpu_name
 from verl.rollout.weight_sync import stream as shm_stream
 from verl.rollout.weight_sync import sync as weight_sync
-from verl.rollout.weight_sync.chunks import SyncOffer
-from verl.rollout.weight_sync.stream import StreamReader
+from verl.rollout.weight_sync.stream import Feed, StreamReader
 from verl.rollout.weight_sync.sync import WeightSync
-from verl.rollout.weight_sync.transfer import FeedAssignment
 
 RANKS = 4
 
@@ -169,8 +168,8 @@ class RecordedEngine:
         self.events.append("weights")
         return VerifyRequest(ProbeVectors(3), ((1, 2, 3),)), (1, True)
 
-    def offer(self, shapes):
-        return SyncOffer(None, 1, 1, "", 60.0, torch.get_num_threads())
+    def describe(self, shapes):
+        return EngineInfo(64, 1, num_threads=torch.get_num_threads())
 
     def begin_load(self, feeds, dtype):
         self.reading = threading.Thread(target=self._read, args=feeds, daemon=True)
@@ -187,14 +186,11 @@ class RecordedEngine:
         self.reading.join()
         return 0.0
 
-    def wake_cache(self):
+    def begin_verify(self, question, adapter):
         self.events.append("kv_cache")
 
-    def request_fingerprints(self, question):
-        pass
-
-    def verify(self, parts, seconds):
-        return VerificationResult({}, 0.0, 1)
+    def end_verify(self, parts, seconds):
+        return {}
 
 
 def test_an_engine_over_two_gpus_allocates_after_all_its_ranks_have_met_without_cached_memory(monkeypatch):
@@ -251,14 +247,13 @@ def streams(monkeypatch):
         ((0,), True, "cuda:1"),
     ],
 )
-def test_workers_without_peer_access_read_weights_from_main_memory(readers, reads_peers, device, streams, monkeypatch):
-    monkeypatch.setattr(weight_sync, "among_siblings", lambda parallel_info, value: [None, None])
+def test_workers_without_peer_access_read_weights_from_main_memory(readers, reads_peers, device, streams):
     sync = WeightSync(
         torch.nn.Linear(2, 2), divided_of(1, 2), None, torch.float32, None, 1 << 20,
         may_slice=True, may_repeat=lambda error: False,
     )  # fmt: skip
-    share = FeedAssignment({}, readers, [[]], 1 << 20, {})
-    sync._opened([FeedAssignment({}, (), [], 0, {}), share], SyncOffer(None, 2, 1, "", 60.0, 1, reads_peers))
+    sync.feed, sync.info = Feed({}, readers, [[]], 1 << 20), EngineInfo(64, 2, reads_peers)
+    sync._opened_stream()
     assert streams == [device]
 
 
@@ -269,6 +264,6 @@ def test_a_single_process_feeds_an_engine_of_two_gpus_by_main_memory_too(reads_p
         torch.nn.Linear(2, 2), alone, None, torch.float32, None, 1 << 20,
         may_slice=True, may_repeat=lambda error: False,
     )  # fmt: skip
-    share = FeedAssignment({}, (0, 1), [[]], 1 << 20, {})
-    sync._opened([share], SyncOffer(None, 2, 1, "", 60.0, 1, reads_peers))
+    sync.feed, sync.info = Feed({}, (0, 1), [[]], 1 << 20), EngineInfo(64, 2, reads_peers)
+    sync._opened_stream()
     assert streams == [device]

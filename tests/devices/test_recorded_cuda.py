@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import Backend, BackendConfig
 
 from verl.checkpoint.save import host_buffer
 from verl.checkpoint.save.host_buffer import HostBuffer, HostBufferPool
-from verl.checkpoint.save.snapshot import CopyRegion, Snapshot, pin_memory
+from verl.checkpoint.save.snapshot import Snapshot, pin_memory
 from verl.component import BuildContext
 from verl.engines import engine as engine_module
 from verl.engines.parallel_dims import DataParallelism
@@ -27,7 +27,7 @@ from verl.rollout.engine_process.messages import EngineInfo
 from verl.rollout.hf import HFRollout
 from verl.rollout.process_engine import grouped
 from verl.rollout.proof.fingerprints import ProbeVectors
-from verl.rollout.proof.verifier import VerificationResult, VerifyRequest
+from verl.rollout.proof.verifier import VerifyRequest
 from verl.rollout.vllm.config import VLLMRollout
 from verl.rollout.vllm.engine_args import environment
 from verl.rollout.weight_sync.engine_weights import EngineWeights
@@ -103,15 +103,14 @@ def test_a_group_for_devices_alone_refuses_the_gradients_of_an_offloaded_model(b
 
 def test_an_engine_is_woken_once_after_it_slept_and_a_new_one_not(calls):
     process = SimpleNamespace(
-        process_id=3, progress_path="", call=lambda *told: calls.append(told), is_alive=lambda: True
+        process_id=3, call=lambda *told: calls.append(told), send=lambda *_: None, is_alive=lambda: True
     )
-    verifier = SimpleNamespace(question=lambda **_: None)
+    verifier = SimpleNamespace(question=lambda **_: VerifyRequest(ProbeVectors(), ()))
     engine = EngineWeights(process, EngineInfo(64, 1), None, verifier, None, 1)
 
     def sync() -> list[tuple]:
         calls.clear()
-        engine.begin(lambda: None)
-        engine.wake_cache()
+        engine.begin_verify(engine.begin(lambda: None)[0], {})
         return list(calls)
 
     assert sync() == []
@@ -139,7 +138,7 @@ def test_the_function_of_an_engine_is_probed_once_in_a_process_where_the_gap_of_
 
     def verify(reply):
         gap = {"sync/probe_gap_nats": 0.0} if sent[-1].rows else {}
-        return VerificationResult({"sync/unproven_tensors": float(unproven)} | gap, 0.0, 1)
+        return {"sync/unproven_tensors": float(unproven)} | gap
 
     verifier = SimpleNamespace(
         question=lambda **_: VerifyRequest(ProbeVectors(), ((1, 2),)),
@@ -150,8 +149,8 @@ def test_the_function_of_an_engine_is_probed_once_in_a_process_where_the_gap_of_
     engine = EngineWeights(process, EngineInfo(64, 1), None, verifier, None, 1, stops)
     for number in range(4):
         process.process_id = 3 + (number == 3)  # the last one meets a new process
-        engine.request_fingerprints(engine.begin(lambda: False)[0])
-        engine.verify([], 0.0)
+        engine.begin_verify(engine.begin(lambda: False)[0], {})
+        engine.end_verify([], 0.0)
         engine.prove_function()
     assert [len(question.rows) for question in sent] == asked
 
@@ -371,7 +370,7 @@ def test_a_snapshot_copies_on_a_stream_of_its_own_after_what_was_asked_for_and_w
     for part in parts:
         part.calls = streams
     host = torch.full((4,), 7.0)
-    pieces = [CopyRegion(64, parts[0]), CopyRegion(96, parts[1]), CopyRegion(128, host), CopyRegion(144, b"text")]
+    pieces = [(64, parts[0]), (96, parts[1]), (128, host), (144, b"text")]
     snapshot = Snapshot(pieces, 1)
     assert streams == [("compute", "records", "event of compute")]  # where the optimizer's step was asked for
     streams.clear()

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from checkpoint.rank_tensors import RankTensor, TensorBytes, write_model, write_tensors
+from checkpoint.rank_tensors import RankTensor, write_model, write_tensors
 
 from verl.checkpoint.commit.rank_writer import PAGE_BYTES, FileImage, ImageSource, RankWriter
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint, read_state
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.core.manifest import LogicalTensor, SavedSlice
-from verl.checkpoint.core.safetensors_format import TensorPlace, lay_out
+from verl.checkpoint.core.manifest import LogicalTensor
+from verl.checkpoint.core.safetensors_format import lay_out
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.remote_store import RemoteStore
@@ -52,8 +52,8 @@ def save(store: CheckpointStore, step: int, version: int, tag: str | None = None
     with store.begin(step, tag, needed_bytes=4096, rank_names=["rank_0", "rank_1"]) as transaction:
         main = transaction.main
         main.write("actor/config.json", [json.dumps({"version": version}).encode()])
-        weights = [TensorBytes(name, "F32", WEIGHT.shape, WEIGHT * version) for name in ("first", "second")]
-        write_model(main, "actor", weights, max_shard_bytes=WEIGHT.nbytes)
+        whole = {"component": "actor", "dtype": "F32", "shape": WEIGHT.shape, "data": WEIGHT * version}
+        write_model(main, [RankTensor(name=name, **whole) for name in ("first", "second")], WEIGHT.nbytes)
         if earlier:
             main.add_existing("actor/tokenizer.json", earlier[-1])
             main.add_existing("reference_model/frozen.bin", earlier[-1])
@@ -85,13 +85,10 @@ def save_images(store: CheckpointStore, step: int, version: int, increment: bool
     place("actor/config.json", json.dumps({"version": version}).encode())
     place("actor/tokenizer.json", TOKENIZER, is_constant=True)
     for component, names in {"actor": ["first", "second"], "optimizer": ["moment"]}.items():
-        header, places = lay_out({name: TensorPlace("F32", WEIGHT.shape) for name in names})
         path = f"{component}/model.safetensors"
+        header, records = lay_out(path, [LogicalTensor.of_slice(component, x, "F32", WEIGHT.shape) for x in names])
         place(path, header, *((WEIGHT * version).tobytes() for _ in names))
-        for name, found in places.items():
-            part = SavedSlice(file=path, key=name, offset=found.begin, start=(0, 0), extent=WEIGHT.shape)
-            shape = {"dtype": "F32", "shape": WEIGHT.shape, "slices": (part,)}
-            tensors.append(LogicalTensor(component=component, name=name, **shape))
+        tensors += records
     request = SaveRequest(
         step=step, tag=None, num_bytes=len(memory), images=tuple(images), tensors=tuple(tensors),
         existing_files=(ExistingFile(path="reference_model/frozen.bin"),),

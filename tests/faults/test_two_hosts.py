@@ -100,7 +100,7 @@ def test_a_host_that_is_lost_is_named_and_what_resumes_depends_on_where_the_chec
     status, said = cluster.run("whole")
     assert status == 0, said
     assert "cannot see /mnt/work/whole/checkpoints as the driver does" in said
-    assert "will be refused where a machine does not have the checkpoint" in said
+    assert "restart on a machine without it is refused" in said
     whole = cluster.taken("whole", tmp_path / "taken")
     assert steps_saved(whole) == [*range(1, STEPS + 1)][-len(steps_saved(whole)) :]
     assert not [*hosts.hosts[1].disk.iterdir()], "only the driver's host has anything"
@@ -189,7 +189,7 @@ def test_with_a_store_hosts_whose_disks_are_lost_go_on_the_driver_s_too(cluster,
     process.communicate(timeout=LIMIT_S)
     status, said = cluster.run("stored", *store, "resume=latest")
     assert status == 0, said
-    assert "machines that do not have the checkpoint fetch it from" in said
+    assert "restart on a machine without it fetches it from" in said
     assert first_difference(whole, cluster.taken("stored", tmp_path / "taken")) is None
     fetched = hosts.hosts[1].disk / "stored/checkpoints/fetched/of_workers"
     assert [*fetched.glob("global_step_*")], "the other host has what it has fetched, and nothing else"

@@ -10,11 +10,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from refusals import refusal
 from tokenizers.pre_tokenizers import ByteLevel
 
 from verl.component import BuildContext
 from verl.data.chat_task import ChatTaskPrompts
-from verl.errors import ConfigError
 from verl.models import gguf as module
 from verl.models.gguf import PACKAGED, gguf_faults, hub_or_package, unavailable, unpacked
 from verl.models.pretrained import Pretrained
@@ -132,9 +132,8 @@ def test_without_a_template_the_end_token_is_that_of_the_file(tmp_path: Path) ->
 
 def test_an_end_token_that_contradicts_the_template_is_refused(tmp_path: Path) -> None:
     file = made_file(tmp_path / "small.gguf", end="<|endoftext|>")
-    with pytest.raises(ConfigError) as caught:
+    with refusal("path", value="<|endoftext|>"):
         unpacked(str(file), "float32")
-    assert {"<|endoftext|>", "<|im_end|>"} <= set(str(caught.value).replace("'", " ").split())
 
 
 def cut(file: Path) -> Path:

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from random_models import save_random_classifier
+from refusals import refused
 
-from verl.errors import ConfigError
 from verl.models.interfaces import as_critic, as_reward_model, check_interface
 from verl.models.pretrained import Pretrained
 
@@ -34,12 +34,6 @@ def classifier(tmp_path_factory):
     return Pretrained(path=str(path)).load_classifier("cpu")
 
 
-def refused(check, *args) -> str:
-    with pytest.raises(ConfigError) as caught:
-        check(*args)
-    return str(caught.value)
-
-
 def test_models_of_hugging_face_fit_their_roles(model32, classifier):
     actor = model32.load_causal_lm("cpu").train()
     check_interface("actor", actor)
@@ -57,18 +51,19 @@ def test_a_module_that_answers_as_its_role_asks_is_taken_as_it_is():
     assert as_critic(critic) is critic
 
 
-def test_what_is_missing_is_told(model32, classifier):
-    told = refused(as_reward_model, model32.load_causal_lm("cpu"))
-    assert told.startswith("reward_model is a Qwen2ForCausalLM, which returns logits [1, 3, ")
-    assert "expected scores [B], one for each text. Give a sequence-classification model" in told
-    assert "which has no generate" in refused(check_interface, "actor", classifier)
-    assert "expected values [B S]" in refused(as_critic, Own(values=lambda ids: ids.float().sum(1)))
-    assert "expected a torch module that returns scores" in refused(as_reward_model, "not a model")
-    assert "cannot be called with only input_ids and attention_mask" in refused(as_critic, torch.nn.Linear(2, 2))
+def several_labels(tmp_path):
+    return Pretrained(path=str(save_random_classifier(tmp_path, "qwen2", num_labels=3))).load_classifier("cpu")
+
+
+test_what_is_missing_is_told = refused(
+    ("reward_model", "scores", lambda model32: as_reward_model(model32.load_causal_lm("cpu"))),
+    ("actor", "generate", lambda classifier: check_interface("actor", classifier)),
+    ("critic_model", "values", lambda: as_critic(Own(values=lambda ids: ids.float().sum(1)))),
+    ("reward_model", "str", lambda: as_reward_model("not a model")),
+    ("critic_model", "input_ids", lambda: as_critic(torch.nn.Linear(2, 2))),
+    ("reward_model", None, lambda tmp_path: as_reward_model(several_labels(tmp_path))),
+)
 
 
 def test_a_classifier_of_several_labels_needs_the_choice_of_one(tmp_path):
-    path = save_random_classifier(tmp_path, "qwen2", num_labels=3)
-    model = Pretrained(path=str(path)).load_classifier("cpu")
-    assert "reward_model: label is null: the model has 3 labels" in refused(as_reward_model, model)
-    assert as_reward_model(model, label=2)(**ASKED).scores.shape == (1,)
+    assert as_reward_model(several_labels(tmp_path), label=2)(**ASKED).scores.shape == (1,)

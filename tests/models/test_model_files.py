@@ -69,9 +69,8 @@ def test_a_directory_that_a_failed_download_left_is_told_in_one_sentence_by_its_
     shutil.copytree(dir32, tmp_path / "m")
     assert list(directory_faults(tmp_path / "m")) == []
     damage(tmp_path / "m")
-    with refusal("path") as caught:
+    with refusal("path", value=said, varies=True) as caught:
         Pretrained(path=str(tmp_path / "m"))
-    assert said in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -79,9 +78,8 @@ def test_a_directory_without_weights_can_be_planned_with_and_is_told_of_when_it_
     shutil.copytree(dir32, tmp_path / "m")
     (tmp_path / "m/model.safetensors").unlink()
     model = Pretrained(path=str(tmp_path / "m"))
-    with refusal("path") as caught:
+    with refusal("path", value="has no weights") as caught:
         model.load_causal_lm("cpu")
-    assert "has no weights" in str(caught.value)
     assert "Traceback" not in end_message(caught.value)
 
 

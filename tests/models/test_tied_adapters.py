@@ -7,9 +7,9 @@ import itertools
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from refusals import refusal
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.rollout.weight_sync.state_dict import weights_of
@@ -78,7 +78,7 @@ def test_an_adapter_of_a_run_reaches_files_and_engine_as_it_was_trained_or_is_re
     source = Pretrained(path=base(tmp_path / "base", tied))
     lora = LoRA(rank=2, target_modules=tuple([targets] if isinstance(targets, str) else targets))
     if tied and {"embed_tokens", "lm_head"} & {*targets}:
-        with pytest.raises(ConfigError, match=r"lora\.target_modules"):
+        with refusal("lora.target_modules"):
             lora.apply(source.load_causal_lm("cpu"), causal_lm=True)
         return
     model = trained(lora.apply(source.load_causal_lm("cpu"), causal_lm=True))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from verl.ops.batching import balance, micro_batches
 
@@ -78,8 +78,6 @@ def test_no_rows_are_no_micro_batches_and_empty_parts():
     assert as_lists(balance([], 2)) == [[], []]
 
 
-def test_budgets_and_parts_below_one_are_refused():
-    with pytest.raises(ValueError, match="token_budget is 0"):
-        micro_batches([1], 0)
-    with pytest.raises(ValueError, match="parts is 0"):
-        balance([1], 0)
+test_budgets_and_parts_below_one_are_refused = refused(
+    ("token_budget", 0, lambda: micro_batches([1], 0)), ("parts", 0, lambda: balance([1], 0)), kind=ValueError
+)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from refusals import refused
 
 from verl.ops.masking import AGGREGATIONS, LossTotals, aggregate
 
@@ -81,14 +82,11 @@ def test_nothing_on_the_mask_gives_zero_with_zero_gradient(mode, rows):
     assert losses.grad.count_nonzero() == 0
 
 
-def test_an_unknown_mode_is_refused_with_the_known_ones():
-    with pytest.raises(
-        ValueError, match="'mean': must be one of token-mean, seq-mean-token-mean, seq-mean-token-sum, "
-    ):
-        aggregate(LOSSES, MASK, "mean", LossTotals.of(MASK))
-
-
-@pytest.mark.parametrize("length", [None, 0.0, -3.0])
-def test_a_normed_sum_needs_a_length_above_zero(length):
-    with pytest.raises(ValueError, match=f"norm_length is {length}: seq-mean-token-sum-norm needs"):
-        aggregate(LOSSES, MASK, "seq-mean-token-sum-norm", LossTotals.of(MASK), length)
+NORMED = "seq-mean-token-sum-norm"
+test_an_unknown_mode_and_a_length_not_above_zero_are_refused = refused(
+    ("aggregation", "mean", lambda: aggregate(LOSSES, MASK, "mean", LossTotals.of(MASK))),
+    ("norm_length", None, lambda: aggregate(LOSSES, MASK, NORMED, LossTotals.of(MASK), None)),
+    ("norm_length", 0.0, lambda: aggregate(LOSSES, MASK, NORMED, LossTotals.of(MASK), 0.0)),
+    ("norm_length", -3.0, lambda: aggregate(LOSSES, MASK, NORMED, LossTotals.of(MASK), -3.0)),
+    kind=ValueError,
+)

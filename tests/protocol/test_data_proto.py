@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 
 import numpy as np
 import pytest
@@ -36,48 +35,6 @@ def reward_returning(value):
     return DataProto.from_dict({"token_level_scores": value})
 
 
-@pytest.mark.parametrize(
-    ("value", "found"),
-    [
-        (None, "NoneType"),
-        ([0.0], "list"),
-        (np.zeros((2, 3)), "ndarray"),
-        (torch.zeros(2), r"shape \[2\]"),
-        (torch.zeros(2, 3).long(), "int64"),
-    ],
-)
-def test_what_is_no_field_is_refused_with_its_kind_and_its_producer(value, found):
-    with refusal("token_level_scores", kind=DataProtoValidationError) as caught:
-        reward_returning(value)
-    assert re.search(f"Found: .*{found}", str(caught.value))
-    line = reward_returning.__code__.co_firstlineno
-    assert str(caught.value).endswith(f"Source: reward_returning() at line {line} in test_data_proto.py")
-
-
-def test_a_field_is_a_tensor_or_a_column_and_a_column_has_rows():
-    with refusal("x", kind=DataProtoValidationError):
-        DataProto.from_dict({"x": torch.zeros(2)}, {"x": [1, 2]})
-    with refusal("values", kind=DataProtoValidationError):
-        DataProto.from_dict(non_tensors={"values": [1, 2]})
-    with refusal("answer", kind=DataProtoValidationError):
-        DataProto.from_dict(non_tensors={"answer": "forty-two"})
-    with refusal("3", kind=DataProtoValidationError):
-        DataProto.from_dict({3: torch.zeros(2)})
-
-
-def test_a_length_that_disagrees_names_who_bound_it():
-    with pytest.raises(DataProtoValidationError) as caught:
-        rollout(4, 3, 5).union(DataProto.from_dict({"advantages": torch.zeros(4, 6)}, producer=reward_returning))
-    text = str(caught.value)
-    assert "`advantages`" in text
-    assert "[B T] = [4 5]" in text
-    assert "shape [4, 6]" in text
-    assert re.search(r"T = 5 was bound by `responses`, made by rollout\(\) at line \d+ in batches.py", text)
-    assert "Source: reward_returning()" in text
-    with refusal("answer", kind=DataProtoValidationError):
-        rollout(4).select(non_tensor_batch_keys=[]).union(DataProto.from_dict(non_tensors={"answer": [1, 2, 3]}))
-
-
 def test_a_tensor_changed_behind_the_batchs_back_is_found_at_the_union():
     other = DataProto.from_dict({"advantages": torch.zeros(4, 5)})
     other["advantages"].resize_(4, 6)
@@ -101,36 +58,15 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES.keys())
 def test_the_fields_refuse_every_change_and_point_to_union(change):
     data = rollout()
-    with pytest.raises(DataProtoValidationError):
+    with refusal(kind=DataProtoValidationError):
         change(data)
     assert_same(data, rollout())
 
 
-def test_a_field_that_is_not_there_is_named_with_those_that_are():
-    data = DataProto.from_dict({"values": torch.zeros(1, 1)})
-    for access in (
-        lambda: data["returns"],
-        lambda: data.batch["returns"],
-        lambda: data.select(["returns"]),
-        lambda: data.pop(["returns"]),
-    ):
-        with refusal("returns", kind=DataProtoValidationError):
-            access()
-    with refusal("returns", kind=DataProtoValidationError):
-        data.rename("returns", "x")
-
-
-def test_rows_outside_the_batch_and_masks_of_another_length_are_refused():
-    data = rollout(3)
+def test_rows_outside_the_batch_are_refused():
     for key in (3, -4, [0, 3], torch.tensor([-4])):
         with pytest.raises(IndexError, match="of a batch of 3 rows"):
-            data[key]
-    with pytest.raises(DataProtoValidationError):
-        data[torch.tensor([True])]
-    with pytest.raises(DataProtoValidationError):
-        data[[0.5]]
-    with pytest.raises(DataProtoValidationError):
-        data.reorder([0, 0, 1])
+            rollout(3)[key]
 
 
 def test_one_row_is_a_batch_of_one_and_iterating_gives_the_rows():
@@ -203,20 +139,15 @@ def test_equal_values_may_meet_and_other_values_name_both_producers():
         DataProto.from_dict(non_tensors={"answer": ["b"]}, producer=rollout),
     ]
     for other in different:
-        with pytest.raises(DataProtoValidationError, match=r"(?s)reward_returning\(\) at.*Source: rollout\(\)"):
+        name, row = [*other.batch, *other.non_tensor_batch][0], [0] * (other is different[0] or other is different[-1])
+        with refusal(name, *row, value="reward_returning()", kind=DataProtoValidationError):
             base.union(other)
 
 
-def test_facts_that_disagree_are_refused():
-    left, right = DataProto.from_dict(meta_info={"t": 1.0}), DataProto.from_dict(meta_info={"t": 2.0})
-    for join in (lambda: left.union(right), lambda: DataProto.concat([left, right])):
-        with pytest.raises(DataProtoValidationError):
-            join()
+def test_facts_of_arrays_that_are_equal_may_meet():
     array = {"t": np.array([1, 2]), "u": torch.ones(2), "v": [float("nan")]}
-    assert (
-        DataProto.from_dict(meta_info=array).union(DataProto.from_dict(meta_info=copy.deepcopy(array))).meta_info.keys()
-        == array.keys()
-    )
+    both = DataProto.from_dict(meta_info=array).union(DataProto.from_dict(meta_info=copy.deepcopy(array)))
+    assert both.meta_info.keys() == array.keys()
 
 
 def test_select_pop_and_rename_move_fields_with_their_producers():
@@ -240,18 +171,6 @@ def test_select_pop_and_rename_move_fields_with_their_producers():
     assert list(renamed.batch) == ["old_values"]
     assert list(renamed.non_tensor_batch) == ["target"]
     assert renamed.producer("old_values") == popped.producer("values")
-
-
-def test_rename_checks_the_new_name():
-    data = rollout()
-    with pytest.raises(DataProtoValidationError):
-        data.rename("values", "prompts")
-    with pytest.raises(DataProtoValidationError):
-        data.rename(["values", "prompts"], "returns")
-    with refusal("returns", kind=DataProtoValidationError):
-        data.rename("hidden", "returns")
-    with refusal("returns", kind=DataProtoValidationError):
-        data.rename("answer", "returns")
 
 
 def test_dims_are_free_again_when_the_fields_that_bound_them_are_gone():

@@ -122,7 +122,7 @@ def test_a_column_that_differs_in_one_row_is_refused_with_the_row_and_both_value
     changed = [other if number == row else copied(value) for number, value in enumerate(column)]
     mine, theirs = (DataProto.from_dict(non_tensors={"x": objects(some)}) for some in (column, changed))
     for one, another in ((mine, theirs), (theirs, mine)):
-        with refusal("x", row, kind=DataProtoValidationError):
+        with refusal("x", row, kind=DataProtoValidationError, varies=True):
             one.union(another)
 
 
@@ -135,10 +135,8 @@ def test_a_tensor_that_differs_in_one_entry_is_refused_with_the_row_and_both_val
     place = tuple(draw.draw(st.integers(0, size - 1)) for size in tensor.shape)
     changed[place] = ~changed[place] if tensor.dtype == torch.bool else torch.tensor(7.0).to(tensor.dtype)
     mine, theirs = DataProto.from_dict({"x": tensor}), DataProto.from_dict({"x": changed})
-    with pytest.raises(DataProtoValidationError) as caught:
+    with refusal("x", place[0], value=f"x{list(place)}", kind=DataProtoValidationError, varies=True):
         mine.union(theirs)
-    assert f" at x{list(place)}" in str(caught.value)
-    assert f"First offending row: {place[0]}\n" in str(caught.value)
 
 
 @pytest.mark.exhaustive
@@ -183,7 +181,7 @@ def test_values_of_another_kind_shape_or_number_are_not_the_same(one, other, swa
     one, other = (other, one) if swap else (one, other)
     with refusal("x", 1, kind=DataProtoValidationError):
         column("same", one).union(column("same", other))
-    with pytest.raises(DataProtoValidationError, match="meta_info `t`"):
+    with refusal(kind=DataProtoValidationError, value="`t`"):
         DataProto.from_dict(meta_info={"t": [one]}).union(DataProto.from_dict(meta_info={"t": [other]}))
 
 
@@ -198,7 +196,7 @@ def test_equal_values_join_whatever_object_they_are():
 def test_facts_may_be_other_objects_that_say_whether_they_are_equal(value):
     ours, theirs = (DataProto.from_dict(meta_info={"t": v}) for v in (value, copy.deepcopy(value)))
     ours.union(theirs)
-    with pytest.raises(DataProtoValidationError, match="meta_info `t`"):
+    with refusal(kind=DataProtoValidationError, value="`t`"):
         ours.union(DataProto.from_dict(meta_info={"t": 3}))
 
 
@@ -211,38 +209,31 @@ def test_numbers_and_arrays_of_numpy_become_those_of_python_and_tuples_lists():
 
 contains_itself: list[Any] = [1]
 contains_itself.append(contains_itself)
-REFUSED = {  # value, the place of what is refused, and its kind
-    "tensor": (torch.ones(2), "", "a Tensor of torch.float32"),
-    "bytes": ([b"a"], "[0]", "a value of type bytes"),
-    "complex": (1j, "", "a value of type complex"),
-    "set": ({"a": [1, {2}]}, "['a'][1]", "a value of type set"),
-    "keys": ([{1: 2}], "[0]", "a dict whose keys are not all strings"),
-    "date": (datetime.date(2020, 1, 1), "", "a value of type date"),
-    "date of NumPy": (np.datetime64("2020-01-01"), "", "a value of type datetime64"),
-    "dates of NumPy": (np.array(["NaT"], "M8[s]"), "", "a ndarray of datetime64[s]"),
-    "object": (Path("a"), "", "a value of type"),
-    "function": ({"f": len}, "['f']", "a value of type builtin_function_or_method"),
-    "itself": (contains_itself, "", "a value that contains itself, or is nested too deeply"),
+REFUSED = {  # value, and the place of what is refused
+    "tensor": (torch.ones(2), ""),
+    "bytes": ([b"a"], "[0]"),
+    "complex": (1j, ""),
+    "set": ({"a": [1, {2}]}, "['a'][1]"),
+    "keys": ([{1: 2}], "[0]"),
+    "date": (datetime.date(2020, 1, 1), ""),
+    "date of NumPy": (np.datetime64("2020-01-01"), ""),
+    "dates of NumPy": (np.array(["NaT"], "M8[s]"), ""),
+    "object": (Path("a"), ""),
+    "function": ({"f": len}, "['f']"),
+    "itself": (contains_itself, ""),
 }
 
 
-@pytest.mark.parametrize(("value", "place", "kind"), REFUSED.values(), ids=REFUSED)
-def test_a_column_of_other_values_is_refused_with_row_place_and_kind(value, place, kind):
-    with refusal("x", 1, kind=DataProtoValidationError) as caught:
+@pytest.mark.parametrize(("value", "place"), REFUSED.values(), ids=REFUSED)
+def test_a_column_of_other_values_is_refused_with_row_place_and_kind(value, place):
+    with refusal("x", 1, value=f"x[1]{place}", kind=DataProtoValidationError):
         column("a", value)
-    assert f" at x[1]{place}. Convert it before the batch is made" in str(caught.value)
-    assert f"Found: {kind}" in str(caught.value)
-    assert "Source: column()" in str(caught.value)
 
 
-def test_the_place_within_a_value_is_named():
+def test_the_place_within_a_value_and_both_values_are_named():
     ours, theirs = column({"turns": ["a", {"score": 1}]}), column({"turns": ["a", {"score": True}]})
-    with pytest.raises(DataProtoValidationError) as caught:
+    with refusal("x", 0, value="x[0]['turns'][1]['score']", kind=DataProtoValidationError):
         ours.union(theirs)
-    assert "Expected: the values it has already: 1 (int) at x[0]['turns'][1]['score']; [1] object by column()" in str(
-        caught.value
-    )
-    assert "Found: other values: True (bool) at x[0]['turns'][1]['score']; [1] object by column()" in str(caught.value)
 
 
 def test_a_column_of_other_kind_or_length_is_refused_without_a_row():
@@ -275,13 +266,13 @@ def test_no_pickle_is_in_the_file_and_nothing_unfinished_stays(tmp_path):
 
 
 def test_a_missing_foreign_or_damaged_file_is_refused_by_name(tmp_path):
-    with pytest.raises(DataProtoValidationError, match=r"no saved batch at .*rows"):
+    with refusal(kind=DataProtoValidationError, value=tmp_path / "rows"):
         DataProto.load(tmp_path / "rows")
     rollout().save(tmp_path / "whole")
     (tmp_path / "cut").write_bytes((tmp_path / "whole").read_bytes()[:-10])
     (tmp_path / "foreign").write_bytes(b"PK not ours")
     for name in ("cut", "foreign"):
-        with pytest.raises(DataProtoValidationError, match=f"{name} is not a batch"):
+        with refusal(kind=DataProtoValidationError, value=tmp_path / name):
             DataProto.load(tmp_path / name)
 
 
@@ -299,13 +290,13 @@ def test_a_part_weighs_what_its_rows_do_and_no_more():
 
 def test_a_fact_or_a_changed_value_that_json_cannot_hold_is_named_when_it_is_saved(tmp_path):
     for value in ({1}, {1: 2}, [lambda: 0], contains_itself, torch.eye(2)):
-        with pytest.raises(DataProtoValidationError, match=r"meta_info.* is a"):
+        with refusal(kind=DataProtoValidationError, value="meta_info"):
             DataProto.from_dict(meta_info={"t": value}).save(tmp_path / "rows")
     changed = scored_rows(2).union(column("a", []))
     changed["x"][1].append({1})
-    with pytest.raises(DataProtoValidationError, match=r"\[1\]\[0\] is a value of type set"):
+    with refusal(kind=DataProtoValidationError, value="set"):
         changed.save(tmp_path / "rows")
-    with pytest.raises(DataProtoValidationError, match=r"row 1 of the columns \['x'\]\[0\] is a value of type set"):
+    with refusal(kind=DataProtoValidationError, value="row 1 of the columns ['x'][0]"):
         rows_to_arrow(changed, dict.fromkeys(("group", "step", "score", "advantage"), np.zeros(2)))
     assert not list(tmp_path.iterdir())
 

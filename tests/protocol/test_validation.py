@@ -41,28 +41,28 @@ def fixed() -> dict[str, torch.Tensor]:
     }
 
 
-# field, place, value, and what the error says: the field at fault, a word of what was expected, the row
-BREAKS = [
-    ("old_log_probs", (1, 1), float("nan"), "old_log_probs", "finite numbers", 1),
-    ("old_log_probs", (0, 3), float("inf"), "old_log_probs", "finite numbers", 0),
-    ("old_log_probs", (1, 2), -0.5, "old_log_probs", "0 wherever response_mask is False", 1),
-    ("old_log_probs", (2, 0), 1e-8, "old_log_probs", "0 wherever response_mask is False", 2),
-    ("response_mask", (1, 2), True, "response_mask", "the policy chose no padding", 1),
-    ("prompt_mask", (0, 0), True, "prompt_mask", "padding only on the left", 0),
-    ("prompt_mask", (2, 2), False, "prompt_mask", "padding only on the left", 2),
-    ("prompt_mask", (0, 1), True, "prompt_mask", "the first P columns of attention_mask", 0),
-    ("attention_mask", (1, 6), 1, "attention_mask", "right of the response", 1),
-    ("attention_mask", (0, 0), 1, "attention_mask", "left of the prompt", 0),
-    ("attention_mask", (2, 0), 2, "attention_mask", "0 or 1", 2),
-    ("attention_mask", (1, 4), 0, "response_mask", "the policy chose no padding", 1),
-    ("position_ids", (1, 3), 7, "position_ids", "over the tokens of each row", 1),
-    ("position_ids", (0, 0), -1, "position_ids", "no negative", 0),
-    ("prompts", (2, 1), 40, "prompts", "first P columns of input_ids", 2),
-    ("responses", (1, 0), 40, "responses", "last T columns of input_ids", 1),
-    ("responses", (0, 0), -3, "responses", "no negative", 0),
-    ("prompt_ids", (1,), 9, "group_ids", "one prompt_ids value within a group", 1),
-    ("group_ids", (2,), 0, "group_ids", "one prompt_ids value within a group", 2),
-    ("policy_version", (2,), -1, "policy_version", "no negative", 2),
+BREAKS = [  # field, place and value, and the field and the row at fault
+    ("old_log_probs", (1, 1), float("nan"), "old_log_probs", 1),
+    ("old_log_probs", (0, 3), float("inf"), "old_log_probs", 0),
+    ("old_log_probs", (1, 2), -0.5, "old_log_probs", 1),
+    ("old_log_probs", (1, slice(2, 4)), -0.5, "old_log_probs", 1),
+    ("old_log_probs", (2, 0), 1e-8, "old_log_probs", 2),
+    ("response_mask", (1, 2), True, "response_mask", 1),
+    ("prompt_mask", (0, 0), True, "prompt_mask", 0),
+    ("prompt_mask", (2, 2), False, "prompt_mask", 2),
+    ("prompt_mask", (0, 1), True, "prompt_mask", 0),
+    ("attention_mask", (1, 6), 1, "attention_mask", 1),
+    ("attention_mask", (0, 0), 1, "attention_mask", 0),
+    ("attention_mask", (2, 0), 2, "attention_mask", 2),
+    ("attention_mask", (1, 4), 0, "response_mask", 1),
+    ("position_ids", (1, 3), 7, "position_ids", 1),
+    ("position_ids", (0, 0), -1, "position_ids", 0),
+    ("prompts", (2, 1), 40, "prompts", 2),
+    ("responses", (1, 0), 40, "responses", 1),
+    ("responses", (0, 0), -3, "responses", 0),
+    ("prompt_ids", (1,), 9, "group_ids", 1),
+    ("group_ids", (2,), 0, "group_ids", 2),
+    ("policy_version", (2,), -1, "policy_version", 2),
 ]
 
 
@@ -70,26 +70,14 @@ def producer_fn():
     """Named in the errors below."""
 
 
-@pytest.mark.parametrize(("name", "place", "value", "at_fault", "expected", "row"), BREAKS)
-def test_a_broken_rule_names_field_rule_row_and_producer(name, place, value, at_fault, expected, row):
+@pytest.mark.parametrize(("name", "place", "value", "at_fault", "row"), BREAKS)
+def test_a_broken_rule_names_field_rule_row_and_producer(name, place, value, at_fault, row):
     tensors = fixed()
     DataProto.from_dict(tensors).check(strict=True)
     tensors[name][place] = value
     data = DataProto.from_dict(tensors, producer=producer_fn).check()
-    with pytest.raises(DataProtoValidationError) as caught:
+    with refusal(at_fault, row, value="producer_fn()", kind=DataProtoValidationError):
         data.check(strict=True)
-    text = str(caught.value)
-    assert text.startswith(f"Field `{at_fault}` ")
-    assert expected in text
-    assert f"First offending row: {row}\n" in text
-    assert text.endswith(f"Source: producer_fn() at line {producer_fn.__code__.co_firstlineno} in test_validation.py")
-
-
-def test_the_value_its_place_and_the_number_of_offences_are_told():
-    tensors = fixed()
-    tensors["old_log_probs"][1, 2:] = -0.5
-    with refusal("old_log_probs", 1, kind=DataProtoValidationError):
-        DataProto.from_dict(tensors).check(strict=True)
 
 
 @settings(deadline=None, max_examples=60)

@@ -11,50 +11,51 @@ from roles import start_actor
 
 from verl.component import MaybeInfinite, component
 from verl.errors import RolloutError
-from verl.protocol import DataProto
-from verl.rollout.base import GenerationRequest, Rollout
+from verl.rollout.base import (
+    GenerationRequest,
+    Rollout,
+    RolloutEngine,
+    TurnEngine,
+    TurnLimits,
+    TurnQueue,
+    TurnResult,
+)
 from verl.rollout.rows import assemble
-from verl.rollout.scripted import WholeBatchEngine
 
-LENGTHS = torch.tensor([3, 1, 2, 3, 2, 1, 3, 3])  # of two samples of four prompts
+LENGTHS = [3, 1, 2, 3, 2, 1, 3, 3]  # of two samples of four prompts
 
 
 @component
 class OwnRollout(Rollout):
-    """An engine as a user would write it, which is wrong about one token: the second of prompt 2, sample 0.
-
-    Args:
-        uses_assemble: otherwise it joins its rows itself.
-    """
+    """An engine as a user would write it, which is wrong about one token: the second of prompt 2, sample 0."""
 
     log_prob: MaybeInfinite = -1.0
     token: int = 5
-    uses_assemble: bool = True
 
     def attach(self, model: Any, tokenizer: Any, seed: int, autocast: Any = None, context: Any = None) -> OwnEngine:
         return OwnEngine(self)
 
 
-class OwnEngine(WholeBatchEngine):
+class OwnEngine(RolloutEngine):
     def __init__(self, options: OwnRollout):
         self.options = options
 
-    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        mask = torch.arange(3) < LENGTHS[:, None]
-        tokens, log_probs = torch.full(mask.shape, 5), torch.full(mask.shape, -1.0)
-        tokens[4, 1], log_probs[4, 1] = self.options.token, self.options.log_prob
-        log_probs[~mask] = math.nan  # nobody reads it there
-        if self.options.uses_assemble:
-            return assemble(prompts, request.num_samples, tokens, mask, log_probs, pad_id=0)
-        zeros = torch.zeros(mask.shape)
-        rows = assemble(prompts, request.num_samples, torch.full(mask.shape, 5), mask, zeros, pad_id=0)
-        rows.batch["responses"][mask] = tokens[mask]
-        rows.batch["input_ids"][:, -3:] = rows.batch["responses"]
-        rows.batch["rollout_log_probs"][mask] = log_probs[mask]
-        return rows
+    def turns(self, limits: TurnLimits) -> TurnEngine:
+        return OwnTurns(self.options)
 
 
-@pytest.mark.parametrize("uses_assemble", [True, False], ids=["assemble", "rows of its own"])
+class OwnTurns(TurnQueue):
+    def __init__(self, options: OwnRollout):
+        super().__init__()
+        self.options = options
+
+    def advance(self) -> list[TurnResult]:
+        turns, self.queue = self.queue, []
+        made = [TurnResult(turn.episode, [5] * n, [-1.0] * n, True) for turn, n in zip(turns, LENGTHS, strict=True)]
+        made[4].tokens[1], made[4].log_probs[1] = self.options.token, self.options.log_prob
+        return made
+
+
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
@@ -67,10 +68,8 @@ class OwnEngine(WholeBatchEngine):
         ({"token": -100}, "id -100, is not a token"),
     ],
 )
-def test_an_engine_of_the_users_own_is_refused_with_prompt_sample_and_token(
-    wrong, why, uses_assemble, model32, prompts
-):
-    actor = start_actor(model32, OwnRollout(uses_assemble=uses_assemble, **wrong))
+def test_an_engine_of_the_users_own_is_refused_with_prompt_sample_and_token(wrong, why, model32, prompts):
+    actor = start_actor(model32, OwnRollout(**wrong))
     with pytest.raises(
         RolloutError, match="The rollout engine's response to prompt 2, sample 0: token 2 of 2"
     ) as refused:

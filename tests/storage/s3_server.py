@@ -86,7 +86,6 @@ class Fault:
         body: replaces that of the answer.
         cut: ends the body of the answer after so many bytes.
         size: the length that the answer to a HEAD names.
-        translated: what becomes of the body of the answer.
         path, headers: the store is asked for these instead.
         statuses: status and body of the answer instead of a status of the store.
     """
@@ -98,7 +97,6 @@ class Fault:
     body: bytes | None = None
     cut: int | None = None
     size: int = 0
-    translated: Callable[[bytes], bytes] = bytes
     path: str | None = None
     headers: dict[str, str] | None = None
     statuses: dict[int, tuple[int, bytes]] = field(default_factory=dict)
@@ -168,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault.hang_up or not (fault.passed_on or fault.body is not None or fault.cut is not None):
             self.close_connection = True
             return
-        self._answer(status, headers, fault.translated(answer) if fault.body is None else fault.body, fault.cut)
+        self._answer(status, headers, answer if fault.body is None else fault.body, fault.cut)
 
     def _body(self) -> bytes:
         """Of the request, by its length or in chunks."""

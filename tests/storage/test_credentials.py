@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
+import datetime
 import os
 import signal
+import socket
+import ssl
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
 from storage.s3_server import BUCKET, Fault, Proxy, Request
 
-from verl.errors import StorageRefused
+from verl.errors import StorageRefused, StorageUnreachable
 from verl.storage.config import GCSStorage, OSSStorage, S3Storage, Storage
 
 PROFILE = "[profile lab]\nregion = eu-west-1\nendpoint_url = {url}\n"
@@ -68,6 +76,92 @@ def test_a_profile_with_a_command_is_asked_by_boto3(home, proxy):
     (home / "keys.json").write_text('{"Version": 1, "AccessKeyId": "of-command", "SecretAccessKey": "secret"}')
     (home / ".aws/config").write_text(f"{PROFILE.format(url=proxy.url)}credential_process = cat {home}/keys.json")
     assert "of-command/" in authorization(S3Storage(bucket=BUCKET), proxy)
+
+
+ROLE = "role_arn = arn:aws:iam::1:role/lab\n"
+SESSION = "sso_account_id = 1\nsso_role_name = lab\nsso_region = us-east-1\nsso_start_url = https://lab.invalid\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("credential_process = false", "'lab' in ~/.aws gives no credentials.*custom-process"),
+        ("credential_process = echo none", "'lab' in ~/.aws gives no credentials.*Expecting value"),
+        ("credential_process = /not/there", "'lab' in ~/.aws gives no credentials.*'/not/there'"),
+        ("sso_session = lab", "'lab' in ~/.aws gives no credentials"),
+        (SESSION, "aws sso login"),
+        (f"{ROLE}source_profile = other", "'lab' in ~/.aws gives no credentials.*other"),
+        ("region = us-east-1", r"\.aws/config: .*line +4.*'region'.*Correct it, or export AWS_ACCESS_KEY_ID"),
+    ],
+)
+def test_a_profile_that_gives_no_keys_is_refused(lines, said, home, proxy):
+    (home / ".aws/config").write_text(PROFILE.format(url=proxy.url) + lines)
+    with pytest.raises(StorageRefused, match=said), S3Storage(bucket=BUCKET).connect() as store:
+        store.size("one")
+    assert not proxy.seen
+
+
+def test_keys_in_a_file_that_cannot_be_read_are_not_shown(home):
+    (home / ".aws/credentials").write_text("secret-of-lab\n")
+    with pytest.raises(StorageRefused, match="aws/credentials: File contains no section headers") as caught:
+        S3Storage(bucket=BUCKET).connect()
+    assert "secret-of-lab" not in str(caught.value)
+
+
+def test_a_machine_that_gives_no_keys_for_a_while_is_asked_again(home, proxy, monkeypatch):
+    monkeypatch.delenv("AWS_PROFILE")
+    monkeypatch.setenv("AWS_METADATA_ENDPOINT", proxy.url)
+    status = [404]
+
+    def machine(request: Request) -> Fault | None:
+        if not request.path.startswith("/latest"):
+            return None
+        keys = b'{"AccessKeyId":"of-machine","SecretAccessKey":"s","Token":"t","Expiration":"2020-01-01T00:00:00Z"}'
+        return Fault(status=status[0], body=keys if request.path.endswith("/lab") else b"lab")
+
+    proxy.misbehave = machine
+    with S3Storage(bucket=BUCKET, endpoint_url=proxy.url, retries=1, backoff_s=0.3).connect() as store:
+        with pytest.raises(StorageRefused, match="no credentials: export AWS_ACCESS_KEY_ID"):
+            store.put("one", b"1")
+        status[0] = 200
+        store.put("one", b"1")
+        status[0] = 404
+        time.sleep(0.2)  # obstore asks for keys ten times a second at most
+        with pytest.raises(StorageUnreachable, match="failed 2 times"):
+            store.put("one", b"1")
+
+
+def test_a_certificate_that_nobody_vouches_for_is_refused(home, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "of-here")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    key, certificate = home / "key.pem", home / "certificate.pem"
+    _sign_own(key, certificate)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    with context.wrap_socket(socket.create_server(("127.0.0.1", 0)), server_side=True) as server:
+
+        def accept() -> None:
+            with contextlib.suppress(OSError):
+                server.accept()
+
+        threading.Thread(target=accept, daemon=True).start()
+        storage = S3Storage(bucket=BUCKET, endpoint_url=f"https://127.0.0.1:{server.getsockname()[1]}")
+        with pytest.raises(StorageRefused, match="AWS_CA_BUNDLE"), storage.connect() as store:
+            store.size("one")
+    for authorities, said in ((home / "none.pem", "No such file"), (key, "with the certificates of AWS_CA_BUNDLE")):
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(authorities))
+        with pytest.raises(StorageRefused, match=said):
+            storage.connect()
+
+
+def _sign_own(key_file: Path, certificate_file: Path) -> None:
+    """Write the key and the certificate of a server that is its own authority."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name, now = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "here")]), datetime.datetime.now(datetime.UTC)
+    made = x509.CertificateBuilder(name, name, key.public_key(), 1, now, now + datetime.timedelta(days=1))
+    pem, open_key = serialization.Encoding.PEM, serialization.NoEncryption()
+    certificate_file.write_bytes(made.sign(key, hashes.SHA256()).public_bytes(pem))
+    key_file.write_bytes(key.private_bytes(pem, serialization.PrivateFormat.PKCS8, open_key))
 
 
 def test_oss_is_asked_with_its_own_keys_alone(home, proxy, monkeypatch):

@@ -19,7 +19,8 @@ from verl.checkpoint.core.filesystem import (
     write_errors,
     write_file,
 )
-from verl.checkpoint.core.safetensors_format import INDEX_NAME, MODEL_METADATA, TensorPlace, lay_out, model_files
+from verl.checkpoint.core.manifest import LogicalTensor
+from verl.checkpoint.core.safetensors_format import INDEX_NAME, MODEL_METADATA, lay_out, model_files
 from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.discovery import refuse_inside
 from verl.errors import ConfigError
@@ -129,13 +130,13 @@ def _content(
         return
     if not recorded:
         return
-    places = {tensor.name: TensorPlace(tensor.dtype, tensor.shape) for tensor in recorded}
-    (files,), index = model_files([{name: in_file.num_bytes for name, in_file in places.items()}])
+    whole = {t.name: LogicalTensor.of_slice(component, t.name, t.dtype, t.shape) for t in recorded}
+    (files,), index = model_files([{name: tensor.num_bytes for name, tensor in whole.items()}])
     if kind == ADAPTER:
-        files, index = {"adapter_model.safetensors": list(places)}, None
+        files, index = {"adapter_model.safetensors": list(whole)}, None
     for file, names in files.items():
-        header, ordered = lay_out({name: places[name] for name in names}, MODEL_METADATA)
-        yield file, [header, *(reader.tensor(component, name) for name in ordered)]
+        header, ordered = lay_out(file, [whole[name] for name in names], MODEL_METADATA)
+        yield file, [header, *(reader.tensor(component, tensor.name) for tensor in ordered)]
     if index is not None:
         yield INDEX_NAME, [index]
 

@@ -145,16 +145,22 @@ class RunLock:
         directory, before = self._path.parent, self.held_here(self._path.parent)
         refuse_inside(directory, self._setting)
         with write_errors(f"locking {directory}"):
+            missing = [*itertools.takewhile(lambda path: not path.exists(), (directory, *directory.parents))]
+            fd = known = None
+            if before is not None and before._fd is not None:
+                known = _record_in(before._fd, attempts=1)
+                fd = before._fd if _names(self._path, before._fd) else None
+            if fd is None:  # also where the directory was removed, and the lock with it
+                fd = self._lock()
+                if isinstance(fd, Owner):
+                    return fd
+                if before is not None and before._fd is not None:
+                    os.close(before._fd)
             if before is not None:
-                self._fd, before._fd, self._made = before._fd, None, before._made
-            else:
-                self._made += itertools.takewhile(lambda path: not path.exists(), (directory, *directory.parents))
-                if (holder := self._lock()) is not None:
-                    return holder
-            assert self._fd is not None
-            self._of_this_process[self._key] = self
-            known = _record_in(self._fd, attempts=1)
-            _write_record(self._fd, replace(self.owner, epoch=known.epoch, claim=known.claim))
+                before._fd, missing = None, max(missing, before._made, key=len)
+            self._fd, self._made, self._of_this_process[self._key] = fd, missing, self
+            known = known or _record_in(fd, attempts=1)
+            _write_record(fd, replace(self.owner, epoch=known.epoch, claim=known.claim))
         return None
 
     def release(self) -> None:
@@ -164,9 +170,11 @@ class RunLock:
         if self._fd is None:
             return
         with contextlib.suppress(OSError):
-            if _names(self._path, self._fd):  # else it was removed, and the file there is another run's
+            known = _record_in(self._fd)
+            is_own = (known.run_id, known.pid) == (self.owner.run_id, self.owner.pid)  # not without file locks
+            if is_own and _names(self._path, self._fd):  # else it was removed, and the file there is another run's
                 if (self._path.parent / FORMAT).exists():
-                    _write_record(self._fd, replace(_record_in(self._fd), is_released=True, host=""))
+                    _write_record(self._fd, replace(known, is_released=True))
                 else:
                     self._path.unlink()
         os.close(self._fd)
@@ -189,7 +197,8 @@ class RunLock:
                 return _flock(fd, directory)
         return None
 
-    def _lock(self) -> Owner | None:
+    def _lock(self) -> int | Owner:
+        """An open file of the lock, or the owner that holds it."""
         for _ in range(LOCK_ATTEMPTS):
             with contextlib.suppress(FileNotFoundError):  # a run that has ended removed the directory that it had made
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -197,8 +206,7 @@ class RunLock:
                     if (holder := _flock(fd, self._path.parent)) is not None:
                         return holder
                     if _names(self._path, fd):  # else it has ended and removed the file
-                        self._fd = os.dup(fd)  # of the same lock
-                        return None
+                        return os.dup(fd)  # of the same lock
         raise FileNotFoundError(errno.ENOENT, "it is removed as soon as it is made", str(self._path))
 
 
@@ -339,7 +347,8 @@ def wait_for_lock(disk: FileSystem, path: Path, shared: bool = False) -> FileHan
     except OSError as error:
         if error.errno not in NO_LOCK:
             raise
-        log.warning("%s has no file locks: two runs may detect each other too late", path.parent)
+        if not shared:
+            log.warning("%s has no file locks: two runs may detect each other too late", path.parent)
         return None
     return handle
 

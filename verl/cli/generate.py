@@ -354,7 +354,7 @@ def server_of(
     held, engine_holds = trainer.description.actor.model.max_positions(), actor.generator.engine.row_tokens
     for most, what in (
         (held, "model holds"),
-        (engine_holds, "engine holds (rollout.max_model_len under rollout=vllm)"),
+        (engine_holds, "engine holds (rollout.max_model_len)"),
     ):
         if max_tokens is not None and most is not None and max_tokens > most:
             raise ConfigError(f"--max-tokens is {max_tokens}: more than the {most} that the {what}. Lower it.")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from verl import config
 from verl.component import BuildContext
 from verl.compose.from_yaml import described, load_rollout
-from verl.errors import ConfigError, WeightSyncError, faults_below
+from verl.errors import ConfigError, faults_below
 from verl.hybrid.generate_options import (
     CallTokenizer,
     prompt_rows,
@@ -35,9 +35,10 @@ from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_paralle
 from verl.model_paths.check import forget
 from verl.models.interfaces import check_interface
 from verl.models.lora import LoRA
-from verl.models.parallel_info import compute_device
+from verl.models.parallel_info import compute_device, parallel_info_of
 from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.rollout.base import SAME_TENSORS, GenerationRequest, Rollout, RolloutEngine, SyncResult
+from verl.rollout.generation_group import from_first
 from verl.rollout.responses import ResponseGenerator
 from verl.utils.memory import release_cached
 from verl.workers.base import load_unsharded
@@ -107,13 +108,15 @@ class HybridActor:
             _refuse_no_actor(model)
             parallelism = hybrid_parallelism(config, str(model.device))
             if parallelism is not None:
-                parallelism.refuse_other_weights(model)
+                parallelism.broadcast(model.state_dict(keep_vars=True).values())
         self._parallelism = parallelism
         self._model: Any = model if adapter is None else adapter.apply(model, causal_lm=True)
         self._engine: tuple[Any, Any] | None = None  # with the settings that it was attached for
         self._check_contiguous()
         if parallelism is not None:
-            parallelism.take(self.model, is_new=adapter is not None)
+            if adapter is not None:  # drawn in each process
+                parallelism.broadcast(p for p in self.model.parameters() if p.requires_grad)
+            parallelism.take(self.model)
         self._form = _form_of(_unwrapped(self._settled()))
         warn_unsupported_settings(model)
 
@@ -198,7 +201,7 @@ class HybridActor:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward: `actor(input_ids=..., attention_mask=..., labels=...).loss`."""
         with self._lock:
-            if self._engine is not None and hasattr(self._engine[1], "offload"):
+            if self._engine is not None:
                 self._engine[1].offload()  # an engine with its own weights frees memory for training
             if self._parallelism is not None:
                 self._parallelism.refuse_other_rows(kwargs.get("input_ids", args[0] if args else None))
@@ -312,10 +315,12 @@ class HybridActor:
             number = seed_of_call(config, seed, generator)
             if self._parallelism is not None:
                 self._parallelism.refuse_other_rows(input_ids)
-                number = self._parallelism.agreed(number)
+                number = from_first(parallel_info_of(self.model), number)
             request = GenerationRequest(number, config.num_return_sequences, not config.do_sample)
             with self.sampling():
-                rows = self._synced_generator_for(config).generate(prompts, request)
+                responses = self._generator_for(config)
+                responses.sync()
+                rows = responses.generate(prompts, request)
             return rows["input_ids"].to(input_ids.device)
 
     @contextmanager
@@ -358,28 +363,6 @@ class HybridActor:
                 parameter = self.model.get_parameter(name)
                 parameter.data = parameter.data.contiguous()
             _log.info("made contiguous: %s", shown)
-
-    def _synced_generator_for(self, config: GenerationConfig) -> ResponseGenerator:
-        """A generator whose engine is synchronised with the current weights.
-
-        Raises:
-            ConfigError: an engine with its own weights computes something else than the model.
-        """
-        generator = self._generator_for(config)
-        try:
-            generator.sync()
-        except WeightSyncError as error:
-            if error.faults:
-                raise
-            modules = _unwrapped(self.model).named_modules()
-            own = [name for name, x in modules if x._forward_hooks or x._forward_pre_hooks or "forward" in vars(x)]
-            raise ConfigError(
-                f"model differs from what the rollout engine is sent, and log-probs by {error.gap_nats:.1e} nats: "
-                "parameters and plain LoRA, and no hooks, quantized weights, other adapters or rounded buffers "
-                f"(.half()). Modules with hooks: {', '.join(own[:3]) or 'none'}. Remove what differs, or set "
-                "rollout='hf', which samples from the model itself."
-            ) from error
-        return generator
 
     def _generator_for(self, config: GenerationConfig) -> ResponseGenerator:
         """A generator with the options of a call; its engine is new if options are fixed at start."""
@@ -429,7 +412,7 @@ class HybridActor:
 
     def _end_engine(self) -> None:
         engine, self._engine = self._engine, None
-        if engine is not None and hasattr(engine[1], "close"):
+        if engine is not None:
             engine[1].close()
 
 
@@ -443,13 +426,6 @@ class _Loaded(NamedTuple):
 def _refuse_no_actor(model: Any) -> None:
     if isinstance(model, (str, Path)):
         raise ConfigError(f"model is {str(model)!r}: expected a loaded model. HybridActor.from_pretrained loads one.")
-    adapters = getattr(model, "peft_config", None)
-    for name, adapter in adapters.items() if isinstance(adapters, Mapping) else ():
-        if getattr(adapter, "is_prompt_learning", False):
-            raise ConfigError(
-                f"model has the adapter {name!r} of {type(adapter).__name__}, which puts virtual tokens before each "
-                "text: no rollout engine here supports them. Use LoRA, or model.generate of transformers."
-            )
     check_interface("actor", _unwrapped(model), "model")
 
 

@@ -72,8 +72,8 @@ def read_options(options: Mapping[str, Any], model: Any, tokenizer: Any, prompt_
     if isinstance(config.eos_token_id, int):
         config.eos_token_id = [config.eos_token_id]
     config.eos_token_id = list(config.eos_token_id or ())
-    if faults := list(_faults(config)):
-        raise ConfigError(faults)
+    if any(id_ < 0 for id_ in config.eos_token_id):
+        raise ConfigError(f"eos_token_id is {config.eos_token_id}: expected token ids, which are not negative.")
     config.max_new_tokens = _new_tokens(config, model, prompt_width)
     config.min_new_tokens = min(config.min_new_tokens, config.max_new_tokens)
     if config.pad_token_id is None:
@@ -90,20 +90,6 @@ def seed_of_call(config: GenerationConfig, seed: int | None, generator: torch.Ge
     if seed is not None or not config.do_sample:
         return seed or 0
     return int(torch.randint(2**62, (), generator=generator, device=None if generator is None else generator.device))
-
-
-def _faults(config: GenerationConfig) -> Iterator[str]:
-    """Yield faults of options that the rollout description does not check."""
-    for name in ("max_new_tokens", "num_return_sequences"):
-        value = getattr(config, name)
-        if value is not None and (not isinstance(value, int) or value < 1):
-            yield f"{name} is {value!r}: must be a whole number, at least 1."
-    if not isinstance(config.min_new_tokens, int):
-        yield f"min_new_tokens is {config.min_new_tokens!r}: expected a number."
-    if config.do_sample and config.temperature == 0:
-        yield f"temperature is {config.temperature}: must be above 0. For greedy decoding set do_sample=False."
-    if any(id_ < 0 for id_ in config.eos_token_id):
-        yield f"eos_token_id is {config.eos_token_id}: expected token ids, which are not negative."
 
 
 def _new_tokens(config: GenerationConfig, model: Any, prompt_width: int) -> int:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import functools
 import logging
-import math
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,20 +111,23 @@ class HybridParallelism(ShardedParallelism):
         super().__init__(context, TIMEOUT_S, degrees, fully=config.shards and world > sizes[2], reshard=reshard)
         self.groups, self.tensors = sizes[0] * sizes[1], sizes[2]
 
-    def take(self, model: Any, is_new: bool) -> None:
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Give all processes the tensors of the first, which differ where each has drawn its own."""
+        for tensor in tensors:
+            flat = tensor.data.contiguous()
+            self.dist.broadcast(flat.view(-1).view(torch.uint8), src=0)
+            tensor.data.copy_(flat)
+
+    def take(self, model: Any) -> None:
         """Shard a model in place, and register hooks that reduce its gradients in every backward pass.
 
         Gradients are those of the mean loss over the groups, as in torch's DistributedDataParallel.
 
         Args:
-            model: on its device.
-            is_new: its trainable weights were drawn just now; those of the first process are taken.
+            model: on its device; the same in all processes.
         Raises:
             ConfigError: the model cannot be sharded this way.
         """
-        if is_new:
-            for parameter in filter(lambda p: p.requires_grad, model.parameters()):
-                self.dist.broadcast(parameter.data, src=0)
         config = model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", 1)
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -159,23 +162,6 @@ class HybridParallelism(ShardedParallelism):
         part /= self.groups
         return mean
 
-    def refuse_other_weights(self, model: Any) -> None:
-        """Check that all replicas have equal weights; only gradients are synchronised later.
-
-        Raises:
-            ConfigError: in all processes, if the weights of one differ from those of the first.
-        """
-        norms = {name: float(torch.linalg.vector_norm(p.detach().double())) for name, p in model.named_parameters()}
-        norms_of_ranks: list[Any] = [None] * self.world_size
-        self.dist.all_gather_object(norms_of_ranks, norms)
-        for rank, other in enumerate(norms_of_ranks):
-            for name, norm in norms_of_ranks[0].items():
-                if not math.isclose(norm, other.get(name, math.nan), rel_tol=1e-9):
-                    raise ConfigError(
-                        f"model has other weights in process {rank} than in process 0: {name} is the first. Load it "
-                        "from one place, or create it with one seed in all processes."
-                    )
-
     def refuse_other_rows(self, ids: Any) -> None:
         """Check that tensor-parallel siblings have the same tokens.
 
@@ -187,14 +173,6 @@ class HybridParallelism(ShardedParallelism):
                 f"input_ids differ between tensor-parallel processes (hybrid_config.tp_size is {self.tensors}). "
                 f"Choose rows by the index of the group, rank // {self.tensors}."
             )
-
-    def agreed(self, number: int) -> int:
-        """Broadcast the number of the first sibling."""
-        if self.tensors == 1:
-            return number
-        shared = torch.tensor([number], device=self.device)
-        self.dist.broadcast(shared, group=self._device_mesh[TENSOR].get_group(), group_src=0)
-        return int(shared)
 
     def save(self, model: Any, tokenizer: Any, directory: str | Path) -> None:
         """Gather the model and save it by `save_pretrained` in the first process; all processes wait."""

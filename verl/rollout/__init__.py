@@ -12,8 +12,8 @@ process_engine    An engine in a process of its own: requests, syncs of weights,
 probe_log_probs   The trainer's log-probs of the few fixed rows that both sides of a sync compute
 responses         Responses to prompts, sampled as single turns of a rollout engine
 rows              Rows of prompts with their responses, made of turns and checked
-scripted          Scripted responses, and the base class of engines that generate whole batches
-server/           Rollout by an external server: vLLM, another OpenAI-compatible one, or TGI
+scripted          Scripted responses, for tests and for replaying text
+server/           Rollout by an external server: an OpenAI-compatible one that takes token ids, or TGI
 token_sampler     From logits to the next token of each row: the sampling rule of every rollout engine
 vllm/             vLLM as a rollout engine, in a separate process; the trainer's weights are streamed to it
 weight_sync/      Weights of a model to its engines: streams, transfer between ranks, syncs

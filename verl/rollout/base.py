@@ -17,6 +17,7 @@ from verl.models.parallel_info import Autocast
 from verl.ops.sampling import TRAINING
 from verl.protocol import DataProto
 from verl.rollout.generation_group import GenerationGroup
+from verl.utils.memory import DeviceMemory
 
 ALONE = BuildContext()
 
@@ -81,7 +82,7 @@ class Rollout(Description):
         if self.router_replay and "router_replay" not in self.supports:
             yield (
                 f"router_replay is true: {type(self).__name__} does not tell which experts were chosen. Set it to "
-                "false, or rollout=hf or vllm."
+                "false, or rollout=hf."
             )
         if self.min_new_tokens > self.max_new_tokens:
             limit = self.max_new_tokens
@@ -109,6 +110,20 @@ class Rollout(Description):
             response: tokens after the prompt, those of a whole episode; None for `max_new_tokens`.
         """
         return self
+
+    def engine_memory(
+        self, config: Any, dtype: torch.dtype, memory: DeviceMemory | None, trainer_bytes: int | None
+    ) -> dict[str, int] | None:
+        """Bytes in each process of an engine with its own weights; None if it has none, or they are not known.
+
+        Args:
+            config: of the model.
+            memory: of the GPU; None on a CPU.
+            trainer_bytes: that the trainer needs there while the engine is awake; None if unknown.
+        Returns:
+            `weights`, `cache`, `overhead` beside these while it works, and `asleep`, what remains while it sleeps.
+        """
+        return None
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE

@@ -1,5 +1,5 @@
-"""The engine of `rollout=vllm`: requests (`client/turns.py`), weights (`sync/weight_sync.py`), and what a failure leads
-to.
+"""An engine in a process of its own: requests (`engine_process/turns.py`), weights (`weight_sync/sync.py`), and what a
+failure leads to.
 
     rank 0  leads ── engine: worker 0 <── slices or whole tensors ──┐
     rank 1        └────────  worker 1 <── slices                  ──┼── sent by a plan from their holders

@@ -14,7 +14,7 @@ from verl.rollout.base import TurnEngine, TurnResult
 
 GENERATED_FIELDS = ("response_mask", "responses", "rollout_log_probs")  # fields that an engine makes
 LARGEST_LOG_PROB = 1e-3  # nats above 0 that may be rounding; more is not a log-prob
-PLACEHOLDER = -9000.0  # nats: values at or below are minus infinity, such as -9999 of vLLM
+PLACEHOLDER = -9000.0  # nats: values at or below are minus infinity, such as the -9999 of some servers
 
 
 def prompt_tokens(prompts: DataProto) -> list[list[int]]:
@@ -143,7 +143,7 @@ def refuse_wrong_responses(rows: DataProto, num_tokens: int | None = None) -> No
     """
     if missing := [name for name in GENERATED_FIELDS if name not in rows.batch]:
         raise RolloutError(
-            f"The rollout engine gives rows without {', '.join(missing)}: see verl.rollout.base.assemble."
+            f"The rollout engine gives rows without {', '.join(missing)}: see verl.rollout.rows.assemble."
         )
     mask, tokens, log_probs = (rows.batch[name] for name in GENERATED_FIELDS)
     if not bool(mask.any()):
@@ -175,7 +175,7 @@ def log_prob_fault(log_prob: float) -> str | None:
     if not log_prob < 0 or log_prob == -math.inf:
         return f"{log_prob}, one that is not finite: the logits were not, or the token was cut off before it was drawn"
     return (
-        f"{log_prob:g}: that is written in place of a probability of zero (vLLM: -9999), and such a token cannot be "
+        f"{log_prob:g}: that is written in place of a probability of zero, and such a token cannot be "
         "drawn. Log-probs must be log_softmax(logits / temperature) over the whole vocabulary, of the tokens drawn"
     )
 

@@ -1,7 +1,4 @@
-"""Engines without a decode loop: scripted responses, and user-defined engines that generate whole batches.
-
-Scripted responses are for tests, and for replaying text that another system wrote.
-"""
+"""Scripted responses, for tests and for replaying text that another system wrote."""
 
 from __future__ import annotations
 
@@ -15,22 +12,19 @@ from torch import Tensor
 from verl.component import BuildContext, component
 from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
 from verl.ops.logprobs import log_probs_of, response_positions
-from verl.ops.sampling import TRAINING
 from verl.protocol import DataProto
 from verl.rollout.base import (
     ALONE,
     Capability,
-    GenerationRequest,
     Rollout,
     RolloutEngine,
     TurnEngine,
     TurnLimits,
     TurnQueue,
-    TurnRequest,
     TurnResult,
     stop_tokens,
 )
-from verl.rollout.rows import left_padded, refuse_wrong_responses
+from verl.rollout.rows import refuse_wrong_responses
 
 
 @component
@@ -110,43 +104,3 @@ class ScriptedTurns(TurnQueue):
             line = script[(turn.prompt_id * num_samples + turn.sample_id) % len(script)]
             sampled.append(TurnResult(turn.episode, line, [0.0] * len(line), line[-1] in self.engine.stop_ids))
         return sampled
-
-
-class WholeBatchEngine(RolloutEngine):
-    """An engine with one method, `generate`; it cannot generate several turns of an episode.
-
-    Attributes:
-        pad_id: fills prompts on the left.
-    """
-
-    pad_id: int = 0
-
-    def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """Rows of responses, `num_samples` for each prompt in the order of the prompts; see `assemble`."""
-        raise NotImplementedError
-
-    def turns(self, limits: TurnLimits) -> TurnEngine:
-        return _WholeBatchTurns(self)
-
-
-class _WholeBatchTurns(TurnQueue):
-    def __init__(self, engine: WholeBatchEngine):
-        super().__init__()
-        self.engine = engine
-
-    def advance(self) -> list[TurnResult]:
-        turns, self.queue = self.queue, []
-        n = 1 + max((turn.sample_id for turn in turns), default=0)
-        first = turns[0] if turns else TurnRequest(0, [], 0, 0, 0, 0, 0, TRAINING)
-        request = GenerationRequest(first.step, n, first.greedy, first.stream)
-        tokens, mask = left_padded([turn.tokens for turn in turns[::n]], self.engine.pad_id)
-        prompt_ids = torch.tensor([turn.prompt_id for turn in turns[::n]], dtype=torch.int64)
-        fields = {"prompts": tokens, "prompt_mask": mask, "prompt_ids": prompt_ids}
-        prompts = DataProto.from_dict(fields | {"group_ids": torch.arange(len(tokens))})
-        rows = self.engine.generate(prompts, request)
-        self.dtype = rows["rollout_log_probs"].dtype
-        columns = zip(turns, rows["responses"], rows["response_mask"], rows["rollout_log_probs"], strict=True)
-        return [
-            TurnResult(turn.episode, ids[m].tolist(), log_probs[m].tolist(), int(m.sum()) < turn.max_new_tokens)
-            for turn, ids, m, log_probs in columns
-        ]

@@ -1,4 +1,4 @@
-"""Sampling rule of the rollout engines hf and vllm, from logits to the next token of each row."""
+"""Sampling rule of the rollout engines, from logits to the next token of each row."""
 
 from __future__ import annotations
 

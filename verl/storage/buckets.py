@@ -7,6 +7,7 @@ S3 protocol.
 from __future__ import annotations
 
 import configparser
+import hashlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
-from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError
+from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError, UnauthenticatedError
 from obstore.store import GCSStore, S3Store
 
 from verl.errors import ObjectDamaged, ObjectNotFound, StorageRefused, StorageUnreachable, install_command
@@ -39,7 +40,10 @@ NEEDED = {
 }
 KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _NO_ANSWER = re.compile(r"HTTP error|error sending request|timed out")
-_MACHINE = re.compile(r"https?://(169\.254\.|metadata\.google)")  # addresses that give keys to a machine of a cloud
+_ONCE = re.compile(r"status code: (400|409|425)\b")  # after which obstore does not repeat a part
+# addresses that give keys to a machine of a cloud
+_MACHINE = re.compile(r"https?://(169\.254\.|metadata\.google|[^/ ]+/latest/(api/token|meta-data/))")
+_CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)")
 
 
 def connect(storage: Any) -> BucketBackend:
@@ -54,8 +58,12 @@ def connect(storage: Any) -> BucketBackend:
         "connect_timeout": timedelta(seconds=storage.connect_timeout_s),
         "allow_http": endpoint_url.startswith("http://"),
     }
-    if authorities := os.environ.get("AWS_CA_BUNDLE"):
-        options["root_certificate"] = Path(authorities).read_bytes()
+    bundle = os.environ.get("AWS_CA_BUNDLE")
+    try:
+        if bundle:
+            options["root_certificate"] = Path(bundle).read_bytes()
+    except OSError as error:
+        raise StorageRefused(f"AWS_CA_BUNDLE is {bundle!r}: {error.strerror}. Correct it, or unset it.") from error
     backoff_s = max(storage.backoff_s, 0.001)
     longest = timedelta(seconds=max(backoff_s, LONGEST_BACKOFF_S))
     backoff = {"init_backoff": timedelta(seconds=backoff_s), "max_backoff": longest}
@@ -70,7 +78,8 @@ def connect(storage: Any) -> BucketBackend:
     try:
         return BucketBackend(storage, client(options, once), client(options, retries), client(creating, once))
     except (BaseError, ValueError) as error:
-        raise StorageRefused(f"{storage.address}: {_first_line(error)}") from error
+        used = f" (with the certificates of AWS_CA_BUNDLE, {bundle!r})" if bundle else ""
+        raise StorageRefused(f"{storage.address}: {_first_line(error)}{used}") from error
 
 
 class BucketBackend(Backend):
@@ -87,6 +96,7 @@ class BucketBackend(Backend):
         self._url, self._bucket, self._kind = storage.address, storage.bucket, storage.kind
         self._concurrency, self.is_conditional = storage.concurrency, storage.conditional_put
         self._once, self._parts, self._creating = once, parts, creating
+        self._has_answered = False
 
     def put(self, key: str, data: Data) -> None:
         self._ask(key, lambda: self._once.put(key, bytes(data), use_multipart=False))
@@ -94,14 +104,19 @@ class BucketBackend(Backend):
     def create(self, key: str, data: Data) -> None:
         self._ask(key, lambda: self._creating.put(key, bytes(data), mode="create"), is_create=True)
 
-    def put_stream(self, key: str, pieces: Iterable[Data], part_bytes: int) -> None:
+    def put_stream(self, key: str, pieces: Callable[[], Iterable[Data]], part_bytes: int) -> None:
         sent = {"use_multipart": True, "chunk_size": part_bytes, "max_concurrency": self._concurrency}
         try:
-            self._ask(key, lambda: self._parts.put(key, iter(pieces), **sent))
+            # obstore waits for its concurrent requests between pieces only
+            slices = (memoryview(x)[i : i + part_bytes] for x in pieces() for i in range(0, len(x), part_bytes))
+            self._ask(key, lambda: self._parts.put(key, slices, **sent))
         except TransientError as error:
+            if _ONCE.search(str(error.__cause__)):
+                raise
             raise StorageUnreachable(f"put {self._url}/{key} failed: {error}") from error
         except ObjectNotFound as error:  # the upload is over already: the answer to its end was lost
-            raise TransientError(str(error)) from error
+            if self._ask(key, lambda: self._parts.head(key))["e_tag"] != _e_tag(pieces(), part_bytes):
+                raise TransientError(str(error)) from error
 
     def get(self, key: str, begin: int, end: int) -> bytes:
         return bytes(self._ask(key, lambda: self._once.get_range(key, start=begin, end=end)))
@@ -124,9 +139,11 @@ class BucketBackend(Backend):
 
     def _ask(self, key: str, request: Callable[[], T], is_create: bool = False) -> T:
         try:
-            return request()
+            answer = request()
         except (BaseError, FileNotFoundError) as error:
             raise self._meaning(key, error, is_create) from error
+        self._has_answered = True
+        return answer
 
     def _meaning(self, key: str, error: Exception, is_create: bool) -> Exception:
         url, text = f"{self._url}/{key}", _first_line(error)
@@ -140,6 +157,8 @@ class BucketBackend(Backend):
         if status >= 500 or status in PASSING_STATUS or code in PASSING_CODES:
             return TransientError(f"status {status} {code}".rstrip())
         if _MACHINE.search(text):
+            if self._has_answered:  # it gave keys before
+                return TransientError(text)
             return StorageRefused(f"{url}: no credentials: export {NEEDED[self._kind]} ({text})")
         if isinstance(error, FileNotFoundError) or status == 404:
             return ObjectNotFound(f"{url} does not exist")
@@ -149,8 +168,16 @@ class BucketBackend(Backend):
             return StorageRefused(f"{url}: {said} (status {status} {code})")
         if "Received redirect" in text:
             return StorageRefused(f"{url}: the bucket is in another region; set storage.region, or AWS_REGION ({text})")
+        if isinstance(error, UnauthenticatedError):
+            return StorageRefused(f"{url}: {text}. Log in again (aws sso login), or export {NEEDED[self._kind]}.")
+        if found := _CERTIFICATE.search(str(error)):
+            return StorageRefused(
+                f"{url}: the server's certificate is not trusted ({found[1]}). Set AWS_CA_BUNDLE to a file with that "
+                "of its authority, or correct storage.endpoint_url."
+            )
         if _NO_ANSWER.search(text):
-            reasons = re.findall(r'"([^"\n]+)"', str(error).partition("HttpError")[2])
+            dump = str(error).partition("HttpError")[2]
+            reasons = re.findall(r'"([^"\n]+)"', dump) or re.findall(r"[A-Z]\w+", dump)
             return TransientError(redact(reasons[-1]) if reasons else text)
         return ObjectDamaged(f"{url}: the store's answer is not one of {self._kind} ({ascii(text)[:200]})")
 
@@ -219,8 +246,12 @@ def _aws_profile() -> dict[str, str]:
     name, home = os.environ.get("AWS_PROFILE", "default"), Path.home() / ".aws"
     settings: dict[str, str] = {}
     for variable, file in (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials")):
-        parser = configparser.RawConfigParser()
-        parser.read(os.environ.get(variable, home / file))
+        parser, path = configparser.RawConfigParser(), os.environ.get(variable, home / file)
+        try:
+            parser.read(path)
+        except (configparser.Error, UnicodeDecodeError) as error:
+            reason = str(error).partition("\n")[0].rstrip(".")  # the lines after it are of the file
+            raise StorageRefused(f"{path}: {reason}. Correct it, or export {NEEDED['s3']}.") from error
         for section in (f"profile {name}", name):
             settings |= dict(parser[section]) if parser.has_section(section) else {}
     return settings
@@ -229,10 +260,31 @@ def _aws_profile() -> dict[str, str]:
 def _by_boto3(address: str) -> Any:
     try:
         from boto3 import Session
+        from botocore.exceptions import BotoCoreError
         from obstore.auth.boto3 import Boto3CredentialProvider
     except ImportError as error:
         raise StorageRefused(
             f"{address}: the profile in ~/.aws asks for a login, a role or a command. Run: {install_command('boto3')}, "
             "or export its keys: eval $(aws configure export-credentials --format env)"
         ) from error
-    return Boto3CredentialProvider(Session())
+    try:
+        return Boto3CredentialProvider(Session())
+    except (BotoCoreError, OSError, ValueError) as error:
+        raise StorageRefused(
+            f"{address}: the profile {redact(os.environ.get('AWS_PROFILE', 'default'))!r} in ~/.aws gives no "
+            f"credentials: {redact(str(error)).rstrip('.')}. Correct it, or export {NEEDED['s3']}."
+        ) from error
+
+
+def _e_tag(pieces: Iterable[Data], part_bytes: int) -> str:
+    """The ETag that S3 gives to an object of such parts, unless a key of KMS encrypts it."""
+    digests, digest, room = b"", hashlib.md5(usedforsecurity=False), part_bytes
+    for piece in map(memoryview, pieces):
+        while piece:
+            digest.update(piece[:room])
+            piece, room = piece[room:], room - len(piece[:room])
+            if not room:
+                digests, digest, room = digests + digest.digest(), hashlib.md5(usedforsecurity=False), part_bytes
+    if room < part_bytes:
+        digests += digest.digest()
+    return f'"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(digests) // digest.digest_size}"'

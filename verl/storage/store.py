@@ -117,7 +117,7 @@ class Backend(Protocol):
     def create(self, key: str, data: Data) -> None:
         """Put an object unless one exists. Raises AlreadyExists if one does."""
 
-    def put_stream(self, key: str, pieces: Iterable[Data], part_bytes: int) -> None:
+    def put_stream(self, key: str, pieces: Callable[[], Iterable[Data]], part_bytes: int) -> None:
         """Put a large object atomically, in parts, each repeated on its own. Raises StorageUnreachable after that."""
 
     def get(self, key: str, begin: int, end: int) -> bytes:
@@ -145,10 +145,10 @@ class LocalBackend(Backend):
         self._root = root
 
     def put(self, key: str, data: Data) -> None:
-        self.put_stream(key, [data], 0)
+        self.put_stream(key, lambda: [data], 0)
 
-    def put_stream(self, key: str, pieces: Iterable[Data], part_bytes: int) -> None:
-        with self._written(key, pieces) as temporary:
+    def put_stream(self, key: str, pieces: Callable[[], Iterable[Data]], part_bytes: int) -> None:
+        with self._written(key, pieces()) as temporary:
             os.replace(temporary, self._path(key))
 
     def create(self, key: str, data: Data) -> None:
@@ -262,7 +262,7 @@ class ObjectStore:
         return f"{self.address}/{key}"
 
     def put(self, key: str, data: Data) -> None:
-        """Put an object, replacing any existing one; the transfer is verified by a checksum."""
+        """Put an object, replacing any existing one."""
         self.put_pieces(key, lambda: [data], len(data))
 
     def put_file(self, key: str, path: str | Path) -> int:
@@ -289,12 +289,12 @@ class ObjectStore:
         """
 
         def send() -> None:
-            parts = self._exactly(key, pieces(), size)
             if size <= self._part_bytes:
-                self.backend.put(key, b"".join(parts))
+                self.backend.put(key, b"".join(self._exactly(key, pieces(), size)))
                 return
-            self.backend.put_stream(key, parts, max(self._part_bytes, math.ceil(size / MOST_PARTS)))
-            if (stored := self.backend.size(key)) != size:
+            part_bytes = max(self._part_bytes, math.ceil(size / MOST_PARTS))
+            self.backend.put_stream(key, lambda: self._exactly(key, pieces(), size), part_bytes)
+            if (stored := self.size(key)) != size:  # repeated on its own
                 raise TransientError(f"{key} has {stored} bytes after a put of {size}")
 
         self.retry(f"put {self.url(key)}", send)

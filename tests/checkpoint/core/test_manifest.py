@@ -19,7 +19,6 @@ from verl.checkpoint.core.manifest import (
     checked_path,
     commit_line,
     content_digest,
-    is_readable,
 )
 
 ENTRY = FileEntry.of("actor/model.safetensors", hash_buffers([b"header", b"weights"]), linked_from="global_step_1")
@@ -44,12 +43,6 @@ def test_every_file_and_tensor_has_a_line_of_its_own():
 def test_what_is_no_manifest_is_refused(data):
     with pytest.raises(ManifestError, match="not a manifest"):
         Manifest.from_bytes(data)
-
-
-def test_what_can_be_read_follows_semantic_versions():
-    assert not is_readable("0.9.0", by="1.0.0")
-    assert is_readable("1.7.0", by="1.2.0")
-    assert not is_readable("2.0.0", by="1.9.9")
 
 
 @pytest.mark.parametrize("path", ["", "/a", "../a", "a/../b", "a//b", "./a", "a\\b", "a\0", "COMMIT", "manifest.json"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refused
 
 from verl.ops.resharding.layout import Layout, Mesh, TensorLayout
 from verl.ops.resharding.plan import Plan, gathering_volume, lower_bound, reshard_plan
@@ -131,24 +132,14 @@ def test_a_round_is_bounded_and_cuts_large_slices():
                 assert sum(m.num_bytes for m in moves if m.target == rank) <= limit
 
 
-@pytest.mark.parametrize(
-    ("source", "target", "says"),
-    [
-        (layout(fsdp=4), layout(fsdp=2), "4 ranks on one side and 2"),
-        (tensor_parallel((("tp", 4),)), tensor_parallel((("tp", 4),), (8, 8)), r"w: shape \(16, 8\).*\(8, 8\)"),
-        (
-            Layout(Mesh((("pp", 2),)), {"w": TensorLayout((4,), stage=5)}),
-            Layout(Mesh((("pp", 2),)), {"w": TensorLayout((4,))}),
-            "rank 0 wants it and the source layout has 0",
-        ),
-    ],
+STAGES = Mesh((("pp", 2),))
+NO_SOURCE = Layout(STAGES, {"w": TensorLayout((4,), stage=5)}), Layout(STAGES, {"w": TensorLayout((4,))})
+TP_4 = (("tp", 4),)
+test_what_cannot_be_planned_is_named = refused(
+    ("4 ranks on one side and 2", 2, lambda: reshard_plan(layout(fsdp=4), layout(fsdp=2))),
+    ("w", (8, 8), lambda: reshard_plan(tensor_parallel(TP_4), tensor_parallel(TP_4, (8, 8)))),
+    ("rank 0", 0, lambda: reshard_plan(*NO_SOURCE)),
+    ("a", "mesh", lambda: Mesh((("a", 2), ("a", 2)))),
+    ("a", 0, lambda: Mesh((("a", 0),))),
+    kind=ValueError,
 )
-def test_what_cannot_be_planned_is_named(source, target, says):
-    with pytest.raises(ValueError, match=says):
-        reshard_plan(source, target)
-
-
-@pytest.mark.parametrize(("dims", "says"), [((("a", 2), ("a", 2)), "named once"), ((("a", 0),), "at least 1")])
-def test_a_mesh_that_is_none_is_refused(dims, says):
-    with pytest.raises(ValueError, match=says):
-        Mesh(dims)

@@ -21,8 +21,7 @@ from verl.rollout.probe_log_probs import trainer_log_probs
 from verl.rollout.process_engine import ProcessEngine
 from verl.rollout.proof import VerifyReply, VerifyRequest, fingerprint
 from verl.rollout.token_sampler import TokenSampler
-from verl.rollout.weight_sync.chunks import FeedPlan
-from verl.rollout.weight_sync.stream import StreamReader
+from verl.rollout.weight_sync.stream import Feed, StreamReader
 from verl.utils.progress import report
 
 
@@ -78,9 +77,9 @@ class ToyServer:
     def lost_worker(self) -> str | None:
         return None
 
-    def connect(self, feeds: list[FeedPlan], dtype: torch.dtype) -> None:
+    def connect(self, feeds: list[Feed], dtype: torch.dtype) -> None:
         self.feed, self.dtype = feeds[0], dtype
-        self.reader = StreamReader(self.feed.handle, self.feed.reader)
+        self.reader = StreamReader(self.feed.handle)
 
     def load(self, num_threads: int, in_place: bool) -> tuple[float, None]:
         start, held = time.perf_counter(), dict(self.model.named_parameters(remove_duplicate=False))

@@ -50,7 +50,7 @@ class CopySampler(HFEngine):
                 if self.left > 0:
                     held[name].copy_(tensor)
         self.left -= 1
-        return SyncResult("copied", self.prover.verify(self._answer(question)).metrics)
+        return SyncResult("copied", self.prover.verify(self._answer(question)))
 
     def _answer(self, question: VerifyRequest) -> VerifyReply:
         named = self.model.named_parameters(remove_duplicate=False)

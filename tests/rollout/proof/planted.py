@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl.rollout.proof.fingerprints import FingerprintLog, Fingerprints, ProbeVectors
-from verl.rollout.proof.verifier import TrainerSide, VerificationResult, VerifyReply, verify_sync
+from verl.rollout.proof.verifier import SyncVerifier, VerifyReply
 
 Weights = dict[str, Tensor]
 LOG_PROBS = np.zeros((4, 11), dtype=np.float32)
@@ -52,12 +52,26 @@ def proven(
     loaded_as: torch.dtype | None = None,
     tied: Mapping[str, str] | None = None,
     gap_nats: float = 0.0,
-) -> VerificationResult:
+) -> dict[str, float]:
     """The proof of a sync of `trained`, of which the engine made `loaded`, by default the same with a `fault`."""
     held = {name: tensor.to(dtype).clone() for name, tensor in trained.items()} if loaded is None else dict(loaded)
     held |= {alias: held[source].clone() for alias, source in (tied or {}).items()}
     if fault is not None:
         fault(held)
-    previous = marks_of(before, 0, dtype, tied) if before else {}
-    trainer = TrainerSide(marks_of(trained, 1, dtype, tied), LOG_PROBS, str(dtype)[6:], tied or {}, previous)
-    return verify_sync(trainer, VerifyReply(marks_of(held, 1, loaded_as or dtype), LOG_PROBS + gap_nats))
+    verifier = SyncVerifier(torch.nn.Module(), dtype, ((1, 2),), lambda rows: LOG_PROBS)
+    verifier.tied = dict(tied or {})
+    if before:
+        verifier.question()
+        verifier.adopt(marks := marks_of(before, 0, dtype, tied))
+        verifier.verify(VerifyReply(marks, LOG_PROBS))
+    verifier.question()
+    verifier.adopt(marks_of(trained, 1, dtype, tied))
+    return verifier.verify(VerifyReply(marks_of(held, 1, loaded_as or dtype), LOG_PROBS + gap_nats))
+
+
+def compared(trained: Fingerprints, held: Fingerprints) -> dict[str, float]:
+    """The proof of a sync with these fingerprints of both sides."""
+    verifier = SyncVerifier(torch.nn.Module(), torch.float32)
+    verifier.question()
+    verifier.adopt(trained)
+    return verifier.verify(VerifyReply(held, np.zeros(0)))

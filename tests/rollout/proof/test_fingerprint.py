@@ -9,6 +9,7 @@ import pytest
 import torch
 from rollout.proof.planted import marks_of, some_weights
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.pytorch_utils import Conv1D
 
 from verl.models.pretrained import Pretrained
 from verl.rollout.proof.fingerprints import (
@@ -18,6 +19,7 @@ from verl.rollout.proof.fingerprints import (
     ProbeVectors,
     fingerprint,
     tied_names,
+    transposed_names,
 )
 from verl.rollout.proof.verifier import differing, tolerance
 
@@ -106,6 +108,8 @@ def test_a_matrix_that_is_kept_sideways_is_marked_as_engines_have_it():
     ledger = FingerprintLog(ProbeVectors(), transposed={"w"})
     ledger.add_fingerprint("w", weight)
     assert differing(ledger.fingerprints["w"], fingerprint(weight.T.contiguous(), ProbeVectors())) is None
+    model = torch.nn.ModuleDict({"a": Conv1D(20, 30), "b": torch.nn.Linear(30, 20)})
+    assert transposed_names(model) == {"a.weight"}
 
 
 def test_tied_tensors_are_found_by_identity(tmp_path):

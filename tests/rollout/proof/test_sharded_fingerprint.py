@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import pytest
 import torch
-from rollout.proof.planted import LOG_PROBS, marks_of
+from rollout.proof.planted import compared, marks_of
 from rollout.proof.rank_models import full_weights, rank_model
 
 from verl.errors import WeightSyncError
 from verl.rollout.proof import fingerprints
-from verl.rollout.proof.fingerprints import ProbeVectors, join_shards
-from verl.rollout.proof.verifier import TrainerSide, VerificationResult, VerifyReply, verify_sync
+from verl.rollout.proof.fingerprints import ProbeVectors, join_parts
+from verl.rollout.proof.verifier import compare
 from verl.rollout.vllm.server.layer_fingerprints import LayerFingerprints
 
 VERSION = 2
 
 
-def proven(models, weights=None) -> VerificationResult:
-    read = [LayerFingerprints(model, torch.float32).shards(ProbeVectors(VERSION)) for model in models]
-    trainer = TrainerSide(marks_of(weights or full_weights(), VERSION), LOG_PROBS)
-    return verify_sync(trainer, VerifyReply(join_shards(read), LOG_PROBS))
+def proven(models, weights=None) -> bool:
+    """Whether every tensor is proven."""
+    read = [LayerFingerprints(model, torch.float32).parts(ProbeVectors(VERSION)) for model in models]
+    return compared(marks_of(weights or full_weights(), VERSION), join_parts(read))["sync/unproven_tensors"] == 0
 
 
 def models(size: int):
@@ -28,18 +28,17 @@ def models(size: int):
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_ranks_together_hold_every_tensor(size):
-    assert proven(models(size)).num_tensors == len(full_weights())
+    assert proven(models(size))
 
 
 def test_fingerprints_of_tensors_on_a_device_come_in_one_copy_for_each_rank(monkeypatch):
     copies, copy = [], torch.Tensor.cpu
     monkeypatch.setattr(fingerprints, "is_in_main_memory", lambda x: False)
     monkeypatch.setattr(torch.Tensor, "cpu", lambda x: copies.append(x.numel()) or copy(x))
-    read = [LayerFingerprints(model, torch.float32).shards(ProbeVectors(VERSION)) for model in models(2)]
+    read = [LayerFingerprints(model, torch.float32).parts(ProbeVectors(VERSION)) for model in models(2)]
     assert len(copies) == 2
     monkeypatch.undo()
-    trainer = TrainerSide(marks_of(full_weights(), VERSION), LOG_PROBS)
-    assert verify_sync(trainer, VerifyReply(join_shards(read), LOG_PROBS)).num_tensors == len(full_weights())
+    assert compare(marks_of(full_weights(), VERSION), join_parts(read)) == {}
 
 
 def test_the_trainer_copies_fingerprints_of_a_sync_once(monkeypatch):
@@ -67,7 +66,7 @@ def test_a_family_that_keeps_its_layers_fused_is_read_as_such(size):
     ranks = models(size)
     for rank in ranks:
         rank.packed_modules_mapping = {"qkv_proj": ["qkv_proj"], "gate_up_proj": ["gate_up_proj"]}
-    assert proven(ranks, weights).num_tensors == len(weights)
+    assert proven(ranks, weights)
     with torch.no_grad():
         ranks[-1].attn.qkv_proj.weight[-1, 3] += 1
     with pytest.raises(WeightSyncError) as caught:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from verl.models.pretrained import Pretrained
 
 pytest.importorskip("verl.rollout.vllm")
 from verl.rollout.vllm.config import VLLMRollout
-from verl.rollout.weight_sync.sync import RankSync, RankSyncResult, WeightSync
+from verl.rollout.weight_sync.sync import WeightSync
+from verl.rollout.weight_sync.transfer import RankTransfer
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
 
@@ -24,13 +26,13 @@ def send_twice(monkeypatch) -> None:
     """Only the first syncs are sent: the one before the first step, and that after it."""
     push, sent = WeightSync.push, []
 
-    def forgetful(sync: WeightSync, part: RankSync) -> list[RankSyncResult]:
-        sent.append(part)
+    def forgetful(sync: WeightSync, weights: Any, question: Any) -> RankTransfer:
+        sent.append(question)
         if len(sent) <= 2:
-            return push(sync, part)
-        for weight in part.weights:
-            part.engine.verifier.add_fingerprint(weight.name, weight.make())
-        return [RankSyncResult(0, 0, {}, 0.0, 0.0, 0.0)]
+            return push(sync, weights, question)
+        for weight in weights:
+            sync.engine.verifier.add_fingerprint(weight.name, weight.make())
+        return RankTransfer()
 
     monkeypatch.setattr(WeightSync, "push", forgetful)
 

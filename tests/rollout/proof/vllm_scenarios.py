@@ -92,7 +92,7 @@ class Pair:
     def prove(self, ask: Callable[[], Any]) -> dict[str, Any]:
         """What became of a proof."""
         try:
-            return {"names": [], "text": "", "metrics": self.prover.verify(ask()).metrics}
+            return {"names": [], "text": "", "metrics": self.prover.verify(ask())}
         except WeightSyncError as error:
             return {"names": list(error.names), "text": str(error)}
 

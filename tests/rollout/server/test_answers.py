@@ -62,7 +62,7 @@ def log_probs(told: Any, **more: Any) -> dict[str, Any]:
     ("change", "why"),
     [
         (log_probs([-1.0, -9999.0, *[-1.0] * 4]), "token_logprobs[1] is a log-prob of -9999: that is written in place"),
-        (log_probs([-1e30] * 6), "is written in place of a probability of zero (vLLM: -9999)"),
+        (log_probs([-1e30] * 6), "is written in place of a probability of zero"),
         (log_probs([-math.inf] * 6), "a log-prob of -inf, one that is not finite"),
         (log_probs([math.inf] * 6), "a log-prob of inf, one that is not finite"),
         (log_probs([[-1.0]] * 6), "token_logprobs[0] is [-1.0], and not a number"),

@@ -244,8 +244,8 @@ def test_log_probs_are_right_whatever_the_server_means_by_them(mode, options, so
 @pytest.mark.parametrize(
     ("mode", "options", "remedy"),
     [
-        ("raw", {"temperature": 0.5}, "Set start vLLM with --logprobs-mode processed_logprobs, or set temperature=1"),
-        ("processed", {"top_p": 0.5}, "--logprobs-mode raw_logprobs and set temperature=1"),
+        ("raw", {"temperature": 0.5}, "Set temperature=1, or use a server of processed log-probs"),
+        ("processed", {"top_p": 0.5}, "Set temperature=1 with a server of raw log-probs"),
         ("raw", {"temperature": 0.5, "top_p": 0.5}, "Set temperature=1"),
     ],
 )

@@ -137,7 +137,7 @@ def test_its_log_probs_are_found_to_be_those_before_temperature(attached, prompt
     actor = attached(temperature=0.5)
     assert actor.generator.engine.connection.source == "trainer"
     assert gap(actor, actor.generate(prompts(), GenerationRequest(0, 2))) < 1e-5
-    with pytest.raises(ConfigError, match="--logprobs-mode processed_logprobs, or set temperature=1"):
+    with pytest.raises(ConfigError, match="temperature=1, or use a server of processed log-probs"):
         attached(temperature=0.5, weights="fixed")
 
 

@@ -11,9 +11,8 @@ from rollout.engines import save_family
 
 from verl.models.hf_state_dict import hf_state_dict
 from verl.models.lora import LoRA
-from verl.rollout.weight_sync.chunks import plan_chunks
 from verl.rollout.weight_sync.state_dict import weights_of
-from verl.rollout.weight_sync.stream import StreamBroken, StreamReader, StreamWriter
+from verl.rollout.weight_sync.stream import StreamBroken, StreamReader, StreamWriter, plan_chunks
 
 CPU = torch.device("cpu")
 

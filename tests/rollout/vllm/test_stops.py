@@ -18,13 +18,11 @@ from rollout.engines import agreement, generate, random_prompts, save_family, sh
 
 from verl.component import BuildContext
 from verl.errors import RolloutError
-from verl.hybrid.actor import HybridActor
 from verl.models.lora import LoRA
 from verl.rollout.base import GenerationRequest
 from verl.rollout.engine_process.messages import EngineSetup
 from verl.rollout.engine_process.process import EngineDied, EngineFiles, EngineHung, EngineProcess
 from verl.rollout.hf import HFRollout
-from verl.rollout.responses import ResponseGenerator
 from verl.rollout.vllm.config import VLLMRollout
 from verl.rollout.vllm.engine import SERVER
 from verl.utils.orphan_cleanup import members
@@ -160,32 +158,6 @@ def test_a_stop_while_a_message_is_sent_that_no_buffer_holds_is_outlived(pair, m
 
 
 @pytest.mark.exhaustive
-def test_a_stop_between_begin_and_finish_is_outlived(pair, caplog):
-    vllm, _, _ = pair
-    request = GenerationRequest(4, 4)
-    expected = generate(vllm, random_prompts(), request)
-    os.kill(vllm.process_id, signal.SIGSTOP)  # while nothing is asked: noticed with the next call
-    sampler = ResponseGenerator(vllm, vllm.options, 0)
-    sampler.begin(random_prompts(), request)
-    with caplog.at_level(logging.WARNING):
-        assert agreement(expected, sampler.finish())[0] == 1
-    assert sampler.has_regenerated
-    assert "made no progress for 6 s" in caplog.text
-
-
-@pytest.mark.exhaustive
-def test_an_engine_that_is_stopped_for_a_while_and_goes_on_is_not_ended(pair, monkeypatch):
-    vllm, _, _ = pair
-    before = vllm.process_id
-    expected = generate(vllm, random_prompts(), GenerationRequest(5, 4))
-    stop_at(vllm, monkeypatch, "advance_turns")
-    timer = threading.Timer(LIMIT_S / 2, os.kill, (before, signal.SIGCONT))
-    timer.start()
-    assert agreement(expected, generate(vllm, random_prompts(), GenerationRequest(5, 4)))[0] == 1
-    assert vllm.process_id == before
-
-
-@pytest.mark.exhaustive
 def test_work_that_takes_longer_than_the_limit_and_goes_on_is_waited_for(source, monkeypatch):
     """Pulses of work with stops between them, each shorter than the limit, all together three times as long."""
     model, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
@@ -310,15 +282,3 @@ def test_a_worker_of_an_engine_of_two_that_is_stopped_or_killed_is_outlived(
     finally:
         vllm.close()
     assert [name for name in os.listdir("/dev/shm") if vllm.process.files.name in name] == []
-
-
-@pytest.mark.exhaustive
-def test_a_hybrid_actor_outlives_a_stop_of_its_engine(source):
-    actor = HybridActor.from_pretrained(source.path, rollout=VLLMRollout(**SMALL), device="cpu")
-    try:
-        tokens = torch.tensor([[5, 6, 7]])
-        expected = actor.generate(tokens, max_new_tokens=6)
-        os.kill(actor.rollout_engine.process_id, signal.SIGSTOP)
-        assert torch.equal(actor.generate(tokens, max_new_tokens=6), expected)
-    finally:
-        actor.close()

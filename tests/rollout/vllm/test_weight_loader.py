@@ -18,7 +18,7 @@ from verl.rollout.vllm.server.weight_loader import (
     concatenate_views,
     give_back_free_memory,
 )
-from verl.rollout.weight_sync.chunks import ChunkEntry
+from verl.rollout.weight_sync.stream import ChunkEntry
 
 
 class UnquantizedLinearMethod(Unquantized):
@@ -56,7 +56,7 @@ def land(model: nn.Module, weights: dict[str, torch.Tensor], *, per_chunk: int =
     for name, tensor in weights.items() if rows else ():
         for begin in range(0, len(tensor), rows):
             part = tensor[begin : begin + rows].clone()
-            landing.take(name, part, ChunkEntry(name, tuple(part.shape), 0, begin, tuple(tensor.shape)))
+            landing.take(ChunkEntry(name, tuple(part.shape), 0, begin, tuple(tensor.shape)), part)
             landing.keep()
             part.fill_(-1.0)
     if rows:
@@ -64,7 +64,7 @@ def land(model: nn.Module, weights: dict[str, torch.Tensor], *, per_chunk: int =
     for start in range(0, len(names), per_chunk):
         chunk = {name: weights[name].clone() for name in names[start : start + per_chunk]}
         for name, tensor in chunk.items():
-            landing.take(name, tensor)
+            landing.take(ChunkEntry(name, tuple(tensor.shape), 0), tensor)
         landing.keep()
         for tensor in chunk.values():
             tensor.fill_(-1.0)
@@ -209,7 +209,7 @@ def test_a_rank_that_is_given_what_it_wants_alone_holds_the_same(size, packs):
         for name, box in boxes.items():
             part = weights[name][tuple(slice(start, stop) for start, stop in box)].clone()
             moved += part.numel()
-            landing.take(name, part)
+            landing.take(ChunkEntry(name, tuple(part.shape), 0), part)
         landing.keep()
         expected, found = wanted(rank, size), held(model)
         for name, tensor in expected.items():

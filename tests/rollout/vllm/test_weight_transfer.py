@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import multiprocessing
 import os
 import threading
@@ -19,13 +18,13 @@ from verl.component import BuildContext
 from verl.engines.sharding import Parallel
 from verl.models.lora import LoRA
 from verl.ops.resharding.plan import lower_bound
-from verl.rollout.proof.fingerprints import ProbeVectors, fingerprint, join_shards
+from verl.rollout.engine_process.messages import EngineInfo
+from verl.rollout.proof.fingerprints import ProbeVectors, fingerprint, join_parts
 from verl.rollout.proof.verifier import VerifyRequest, differing
-from verl.rollout.weight_sync.chunks import SyncOffer
 from verl.rollout.weight_sync.state_dict import weights_of
 from verl.rollout.weight_sync.stream import StreamReader, StreamWriter
-from verl.rollout.weight_sync.sync import RankConnection, RankSync
-from verl.rollout.weight_sync.transfer import WeightTransfer, assigned, may_be_sliced
+from verl.rollout.weight_sync.sync import WeightSync
+from verl.rollout.weight_sync.transfer import WeightTransfer, may_be_sliced, plan_feeds
 
 BY_COLUMNS, WHOLE = ("o_proj.weight", "down_proj.weight"), ("norm.weight",)
 VECTORS = ProbeVectors(3)
@@ -53,7 +52,7 @@ def stage_of(name):
     return int(name.startswith(("model.layers.1.", "model.norm.", "lm_head.")))
 
 
-def offers(weights, parallel, workers, stages=1):
+def engines_of(weights, parallel, workers, stages=1):
     """Of each group of siblings; `workers` is None for engines that take whole tensors, otherwise those of a stage."""
     wants = None
     if workers is not None:
@@ -63,17 +62,17 @@ def offers(weights, parallel, workers, stages=1):
             for stage in range(stages)
             for at in range(workers)
         )
-    offer, groups = SyncOffer(wants, (workers or 1) * stages, os.getpid(), "", 60.0, 1), {}
+    info, groups = EngineInfo(64, (workers or 1) * stages, True, wants, os.getpid(), "", 60.0), {}
     for rank in range(parallel.world_size):
         groups.setdefault(parallel.degrees.row_share(rank), []).append(rank)
     leaders = {ranks[0]: tuple(ranks) for ranks in groups.values()}
-    return [(leaders.get(rank, ()), offer if rank in leaders else None) for rank in range(parallel.world_size)]
+    return [(leaders.get(rank, ()), info if rank in leaders else None) for rank in range(parallel.world_size)]
 
 
-def fed(part):
+def fed(sync, weights):
     """What comes out of the stream of a process, and what that has to tell of its part of a sync."""
-    share = part.connection.share
-    stream = StreamWriter(share.chunk_bytes, 1, torch.device("cpu")) if share.chunks else None
+    share = sync.feed
+    stream = sync.stream = StreamWriter(share.chunk_bytes, 1, torch.device("cpu")) if share.chunks else None
     found = {}
 
     def read():
@@ -87,7 +86,7 @@ def fed(part):
     if stream is not None:
         stream.begin()
         reading.start()
-    moved = dataclasses.replace(part, connection=dataclasses.replace(part.connection, stream=stream)).move()
+    moved = sync.push(weights, QUESTION)
     if stream is not None:
         reading.join()
         stream.close()
@@ -116,17 +115,19 @@ def delivered(source, sharding, lora, rank, world_size):
         return exchange(ops)
 
     weights, traffic = list(weights_of(model)), []
-    sources = list({w.source.name: w.source for w in weights}.values())
     engines = [(None, 1), (2, 1), (4, 1), (1, 2), (2, 2)] if siblings > 1 and may_be_sliced(weights) else [(None, 1)]
     for workers, stages in engines:
-        offered = offers(weights, parallel, workers, stages)
-        shares = assigned(offered, weights, DTYPE, 1000)
-        transfer = WeightTransfer(model.parallel_info, sources, [s.wanted for s in shares], DTYPE, set(), 5000)
-        share, offer = shares[rank], offered[model.parallel_info.siblings[0]][1]
+        described = engines_of(weights, parallel, workers, stages)
+        shares = plan_feeds(described, weights, DTYPE, 1000)
+        transfer = WeightTransfer(model.parallel_info, weights, [s.wanted for s in shares], DTYPE, set(), 5000)
+        sync = WeightSync(
+            model, model.parallel_info, None, DTYPE, None, 1000, may_slice=True, may_repeat=lambda error: False
+        )
+        share, sync.transfer, sync.info = shares[rank], transfer, described[model.parallel_info.siblings[0]][1]
+        sync.feed = share
         dist.batch_isend_irecv = spy
         with CommDebugMode() as others:
-            connection = RankConnection((), offer, share, transfer, None, [])
-            found, moved = fed(RankSync(model, None, None, weights, QUESTION, connection))
+            found, moved = fed(sync, weights)
         dist.batch_isend_irecv = exchange
         assert lora or others.get_total_counts() == 0, others.get_comm_counts()
         assert list(found) == list(dict.fromkeys(place.name for chunk in share.chunks for place in chunk))
@@ -143,10 +144,10 @@ def delivered(source, sharding, lora, rank, world_size):
             else:
                 assert torch.equal(tensor, expected[name][box]), name
         everyone = [None] * world_size
-        dist.all_gather_object(everyone, (moved.received, sum(spied), moved.shards))
+        dist.all_gather_object(everyone, (moved.received, sum(spied), moved.parts))
         bound = lower_bound(transfer.plan.source, transfer.plan.target)
         assert sum(counted for counted, *_ in everyone) == sum(seen for _, seen, _ in everyone) == bound
-        fingerprints = join_shards([shards for *_, shards in everyone])
+        fingerprints = join_parts([parts for *_, parts in everyone])
         assert fingerprints.keys() == {w.name for w in weights if w.form is None}
         for name, mark in fingerprints.items():
             assert lora or differing(fingerprint(expected[name], VECTORS), mark) is None, name

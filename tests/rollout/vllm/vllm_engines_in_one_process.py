@@ -37,9 +37,8 @@ from verl.rollout.rows import assemble_turns, prompt_tokens
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.config import VLLMRollout
 from verl.rollout.vllm.engine_args import as_config_error, engine_args, write_model_directory
-from verl.rollout.weight_sync.chunks import FeedPlan, plan_chunks
 from verl.rollout.weight_sync.state_dict import weights_of
-from verl.rollout.weight_sync.stream import StreamWriter
+from verl.rollout.weight_sync.stream import Feed, StreamWriter, plan_chunks
 
 ROOMS = {"no room": 0.0001, "little room": 0.0002, "room": 0.0004}  # of the cache, in GiB
 OPTIONS = VLLMRollout(max_new_tokens=10, kv_cache_gib=0.05, max_num_seqs=16, max_num_batched_tokens=128)
@@ -66,7 +65,7 @@ def load(engine: Any, model: Any) -> str | None:
     filling = (chunks, ((weight.name, weight.make()) for weight in weights), model.dtype, lambda: True)
     sender = threading.Thread(target=stream.fill, args=filling, daemon=True)
     sender.start()
-    engine.connect([FeedPlan(stream.handle, 0, chunks)], model.dtype)
+    engine.connect([Feed(readers=(0,), chunks=chunks, handle=stream.handle)], model.dtype)
     _, anew = engine.load(1, True)
     sender.join()
     stream.close()

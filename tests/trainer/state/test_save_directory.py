@@ -102,6 +102,16 @@ def test_a_run_directory_in_which_another_run_trained_is_refused_before_anything
     assert not (tmp_path / "empty").exists()
 
 
+def test_a_later_run_of_the_process_that_is_refused_leaves_the_directory_to_the_earlier_one(tmp_path):
+    first = choose(None, run_dir=tmp_path / "run")
+    (tmp_path / "trained").mkdir()
+    (tmp_path / "trained/metrics.jsonl").write_text('{"step": 1}\n')
+    with refusal("hydra.run.dir"):
+        choose(None, run_dir=tmp_path / "trained")
+    assert RunLock.held_here(SAVED) is first.lock
+    first.release()
+
+
 @pytest.mark.parametrize("left", ['{"step": 0, "eval/accuracy": 0.5}\n', '{"step": 1, "re', ""])
 def test_a_run_that_ended_before_its_first_step_does_not_own_its_run_directory(left, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(left)
@@ -373,6 +383,8 @@ def test_a_directory_that_was_removed_while_training_is_made_again(is_async, mod
         shutil.rmtree(trainer.saving.directory)
         course.step()
         course.settle()
+        with forked(lambda: None if RunLock.holder_of(trainer.saving.directory) else "another process may take it"):
+            pass
         course.step()
         course.settle()
         course.end()

@@ -68,7 +68,7 @@ class SavedSlice:
     """A rectangular part of a tensor, stored row-major and contiguously in a file.
 
     Args:
-        file: path within the checkpoint.
+        file: path within the checkpoint; empty before it is in one.
         key: the name in that file's safetensors header, or None for other kinds of files.
         offset: of the first byte, from the beginning of the file.
         start, extent: the first index and the length in every dimension of the tensor.
@@ -111,6 +111,17 @@ class LogicalTensor:
     dtype: str
     shape: tuple[ByteCount, ...]
     slices: tuple[SavedSlice, ...]
+
+    @classmethod
+    def of_slice(
+        cls, component: str, name: str, dtype: str, shape: tuple[int, ...],
+        start: tuple[int, ...] | None = None, extent: tuple[int, ...] | None = None,
+    ) -> LogicalTensor:  # fmt: skip
+        """A tensor of which one slice is to be saved; without `start` and `extent` all of it."""
+        part = SavedSlice(
+            file="", offset=0, start=start or (0,) * len(shape), extent=shape if extent is None else extent
+        )
+        return cls(component=component, name=name, dtype=dtype, shape=shape, slices=(part,))
 
     @property
     def full_name(self) -> str:

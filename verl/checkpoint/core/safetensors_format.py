@@ -9,10 +9,10 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-from verl.checkpoint.core.manifest import ITEM_BYTES
+from verl.checkpoint.core.manifest import ITEM_BYTES, LogicalTensor
 from verl.utils.external_input import parse_mapping, whole_number
 
 HEADER_LIMIT_BYTES = 100_000_000  # the library's own limit
@@ -21,58 +21,32 @@ INDEX_NAME = "model.safetensors.index.json"
 MODEL_METADATA = {"format": "pt"}  # without it, transformers refuses the file
 
 
-@dataclass(frozen=True)
-class TensorPlace:
-    """A tensor in a safetensors file.
-
-    Args:
-        dtype: as safetensors calls it, `F32` or `BF16`.
-        shape: in that file; of a slice, its own.
-        begin: of its first byte, from the beginning of the file; 0 before `lay_out`.
-    """
-
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Size according to shape and dtype."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
-
-    @property
-    def end(self) -> int:
-        """Offset of the first byte after it."""
-        return self.begin + self.num_bytes
-
-
 def lay_out(
-    tensors: Mapping[str, TensorPlace], metadata: Mapping[str, str] | None = None
-) -> tuple[bytes, dict[str, TensorPlace]]:
-    """The header of a file with these tensors, and their places, in the order in which their bytes follow.
+    path: str, tensors: Sequence[LogicalTensor], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, list[LogicalTensor]]:
+    """The header of a file with one slice of each tensor, and the tensors with the places of these slices in the file,
+    in the order in which their bytes follow.
 
-    >>> header, places = lay_out({"bias": TensorPlace("F32", (2,))}, {"format": "pt"})
-    >>> places["bias"].begin == len(header), places["bias"].end - places["bias"].begin
-    (True, 8)
-
-    Raises:
-        ValueError: a type is unknown.
+    >>> header, (bias,) = lay_out("model.safetensors", [LogicalTensor.of_slice("actor", "bias", "F32", (2,))])
+    >>> bias.slices[0].offset == len(header)
+    True
     """
-    if unknown := {tensor.dtype for tensor in tensors.values()} - ITEM_BYTES.keys():
-        raise ValueError(f"dtype {unknown.pop()!r} is not one of {', '.join(ITEM_BYTES)}")
     # Wide types first: after a header padded to 8 bytes every tensor is then aligned to its own elements.
-    ordered = sorted(tensors.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0]))
+    ordered = sorted(tensors, key=lambda tensor: (-ITEM_BYTES[tensor.dtype], tensor.name))
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     begins, end = [], 0
-    for name, tensor in ordered:
+    for tensor in ordered:
+        (part,) = tensor.slices
         begins.append(end)
-        end += tensor.num_bytes
-        header[name] = {"dtype": tensor.dtype, "shape": list(tensor.shape), "data_offsets": (begins[-1], end)}
+        end += tensor.slice_bytes(part)
+        header[tensor.name] = {"dtype": tensor.dtype, "shape": part.extent, "data_offsets": (begins[-1], end)}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     base = 8 + len(text)
-    places = {name: replace(tensor, begin=base + begin) for (name, tensor), begin in zip(ordered, begins)}
-    return len(text).to_bytes(8, "little") + text, places
+    return len(text).to_bytes(8, "little") + text, [
+        replace(tensor, slices=(replace(tensor.slices[0], file=path, key=tensor.name, offset=base + begin),))
+        for tensor, begin in zip(ordered, begins)
+    ]
 
 
 def model_files(
@@ -121,8 +95,8 @@ def header_bytes(first_bytes: bytes | memoryview) -> int:
     return length
 
 
-def read_header(head: bytes | memoryview, file_bytes: int) -> dict[str, TensorPlace]:
-    """Positions of all tensors of a file.
+def read_header(head: bytes | memoryview, file_bytes: int) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """All tensors of a file: dtype, shape, and offset of the first byte in the file.
 
     Args:
         head: at least the header; see `header_bytes`.
@@ -133,28 +107,22 @@ def read_header(head: bytes | memoryview, file_bytes: int) -> dict[str, TensorPl
     base = header_bytes(head)
     if base > len(head):
         raise ValueError("its safetensors header reaches over the end of the file")
+    places, ends = {}, {}
     try:
         header = parse_mapping(head[8:base])
         header.pop("__metadata__", None)
-        places = {name: _place(entry, base) for name, entry in header.items()}
+        for name, entry in header.items():
+            begin, ends[name] = (base + whole_number(offset) for offset in entry["data_offsets"])
+            places[name] = (entry["dtype"], tuple(whole_number(size) for size in entry["shape"]), begin)
+            if ends[name] - begin != math.prod(places[name][1]) * ITEM_BYTES[entry["dtype"]]:
+                raise ValueError(f"the bytes of {name} are not those of {entry['dtype']}{entry['shape']}")
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
         raise ValueError(f"its safetensors header cannot be read: {error}") from error
     end = base
-    for name, tensor in sorted(places.items(), key=lambda item: (item[1].begin, item[1].end)):
-        if tensor.begin != end:
+    for name in sorted(places, key=lambda name: (places[name][2], ends[name])):
+        if places[name][2] != end:
             raise ValueError(f"its safetensors header gives {name} a place that does not fit")
-        end = tensor.end
+        end = ends[name]
     if end != file_bytes:
         raise ValueError(f"its safetensors header accounts for {end} of {file_bytes} bytes")
     return places
-
-
-def _place(entry: dict[str, Any], base: int) -> TensorPlace:
-    begin, end = entry["data_offsets"]
-    if entry["dtype"] not in ITEM_BYTES:
-        raise ValueError(f"dtype {entry['dtype']!r} is unknown")
-    shape = tuple(whole_number(size) for size in entry["shape"])
-    tensor = TensorPlace(entry["dtype"], shape, base + whole_number(begin))
-    if tensor.end != base + whole_number(end):
-        raise ValueError(f"{end - begin} bytes are not those of {tensor.dtype}{list(shape)}")
-    return tensor

@@ -31,7 +31,7 @@ from verl.checkpoint.core.manifest import (
     SavedSlice,
     content_digest,
 )
-from verl.checkpoint.core.safetensors_format import TensorPlace, header_bytes, read_header
+from verl.checkpoint.core.safetensors_format import header_bytes, read_header
 from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, FileFault, VerlError
 from verl.utils.external_input import ExternalInputError, parse_mapping
 
@@ -326,22 +326,14 @@ def _header_faults(disk: FileSystem, checkpoint: Checkpoint) -> Iterator[FileFau
         if all(part.key is None for _, part in parts):
             continue
         try:
-            places = _places(disk, checkpoint, file)
+            size = header_bytes(disk.read_range(checkpoint.path(file), 0, 8))
+            head = disk.read_range(checkpoint.path(file), 0, size)
+            places = read_header(head, checkpoint.manifest.contents[file].size)
         except ValueError as error:
             yield checkpoint.fault(file, str(error))
             continue
         for tensor, part in parts:
-            stored = places.get(part.key or "")
-            expected = (tensor.dtype, part.extent, part.offset)
-            if part.key is not None and (stored is None or (stored.dtype, stored.shape, stored.begin) != expected):
+            if part.key is not None and places.get(part.key) != (tensor.dtype, part.extent, part.offset):
                 yield FileFault(
                     file, f"its header does not hold {part.key!r} as the manifest says", (tensor.full_name,)
                 )
-
-
-def _places(disk: FileSystem, checkpoint: Checkpoint, file: str) -> dict[str, TensorPlace]:
-    def read(size: int) -> bytes | memoryview:
-        return disk.read_range(checkpoint.path(file), 0, size)
-
-    whole = checkpoint.manifest.contents[file].size
-    return read_header(read(header_bytes(read(8))), whole)

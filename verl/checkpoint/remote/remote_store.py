@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import mmap
 from collections.abc import Iterable, Iterator
@@ -183,19 +184,18 @@ class RemoteReader(CheckpointReader):
         ends, checked = self._ends[entry.path], self._checked[entry.path]
         starts = [0, *ends]
         unread = [n for n, done in enumerate(checked) if not done and ends[n] > begin and starts[n] < end]
-        if not unread:
-            return
-        first, last = unread[0], unread[-1] + 1
-        low, high = starts[first], starts[last]
-        at = low
-        try:
-            for leaf in fetch_leaves(self._store, entry, first, last):
-                data[at : at + len(leaf)] = leaf
-                at += len(leaf)
-        except (ObjectNotFound, ObjectDamaged) as error:
-            fault = self.checkpoint.fault(entry.path, str(error), low, high)
-            raise CheckpointIncomplete(self.checkpoint.directory, [fault]) from error
-        super()._verify(entry, data, low, high)
+        for _, run in itertools.groupby(enumerate(unread), lambda place: place[1] - place[0]):  # consecutive leaves
+            numbers = [number for _, number in run]
+            low, high = starts[numbers[0]], ends[numbers[-1]]
+            at = low
+            try:
+                for leaf in fetch_leaves(self._store, entry, numbers[0], numbers[-1] + 1):
+                    data[at : at + len(leaf)] = leaf
+                    at += len(leaf)
+            except (ObjectNotFound, ObjectDamaged) as error:
+                fault = self.checkpoint.fault(entry.path, str(error), low, high)
+                raise CheckpointIncomplete(self.checkpoint.directory, [fault]) from error
+            super()._verify(entry, data, low, high)
 
 
 def object_key(entry: FileEntry) -> str:

@@ -22,12 +22,11 @@ from typing import Any
 import torch
 
 from verl.checkpoint.commit.rank_writer import FileImage, page_aligned
-from verl.checkpoint.core.manifest import LogicalTensor, SavedSlice
+from verl.checkpoint.core.manifest import LogicalTensor
 from verl.checkpoint.core.safetensors_format import (
     DEFAULT_SHARD_BYTES,
     INDEX_NAME,
     MODEL_METADATA,
-    TensorPlace,
     lay_out,
     model_files,
 )
@@ -40,6 +39,7 @@ log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 16 * 2**20  # long enough that threads seldom ask for the interpreter's lock
 
+Piece = tuple[int, bytes | torch.Tensor]  # offset in the host buffer, and what is to be copied there
 Copy = tuple[int, int, int]  # offset in the host buffer, address, bytes
 
 
@@ -83,15 +83,7 @@ class SavedComponent:
     shards: Mapping[str, Sequence[str]] | None = None
 
 
-@dataclass(frozen=True)
-class CopyRegion:
-    """Data to be copied to one place of a host buffer."""
-
-    begin: int
-    content: bytes | torch.Tensor
-
-
-def lay_out_request(request: SaveRequest) -> tuple[SaveRequest, list[CopyRegion]]:
+def lay_out_request(request: SaveRequest) -> tuple[SaveRequest, list[Piece]]:
     """The request with the memory layout of all files in place of its components, and the copies into the memory.
 
     Raises:
@@ -122,7 +114,7 @@ class _BufferLayout:
     def __init__(self) -> None:
         self.end = HEAD_BYTES
         self.images: list[FileImage] = []
-        self.pieces: list[CopyRegion] = []
+        self.pieces: list[Piece] = []
         self.tensors: list[LogicalTensor] = []
 
     def add(self, directory: str, component: SavedComponent) -> None:
@@ -133,17 +125,17 @@ class _BufferLayout:
         if not component.tensors:
             return
         tensors, index = component.tensors, None
-        places = {name: _tensor_location(f"{directory}/{name}", x, component.file) for name, x in tensors.items()}
+        records = {name: _record(directory, name, x, component.file) for name, x in tensors.items()}
         metadata = {**(component.metadata or {}), **({} if component.file else MODEL_METADATA)}
         files = {component.file: list(tensors)} if component.file else component.shards
         if files is None:
-            sizes = {name: tensor_place.num_bytes for name, tensor_place in places.items()}
+            sizes = {name: record.num_bytes for name, record in records.items()}
             (files,), index = model_files([sizes], component.max_shard_bytes)
         for file, names in files.items():
             path = f"{directory}/{file}"
-            header, laid_out = lay_out({name: places[name] for name in names}, metadata)
-            self._reserve(path, [header, *(_local(tensors[name]) for name in laid_out)])
-            self.tensors += [_logical(directory, name, tensors[name], path, laid_out[name]) for name in laid_out]
+            header, laid_out = lay_out(path, [records[name] for name in names], metadata)
+            self._reserve(path, [header, *(_local(tensors[record.name]) for record in laid_out)])
+            self.tensors += laid_out
         if index is not None:
             self._reserve(f"{directory}/{INDEX_NAME}", [index])
 
@@ -153,7 +145,7 @@ class _BufferLayout:
         begin = self.end
         for buffer, size in zip(buffers, sizes):
             if size:
-                self.pieces.append(CopyRegion(begin, buffer))
+                self.pieces.append((begin, buffer))
             begin += size
         self.images.append(image)
         self.end += page_aligned(image.num_bytes)
@@ -163,32 +155,23 @@ def _local(tensor: torch.Tensor | PartialTensor) -> torch.Tensor:
     return tensor.tensor if isinstance(tensor, PartialTensor) else tensor
 
 
-def _tensor_location(where: str, tensor: torch.Tensor | PartialTensor, file: str | None) -> TensorPlace:
-    """The type and shape of a tensor in its file, if it can be saved.
+def _record(component: str, name: str, tensor: torch.Tensor | PartialTensor, file: str | None) -> LogicalTensor:
+    """The record of a tensor, or of its slice, if it can be saved.
 
     Args:
-        where: component and name, for messages.
         file: of its component.
     """
-    data = _local(tensor)
+    data, where = _local(tensor), f"{component}/{name}"
     if data.dtype not in DTYPES:
         raise ValueError(f"{where} is of {data.dtype}, which safetensors does not know. Save it as another")
     is_dense = data.layout is torch.strided and not data.is_meta
     if not is_dense or (data.numel() and not data.untyped_storage().nbytes()):
         raise ValueError(f"{where} is not a dense tensor with its own memory")
-    if isinstance(tensor, PartialTensor) and file is None:
+    if not isinstance(tensor, PartialTensor):
+        return LogicalTensor.of_slice(component, name, DTYPES[data.dtype], tuple(data.shape))
+    if file is None:
         raise ValueError(f"{where} is a slice: a model's files hold whole tensors. Give the component a `file`")
-    return TensorPlace(DTYPES[data.dtype], tuple(data.shape))
-
-
-def _logical(
-    directory: str, name: str, tensor: torch.Tensor | PartialTensor, path: str, place: TensorPlace
-) -> LogicalTensor:
-    shape, start = place.shape, (0,) * len(place.shape)
-    if isinstance(tensor, PartialTensor):
-        shape, start = tensor.shape, tensor.start
-    part = SavedSlice(file=path, key=name, offset=place.begin, start=start, extent=place.shape)
-    return LogicalTensor(component=directory, name=name, dtype=place.dtype, shape=shape, slices=(part,))
+    return LogicalTensor.of_slice(component, name, DTYPES[data.dtype], tensor.shape, tensor.start, tuple(data.shape))
 
 
 class Snapshot:
@@ -201,9 +184,9 @@ class Snapshot:
         num_threads: that copy from the memory of the processor.
     """
 
-    def __init__(self, pieces: Sequence[CopyRegion], num_threads: int):
+    def __init__(self, pieces: Sequence[Piece], num_threads: int):
         self._pieces, self._num_threads = pieces, num_threads
-        devices = {piece.content.device for piece in pieces if isinstance(piece.content, torch.Tensor)}
+        devices = {content.device for _, content in pieces if isinstance(content, torch.Tensor)}
         # Work queued on the compute streams so far is done before these events.
         self._ready = {device: _event(device) for device in devices if device.type == "cuda"}
 
@@ -232,31 +215,28 @@ class Snapshot:
             side = torch.cuda.Stream(device)
             side.wait_event(ready)
             with torch.cuda.stream(side), torch.no_grad():
-                for piece in self._pieces:
-                    if isinstance(piece.content, torch.Tensor) and piece.content.device == device:
-                        source = piece.content.contiguous()
+                for begin, content in self._pieces:
+                    if isinstance(content, torch.Tensor) and content.device == device:
+                        source = content.contiguous()
                         source.record_stream(side)
-                        _view_at(target, piece.begin, source).copy_(source, non_blocking=True)
+                        _view_at(target, begin, source).copy_(source, non_blocking=True)
                 waiting.append(_event(device))
         return waiting
 
     def _host_copies(self, target: torch.Tensor) -> Iterator[Copy]:
         """Chunks for memmove; tensors with gaps or on other devices are copied directly."""
-        for piece in self._pieces:
-            content = piece.content
+        for begin, content in self._pieces:
             if isinstance(content, bytes):
-                target[piece.begin : piece.begin + len(content)] = torch.frombuffer(
-                    bytearray(content), dtype=torch.uint8
-                )
+                target[begin : begin + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
             elif content.device.type == "cuda":
                 continue
             elif content.device.type == "cpu" and content.is_contiguous() and not content.is_neg():
                 size = content.numel() * content.element_size()
                 for done in range(0, size, CHUNK_BYTES):
-                    yield piece.begin + done, content.data_ptr() + done, min(CHUNK_BYTES, size - done)
+                    yield begin + done, content.data_ptr() + done, min(CHUNK_BYTES, size - done)
             else:
                 with torch.no_grad():
-                    _view_at(target, piece.begin, content).copy_(content)
+                    _view_at(target, begin, content).copy_(content)
 
 
 def _memmove_all(target: torch.Tensor, copies: Sequence[Copy], num_threads: int, tells: Callable[[int], None]) -> None:

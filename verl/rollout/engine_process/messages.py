@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from verl.ops.resharding.layout import Box
 from verl.rollout.base import TurnRequest
 
 
@@ -52,17 +53,28 @@ class EngineReply:
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """Description of a started engine.
+    """A running engine, as other processes see it. The engine gives the first three; the process that leads it adds
+    the others for a sync.
 
     Attributes:
         max_model_len: prompt and response together, in tokens.
         num_workers: processes that read the weights.
         reads_peers: whether each of them can open memory of all GPUs of the engine.
+        wants: the slices of tensors that each worker needs, by name; None: whole tensors are sent to all workers.
+        process_id: of the engine.
+        progress_path: opens its progress counter.
+        call_timeout_s: largest time without progress, after which it counts as lost.
+        num_threads: threads of trainer and engine each, while both work.
     """
 
     max_model_len: int
     num_workers: int
     reads_peers: bool = True
+    wants: tuple[dict[str, Box], ...] | None = None
+    process_id: int = 0
+    progress_path: str = ""
+    call_timeout_s: float = 300.0
+    num_threads: int = 1
 
 
 @dataclass(frozen=True)

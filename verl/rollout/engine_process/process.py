@@ -99,6 +99,7 @@ CALLS = {  # a call, as messages say it
     "start": "start",
     "begin_turns": "generate",
     "advance_turns": "generate",
+    "open_turns": "tell its open turns",
     "end_turns": "give up its turns",
     "connect": "take the layout of its weights",
     "load": "load weights",

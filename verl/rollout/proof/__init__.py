@@ -5,7 +5,7 @@ probe           A few fixed rows, whose log-probs are compared too
 verifier        Weight verification after every sync: request, reply of the engine, comparison
 """
 
-from verl.rollout.proof.fingerprints import ProbeVectors, WeightFingerprint, fingerprint, join_shards
+from verl.rollout.proof.fingerprints import ProbeVectors, WeightFingerprint, fingerprint, join_parts
 from verl.rollout.proof.probe import probe_rows
 from verl.rollout.proof.verifier import SyncVerifier, VerifyReply, VerifyRequest
 
@@ -16,6 +16,6 @@ __all__ = [
     "VerifyRequest",
     "WeightFingerprint",
     "fingerprint",
-    "join_shards",
+    "join_parts",
     "probe_rows",
 ]

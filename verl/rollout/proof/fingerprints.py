@@ -94,7 +94,7 @@ _CHUNK_ON_DEVICE = 1 << 24  # each chunk is a launch or three
 
 @dataclass(frozen=True)
 class WeightFingerprint:
-    """Fingerprint of one tensor.
+    """Fingerprint of one tensor, or of the part of it that one rank holds.
 
     Attributes:
         values: float32. Of a matrix [1 + columns, rows]: its product with the signs, then its columns. Of a vector
@@ -102,15 +102,26 @@ class WeightFingerprint:
         width: entries of a row, or None for a vector.
         dtype: data type of the tensor, such as `bfloat16`.
         slack: allowed relative difference of values that are otherwise compared bit by bit.
+        rows: number of rows of the whole tensor, of which this is a part; None: this is the whole tensor.
+        offset: row at which the part begins.
+        is_term: the values are sums over the rank's columns, to be added over ranks.
     """
 
     values: np.ndarray
     width: int | None
     dtype: str
     slack: float = 0.0
+    rows: int | None = None
+    offset: int = 0
+    is_term: bool = False
+
+    def part_of(self, rows: int, offset: int = 0, is_term: bool = False) -> WeightFingerprint:
+        """The same as a part of a tensor with this number of rows."""
+        return replace(self, rows=rows, offset=offset, is_term=is_term)
 
 
 Fingerprints = dict[str, WeightFingerprint]
+FingerprintParts = dict[str, list[WeightFingerprint]]  # of one rank; a fused layer gives several of one tensor
 
 
 @torch.no_grad()
@@ -252,10 +263,10 @@ def tied_names(model: Any) -> dict[str, str]:
 
 
 def transposed_names(model: Any) -> set[str]:
-    """Names of the matrices that a model keeps as [in, out], as GPT-2 does, where engines have [out, in]."""
-    from transformers.pytorch_utils import Conv1D
-
-    return {f"{plain_name(path)}.weight" for path, module in model.named_modules() if isinstance(module, Conv1D)}
+    """Names of matrices that a model keeps as [in, out] (transformers' Conv1D, in GPT-2), and engines as [out, in]."""
+    conv1d = ("transformers.pytorch_utils", "Conv1D")
+    bases = {path: [(x.__module__, x.__name__) for x in type(module).__mro__] for path, module in model.named_modules()}
+    return {f"{plain_name(path)}.weight" for path, names in bases.items() if conv1d in names}
 
 
 def plain_name(path: str) -> str:
@@ -264,77 +275,51 @@ def plain_name(path: str) -> str:
     return ".".join(part for part in path.split(".") if part != "base_layer")
 
 
-@dataclass(frozen=True)
-class FingerprintShard:
-    """One rank's part of a tensor's fingerprint.
-
-    Attributes:
-        mark: fingerprint of the rank's part.
-        rows: number of rows of the whole tensor.
-        offset: row at which the part begins.
-        is_term: the values are partial sums over the rank's columns, to be added over ranks.
-    """
-
-    mark: WeightFingerprint
-    rows: int
-    offset: int = 0
-    is_term: bool = False
-
-
-def whole_shard(mark: WeightFingerprint) -> FingerprintShard:
-    """A tensor that every rank holds whole."""
-    return FingerprintShard(mark, mark.values.shape[1])
-
-
-# a layer that is fused in the Hugging Face model too gives several of one tensor
-FingerprintShards = dict[str, list[FingerprintShard]]
-
-
-def join_shards(ranks: Sequence[FingerprintShards]) -> Fingerprints:
-    """The fingerprints of whole tensors from the shards of all ranks.
+def join_parts(ranks: Sequence[FingerprintParts]) -> Fingerprints:
+    """The fingerprints of whole tensors from the parts of all ranks.
 
     Rows that no rank holds, and rows that differ between ranks, are nan, so that they match nothing.
     """
     names = dict.fromkeys(name for rank in ranks for name in rank)
-    return {name: _joined([shard for rank in ranks for shard in rank.get(name, ())]) for name in names}
+    return {name: _joined([part for rank in ranks for part in rank.get(name, ())]) for name in names}
 
 
-def _joined(shards: Sequence[FingerprintShard]) -> WeightFingerprint:
-    mark = shards[0].mark
-    if len(shards) == 1 and mark.values.shape[1] == shards[0].rows:
-        return mark
-    if shards[0].is_term:
-        shards = list(_sums(shards))
-    values = np.full((mark.values.shape[0], shards[0].rows), np.nan, dtype=np.float32)
-    is_filled = np.zeros(shards[0].rows, dtype=bool)
-    for shard in shards:
-        part = slice(shard.offset, shard.offset + shard.mark.values.shape[1])
-        both = is_filled[part] & (values[:, part] != shard.mark.values).any(axis=0)
-        values[:, part] = np.where(both, np.nan, shard.mark.values)
-        is_filled[part] = True
-    return replace(mark, values=values)
+def _joined(parts: Sequence[WeightFingerprint]) -> WeightFingerprint:
+    first = parts[0]
+    rows = first.values.shape[1] if first.rows is None else first.rows
+    if len(parts) == 1 and first.values.shape[1] == rows:
+        return first
+    if first.is_term:
+        parts = list(_sums(parts))
+    values = np.full((len(first.values), rows), np.nan, dtype=np.float32)
+    is_filled = np.zeros(rows, dtype=bool)
+    for part in parts:
+        own = slice(part.offset, part.offset + part.values.shape[1])
+        both = is_filled[own] & (values[:, own] != part.values).any(axis=0)
+        values[:, own] = np.where(both, np.nan, part.values)
+        is_filled[own] = True
+    return replace(first, values=values)
 
 
-def _sums(shards: Sequence[FingerprintShard]) -> Iterator[FingerprintShard]:
+def _sums(parts: Sequence[WeightFingerprint]) -> Iterator[WeightFingerprint]:
     """Add the partial sums of each range of rows."""
-    ranges: dict[tuple[int, int], list[FingerprintShard]] = {}
-    for shard in shards:
-        ranges.setdefault((shard.offset, shard.mark.values.shape[1]), []).append(shard)
+    ranges: dict[tuple[int, int], list[WeightFingerprint]] = {}
+    for part in parts:
+        ranges.setdefault((part.offset, part.values.shape[1]), []).append(part)
     for terms in ranges.values():
-        total = np.sum([term.mark.values for term in terms], axis=0, dtype=np.float32)
-        yield replace(terms[0], mark=replace(terms[0].mark, values=total))
+        yield replace(terms[0], values=np.sum([term.values for term in terms], axis=0, dtype=np.float32))
 
 
 @torch.no_grad()
-def own_shard(
+def own_part(
     part: Tensor, box: Box, shape: Sequence[int], vectors: ProbeVectors, dtype: torch.dtype
-) -> FingerprintShard:
-    """The fingerprint shard of the part at `box` of a vector or matrix of this shape, in an engine's `dtype`."""
+) -> WeightFingerprint:
+    """The fingerprint of the part at `box` of a vector or matrix of this shape, in an engine's `dtype`."""
     if len(shape) < 2:
-        return FingerprintShard(fingerprint(part, vectors, dtype), shape[0] if shape else 1, box[0][0] if box else 0)
+        return fingerprint(part, vectors, dtype).part_of(shape[0] if shape else 1, box[0][0] if box else 0)
     (first, last), (left, right) = box
     if (left, right) == (0, shape[1]):
-        return FingerprintShard(fingerprint(part, vectors, dtype), shape[0], first)
+        return fingerprint(part, vectors, dtype).part_of(shape[0], first)
     inputs = vectors.inputs(shape[1], torch.float32, part.device)[:, left:right]
     values = torch.zeros(len(inputs), last - first, device=part.device)
     rounded = part.detach().to(dtype).float()
@@ -343,8 +328,7 @@ def own_shard(
     for value, column in zip(values[1:], vectors.columns(shape[1]), strict=True):
         if left <= column < right:
             value.copy_(rounded[:, column - left])
-    mark = WeightFingerprint(as_array(values), shape[1], dtype_name(dtype))
-    return FingerprintShard(mark, shape[0], first, is_term=True)
+    return WeightFingerprint(as_array(values), shape[1], dtype_name(dtype)).part_of(shape[0], first, True)
 
 
 def transpose_to_out_in(part: Tensor, box: Box, shape: Sequence[int]) -> tuple[Tensor, Box, tuple[int, ...]]:

@@ -1,10 +1,10 @@
 """Weight verification after every sync: the engine holds the trainer's weights and computes the trainer's function.
 
 trainer   request ───────────────────────────────┐
-          tensors ── watch ──> stream ──> engine  │
-                       │                          v
-              fingerprints, log-probs   <── reply: fingerprints through its layers, log-probs
-                       └────────── verify ─────────┘
+          tensors ──────────> stream ──> engine  │
+             │                                   v
+          fingerprints, log-probs       <── reply: fingerprints through its layers, log-probs
+             └──────────────── verify ───────────┘
 
 Fingerprints of vectors (norms, biases) and columns of matrices are compared bit by bit; products with the sign vector
 are compared up to rounding. For a row w of n entries the rounding error of its sum is some units of rounding of |w|,
@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -42,26 +42,6 @@ from verl.rollout.proof.fingerprints import (
     transposed_names,
 )
 from verl.rollout.proof.probe import allowed_nats
-
-
-@dataclass(frozen=True)
-class TensorMismatch:
-    """A tensor that differs between both sides.
-
-    Attributes:
-        name: of the tensor in the Hugging Face model.
-        relative: the largest difference, relative to the size of the compared values.
-        threshold: the allowed difference; 0: bit by bit.
-        likely: what the engine probably holds instead.
-    """
-
-    name: str
-    relative: float
-    threshold: float
-    likely: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.name}: off by {self.relative:.1e} of its size (allowed {self.threshold:.1e}); {self.likely}"
 
 
 def tolerance(mark: WeightFingerprint) -> float:
@@ -124,25 +104,26 @@ def compare(
     previous: Fingerprints | None = None,
     tied: Mapping[str, str] | None = None,
     shown: int = 8,
-) -> list[TensorMismatch]:
-    """The tensors that differ, with the likely cause for the first `shown` of them.
+) -> dict[str, str]:
+    """The faults of the engine's tensors, by name, with the likely cause for the first `shown` of them.
 
     Args:
         expected, found: the trainer's and the engine's.
         previous: the trainer's at the previous sync.
         tied: as in `FingerprintLog`.
     """
-    differences = []
-    for name in expected:
-        broken = differing(expected[name], found[name]) if name in found else None
-        narrow = name in found and _eps(found[name]) > _eps(expected[name])
-        if broken or narrow:
-            relative, threshold = broken or (0.0, 0.0)
-            likely = _likely(name, expected, found[name], previous or {}) if len(differences) < shown else ""
-            if tied and name in tied:
-                likely += f"; it is tied to {tied[name]}, and has to be loaded with it"
-            differences.append(TensorMismatch(name, relative, threshold, likely))
-    return differences
+    faults = {}
+    for name in filter(found.__contains__, expected):
+        broken = differing(expected[name], found[name])
+        if broken is None and _eps(found[name]) <= _eps(expected[name]):
+            continue
+        relative, threshold = broken or (0.0, 0.0)
+        likely = _likely(name, expected, found[name], previous or {}) if len(faults) < shown else ""
+        if tied and name in tied:
+            likely += f"; it is tied to {tied[name]}, and has to be loaded with it"
+        faults[name] = f"off by {relative:.1e} of its size (allowed {threshold:.1e}); {likely}"
+    faults |= {name: "the engine has no such tensor, or does not use it" for name in expected if name not in found}
+    return faults | {name: "the trainer sent no such tensor" for name in found if name not in expected}
 
 
 def _likely(name: str, expected: Fingerprints, found: WeightFingerprint, previous: Fingerprints) -> str:
@@ -197,12 +178,6 @@ def _eps(mark: WeightFingerprint) -> float:
     return torch.finfo(getattr(torch, mark.dtype)).eps
 
 
-def only_in(names: Iterable[str], others: Iterable[str]) -> list[str]:
-    """Names that the other side does not have, in order."""
-    others = set(others)
-    return [name for name in names if name not in others]
-
-
 @dataclass(frozen=True)
 class VerifyRequest:
     """Request for a verification.
@@ -225,10 +200,10 @@ class VerifyReply:
     """Fingerprints and log-probs of the engine.
 
     Attributes:
-        fingerprints: fingerprints of its tensors by their Hugging Face names.
+        fingerprints: of its tensors by their Hugging Face names.
         log_probs: of the probe.
         unproven: name prefixes of tensors that cannot be read in this engine.
-        seconds: time spent on the reply.
+        seconds: time spent on them.
     """
 
     fingerprints: Fingerprints
@@ -237,83 +212,11 @@ class VerifyReply:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class TrainerSide:
-    """Fingerprints and log-probs of the trainer.
-
-    Attributes:
-        fingerprints: of its tensors by their Hugging Face names.
-        log_probs: of the probe.
-        dtype: data type of the engine.
-        tied: as in `FingerprintLog`.
-        previous: its fingerprints at the previous sync.
-        seconds: time spent on fingerprints and log-probs.
-        compute_type: data type of its log-probs; `tf32` if float32 products are rounded.
-    """
-
-    fingerprints: Fingerprints
-    log_probs: np.ndarray
-    dtype: str = "float32"
-    tied: Mapping[str, str] = field(default_factory=dict)
-    previous: Fingerprints = field(default_factory=dict)
-    seconds: float = 0.0
-    compute_type: str = "float32"
-
-
-@dataclass(frozen=True)
-class VerificationResult:
-    """Result of a successful verification.
-
-    Attributes:
-        metrics: `sync/...`.
-        seconds: of both sides together.
-        num_tensors: number of tensors verified individually.
-    """
-
-    metrics: dict[str, float]
-    seconds: float
-    num_tensors: int
-
-
-def verify_sync(trainer: TrainerSide, engine: VerifyReply) -> VerificationResult:
-    """Compare both sides.
-
-    Raises:
-        WeightSyncError: they differ; names the tensors.
-        ConfigError: without the probe nothing is known of some tensors.
-    """
-    began = time.perf_counter()
-    expected = {
-        name: mark for name, mark in trainer.fingerprints.items() if not name.startswith(engine.unproven or ("\0",))
-    }
-    differences = compare(expected, engine.fingerprints, trainer.previous, trainer.tied)
-    faults = [str(difference) for difference in differences]
-    missing, extra = only_in(expected, engine.fingerprints), only_in(engine.fingerprints, expected)
-    faults += [f"{name}: the engine has no such tensor, or does not use it" for name in missing]
-    faults += [f"{name}: the trainer sent no such tensor" for name in extra]
-    gaps = np.abs(trainer.log_probs - engine.log_probs)
-    gap, allowed = float(gaps.mean()) if gaps.size else math.nan, allowed_nats(trainer.dtype, trainer.compute_type)
-    if faults:
-        raise WeightSyncError([d.name for d in differences] + missing + extra, faults, len(expected), gap)
-    if gaps.size and not gap <= allowed:
-        raise WeightSyncError([], [], len(expected), gap, allowed)
-    if engine.unproven and not gaps.size:
-        raise ConfigError(
-            f"rollout.kv_cache is keep: the tensors {', '.join(engine.unproven)}* cannot be read in this engine, and "
-            "log-probs that would prove them are not computed while responses are open. Set rollout.kv_cache=recompute."
-        )
-    seconds = trainer.seconds + engine.seconds + time.perf_counter() - began
-    unproven = float(len(trainer.fingerprints) - len(expected))  # tensors covered only by the probe
-    metrics = {"sync/proof_s": seconds, "sync/unproven_tensors": unproven}
-    metrics |= {"sync/probe_gap_nats": gap} if gaps.size else {}
-    return VerificationResult(metrics, seconds, len(expected))
-
-
 class SyncVerifier:
     """The trainer's side of all syncs to one engine.
 
-    For each sync, in this order: `question` (to the engine); `watch` around the stream of weights, or
-    `add_fingerprint` for each of them, or `add_adapter_fingerprints`; and `verify_sync` with the engine's answer.
+    For each sync, in this order: `question` (to the engine); `add_fingerprint` for each tensor, or `adopt`, and
+    `add_adapter_fingerprints`; and `verify` with the engine's reply.
 
     Args:
         model: that trains, with its adapter if it has one.
@@ -337,7 +240,7 @@ class SyncVerifier:
         self._log_probs = log_probs
         self.tied, self.transposed = tied_names(model), transposed_names(model)
         self.version = 0
-        self._ledger: FingerprintLog | None = None
+        self._log: FingerprintLog | None = None
         self._previous: Fingerprints = {}
         self._seen: tuple[np.ndarray, float] | None = None  # log-probs of this sync's weights, and seconds
 
@@ -351,7 +254,7 @@ class SyncVerifier:
         vectors = ProbeVectors(self.version)
         self.version += 1
         self._seen = None
-        self._ledger = FingerprintLog(vectors, self.dtype, self.tied, self.transposed)
+        self._log = FingerprintLog(vectors, self.dtype, self.tied, self.transposed)
         return VerifyRequest(vectors, self.rows, weights, adapter_rank)
 
     def without_probe(self, question: VerifyRequest) -> VerifyRequest:
@@ -361,44 +264,69 @@ class SyncVerifier:
 
     def add_fingerprint(self, name: str, tensor: Tensor) -> Tensor:
         """Compute the fingerprint of one tensor and return the tensor."""
-        assert self._ledger is not None, "question() begins a sync"
-        self._ledger.add_fingerprint(name, tensor)
+        assert self._log is not None, "question() begins a sync"
+        self._log.add_fingerprint(name, tensor)
         return tensor
 
     def add_adapter_fingerprints(self, adapter: Mapping[str, Tensor]) -> None:
         """Compute fingerprints of the adapter, whose whole tensors are given by their names in the model."""
-        assert self._ledger is not None, "question() begins a sync"
+        assert self._log is not None, "question() begins a sync"
         for name, tensor in adapter_tensors(self.model, adapter):
             # The engine multiplies B by its scale in its own type, after rounding B to it.
-            self._ledger.add_fingerprint(
+            self._log.add_fingerprint(
                 name, tensor, slack=2 * torch.finfo(self.dtype).eps if name.endswith(LORA_B) else 0.0
             )
 
     def adopt(self, fingerprints: Fingerprints, seconds: float = 0.0) -> None:
         """Use fingerprints that were combined from parts, instead of computing them from whole tensors."""
-        assert self._ledger is not None, "question() begins a sync"
+        assert self._log is not None, "question() begins a sync"
         for name, mark in fingerprints.items():
-            self._ledger.add(name, mark)
-        self._ledger.seconds += seconds
+            self._log.add(name, mark)
+        self._log.seconds += seconds
 
     def compute_probe_log_probs(self) -> None:
-        """Compute the log-probs of the probe, during the transfer or the engine's verification; otherwise `verify_sync`
+        """Compute the log-probs of the probe, during the transfer or the engine's verification; otherwise `verify`
         computes them.
         """
-        assert self._ledger is not None, "question() begins a sync"
+        assert self._log is not None, "question() begins a sync"
         began = time.perf_counter()
         log_probs = self._log_probs(self.rows) if self._log_probs is not None else np.zeros(0)
         self._seen = log_probs, time.perf_counter() - began
 
-    def verify(self, engine: VerifyReply) -> VerificationResult:
-        """Compare with the engine's reply; see `verify_sync`."""
-        assert self._ledger is not None, "question() begins a sync"
+    def verify(self, engine: VerifyReply) -> dict[str, float]:
+        """Compare both sides; returns metrics `sync/...`.
+
+        Raises:
+            WeightSyncError: they differ; names the tensors.
+            ConfigError: without the probe nothing is known of some tensors.
+        """
+        assert self._log is not None, "question() begins a sync"
         if self._seen is None:
             self.compute_probe_log_probs()
         assert self._seen is not None
+        began, own = time.perf_counter(), self._log.fingerprints
         (log_probs, seconds), self._seen = self._seen, None
-        dtype, seconds, found = dtype_name(self.dtype), seconds + self._ledger.seconds, self._ledger.fingerprints
-        side = TrainerSide(found, log_probs, dtype, self.tied, self._previous, seconds, self.compute_type)
-        proof = verify_sync(side, engine)
-        self._previous |= self._ledger.fingerprints
-        return proof
+        unread = engine.unproven or ("\0",)
+        expected = {name: mark for name, mark in own.items() if not name.startswith(unread)}
+        faults = compare(expected, engine.fingerprints, self._previous, self.tied)
+        gaps = np.abs(log_probs - engine.log_probs)
+        gap, allowed = (
+            float(gaps.mean()) if gaps.size else math.nan,
+            allowed_nats(dtype_name(self.dtype), self.compute_type),
+        )
+        if faults:
+            texts = [f"{name}: {fault}" for name, fault in faults.items()]
+            raise WeightSyncError(list(faults), texts, len(expected), gap)
+        if gaps.size and not gap <= allowed:
+            raise WeightSyncError([], [], len(expected), gap, allowed)
+        if engine.unproven and not gaps.size:
+            raise ConfigError(
+                f"rollout.kv_cache is keep: the tensors {', '.join(engine.unproven)}* cannot be read in this engine, "
+                "and log-probs that would prove them are not computed while responses are open. Set "
+                "rollout.kv_cache=recompute."
+            )
+        self._previous |= own
+        seconds += self._log.seconds + engine.seconds + time.perf_counter() - began
+        unproven = float(len(own) - len(expected))  # tensors covered only by the probe
+        metrics = {"sync/proof_s": seconds, "sync/unproven_tensors": unproven}
+        return metrics | ({"sync/probe_gap_nats": gap} if gaps.size else {})

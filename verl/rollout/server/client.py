@@ -51,7 +51,6 @@ from verl.utils.progress import report
 logger = logging.getLogger(__name__)
 
 WAIT_S = 0.02  # wait for the next answer before environments are polled again
-MIB = 1 << 20
 MICRO_BATCH_TOKENS = 16384  # of a forward pass, if the trainer computes the log-probs
 NOISE_NATS = 1e-5  # smaller differences do not distinguish weights
 
@@ -231,7 +230,7 @@ class ServerConnection:
     """A checked connection to a server.
 
     Attributes:
-        transfer: sends new weights; None if the server's weights are fixed or another process sends them.
+        update: sends new weights; None if the server's weights are fixed or another process sends them.
         source: source of log-probs of responses, the server or the trainer.
         gap_nats: mean distance between the log-probs of server and trainer on fixed text at the start; None if the
             server does not return them.
@@ -240,13 +239,13 @@ class ServerConnection:
     client: HTTPClient
     protocol: ServerProtocol
     probe: LogProbCheck
-    transfer: ServerWeightUpdate | None
+    update: ServerWeightUpdate | None
     source: Literal["server", "trainer"]
     gap_nats: float | None = None
 
 
 class ServerEngine(RolloutEngine):
-    """See `ServerRollout`. Made by `verl.rollout.server.connect.connect`, which checks the server."""
+    """See `ServerRollout`. Made by `verl.rollout.server.checks.checked_engine`."""
 
     def __init__(
         self,
@@ -286,7 +285,7 @@ class ServerEngine(RolloutEngine):
                 "(docs/rollout.md), or set trainer.mode=sync."
             )
         if (held := self.row_tokens) is not None:
-            limit = f"the server takes {held} (vLLM's --max-model-len)"
+            limit = f"the server takes {held}"
             limits.refuse_above(held, self.options.max_new_tokens, limit)
         seed = self.seed if self.options.send_seed else None
         return ServerTurns(self.connection.client, self.connection.protocol, self.sampling_params, seed, limits)
@@ -312,27 +311,25 @@ class ServerEngine(RolloutEngine):
             metrics = {} if gap is None else {"sync/probe_gap_nats": gap}
             is_current = is_first and gap is not None and gap <= self._allowed_nats()
             return SyncResult("the server keeps its weights", metrics, is_current)
-        synced = self._renew() if self.connection.transfer is not None else self._support_first()
+        synced = self._renew() if self.connection.update is not None else self._support_first()
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # no process samples before the server has the weights
         return synced
 
     def _renew(self) -> SyncResult:
         """Send the current weights to the server and check that it uses them."""
-        assert self.connection.transfer is not None
-        moved = self.connection.transfer.move(
+        assert self.connection.update is not None
+        moved = self.connection.update.move(
             named_tensors(self.model, self.autocast) if self._transfer is None else self._transfer.tensors()
         )
         gap, gap_before = self._gaps()
         if gap is None:
             raise RolloutError(
                 "The server returns no log-probs of prompts (prompt_logprobs), so its new weights cannot be "
-                "verified. Set rollout.weights=fixed, or use a vLLM that returns them."
+                "verified. Set rollout.weights=fixed, or use a server that returns them."
             )
         self._refuse_wrong_weights(gap, gap_before)
-        metrics = {"sync/copy_s": moved.write_s, "sync/load_s": moved.load_s, "sync/bytes": float(moved.num_bytes)}
-        note = f"{moved.num_tensors} tensors, {moved.num_bytes / MIB:.1f} MiB to the server"
-        return SyncResult(note, metrics | {"sync/probe_gap_nats": gap})
+        return replace(moved, metrics=moved.metrics | {"sync/probe_gap_nats": gap})
 
     def _support_first(self) -> SyncResult:
         """Take part in the collectives of the first process, which sends the weights."""
@@ -345,8 +342,8 @@ class ServerEngine(RolloutEngine):
 
     def close(self) -> None:
         self.connection.client.close()
-        if self.connection.transfer is not None:
-            self.connection.transfer.close()
+        if self.connection.update is not None:
+            self.connection.update.close()
 
     @torch.no_grad()
     def _trainers_log_probs(self, rows: DataProto, width: int) -> Tensor:
@@ -399,9 +396,10 @@ class ServerEngine(RolloutEngine):
             "It holds the weights of the step before: its reload did nothing."
             if is_stale
             else "It computes in another type (raise rollout.max_gap_nats), serves another model, or did not load a "
-            "tensor: vLLM on a CPU keeps an old output head that is tied to the embeddings (rollout=vllm does not)."
+            "tensor, such as an output head that is tied to the embeddings."
         )
         raise RolloutError(
-            f"The server at {self.connection.client.endpoint.base_url} has not the trainer's weights after a reload: "
-            f"log-probs of fixed text differ by {gap:.3g} nats on average, where {allowed:g} may be rounding. {likely}"
+            f"The server at {self.connection.client.endpoint.base_url} does not hold the trainer's weights after a "
+            f"reload: log-probs of fixed text differ by {gap:.3g} nats on average, where {allowed:g} may be rounding. "
+            f"{likely}"
         )

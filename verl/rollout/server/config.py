@@ -17,6 +17,6 @@ class ServerRollout(ServerOptions):
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
     ) -> RolloutEngine:
-        from verl.rollout.server.connect import connect  # brings httpx
+        from verl.rollout.server.checks import checked_engine  # brings httpx
 
-        return connect(self, model, tokenizer, seed, autocast, context)
+        return checked_engine(self, model, tokenizer, seed, autocast, context)

@@ -18,13 +18,13 @@ class ServerOptions(Rollout):
 
     Args:
         endpoint: its address without `/v1`, its key, limits, time-outs and retries; one request is one response.
-        protocol: `openai`: /v1/completions with token ids both ways, as vLLM has it; `tgi`: /generate of Text
+        protocol: `openai`: /v1/completions with token ids both ways; `tgi`: /generate of Text
             Generation Inference, with prompts as texts.
         model: name of the model on the server; null: the only one that it serves. For `openai`.
-        weights: `reload`: after each update the server, a vLLM started with VLLM_SERVER_DEV_MODE=1, reads the new
-            weights from `transfer_dir`, and proves it by log-probs. `fixed`: the server's weights never change, so
-            responses come from an increasingly older policy, which `algorithm.correction` can correct for a few
-            updates.
+        weights: `reload`: after each update the server, in its development mode, reads the new weights from
+            `transfer_dir` (`ServerWeightUpdate`), and proves it by log-probs. `fixed`: the server's weights never
+            change, so responses come from an increasingly older policy, which `algorithm.correction` can correct for a
+            few updates.
         transfer_dir: directory that the trainer and the server both see, for `reload`; null: one in memory
             (/dev/shm), for a server on this machine.
         log_probs: where `rollout_log_probs` come from. `server`: from its answers, if they are
@@ -65,7 +65,7 @@ class ServerOptions(Rollout):
 
     def _tgi_faults(self) -> Iterator[str]:
         if self.weights == "reload":
-            yield "weights is reload: TGI has no way to take new weights. Set weights=fixed, or use vLLM."
+            yield "weights is reload: TGI has no way to take new weights. Set weights=fixed, or protocol=openai."
         if self.model is not None:
             yield f"model is {self.model!r}: a TGI server has one model. Leave it null."
         for name, unset in (("min_new_tokens", 0), ("stop_token_ids", ())):

@@ -1,4 +1,4 @@
-"""Protocols of inference servers: OpenAI-compatible `POST /v1/completions` (vLLM) and TGI's `POST /generate`.
+"""Protocols of inference servers: OpenAI-compatible `POST /v1/completions` and TGI's `POST /generate`.
 
 `ServerProtocol` is the interface; `SamplingRequest` and `ServerResponse` are the same for both. The `read_...`
 functions are the only code that parses token ids, log-probs and finish reasons of a server's JSON: each returns the
@@ -10,11 +10,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from verl.errors import RolloutError
 from verl.http_client.request import NotRetryable, Request, RetryableAnswer
 from verl.rollout.rows import log_prob_fault
+from verl.rollout.server.weight_update import ServerWeightUpdate, WorkerReload
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,10 @@ class ServerProtocol(ABC):
         path: of a request for a response.
         takes_ids: whether prompts are sent as token ids rather than as text.
         limit: the server's limit on tokens of prompt and response; None if it reports none.
+        weight_update: how it takes new weights.
     """
 
+    weight_update: ClassVar[type[ServerWeightUpdate]] = WorkerReload
     path: str
     takes_ids: bool = True
     limit: int | None = None
@@ -203,10 +206,10 @@ def shown_value(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
 
 
-TOKEN_ID = "token_id:"  # prefix of tokens that vLLM returns as ids
+TOKEN_ID = "token_id:"  # prefix of tokens that are returned as ids
 TEXT_ONLY = (
     "text without token ids. Training needs the very tokens that were drawn, and a text can be cut into tokens in many "
-    "ways: use a server that gives them, such as vLLM (return_token_ids)"
+    "ways: use a server that gives them, by return_token_ids"
 )
 
 

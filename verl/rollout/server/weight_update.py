@@ -1,6 +1,6 @@
-"""Weight updates of a vLLM server: files in a shared directory, loaded by its reload.
+"""Weight updates of a server: files in a shared directory, which it is asked to read.
 
-trainer ──> DIR/v3/*.safetensors ──> POST /collective_rpc reload_weights ──> POST /reset_prefix_cache ──> v3 is removed
+trainer ──> DIR/v3/*.safetensors ──> requests: read them, forget keys and values of former weights ──> v3 is removed
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,30 +20,25 @@ from verl.errors import ConfigError, RolloutError
 from verl.http_client.client import HTTPClient
 from verl.http_client.request import NotRetryable, Request
 from verl.models.parallel_info import Autocast
+from verl.rollout.base import SyncResult
 from verl.rollout.weight_sync.state_dict import weights_of
 from verl.utils.directories import TemporaryDirectory
 
+MIB = 1 << 20
 RELOAD, RESET_CACHE = "/collective_rpc", "/reset_prefix_cache"
 FILE_BYTES = 2**30  # size of one file, which limits the extra memory
-NEEDED = "weights is reload: needs vLLM started with VLLM_SERVER_DEV_MODE=1, which has /collective_rpc"
-
-
-@dataclass(frozen=True)
-class ServerUpdateResult:
-    """Cost of one update: seconds to write the weights, seconds for the server to read them, and their size."""
-
-    write_s: float
-    load_s: float
-    num_bytes: int
-    num_tensors: int
 
 
 class ServerWeightUpdate:
-    """Sends weights to one server.
+    """Sends weights to one server. What a kind of server is asked for is a subclass, named by its `ServerProtocol`.
 
     Args:
         directory: visible to trainer and server; None: a directory in memory.
+    Attributes:
+        needs: what the server lacks if it refuses `trial`.
     """
+
+    needs: str
 
     def __init__(self, client: HTTPClient, directory: str | None):
         self.client, self._version = client, 0
@@ -60,20 +54,29 @@ class ServerWeightUpdate:
         self.directory = Path(self._held.name)
         self.directory.chmod(0o755)  # the server may run as another user
 
+    def trial(self) -> Request:
+        """A request that changes nothing, and that the server refuses if it cannot load weights."""
+        raise NotImplementedError
+
+    def requests(self, directory: Path) -> Sequence[Request]:
+        """Read the `*.safetensors` of a directory, and forget keys and values of the former weights."""
+        raise NotImplementedError
+
     def check(self) -> None:
         """Check that the server can load new weights.
 
         Raises:
             ConfigError: it cannot.
         """
-        report = self.client.ask([_WorkerRequest(RELOAD, {})])[0]  # no such method: nothing is done
+        report = self.client.ask([self.trial()])[0]
         assert report is not None
         if report.kind == "refused":
             raise ConfigError(
-                f"{NEEDED}; the one at {self.client.endpoint.base_url} says {report.failure}. Or set weights=fixed."
+                f"weights is reload: needs {self.needs}; the server at {self.client.endpoint.base_url} says "
+                f"{report.failure}. Or set weights=fixed."
             )
 
-    def move(self, tensors: Iterable[tuple[str, Tensor]]) -> ServerUpdateResult:
+    def move(self, tensors: Iterable[tuple[str, Tensor]]) -> SyncResult:
         """Send weights to the server, by their names in a checkpoint.
 
         Raises:
@@ -86,11 +89,13 @@ class ServerWeightUpdate:
         try:
             num_tensors, num_bytes = _write(tensors, version)
             written = time.perf_counter()
-            self._ask(_WorkerRequest(RELOAD, {"method": "reload_weights", "kwargs": {"weights_path": str(version)}}))
-            self._ask(_CacheReset())
+            for request in self.requests(version):
+                self._ask(request)
         finally:
             shutil.rmtree(version, ignore_errors=True)
-        return ServerUpdateResult(written - began, time.perf_counter() - written, num_bytes, num_tensors)
+        metrics = {"sync/copy_s": written - began, "sync/load_s": time.perf_counter() - written}
+        note = f"{num_tensors} tensors, {num_bytes / MIB:.1f} MiB to the server"
+        return SyncResult(note, metrics | {"sync/bytes": float(num_bytes)})
 
     def close(self) -> None:
         """Remove all files."""
@@ -106,9 +111,23 @@ class ServerWeightUpdate:
             )
 
 
+class WorkerReload(ServerWeightUpdate):
+    """The server's workers read the files, by `/collective_rpc`."""
+
+    needs = f"a server in its development mode, which has {RELOAD} (docs/rollout.md, A server)"
+
+    def trial(self) -> Request:
+        return _WorkerRequest({})  # no such method: nothing is done
+
+    def requests(self, directory: Path) -> Sequence[Request]:
+        return _WorkerRequest({"method": "reload_weights", "kwargs": {"weights_path": str(directory)}}), _CacheReset()
+
+
 class _WorkerRequest(Request):
-    def __init__(self, path: str, body: dict[str, Any]):
-        self.path, self._body = path, body
+    path = RELOAD
+
+    def __init__(self, body: dict[str, Any]):
+        self._body = body
 
     def body(self) -> Any:
         return self._body

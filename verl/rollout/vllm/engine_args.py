@@ -20,6 +20,7 @@ import torch
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError
+from verl.models.own_module import OwnModule
 from verl.models.parallel_info import Autocast, compute_device
 from verl.rollout.engine_process.process import CORES_VARIABLE, EngineDied, EngineError
 from verl.rollout.process_engine import gpu_name
@@ -131,6 +132,8 @@ def engine_args(
 
 def unfit(model: Any, autocast: Autocast) -> str | None:
     """Why vLLM cannot run a model of a supported architecture; None if it can."""
+    if isinstance(model, OwnModule):
+        return f"actor.model is a {type(model.module).__name__}, which no other engine can compute."
     dtype, config = dtype_of(model, autocast), model.config.get_text_config()
     if dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")

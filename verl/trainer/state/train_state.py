@@ -20,7 +20,7 @@ from typing import Any
 
 from verl.checkpoint.commit.store import CheckpointStore, SaveTransaction
 from verl.checkpoint.config import Checkpointing
-from verl.checkpoint.core.filesystem import remove_tree, write_errors
+from verl.checkpoint.core.filesystem import FileSystem, remove_tree, write_errors
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_request import (
     ExistingFile,
@@ -242,12 +242,7 @@ class RankWriters:
         while time.monotonic() < end and any(multi_writer.directory.exists() for multi_writer in self._under_way):
             time.sleep(0.05)
         for multi_writer in self._under_way:
-            abandon_missing(
-                CheckpointStore(multi_writer.directory.parents[1]).disk,
-                multi_writer.directory,
-                multi_writer.others,
-                reason,
-            )
+            abandon_missing(FileSystem(), multi_writer.directory, multi_writer.others, reason)
 
     def _begin(
         self, store: CheckpointStore, step: int, tag: str | None, num_bytes: int

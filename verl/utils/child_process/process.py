@@ -42,7 +42,7 @@ TAIL_LINES = 20
 TRACEBACK_LINES = 60  # limit for the traceback of the cause; longer ones lose their middle
 READ_BYTES = 1 << 20  # read from the end of a log
 
-# Lines that libraries print in normal operation: logging below ERROR (vLLM's form, then that of logging's own
+# Lines that libraries print in normal operation: logging below ERROR (that of engines, then that of logging's own
 # examples), glog and c10 below ERROR, warnings of Python
 LEVEL = "DEBUG|INFO|WARNING|ERROR|CRITICAL|FATAL"
 DATE, TIME = r"\d\d-\d\d", r"\d\d:\d\d:\d\d"

@@ -1,6 +1,5 @@
 """The side of the vLLM process. Only this package imports vLLM.
 
-engine_main       The main program of the vLLM process: `python -m verl.rollout.engine_process.serve`
 engine_server     The engine as the vLLM process holds it: each public method is a call that the trainer can make
 expert_recorder   Experts that the routers chose for the tokens that predict a response, for router replay
 layer_fingerprints

@@ -23,7 +23,7 @@ from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.engine_args import EngineArgs
 from verl.rollout.vllm.server.turns import EngineTurns, PrefixVersions
 from verl.rollout.vllm.server.verification import answer_request
-from verl.rollout.weight_sync.chunks import FeedPlan, WantedSlices
+from verl.rollout.weight_sync.stream import Feed, WantedSlices
 from verl.utils.child_process.process import describe_exit, memory_kills
 from verl.utils.progress import report
 
@@ -109,8 +109,8 @@ class EngineServer:
         slices = self.llm.collective_rpc("verl_wants", args=(shapes,))
         return None if None in slices else slices
 
-    def connect(self, feeds: list[FeedPlan], dtype: torch.dtype) -> None:
-        """Use these streams for weights: one per worker, or one for all workers."""
+    def connect(self, feeds: list[Feed], dtype: torch.dtype) -> None:
+        """Use these streams for weights; each worker reads one of them."""
         self.llm.collective_rpc("verl_connect", args=(feeds, dtype))
 
     def load(self, num_threads: int, in_place: bool) -> tuple[float, str | None]:

@@ -27,8 +27,7 @@ from torch import Tensor, nn
 from verl.rollout.proof.fingerprints import (
     LORA_A,
     LORA_B,
-    FingerprintShard,
-    FingerprintShards,
+    FingerprintParts,
     HostCopies,
     ProbeVectors,
     WeightFingerprint,
@@ -37,7 +36,6 @@ from verl.rollout.proof.fingerprints import (
     fingerprint,
     full_precision,
     plain_name,
-    whole_shard,
 )
 from verl.utils.progress import report
 
@@ -61,8 +59,8 @@ class ExpertFingerprints:
         everyone = ((number, number) for number in range(layer.local_num_experts))
         self.numbers = [(number, place) for number, place in places or everyone if place >= 0]
 
-    def fingerprints(self, vectors: ProbeVectors) -> Iterator[tuple[str, FingerprintShard]]:
-        """The shards of every expert's matrices, unpacked one expert at a time."""
+    def fingerprints(self, vectors: ProbeVectors) -> Iterator[tuple[str, WeightFingerprint]]:
+        """The fingerprints of every expert's matrices, unpacked one expert at a time."""
         layer, width = self.layer, self.config.hidden_dim_unpadded
         own, ranks = self.config.intermediate_size_per_partition_unpadded, self.config.tp_size
         rows, offset = own * ranks, own * self.config.tp_rank
@@ -70,15 +68,11 @@ class ExpertFingerprints:
             both, down = (self._in_order(w[place]) for w in (layer.w13_weight, layer.w2_weight))
             half = len(both) // 2
             for part, matrix in ((layer.ckpt_gate_proj_name, both[:half]), (layer.ckpt_up_proj_name, both[half:])):
-                yield (
-                    self._named(number, part),
-                    FingerprintShard(fingerprint(matrix[:own, :width], vectors), rows, offset),
-                )
+                mark = fingerprint(matrix[:own, :width], vectors).part_of(rows, offset)
+                yield self._named(number, part), mark
             shown = widened(down[:width, :own], rows, offset) if ranks > 1 else down[:width, :own]
-            yield (
-                self._named(number, layer.ckpt_down_proj_name),
-                FingerprintShard(fingerprint(shown, vectors), width, 0, ranks > 1),
-            )
+            mark = fingerprint(shown, vectors).part_of(width, is_term=ranks > 1)
+            yield self._named(number, layer.ckpt_down_proj_name), mark
 
     def _named(self, number: int, part: str) -> str:
         return f"{self.name}.{number}.{part}.weight"
@@ -171,7 +165,7 @@ class LayerRows:
         self.name, self.local, self.rows, self.offset = name, local, rows, offset
 
 
-Reading = Callable[[ProbeVectors], Iterable[tuple[str, FingerprintShard]]]  # of one layer
+Reading = Callable[[ProbeVectors], Iterable[tuple[str, WeightFingerprint]]]  # of one layer
 
 
 class LayerFingerprints:
@@ -216,18 +210,18 @@ class LayerFingerprints:
             self._add(self._vocabulary, embedding, HEAD, True)
 
     @torch.no_grad()
-    def shards(self, vectors: ProbeVectors) -> FingerprintShards:
-        """The shards of every tensor by its name, for the vectors of a sync."""
-        shards: FingerprintShards = {}
+    def parts(self, vectors: ProbeVectors) -> FingerprintParts:
+        """The fingerprints of this rank's part of every tensor by its name, for the vectors of a sync."""
+        parts: FingerprintParts = {}
         with full_precision(), HostCopies() as copies:
             for reading in self._readings:
                 report()
-                for name, shard in reading(vectors):
-                    shards.setdefault(name, []).append(shard)
+                for name, mark in reading(vectors):
+                    parts.setdefault(name, []).append(mark)
         copies.finish()
-        return shards
+        return parts
 
-    def _add(self, read: Callable[..., Iterator[tuple[str, FingerprintShard]]], *of: Any) -> None:
+    def _add(self, read: Callable[..., Iterator[tuple[str, WeightFingerprint]]], *of: Any) -> None:
         self._readings.append(lambda vectors: read(vectors, *of))
 
     def _reads_as_head(self, embedding: nn.Module) -> bool:
@@ -237,7 +231,7 @@ class LayerFingerprints:
 
     def _linear(
         self, vectors: ProbeVectors, layer: Any, parts: list[LayerRows], is_term: bool
-    ) -> Iterator[tuple[str, FingerprintShard]]:
+    ) -> Iterator[tuple[str, WeightFingerprint]]:
         width = layer.input_size
         start = layer.tp_rank * layer.input_size_per_partition if is_term else 0
         part = slice(start, start + layer.input_size_per_partition) if is_term else slice(None)
@@ -245,14 +239,14 @@ class LayerFingerprints:
         bias = getattr(layer, "bias", None)
         for piece in parts:
             mark = WeightFingerprint(values[:, piece.local], width, dtype)
-            yield f"{piece.name}.weight", FingerprintShard(mark, piece.rows, piece.offset, is_term)
+            yield f"{piece.name}.weight", mark.part_of(piece.rows, piece.offset, is_term)
             if bias is not None:
                 own = fingerprint(bias[piece.local], vectors)
-                yield f"{piece.name}.bias", FingerprintShard(own, piece.rows, 0 if is_term else piece.offset)
+                yield f"{piece.name}.bias", own.part_of(piece.rows, 0 if is_term else piece.offset)
 
     def _vocabulary(
         self, vectors: ProbeVectors, layer: Any, name: str, as_head: bool
-    ) -> Iterator[tuple[str, FingerprintShard]]:
+    ) -> Iterator[tuple[str, WeightFingerprint]]:
         """Rows of an embedding (by look-up) or a head (by its logits), without padding rows."""
         indices = layer.shard_indices
         start, end = indices.org_vocab_start_index, indices.org_vocab_end_index
@@ -261,7 +255,7 @@ class LayerFingerprints:
             mark = WeightFingerprint(values[:, : end - start], layer.embedding_dim, dtype)
         else:
             mark = fingerprint(layer.weight[: end - start], vectors)
-        yield name, FingerprintShard(mark, layer.org_vocab_size, start)
+        yield name, mark.part_of(layer.org_vocab_size, start)
 
     def _through(self, vectors: ProbeVectors, layer: Any, width: int, part: slice) -> tuple[np.ndarray, str]:
         """Output of a layer for the vectors, without bias, [1 + columns, rows], and its compute type."""
@@ -275,11 +269,11 @@ class LayerFingerprints:
 
     def _own(
         self, vectors: ProbeVectors, module: nn.Module, name: str, skip: tuple[str, ...]
-    ) -> Iterator[tuple[str, FingerprintShard]]:
+    ) -> Iterator[tuple[str, WeightFingerprint]]:
         """Parameters of other modules, such as norms, which every rank holds whole."""
         for key, weight in module._parameters.items():
             if weight is not None and key not in skip:
-                yield f"{name}.{key}", whole_shard(fingerprint(weight, vectors))
+                yield f"{name}.{key}", fingerprint(weight, vectors)
 
 
 def layer_rows(layer: Any, name: str, kinds: set[str], packed: dict[str, list[str]]) -> Iterator[LayerRows]:
@@ -320,7 +314,7 @@ def kinds_of(module: nn.Module) -> set[str]:
 
 
 @torch.no_grad()
-def adapter_shards(manager: Any, adapter_id: int, rank: int, vectors: ProbeVectors) -> FingerprintShards:
+def adapter_parts(manager: Any, adapter_id: int, rank: int, vectors: ProbeVectors) -> FingerprintParts:
     """One engine rank's part of the adapter, read from vLLM's manager of adapters; empty if it is not in use.
 
     Args:
@@ -332,7 +326,7 @@ def adapter_shards(manager: Any, adapter_id: int, rank: int, vectors: ProbeVecto
         return {}
     slot = manager.lora_index_to_id.index(adapter_id)
     packed = PACKED | dict(getattr(manager.model, "packed_modules_mapping", None) or {})
-    shards: FingerprintShards = {}
+    parts: FingerprintParts = {}
     for path, module in manager.modules.items():
         layer = getattr(module, "base_layer", None)
         if layer is None or "LinearBase" not in kinds_of(layer):
@@ -342,18 +336,10 @@ def adapter_shards(manager: Any, adapter_id: int, rank: int, vectors: ProbeVecto
             is_fused = len(module.lora_a_stacked) == 1  # one adapter over all parts
             a = module.lora_a_stacked[0 if is_fused else index][slot, 0, :rank]
             b = module.lora_b_stacked[0 if is_fused else index][slot, 0, :, :rank]
-            shown = _widened(a, layer) if is_term else a
+            shown = widened(a, layer.input_size, layer.tp_rank * a.shape[1]) if is_term else a
             b_part = b[part.local] if is_fused else b
-            shard_a = FingerprintShard(fingerprint(shown, vectors), rank, is_term=is_term)
-            shard_b = FingerprintShard(fingerprint(b_part, vectors), part.rows, 0 if is_term else part.offset)
-            shards.setdefault(f"{part.name}.{LORA_A}", []).append(shard_a)
-            shards.setdefault(f"{part.name}.{LORA_B}", []).append(shard_b)
-    return shards
-
-
-def _widened(a: Tensor, layer: Any) -> Tensor:
-    """This rank's input columns of A at their global positions, with zeros for those of other ranks."""
-    start = layer.tp_rank * a.shape[1]
-    wide = a.new_zeros(a.shape[0], layer.input_size)
-    wide[:, start : start + a.shape[1]] = a
-    return wide
+            mark_a = fingerprint(shown, vectors).part_of(rank, is_term=is_term)
+            mark_b = fingerprint(b_part, vectors).part_of(part.rows, 0 if is_term else part.offset)
+            parts.setdefault(f"{part.name}.{LORA_A}", []).append(mark_a)
+            parts.setdefault(f"{part.name}.{LORA_B}", []).append(mark_b)
+    return parts

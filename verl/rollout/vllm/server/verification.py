@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from verl.rollout.proof.fingerprints import FingerprintShards, join_shards
+from verl.rollout.proof.fingerprints import FingerprintParts, join_parts
 from verl.rollout.proof.verifier import VerifyReply, VerifyRequest
-from verl.rollout.vllm.server.layer_fingerprints import LayerFingerprints, adapter_shards
+from verl.rollout.vllm.server.layer_fingerprints import LayerFingerprints, adapter_parts
 
 READER = "_verl_layer_reader"
 
@@ -37,7 +37,7 @@ def answer_request(llm: Any, question: VerifyRequest, lora_request: Any = None, 
         finally:
             on_ranks("score", mode)
     ranks = on_ranks("read", question, lora_request.lora_int_id if lora_request is not None else None)
-    fingerprints = join_shards([shards for shards, _ in ranks])
+    fingerprints = join_parts([parts for parts, _ in ranks])
     unproven = tuple(dict.fromkeys(name for _, names in ranks for name in names))
     return VerifyReply(fingerprints, log_probs, unproven, time.perf_counter() - began)
 
@@ -61,18 +61,18 @@ def _reader(model: Any, dtype: Any) -> LayerFingerprints:
     return model.__dict__[READER]
 
 
-def _read(worker: Any, question: VerifyRequest, adapter_id: int | None) -> tuple[FingerprintShards, list[str]]:
-    """The rank's shards, and the name prefixes of tensors that cannot be read."""
+def _read(worker: Any, question: VerifyRequest, adapter_id: int | None) -> tuple[FingerprintParts, list[str]]:
+    """The rank's parts, and the name prefixes of tensors that cannot be read."""
     runner = worker.model_runner
-    shards: FingerprintShards = {}
+    parts: FingerprintParts = {}
     unproven: list[str] = []
     if question.weights:
         reader = _reader(runner.get_model(), runner.model_config.dtype)
-        shards, unproven = reader.shards(question.vectors), reader.unproven
+        parts, unproven = reader.parts(question.vectors), reader.unproven
     if question.adapter_rank is not None and adapter_id is not None:
         manager = runner.lora_manager._adapter_manager
-        shards |= adapter_shards(manager, adapter_id, question.adapter_rank, question.vectors)
-    return shards, unproven
+        parts |= adapter_parts(manager, adapter_id, question.adapter_rank, question.vectors)
+    return parts, unproven
 
 
 def engine_log_probs(llm: Any, rows: tuple[tuple[int, ...], ...], lora_request: Any = None) -> np.ndarray:

@@ -12,8 +12,8 @@ a layer of another class `UnsupportedLayer` is raised, and `WorkerExtension` has
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from verl.ops.resharding.layout import Box
 from verl.rollout.proof.fingerprints import plain_name
 from verl.rollout.vllm.server.layer_fingerprints import EXPERTS, PACKED, kinds_of, layer_rows
-from verl.rollout.weight_sync.chunks import ChunkEntry
+from verl.rollout.weight_sync.stream import ChunkEntry
 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 OWN_STATE = ("MLAAttention",)  # its buffers are computed from weights at loading
@@ -34,27 +34,23 @@ class UnsupportedLayer(Exception):
     """A layer that can only be loaded by vLLM itself; names the layer."""
 
 
-@dataclass(frozen=True)
-class LoadSlice:
-    """Part of a streamed tensor: its position in the received slice, and the rows of the layer that it fills."""
-
-    name: str
-    source: tuple[slice, ...]
-    rows: slice
-    read: tuple[slice, ...] = ()
+Slices = tuple[slice, ...]
 
 
-@dataclass
 class PackedLayer:
-    """A layer with a packed matrix, and the parts of it that have been received."""
+    """A layer with a packed matrix, and the parts of it that have been received.
 
-    layer: Any
-    pieces: Sequence[LoadSlice]
-    taken: dict[int, Tensor] = field(default_factory=dict)  # by the number of the piece
+    Args:
+        pieces: the tensors that it consists of, in the order of its rows, and where each is in what is received.
+    """
+
+    def __init__(self, layer: Any, pieces: Sequence[tuple[str, Slices]]):
+        self.layer, self.pieces = layer, pieces
+        self.taken: dict[int, Tensor] = {}  # by the number of the piece
 
     def take(self, name: str, tensor: Tensor) -> None:
         """Store the layer's part of a tensor; after the last part the layer is packed."""
-        self.taken |= {i: tensor[piece.read] for i, piece in enumerate(self.pieces) if piece.name == name}
+        self.taken |= {i: tensor[read] for i, (own, read) in enumerate(self.pieces) if own == name}
         if len(self.taken) == len(self.pieces):
             pack_weight(self.layer, concatenate_views([self.taken.pop(i) for i in range(len(self.pieces))]))
 
@@ -76,22 +72,21 @@ class InPlaceLoader:
     """
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, Shape], starts: Mapping[str, Shape] | None = None):
-        self._starts, self._slices = starts or {}, dict[str, list[tuple[slice, ...]]]()
+        self._starts, self._slices = starts or {}, dict[str, list[Slices]]()
         self._packed_names = PACKED | dict(getattr(model, "packed_modules_mapping", None) or {})
         self._shapes = shapes
-        self._writers: dict[str, list[Callable[[str, Tensor], object]]] = {name: [] for name in shapes}
-        self._packings: list[PackedLayer] = []
-        self._copies: dict[str, list[tuple[Tensor, tuple[slice, ...]]]] = {}  # destinations, with slices
-        self._whole_only: set[str] = set()  # tensors that are not loaded by rows
-        self._after: dict[str, list[Callable[[], None]]] = {}  # once a tensor is there
-        self._arriving = torch.empty(0)
+        self._copies: dict[str, list[tuple[Tensor, Slices]]] = {name: [] for name in shapes}  # targets, and what of it
+        self._packed: list[PackedLayer] = []
+        self._packings: dict[str, list[PackedLayer]] = {name: [] for name in shapes}  # that a tensor is a part of
+        self._after: dict[str, list[Callable[[], None]]] = {name: [] for name in shapes}  # once a tensor is there
+        self._arriving = torch.empty(0)  # a packed tensor that comes by its rows
         self._embeddings: dict[int, str] = {}  # of a parameter: the name that it comes by
         modules = dict(model.named_modules())
         for path, module in modules.items():
             self._find(plain_name(path), module)
         self._register_head_copies(modules.values(), getattr(model, "lm_head", None))
         elsewhere = tuple(f"{plain_name(path)}." for path, part in modules.items() if OTHER_STAGE in kinds_of(part))
-        unmatched = [name for name, takers in self._writers.items() if not takers and not name.startswith(elsewhere)]
+        unmatched = [name for name in shapes if name not in self._slices and not name.startswith(elsewhere)]
         if unmatched:
             raise UnsupportedLayer(f"{unmatched[0]} has no place")
 
@@ -100,32 +95,29 @@ class InPlaceLoader:
         return {name: _bounding_slice(slices, self._shapes[name]) for name, slices in self._slices.items()}
 
     @torch.no_grad()
-    def take(self, name: str, tensor: Tensor, entry: ChunkEntry | None = None) -> None:
+    def take(self, entry: ChunkEntry, tensor: Tensor) -> None:
         """Load a tensor, or some rows of one; it may be a view that is valid until `keep`."""
-        if entry is not None and entry.whole is not None:
-            return self._take_rows(name, tensor, entry)
-        for taker in self._writers[name]:
-            taker(name, tensor)
-        return None
-
-    def _take_rows(self, name: str, rows: Tensor, entry: ChunkEntry) -> None:
-        if name in self._whole_only:
-            if entry.begin == 0:
-                self._arriving = rows.new_empty(entry.whole or ())
-            self._arriving[entry.begin : entry.begin + len(rows)] = rows
-            if entry.is_last:
-                whole, self._arriving = self._arriving, torch.empty(0)
-                self.take(name, whole)
-            return
+        name, packings = entry.name, self._packings[entry.name]
         for target, read in self._copies[name]:
-            copy_rows(target, read, rows, entry.begin)
+            if entry.whole is None:
+                target.copy_(tensor[read])
+            else:
+                copy_rows(target, read, tensor, entry.begin)
+        if packings and entry.whole is not None:
+            if entry.begin == 0:
+                self._arriving = tensor.new_empty(entry.whole)
+            self._arriving[entry.begin : entry.begin + len(tensor)] = tensor
+            tensor = self._arriving
         if entry.is_last:
-            for follow in self._after.get(name, ()):
+            for packing in packings:
+                packing.take(name, tensor)
+            for follow in self._after[name]:
                 follow()
+            self._arriving = torch.empty(0)
 
     def keep(self) -> None:
         """Copy parts of incomplete layers, because the memory that they point to will be reused."""
-        for packing in self._packings:
+        for packing in self._packed:
             packing.keep()
 
     def _find(self, name: str, module: Any) -> None:
@@ -143,34 +135,31 @@ class InPlaceLoader:
         """A layer of one or more matrices, of which this rank holds some rows or some columns."""
         is_cut = "RowParallelLinear" in kinds and layer.tp_size > 1
         columns = (_part(layer.tp_rank, layer.input_size_per_partition),) if is_cut else ()
-        pieces = []
+        pieces = []  # name, position in the whole tensor, rows of the layer
         for part in layer_rows(layer, name, kinds, self._packed_names):
             tensor, bias = f"{part.name}.weight", f"{part.name}.bias"
             self._expect(tensor, (part.rows, layer.input_size))
             rows = slice(0, part.rows) if is_cut else _rows(part.offset, part.local)
-            pieces.append(LoadSlice(tensor, (rows, *columns), part.local))
+            pieces.append((tensor, (rows, *columns), part.local))
             if layer.bias is not None:
                 self._expect(bias, (part.rows,))
                 self._register_copy(bias, (rows,), layer.bias.data[part.local])
-        pieces = [replace(piece, read=self._moved(piece.name, piece.source)) for piece in pieces]
-        pieces.sort(key=lambda piece: piece.rows.start)
-        self._matrix(layer, pieces)
+        self._matrix(layer, sorted(pieces, key=lambda piece: piece[2].start))
         set_parameters = [key for key, value in layer._parameters.items() if value is not None]
         if others := [key for key in set_parameters if key not in ("weight", "bias")]:
             raise UnsupportedLayer(f"{name} has a parameter {others[0]}")
 
-    def _matrix(self, layer: Any, pieces: Sequence[LoadSlice]) -> None:
+    def _matrix(self, layer: Any, pieces: Sequence[tuple[str, Slices, slice]]) -> None:
         if layer.weight.numel():
-            for piece in pieces:
-                self._register_copy(piece.name, piece.source, layer.weight.data[piece.rows])
+            for name, source, rows in pieces:
+                self._register_copy(name, source, layer.weight.data[rows])
             return
-        packing = PackedLayer(layer, pieces)
-        self._packings.append(packing)
-        for name in dict.fromkeys(piece.name for piece in pieces):
-            self._writers[name].append(packing.take)
-            self._whole_only.add(name)
-        for piece in packing.pieces:
-            self._slices.setdefault(piece.name, []).append(piece.source)
+        packing = PackedLayer(layer, [(name, self._moved(name, source)) for name, source, _ in pieces])
+        self._packed.append(packing)
+        for name, source, _ in pieces:
+            if packing not in self._packings[name]:
+                self._packings[name].append(packing)
+            self._slices.setdefault(name, []).append(source)
 
     def _vocabulary(self, name: str, layer: Any, kinds: set[str]) -> None:
         """Rows of the vocabulary; padding rows are not modified."""
@@ -189,9 +178,7 @@ class InPlaceLoader:
             if "VocabParallelEmbedding" not in (kinds := kinds_of(layer)) or not hasattr(layer, "cpu_linear"):
                 continue
             if "ParallelLMHead" in kinds or layer is head:
-                name = self._embeddings[id(layer.weight)]
-                self._writers[name].append(lambda _, __, layer=layer: repack_weight(layer))
-                self._after.setdefault(name, []).append(lambda layer=layer: repack_weight(layer))
+                self._after[self._embeddings[id(layer.weight)]].append(functools.partial(repack_weight, layer))
             else:
                 layer.cpu_linear = torch.nn.functional.linear
 
@@ -206,13 +193,11 @@ class InPlaceLoader:
         if self._shapes.get(name) != shape:
             raise UnsupportedLayer(f"{name} does not come as {list(shape)}")
 
-    def _register_copy(self, name: str, source: tuple[slice, ...], target: Tensor) -> None:
-        read = self._moved(name, source)
+    def _register_copy(self, name: str, source: Slices, target: Tensor) -> None:
         self._slices.setdefault(name, []).append(source)
-        self._writers[name].append(lambda _, tensor: target.copy_(tensor[read]))
-        self._copies.setdefault(name, []).append((target, read))
+        self._copies[name].append((target, self._moved(name, source)))
 
-    def _moved(self, name: str, source: tuple[slice, ...]) -> tuple[slice, ...]:
+    def _moved(self, name: str, source: Slices) -> Slices:
         """Position of a slice of the whole tensor in the received slice."""
         if name not in self._starts:
             return source
@@ -220,7 +205,7 @@ class InPlaceLoader:
         return tuple(slice(part.start - start, part.stop - start) for part, start in moved)
 
 
-def copy_rows(target: Tensor, read: tuple[slice, ...], rows: Tensor, begin: int) -> None:
+def copy_rows(target: Tensor, read: Slices, rows: Tensor, begin: int) -> None:
     """Copy to `target` the part of the slice `read` that the given rows, starting at row `begin`, contain."""
     span = read[0] if read else slice(0, len(target))
     low, high = max(span.start, begin), min(span.stop, begin + len(rows))
@@ -264,7 +249,7 @@ def concatenate_views(parts: Sequence[Tensor]) -> Tensor:
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
-def _bounding_slice(slices: Sequence[tuple[slice, ...]], shape: Shape) -> Box:
+def _bounding_slice(slices: Sequence[Slices], shape: Shape) -> Box:
     """The smallest slice that contains all of these."""
     box = [(0, size) for size in shape]
     for axis in range(min(map(len, slices))):

@@ -22,8 +22,7 @@ from verl.rollout.vllm.server.expert_recorder import ExpertRecorder
 from verl.rollout.vllm.server.logits_processor import ActiveRequests, CounterNoiseProcessor
 from verl.rollout.vllm.server.verification import run_on_worker
 from verl.rollout.vllm.server.weight_loader import InPlaceLoader, UnsupportedLayer, give_back_free_memory
-from verl.rollout.weight_sync.chunks import ChunkEntry, FeedPlan, WantedSlices
-from verl.rollout.weight_sync.stream import StreamReader, reads_peers
+from verl.rollout.weight_sync.stream import ChunkPlan, Feed, StreamReader, WantedSlices, reads_peers
 from verl.utils.progress import report
 from verl.utils.threads import using_threads
 
@@ -34,7 +33,7 @@ class WorkerExtension:
     rank: int
     device: torch.device
     model_runner: Any
-    _feed: FeedPlan
+    _feed: Feed
     _stream_dtype: torch.dtype
     _found: InPlaceLoader | str | None = None  # for this feed; None before the first in-place load
     _reader: StreamReader | None = None
@@ -95,25 +94,24 @@ class WorkerExtension:
         except UnsupportedLayer:
             return None
 
-    def verl_connect(self, feeds: list[FeedPlan], dtype: torch.dtype) -> None:
-        """Use this feed for weights."""
-        self._feed, self._stream_dtype, self._found = feeds[self.rank], dtype, None
+    def verl_connect(self, feeds: list[Feed], dtype: torch.dtype) -> None:
+        """Use the feed that this worker reads."""
+        self._feed = next(feed for feed in feeds if self.rank in feed.readers)
+        self._stream_dtype, self._found = dtype, None
 
     def verl_load(self, num_threads: int, in_place: bool) -> tuple[float, str | None]:
         """See `EngineServer.load`."""
-        start = time.perf_counter()
-        feed, dtype = self._feed, self._stream_dtype
-        chunks = feed.chunks
+        start, feed, dtype = time.perf_counter(), self._feed, self._stream_dtype
         loader = self._loader_or_reason(feed) if in_place else "it was requested"
         reader = self._opened(feed)
         waited = reader.waited_s
         try:
             with using_threads(num_threads):
                 if isinstance(loader, InPlaceLoader):
-                    _load_in_place(loader, reader, chunks, dtype)
+                    _load_in_place(loader, reader, feed.chunks, dtype)
                     self.model_runner.reset_encoder_cache()
                 else:
-                    self._reload_model(reader, chunks, dtype)
+                    self._reload_model(reader, feed.chunks, dtype)
         except BaseException:
             reader.abandon()
             raise
@@ -122,45 +120,45 @@ class WorkerExtension:
         seconds = time.perf_counter() - start - (reader.waited_s - waited)
         return seconds, loader if isinstance(loader, str) else None
 
-    def _opened(self, feed: FeedPlan) -> StreamReader:
+    def _opened(self, feed: Feed) -> StreamReader:
         """The reader of a stream, kept between syncs because the first access to newly mapped memory is slow."""
-        if self._reader is None or not self._reader.is_of(feed.handle, feed.reader):
+        assert feed.handle is not None
+        number = feed.readers.index(self.rank)
+        if self._reader is None or not self._reader.is_of(feed.handle, number):
             if self._reader is not None:
                 self._reader.close()
-            self._reader = StreamReader(feed.handle, feed.reader)
+            self._reader = StreamReader(feed.handle, number)
         return self._reader
 
-    def _loader_or_reason(self, feed: FeedPlan) -> InPlaceLoader | str:
+    def _loader_or_reason(self, feed: Feed) -> InPlaceLoader | str:
         """The in-place loader for these tensors, created at the first load; or why vLLM has to reload its whole
         model."""
         if self._found is None:
-            coming = {entry.name: entry.whole or entry.shape for entries in feed.chunks for entry in entries}
-            shapes = coming | {name: part.shape for name, part in feed.slices.items()}
-            starts = {name: part.start for name, part in feed.slices.items()}
+            shapes = {entry.name: entry.whole or entry.shape for entries in feed.chunks for entry in entries}
+            shapes |= {name: shape for name, (shape, _) in feed.slices.items()}
+            starts = {name: start for name, (_, start) in feed.slices.items()}
             try:
                 self._found = InPlaceLoader(self.model_runner.get_model(), shapes, starts)
             except UnsupportedLayer as reason:
                 self._found = str(reason)
         return self._found
 
-    def _reload_model(self, reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype) -> None:
+    def _reload_model(self, reader: StreamReader, chunks: ChunkPlan, dtype: torch.dtype) -> None:
         """Reload the whole model by vLLM's loader, then fix what that leaves stale."""
         _renew_experts(self.model_runner.get_model())
         self.reload_weights(weights_iterator=_lasting(reader, chunks, dtype))  # type: ignore[attr-defined]
         _refresh_tied_heads(self.model_runner.get_model())
 
 
-def _load_in_place(
-    loader: InPlaceLoader, reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype
-) -> None:
+def _load_in_place(loader: InPlaceLoader, reader: StreamReader, chunks: ChunkPlan, dtype: torch.dtype) -> None:
     for number, entries in enumerate(chunks):
         for entry, tensor in reader.pieces(number, entries, dtype):
-            loader.take(entry.name, tensor, entry)
+            loader.take(entry, tensor)
         loader.keep()
         reader.leave(number)
 
 
-def _lasting(reader: StreamReader, chunks: list[list[ChunkEntry]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+def _lasting(reader: StreamReader, chunks: ChunkPlan, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a stream; those that vLLM keeps until their layer is complete are copied out of their chunk."""
     for number, entries in enumerate(chunks):
         yield from reader.chunk(number, entries, dtype)

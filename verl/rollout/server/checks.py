@@ -16,13 +16,11 @@ from verl.rollout.base import stop_tokens
 from verl.rollout.server.client import LogProbCheck, ServerConnection, ServerEngine, probe_rows_for
 from verl.rollout.server.options import ServerOptions
 from verl.rollout.server.protocols import GenerateRequest, OpenAIProtocol, SamplingRequest, ServerProtocol, TGIProtocol
-from verl.rollout.server.weight_update import ServerWeightUpdate
 
 ANOTHER_MODEL_NATS = 1.0  # mean distance of log-probs above which a server is assumed to have another model
-MODE = "start vLLM with --logprobs-mode"
 
 
-def connect(
+def checked_engine(
     options: ServerOptions,
     model: Any,
     tokenizer: Any,
@@ -42,7 +40,7 @@ def connect(
     with faults_below("rollout"):
         with faults_below("endpoint"):
             client = options.endpoint.build(context)
-        transfer = None
+        update = None
         try:
             _refuse_absence(client)
             protocol = protocol or _protocol(options, client, tokenizer)
@@ -61,14 +59,14 @@ def connect(
             source = _source(options, probe)
             gap = _refuse_another_model(options, probe, model, autocast)
             if options.weights == "reload" and context.rank == 0:  # one process sends the weights of all
-                transfer = ServerWeightUpdate(client, options.transfer_dir)
-                transfer.check()
-            connection = ServerConnection(client, protocol, probe, transfer, source, gap)
+                update = protocol.weight_update(client, options.transfer_dir)
+                update.check()
+            connection = ServerConnection(client, protocol, probe, update, source, gap)
             return ServerEngine(options, connection, sampling_params, model, seed, autocast)
         except BaseException as error:
             client.close()
-            if transfer is not None:
-                transfer.close()
+            if update is not None:
+                update.close()
             if isinstance(error, RolloutError):  # of a probe: before the first step it speaks of the setting
                 raise ConfigError(f"endpoint.base_url is {options.endpoint.base_url}: {error}") from error
             raise
@@ -161,13 +159,13 @@ def _source(options: ServerOptions, probe: LogProbCheck) -> Literal["server", "t
     means = {True: "those at temperature 1", False: "those after its own settings", None: "it does not say which"}
     remedy = {
         True: "temperature=1",
-        False: f"{MODE} raw_logprobs and set temperature=1"
+        False: "temperature=1 with a server of raw log-probs"
         if is_cut
-        else f"{MODE} processed_logprobs, or set temperature=1",
+        else "temperature=1, or use a server of processed log-probs",
     }[is_raw is True and is_cut]
     raise ConfigError(
         f"{settings}: log-probs must be log_softmax(logits / temperature), and the server's are {means[is_raw]}. "
-        f"Set {remedy}" + (", or log_probs=auto." if options.weights == "reload" else ".")
+        f"Set {remedy} (docs/rollout.md, Log-probs)" + (", or log_probs=auto." if options.weights == "reload" else ".")
     )
 
 
