@@ -80,8 +80,10 @@ def print_inspection(
         step, loss = points[-1]
         state["loss_history"] = f"{counted(len(points), 'step')}, the last one step {step}, loss {loss:.6g}"
     echo("\ntrainer_state.json" + ("" if all_state else " (--state shows all of it)"))
-    for key, value in flat(state) if all_state else state.items():
-        echo(f"  {key:<20}  {counted(len(value), 'value') if isinstance(value, dict) else _short(value)}".rstrip())
+    shown = dict(flat(state)) if all_state else state
+    width = max(map(len, shown), default=0) + 2
+    for key, value in shown.items():
+        echo(f"  {key:<{width}}{counted(len(value), 'value') if isinstance(value, dict) else _short(value)}".rstrip())
 
 
 def print_comparison(

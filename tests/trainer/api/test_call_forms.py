@@ -81,7 +81,7 @@ def test_a_pipeline_without_data_trains_on_the_built_in_sums_and_says_so(dir32, 
     ("parts", "fault"),
     [
         ({"data": 3}, "train_dataset is a int"),
-        ({"data": "no.jsonl"}, "data.train_files"),
+        ({"data": "no.jsonl"}, "train_dataset.train_files"),
         ({"eval_data": [{"prompt": "1"}]}, "eval_dataset is given without"),
         ({"data": ROWS, "references": ["m"]}, "ref_model is given"),
         ({"data": ROWS, "actors": [3]}, "model is"),
