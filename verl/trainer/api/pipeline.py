@@ -50,7 +50,7 @@ class DataPipeline:
             if not isinstance(given, (list, tuple)) or len(given) > 1 or (name == "actors" and not given):
                 raise ConfigError(f"{name} is {given!r}: expected a list of one model. A run trains one policy.")
         settings = {"algorithm": "ppo" if critics else "grpo", **(train_config or {})}
-        self.arguments = {name: given[0] if given else None for name, given in models.items()} | {
+        self.arguments: dict[str, Any] = {name: given[0] if given else None for name, given in models.items()} | {
             "reward_model": summed_rewards(reward_models), "tokenizer": tokenizer,
             "algorithm": settings.pop("algorithm"), "train_config": settings, "rollout_config": rollout_config,
             "checkpoint_config": checkpoint_config, "data_config": data_config, "overrides": overrides,
