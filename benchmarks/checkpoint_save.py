@@ -161,12 +161,7 @@ class Ours:
 
     def finish(self) -> dict[str, float]:
         outcome = self._writer.drain()[-1]
-        return {
-            "copy_s": outcome.copied_s,
-            "hash_s": outcome.hash_s,
-            "write_s": outcome.write_s,
-            "begin_and_commit_s": outcome.begin_s + outcome.commit_s,
-        }
+        return {"copy_s": outcome.copied_s}
 
     def close(self) -> None:
         if self._writer is not None:
@@ -371,19 +366,6 @@ def rows_of(found: dict[str, list[float]], state: State) -> list[list[str]]:
             f"dcp.save {middle['dcp_save']:.2f} s",
         ],
     ]
-    parts = {
-        "copied": "copy_s",
-        "hashed": "hash_s",
-        "written": "write_s",
-        "begun and published": "begin_and_commit_s",
-    }
-    rows.append(
-        [
-            "its parts; it is copied and hashed while it is written",
-            ", ".join(f"{what} in {middle['verl.' + key]:.3f} s" for what, key in parts.items()),
-            f"raw write {middle['raw_buffered']:.3f} s buffered, {middle['raw_direct']:.3f} s past the page cache",
-        ]
-    )
     if "verl.loop_2.extra_s" in found:
         peers = [middle[name] for name in found if name.startswith("DCP") and name.endswith("loop_2.extra_s")]
         cost, step = middle["verl.loop_2.extra_s"], middle["verl.loop_2.step_s"]

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.remote.transfer import checked_pieces
+from verl.checkpoint.read.reader import checked_file
 from verl.storage.config import S3Storage
 from verl.storage.store import MIB
 
@@ -159,7 +159,7 @@ def measure(storage: S3Storage, place: Path, mib: int, rounds: int, end: float) 
     with storage.connect() as store:
 
         def ours(key: str) -> None:
-            store.put_pieces(key, lambda: checked_pieces(disk, checkpoint, entry), entry.size)
+            store.put_pieces(key, lambda: checked_file(disk, checkpoint, entry), entry.size)
 
         sides: dict[str, Callable[[str], object]] = {
             "verl": ours,

@@ -70,22 +70,24 @@ def refusal(
         _compare(os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0], text)
 
 
-def refused(*rows: tuple[Any, ...], kind: Any = ConfigError, marks: Any = ()) -> Callable[..., None]:
+def refused(*rows: tuple[Any, ...], kind: Any = ConfigError, varies: bool = False) -> Callable[..., None]:
     """A test of one row per refusal: what is blamed (or a tuple), the value, what raises, and a kind of its own.
 
     What raises is a function without arguments, or one whose arguments are fixtures.
     """
-    cases = [pytest.param(*row[:3], *(row[3:] or [kind]), id=f"{row[0]} {row[1]}"[:60]) for row in rows]
-    cases = [pytest.param(*case.values, id="".join(c if c.isprintable() else "?" for c in case.id)) for case in cases]
+
+    def name(row: tuple[Any, ...]) -> str:
+        shown = f"{row[0]} {'' if row[1] is ANY else row[1]}".strip()[:60]
+        return "".join(c if c.isprintable() else "?" for c in shown)
+
+    cases = [pytest.param(*row[:3], *(row[3:] or [kind]), id=name(row)) for row in rows]
 
     @pytest.mark.parametrize(("names", "value", "call", "kind"), cases)
     def test(names: Any, value: Any, call: Callable[..., Any], kind: Any, request: pytest.FixtureRequest) -> None:
         asked = [p.name for p in inspect.signature(call).parameters.values() if (p.kind, p.default) == REQUIRED]
-        with refusal(*(names if isinstance(names, tuple) else (names,)), value=value, kind=kind):
+        with refusal(*(names if isinstance(names, tuple) else (names,)), value=value, kind=kind, varies=varies):
             call(**{name: request.getfixturevalue(name) for name in asked})
 
-    for mark in [marks] if not isinstance(marks, tuple) else marks:
-        test = mark(test)
     return test
 
 
@@ -123,11 +125,11 @@ def plain(text: str, here: Path) -> str:
 
 def _compare(test: str, text: str) -> None:
     path, _, function = test.partition("::")
-    file = TESTS.parent / Path(*Path(path).parts[: 2 if len(Path(path).parts) > 2 else 1]) / "refusals.txt"
+    file = TESTS.parent / Path(path).with_name("refusals.txt")
     if not file.exists():
         return
     _counted[test] = _counted.get(test, 0) + 1
-    key = f"{Path(path).relative_to(file.parent.relative_to(TESTS.parent))}::{function[:200]} {_counted[test]}"
+    key = f"{Path(path).name}::{function[:200]} {_counted[test]}"
     said, known = plain(text, directory_of_test), snapshot(file)
     if os.environ.get("REFUSALS") == "refresh":
         _refresh(file, known, key, said)

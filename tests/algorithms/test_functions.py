@@ -176,7 +176,7 @@ def test_the_schema_takes_a_function():
         ("policy_loss={path: my.py:los}", ".path", "my.py:los"),
         ("policy_loss={path: your.py:loss}", ".path", "your.py:loss"),
         ("policy_loss={path: my.py:loss, kwargs: {clp: 1}}", ".kwargs.clp", "clip?"),
-        ("policy_loss={path: my.py:loss, kwarg: {}}", ".kwarg", "kwargs?"),
+        ("policy_loss={path: my.py:loss, kwarg: {}}", ".kwarg", "algorithm.policy_loss.kwargs?"),
         ("policy_loss={path: my.py:per_token}", ".path", "log_probs"),
         ("policy_loss={path: my.py:counting}", "", "my.py:counting"),
         ("policy_loss={path: my.py:scalar}", ".path", "my.py:scalar"),

@@ -31,15 +31,6 @@ def scored():
     )
 
 
-def test_no_kl_leaves_the_scores_and_adds_no_loss():
-    batch = scored().select(batch_keys=["response_mask", "token_level_scores"])
-    rewards, metrics = NoKL().shape_rewards(batch)
-    assert torch.equal(rewards, batch["token_level_scores"])
-    assert metrics == {}
-    assert NoKL().loss(torch.zeros(3, 3), batch.batch) is None
-    assert not NoKL().needs_reference
-
-
 @pytest.mark.parametrize(("estimator", "kl"), [("k1", LN2), ("k2", LN2**2 / 2), ("k3", 0.5 - 1 + LN2)])
 def test_kl_in_the_reward_is_paid_per_token_out_of_the_score(estimator, kl):
     control, batch = KLInReward(coef=0.1, estimator=estimator), scored()
@@ -76,29 +67,19 @@ def test_kl_in_the_loss_leaves_the_scores_and_reports_the_distance():
     assert control.needs_reference
 
 
-@pytest.mark.parametrize("kind", [KLInReward, KLInLoss])
-def test_a_coefficient_of_zero_needs_no_reference(kind):
-    control = kind(coef=0)
+@pytest.mark.parametrize("control", [NoKL(), KLInReward(coef=0), KLInLoss(coef=0)])
+def test_no_kl_and_a_coefficient_of_zero_leave_the_scores_and_need_no_reference(control):
     batch = scored().select(batch_keys=["response_mask", "token_level_scores", "old_log_probs"])
     rewards, metrics = control.shape_rewards(batch)
-    assert not control.needs_reference
     assert torch.equal(rewards, batch["token_level_scores"])
-    assert metrics == {}
-    assert control.loss(batch["old_log_probs"], batch.batch) is None
+    assert (metrics, control.needs_reference, control.loss(batch["old_log_probs"], batch.batch)) == ({}, False, None)
 
 
 def test_what_stands_off_the_mask_changes_nothing():
     batch = scored()
     mask = batch["response_mask"]
-    dirty = DataProto.from_dict(
-        {
-            "response_mask": mask,
-            **{
-                name: torch.where(mask, batch[name], torch.nan)
-                for name in ("token_level_scores", "old_log_probs", "ref_log_probs")
-            },
-        }
-    )
+    dirty = {name: torch.where(mask, x, torch.nan) for name, x in batch.batch.items() if name != "response_mask"}
+    dirty = DataProto.from_dict({"response_mask": mask, **dirty})
     for control in (NoKL(), KLInReward(coef=0.1), KLInLoss(coef=0.1)):
         clean_rewards, clean_metrics = control.shape_rewards(batch)
         rewards, metrics = control.shape_rewards(dirty)
@@ -132,17 +113,13 @@ def test_the_coefficient_moves_by_the_clipped_error_and_the_batch_pays_by_the_on
     assert running.coef == pytest.approx(0.1 * (1 + error * 2 / 20))
 
 
-def test_a_batch_beyond_the_horizon_moves_the_coefficient_by_a_fifth_at_most():
+def test_a_batch_beyond_the_horizon_moves_the_coefficient_by_a_fifth_at_most_and_one_without_responses_not_at_all():
     running = controller(target=0.5, horizon=0.01)
+    for batch in (scored()[:0], scored()[2:]):  # no row, and a row whose mask is empty
+        running.shape_rewards(batch)
+        assert running.coef == 0.1
     running.shape_rewards(scored())
     assert running.coef == pytest.approx(0.12)
-
-
-def test_a_batch_without_responses_leaves_the_coefficient():
-    running = controller()
-    running.shape_rewards(scored()[:0])
-    running.shape_rewards(scored()[2:])  # a row whose mask is empty
-    assert running.coef == 0.1
 
 
 def test_the_coefficient_goes_on_from_a_saved_state():

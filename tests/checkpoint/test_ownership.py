@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,13 +24,12 @@ from storage.s3_server import BUCKET
 from verl.checkpoint import ownership
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core import filesystem
-from verl.checkpoint.core.filesystem import FileHandle, FileSystem, write_by_rename
+from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.ownership import Owner, RunLock, StoreLease, living_holder, newest_lease
 from verl.checkpoint.read.discovery import FORMAT, RUN_LOCK
 from verl.component import as_plain
 from verl.errors import StorageUnreachable
 from verl.storage.config import LocalStorage, S3Storage, Storage
-from verl.storage.store import ObjectStore
 
 
 @contextmanager
@@ -219,25 +217,6 @@ def test_the_lock_of_a_file_that_was_replaced_is_nobodys(tmp_path, monkeypatch):
     disk.close(handle)
 
 
-class SecondWriter(FileSystem):
-    """A disk on which another process writes the same file while this one does."""
-
-    def __init__(self, path: Path) -> None:
-        self._written = [path]
-
-    def sync(self, handle: FileHandle) -> None:
-        if self._written:
-            write_by_rename(FileSystem(), self._written.pop(), b"by the other")
-        super().sync(handle)
-
-
-def test_two_that_write_one_small_file_at_once_do_not_take_each_others_part(tmp_path):
-    path = tmp_path / "uploaded"
-    write_by_rename(SecondWriter(path), path, b"by this one")
-    assert path.read_bytes() == b"by this one"
-    assert list(tmp_path.iterdir()) == [path]
-
-
 class LateLook(CheckpointStore):
     """Looked whether the directory is prepared before another process prepared it."""
 
@@ -332,21 +311,6 @@ def test_a_dead_runs_place_is_taken_at_once_on_its_machine_and_after_a_while_els
         assert newest_lease(store).is_released
 
 
-def test_of_several_that_find_a_dead_runs_place_one_gets_it(storage, monkeypatch):
-    with living_run(storage):
-        pass
-    alive = property(lambda owner: not owner.is_released and owner.run_id != "first")  # the takers are of one process
-    monkeypatch.setattr(Owner, "is_alive", alive)
-    takers = [StoreLease(storage, Owner.here(f"taker {number}")) for number in range(6)]
-    got: list[StoreLease] = []
-    threads = [threading.Thread(target=lambda one=taker: one.acquire() is None and got.append(one)) for taker in takers]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(got) == 1
-
-
 @pytest.mark.parametrize("listed", [0, 1, 2])
 def test_a_listing_older_than_the_newest_lease_gives_nobody_a_place_that_is_held(storage, monkeypatch, listed):
     for name in ("first", "next"):
@@ -375,37 +339,6 @@ def test_what_somebody_else_wrote_there_is_nobodys_lease_and_a_store_that_is_gon
     gone = S3Storage(bucket=BUCKET, endpoint_url="http://127.0.0.1:9", retries=0)
     with pytest.raises(StorageUnreachable):
         StoreLease(gone, Owner.here("second")).acquire()
-
-
-def test_a_process_that_takes_renewing_over_renews_at_once_which_shows_that_the_run_lives(storage, monkeypatch):
-    mine = StoreLease(storage, Owner.here("first"))
-    assert mine.acquire() is None
-    monkeypatch.setattr(ownership, "RENEW_EVERY_S", 1e6)
-    elsewhere(monkeypatch)
-    with storage.connect() as store:
-        found = newest_lease(store)
-        uploading = StoreLease(storage, mine.owner)
-        uploading.keep()
-        assert ownership._is_renewed(store, found, wait_s=60)
-        uploading.release()
-        assert not ownership._is_renewed(store, newest_lease(store), wait_s=60)
-
-
-def test_a_request_for_renewal_that_gets_no_answer_does_not_last_as_long_as_the_lease(monkeypatch):
-    storage = S3Storage(bucket=BUCKET, prefix="lease/slow", endpoint_url="http://127.0.0.1:9")
-    assert storage.timeout_s >= ownership.LEASE_S, "as long as that of other requests"
-    lease, used, done = StoreLease(storage, replace(Owner.here("first"), epoch=1)), [], threading.Event()
-
-    def told(self: StoreLease, store: ObjectStore) -> bool:
-        used.append(store.storage)
-        done.set()
-        return False
-
-    monkeypatch.setattr(StoreLease, "renew", told)
-    lease.keep()
-    assert done.wait(60)
-    assert 2 * used[0].timeout_s + ownership.RENEW_EVERY_S < ownership.LEASE_S
-    assert used[0].retries == 0
 
 
 def test_a_lease_has_one_length_whatever_a_renewal_writes_and_whoever_renews_it(tmp_path, monkeypatch):

@@ -11,7 +11,6 @@ from refusals import refused
 from verl.component import BuildContext
 from verl.data.arithmetic import ArithmeticPrompts, ArithmeticSFT, permutation
 from verl.data.files import PromptFiles, SFTFiles
-from verl.data.readers import RowErrors, read_rows
 from verl.models.tiny import character_tokenizer
 
 main = runpy.run_path(str(Path(__file__).parents[2] / "scripts" / "make_arithmetic.py"))["main"]
@@ -91,25 +90,20 @@ def test_prompts_carry_their_answers_and_a_sequence_learns_the_answer_and_eos():
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
-def test_the_script_writes_the_rows_that_the_description_makes(tmp_path, capsys, suffix):
+def test_files_from_the_script_give_the_batches_of_the_description(suffix, tmp_path, capsys):
     assert main([str(tmp_path / "new"), "--format", suffix, "--train-size", "300", "--held-out", "40"]) == 0
-    data = ArithmeticPrompts(train_size=300, held_out=40)
-    train, test = tmp_path / "new" / f"train.{suffix}", tmp_path / "new" / f"test.{suffix}"
-    assert read_rows([train], RowErrors()).values == data.rows("train")
-    assert read_rows([test], RowErrors()).values == data.rows("eval")
+    train, test = (str(tmp_path / "new" / f"{name}.{suffix}") for name in ("train", "test"))
     assert f"{train}: 300 rows" in capsys.readouterr().out
-
-
-def test_files_from_the_script_give_the_batches_of_the_description(tmp_path):
-    main([str(tmp_path), "--train-size", "300", "--held-out", "40"])
-    files = {"train_files": [str(tmp_path / "train.parquet")], "eval_files": [str(tmp_path / "test.parquet")]}
-    for split in ("train", "eval"):
-        read = getattr(PromptFiles(**files).build(CONTEXT), split).collate(range(40))
-        made = getattr(ArithmeticPrompts(train_size=300, held_out=40).build(CONTEXT), split).collate(range(40))
-        assert all((read[name] == made[name]).all() for name in ("prompts", "prompt_mask", "prompt_ids", "answer"))
-        read = getattr(SFTFiles(**files, completion_key="answer").build(CONTEXT), split).collate(range(40))
-        made = getattr(ArithmeticSFT(train_size=300, held_out=40).build(CONTEXT), split).collate(range(40))
-        assert all((read[name] == made[name]).all() for name in ("input_ids", "loss_mask"))
+    files, sizes = {"train_files": [train], "eval_files": [test]}, {"train_size": 300, "held_out": 40}
+    for read, made, names in (
+        (PromptFiles(**files), ArithmeticPrompts(**sizes), ("prompts", "prompt_mask", "prompt_ids", "answer")),
+        (SFTFiles(**files, completion_key="answer"), ArithmeticSFT(**sizes), ("input_ids", "loss_mask")),
+    ):
+        for split, rows in (("train", 300), ("eval", 40)):
+            found, expected = (getattr(source.build(CONTEXT), split) for source in (read, made))
+            assert len(found) == rows
+            found, expected = found.collate(range(rows)), expected.collate(range(rows))
+            assert all((found[name] == expected[name]).all() for name in names)
 
 
 test_settings_that_cannot_work_are_refused_when_described = refused(

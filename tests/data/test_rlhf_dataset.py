@@ -184,6 +184,8 @@ test_rows_and_settings_that_cannot_be_are_named = refused(
     ("max_prompt_length", "512", of(ROWS, max_prompt_length="512")),
     ("max_prompt_length", 1, of(ROWS, max_prompt_length=1, truncation="drop")),
     ("max_prompt_length", 4, of_file("train.jsonl", ROWS, max_prompt_length=4)),
+    ("max_prompt_length", 4, of(ROWS, max_prompt_length=4, on_bad_row="skip")),  # too long is not broken
+    ("max_prompt_length", 16, of([{"prompt": "1" * 100_000}, {"prompt": "2"}], max_prompt_length=16)),
     ("truncation", "middle", of(ROWS, truncation="middle")),
     ("chat_template", "row 0", of([{"prompt": [{"role": "user", "content": "1"}]}], chat_template=RAISES)),
     *(("column", name, of([{"prompt": "1", name: "2"}])) for name in FIELDS),

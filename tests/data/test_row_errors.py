@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -86,21 +84,6 @@ def test_a_parquet_row_that_is_not_utf8_is_named_by_its_row(tmp_path):
     with refusal("data_files[0]", value="row 1"):
         RLHFDataset([path], TOKENIZER)
     assert len(RLHFDataset([path], TOKENIZER, {"on_bad_row": "skip"})) == 2
-
-
-@pytest.mark.parametrize("truncation", ["error", "drop", "left", "right"])
-def test_a_prompt_of_100_000_characters_meets_the_truncation_policy(truncation, tmp_path, caplog):
-    path = tmp_path / "train.jsonl"
-    path.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ("1" * 100_000, "2")))
-    config = {"max_prompt_length": 16, "truncation": truncation, "on_bad_row": "skip"}
-    said = f"max_prompt_length is 16: 1 of 2 rows have more tokens; the longest, line 1 of {path}, has 100000."
-    if truncation == "error":  # too long is not broken: on_bad_row does not drop what truncation refuses
-        with refusal("max_prompt_length", value=16):
-            RLHFDataset([path], TOKENIZER, config)
-        return
-    dataset = RLHFDataset([path], TOKENIZER, config)
-    assert dataset.tokens.lengths.tolist() == ([1] if truncation == "drop" else [16, 1])
-    assert said in caplog.text
 
 
 def unreadable(tmp_path):

@@ -74,22 +74,18 @@ def test_lengths_count_tokens_without_padding():
     assert len(dataset.collate([])) == 0
 
 
-def test_cutting_on_the_left_takes_the_start_of_the_prompt():
-    row = open_rows(ROWS, max_length=6, truncation="left")[1]
-    assert TOKENIZER.decode(row["input_ids"]) == "20=30<eos>"
-    assert TOKENIZER.decode(row["input_ids"][row["loss_mask"]]) == "30<eos>"
-
-
-def test_a_long_sequence_is_left_out_on_request():
-    dataset = open_rows(ROWS, max_length=6, truncation="drop")
-    assert len(dataset) == 1
-    assert TOKENIZER.decode(dataset[0]["input_ids"]) == "1+1=2<eos>"
-
-
-def test_cutting_on_the_right_takes_the_end_with_eos():
-    row = open_rows(ROWS, max_length=7, truncation="right")[1]
-    assert TOKENIZER.decode(row["input_ids"]) == "10+20=3"
-    assert TOKENIZER.decode(row["input_ids"][row["loss_mask"]]) == "3"
+@pytest.mark.parametrize(
+    ("limit", "truncation", "kept", "learned"),
+    [
+        (6, "left", ["1+1=2<eos>", "20=30<eos>"], ["2<eos>", "30<eos>"]),
+        (7, "right", ["1+1=2<eos>", "10+20=3"], ["2<eos>", "3"]),
+        (6, "drop", ["1+1=2<eos>"], ["2<eos>"]),
+    ],
+)
+def test_a_long_sequence_is_cut_on_the_side_that_is_named_or_left_out(limit, truncation, kept, learned):
+    rows = [*open_rows(ROWS, max_length=limit, truncation=truncation)]
+    assert [TOKENIZER.decode(row["input_ids"]) for row in rows] == kept
+    assert [TOKENIZER.decode(row["input_ids"][row["loss_mask"]]) for row in rows] == learned
 
 
 def endless():

@@ -138,8 +138,6 @@ ENDS_ITS_PROCESS = {
     "os.kill(os.getpid(), signal.SIGKILL) or time.sleep(20)": "has ended (signal SIGKILL",
     "os.killpg(0, signal.SIGKILL) or time.sleep(20)": "has ended (signal SIGKILL",
     "os.closerange(3, 500)": "has ended (exit status 1)",
-    "re.match('(a+)+b', 'a' * 60)": "no sign of life",
-    "ctypes.PyDLL(None).sleep(30)": "no sign of life",
     "os.kill(os.getpid(), signal.SIGSTOP) or time.sleep(20)": "it is stopped",
     "threading.Thread(target=os._exit, args=(4,)).start() or time.sleep(20)": "has ended (exit status 4)",
 }
@@ -167,8 +165,9 @@ SCORED = {
     "exec('while True: pass')": ("timeout", 1.0),
     "asyncio.sleep(60)": ("timeout", 1.0),
 }
+HOLDS_ITS_PROCESS = dict.fromkeys(("re.match('(a+)+b', 'a' * 60)", "ctypes.PyDLL(None).sleep(30)"), ("timeout", 1.0))
 INNOCENT = ["" for _ in range(12)]
-LIMIT_S = 4.0
+LIMIT_S = 10.0  # of what ends by itself, on a busy machine too
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +187,8 @@ def played(tmp_path_factory):
     environment = FunctionEnvironment(path=f"{file}:World", step_timeout_s=LIMIT_S, retries=0, reset_timeout_s=5.0)
     engine = engine_of(environment, model=model, stop_token_ids=EACH)
     try:
-        for codes in ([*NOT_SCORED, *SCORED], [*INNOCENT[:6], *ENDS_ITS_PROCESS, *INNOCENT[6:]]):
+        harmful = [*HOLDS_ITS_PROCESS, *ENDS_ITS_PROCESS]
+        for codes in ([*NOT_SCORED, *SCORED], [*INNOCENT[:6], *harmful, *INNOCENT[6:]]):
             prompts = prompts_of(model[1], ["1="] * len(codes), code=codes)
             rows = engine.generate(prompts, GenerationRequest(1, 1))
             for code, record in zip(codes, rows["episode"], strict=True):
@@ -209,10 +209,10 @@ def test_what_is_no_answer_of_a_step_is_never_scored_and_says_why(played, code):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", SCORED)
+@pytest.mark.parametrize("code", [*SCORED, *HOLDS_ITS_PROCESS])
 def test_what_is_an_answer_is_scored(played, code):
     (record,) = played[0][code]
-    assert (record["end"], record["reward"]) == SCORED[code], record
+    assert (record["end"], record["reward"]) == (SCORED | HOLDS_ITS_PROCESS)[code], record
 
 
 def test_those_that_share_a_process_with_them_are_played_to_their_end(played):

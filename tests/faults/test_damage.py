@@ -102,7 +102,7 @@ def test_damage_that_shows_from_outside_is_found_by_every_discovery(kind, store,
     assert "NOT USING checkpoint" in caplog.text
     assert file in caplog.text
     with pytest.raises(BadCheckpoint, match=f"global_step_200.*{file.split('/')[-1]}"):
-        store.newest(strict=True)
+        store.open("global_step_200")
     assert save(CheckpointStore(store.directory), 200, 3).name == "global_step_200-2"
 
 
@@ -168,7 +168,7 @@ def double_a_slice(manifest: dict) -> None:
 
 
 HIDDEN = {
-    "a slice is missing": (remove_a_slice, r"\[0:4, 3:6\] is in no slice \(12 elements are missing\)"),
+    "a slice is missing": (remove_a_slice, "12 of its 24 elements are in no slice"),
     "slices overlap": (double_a_slice, "overlap"),
     "a path leads outside": (lambda m: m["files"][0].update(path="../../etc/passwd"), "not normalised"),
     "a path is absolute": (lambda m: m["files"][0].update(path="/etc/passwd"), "not a relative path"),
@@ -227,7 +227,7 @@ def test_foreign_directories_and_files_are_passed_over_in_silence(store, caplog)
     (store.directory / "notes").mkdir()
     (store.directory / "notes/todo.txt").write_text("train more")
     (store.directory / "README").write_text("mine")
-    assert store.newest(strict=True).step == 200
+    assert [checkpoint.step for checkpoint in store.complete()] == [100, 200]
     assert caplog.text == ""
 
 

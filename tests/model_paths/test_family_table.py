@@ -10,7 +10,7 @@ import pytest
 import torch
 from cases import exhaustive
 from model_paths.families import FAST, plain_model, save_family
-from refusals import refusal
+from refusals import refusal, refused
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
 
 from verl.model_paths import check
@@ -118,40 +118,30 @@ class Mixing(OwnLlama):
         return output
 
 
-@pytest.mark.parametrize(
-    ("kind", "told"), [(Later, check.NOT_A_POLICY), (Drawing, check.NOT_REPEATABLE), (Mixing, check.BATCH_DEPENDENT)]
+def paths(family, kind=AutoModelForCausalLM, tokens=30, **settings):
+    return lambda: paths_for(small(family, kind, **settings), tokens)
+
+
+DYNAMIC = {"rope_parameters": {**ROPE, "rope_type": "dynamic"}, "max_position_embeddings": 40}
+test_what_no_path_is_right_for_is_refused_by_name = refused(
+    ("model", check.NOT_A_POLICY, paths("llama", Later)),
+    ("model", check.NOT_REPEATABLE, paths("llama", Drawing)),
+    ("model", check.BATCH_DEPENDENT, paths("llama", Mixing)),
+    ("model", check.NOT_A_POLICY, paths("llama", is_causal=False)),
+    ("model", check.NOT_A_POLICY, paths("gemma3_text", use_bidirectional_attention=True)),
+    ("model", check.LEFT_OUT_BY_SDPA, paths("gemma2")),
+    ("model", "(max_position_embeddings 40)", paths("llama", tokens=41, **DYNAMIC)),
 )
-def test_an_own_class_that_no_path_is_right_for_is_refused_by_name(kind, told):
-    with refusal("model") as refused:
-        paths_for(small("llama", kind), 30)
-    assert told in str(refused.value)
 
 
-@pytest.mark.parametrize(
-    ("family", "settings"), [("llama", {"is_causal": False}), ("gemma3_text", {"use_bidirectional_attention": True})]
-)
-def test_configurations_that_see_the_future_are_refused(family, settings):
-    with refusal("model") as refused:
-        paths_for(small(family, **settings), 30)
-    assert check.NOT_A_POLICY in str(refused.value)
-
-
-def test_eager_attention_leaves_out_packed_rows_and_what_sdpa_leaves_out_is_refused():
+def test_eager_attention_leaves_out_packed_rows():
     eager = paths_for(small("qwen2", attention="eager"), 30)
     assert (eager.scoring, eager.cache, eager.own_attention) == ("padded", "in_place", False)
-    with refusal("model") as refused:
-        paths_for(small("gemma2"), 30)
-    assert check.LEFT_OUT_BY_SDPA in str(refused.value)
     assert paths_for(small("gemma2", attention="eager"), 30).scoring == "padded"
 
 
-def test_rows_beyond_a_length_at_which_frequencies_change_are_refused():
-    rope = {**ROPE, "rope_type": "dynamic"}
-    model = small("llama", rope_parameters=rope, max_position_embeddings=40)
-    assert paths_for(model, 40) == FAST
-    with refusal("model") as refused:
-        paths_for(model, 41)
-    assert "(max_position_embeddings 40)" in str(refused.value)
+def test_rows_up_to_a_length_at_which_frequencies_change_take_the_fast_paths():
+    assert paths_for(small("llama", **DYNAMIC), 40) == FAST
 
 
 def test_a_finding_is_kept_until_the_configuration_changes_or_it_is_forgotten(monkeypatch):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import refusal
 from transformers import AutoTokenizer, Qwen2Config
 
-from verl.errors import ConfigError
 from verl.models.interfaces import tokenizer_fault
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import CHARACTERS, TinyModel, character_tokenizer
@@ -82,7 +82,7 @@ def test_a_saved_model_may_be_the_teacher_of_the_built_in_one(tmp_path):
     source = Pretrained(path=str(tmp_path))
     assert tokenizer_fault("reference.model", source, TOKENIZER) is None
     (tmp_path / "tokenizer.json").write_text("{")
-    with pytest.raises(ConfigError, match="^reference.model.path is"):
+    with refusal("reference.model.path", varies=True):
         tokenizer_fault("reference.model", source, TOKENIZER)
 
 

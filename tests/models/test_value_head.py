@@ -131,5 +131,5 @@ def test_the_head_of_another_model_is_refused(trained, tmp_path):
     other = TwoLayers(trained.backbone)
     other.save(tmp_path)
     (tmp_path / TwoLayers.file).rename(tmp_path / trained.file)
-    with refusal("value_head.safetensors"):
+    with refusal(str(tmp_path / trained.file)):
         trained.load(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,22 +20,22 @@ def as_lists(parts):
     return [part.tolist() for part in parts]
 
 
-def test_a_worked_example_of_micro_batches():
-    # Longest first: rows 2 (7), 0 (4), 3 (4), 1 (2), 4 (1). 2 * 7 > 12; 3 * 4 = 12; 1 more would be 16.
-    assert as_lists(micro_batches([4, 2, 7, 4, 1], token_budget=12)) == [[2], [0, 3, 1], [4]]
-
-
-def test_lengths_may_be_a_tensor():
-    assert as_lists(micro_batches(torch.tensor([4, 2, 7]), 8)) == as_lists(micro_batches([4, 2, 7], 8))
-    assert as_lists(balance(torch.tensor([4, 2, 7]), 2)) == as_lists(balance([4, 2, 7], 2))
-
-
-def test_rows_of_equal_length_keep_their_order():
-    assert as_lists(micro_batches([3] * 5, token_budget=6)) == [[0, 1], [2, 3], [4]]
-
-
-def test_a_row_over_the_budget_is_alone():
-    assert as_lists(micro_batches([9, 1, 1], token_budget=2)) == [[0], [1, 2]]
+@pytest.mark.parametrize(
+    ("cut", "lengths", "limit", "expected"),
+    [
+        # Longest first: rows 2 (7), 0 (4), 3 (4), 1 (2), 4 (1). 2 * 7 > 12; 3 * 4 = 12; 1 more would be 16.
+        (micro_batches, [4, 2, 7, 4, 1], 12, [[2], [0, 3, 1], [4]]),
+        (micro_batches, [3] * 5, 6, [[0, 1], [2, 3], [4]]),  # of equal length: their order
+        (micro_batches, [9, 1, 1], 2, [[0], [1, 2]]),  # over the budget: alone
+        (micro_batches, [], 10, []),
+        # Dealt 9, 7 then 6, 4 the other way round: {9, 4} and {7, 6}.
+        (balance, [4, 9, 7, 6], 2, [[0, 1], [2, 3]]),
+        (balance, [5, 3], 4, [[0], [1], [], []]),
+        (balance, [], 2, [[], []]),
+    ],
+)
+def test_worked_examples_of_lengths_in_a_list_or_a_tensor(cut, lengths, limit, expected):
+    assert as_lists(cut(lengths, limit)) == as_lists(cut(torch.tensor(lengths, dtype=torch.int64), limit)) == expected
 
 
 @given(lengths, st.integers(1, 120))
@@ -51,11 +52,6 @@ def test_micro_batches_hold_every_row_once_and_keep_the_budget(sizes, budget):
         assert min(sizes[row] for row in batch) >= max(sizes[row] for row in following)
 
 
-def test_a_worked_example_of_balance():
-    # Dealt 9, 7 then 6, 4 the other way round: {9, 4} and {7, 6}.
-    assert as_lists(balance([4, 9, 7, 6], parts=2)) == [[0, 1], [2, 3]]
-
-
 @given(lengths, st.integers(1, 9))
 @settings(max_examples=100, deadline=None)
 def test_balance_divides_rows_evenly_in_count_and_in_length(sizes, parts):
@@ -67,15 +63,6 @@ def test_balance_divides_rows_evenly_in_count_and_in_length(sizes, parts):
     assert max(counts) - min(counts) <= 1
     totals = [sum(sizes[row] for row in part) for part in bins]
     assert max(totals) - min(totals) <= max(sizes, default=0)
-
-
-def test_fewer_rows_than_parts_leaves_parts_empty():
-    assert as_lists(balance([5, 3], parts=4)) == [[0], [1], [], []]
-
-
-def test_no_rows_are_no_micro_batches_and_empty_parts():
-    assert micro_batches([], 10) == []
-    assert as_lists(balance([], 2)) == [[], []]
 
 
 test_budgets_and_parts_below_one_are_refused = refused(

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from refusals import refusal
+from refusals import refused
 from replay.rows_here import scored_rows
 
 from verl.checkpoint.save.save_request import ExistingFile
@@ -178,8 +178,6 @@ def test_a_file_that_is_cut_short_is_not_read(tmp_path):
     other.close()
 
 
-def test_settings_that_contradict_each_other_are_named():
-    with refusal("hot_share"):
-        TieredReplay(hot_share=0.5)
-    with refusal("shard_mib"):
-        TieredReplay(memory_mib=32)
+test_settings_that_contradict_each_other_are_named = refused(
+    ("hot_share", 0.5, lambda: TieredReplay(hot_share=0.5)), ("shard_mib", 32, lambda: TieredReplay(memory_mib=32))
+)

@@ -12,7 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
+import refusals
 import torch
+from refusals import refusal, refused
 from storage.s3_server import wait_until
 from trainer.runs import GRPO_ALGORITHM, fit, ppo_run
 
@@ -134,26 +136,34 @@ def test_requests_side_by_side_are_drawn_as_each_alone(client, server):
     assert again != alone[0]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("temperature", 0.1), ("top_p", 0.5), ("n", 0), ("n", 1000), ("stop", [""]), ("tool_choice", "required"),
-        ("tool_choice", {"type": "function", "function": {"name": "calc"}}), ("stream_options", "usage"),
-        ("max_tokens", 0), ("presence_penalty", 1.0), ("response_format", {"type": "json_object"}), ("seed", -1),
-    ],
-)  # fmt: skip
-def test_what_would_change_the_policy_or_is_not_understood_is_refused_by_name(client, field, value):
-    with pytest.raises(openai.BadRequestError, match=field):
-        asked(client, [{"role": "user", "content": "1"}], **{field: value})
+def one(content="1", **fields):
+    return lambda client: asked(client, [{"role": "user", "content": content}], **fields)
 
 
-def test_bad_requests_and_long_conversations_are_refused(client, trainer):
+FIELDS = [
+    ("temperature", 0.1), ("top_p", 0.5), ("n", 0), ("n", 1000), ("stop", [""]), ("tool_choice", "required"),
+    ("tool_choice", {"type": "function", "function": {"name": "calc"}}), ("stream_options", "usage"),
+    ("max_tokens", 0), ("presence_penalty", 1.0), ("response_format", {"type": "json_object"}), ("seed", -1),
+]  # fmt: skip
+IMAGE = [{"type": "image_url", "image_url": {"url": "x"}}]
+test_what_would_change_the_policy_or_is_not_understood_is_refused_by_name = refused(
+    *((field, refusals.ANY, one(**{field: value})) for field, value in FIELDS),
+    ("messages", refusals.ANY, lambda client: asked(client, [])),
+    ("messages", refusals.ANY, one(IMAGE)),
+    ("a conversation has at most", 64, one("1" * 5000)),
+    ("no model", "gpt", lambda client: client.models.retrieve("gpt"), openai.NotFoundError),
+    ("--max-tokens", 4000, lambda trainer: server_of(trainer, "127.0.0.1", 0, max_tokens=4000), ConfigError),
+    kind=openai.BadRequestError,
+)
+
+
+def test_a_port_in_use_is_refused(server, trainer):
+    with refusal("--port", varies=True):
+        server_of(trainer, "127.0.0.1", server.server_address[1])
+
+
+def test_the_policy_s_own_settings_are_taken(client):
     assert [model.id for model in client.models.list()] == ["policy"]
-    for messages in ([], [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]):
-        with pytest.raises(openai.BadRequestError, match="messages"):
-            asked(client, messages)
-    with pytest.raises(openai.BadRequestError, match="a conversation has at most"):
-        asked(client, [{"role": "user", "content": "1" * 5000}])
     assert asked(client, [{"role": "user", "content": "1"}], temperature=0.9, max_tokens=2).usage.completion_tokens <= 2
 
 
@@ -265,7 +275,7 @@ def test_a_body_longer_than_the_context_ends_the_episode_of_its_session_by_its_t
     server.sessions["one"] = session = Session(0, 0, 4)
     with (
         openai.OpenAI(base_url=server.session_url("one"), api_key="none", max_retries=0) as client,
-        pytest.raises(openai.APIStatusError, match="a conversation has at most 64 tokens") as refused,
+        refusal("a conversation has at most", value=64, kind=openai.APIStatusError) as refused,
     ):
         asked(client, [{"role": "user", "content": "1" * 3_000_000}])
     assert refused.value.status_code == 413
@@ -274,7 +284,7 @@ def test_a_body_longer_than_the_context_ends_the_episode_of_its_session_by_its_t
 
 def test_a_model_is_found_by_its_id(client, server):
     assert client.models.retrieve("policy").id == "policy"
-    with pytest.raises(openai.NotFoundError, match="no model 'gpt'; there is policy") as refused:
+    with pytest.raises(openai.NotFoundError) as refused:
         client.models.retrieve("gpt")
     assert refused.value.code == "model_not_found"
     server.sessions["one"] = Session(0, 0, 4)
@@ -305,16 +315,6 @@ def test_a_text_that_is_tokenised_for_long_delays_no_other_request(client, serve
         finally:
             may_end.set()
         assert slow.result().choices
-
-
-def test_more_tokens_than_the_model_holds_are_refused(trainer):
-    with pytest.raises(ConfigError, match="--max-tokens is 4000: .* 64"):
-        server_of(trainer, "127.0.0.1", 0, max_tokens=4000)
-
-
-def test_a_port_in_use_is_refused(server, trainer):
-    with pytest.raises(ConfigError, match="cannot listen"):
-        server_of(trainer, "127.0.0.1", server.server_address[1])
 
 
 def test_a_closed_endpoint_refuses(trainer):
@@ -411,7 +411,7 @@ def test_a_policy_that_was_trained_on_texts_is_asked_in_texts_whatever_its_token
         assert again.continues
         assert again.prompt_token_ids[-3:] == endpoint.tokenizer("46\n", add_special_tokens=False).input_ids
         other = {"type": "function", "function": {"name": "search"}}
-        with pytest.raises(openai.BadRequestError, match=r"cannot see search. It knows calc"):
+        with refusal("search", "calc", kind=openai.BadRequestError):
             asked(client, messages, tools=[other])
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import re
 
-import pytest
 from environments.episodes import tiny
 from serving.test_apis import dictated
 
@@ -63,8 +63,7 @@ def test_what_cannot_be_exact_is_refused_by_name_in_the_error_form_of_its_api():
             assert answer.get("type") == ("error" if is_messages else None), name
             assert {*answer["error"]} == ({"type", "message"} if is_messages else {"message", "type", "param", "code"})
             assert answer["error"]["type"] == "invalid_request_error", name
-            with pytest.raises(AssertionError, match=told):
-                raise AssertionError(answer["error"]["message"])
+            assert re.search(told, answer["error"]["message"]), name
         assert not server.endpoint.recorded
         for path, kind in (("/v1/messages/count", "not_found_error"), ("/sessions/x/v1/messages", "not_found_error")):
             connection.request("POST", path, b"{}")

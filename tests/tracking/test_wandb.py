@@ -10,8 +10,8 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
-from cases import exhaustive
 from cluster.processes_of import wait_until_gone
 from refusals import refusal
 
@@ -177,43 +177,33 @@ def test_the_id_is_kept_in_the_checkpoint_and_found_by_the_run_that_goes_on(mode
     assert ids[0] == ids[1]
 
 
-STOPPED = """
-import logging, os, signal, sys
+KILLED = """
+import sys, time
 from pathlib import Path
 from verl.component import BuildContext
 from verl.tracking.base import Trackers
-from verl.tracking.wandb import SERVICE, WandB
-from verl.utils.progress import children
+from verl.tracking.wandb import WandB
 
-logging.basicConfig()
-running = Trackers(wandb=WandB(timeout_s=1.0)).build(BuildContext())
+running = Trackers(wandb=WandB()).build(BuildContext())
 running.start("stopped", {}, Path(sys.argv[1]), 2)
 running.log({"reward/mean": 0.25}, 1)
-print(*children(SERVICE), flush=True)
-os.kill(next(iter(children(SERVICE))) if sys.argv[2] == "service" else os.getpid(), signal.SIGSTOP)
-running.close()
+print("logged", flush=True)
+time.sleep(600)
 """
 
 
-@pytest.mark.parametrize("what", ["run", *exhaustive("service")])
-def test_wandb_neither_holds_a_run_up_nor_leaves_anything_of_one_that_is_killed(what, tmp_path, no_key):
+def test_wandb_leaves_nothing_of_a_run_that_is_killed(tmp_path, no_key):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", STOPPED, str(tmp_path / "run"), what]
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "run")]
     run = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    if what == "service":
-        _, told = run.communicate(timeout=120)
-        assert run.returncode == 0, told
-        assert "has been suspended for 1 s (tracker.wandb.timeout_s), and is killed" in told
-        assert "tracker.wandb failed while closing" in told
-        assert "Traceback" not in told
-    else:
-        (service,) = map(int, run.stdout.readline().split())
-        assert list(temporary.iterdir())
-        run.kill()
-        run.communicate()
-        assert wait_until_gone([service]) == []
+    assert run.stdout.readline() == "logged\n"
+    (service,) = [child.pid for child in psutil.Process(run.pid).children() if "wandb-core" in child.name()]
+    assert list(temporary.iterdir())
+    run.kill()
+    run.communicate()
+    assert wait_until_gone([service]) == []
     end = time.monotonic() + 60
     while list(temporary.iterdir()) and time.monotonic() < end:
         time.sleep(0.05)

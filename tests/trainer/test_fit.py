@@ -71,17 +71,8 @@ def test_a_run_evaluates_before_during_and_after_and_says_what_it_did(model32, t
             numbers = [number for row in rows for number in row[name]]
             assert sum(numbers) / len(numbers) == pytest.approx(metrics[key], abs=1e-5)
         for row in rows:
-            lists = (
-                "ids",
-                "texts",
-                "rollout_log_probs",
-                "old_log_probs",
-                "entropies",
-                "advantages",
-                "mask",
-                "versions",
-            )
-            assert len({len(row[name]) for name in lists}) == 1
+            lists = "ids texts rollout_log_probs old_log_probs entropies advantages mask versions"
+            assert len({len(row[name]) for name in lists.split()}) == 1
             assert row["mask"] == [1] * len(row["ids"])
             assert set(row["versions"]) == {2 * step - 2}
     assert json.loads((tmp_path / "plan.json").read_text())["phases"]

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import AutoPeftModelForSequenceClassification
+from refusals import refusal
 from same_training import ROUNDING, Training, digest, numbers, same_training
 from trainer.preference_runs import DATA, preference_run, trained
 from trainer.runs import weights
@@ -24,7 +25,6 @@ from verl.compose.validate import validate
 from verl.data.files import PreferenceFiles
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import DDP, FSDP, NoSharding
-from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
@@ -144,6 +144,8 @@ def test_micro_batches_and_packing_change_no_number(model64, tmp_path):
     run = preference_run(model64, DPO())
     cut = trained(replace(run, actor=replace(run.actor, micro_batch_tokens=1, packing="off")), tmp_path / "cut")
     whole = trained(replace(run, actor=replace(run.actor, micro_batch_tokens=4096)), tmp_path / "whole")
+    for training in (cut, whole):
+        training.metrics[1].pop("rewards/accuracies")  # of margins that are rounding alone
     same_training(cut, whole, ROUNDING)
 
 
@@ -236,26 +238,26 @@ def test_a_saved_adapter_has_the_head_in_full_and_merges_into_a_whole_reward_mod
     assert CliRunner().invoke(app, [*export, str(tmp_path / "adapter")]).exit_code == 0
     for found in (out, tmp_path / "adapter", directory):
         torch.testing.assert_close(rewards_of(found, batch), scores, rtol=0, atol=1e-5)
-    with pytest.raises(ConfigError, match="global_step_2, step 2 has no policy, as that of a reward model"):
+    with refusal("PATH", value=point):
         locate_policy(str(point))
 
 
 @pytest.mark.parametrize(
-    ("root", "overrides", "message"),
+    ("root", "overrides", "path", "value"),
     [
-        ("dpo", ["reference=none"], "reference is null: DPO compares with one"),
-        ("dpo", ["loss=bradley_terry"], "loss is BradleyTerry: not a loss of this command. Set loss=sigmoid, ipo"),
-        ("reward_model", ["loss=simpo"], "loss is SimPO: not a loss of this command. Set loss=bradley_terry"),
-        ("dpo", ["loss=kto", "reference=precomputed"], "reference is a PrecomputedReference: KTO reads other rows"),
-        ("dpo", ["loss=kto", "++trainer.batch_size=1"], "trainer.batch_size is 1: the loss reads responses to other"),
-        ("reward_model", ["++actor.lora={_target_:verl.models.lora.LoRA,rank:0}"], "actor.lora.rank is 0"),
-        ("dpo", ["++data.max_length=65"], "data.max_length is 65: actor.model holds 64 tokens"),
-        ("dpo", ["++data.max_length=9"], "max_length is 9: a problem of 2 digits"),
-        ("dpo", ["++loss.beta=0"], "loss.beta is 0"),
+        ("dpo", ["reference=none"], "reference", None),
+        ("dpo", ["loss=bradley_terry"], "loss", "BradleyTerry"),
+        ("reward_model", ["loss=simpo"], "loss", "SimPO"),
+        ("dpo", ["loss=kto", "reference=precomputed"], "reference", "PrecomputedReference"),
+        ("dpo", ["loss=kto", "++trainer.batch_size=1"], "trainer.batch_size", 1),
+        ("reward_model", ["++actor.lora={_target_:verl.models.lora.LoRA,rank:0}"], "actor.lora.rank", 0),
+        ("dpo", ["++data.max_length=65"], "data.max_length", 65),
+        ("dpo", ["++data.max_length=9"], "data.max_length", 9),
+        ("dpo", ["++loss.beta=0"], "loss.beta", 0),
     ],
 )
-def test_settings_that_do_not_go_together_are_refused(root, overrides, message):
-    with pytest.raises(ConfigError, match=message.replace(".", r"\.")):
+def test_settings_that_do_not_go_together_are_refused(root, overrides, path, value):
+    with refusal(path, value=value):
         validate(compose_root(root, ["actor=tiny_scratch", *overrides]))
 
 
@@ -264,7 +266,7 @@ def test_losses_of_pairs_refuse_labelled_responses_and_kto_takes_pairs_apart(mod
     file.write_text('{"prompt": "1+2=", "completion": "3", "label": true}\n' * 3)
     labelled = PreferenceFiles(train_files=[str(file)], max_length=64)
     run = preference_run(model32, DPO(), data=labelled, batch_size=2)
-    with pytest.raises(ConfigError, match="^data has single responses: DPO compares pairs"):
+    with refusal("data", value="DPO"):
         run.build(BuildContext(run_dir=tmp_path / "run"))
     with preference_run(model32, KTO()).build(BuildContext(run_dir=tmp_path / "kto")) as trainer:
         assert len(trainer.train_data) == 48

@@ -7,10 +7,10 @@ import signal
 
 import pytest
 from cluster.ray_here import all_gone
+from refusals import refusal
 
 from verl.cluster.local_worker_group import InlineWorkerGroup
 from verl.cluster.ray.ray_worker_group import RayWorkerGroup
-from verl.errors import ConfigError
 from verl.trainer.ray_trainer import RayPPOTrainer
 
 pytestmark = pytest.mark.xdist_group("ray")
@@ -62,19 +62,20 @@ def test_a_trainer_of_a_script_goes_on_after_a_loss_too(dir32, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("override", "fault"),
+    ("override", "value"),
     [
-        ("trainer.placement.pools={a:[judge]}", "trainer.placement.pools names the role 'judge'"),
-        ("trainer.placement.pools={a:[critic],b:[critic]}", "'critic' 2 times"),
-        ("trainer.placement.workers={values:1}", "trainer.placement.workers names the pool 'values'"),
-        ("trainer.placement.workers={main:2}", r"the pool main \(actor, critic, reference\) has 2 workers"),
-        ("trainer.placement.in_driver=[actor,critic,reference]", "no role is left for Ray"),
-        ("trainer.placement.address='ray://head:10001'", "a driver outside the cluster is not supported"),
-        ("trainer.placement.object_store_mib=10", "object_store_mib is 10: must be at least 75, or null"),
-        ("trainer.placement.strategy=TIGHT", "trainer.placement.strategy is 'TIGHT': expected one of PACK"),
-        ("trainer.placement.call_timeout_s=0", r"trainer\.placement\.call_timeout_s is 0: must be above 0"),
+        ("pools={a:[judge]}", "judge"),
+        ("pools={a:[critic],b:[critic]}", "critic"),
+        ("workers={values:1}", "values"),
+        ("in_driver=[actor,critic,reference]", "actor, critic, reference"),
+        ("address='ray://head:10001'", "ray://head:10001"),
+        ("object_store_mib=10", 10),
+        ("strategy=TIGHT", "TIGHT"),
+        ("call_timeout_s=0", 0),
     ],
 )
-def test_a_placement_that_cannot_be_is_refused_before_ray_starts(override, fault, dir32):
-    with pytest.raises(ConfigError, match=fault):
-        RayPPOTrainer(None, ROWS, overrides=small(dir32, override))
+def test_a_placement_that_cannot_be_is_refused_before_ray_starts(override, value, dir32):
+    with refusal(f"trainer.placement.{override.partition('=')[0]}", value=value):
+        RayPPOTrainer(None, ROWS, overrides=small(dir32, f"trainer.placement.{override}"))
+    with refusal("trainer.placement.workers.main", value=2):
+        RayPPOTrainer(None, ROWS, overrides=small(dir32, "trainer.placement.workers={main:2}"))

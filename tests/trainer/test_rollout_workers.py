@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from cluster.ray_here import placed
 from environments.waiting_game import WaitingGames
+from refusals import refusal
 from same_training import ROUNDING, compared, same_training, saved
 from trainer.runs import Prompts, fit
 from trainer.test_async_episodes import in_flight as playing_in_flight
@@ -142,9 +143,9 @@ def test_a_dead_or_stopped_engine_of_two_ends_the_run_by_its_rank(run_of, number
         trainer.rollout_workers._call_timeout_s = 3.0
         os.kill(trainer.rollout_workers.pids[rank], number)
         steps = iter(loop.step, None)
-        with pytest.raises(kind, match=rf"^rollout worker {rank} failed in .*") as error:
+        with pytest.raises(kind) as error:
             list(itertools.islice(steps, 3))  # one batch may be there already
-    assert error.value.rank == rank
+    assert (error.value.rank, error.value.process) == (rank, f"rollout worker {rank}")
 
 
 @TWO
@@ -182,7 +183,7 @@ class WrongHost(rollout_worker.RolloutHost):
 def test_wrong_weights_in_the_second_engine_stop_the_run(model32, tmp_path, monkeypatch):
     monkeypatch.setattr("verl.trainer.build.RolloutHost", WrongHost)
     run = in_flight(model32, tmp_path, placement=mesh(*ENGINES))
-    with pytest.raises(RolloutError, match=r"rollout worker 1 does not hold .* weights of version 0: 1 of \d+ te"):
+    with refusal("rollout worker 1", "weights of version 0: 1 of", kind=RolloutError):
         fit(run, tmp_path / "run")
 
 
@@ -198,7 +199,7 @@ class DyingHost(rollout_worker.RolloutHost):
 @pytest.mark.exhaustive
 def test_an_engine_that_dies_while_it_starts_is_named_by_role_and_rank(model32, tmp_path, monkeypatch):
     monkeypatch.setattr("verl.trainer.build.RolloutHost", DyingHost)
-    with pytest.raises(WorkerDied, match=r"rank 1 failed in start:\nit held the role rollout; .* SIGKILL"):
+    with refusal("start", 1, value="SIGKILL", kind=WorkerDied):
         fit(in_flight(model32, tmp_path, placement=mesh(*ENGINES)), tmp_path / "run")
 
 
@@ -222,6 +223,5 @@ def test_an_engine_that_hangs_beside_one_that_goes_on_is_named_by_its_rank(model
     run = in_flight(model32, tmp_path, placement=mesh(*ENGINES), reward=Counted())  # whose groups are asked for
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         trainer.rollout_workers._call_timeout_s = 3.0
-        with pytest.raises(WorkerHung, match=r"rollout worker 1 failed in rollout.finished_groups") as error:
+        with refusal("rollout.finished_groups", 1, kind=WorkerHung, varies=True):
             trainer.fit()
-    assert error.value.rank == 1

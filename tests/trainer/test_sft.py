@@ -46,32 +46,24 @@ def sft_run(directory, tmp_path, **actor):
 @pytest.mark.parametrize("lora", [None, LoRA(rank=4)], ids=["all weights", "lora"])
 def test_conversations_are_learned_over_several_epochs_with_a_falling_evaluation_loss(lora, dir32, tmp_path):
     with sft_run(dir32, tmp_path, lora=lora).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        batch = trainer.train_data.collate([0])
-        learned = trainer.learner.evaluate(batch).result()["tokens"]
+        learned = trainer.learner.evaluate(trainer.train_data.collate([0])).result()["tokens"]
         result = trainer.fit()
+        sums = trainer.learner.evaluate(trainer.eval_data.collate(range(4))).result()
+        batch = trainer.eval_data.collate([3])
     assert learned == 4  # "1<eos>" twice
     assert (result.status, result.steps, result.samples) == ("finished", 12, 48)
     assert list(result.evaluations) == [0, 4, 8, 12]
     losses = [metrics["eval/loss"] for metrics in result.evaluations.values()]
     assert losses[-1] < losses[0] - 0.2
+    assert losses[-1] == pytest.approx(sums["nll"] / sums["tokens"])
     assert result.evaluations[0].keys() == {"eval/loss", "eval/token_accuracy"}
-
-
-def test_an_adapter_is_all_that_lora_trains_and_its_directory_opens_as_a_whole_model(dir32, tmp_path):
-    with sft_run(dir32, tmp_path, lora=LoRA(rank=4)).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        evaluation = list(trainer.fit().evaluations.values())[-1]
-        sums = trainer.learner.evaluate(trainer.eval_data.collate(range(4))).result()
-        batch = trainer.eval_data.collate([3])
     assert "update actor" in (tmp_path / "run/plan.txt").read_text()
-    actor = tmp_path / "run" / "actor"
-    assert (actor / "adapter_model.safetensors").exists()
-    assert not (actor / "model.safetensors").exists()
-    assert evaluation["eval/loss"] == pytest.approx(sums["nll"] / sums["tokens"])
-    tuned = Pretrained(path=str(actor)).load_causal_lm("cpu")
-    start = Pretrained(path=str(dir32)).load_causal_lm("cpu")
+    actor = tmp_path / "run/actor"  # which opens as a whole model, and is an adapter alone where that was trained
+    assert [(actor / f"{name}.safetensors").exists() for name in ("model", "adapter_model")] == [not lora, bool(lora)]
     with torch.no_grad():
-        losses = [float(loss_of(model, batch)) for model in (start, tuned)]
-    assert losses[1] < losses[0]
+        models = (Pretrained(path=str(path)).load_causal_lm("cpu") for path in (dir32, actor))
+        before, after = (float(loss_of(model, batch)) for model in models)
+    assert after < before
 
 
 def loss_of(model, batch):

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 from cluster.ray_here import all_gone, placed
+from refusals import refusal
 from trainer.test_sft import sft_run
 
 from verl.checkpoint.config import Checkpointing
@@ -67,19 +68,16 @@ def test_workers_in_ray_train_what_this_process_trains_and_a_lost_one_is_replace
 
 
 @pytest.mark.parametrize(
-    ("words", "fault"),
+    ("words", "path"),
     [
-        (["trainer.n_gpus_per_node=2"], r"trainer.placement.pools: the pool main \(actor\) has 2 workers"),
-        (["trainer.nnodes=2", "sharding=ddp"], "trainer.nnodes is 2: nothing joins this run with other machines"),
-        (["+trainer.placement.in_driver=[actor]"], "no role is left for Ray"),
-        (["trainer.placement.strategy=TIGHT"], "trainer.placement.strategy is 'TIGHT': expected one of PACK"),
-        (["debug=profile"], "trainer.profile is set: it sees the driver alone"),
+        (["trainer.n_gpus_per_node=2"], "trainer.placement.pools"),
+        (["trainer.nnodes=2", "sharding=ddp"], "trainer.nnodes"),
+        (["+trainer.placement.in_driver=[actor]"], "trainer.placement.in_driver"),
+        (["trainer.placement.strategy=TIGHT"], "trainer.placement.strategy"),
+        (["debug=profile"], "trainer.profile"),
     ],
 )
-def test_a_placement_of_supervised_fine_tuning_that_cannot_be_is_refused(words, fault):
-    def check() -> None:
+def test_a_placement_of_supervised_fine_tuning_that_cannot_be_is_refused(words, path):
+    with refusal(path):
         run = validate(compose_root("sft", ["trainer=sft_ray", *words]))
         raise ConfigError([f"trainer.{fault}" for fault in run.trainer.machine_faults()])
-
-    with pytest.raises(ConfigError, match=fault):
-        check()

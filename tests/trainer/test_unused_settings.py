@@ -65,9 +65,8 @@ def test_a_changed_setting_that_is_never_read_is_told_with_the_reason(overrides,
 
 @pytest.mark.parametrize("name", ["keep_best", "save_best"])
 def test_a_metric_that_evaluations_do_not_have_is_refused_with_the_nearest(name):
-    with refusal(f"checkpoint.{name}") as caught:
+    with refusal(f"checkpoint.{name}", value="eval/accuracy?"):
         validate(compose_root("ppo", [f"checkpoint.{name}=eval/acuracy"]))
-    assert "Did you mean eval/accuracy?" in str(caught.value)
 
 
 def test_the_metrics_that_evaluations_have_are_those_that_are_known(model32, tmp_path):

@@ -88,7 +88,7 @@ def summaries(store: CheckpointStore, name: str | None = None, level: Level = "q
     Raises:
         CheckpointNotFound: there is none of this name.
     """
-    good, bad = store.survey("quick")
+    good, bad = store.survey()
     newest = good[-1].name if good and not any(isinstance(error, CheckpointUnsupported) for error in bad) else None
     reasons, seen = pins(store), set()
     added = {checkpoint.name: _added_bytes(store.disk, checkpoint, seen) for checkpoint in good}

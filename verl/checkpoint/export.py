@@ -8,10 +8,9 @@ import os
 import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from verl.checkpoint.core.filesystem import (
-    FileHandle,
     FileSystem,
     files_below,
     make_directories,
@@ -147,26 +146,7 @@ def _write_exported(disk: FileSystem, target: Path, content: list[Any] | Mapping
         return
     import torch
 
-    handle = disk.create(target)
-    try:
-        torch.save(content, cast(IO[bytes], _Sink(disk, handle)))
-        disk.sync(handle)
-    finally:
-        disk.close(handle)
-
-
-class _Sink:
-    """A file object for torch.save, so that the state is not held in memory twice."""
-
-    def __init__(self, disk: FileSystem, handle: FileHandle):
-        self._disk, self._handle = disk, handle
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        remaining = view
-        while remaining:
-            remaining = remaining[self._disk.write(self._handle, remaining) :]
-        return len(view)
-
-    def flush(self) -> None:
-        """No effect: writes are not buffered."""
+    with open(target, "xb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())

@@ -7,9 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl.checkpoint.core.checkpoint import Checkpoint, loss_points, parse_state, read_state
+from verl.checkpoint.core.checkpoint import Checkpoint, loss_points, read_state
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.core.manifest import STATE, FileEntry
+from verl.checkpoint.core.manifest import FileEntry
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader, Level
 from verl.checkpoint.remote.commit_log import LogRecord
@@ -68,8 +68,8 @@ class CheckpointManager:
     @cached_property
     def state(self) -> dict[str, Any]:
         """All of `trainer_state.json`."""
-        if self.address is not None:
-            return parse_state(self.checkpoint.directory, self.reader().read(STATE))
+        if isinstance(self.checkpoint, RemoteCheckpoint):
+            return self._tier[0].state(self.checkpoint)
         return read_state(self._disk, self.checkpoint)
 
     # -- identity -----------------------------------------------------------------------------------------------------

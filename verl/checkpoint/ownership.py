@@ -406,7 +406,7 @@ class StoreLease:
     process whose listing is older than its successor. A run that finds a lease waits to see whether it is renewed.
 
     Args:
-        owner: this run, with the epoch of the lease if another process of the run has taken it.
+        owner: this run.
     """
 
     def __init__(self, storage: Storage, owner: Owner):
@@ -433,19 +433,14 @@ class StoreLease:
                     return None
 
     def keep(self) -> None:
-        """Renew it periodically in a thread, until `stop`."""
+        """Renew it periodically in a thread, until `release`."""
         if self.owner.epoch and self._thread is None:
-            self._over.clear()
             self._thread = threading.Thread(target=self._renew_all_the_time, name="store lease", daemon=True)
             self._thread.start()
 
-    def stop(self) -> None:
-        """Stop renewing, because another process of the run does or the run ends. Does not wait."""
-        self._over.set()
-
     def release(self) -> None:
         """Release it; if the store does not answer, the lease expires. Idempotent."""
-        self.stop()
+        self._over.set()
         if self._thread is not None:
             self._thread.join(timeout=END_TIMEOUT_S)
         held, self.owner = self.owner, replace(self.owner, is_released=True)

@@ -342,8 +342,9 @@ class _Search:
         others: list[ResumePoint] = []
         with read_errors(f"looking for checkpoints in {directory}"):
             numbered: dict[Path | LogRecord, float] = {**local.newest_first()}
-        with self._records(tier, directory, bool(numbered)) as (remote, records):
-            numbered |= {record: record.sequence for record in records}
+        with contextlib.ExitStack() as stack:
+            remote = None if tier is None else RemoteStore(stack.enter_context(tier.storage.connect()))
+            numbered |= {record: record.sequence for record in self._records(remote, directory, bool(numbered))}
             # Of one that is in both, the local copy first
             for found in sorted(numbered, key=lambda one: (numbered[one], isinstance(one, Path)), reverse=True):
                 try:
@@ -355,21 +356,20 @@ class _Search:
                         continue
                     if self.dry:
                         return seen
-                    if isinstance(found, LogRecord):
-                        assert remote is not None
-                        checkpoint = pull(remote, found, CheckpointStore(directory), anew=True)
+                    if isinstance(found, Path) or remote is None:
+                        checkpoint = self.verified(local.directory / found.name)
                     else:
-                        checkpoint = self.verified(found)
+                        checkpoint = pull(remote, found, CheckpointStore(directory), anew=True)
                     why = f"{what}: the last one that was published{', of this training' if others else ''}"
                     return ResumePoint(checkpoint, read_state(local.disk, checkpoint), why)
-                except BadCheckpoint as error:
+                except (BadCheckpoint, StorageError) as error:
                     if isinstance(found, Path) and not local.exists(found):  # pruned meanwhile
                         return self.newest(directory, what, lineage, tier)
-                    self._pass_over(error, faults)
-                except StorageError as error:
-                    assert tier is not None
-                    assert isinstance(found, LogRecord)
-                    self._pass_over(error, faults, f"{found.name} of {tier.address}, which cannot be fetched: ")
+                    if self.strict or isinstance(error, CheckpointUnsupported):
+                        raise
+                    where = "" if tier is None else f"{found.name} of {tier.address}, which cannot be fetched: "
+                    self._say("NOT USING checkpoint %s%s", "" if isinstance(error, BadCheckpoint) else where, error)
+                    faults.append(error)
         if faults and not others:
             where = str(directory) if tier is None else f"{directory} and {tier.address}, or such as cannot be fetched,"
             raise ConfigError(
@@ -391,36 +391,19 @@ class _Search:
         checkpoint = remote.open(found)
         return ResumePoint(checkpoint, remote.state(checkpoint) if self.dry or self.is_own else {}, what)
 
-    def _pass_over(
-        self, error: BadCheckpoint | StorageError, faults: list[BadCheckpoint | StorageError], of: str = ""
-    ) -> None:
-        if self.strict or isinstance(error, CheckpointUnsupported):
-            raise error
-        self._say("NOT USING checkpoint %s%s", of, error)
-        faults.append(error)
-
     def _say(self, sentence: str, *values: object) -> None:
         _log.log(logging.DEBUG if self.dry else logging.ERROR, sentence, *values)
 
-    @contextlib.contextmanager
-    def _records(
-        self, tier: CheckpointTier | None, directory: Path, has_local: bool
-    ) -> Iterator[tuple[RemoteStore | None, list[LogRecord]]]:
-        """The store of a tier and the checkpoints that it has; none without a tier, or if it does not answer."""
-        if tier is None:
-            yield None, []
-            return
-        remote, records = tier.connect(), []
+    def _records(self, remote: RemoteStore | None, directory: Path, has_local: bool) -> list[LogRecord]:
+        """The checkpoints of a store; none without one, or if it does not answer and there are local ones."""
         try:
-            try:
-                records = remote.records()
-            except StorageError as error:
-                if not has_local:
-                    raise ConfigError(
-                        f"resume is 'latest': there is no checkpoint in {directory}, and {tier.address} cannot be read "
-                        f"({error}). Fix that, or start without resume."
-                    ) from error
-                self._say("%s does not answer (%s): resuming from the local disk", tier.address, error)
-            yield remote, records
-        finally:
-            remote.store.close()
+            return [] if remote is None else remote.records()
+        except StorageError as error:
+            address = "" if remote is None else remote.store.address
+            if not has_local:
+                raise ConfigError(
+                    f"resume is 'latest': there is no checkpoint in {directory}, and {address} cannot be read "
+                    f"({error}). Fix that, or start without resume."
+                ) from error
+            self._say("%s does not answer (%s): resuming from the local disk", address, error)
+            return []

@@ -82,11 +82,10 @@ class Retention(Description):
 
     def best(self, complete: list[Checkpoint]) -> Checkpoint | None:
         """The one with the best value of the metric, the newest of equals; None where none has a value."""
-        if self.keep_best is None:
-            return None
-        sign = 1 if self.best_mode == "max" else -1
-        values = [(checkpoint.manifest.metrics.get(self.keep_best), checkpoint) for checkpoint in complete]
-        valued = [(sign * value, checkpoint.sequence, checkpoint) for value, checkpoint in values if value is not None]
+        key, sign = self.keep_best, 1 if self.best_mode == "max" else -1
+        valued = [
+            (sign * one.manifest.metrics[key], one.sequence, one) for one in complete if key in one.manifest.metrics
+        ]
         return max(valued, key=lambda entry: entry[:2])[-1] if valued else None
 
 

@@ -121,10 +121,10 @@ class RunLauncher:
             reap(process)
 
     def last(self, saved_in: str) -> Checkpoint:
-        """The newest checkpoint of some runs; a damaged one beside it is refused."""
+        """The newest checkpoint of some runs."""
         from verl.checkpoint.read.discovery import CheckpointDirectory
 
-        return CheckpointDirectory(f"{self.directory / saved_in}_checkpoints").newest(strict=True)
+        return CheckpointDirectory(f"{self.directory / saved_in}_checkpoints").newest()
 
 
 def laid_over(overrides: Sequence[str], later: Sequence[str]) -> list[str]:

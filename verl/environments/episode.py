@@ -31,7 +31,7 @@ from verl.ops.sampling import EVALUATION
 from verl.protocol import DataProto
 from verl.protocol.fields import FIELDS
 from verl.rollout.base import GenerationRequest
-from verl.rollout.rows import assemble, prompt_tokens, right_padded, sequence_fields
+from verl.rollout.rows import assemble, masked_rows, prompt_tokens, right_padded, sequence_fields
 
 End = Literal["", "terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens", "dropped"]
 ENDS: tuple[End, ...] = ("terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens", "dropped")
@@ -428,7 +428,7 @@ def response_texts(episodes: DataProto, tokenizer: Any) -> list[str]:
     records = episodes.non_tensor_batch.get("episode")
     if records is not None:
         return [record["turns"][-1]["text"] if record["turns"] else "" for record in records]
-    tokens = [r[m].tolist() for r, m in zip(episodes["responses"], episodes["response_mask"], strict=True)]
+    tokens = masked_rows(episodes["responses"], episodes["response_mask"])
     return tokenizer.batch_decode(tokens, skip_special_tokens=True)
 
 

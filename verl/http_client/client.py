@@ -12,6 +12,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import math
 import random
 import sys
 import threading
@@ -20,8 +21,6 @@ import traceback
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from typing import Any, TypeVar
 
 import httpx
@@ -122,57 +121,17 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
 LONGEST_BACKOFF_S = 60.0
 
 
-class RateLimit:
-    """Evenly spaced permissions per minute; times in seconds of a clock of the caller.
-
-    Args:
-        per_minute: the most requests per minute; None for no limit.
-    """
-
-    def __init__(self, per_minute: float | None):
-        self.interval_s = 0.0 if per_minute is None else 60.0 / per_minute
-        self._next = self._held = float("-inf")
-
-    def wait_s(self, now: float) -> float:
-        """Seconds until the next request is permitted; 0 if one is permitted now."""
-        return max(0.0, self._next - now, self._held - now)
-
-    def take(self, now: float) -> None:
-        """Count a request that starts now."""
-        self._next = now + self.interval_s
-
-    def hold(self, until: float) -> None:
-        """Permit no request before that time."""
-        self._held = max(self._held, until)
+def backoff_s(base_s: float, retry: int, random_part: float) -> float:
+    """Seconds before retry number `retry`, from 0: base * 2^k, less a random part of at most half."""
+    return min(base_s * 2.0 ** min(retry, 30), LONGEST_BACKOFF_S) * (1.0 - 0.5 * random_part)
 
 
-class Backoff:
-    """Exponential back-off with jitter: base * 2^k, less a random part of at most half.
-
-    It uses a separate random generator, so that retries do not change training.
-    """
-
-    def __init__(self, base_s: float, chance: random.Random | None = None):
-        self.base_s, self._chance = base_s, chance or random.Random()
-
-    def delay_s(self, retry: int) -> float:
-        """Seconds before retry number `retry`, from 0."""
-        longest = min(self.base_s * 2.0 ** min(retry, 30), LONGEST_BACKOFF_S)
-        return longest * (1.0 - 0.5 * self._chance.random())
-
-
-def retry_after_s(headers: Mapping[str, str], now: datetime | None = None) -> float:
-    """Seconds to wait by the header `Retry-After`, a number or a date; 0 without it."""
-    text = headers.get("retry-after", "").strip()
+def retry_after_s(headers: Mapping[str, str]) -> float:
+    """Seconds to wait by the header `Retry-After`; 0 without it, or where it is a date."""
     try:
-        seconds = float(text)
+        seconds = float(headers.get("retry-after", ""))
     except ValueError:
-        try:
-            moment = parsedate_to_datetime(text)
-        except (TypeError, ValueError):
-            return 0.0
-        moment = moment if moment.tzinfo else moment.replace(tzinfo=UTC)
-        seconds = (moment - (now or datetime.now(UTC))).total_seconds()
+        return 0.0
     return seconds if 0 < seconds < 1e9 else 0.0
 
 
@@ -241,7 +200,9 @@ class HTTPClient:
     def __init__(self, endpoint: EndpointSettings, key: str | None):
         self.endpoint, self._key = endpoint, key
         self._background = EventLoopThread("verl remote")
-        self._backoff, self._pace = Backoff(endpoint.backoff_s), RateLimit(endpoint.requests_per_minute)
+        self._chance = random.Random()  # separate generator: training must not depend on retries
+        self._interval_s = 60.0 / (endpoint.requests_per_minute or math.inf)
+        self._next_s = -math.inf  # by the clock of the loop: when the next request may be sent
         self._http: httpx.AsyncClient | None = None
         self._slots = asyncio.Semaphore(endpoint.max_concurrency)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs every request
@@ -300,16 +261,23 @@ class HTTPClient:
                 task.cancel()
 
     async def _ask_once(self, ask: Request, batch: _Batch) -> RequestReport:
-        """Send a request until it has a usable answer or has failed after all retries."""
+        """Send a request until it has a usable answer or has failed after all retries.
+
+        Raises:
+            ComponentExit: code that makes the request or parses the answer raised SystemExit or KeyboardInterrupt.
+        """
         seconds: list[float] = []
         fault, retries = None, self.endpoint.retries
         try:
             for retry in range(retries + 1):
-                fault = await self._attempt(ask, batch, seconds)
+                fault = await self._tried(ask, batch, seconds)
                 if fault is None or not fault.may_pass:
                     break
                 if retry < retries:
-                    await batch.sleep(max(fault.wait_s, self._backoff.delay_s(retry)))
+                    delay_s = backoff_s(self.endpoint.backoff_s, retry, self._chance.random())
+                    await batch.sleep(max(fault.wait_s, delay_s))
+        except (SystemExit, KeyboardInterrupt) as error:  # of code that makes the request or parses the answer
+            raise as_component_exit(error) from error  # else it ends the event loop
         except (TimeoutError, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and not batch.is_over:
                 raise
@@ -321,24 +289,13 @@ class HTTPClient:
             return RequestReport(tuple(seconds))
         return RequestReport(tuple(seconds), redact(self.without_key(fault.why)), fault.kind)
 
-    async def _attempt(self, ask: Request, batch: _Batch, seconds: list[float]) -> _RequestFault | None:
-        """Run one attempt; returns its fault, or None if the answer was accepted.
-
-        Raises:
-            ComponentExit: code that makes the request or parses the answer raised SystemExit or KeyboardInterrupt,
-                which would end the event loop.
-        """
-        try:
-            return await self._tried(ask, batch, seconds)
-        except (SystemExit, KeyboardInterrupt) as error:  # signals are delivered to the main thread only
-            raise as_component_exit(error) from error
-
     async def _tried(self, ask: Request, batch: _Batch, seconds: list[float]) -> _RequestFault | None:
+        """Run one attempt; returns its fault, or None if the answer was accepted."""
         async with self._slots:
             now = asyncio.get_running_loop().time
-            while (wait_s := self._pace.wait_s(now())) > 0:
+            while (wait_s := self._next_s - now()) > 0:
                 await batch.sleep(wait_s)
-            self._pace.take(now())
+            self._next_s = now() + self._interval_s
             started = time.perf_counter()
             try:
                 async with asyncio.timeout(self.endpoint.timeout_s):
@@ -412,7 +369,7 @@ class HTTPClient:
         reason = f"HTTP {status}: {_shown(body or b'')}".rstrip(": ")
         if status in PASSING or status >= 500:
             wait_s = retry_after_s(response.headers)
-            self._pace.hold(asyncio.get_running_loop().time() + wait_s)
+            self._next_s = max(self._next_s, asyncio.get_running_loop().time() + wait_s)
             return _RequestFault(reason, "answer", wait_s=wait_s)
         if 300 <= status < 400:
             reason = f"HTTP {status}, to {response.headers.get('location', 'nowhere')}, which is not followed"

@@ -16,10 +16,10 @@ import pickle
 import re
 import tempfile
 import time
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, replace
-from threading import Thread
+from threading import Event
 from typing import Any, cast
 
 import numpy as np
@@ -40,9 +40,9 @@ from verl.rewards.base import (
 )
 from verl.rewards.pool_worker import PoolSettings
 from verl.utils.child_process.channel import ChannelClosed
-from verl.utils.child_process.pool import PoolClosed, ProcessPool
+from verl.utils.child_process.pool import PoolClosed, PooledChild, ProcessPool, StartFailed
 from verl.utils.child_process.process import ChildProcess
-from verl.utils.progress import Progress, ProgressWatch, is_stopped, processor_wait_s, report
+from verl.utils.progress import Progress, ProgressWatch, processor_wait_s, report
 
 _log = logging.getLogger(__name__)
 
@@ -119,66 +119,49 @@ class FunctionPool:
             samples: keyword arguments of each call.
             stop_at_failure: start no further sample after a failure; the result of those is None.
         """
-        outcomes: list[PoolResult | None] = [None] * len(samples)
-        waiting, retried = deque(range(len(samples))), set[int]()
+        stop = Event()
 
-        errors: list[BaseException] = []
+        def score(sample: Any) -> PoolResult | None:
+            for is_last in (False, True):
+                with self._processes.lend() as worker:
+                    if stop.is_set():
+                        return None
+                    outcome = worker.call(sample)
+                if not outcome.is_blameless or is_last:
+                    break
+                _log.warning("path is %r: %s. It is tried again.", self.path, outcome.failure)
+            if stop_at_failure and outcome.failure is not None:
+                stop.set()
+            return outcome
 
-        def work() -> None:
+        with ThreadPoolExecutor(self._num_workers, "verl rewards") as threads:
+            futures = [threads.submit(score, sample) for sample in samples]
             try:
-                while waiting:  # another thread may take the last one, also while this one waits for a worker
-                    with contextlib.suppress(IndexError, TimeoutError), self._processes.lend(POLL_INTERVAL_S) as worker:
-                        while worker.is_usable:
-                            index = waiting.popleft()
-                            outcome = outcomes[index] = worker.call(samples[index])
-                            if outcome.is_blameless and index not in retried:
-                                _log.warning("path is %r: %s. It is tried again.", self.path, outcome.failure)
-                                retried.add(index)
-                                waiting.appendleft(index)
-                            elif stop_at_failure and outcome.failure is not None:
-                                waiting.clear()
-            except BaseException as error:  # noqa: BLE001 - raised in the thread that waits
-                errors.append(error)
-                waiting.clear()
-
-        threads = [Thread(target=work, name="verl rewards", daemon=True) for _ in range(self._num_workers)]
-        threads, left = threads[: len(samples)], len(samples)
-        try:
-            for thread in threads:
-                thread.start()
-            while alive := [thread for thread in threads if thread.is_alive()]:
-                alive[0].join(POLL_INTERVAL_S)
-                if len(waiting) < left or not alive[0].is_alive():
-                    left = len(waiting)
+                for _ in as_completed(futures):
                     report()
-            if errors:
-                raise errors[0]
-            return outcomes
-        except PoolClosed:
-            raise RewardError("The workers of this reward were stopped: close() was called.") from None
-        finally:
-            if any(thread.is_alive() for thread in threads):  # interrupted: nobody waits for the other results
-                retried.update(range(len(samples)))
-                waiting.clear()
+                return [future.result() for future in futures]
+            except PoolClosed:
+                raise RewardError("The workers of this reward were stopped: close() was called.") from None
+            except BaseException:  # interrupted: nobody waits for the other results
+                stop.set()
                 self._processes.kill_lent()
-                for thread in threads:
-                    thread.join()
+                raise
 
     def close(self) -> None:
         """Kill the workers; calling it again does nothing."""
         self._processes.close()
 
 
-class _Worker:
-    """A worker process, its connection, and the file for its stack trace at a time-out."""
+class _Worker(PooledChild):
+    """A worker process, and the file for its stack trace at a time-out."""
 
     facts: tuple[Source, Signature]
 
     def __init__(self, path: str, setting: PoolSettings, timeout_s: float):
-        self._path, self._timeout_s, self._is_killed = path, timeout_s, False
+        self._path, self._timeout_s = path, timeout_s
         self._progress = Progress(num_slots=1)
         self._trace = tempfile.TemporaryFile()  # noqa: SIM115 - closed with this object
-        self._child = ChildProcess(
+        child = ChildProcess(
             "verl.rewards.pool_worker",
             self._progress,
             environment={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ,
@@ -187,22 +170,16 @@ class _Worker:
             is_killed_with_parent=True,  # also in code that never releases the interpreter
             stuck_s=timeout_s + GRACE_S,
         )
-        self.pid, self.channel = self._child.pid, self._child.channel
+        super().__init__(child, START_TIMEOUT_S)
         with contextlib.suppress(ChannelClosed):  # it has ended already: await_ready reports that
-            self._child.begin(replace(setting, trace=self._trace.fileno()))
-
-    @property
-    def is_usable(self) -> bool:
-        return not self._is_killed and self._child.is_alive()
+            child.begin(replace(setting, trace=self._trace.fileno()))
 
     def await_ready(self) -> None:
         """Raises RewardError: the function cannot be imported."""
         try:
-            kind, detail = self.channel.receive(timeout_s=START_TIMEOUT_S)
-        except TimeoutError:
-            kind, detail = "error", f"it did not finish within {START_TIMEOUT_S:g} s{self._state()}"
-        except ChannelClosed:
-            kind, detail = "error", f"the process ended with {self._exit_words()}"
+            kind, detail = self.first_message()
+        except StartFailed as error:
+            kind, detail = "error", error
         if kind != "ready":
             raise RewardError(f"path is {self._path!r}: a worker process could not import it: {detail}.")
         self.facts = cast(tuple[Source, Signature], detail)
@@ -218,49 +195,27 @@ class _Worker:
             self.channel.send(message)
             kind, detail = self.channel.receive(watch=watch)
         except (TimeoutError, ChannelClosed) as error:
-            has_taken = self._progress.count(0) != count
-            if isinstance(error, TimeoutError):
-                return self._late(is_blameless=not has_taken or is_stopped(self.pid))
-            return PoolResult(failure=f"the process ended with {self._exit_words()}", is_blameless=not has_taken)
+            has_taken, is_late = self._progress.count(0) != count, isinstance(error, TimeoutError)
+            is_blameless = not has_taken or (is_late and self.child.is_stopped())
+            words = self._late_words() if is_late else f"the process ended with {self.exit_words()}"
+            self.kill()
+            return PoolResult(failure=words, is_blameless=is_blameless)
         return PoolResult(score=detail) if kind == "score" else PoolResult(failure=detail, was_raised=True)
 
-    def kill(self, with_trace: bool = False) -> None:
-        """Kill the process and all that it started; `with_trace` lets it write its stack trace first."""
-        if self._is_killed:
-            return
-        self._is_killed = True
-        if with_trace:
-            self._child.request_stack()
-            deadline = time.monotonic() + GRACE_S
-            while not self._trace_text() and time.monotonic() < deadline:
-                time.sleep(0.01)
-            time.sleep(0.01)  # it may be written in two parts
-        self._child.kill()
-
-    def _late(self, is_blameless: bool) -> PoolResult:
-        state = self._state()
-        self.kill(with_trace=True)
-        lines = re.findall(rf'File "{re.escape(self.facts[0].file)}", (line \d+) in (\S+)', self._trace_text())
+    def _late_words(self) -> str:
+        """Describe a process that gives no answer in time: its state, and its line in the user's file."""
+        state, deadline = self.state(), time.monotonic() + GRACE_S
+        self.child.request_stack()
+        while not (trace := self._trace_text()) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.01)  # it may be written in two parts
+        lines = re.findall(rf'File "{re.escape(self.facts[0].file)}", (line \d+) in (\S+)', self._trace_text() or trace)
         where = f"\n  It was at {lines[0][0]}, in {lines[0][1]}()" if lines else ""
-        return PoolResult(
-            failure=f"no answer within timeout_s, which is {self._timeout_s:g}: its process was killed{state}{where}",
-            is_blameless=is_blameless,
-        )
-
-    def _state(self) -> str:
-        """State of the process by the operating system, to append to a message."""
-        state = self._child.state()
-        return f" ({state})" if state else ""
+        return f"no answer within timeout_s, which is {self._timeout_s:g}: its process was killed{state}{where}"
 
     def _trace_text(self) -> str:
         self._trace.seek(0)
         return self._trace.read().decode(errors="replace")
-
-    def _exit_words(self) -> str:
-        self._child.await_exit(GRACE_S)
-        words = self._child.describe_exit() or "its connection closed"
-        self.kill()
-        return words
 
 
 class _SampleWatch(ProgressWatch):

@@ -19,7 +19,12 @@ PLACEHOLDER = -9000.0  # nats: values at or below are minus infinity, such as th
 
 def prompt_tokens(prompts: DataProto) -> list[list[int]]:
     """Token ids of each prompt, without padding."""
-    return [row[mask].tolist() for row, mask in zip(prompts["prompts"], prompts["prompt_mask"], strict=True)]
+    return masked_rows(prompts["prompts"], prompts["prompt_mask"])
+
+
+def masked_rows(values: Tensor, mask: Tensor) -> list[list[int]]:
+    """The values [b t] of each row on its mask [b t] bool; by numpy, whose rows cost a tenth of torch's."""
+    return [row[on].tolist() for row, on in zip(values.numpy(), mask.numpy(), strict=True)]
 
 
 def longest_prompt(batches: Sequence[DataProto]) -> int:
@@ -32,17 +37,17 @@ def left_padded(lines: Sequence[Sequence[int]], pad_id: int) -> tuple[Tensor, Te
     width = max(map(len, lines), default=0)
     tokens = torch.full((len(lines), width), pad_id, dtype=torch.int64)
     mask = torch.zeros(tokens.shape, dtype=torch.bool)
-    for row, line in enumerate(lines):
-        tokens[row, width - len(line) :] = torch.tensor(line)
-        mask[row, width - len(line) :] = True
+    for ids, is_token, line in zip(tokens.numpy(), mask.numpy(), lines, strict=True):
+        ids[width - len(line) :] = line
+        is_token[width - len(line) :] = True
     return tokens, mask
 
 
 def right_padded(lines: Sequence[Sequence[float]], fill: float, dtype: torch.dtype) -> Tensor:
     """Lists of numbers as [b T], padded on the right to the longest."""
     padded = torch.full((len(lines), max(map(len, lines), default=0)), fill, dtype=dtype)
-    for row, line in enumerate(lines):
-        padded[row, : len(line)] = torch.tensor(line, dtype=dtype)
+    for row, line in zip(padded.numpy(), lines, strict=True):
+        row[: len(line)] = line
     return padded
 
 

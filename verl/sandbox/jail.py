@@ -12,7 +12,6 @@ import json
 import logging
 import marshal
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -215,9 +214,11 @@ class _Execution:
     def __init__(self, pool: JailPool, jail: _JailProcess, program: Program):
         self._described, self._jail, self._program = pool.described, jail, program
         self._timeout_s, self._memory_mib = pool.limits(program)
-        self._texts: dict[int, bytearray] = {}
+        self._texts = b"", b""
         self._cut: Outcome | None = None
         self._ran_out = False
+        assert jail.process.stdin is not None
+        self._stdin, jail.process.stdin = jail.process.stdin, None  # `communicate` writes it in its first call alone
 
     def result(self, started: float) -> ExecutionResult:
         jail = self._jail
@@ -230,7 +231,7 @@ class _Execution:
                 raise JailFailed("a jail ended without a report of its program")
         finally:
             jail.kill()
-        stdout, stderr = (bytes(text).decode("utf-8", "replace") for text in self._texts.values())
+        stdout, stderr = (text.decode("utf-8", "replace") for text in self._texts)
         outcome, status = self._outcome(report, stderr)
         return ExecutionResult(outcome, stdout, stderr, status, seconds=time.perf_counter() - started)
 
@@ -271,71 +272,32 @@ class _Execution:
         }
 
     def _watch(self, deadline: float) -> None:
-        """Transfer input and output and check memory until the jail ends or must be killed."""
-        process, poll = self._jail.process, select.poll()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        assert process.stderr is not None
-        stdin, written = self._program.stdin.encode("utf-8", "surrogatepass"), 0
-        fd_in, fd_out, fd_err = process.stdin.fileno(), process.stdout.fileno(), process.stderr.fileno()
-        self._texts = {fd_out: bytearray(), fd_err: bytearray()}
-        is_open = {fd_out, fd_err}
-        for fd in is_open:
-            poll.register(fd, select.POLLIN)
-        if stdin:
-            os.set_blocking(fd_in, False)
-            poll.register(fd_in, select.POLLOUT)
-        else:
-            process.stdin.close()
-        next_poll = time.monotonic() + POLL_INTERVAL_S
-        while is_open:
-            now = time.monotonic()
-            if now >= deadline:
+        """Transfer input and output and check limits until the jail ends or must be killed."""
+        threading.Thread(target=self._write_input, daemon=True).start()
+        most, has_ended = self._described.max_output_kib * 1024, False
+        while not has_ended and self._cut is None:
+            pause_s = min(POLL_INTERVAL_S, max(0.0, deadline - time.monotonic()))
+            try:
+                self._texts = self._jail.process.communicate(timeout=pause_s)
+                has_ended = True
+            except subprocess.TimeoutExpired as poll:  # the next call goes on from here
+                self._texts = poll.output or self._texts[0], poll.stderr or self._texts[1]
+            if max(map(len, self._texts)) > most:
+                self._cut = "output"
+            elif not has_ended and time.monotonic() >= deadline:
                 self._cut = "timeout"
-                return
-            if now >= next_poll:
-                next_poll = now + POLL_INTERVAL_S
-                if self._is_above_memory():
-                    self._cut = "memory"
-                    return
-            for fd, _ in poll.poll(max(1.0, 1000 * (min(next_poll, deadline) - now))):
-                if fd == fd_in:
-                    try:
-                        written += os.write(fd, stdin[written : written + 2**16])
-                    except BlockingIOError:
-                        continue
-                    except OSError:  # it reads no more
-                        written = len(stdin)
-                    if written >= len(stdin):
-                        poll.unregister(fd)
-                        process.stdin.close()
-                    continue
-                piece = os.read(fd, 2**16)
-                if not piece:
-                    poll.unregister(fd)
-                    is_open.remove(fd)
-                elif self._is_too_much(self._texts[fd], piece):
-                    self._cut = "output"
-                    return
-        self._wait(deadline)
-
-    def _wait(self, deadline: float) -> None:
-        """Wait for a program that closed its output and still runs."""
-        while self._cut is None and not select.select([self._jail.control], [], [], POLL_INTERVAL_S)[0]:
-            if time.monotonic() >= deadline:
-                self._cut = "timeout"
-            elif self._is_above_memory():
+            elif not has_ended and self._is_above_memory():
                 self._cut = "memory"
+        self._texts = self._texts[0][:most], self._texts[1][:most]
+
+    def _write_input(self) -> None:
+        with contextlib.suppress(OSError), self._stdin as pipe:  # it need not read it
+            pipe.write(self._program.stdin.encode("utf-8", "surrogatepass"))
 
     def _is_above_memory(self) -> bool:
         if self._jail.ran_out_of_memory():
             return True
         return memory_mib(self._jail.first) > self._memory_mib + INTERPRETER_MIB
-
-    def _is_too_much(self, text: bytearray, piece: bytes) -> bool:
-        most = self._described.max_output_kib * 1024
-        text += piece[: most - len(text)]
-        return len(text) >= most and len(piece) > 0
 
     def _report(self) -> tuple[int, float] | None:
         """Wait status and CPU seconds of the program, reported by the first process; None without a report.

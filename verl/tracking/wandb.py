@@ -20,10 +20,8 @@ from verl.component import BuildContext, component
 from verl.tracking.base import ContinuedTracker, TrackerDescription
 from verl.utils.directories import TemporaryDirectory
 from verl.utils.external_input import write_text
-from verl.utils.progress import StoppedWatch, children
 
 RUN_FILE = "wandb.json"  # in the run directory: URL or directory of its W&B run
-SERVICE = b"wandb-core"
 _TEMPORARY: list[TemporaryDirectory] = []  # of this process, once it has used W&B
 
 
@@ -38,8 +36,6 @@ class WandB(TrackerDescription):
         mode: `auto` uses WANDB_MODE if it is set, else online if WANDB_API_KEY or a netrc file has a key, else offline.
         on_resume: a resumed run continues the `same` W&B run, or is a `child`: a new run in a group named after the id
             of the first run.
-        timeout_s: W&B's background process is killed if it has been suspended for this long, since W&B waits for it
-            without limit; training continues without W&B.
     """
 
     package: ClassVar[str] = "wandb"
@@ -49,7 +45,6 @@ class WandB(TrackerDescription):
     tags: tuple[str, ...] = ()
     mode: Literal["auto", "online", "offline"] = "auto"
     on_resume: Literal["same", "child"] = "same"
-    timeout_s: Annotated[float, Field(gt=0, lt=1e9)] = 60.0
 
     def build(self, context: BuildContext) -> WandBTracker:
         sweep = context.run_dir.resolve().parent.name if context.job and context.run_dir is not None else None
@@ -99,8 +94,6 @@ class WandBTracker(ContinuedTracker):
         )
         location = {"id": run_id, "url": self._run.url, "directory": str(Path(self._run.dir).parent)}
         write_text(run_dir / RUN_FILE, json.dumps(location, indent=2) + "\n")
-        services = dict.fromkeys(children(SERVICE), "W&B's background process")
-        self._watch = StoppedWatch(services, chosen.timeout_s, "tracker.wandb.timeout_s")
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -120,10 +113,8 @@ class WandBTracker(ContinuedTracker):
         finally:
             # `finish` leaves the last records to a background process; stopping that process waits for them. It is not
             # stopped if it serves other runs of this process.
-            with contextlib.suppress(ConnectionError) if self._watch.ended else contextlib.nullcontext():
-                if self._watch.ended or getattr(self._wandb.setup(), "most_recent_active_run", None) is None:
-                    self._wandb.teardown()
-            self._watch.close()
+            if getattr(self._wandb.setup(), "most_recent_active_run", None) is None:
+                self._wandb.teardown()
 
 
 @contextlib.contextmanager

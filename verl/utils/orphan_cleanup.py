@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,21 +35,14 @@ log = logging.getLogger(__name__)
 SHARED_MEMORY = Path("/dev/shm")
 CHECK_EVERY_S = 0.5
 KILL_TIMEOUT_S = 20.0
-WRITE_TIMEOUT_S = 5.0
 
 
 class OrphanCleanup:
     """The clean-up process of this process, as the one that registers with it; see `register`."""
 
     def __init__(self):
-        self._reset()
-
-    def _reset(self) -> None:
-        self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._registered: dict[int, dict[str, Any]] = {}
+        self._lock, self._numbers = threading.Lock(), itertools.count()
         self.process: subprocess.Popen[bytes] | None = None
-        self._owner = os.getpid()
 
     def register(
         self,
@@ -81,78 +74,48 @@ class OrphanCleanup:
         }
         with self._lock:
             number = next(self._numbers)
-            self._registered[number] = entry
-            self._tell([{"number": number, "entry": entry}])
+            try:
+                self.process = self.process or _started()
+            except OSError as error:
+                log.warning("No clean-up process starts (%s): files may be left if this process is killed.", error)
+            self._tell(number, entry)
         return number
 
     def withdraw(self, number: int) -> None:
         """Nothing is left to clean up of a registration. May be called again."""
         with self._lock:
-            if self._registered.pop(number, None) is not None:
-                self._tell([{"number": number, "entry": None}])
+            self._tell(number, None)
 
     def close(self) -> None:
         """End the clean-up process, which first cleans up what is still registered."""
         with self._lock:
             process, self.process = self.process, None
-            if process is not None and process.stdin is not None and self._owner == os.getpid():
+            if process is not None and process.stdin is not None:
                 process.stdin.close()
-                try:
-                    is_stopped = process_fields(process.pid)[:1] in (["T"], ["t"])
-                    process.wait(timeout=CHECK_EVERY_S if is_stopped else KILL_TIMEOUT_S)
-                except subprocess.TimeoutExpired:  # it is stopped, or what it is to end does not end
-                    process.kill()
-                    for entry in self._registered.values():
-                        clean_up(entry)
+                with contextlib.suppress(subprocess.TimeoutExpired):  # what it is to end does not end
+                    process.wait(timeout=KILL_TIMEOUT_S)
 
     def forget(self) -> None:
         """Close the pipe, which must end with the owner, and start anew, in a fork of the owner."""
         if self.process is not None and self.process.stdin is not None:
             self.process.stdin.close()
-        self._reset()
+        self.__init__()
 
-    def _tell(self, messages: Iterable[dict[str, Any]]) -> None:
-        """A clean-up process that is gone is started again, and everything is registered with it anew."""
-        fault: OSError | None = None
-        for _ in range(2):
-            try:
-                if self.process is None or self.process.poll() is not None:
-                    self.process = _started()
-                    messages = [{"number": number, "entry": entry} for number, entry in self._registered.items()]
-                for message in messages:
-                    _write(self.process, json.dumps(message).encode() + b"\n")
-                return
-            except OSError as error:
-                if self.process is not None:
-                    self.process.kill()
-                self.process, fault = None, error
-        log.warning("No clean-up process could be started (%s): files may be left if this process is killed.", fault)
-
-
-def _write(process: subprocess.Popen[bytes], data: bytes) -> None:
-    """Send all of it; raises OSError where the process is gone, or takes nothing in because it is stopped."""
-    assert process.stdin is not None
-    descriptor, remaining = process.stdin.fileno(), memoryview(data)
-    while remaining:
-        try:
-            remaining = remaining[os.write(descriptor, remaining) :]
-        except BlockingIOError:
-            if not select.select([], [descriptor], [], WRITE_TIMEOUT_S)[1]:
-                raise TimeoutError(f"process {process.pid} takes nothing in") from None
+    def _tell(self, number: int, entry: dict[str, Any] | None) -> None:
+        if self.process is not None and self.process.stdin is not None:
+            with contextlib.suppress(OSError):  # somebody has killed it
+                self.process.stdin.write(json.dumps({"number": number, "entry": entry}).encode() + b"\n")
+                self.process.stdin.flush()
 
 
 def _started() -> subprocess.Popen[bytes]:
-    process = subprocess.Popen(
+    return subprocess.Popen(
         [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
-        bufsize=0,
         cwd="/",
         start_new_session=True,
     )
-    assert process.stdin is not None
-    os.set_blocking(process.stdin.fileno(), False)
-    return process
 
 
 CLEANUP = OrphanCleanup()  # of this process

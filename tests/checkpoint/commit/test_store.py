@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import json
-import pickle
 import re
-import subprocess
-import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -25,8 +20,8 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.hashing import hash_buffers
 from verl.checkpoint.core.manifest import FileEntry, LogicalTensor, SavedSlice
-from verl.checkpoint.read.reader import CheckpointReader, verify
-from verl.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, CheckpointWriteFailed
+from verl.checkpoint.read.reader import verify
+from verl.errors import CheckpointCorrupt, CheckpointIncomplete, CheckpointWriteFailed
 
 
 @pytest.fixture
@@ -80,13 +75,6 @@ def test_the_same_step_with_the_same_bytes_is_saved_once(store):
     assert list((store.directory / "staging").iterdir()) == []
 
 
-def test_bytes_saved_again_after_others_are_the_newest_again(store):
-    save(store, 100, 1)
-    save(store, 200, 2)
-    assert save(store, 100, 1).sequence == 3
-    assert store.newest().step == 100
-
-
 def test_a_tag_names_the_directory(store):
     assert save(store, 500, 1, tag="loss_0.12_step_500").name == "loss_0.12_step_500"
     assert save(store, 600, 2, tag="loss_0.12_step_500").name == "loss_0.12_step_500-2"
@@ -99,17 +87,9 @@ def test_a_tag_that_is_no_name_of_its_own_is_refused(tag, store):
         store.begin(1, tag=tag)
 
 
-def test_leaving_without_a_commit_leaves_nothing(store):
-    with store.begin(1) as transaction:
-        transaction.main.write("a/b", [b"1"])
-    assert list((store.directory / "staging").iterdir()) == []
-    assert store.complete() == []
-
-
 MISSING = {
     "a participant that did not report": ([], r"participant rank_1 did not report"),
-    "a participant twice": (["rank_1", "rank_1"], r"participant rank_1 reported twice"),
-    "a stranger": (["rank_1", "rank_2"], r"participant rank_2 was not expected"),
+    "a stranger": (["rank_1", "rank_2"], r"rank_2'\] report, and .* were expected"),
 }
 
 
@@ -181,64 +161,6 @@ def test_two_participants_cannot_write_one_file(store):
             RankWriter(transaction.directory, "other").write("a", [b"2"])
 
 
-def test_participants_in_other_processes_write_slices_of_one_tensor(store):
-    code = (
-        "import pickle, sys, numpy as np\nfrom pathlib import Path\nsys.path.append('tests')\n"
-        "from checkpoint.rank_tensors import RankTensor, write_tensors\n"
-        "from verl.checkpoint.commit.rank_writer import RankWriter\n"
-        "rank = int(sys.argv[2])\nparticipant = RankWriter(Path(sys.argv[1]), f'rank_{rank}')\n"
-        "part = RankTensor(component='optimizer', name='m', dtype='F32', shape=(4,), start=(2 * rank,), extent=(2,),\n"
-        "                  data=np.full(2, rank, np.float32))\n"
-        "write_tensors(participant, f'optimizer/optim_state_rank_{rank}.safetensors', [part])\n"
-        "assert 'torch' not in sys.modules\n"
-        "sys.stdout.buffer.write(pickle.dumps(participant.report()))\n"
-    )
-    with store.begin(1, rank_names=["rank_0", "rank_1"]) as transaction:
-        commands = [[sys.executable, "-c", code, str(transaction.directory), str(rank)] for rank in (0, 1)]
-        root = Path(__file__).parents[3]
-        reports = [
-            pickle.loads(subprocess.run(c, stdout=subprocess.PIPE, check=True, cwd=root).stdout) for c in commands
-        ]
-        checkpoint = transaction.commit(reports)
-    assert np.frombuffer(CheckpointReader(checkpoint).tensor("optimizer", "m"), np.float32).tolist() == [0, 0, 1, 1]
-
-
-def test_one_participant_may_write_from_many_threads(store):
-    before = set(threading.enumerate())
-    with store.begin(1) as transaction, ThreadPoolExecutor(8) as threads:
-        list(threads.map(lambda n: transaction.main.write(f"part/{n % 3}/{n}", [bytes([n]) * 1000]), range(100)))
-        checkpoint = transaction.commit()
-    assert len(checkpoint.manifest.files) == 101
-    assert verify(store.disk, checkpoint.directory, "full") == []
-    assert set(threading.enumerate()) <= before
-
-
-def test_a_link_takes_file_and_digest_over_without_reading(store):
-    first = save(store, 1, 1)
-    with store.begin(2) as transaction:
-        for entry in first.manifest.files:
-            if entry.path.startswith("actor/"):
-                transaction.main.add_existing(entry.path, first)
-        transaction.main.record(*(tensor for tensor in first.manifest.tensors if tensor.component == "actor"))
-        second = transaction.commit()
-    reader = CheckpointReader(second)
-    assert bytes(reader.tensor("actor", "first")) == bytes(CheckpointReader(first).tensor("actor", "first"))
-    assert {tensor.slices[0].file.split("/")[0] for tensor in second.manifest.tensors} == {"actor"}
-    with store.begin(3) as transaction, pytest.raises(CheckpointNotFound, match="has no file gone"):
-        transaction.main.add_existing("gone", second)
-
-
-def test_a_file_from_outside_is_copied_and_its_owner_may_write_into_it(store, tmp_path):
-    outside = tmp_path / "base.bin"
-    outside.write_bytes(b"base")
-    with store.begin(1) as transaction:
-        transaction.main.add_existing("reference_model/base.bin", outside)
-        first = transaction.commit()
-    outside.write_bytes(b"evil")
-    assert verify(store.disk, first.directory, "full") == []
-    assert first.path("reference_model/base.bin").read_bytes() == b"base"
-
-
 def test_a_file_from_outside_that_is_never_modified_is_linked_and_where_it_is_copied_verified(
     store, tmp_path, monkeypatch
 ):
@@ -257,14 +179,6 @@ def test_a_file_from_outside_that_is_never_modified_is_linked_and_where_it_is_co
     outside.write_bytes(b"evil")
     with store.begin(3) as transaction, refusal("base.bin", kind=CheckpointCorrupt):
         transaction.main.add_existing("reference_model/base.bin", outside, entry)
-
-
-def test_the_store_imports_no_torch():
-    code = "import sys, verl.checkpoint.retention, verl.checkpoint.read.reader; print(sorted(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[3])
-    assert "'verl.checkpoint.commit.store'" in done.stdout
-    assert "'torch'" not in done.stdout
-    assert "'numpy'" not in done.stdout
 
 
 def test_the_documented_example_runs(tmp_path, monkeypatch):

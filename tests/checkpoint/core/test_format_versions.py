@@ -12,9 +12,8 @@ from verl.checkpoint.core.checkpoint import FormatOf, findings, format_of, parse
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import FORMAT_VERSION
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import verify
-from verl.errors import CheckpointTooNew, CheckpointTooOld, ConfigError
+from verl.errors import CheckpointTooOld, ConfigError
 
 # As it might be in some years.
 TABLE = (
@@ -52,25 +51,6 @@ def test_a_change_of_version_breaks(kind, tmp_path, monkeypatch):
     (finding,) = findings([directory], Version("0.3.5"), parse_version(f"v{to}", "--to"))
     assert (finding.format_version, finding.name) == (written, "global_step_200")
     assert finding.breaks is None if reason is None else reason in (finding.breaks or "")
-
-
-@pytest.mark.parametrize("version", ["2.0.0", "10.1.0"])
-def test_a_checkpoint_of_a_later_major_format_is_refused_with_what_to_do(version, tmp_path):
-    as_of_format(golden_run(tmp_path / "run") / "global_step_200", version)
-    manager = CheckpointManager(tmp_path / "run")
-    expected = (
-        rf"global_step_200: manifest\.json: it is of format {version}; this version of verl reads up to .*newer verl"
-    )
-    for ask in (lambda: manager.step, lambda: manager.load("actor"), manager.latest):
-        with pytest.raises(CheckpointTooNew, match=expected):
-            ask()
-    assert not manager.is_valid()
-    assert [checkpoint.step for checkpoint in CheckpointDirectory(tmp_path / "run").complete()] == [100]
-
-
-def test_a_later_minor_format_is_read_and_what_it_adds_is_ignored(tmp_path):
-    as_of_format(golden_run(tmp_path / "run") / "global_step_200", "1.7.0", addition={"later": [1, 2]})
-    assert CheckpointManager(tmp_path / "run").is_valid("full")
 
 
 OLD = {

@@ -22,11 +22,12 @@ from verl.checkpoint.core.manifest import (
 )
 
 ENTRY = FileEntry.of("actor/model.safetensors", hash_buffers([b"header", b"weights"]), linked_from="global_step_1")
+STATE = FileEntry.of("trainer_state.json", hash_buffers([b"{}"]))
 PART = SavedSlice(file=ENTRY.path, key="ü", offset=6, start=(0,), extent=(7,))
 TENSOR = LogicalTensor(component="actor", name="ü", dtype="U8", shape=(7,), slices=(PART,))
 MANIFEST = Manifest(
     sequence=3, step=100, tag=None, run_id="r", saved_at="2026-01-01T00:00:00Z", verl_version="0.3.1",
-    metrics={"reward/mean": 0.5}, files=(ENTRY,), tensors=(TENSOR,),
+    metrics={"reward/mean": 0.5}, files=(ENTRY, STATE), tensors=(TENSOR,),
 )  # fmt: skip
 
 
@@ -55,8 +56,7 @@ def test_the_checksum_of_the_content_changes_with_the_content_alone():
     def digest(*files: FileEntry, tensor: LogicalTensor = TENSOR) -> str:
         return content_digest(dataclasses.replace(MANIFEST, files=files, tensors=(tensor,)))
 
-    state = FileEntry.of("trainer_state.json", hash_buffers([b"{}"]))
-    assert digest(ENTRY) == digest(ENTRY, state) == digest(dataclasses.replace(ENTRY, linked_from=None))
+    assert digest(ENTRY) == digest(ENTRY, STATE) == digest(dataclasses.replace(ENTRY, linked_from=None))
     other = FileEntry.of(ENTRY.path, hash_buffers([b"header", b"weightz"]))
     assert digest(ENTRY) != digest(other)
     assert digest(ENTRY) != digest(ENTRY, tensor=dataclasses.replace(TENSOR, dtype="I8"))

@@ -68,30 +68,12 @@ def test_one_checkpoint_is_asked_alone(store):
     assert CheckpointDirectory(store.directory / "staging").newest_and_damaged() == (None, [])
 
 
-def test_the_newest_is_found_where_all_that_was_listed_is_pruned_meanwhile(tmp_path, monkeypatch):
-    directory = tmp_path / "checkpoints"
-    for step in (1, 2):
-        save(CheckpointStore(directory), step, step)
-    listed = []
-
-    def listed_before(self: CheckpointDirectory) -> list[Path]:
-        found = candidates(self)
-        if not listed:
-            listed.append(found)
-            for step in (3, 4):
-                save(CheckpointStore(directory), step, step)
-            prune(CheckpointStore(directory), Retention(keep_last_n=2))
-        return found
-
-    candidates = CheckpointDirectory.candidates
-    with monkeypatch.context() as patched:
-        patched.setattr(CheckpointDirectory, "candidates", listed_before)
-        assert CheckpointDirectory(directory).newest().step == 4
-
-
 @pytest.mark.parametrize("when", ["listed", "ordered"])
-def test_a_resume_from_a_running_run_takes_the_newest_where_the_ones_that_it_found_are_pruned(
-    when, tmp_path, monkeypatch
+@pytest.mark.parametrize(
+    "ask", [lambda path: CheckpointDirectory(path).newest(), lambda path: resolve("latest", path, strict=True)]
+)
+def test_beside_a_running_run_the_newest_is_found_where_the_ones_that_were_listed_are_pruned(
+    ask, when, tmp_path, monkeypatch
 ):
     directory = tmp_path / "checkpoints"
     for step in (1, 2):
@@ -110,4 +92,4 @@ def test_a_resume_from_a_running_run_takes_the_newest_where_the_ones_that_it_fou
     method = "candidates" if when == "listed" else "newest_first"
     found = getattr(CheckpointDirectory, method)
     monkeypatch.setattr(CheckpointDirectory, method, lambda self: after(found(self)))
-    assert resolve("latest", directory, strict=True).step == 4
+    assert ask(directory).step == 4

@@ -24,4 +24,4 @@ def test_increments_are_sent_without_their_links_and_come_back(tmp_path):
     assert RemoteReader(objects, remote).digest() == CheckpointReader(saved[-1]).digest()
     pulled = pull(tier, tier.find(), CheckpointStore(tmp_path / "there"))
     assert pulled.path(WEIGHTS).read_bytes() == saved[-1].path(WEIGHTS).read_bytes()
-    assert_holds(CheckpointStore(tmp_path / "there").newest(strict=True), 2)
+    assert_holds(CheckpointStore(tmp_path / "there").newest(), 2)

@@ -4,25 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import mmap
 import os
 import re
 import resource
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from checkpoint.requests import bits, request, same_bits, tensors_of
+from checkpoint.requests import request, same_bits, tensors_of
 from faults.process_disks import SLEEP, SlowDisk
-from refusals import refusal
 from safetensors.torch import load_file
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.reader import verify
 from verl.checkpoint.retention import Retention
-from verl.checkpoint.save import host_buffer
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.host_buffer import HostBufferPool
 from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
@@ -69,7 +65,7 @@ def test_what_is_read_equals_what_was_saved_bit_by_bit(store, mode):
         assert writer.save(request(7, tensors))
         (outcome,) = writer.drain()
     assert (outcome.step, outcome.error, outcome.name) == (7, None, "global_step_7")
-    checkpoint = store.newest(strict=True)
+    checkpoint = store.newest()
     assert verify(store.disk, checkpoint.directory, "full") == []
     found = tensors_of(checkpoint, "actor")
     assert found.keys() == tensors.keys()
@@ -115,15 +111,6 @@ def test_a_third_save_waits_and_memory_stays_at_two_host_buffers(slow_store):
 
 
 @pytest.mark.exhaustive
-def test_a_third_save_is_skipped_and_that_is_told(slow_store):
-    with CheckpointWriter(slow_store, when_busy="skip") as writer:
-        assert [writer.save(request(step, {"weight": torch.zeros(10)})) for step in (1, 2, 3)] == [True, True, False]
-        outcomes = writer.drain()
-    assert [outcome.step for outcome in outcomes if outcome.was_skipped] == [3]
-    assert [checkpoint.step for checkpoint in slow_store.complete()] == [1, 2]
-
-
-@pytest.mark.exhaustive
 def test_one_host_buffer_is_enough_where_saves_do_not_overlap_and_it_grows_with_the_state(store):
     with CheckpointWriter(store) as writer:
         writer.prepare(request(1, {"weight": torch.zeros(100_000)}))
@@ -137,19 +124,6 @@ def test_one_host_buffer_is_enough_where_saves_do_not_overlap_and_it_grows_with_
         assert mapped == 1  # what the host buffer was before it grew is given back there too
 
 
-def test_a_failed_save_is_told_by_the_next_poll_and_the_following_save_works(store):
-    part = PartialTensor(tensor=torch.ones(2), shape=(4,), start=(0,))
-    with CheckpointWriter(store) as writer:
-        writer.save(
-            SaveRequest(step=1, components={"actor": SavedComponent(tensors={"weight": part}, file="half.safetensors")})
-        )
-        with refusal("manifest.json", kind=CheckpointIncomplete):
-            writer.drain()
-        writer.save(request(2, {"weight": torch.ones(2)}))
-        assert [outcome.name for outcome in writer.drain()] == ["global_step_2"]
-    assert [checkpoint.step for checkpoint in store.complete()] == [2]
-
-
 class Unreadable(torch.Tensor):
     """Fails when it is copied."""
 
@@ -158,12 +132,19 @@ class Unreadable(torch.Tensor):
 
 
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_tensors_that_cannot_be_copied_fail_the_save_and_the_following_one_works(store, mode):
-    unreadable = torch.ones(3).as_subclass(Unreadable)
+@pytest.mark.parametrize(
+    ("tensor", "kind"),
+    [
+        (torch.ones(3).as_subclass(Unreadable), RuntimeError),
+        (PartialTensor(tensor=torch.ones(2), shape=(4,), start=(0,)), CheckpointIncomplete),
+    ],
+)
+def test_a_failed_save_is_told_by_the_next_poll_and_the_following_one_works(tensor, kind, store, mode):
     with CheckpointWriter(store, mode=mode) as writer:
-        writer.save(SaveRequest(step=1, components={"actor": SavedComponent(tensors={"weight": unreadable})}))
+        actor = SavedComponent(tensors={"weight": tensor}, file="half.safetensors")
+        writer.save(SaveRequest(step=1, components={"actor": actor}))
         writer.wait_copied()
-        with pytest.raises(RuntimeError, match="is gone"):
+        with pytest.raises(kind):
             writer.drain()
         writer.save(request(2, {"weight": torch.ones(2)}))
         writer.drain()
@@ -235,7 +216,7 @@ def test_files_that_are_there_already_are_shared_and_checked(store, tmp_path):
         writer.save(SaveRequest(step=4, existing_files=[ExistingFile(path="reference/missing")]))
         with pytest.raises(CheckpointNotFound, match="has no file reference/missing to share"):
             writer.drain()
-    newest = store.newest(strict=True)
+    newest = store.newest()
     assert torch.equal(tensors_of(newest, "reference")["w"], torch.ones(3))
     assert newest.path("actor/tokenizer.model").read_bytes() == b"outside"
     assert newest.path("reference/model.safetensors").stat().st_nlink == 3
@@ -260,21 +241,6 @@ def test_retention_runs_after_every_save(store):
     assert [checkpoint.step for checkpoint in store.complete()] == [3, 4]
 
 
-@pytest.mark.exhaustive
-def test_two_writers_in_one_process_do_not_meet(tmp_path):
-    stores = [CheckpointStore(tmp_path / name, run_id=name) for name in ("one", "two")]
-    with CheckpointWriter(stores[0]) as one, CheckpointWriter(stores[1]) as two:
-        for step in (1, 2, 3):
-            one.save(request(step, {"weight": torch.full((50_000,), 1.0)}))
-            two.save(request(step, {"weight": torch.full((50_000,), 2.0)}))
-        one.drain()
-        one.close()
-        assert len(two.drain()) == 3
-    for value, store in enumerate(stores, 1):
-        for checkpoint in store.complete():
-            assert set(tensors_of(checkpoint, "actor")["weight"].tolist()) == {value}
-
-
 def test_closing_finishes_what_is_under_way_and_leaves_nothing(slow_store):
     open_before = set(os.listdir("/proc/self/fd"))
     writer = CheckpointWriter(slow_store)
@@ -285,14 +251,6 @@ def test_closing_finishes_what_is_under_way_and_leaves_nothing(slow_store):
     assert writer.process_id is None
     assert set(os.listdir("/proc/self/fd")) <= open_before
     assert [outcome.step for outcome in writer.poll()] == [1]
-
-
-def test_waiting_for_ever_can_be_bounded(slow_store):
-    with CheckpointWriter(slow_store) as writer:
-        writer.save(request(1, {"weight": torch.ones(1000)}))
-        with pytest.raises(CheckpointWriteFailed, match="still under way"):
-            writer.drain(timeout_s=0.01)
-        assert len(writer.drain()) == 1
 
 
 class InterruptedDisk(FileSystem):
@@ -352,36 +310,6 @@ def test_the_documented_example_of_saving_while_training_runs(tmp_path, monkeypa
     published = CheckpointStore("checkpoints").complete()
     assert [checkpoint.step for checkpoint in published] == [1, 2, 3]
     assert torch.equal(tensors_of(published[-1], "actor")["weight"], model.weight)
-
-
-def test_what_is_written_is_what_lay_in_memory_at_the_call_not_before(store):
-    weight = torch.zeros(100_000)
-    with CheckpointWriter(store) as writer:
-        writer.prepare(request(1, {"weight": weight}))
-        time.sleep(0.05)
-        weight += 5
-        writer.save(request(1, {"weight": weight}))
-        writer.drain()
-    assert bits(tensors_of(store.newest(), "actor")["weight"]) == bits(weight)
-
-
-def test_memory_is_populated_in_pieces_because_no_other_thread_runs_meanwhile(monkeypatch):
-    asked = []
-
-    class Recording(mmap.mmap):
-        def madvise(self, option, *piece):
-            asked.append((option, *piece))
-            return super().madvise(option, *piece)
-
-    monkeypatch.setattr(host_buffer.mmap, "mmap", Recording)
-    memory = host_buffer.HostBuffer()
-    memory.fit(5 << 20)
-    memory.release()
-    monkeypatch.setattr(host_buffer, "POPULATED_BYTES", 2 << 20)
-    memory.fit(5 << 20)
-    pieces = [piece for option, *piece in asked if option == host_buffer.MADV_POPULATE_WRITE]
-    assert pieces == [[0, 5 << 20], [0, 2 << 20], [2 << 20, 2 << 20], [4 << 20, 1 << 20]]
-    memory.release()
 
 
 def test_a_save_that_is_skipped_leaves_nothing_of_what_was_begun_for_it(store, monkeypatch):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import threading
 from itertools import product
 
 import pytest
 import torch
 from faults.disks import KILLED, KillingDisk
 from faults.scenarios import page_aligned_view
-from refusals import refusal
 
 from verl.checkpoint.commit.rank_writer import FileImage
 from verl.checkpoint.commit.store import CheckpointStore
@@ -25,7 +23,6 @@ from verl.checkpoint.save.save_request import (
     MultiWriterSave,
     SaveRequest,
     abandon_missing,
-    collect_reports,
     open_report_directory,
     sees_nonce,
 )
@@ -173,13 +170,6 @@ def test_the_same_path_elsewhere_is_not_taken_for_the_drivers_directory(tmp_path
     assert sees_nonce(FileSystem(), tmp_path / "here", "here")
     assert not sees_nonce(FileSystem(), tmp_path / "there", "here")
     assert not sees_nonce(FileSystem(), tmp_path / "nowhere", "here")
-
-
-def test_reports_that_come_while_they_are_waited_for_are_heard(tmp_path):
-    open_report_directory(FileSystem(), tmp_path, "n")
-    threading.Timer(0.1, abandon_missing, (FileSystem(), tmp_path, ["rank_0"], "no")).start()
-    with refusal("rank_0", kind=CheckpointIncomplete):
-        collect_reports(FileSystem(), tmp_path, ["rank_0"], late_s=20.0)
 
 
 # Who writes what

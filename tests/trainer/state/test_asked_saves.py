@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +12,7 @@ from trainer.runs import BRIEF, BRIEF_GRPO, fit, ppo_run
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.config import Checkpointing
-from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.discovery import CheckpointDirectory
-from verl.checkpoint.resolve import SAVED, ResolvedPath, RunCheckpoints, resolve_path
 from verl.component import BuildContext
 from verl.errors import CheckpointWriteFailed
 from verl.trainer.ppo import PPOTrainer
@@ -73,14 +70,6 @@ def test_a_save_that_fails_costs_itself_and_is_told_and_the_last_one_ends_the_ru
     assert "The checkpoint of step 1 was NOT SAVED" in caplog.text
 
 
-def test_the_directory_of_a_run_leads_to_its_checkpoints(model32, tmp_path):
-    checkpoint = Checkpointing(save_dir=str(tmp_path / "saved"))
-    run = dataclasses.replace(ppo_run(model32, BRIEF_GRPO, total_steps=1, **BRIEF), checkpoint=checkpoint)
-    fit(run, tmp_path / "run")
-    assert resolve_path(tmp_path / "run") == ResolvedPath(tmp_path / "saved")
-    assert CheckpointManager(tmp_path / "run").step == 1
-
-
 def saver_of(run_dir: Path, **fields: object) -> CheckpointSaver:
     """A saver as far as it deals with the directory of its run."""
     made = object.__new__(CheckpointSaver)
@@ -102,16 +91,6 @@ def test_a_request_that_comes_while_another_is_read_is_not_lost(tmp_path, monkey
     saver = saver_of(tmp_path)
     assert [saver.asked_for() for _ in range(3)] == [(True, "first"), (True, "second"), (False, None)]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_who_reads_where_a_run_saves_while_it_starts_again_reads_the_whole_of_it(tmp_path):
-    for run_id in ("first", "second"):
-        saver_of(tmp_path, ancestors={}, directory=tmp_path / "saved", run_id=run_id)._record_directory(tmp_path)
-        if run_id == "first":
-            reading = (tmp_path / SAVED).open()
-    with reading:
-        assert json.loads(reading.read())["run_id"] == "first"
-    assert RunCheckpoints.of(tmp_path).run_id == "second"
 
 
 def test_a_directory_in_which_a_checkpoint_is_saved_aside_is_locked_meanwhile(tmp_path, monkeypatch):

@@ -2,57 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from same_training import course, digest, newest, numbers
-from torch import Tensor
-from trainer.runs import GRPO_ALGORITHM, fit
+from same_training import course, newest
+from trainer.runs import fit
 
-from verl.algorithms.kl import KLControl
 from verl.checkpoint.resolve import resolve
-from verl.component import BuildContext
 from verl.errors import CheckpointCorrupt
-from verl.protocol import DataProto
 from verl.trainer.state.driver_state import load_parts, place_of
-
-
-class RisingKL:
-    """A running control with a state of its own: each step pays more."""
-
-    def __init__(self) -> None:
-        self.coef = 0.0
-
-    def shape_rewards(self, batch: DataProto) -> tuple[Tensor, dict[str, float]]:
-        rewards, metrics = KLControl().shape_rewards(batch)
-        self.coef += 0.25
-        return rewards - self.coef * batch["response_mask"], metrics | {"kl/coef": self.coef}
-
-    def state_dict(self) -> dict[str, float]:
-        return {"coef": self.coef}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.coef = state["coef"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Rising(KLControl):
-    def build(self, context: BuildContext) -> Any:
-        return RisingKL()
-
-
-@pytest.mark.exhaustive
-def test_a_control_of_ones_own_goes_on_from_its_state(model32, tmp_path):
-    algorithm = dataclasses.replace(GRPO_ALGORITHM, kl=Rising())
-    fit(course(model32, tmp_path / "whole", algorithm), tmp_path / "whole")
-    stopped = tmp_path / "stopped"
-    fit(course(model32, stopped, algorithm, stop_after=2), stopped)
-    fit(course(model32, stopped, algorithm, resume="latest"), stopped)
-    assert [line["kl/coef"] for line in numbers(stopped).values()] == [0.25, 0.5, 0.75, 1.0]
-    assert digest(stopped) == digest(tmp_path / "whole")
 
 
 class Kept:

@@ -10,10 +10,9 @@ import types
 from pathlib import Path
 
 import pytest
-import torch
 from cases import exhaustive
 from same_training import STEPS, course, digest, newest, numbers, same_training, saved
-from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, fit
+from trainer.runs import PPO_ALGORITHM, fit
 from trainer.test_sft import sft_run
 
 from verl.checkpoint.config import Checkpointing
@@ -107,25 +106,6 @@ def test_saving_by_the_clock_saves_at_the_next_step(model32, tmp_path):
     assert len(fit(course(model32, tmp_path / "a", save=every), tmp_path / "a/run").checkpoints) == STEPS
     every["save_interval_s"] = 1e6
     assert fit(course(model32, tmp_path / "b", save=every), tmp_path / "b/run").checkpoints == ["global_step_4"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["lora", "critic"])
-def test_weights_saved_for_older_tools_resume_to_the_same_numbers(kind, model32, tmp_path):
-    def run(directory, **options):
-        chosen = course(model32, directory, PPO_ALGORITHM if kind == "critic" else GRPO_ALGORITHM, **options)
-        if kind == "critic":
-            return chosen
-        return dataclasses.replace(chosen, actor=dataclasses.replace(chosen.actor, lora=LoRA(rank=2)))
-
-    old = {"use_safetensors": False}
-    fit(run(tmp_path / "whole", save=old), tmp_path / "whole/run")
-    point = tmp_path / "whole/checkpoints/global_step_2"
-    file = point / "actor" / ("adapter_model.bin" if kind == "lora" else "pytorch_model.bin")
-    assert torch.load(file, weights_only=True)
-    assert not list((point / "actor").glob("*.safetensors"))
-    fit(run(tmp_path, resume=str(point), save=old), tmp_path / "run")
-    same_training(saved(tmp_path), saved(tmp_path / "whole"), after=2)
 
 
 # What is watched across a resume

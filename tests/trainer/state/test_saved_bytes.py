@@ -31,6 +31,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "built": {"algorithm": PPO_ALGORITHM, "model": TinyModel(), "save": {"max_shard_gib": 1e-4}},
     "built, bin": {"algorithm": GRPO_ALGORITHM, "model": TinyModel(), "save": {"use_safetensors": False}},
     "adapter": {"algorithm": GRPO_ALGORITHM, "lora": LoRA(rank=2)},
+    "adapter, bin": {"algorithm": GRPO_ALGORITHM, "lora": LoRA(rank=2), "save": {"use_safetensors": False}},
     "ddp": {"algorithm": GRPO_ALGORITHM, "sharding": DDP(), "n_gpus_per_node": 2},
     "fsdp": {"algorithm": GRPO_ALGORITHM, "sharding": FSDP(), "n_gpus_per_node": 2, "save": {"max_shard_gib": 3e-5}},
 }

@@ -264,12 +264,10 @@ def _is_same(newest: Manifest, manifest: Manifest, checksum: str) -> bool:
 
 
 def _faults_of_participants(expected: set[str], reports: list[RankReport]) -> Iterator[FileFault]:
-    arrived = Counter(report.name for report in reports)
-    yield from (FileFault(MANIFEST, f"participant {name} did not report") for name in sorted(expected - arrived.keys()))
-    yield from (
-        FileFault(MANIFEST, f"participant {name} was not expected") for name in sorted(arrived.keys() - expected)
-    )
-    yield from (FileFault(MANIFEST, f"participant {name} reported twice") for name, n in arrived.items() if n > 1)
+    arrived = [report.name for report in reports]
+    yield from (FileFault(MANIFEST, f"participant {name} did not report") for name in sorted(expected - {*arrived}))
+    if len(arrived) > len(expected):
+        yield FileFault(MANIFEST, f"participants {sorted(arrived)} report, and {sorted(expected)} were expected")
     paths = Counter(entry.path for report in reports for entry in report.files)
     yield from (FileFault(path, "two participants report it") for path, n in paths.items() if n > 1)
 
@@ -296,7 +294,7 @@ def _finite(value: Any) -> Any:
 
 
 class CheckpointStore(CheckpointDirectory):
-    """Checkpoints of one directory.
+    """Checkpoints of one directory. A pickled copy, in another process of the run, shares the claim.
 
     Reading (`complete`, `newest`, `open`) changes nothing and needs no write permission. The first `begin` claims the
     directory and fences out the previous owner.
@@ -319,10 +317,6 @@ class CheckpointStore(CheckpointDirectory):
     ):
         super().__init__(directory, disk)
         self.run_id, self.claim, self._highest_sequence = run_id, claim, 0
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """A copy in another process of this run has a file system of the same class and shares the claim."""
-        return _copy_of, (type(self), self.directory, self.run_id, type(self.disk), self.claim)
 
     # -- ownership -----------------------------------------------------------------------------------------------------
 
@@ -465,8 +459,8 @@ class CheckpointStore(CheckpointDirectory):
                 lock = self.disk.lock(directory)
         return SaveTransaction(self, directory, step, tag, rank_names, lock)
 
-    def remove_leftovers(self) -> int:
-        """Remove everything in `staging/` and `trash/` that no running process writes. Returns the bytes freed.
+    def remove_leftovers(self) -> None:
+        """Remove everything in `staging/` and `trash/` that no running process writes.
 
         Raises:
             CheckpointFenced: another trainer has taken over.
@@ -474,7 +468,7 @@ class CheckpointStore(CheckpointDirectory):
         self.claim_directory()
         with self.locked(), write_errors("removing leftovers"):
             self.check_claim()
-            return self._remove_leftovers()
+            self._remove_leftovers()
 
     def leftovers(self) -> Iterator[Path]:
         """Leftovers of dead processes: the trash, and staged saves without a lock, each locked while it is looked at.
@@ -531,14 +525,9 @@ class CheckpointStore(CheckpointDirectory):
                 "nothing was written. Remove files there"
             )
 
-    def _remove_leftovers(self) -> int:
-        return sum(remove_tree(self.disk, path) for path in self.leftovers())
-
-
-def _copy_of(
-    kind: type[CheckpointStore], directory: Path, run_id: str, disk_type: type[FileSystem], claim: str | None
-) -> CheckpointStore:
-    return kind(directory, run_id, disk_type(), claim)
+    def _remove_leftovers(self) -> None:
+        for path in self.leftovers():
+            remove_tree(self.disk, path)
 
 
 def readable_size(num_bytes: int) -> str:

@@ -98,22 +98,26 @@ class Checkpoint:
         """A fault of a file, or of a range of it, with the tensors there."""
         return FileFault(file, problem, self.tensors_in(file, begin, end))
 
-    def checked_leaves(self, entry: FileEntry, leaves: Iterable[bytes], of: str = "") -> Iterator[bytes]:
-        """The leaves of a file, each given once it is known to be what was written.
+    def check_leaf(self, entry: FileEntry, number: int, begin: int, data: bytes | memoryview, of: str = "") -> None:
+        """Check that a leaf of a file, from the offset `begin`, is what was written.
 
         Args:
             of: what they are bytes of, if not of the file, for the message.
         Raises:
-            CheckpointCorrupt: one is not; names the tensors.
+            CheckpointCorrupt: it is not; names the tensors.
         """
+        if digest_of(data) != entry.leaves[number].blake3:
+            end = begin + entry.leaves[number].size
+            problem = f"bytes {begin} to {end}{of} are not those that were written"
+            raise CheckpointCorrupt(self.directory, [self.fault(entry.path, problem, begin, end)])
+
+    def checked_leaves(self, entry: FileEntry, leaves: Iterable[bytes], of: str = "") -> Iterator[bytes]:
+        """The leaves of a file, each given once it is checked, see `check_leaf`."""
         begin = 0
-        for leaf, data in zip(entry.leaves, leaves):
-            end = begin + leaf.size
-            if digest_of(data) != leaf.blake3:
-                problem = f"bytes {begin} to {end}{of} are not those that were written"
-                raise CheckpointCorrupt(self.directory, [self.fault(entry.path, problem, begin, end)])
+        for number, data in enumerate(leaves):
+            self.check_leaf(entry, number, begin, data, of)
             yield data
-            begin = end
+            begin += entry.leaves[number].size
 
     def path(self, file: str) -> Path:
         """Absolute path of one of its files."""
@@ -158,9 +162,7 @@ def read_state(disk: FileSystem, checkpoint: Checkpoint) -> dict[str, Any]:
     Raises:
         CheckpointCorrupt: its bytes differ from what was written.
     """
-    entry = checkpoint.manifest.file(STATE)
-    if entry is None:
-        raise CheckpointIncomplete(checkpoint.directory, [FileFault(STATE, "the manifest does not list it")])
+    entry = checkpoint.manifest.contents[STATE]
     data = _read_own(disk, checkpoint.directory, STATE, MANIFEST_LIMIT_BYTES)
     if len(data) != entry.size or digest_of(data) != entry.blake3:
         raise CheckpointCorrupt(checkpoint.directory, [FileFault(STATE, "its bytes are not those that were written")])
@@ -312,41 +314,34 @@ def findings(
 
 def _finding(disk: FileSystem, directory: Path, moving_from: Version, moving_to: Version) -> FormatFinding:
     try:
-        written, by, has_deltas = _recorded(disk, directory)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        raw = parse_mapping(disk.read(directory / MANIFEST, MANIFEST_LIMIT_BYTES))
+        if raw["format"]["name"] != FORMAT_NAME:
+            raise ValueError("it is not a manifest of a checkpoint")
+        written, by = str(Version(str(raw["format"]["version"]))), Version(str(raw["verl_version"]))
+    except (OSError, ValueError, KeyError, TypeError):
         return FormatFinding(name=directory.name, breaks=f"{MANIFEST} cannot be read; see verl checkpoint verify")
     return FormatFinding(
         name=directory.name,
         format_version=written,
-        verl_version=by,
-        breaks=next(_reasons(written, Version(by), has_deltas, moving_to), None),
-        note=None if Version(by) == moving_from else f"written by verl {by}, not {moving_from}",
+        verl_version=str(by),
+        breaks=_reason(written, by, bool(raw.get("deltas")), moving_to),
+        note=None if by == moving_from else f"written by verl {by}, not {moving_from}",
     )
 
 
-def _recorded(disk: FileSystem, directory: Path) -> tuple[str, str, bool]:
-    """Recorded format, version of verl, and whether files are stored as deltas, also for unknown formats."""
-    raw = parse_mapping(disk.read(directory / MANIFEST, MANIFEST_LIMIT_BYTES))
-    form = raw.get("format")
-    if not isinstance(form, dict) or form.get("name") != FORMAT_NAME:
-        raise ValueError("it is not a manifest of a checkpoint")
-    written, by = form.get("version"), raw.get("verl_version")
-    return str(Version(str(written))), str(Version(str(by))), bool(raw.get("deltas"))
-
-
-def _reasons(written: str, by: Version, has_deltas: bool, moving_to: Version) -> Iterator[str]:
-    """Why a version cannot read a checkpoint."""
+def _reason(written: str, by: Version, has_deltas: bool, moving_to: Version) -> str | None:
+    """Why a version cannot read a checkpoint; None if it can."""
     row = format_of(moving_to)
     if row is None:
-        yield f"verl {moving_to} has no checkpoints of this kind; the first version that has is {FORMATS[0].verl}"
-        return
+        return f"verl {moving_to} has no checkpoints of this kind; the first version that has is {FORMATS[0].verl}"
     if moving_to >= OLDEST_WRITER and by < OLDEST_WRITER and not is_older(written):
-        yield f"verl {by} wrote it, and verl {moving_to} reads those of {OLDEST_WRITER} and later"
-    elif moving_to >= OLDEST_WRITER and has_deltas:
-        yield f"{DELTAS}, which verl {moving_to} does not read"
-    elif is_older(written, than=row.reads_from):
-        yield f"format {written} is older than {row.reads_from}, the oldest that verl {moving_to} reads"
-    elif not is_readable(written, by=row.writes):
+        return f"verl {by} wrote it, and verl {moving_to} reads those of {OLDEST_WRITER} and later"
+    if moving_to >= OLDEST_WRITER and has_deltas:
+        return f"{DELTAS}, which verl {moving_to} does not read"
+    if is_older(written, than=row.reads_from):
+        return f"format {written} is older than {row.reads_from}, the oldest that verl {moving_to} reads"
+    if not is_readable(written, by=row.writes):
         newer = "major version" if Version(written).major > Version(row.writes).major else "version"
         of = f"verl {verl.__version__} knows of verl {moving_to}" if is_ahead(moving_to) else f"verl {moving_to} reads"
-        yield f"format {written} is of a newer {newer} than {row.writes}, the newest that {of}"
+        return f"format {written} is of a newer {newer} than {row.writes}, the newest that {of}"
+    return None

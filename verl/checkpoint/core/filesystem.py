@@ -455,29 +455,21 @@ def files_below(disk: FileSystem, root: Path) -> tuple[dict[str, int], list[Path
     return sizes, directories
 
 
-def remove_tree(disk: FileSystem, root: Path) -> int:
-    """Remove a file or a directory tree; missing entries are ignored. Returns the bytes freed."""
-    if not is_directory(disk, root):
-        try:
-            status = disk.status(root)
-            disk.unlink(root)
-        except FileNotFoundError:
-            return 0
-        return status.st_size if status.st_nlink == 1 else 0
-    freed = remove_content(disk, root)
+def remove_tree(disk: FileSystem, root: Path) -> None:
+    """Remove a file or a directory tree; missing entries are ignored."""
     with contextlib.suppress(FileNotFoundError):
-        disk.remove_directory(root)
-    return freed
+        if is_directory(disk, root):
+            remove_content(disk, root)
+            disk.remove_directory(root)
+        else:
+            disk.unlink(root)
 
 
-def remove_content(disk: FileSystem, directory: Path) -> int:
-    """Remove the content of a directory, which may be missing. Safe with concurrent removal. Returns the bytes
-    freed."""
-    try:
-        names = disk.names(directory)
-    except FileNotFoundError:
-        return 0
-    return sum(remove_tree(disk, directory / name) for name in names)
+def remove_content(disk: FileSystem, directory: Path) -> None:
+    """Remove the content of a directory, which may be missing. Safe with concurrent removal."""
+    with contextlib.suppress(FileNotFoundError):
+        for name in disk.names(directory):
+            remove_tree(disk, directory / name)
 
 
 def _create_filled(disk: FileSystem, path: Path, fill: Callable[[FileHandle], None]) -> None:

@@ -27,9 +27,6 @@ ITEM_BYTES = {
     "U32": 4, "I32": 4, "F32": 4, "U64": 8, "I64": 8, "F64": 8,
 }  # fmt: skip
 MANIFEST, COMMIT, STATE = "manifest.json", "COMMIT", "trainer_state.json"
-MOST_CELLS = 100_000  # looked at to name a hole; beyond it the count of missing elements is said
-MOST_PAIRS = 5  # of overlapping slices that are told
-MOST_COMPARED = 2_000_000  # pairs of slices, of one tensor; some seconds
 
 
 class ManifestError(ValueError):
@@ -143,14 +140,11 @@ class LogicalTensor:
             return [f"dtype {self.dtype!r} is not one of {', '.join(ITEM_BYTES)}"]
         if outside := [part for part in self.slices if not self._holds(part)]:
             return [f"{_describe(part)} does not lie within the shape {list(self.shape)}" for part in outside]
-        try:
-            overlaps = [f"{_describe(a)} and {_describe(b)} overlap" for a, b in _overlapping(self.slices)]
-        except ValueError as error:
-            return [str(error)]
-        if overlaps:
-            return overlaps
-        missing = math.prod(self.shape) - sum(part.num_elements for part in self.slices)
-        return [f"{_hole(self.shape, self.slices)} is in no slice ({missing} elements are missing)"] if missing else []
+        if (overlap := _first_overlap(self.slices)) is not None:
+            return [f"{_describe(overlap[0])} and {_describe(overlap[1])} overlap"]
+        size = math.prod(self.shape)
+        missing = size - sum(part.num_elements for part in self.slices)
+        return [f"{missing} of its {size} elements are in no slice"] if missing else []
 
     def _holds(self, part: SavedSlice) -> bool:
         if not len(part.start) == len(part.extent) == len(self.shape) or part.offset < 0:
@@ -182,44 +176,20 @@ def join_tensors(parts: Iterable[LogicalTensor]) -> tuple[list[LogicalTensor], l
     return [joined[key] for key in sorted(joined)], contradictions
 
 
-def _overlapping(slices: Sequence[SavedSlice]) -> list[tuple[SavedSlice, SavedSlice]]:
-    """Some pairs of overlapping slices. They are sorted along the dimension with the most starts, so each is compared
-    with few neighbours.
-
-    Raises:
-        ValueError: there are so many slices side by side that comparing them would take minutes.
-    """
+def _first_overlap(slices: Sequence[SavedSlice]) -> tuple[SavedSlice, SavedSlice] | None:
+    """Two overlapping slices. They are sorted along the dimension with the most starts, so each is compared with few
+    neighbours."""
     present = [part for part in slices if part.num_elements]
-    starts = [len({part.start[dim] for part in present}) for dim in range(len(present[0].start) if present else 0)]
+    starts = [len(set(own)) for own in zip(*(part.start for part in present))]
     dim = starts.index(max(starts)) if starts else 0
     ordered = sorted(present, key=lambda part: part.start[dim : dim + 1])
-    pairs, compared = [], 0
     for number, first in enumerate(ordered):
         for second in itertools.islice(ordered, number + 1, None):
             if first.start and second.start[dim] >= first.end[dim]:
                 break
-            compared += 1
             if all(a < d and c < b for a, b, c, d in zip(first.start, first.end, second.start, second.end)):
-                pairs.append((first, second))
-            if len(pairs) == MOST_PAIRS:
-                return pairs
-            if compared > MOST_COMPARED:
-                raise ValueError(f"{len(present)} slices lie side by side, too many to be compared")
-    return pairs
-
-
-def _hole(shape: tuple[int, ...], slices: Sequence[SavedSlice]) -> str:
-    """The first uncovered box of the grid that is formed by the edges of all slices."""
-    edges = [
-        sorted({0, size} | {edge for part in slices for edge in (part.start[dim], part.end[dim])})
-        for dim, size in enumerate(shape)
-    ]
-    cells = min(MOST_CELLS, 5 * MOST_COMPARED // max(1, len(slices)))
-    for box in itertools.islice(itertools.product(*(itertools.pairwise(cuts) for cuts in edges)), cells):
-        low = [side[0] for side in box]
-        if not any(all(a <= x < b for a, b, x in zip(part.start, part.end, low)) for part in slices):
-            return "[" + ", ".join(f"{a}:{b}" for a, b in box) + "]"
-    return "a part of the tensor"
+                return first, second
+    return None
 
 
 def _describe(part: SavedSlice) -> str:
@@ -407,6 +377,8 @@ def _tensor_json(tensor: LogicalTensor) -> dict[str, Any]:
 
 
 def _refuse_contradictions(manifest: Manifest) -> None:
+    if manifest.file(STATE) is None:
+        raise ManifestError(f"it does not list {STATE}")
     for entry in manifest.files:
         if any(leaf.size == 0 for leaf in entry.leaves):
             raise ManifestError(f"the leaves of {entry.path} are malformed")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -120,16 +119,13 @@ def _max_abs(first: CheckpointReader, a: LogicalTensor, second: CheckpointReader
 
     elements = as_torch(first.tensor(a.component, a.name), a).flatten()
     others = as_torch(second.tensor(b.component, b.name), b).flatten()
-    largest = 0.0
+    largest = torch.zeros((), dtype=torch.float64)
     for x, y in zip(elements.split(CHUNK_ELEMENTS), others.split(CHUNK_ELEMENTS)):
-        x, y = x.to(torch.float64), y.to(torch.float64)
-        same = (x == y) | (x.isnan() & y.isnan())  # inf - inf is not a number
-        gap = torch.where(same, 0.0, (x - y).abs())
-        chunk = math.nan if bool(gap.isnan().any()) else float(gap.max()) if gap.numel() else 0.0
-        largest = chunk if math.isnan(chunk) else max(largest, chunk)
-        if math.isnan(largest):
-            break
-    return largest
+        if x.numel():
+            x, y = x.to(torch.float64), y.to(torch.float64)
+            same = (x == y) | (x.isnan() & y.isnan())  # inf - inf is not a number
+            largest = torch.maximum(largest, torch.where(same, 0.0, (x - y).abs()).max())  # which keep NaN
+    return float(largest)
 
 
 def _file_differences(first: Checkpoint, second: Checkpoint) -> Iterator[CheckpointDifference]:

@@ -42,20 +42,13 @@ class CheckpointDirectory:
         self.disk.contain(self.directory)
         self._said: set[str] = set()
 
-    def complete(self, strict: bool = False, level: Level = "quick") -> list[Checkpoint]:
-        """Every checkpoint that verifies, in order of publication, the newest last.
+    def complete(self) -> list[Checkpoint]:
+        """Every checkpoint that verifies, in order of publication, the newest last; damaged ones are logged.
 
         The order is that of publication, not of steps: a run that was resumed at step 100 publishes its step 200 after
         the abandoned step 300.
-
-        Args:
-            strict: raise at the first damaged one, instead of logging and skipping it.
-        Raises:
-            BadCheckpoint: a checkpoint is damaged; only with `strict`.
         """
-        good, bad = self.survey(level)
-        if strict and bad:
-            raise bad[0]
+        good, bad = self.survey()
         for error in bad:
             self._say(f"NOT USING checkpoint {error}")
         return good
@@ -76,16 +69,13 @@ class CheckpointDirectory:
             return self.survey(level)
         return sorted(good, key=lambda checkpoint: (checkpoint.sequence, checkpoint.name)), bad
 
-    def newest(self, strict: bool = False, is_meant: Callable[[Checkpoint], bool] | None = None) -> Checkpoint:
+    def newest(self, is_meant: Callable[[Checkpoint], bool] | None = None) -> Checkpoint:
         """The complete checkpoint that was published last, see `complete` and `newest_and_damaged`.
 
         Raises:
             CheckpointNotFound: there is none.
             CheckpointUnsupported: another version of verl saved here; no older checkpoint is used instead.
-            BadCheckpoint: a checkpoint is damaged; only with `strict`.
         """
-        if strict:
-            self.complete(strict=True)
         newest, damaged = self.newest_and_damaged(is_meant=is_meant)
         for error in damaged:
             self._say(f"NOT USING checkpoint {error}")

@@ -13,8 +13,7 @@ import bisect
 import itertools
 import math
 import os
-from collections.abc import Callable, Collection, Iterator
-from functools import partial
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -32,7 +31,7 @@ from verl.checkpoint.core.manifest import (
     content_digest,
 )
 from verl.checkpoint.core.safetensors_format import header_bytes, read_header
-from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, FileFault, VerlError
+from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, FileFault
 from verl.utils.external_input import ExternalInputError, parse_mapping
 
 Level = Literal["quick", "full"]
@@ -93,24 +92,12 @@ class CheckpointReader:
         Raises:
             CheckpointCorrupt: they are not what was written.
         """
-        for _ in self.pieces(path) if self.verify else ():
-            pass
-
-    def pieces(self, path: str) -> Iterator[memoryview]:
-        """Yield the whole content of a file, one leaf at a time.
-
-        Raises:
-            CheckpointCorrupt: bytes are not those that were written.
-        """
-        entry = self._entries.get(path)
-        if entry is None:
-            raise CheckpointNotFound(f"{self.checkpoint.directory} has no file {path}")
-        begin = 0
-        for leaf in entry.leaves:
-            yield self.read(path, begin, begin + leaf.size)
-            begin += leaf.size
-        if not entry.leaves:
+        entry, begin = self._entries.get(path), 0
+        if entry is None or not entry.leaves:
             self.read(path)
+        for leaf in entry.leaves if entry is not None and self.verify else ():
+            self.read(path, begin, begin + leaf.size)
+            begin += leaf.size
 
     def tensor(self, component: str, name: str) -> memoryview:
         """The bytes of a whole tensor, row-major: a view if one slice contains it, otherwise assembled from its
@@ -174,11 +161,8 @@ class CheckpointReader:
             low, high = ends[number] - entry.leaves[number].size, ends[number]
             if low >= end:
                 break
-            if not checked[number] and digest_of(data[low:high]) != entry.leaves[number].blake3:
-                problem = f"bytes {low} to {high} are not those that were written"
-                raise CheckpointCorrupt(
-                    self.checkpoint.directory, [self.checkpoint.fault(entry.path, problem, low, high)]
-                )
+            if not checked[number]:
+                self.checkpoint.check_leaf(entry, number, low, data[low:high])
             checked[number] = True
 
 
@@ -270,39 +254,43 @@ def _index_faults(disk: FileSystem, checkpoint: Checkpoint) -> Iterator[FileFaul
 
 
 def full_faults(disk: FileSystem, checkpoint: Checkpoint) -> list[FileFault]:
-    """Every file whose bytes differ from what was written, with the affected tensors."""
-    # Read, not mapped: a broken sector is an error here, and would be the end of the process there.
-    faults = [
-        fault
-        for entry in checkpoint.manifest.files
-        for fault in content_faults(checkpoint, entry, partial(disk.read_range, checkpoint.path(entry.path)))
-    ]
-    if not faults and checkpoint.manifest.file(STATE):
+    """Every file whose bytes differ from what was written, with the tensors where they first do."""
+    faults: list[FileFault] = []
+    for entry in checkpoint.manifest.files:
+        try:  # read, not mapped: a broken sector is an error here, and would be the end of the process there
+            for _ in checked_file(disk, checkpoint, entry):
+                pass
+        except BadCheckpoint as error:
+            faults += error.faults
+    if not faults:
         written = read_state(disk, checkpoint).get("manifest_checksum")
         if written != content_digest(checkpoint.manifest):
             faults.append(FileFault(STATE, "its manifest_checksum is not that of this checkpoint"))
     return faults
 
 
-def content_faults(checkpoint: Checkpoint, entry: FileEntry, read: Callable[[int, int], bytes]) -> Iterator[FileFault]:
-    """The leaves of a file that are not what was written.
+def checked_file(disk: FileSystem, checkpoint: Checkpoint, entry: FileEntry) -> Iterator[bytes]:
+    """The leaves of a file on the disk, each given once it is known to be what was written.
 
-    Args:
-        read: returns a leaf, given the offset of its first byte and its size; called in order.
+    Raises:
+        CheckpointIncomplete: the file is gone.
+        CheckpointCorrupt: a leaf is not what was written, or cannot be read; names the tensors.
     """
-    begin = 0
-    for leaf in entry.leaves:
-        end = begin + leaf.size
-        try:
-            is_good = digest_of(read(begin, leaf.size)) == leaf.blake3
-            problem = f"bytes {begin} to {end} are not those that were written"
-        except VerlError:  # of a store
-            raise
-        except OSError as error:
-            is_good, problem = False, f"bytes {begin} to {end} cannot be read: {error.strerror or error}"
-        if not is_good:
-            yield checkpoint.fault(entry.path, problem, begin, end)
-        begin = end
+
+    def leaves() -> Iterator[bytes]:
+        begin = 0
+        for leaf in entry.leaves:
+            try:
+                yield disk.read_range(checkpoint.path(entry.path), begin, leaf.size)
+            except OSError as error:
+                is_missing = isinstance(error, FileNotFoundError)
+                problem = "it is missing" if is_missing else f"it cannot be read: {error.strerror or error}"
+                kind = CheckpointIncomplete if is_missing else CheckpointCorrupt
+                fault = checkpoint.fault(entry.path, problem, begin, begin + leaf.size)
+                raise kind(checkpoint.directory, [fault]) from error
+            begin += leaf.size
+
+    return checkpoint.checked_leaves(entry, leaves())
 
 
 def _named(directory: Path, error: OSError) -> str:

@@ -13,8 +13,8 @@ from typing import Any
 from verl.checkpoint.core.checkpoint import Checkpoint, parse_manifest, parse_state
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import digest_of
-from verl.checkpoint.core.manifest import MANIFEST, MANIFEST_LIMIT_BYTES, STATE, FileEntry
-from verl.checkpoint.read.reader import CheckpointReader, Level, content_faults, tiling_faults
+from verl.checkpoint.core.manifest import MANIFEST, STATE, FileEntry
+from verl.checkpoint.read.reader import CheckpointReader, Level, tiling_faults
 from verl.checkpoint.remote.commit_log import CommitLog, LogRecord
 from verl.errors import (
     BadCheckpoint,
@@ -66,10 +66,6 @@ class RemoteStore:
         records = {record.manifest: record for record in self.log.records() if record.kind == "checkpoint"}
         return sorted(records.values(), key=lambda record: (record.sequence, record.number))
 
-    def highest_sequence(self) -> int:
-        """The highest sequence number; 0 if there is none."""
-        return max((record.sequence for record in self.records()), default=0)
-
     def open(self, record: LogRecord) -> RemoteCheckpoint:
         """Read a checkpoint's manifest.
 
@@ -115,8 +111,11 @@ class RemoteStore:
             elif stored is not None and stored.size != entry.size:
                 others.append(checkpoint.fault(entry.path, f"its object has {stored.size} bytes, not {entry.size}"))
             elif level == "full":
-                pieces = fetch_leaves(self.store, entry)
-                others += content_faults(checkpoint, entry, lambda begin, size, pieces=pieces: next(pieces))
+                try:
+                    for _ in checkpoint.checked_leaves(entry, fetch_leaves(self.store, entry), " of its object"):
+                        pass
+                except CheckpointCorrupt as error:
+                    others += error.faults
         if missing:
             raise CheckpointIncomplete(checkpoint.directory, missing + others)
         if others:
@@ -154,11 +153,6 @@ class RemoteStore:
 
     def state(self, checkpoint: RemoteCheckpoint) -> dict[str, Any]:
         """All of its `trainer_state.json`."""
-        entry = checkpoint.manifest.file(STATE)
-        if entry is None:
-            raise CheckpointIncomplete(checkpoint.directory, [FileFault(STATE, "the manifest does not list it")])
-        if entry.size > MANIFEST_LIMIT_BYTES:
-            raise CheckpointCorrupt(checkpoint.directory, [FileFault(STATE, f"it has {entry.size} bytes: too many")])
         return parse_state(checkpoint.directory, self.reader(checkpoint).read(STATE))
 
     def directory(self, record: LogRecord) -> Path:

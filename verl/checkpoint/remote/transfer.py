@@ -15,9 +15,8 @@ import hashlib
 import logging
 import os
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from verl.checkpoint.commit.store import CheckpointStore
@@ -36,7 +35,7 @@ from verl.checkpoint.core.filesystem import (
 from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import COMMIT, MANIFEST, FileEntry, commit_line
 from verl.checkpoint.read.discovery import FETCHED, CheckpointDirectory
-from verl.checkpoint.read.reader import CheckpointReader, open_verified
+from verl.checkpoint.read.reader import CheckpointReader, checked_file, open_verified
 from verl.checkpoint.remote.commit_log import LOG, CommitLog, LogRecord
 from verl.checkpoint.remote.remote_store import (
     MANIFESTS,
@@ -88,7 +87,6 @@ class CheckpointUpload:
     store: ObjectStore
     log: CommitLog
     disk: FileSystem = field(default_factory=FileSystem)
-    _there: set[str] = field(default_factory=set)
 
     def push(self, checkpoint: Checkpoint) -> UploadResult:
         """Put a checkpoint, of which what the store has already is not sent again. May be killed, and done again.
@@ -117,7 +115,7 @@ class CheckpointUpload:
     def put_objects(self, checkpoint: Checkpoint) -> list[FileEntry]:
         """Upload small files concurrently, since each costs a round trip, and large ones one by one in parts."""
         entries = {object_key(entry): entry for entry in checkpoint.manifest.files if entry.size}
-        unsent = sorted((entry for key, entry in entries.items() if key not in self._there), key=lambda x: x.size)
+        unsent = sorted(entries.values(), key=lambda entry: entry.size)
         num_small = sum(entry.size <= SMALL_BYTES for entry in unsent)
         with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="push") as threads:  # an error cancels those to come
             sent = [*threads.map(lambda entry: self._put(checkpoint, entry), unsent[:num_small])]
@@ -128,30 +126,9 @@ class CheckpointUpload:
         """Put a file unless it is there."""
         key = object_key(entry)
         if self.store.find(key) == StoredObject(key, entry.size):
-            self._there.add(key)
             return None
-        self.store.put_pieces(key, lambda: checked_pieces(self.disk, checkpoint, entry), entry.size)
-        self._there.add(key)
+        self.store.put_pieces(key, lambda: checked_file(self.disk, checkpoint, entry), entry.size)
         return entry
-
-
-def checked_pieces(disk: FileSystem, checkpoint: Checkpoint, entry: FileEntry) -> Iterator[bytes]:
-    """A file in pieces, each given once it is known to be what was written."""
-
-    def leaves() -> Iterator[bytes]:
-        begin = 0
-        for leaf in entry.leaves:
-            try:
-                yield disk.read_range(checkpoint.path(entry.path), begin, leaf.size)
-            except OSError as error:
-                is_missing = isinstance(error, FileNotFoundError)
-                problem = "it is missing" if is_missing else f"it cannot be read: {error.strerror or error}"
-                kind = CheckpointIncomplete if is_missing else CheckpointCorrupt
-                fault = checkpoint.fault(entry.path, problem, begin, begin + leaf.size)
-                raise kind(checkpoint.directory, [fault]) from error
-            begin += leaf.size
-
-    return checkpoint.checked_leaves(entry, leaves())
 
 
 def pull(tier: RemoteStore, record: LogRecord, store: CheckpointStore, anew: bool = False) -> Checkpoint:
@@ -235,13 +212,11 @@ class CheckpointTier:
 
     Args:
         storage: the place of this run's checkpoints alone.
-        upload_interval, upload_interval_s, keep_waiting: see `Checkpointing`.
+        rules: which of them it gets.
     """
 
     storage: Storage
-    upload_interval: int = 1
-    upload_interval_s: float | None = None
-    keep_waiting: int = 8
+    rules: UploadTarget = field(default_factory=lambda: UploadTarget(address=""))
 
     @property
     def address(self) -> str:
@@ -280,7 +255,7 @@ class CheckpointTier:
         """
         checkpoints = self.connect()
         try:
-            floor = checkpoints.highest_sequence()
+            floor = max((record.sequence for record in checkpoints.records()), default=0)
         except StorageRefused as error:
             raise self.refused(error) from error
         except StorageError as error:
@@ -288,13 +263,7 @@ class CheckpointTier:
             log.error("%s does not answer (%s): publications are numbered from %d", self.address, error, floor)
         finally:
             checkpoints.store.close()
-        return UploadTarget(
-            address=self.address,
-            upload_interval=self.upload_interval,
-            upload_interval_s=self.upload_interval_s or 0.0,
-            keep_waiting=self.keep_waiting,
-            sequence_floor=floor,
-        )
+        return replace(self.rules, address=self.address, sequence_floor=floor)
 
 
 def tier_of(
@@ -313,13 +282,12 @@ def tier_of(
         storage = storage_from(keys)
     if storage is None:
         return None
-    below = "/".join(part for part in ("checkpoints", project, experiment, job) if part)
-    return CheckpointTier(
-        storage=storage.below(below),
-        upload_interval=interval,
-        upload_interval_s=interval_s,
+    storage = storage.below("/".join(part for part in ("checkpoints", project, experiment, job) if part))
+    rules = UploadTarget(
+        address=storage.address, upload_interval=interval, upload_interval_s=interval_s or 0.0,
         keep_waiting=settings.keep_waiting,
-    )
+    )  # fmt: skip
+    return CheckpointTier(storage=storage, rules=rules)
 
 
 def bring(address: str, save_dir: Path, storage: Storage | None = None) -> tuple[Checkpoint, Storage]:

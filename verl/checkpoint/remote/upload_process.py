@@ -27,7 +27,6 @@ from verl.checkpoint.commit.upload_state import (
 )
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.ownership import Owner, StoreLease
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.transfer import CheckpointUpload
@@ -40,6 +39,7 @@ from verl.utils.progress import Progress, ProgressWatch, report
 from verl.utils.redact import redact
 
 FINISH = "finish"
+NICENESS = 10  # added to the priority value of this process, so that training keeps its processors
 LOOK_EVERY_S = 0.5
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 120.0
 LINEAGE = "lineage.jsonl"
@@ -53,7 +53,6 @@ class UploadSettings:
         directory: of checkpoints.
         storage: the tier.
         claim: of this trainer on the tier.
-        owner: of the lease that this process renews; None where the run has none.
         shortest_pause_s: after the first failure in a row; doubled for each further one, up to two minutes.
     """
 
@@ -61,8 +60,6 @@ class UploadSettings:
     storage: Storage
     claim: str
     cold: UploadTarget
-    owner: Owner | None = None
-    niceness: int = 10
     shortest_pause_s: float = SHORTEST_PAUSE_S
 
 
@@ -178,62 +175,44 @@ class UploadWorker:
 
 
 def serve(channel: Channel, setting: UploadSettings, progress: Progress) -> None:
-    """Upload until the request to finish is carried out, or the channel ends."""
+    """Upload until the trainer asks to finish and that is done, then wait until it hangs up."""
     logging.basicConfig(format="uploader: %(levelname)s %(name)s: %(message)s", level=logging.ERROR)
     with contextlib.suppress(OSError):
-        os.nice(setting.niceness)
-    if setting.owner is not None:
-        StoreLease(setting.storage, setting.owner).keep()
-    finishing = threading.Event()
-    threading.Thread(target=_listen, args=(channel, finishing), name="commands", daemon=True).start()
-
-    def tell(event: UploadEvent) -> None:
-        with contextlib.suppress(ChannelClosed):
-            channel.send(event)
-
-    tell(UploadEvent(kind="started"))
-    worker, pause_s = UploadWorker(setting, setting.storage.connect(), tell), setting.shortest_pause_s
+        os.nice(NICENESS)
+    channel.send(UploadEvent(kind="started"))
+    worker, pause_s = UploadWorker(setting, setting.storage.connect(), channel.send), setting.shortest_pause_s
     before: object = None
+    is_last = is_over = False
     while True:
         report("looking for checkpoints to upload")
-        is_last = finishing.is_set()
+        wait_s = LOOK_EVERY_S
         try:
-            if (now := worker.situation()) != before or is_last:
+            if not is_over and ((now := worker.situation()) != before or is_last):
                 worker.go(with_newest=is_last)
                 before, pause_s = now, setting.shortest_pause_s
+                if is_last:
+                    channel.send(UploadEvent(kind="done"))
+                is_over = is_last
+        except ChannelClosed:
+            return
         except CheckpointFenced as error:
-            tell(UploadEvent(kind="fenced", error=str(error)))
-            break
+            channel.send(UploadEvent(kind="fenced", error=str(error)))
+            is_over = True
         except (StorageError, CheckpointError, VerlError, OSError) as error:
             what, is_refused = redact(f"{type(error).__name__}: {error}"), isinstance(error, StorageRefused)
-            tell(UploadEvent(kind="failed", error=what, waiting=_count(worker), is_refused=is_refused))
-            before = None
-            _pause(pause_s, finishing, is_last)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            continue
-        if is_last:
-            tell(UploadEvent(kind="done"))
-            break
-        finishing.wait(LOOK_EVERY_S)
-    while True:  # until the trainer hangs up
-        report("idle")
-        time.sleep(LOOK_EVERY_S)
+            channel.send(UploadEvent(kind="failed", error=what, waiting=_count(worker), is_refused=is_refused))
+            before, wait_s, pause_s = None, pause_s, min(2 * pause_s, LONGEST_PAUSE_S)
+        is_last |= _is_asked_to_finish(channel, wait_s)
 
 
-def _listen(channel: Channel, finishing: threading.Event) -> None:
-    """Wait for FINISH; when the trainer is gone, end: what is under way is begun again by the next one."""
-    with contextlib.suppress(ChannelClosed):
-        while channel.receive() == FINISH:
-            finishing.set()
-    os._exit(0)
-
-
-def _pause(pause_s: float, finishing: threading.Event, is_last: bool) -> None:
-    """Wait before a retry; shorter if the run is about to end."""
-    while pause_s > 0 and (is_last or not finishing.is_set()):
-        report("waiting to ask the store again")
-        finishing.wait(min(1.0, pause_s)) if not is_last else time.sleep(min(1.0, pause_s))
-        pause_s -= 1.0
+def _is_asked_to_finish(channel: Channel, wait_s: float) -> bool:
+    """Wait for a while, or until the trainer asks."""
+    end = time.monotonic() + wait_s
+    while (left_s := end - time.monotonic()) > 0:
+        report("waiting")
+        if channel.has_message(min(1.0, left_s)):
+            return channel.receive() == FINISH
+    return False
 
 
 def _count(worker: UploadWorker) -> int:
@@ -245,7 +224,6 @@ def _count(worker: UploadWorker) -> int:
 
 log = logging.getLogger(__name__)
 
-MOST_STARTS = 20
 START_TIMEOUT_S, END_TIMEOUT_S = 60.0, 5.0
 SETTING = "checkpoint.upload_timeout_s"
 
@@ -325,14 +303,11 @@ class Uploader:
     def _supervise(self) -> None:
         pause_s = self._setting.shortest_pause_s
         try:
-            for number in range(1, MOST_STARTS + 1):
+            while True:
                 end = self._receive_until_end(self.child)
                 if self._is_over:
                     return
                 self.child.kill()
-                if number == MOST_STARTS:
-                    log.error("the uploader %s, start %d: NOTHING MORE IS UPLOADED by this run", end, number)
-                    return
                 log.error("the uploader %s; it is restarted and continues", end)
                 with self._changed:
                     self._changed.wait_for(lambda: self._is_closing, pause_s)
@@ -376,4 +351,4 @@ def _ask_to_finish(child: ChildProcess) -> None:
 
 
 if __name__ == "__main__":
-    run_child("verl.checkpoint.remote.upload_process", outlives_parent=True)  # until it hears that it is gone
+    run_child("verl.checkpoint.remote.upload_process")

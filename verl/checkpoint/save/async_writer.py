@@ -57,18 +57,7 @@ class _Job:
 
 
 class CheckpointWriter:
-    """Saves checkpoints of one trainer.
-
-        with CheckpointWriter(CheckpointStore("checkpoints")) as writer:
-            for step in range(1, 1001):
-                compute_gradients()             # overlaps with copying
-                writer.wait_copied()
-                optimizer.step()
-                if step % 100 == 0:
-                    writer.save(SaveRequest(step=step, components=components()))
-                for outcome in writer.poll():
-                    log_metrics(outcome)
-            writer.drain()
+    """Saves checkpoints of one trainer; docs/checkpoints.md has an example.
 
     Args:
         store: where to; its claim is taken with the first save.
@@ -187,20 +176,15 @@ class CheckpointWriter:
             self._outcomes.clear()
         return outcomes
 
-    def drain(self, timeout_s: float | None = None, raises: bool = True) -> list[SaveOutcome]:
-        """Wait for every save under way, then `poll`.
+    def drain(self, raises: bool = True) -> list[SaveOutcome]:
+        """Wait for every save under way, as long as it makes progress, then `poll`.
 
-        Args:
-            timeout_s: in total; None waits as long as they make progress.
         Raises:
-            CheckpointWriteFailed: a save takes longer than `timeout_s`, or makes no progress; it continues.
+            CheckpointWriteFailed: a save makes no progress; it continues.
         """
         with self._changed:
-            if timeout_s is None:
-                if not self._wait_for_all(self._watch()):
-                    raise self._stands_still()
-            elif not self._changed.wait_for(lambda: self._num_under_way == 0, timeout_s):
-                raise CheckpointWriteFailed(f"a save in {self.store.directory} is still under way after {timeout_s} s")
+            if not self._wait_for_all(self._watch()):
+                raise self._stands_still()
         return self.poll(raises)
 
     def _watch(self, timeout_s: float | None = None) -> ProgressWatch:

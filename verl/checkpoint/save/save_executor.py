@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
-from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
@@ -48,12 +46,10 @@ def execute_save(
         CheckpointError: nothing was published. What retention could not do is in the outcome instead.
     """
     multi_writer, files = request.multi_writer, _SaveFiles(store, request, source, fewest_direct_bytes)
-    clock = _PhaseTimer()
     if multi_writer is not None and not multi_writer.commits:
         return _write_part(store, request, multi_writer, files)
     files.hash_increment()
     with _begun(store, request, files) as transaction:
-        begin_s = clock.lap()
         reports: list[RankReport] = []
         checkpoint = None if multi_writer is None else transaction.finish_commit()
         if checkpoint is None:
@@ -62,16 +58,11 @@ def execute_save(
             files.write(transaction.main)
             if multi_writer is not None:
                 reports = collect_reports(store.disk, multi_writer.directory, multi_writer.others, multi_writer.late_s)
-        write_s = clock.lap()
-        if checkpoint is None:
             checkpoint = transaction.commit(reports, state=dict(request.state), metrics=dict(request.metrics))
-    commit_s = clock.lap()
     pruned, prune_error = _prune(store, retention)
     return SaveOutcome(
         step=request.step, tag=request.tag, directory=checkpoint.directory,
         num_bytes=sum(x.num_bytes for x in request.images) + sum(x.size for report in reports for x in report.files),
-        written_bytes=_written_bytes(checkpoint.manifest.files),
-        begin_s=begin_s, write_s=write_s, hash_s=files.hash_s, commit_s=commit_s,
         pruned=pruned, prune_error=prune_error,
     )  # fmt: skip
 
@@ -87,7 +78,6 @@ def _write_part(
     store: CheckpointStore, request: SaveRequest, multi_writer: MultiWriterSave, files: _SaveFiles
 ) -> SaveOutcome:
     """Write this participant's files into a save that another process commits, and report them."""
-    clock = _PhaseTimer()
     _remove_own(store.disk, request, multi_writer)
     writer = RankWriter(multi_writer.directory, multi_writer.name, store.disk)
     files.hash_increment()
@@ -96,13 +86,8 @@ def _write_part(
     submit_report(store.disk, multi_writer.directory, report)
     return SaveOutcome(
         step=request.step, tag=request.tag, directory=multi_writer.directory,
-        num_bytes=sum(entry.size for entry in report.files), written_bytes=_written_bytes(report.files),
-        write_s=clock.lap(), hash_s=files.hash_s,
+        num_bytes=sum(entry.size for entry in report.files),
     )  # fmt: skip
-
-
-def _written_bytes(entries: Sequence[FileEntry]) -> int:
-    return sum(entry.size for entry in entries if entry.linked_from is None)
 
 
 def _remove_own(disk: FileSystem, request: SaveRequest, multi_writer: MultiWriterSave) -> None:
@@ -117,17 +102,12 @@ def _remove_own(disk: FileSystem, request: SaveRequest, multi_writer: MultiWrite
 
 
 class _SaveFiles:
-    """Files of one save: those that are written, and those that an earlier checkpoint holds already.
-
-    Attributes:
-        hash_s: processor seconds of hashing.
-    """
+    """Files of one save: those that are written, and those that an earlier checkpoint holds already."""
 
     def __init__(self, store: CheckpointStore, request: SaveRequest, source: ImageSource, fewest_direct_bytes: int):
         self._store, self._request, self._source = store, request, source
         self._fewest_direct_bytes = fewest_direct_bytes
         self._hashed: dict[str, tuple[FileEntry, Checkpoint | None]] = {}
-        self.hash_s = 0.0
 
     def hash_increment(self) -> None:
         """Hash every image of an incremental save, to find those that did not change; nothing for another save.
@@ -162,12 +142,11 @@ class _SaveFiles:
             except BaseException:
                 hashers.shutdown(cancel_futures=True)
                 raise
-        self.hash_s += sum(future.result()[1] for future in hashed.values())
         for file in self._request.existing_files:
             self._add_existing(writer, file)
         self._source.wait(self._request.num_bytes)
 
-    def _write_image(self, writer: RankWriter, image: FileImage, hashed: dict[str, Future[Hashed]]) -> None:
+    def _write_image(self, writer: RankWriter, image: FileImage, hashed: dict[str, Future[tuple[Leaf, ...]]]) -> None:
         if image.is_constant and image.path not in self._hashed:
             self._find_unchanged(image)
         entry, earlier = self._hashed.get(image.path, (None, None))
@@ -176,7 +155,7 @@ class _SaveFiles:
                 writer.add_existing(image.path, earlier)
                 return
         if image.path in hashed:
-            writer.write_image(image, self._source, lambda: hashed[image.path].result()[0])
+            writer.write_image(image, self._source, lambda: hashed[image.path].result())
         elif entry is not None and self._is_large(image):
             writer.write_image(image, self._source, lambda: entry.leaves)
         else:
@@ -205,19 +184,17 @@ class _SaveFiles:
 
     def _find_unchanged(self, image: FileImage) -> None:
         """Hash an image, and look for a checkpoint that holds the same bytes under the same path."""
-        leaves, hash_s = _hash(image, self._source)
-        self.hash_s += hash_s
-        entry = FileEntry.of(image.path, leaves)
+        entry = FileEntry.of(image.path, _hash(image, self._source))
         holders = (checkpoint for checkpoint in self._earlier if _holds(self._store.disk, checkpoint, entry))
         self._hashed[image.path] = entry, next(holders, None)
 
-    def _started(self, hashers: ThreadPoolExecutor, image: FileImage) -> Future[Hashed]:
+    def _started(self, hashers: ThreadPoolExecutor, image: FileImage) -> Future[tuple[Leaf, ...]]:
         # Training waits for the copy, which needs the processors and the memory; the disk needs neither.
         end = self._request.num_bytes
         try:
             return hashers.submit(_hash, image, self._source, end)
         except RuntimeError:  # no thread can be started: the interpreter is ending
-            done: Future[Hashed] = Future()
+            done: Future[tuple[Leaf, ...]] = Future()
             done.set_result(_hash(image, self._source, end))
             return done
 
@@ -243,26 +220,16 @@ class _SaveFiles:
     @property
     def _newest_own(self) -> Checkpoint | None:
         """The newest of this run, if it has one: another process may fetch one of another run into the directory."""
-        newest, run_id = self._newest, self._store.run_id
-        if newest is None or newest.manifest.run_id == run_id:
-            return newest
-        own = [checkpoint for checkpoint in self._store.complete() if checkpoint.manifest.run_id == run_id]
-        return own[-1] if own else newest
+        try:
+            return self._store.newest(lambda checkpoint: checkpoint.manifest.run_id == self._store.run_id)
+        except (CheckpointNotFound, BadCheckpoint):
+            return self._newest
 
 
-Hashed = tuple[tuple[Leaf, ...], float]
-
-
-def _hash(image: FileImage, source: ImageSource, end: int = 0) -> Hashed:
-    """Leaves of an image and the processor seconds that they took.
-
-    Args:
-        end: begin once the memory is filled up to this offset.
-    """
+def _hash(image: FileImage, source: ImageSource, end: int = 0) -> tuple[Leaf, ...]:
+    """Leaves of an image; begins once the memory is filled up to `end`."""
     source.wait(end)
-    began = time.thread_time()
-    leaves = hash_buffers(image.buffers(source))
-    return leaves, time.thread_time() - began
+    return hash_buffers(image.buffers(source))
 
 
 def _holds(disk: FileSystem, checkpoint: Checkpoint, entry: FileEntry) -> bool:
@@ -285,14 +252,3 @@ def _prune(store: CheckpointStore, retention: Retention | None) -> tuple[tuple[s
         return tuple(prune(store, retention)), None
     except CheckpointError as error:
         return (), error_text(error)
-
-
-class _PhaseTimer:
-    """Seconds since the last call."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        last, self._last = self._last, time.perf_counter()
-        return self._last - last

@@ -94,48 +94,24 @@ def collect_reports(
     Raises:
         CheckpointIncomplete: one of them failed, or is late; names it, and says why.
     """
-    missing: set[str] = set(names)
     reports: dict[str, RankReport] = {}
-    waiting = _Waiting(disk, directory)
+    idle_s, pause_s, sizes = 0.0, min(SIZES_EVERY_S, late_s), dict[str, int]()
+    next_look = time.monotonic() + pause_s
     while True:
         with write_errors("looking for reports"):
-            arrived = [name for name in disk.names(directory / REPORTS) if name in missing]
-            for name in arrived:
+            for name in (x for x in disk.names(directory / REPORTS) if x in names and x not in reports):
                 reports[name] = _report(name, disk.read(directory / REPORTS / name, REPORT_LIMIT_BYTES), directory)
-                missing.remove(name)
-                waiting.restart()
-            if not missing:
+                idle_s = 0.0
+            if len(reports) == len(names):
                 return [reports[name] for name in names]
-            idle_s = waiting.idle_s()
-        if idle_s > late_s:
-            late = [FileFault(name, f"it has not reported within {late_s:g} s") for name in sorted(missing)]
-            raise CheckpointIncomplete(directory, late)
+            if time.monotonic() >= next_look:  # counted in looks: time in which this process was stopped is not idle
+                next_look, idle_s = time.monotonic() + pause_s, idle_s + pause_s
+                before, sizes = sizes, files_below(disk, directory)[0]
+                idle_s = 0.0 if sizes != before else idle_s
+        if idle_s >= late_s:
+            problem = f"it has not reported within {late_s:g} s"
+            raise CheckpointIncomplete(directory, [FileFault(x, problem) for x in sorted({*names} - {*reports})])
         time.sleep(POLL_INTERVAL_S)
-
-
-class _Waiting:
-    """Clock of how long nothing has come of a save that others write; while this process was stopped does not count."""
-
-    def __init__(self, disk: FileSystem, directory: Path):
-        self._disk, self._directory = disk, directory
-        self._sizes: dict[str, int] = {}
-        self.restart()
-
-    def restart(self) -> None:
-        self._idle_s = self._unseen_s = 0.0
-        self._looked_at = time.monotonic()
-
-    def idle_s(self) -> float:
-        """Seconds without progress; repeated calls check the files from time to time."""
-        now = time.monotonic()
-        passed_s = min(now - self._looked_at, SIZES_EVERY_S)
-        self._looked_at, self._idle_s, self._unseen_s = now, self._idle_s + passed_s, self._unseen_s + passed_s
-        if self._unseen_s >= SIZES_EVERY_S:
-            self._unseen_s = 0.0
-            sizes = files_below(self._disk, self._directory)[0]
-            if sizes != self._sizes:
-                self._sizes, self._idle_s = sizes, 0.0
-        return self._idle_s
 
 
 def abandon_missing(disk: FileSystem, directory: Path, names: Collection[str], reason: str) -> None:
@@ -213,9 +189,6 @@ class SaveOutcome:
         error: why it was not published, else None.
         was_skipped: no host buffer was free, and `when_busy` is skip.
         num_bytes: of the images, of all participants.
-        written_bytes: of files that no earlier checkpoint shares, likewise.
-        begin_s, write_s, commit_s: seconds, one after another.
-        hash_s: processor seconds of hashing, during `write_s`.
         pruned: names of the checkpoints that retention removed.
         prune_error: why retention failed; the save did not.
         stall_s: duration of the call of `save`.
@@ -230,11 +203,6 @@ class SaveOutcome:
     error: Exception | None = None
     was_skipped: bool = False
     num_bytes: int = 0
-    written_bytes: int = 0
-    begin_s: float = 0.0
-    write_s: float = 0.0
-    hash_s: float = 0.0
-    commit_s: float = 0.0
     pruned: tuple[str, ...] = ()
     prune_error: str | None = None
     stall_s: float = 0.0

@@ -11,7 +11,6 @@ import contextlib
 import logging
 import mmap
 import os
-import pickle
 import traceback
 from dataclasses import dataclass
 
@@ -48,10 +47,10 @@ class WriteOrder:
 
 @dataclass(frozen=True)
 class WriteReply:
-    """Reply to an order: its outcome, or the pickled error and its traceback."""
+    """Reply to an order: its outcome, or the error and its traceback."""
 
     outcome: SaveOutcome | None = None
-    error: bytes | None = None
+    error: Exception | None = None
     trace: str = ""
 
 
@@ -90,16 +89,7 @@ def _answer(store: CheckpointStore, order: WriteOrder, source: ImageSource, rete
     try:
         return WriteReply(execute_save(store, order.request, source, retention))
     except Exception as error:  # noqa: BLE001 - the trainer's to handle
-        return WriteReply(error=_pickled(error), trace=traceback.format_exc())
-
-
-def _pickled(error: Exception) -> bytes:
-    try:
-        data = pickle.dumps(error)
-        pickle.loads(data)
-    except Exception:  # noqa: BLE001 - user-defined errors are sent as text
-        data = pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
-    return data
+        return WriteReply(error=error, trace=traceback.format_exc())
 
 
 START_TIMEOUT_S = 60.0
@@ -235,9 +225,8 @@ class WriterClient:
             ) from error
         if answer.outcome is None:
             assert answer.error is not None
-            error = pickle.loads(answer.error)
-            error.add_note(f"In the checkpoint writer:\n{answer.trace}")
-            raise error
+            answer.error.add_note(f"In the checkpoint writer:\n{answer.trace}")
+            raise answer.error
         return answer.outcome
 
     def _kill(self) -> str:

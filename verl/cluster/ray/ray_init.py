@@ -31,7 +31,6 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from verl.errors import ConfigError, VerlError
 from verl.utils.directories import TemporaryDirectory
 from verl.utils.orphan_cleanup import CLEANUP
-from verl.utils.progress import StoppedWatch, children
 
 LONGEST_SOCKET_PATH = 103  # bytes; Linux allows 107
 RAYS_OWN = 62  # bytes that Ray adds to its directory
@@ -55,7 +54,6 @@ class RaySettings:
         num_cpus, num_gpus: of all groups together.
         object_store_mib: shared memory of a cluster that is started here; None leaves it to Ray.
         start_timeout_s: limit for an answer of the cluster, and then for free resources.
-        call_timeout_s: seconds after which a suspended process of Ray itself, in a cluster started here, is killed.
     """
 
     address: str | None
@@ -63,7 +61,6 @@ class RaySettings:
     num_gpus: float
     object_store_mib: int | None
     start_timeout_s: float
-    call_timeout_s: float = 1800.0
 
 
 class RaySession:
@@ -77,7 +74,6 @@ class RaySession:
     _opened: ClassVar[bool] = False
     _mark: ClassVar[int] = -1
     _words: ClassVar[int] = -1
-    _watch: ClassVar[StoppedWatch | None] = None
     _held: ClassVar[TemporaryDirectory | None] = None
 
     def __init__(self, settings: RaySettings):
@@ -121,9 +117,7 @@ class RaySession:
     @classmethod
     def _end(cls) -> None:
         ray.shutdown()
-        held, cls._held, watch, cls._watch = cls._held, None, cls._watch, None
-        if watch is not None:
-            watch.close()
+        held, cls._held = cls._held, None
         if held is not None:
             held.cleanup()
             CLEANUP.withdraw(cls._mark)
@@ -170,8 +164,6 @@ class RaySession:
         finally:
             del os.environ[SESSION_VARIABLE]
         RaySession._words = CLEANUP.register(last_words=_last_words(ray._private.worker._global_node))
-        daemons = {pid: f"Ray's {name}" for pid, name in children(RaySession._held.name.encode()).items()}
-        RaySession._watch = StoppedWatch(daemons, settings.call_timeout_s, "trainer.placement.call_timeout_s")
 
 
 @dataclass(frozen=True)

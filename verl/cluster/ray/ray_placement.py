@@ -206,8 +206,8 @@ class RayPlacement(Placement):
         gpus = self._gpus_of_worker(context.device.startswith("cuda"))
         total = sum(sizes.values())
         sharing = sum(count for name, count in sizes.items() if ROLLOUT not in pools[name])
-        waits = self.start_timeout_s, self.call_timeout_s
-        settings = RaySettings(self.address, self.num_cpus * total, gpus * total, self.object_store_mib, *waits)
+        num_cpus, wait_s = self.num_cpus * total, self.start_timeout_s
+        settings = RaySettings(self.address, num_cpus, gpus * total, self.object_store_mib, wait_s)
         bundles = self._bundles(sizes, gpus)
         built: list[tuple[Collection[str], WorkerGroup]] = []
         with ExitStack() as undo:

@@ -1,9 +1,8 @@
 """The process that runs environments, by messages in JSON over its standard input; standard library only, except that
 tools need pydantic.
 
-    {"id": 7, "op": "step", "env": 3, "limit_s": 30.0, "action": {"text": "..."}}
+    {"id": 7, "op": "step", "env": 3, "action": {"text": "..."}}
         ──> {"id": 7, "value": {...}}    {"id": 7, "error": "...", "trace": "...", "kind": "infra"}
-            {"id": 7, "late": true, "stalled": false}    {"beat": 1}, twice a second
 
 Each environment has its own thread, so one that hangs does not block the others. The standard input of an environment
 is empty.
@@ -22,7 +21,6 @@ import socket
 import sys
 import sysconfig
 import threading
-import time
 import traceback
 from typing import Any
 
@@ -30,9 +28,6 @@ STEP = ("observation", "reward", "terminated", "truncated", "info")
 LARGEST = 3.4028234663852886e38  # rewards are stored as float32
 MAX_REPLY = 8 << 20  # characters
 MAX_TRACE = 8000  # characters
-BEAT_S = 0.1  # of the clock
-BEATS_PER_REPORT = 5  # the trainer is told of every fifth
-STALL_S = 1.0  # a longer gap between two beats: the process was suspended, or a thread held the interpreter
 OWN_FILES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.path.dirname(os.path.abspath(__file__)))
 
 
@@ -82,41 +77,6 @@ class Replies:
                 self.channel.send(reply)
         except Exception:  # noqa: BLE001 - the trainer is gone, or the environment has closed the connection
             os._exit(1)
-
-
-class Clock:
-    """Measures calls by the time in which this process was able to run, and tells the trainer that it is.
-
-    A beat that comes late says that the process was suspended or that a thread held the interpreter. That time is not
-    counted, and the calls under way are marked as stalled.
-    """
-
-    def __init__(self, replies):
-        self.replies, self.ran_s, self.stalls = replies, 0.0, 0
-        self.calls = {}
-        threading.Thread(target=self.run, name="clock", daemon=True).start()
-
-    def begin(self, request):
-        self.calls[request["id"]] = self.ran_s + request.get("limit_s", float("inf")), self.stalls
-
-    def end(self, request):
-        self.calls.pop(request["id"], None)
-
-    def run(self, sleep=time.sleep, now=time.monotonic):  # bound here: an environment may replace those of the module
-        last, beats = now(), 0
-        while True:
-            sleep(BEAT_S)
-            gap, last = now() - last, now()
-            if gap > STALL_S:
-                self.stalls += 1
-            else:
-                self.ran_s += gap
-            for number, (limit_s, stalls) in list(self.calls.items()):
-                if self.ran_s > limit_s and self.calls.pop(number, None):
-                    self.replies.send({"id": number, "late": True, "stalled": self.stalls != stalls})
-            beats += 1
-            if beats % BEATS_PER_REPORT == 0:
-                self.replies.send({"beat": beats})
 
 
 # Answers
@@ -312,10 +272,9 @@ def settled(loop, found):
 class World:
     """One environment and its thread."""
 
-    def __init__(self, make, replies, clock, number):
-        self.make, self.replies, self.clock, self.name = make, replies, clock, f"env {number}"
-        self.inbox = queue.SimpleQueue()
-        threading.Thread(target=self.run, name=self.name, daemon=True).start()
+    def __init__(self, make, replies, number):
+        self.make, self.replies, self.inbox = make, replies, queue.SimpleQueue()
+        threading.Thread(target=self.run, name=f"env {number}", daemon=True).start()
 
     def run(self):
         loop, environment = asyncio.new_event_loop(), None
@@ -340,7 +299,6 @@ class World:
                     reply["value"] = None
             except BaseException as error:  # noqa: BLE001 - code of the user
                 reply.update(failure(error, method))
-            self.clock.end(request)
             self.replies.send(reply)
             if op == "close":
                 loop.close()
@@ -373,7 +331,7 @@ async def awaited(found):
     return await found
 
 
-def call_tool(function, request, replies, clock):
+def call_tool(function, request, replies):
     reply = {"id": request["id"]}
     try:
         result = function(**request["arguments"])
@@ -382,7 +340,6 @@ def call_tool(function, request, replies, clock):
         reply.update(failure(error, function))
     except BaseException as error:  # noqa: BLE001 - code of the user
         reply |= {"error": text_of(error), "kind": "tool"}
-    clock.end(request)
     replies.send(reply)
 
 
@@ -409,28 +366,23 @@ def opened(options) -> Any:
 def serve():
     """Answer requests until the trainer closes the connection."""
     replies = Replies()
-    clock = Clock(replies)
     options = replies.channel.receive()
-    start = {"id": 0, "limit_s": options["limit_s"]}
-    clock.begin(start)
     try:
         source, reply = opened(options)
     except BaseException as error:  # noqa: BLE001 - code of the user
-        replies.send({"id": 0, **failure(error, None)})
+        replies.send(failure(error, None))
         return
-    clock.end(start)
-    replies.send({"id": 0, **reply})
+    replies.send(reply)
     worlds = {}
     while True:
         request = replies.channel.receive()
-        clock.begin(request)
         if request["op"] == "call":
-            arguments = source[request["name"]], request, replies, clock
+            arguments = source[request["name"]], request, replies
             threading.Thread(target=call_tool, args=arguments, daemon=True).start()
             continue
         number = request["env"]
         if number not in worlds:
-            worlds[number] = World(lambda: source(**options.get("arguments", {})), replies, clock, number)
+            worlds[number] = World(lambda: source(**options.get("arguments", {})), replies, number)
         worlds[number].inbox.put(request)
         if request["op"] == "close":
             del worlds[number]

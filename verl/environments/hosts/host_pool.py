@@ -125,12 +125,12 @@ class HostedEnvironment(Environment):
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Any:
         plain = {name: value for name, value in row.items() if _is_plain(value)}
-        return await self._request("reset", self.pool.options.reset_timeout_s, row=plain, seed=seed)
+        return await self._request("reset", self.pool.options.reset_timeout_s, self.host, row=plain, seed=seed)
 
     async def step(self, action: Action) -> StepResult:
         calls = [dict(vars(call)) for call in action.calls]
         turn = {"text": action.text, "calls": calls, "call_id": action.call_id}
-        result = await self._request("step", self.pool.options.step_timeout_s, action=turn)
+        result = await self._request("step", self.pool.options.step_timeout_s, self.host, action=turn)
         if not isinstance(result, dict):
             raise InfraError(f"a reply of the environment is {str(result)[:80]}: expected an object")
         return StepResult(**result)
@@ -141,14 +141,13 @@ class HostedEnvironment(Environment):
             return
         try:
             if not host.is_over and not (host.is_alone and host.hung):
-                limit_s = self.pool.options.step_timeout_s
-                await host.request("close", f"env {self.number}", limit_s=limit_s, env=self.number)
+                await self._request("close", self.pool.options.step_timeout_s, host)
         finally:
             await self.pool.release(host)
 
-    async def _request(self, op: str, limit_s: float, **fields: Any) -> Any:
-        assert self.host is not None
-        return await self.host.request(op, f"env {self.number}", limit_s=limit_s, env=self.number, **fields)
+    async def _request(self, op: str, limit_s: float, host: Host | None, **fields: Any) -> Any:
+        assert host is not None
+        return await host.request(op, f"env {self.number}", limit_s=limit_s, env=self.number, **fields)
 
 
 def _is_plain(value: Any) -> bool:

@@ -183,11 +183,8 @@ class CheckpointSaver:
                 storage=self._tier.storage,
                 claim=f"{self.run_id}-{secrets.token_hex(4)}",
                 cold=upload_target,
-                owner=self._place.lease and self._place.lease.owner,
             )
             self._uploader = Uploader(setting, self.settings.upload_timeout_s)
-            if self._place.lease is not None:
-                self._place.lease.stop()  # the upload process renews it from now on
 
     def _record_directory(self, run_dir: Path) -> None:
         relative = os.path.relpath(self.directory, run_dir.absolute())

@@ -15,10 +15,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
+
+from verl.utils.child_process.channel import ChannelClosed
+from verl.utils.child_process.process import ChildProcess
 
 JOIN_S = 30.0  # for threads whose processes were killed
 RETRY_S = 0.2  # after a start that failed
+EXIT_S = 2.0  # for the exit status of a process that has closed its connection
 
 
 class PooledProcess(Protocol):
@@ -32,6 +36,51 @@ class PooledProcess(Protocol):
 
     def kill(self) -> None:
         """End it with all that it has started; may be called again, and by another thread."""
+
+
+class StartFailed(Exception):
+    """A process did not send its first message; says why."""
+
+
+class PooledChild:
+    """A child process of a pool.
+
+    Args:
+        child: the process, which sends a message when it is ready.
+        start_s: limit of that.
+    """
+
+    def __init__(self, child: ChildProcess, start_s: float):
+        self.child, self.pid, self.channel = child, child.pid, child.channel
+        self.start_s, self._is_killed = start_s, False
+
+    @property
+    def is_usable(self) -> bool:
+        return not self._is_killed and self.child.is_alive()
+
+    def first_message(self) -> Any:
+        """Raises StartFailed: it has ended, or sends nothing in time."""
+        try:
+            return self.channel.receive(timeout_s=self.start_s)
+        except TimeoutError as error:
+            raise StartFailed(f"it did not finish within {self.start_s:g} s{self.state()}") from error
+        except ChannelClosed as error:
+            raise StartFailed(f"its process has ended ({self.exit_words()})") from error
+
+    def exit_words(self) -> str:
+        """Describe its end, after its connection was closed."""
+        self.child.await_exit(EXIT_S)
+        return self.child.describe_exit() or "its connection was closed"
+
+    def state(self) -> str:
+        """State by the operating system, to append to a message."""
+        state = self.child.state()
+        return f" ({state})" if state else ""
+
+    def kill(self) -> None:
+        """End it with all that it has started; may be called again, and by another thread."""
+        self._is_killed = True
+        self.child.kill()
 
 
 P = TypeVar("P", bound=PooledProcess)
