@@ -59,11 +59,11 @@ class OwnTurns(TurnQueue):
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        ({"log_prob": math.nan}, "has the log-prob nan, one that is not finite"),
-        ({"log_prob": math.inf}, "has the log-prob inf, one that is not finite"),
-        ({"log_prob": -math.inf}, "has the log-prob -inf, one that is not finite"),
-        ({"log_prob": -9999.0}, "has the log-prob -9999: that is written in place of a probability of zero"),
-        ({"log_prob": 0.5}, "has the log-prob 0.500: above 0 it is none"),
+        ({"log_prob": math.nan}, "has the log-prob nan, and"),
+        ({"log_prob": math.inf}, "has the log-prob inf, and"),
+        ({"log_prob": -math.inf}, "has the log-prob -inf, and"),
+        ({"log_prob": -9999.0}, "has the log-prob -9999, and"),
+        ({"log_prob": 0.5}, "has the log-prob 0.5, and"),
         ({"token": 10**6}, "id 1000000, is not a token: the model knows 0 to"),
         ({"token": -100}, "id -100, is not a token"),
     ],

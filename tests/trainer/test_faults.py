@@ -103,7 +103,7 @@ def test_a_role_is_refused_by_its_own_path(model32, dir32, tmp_path):
     with refusal("reference.sharding"):
         ppo_run(model32, **on(2, DDP(), actor=actor, reference=Reference(sharding=FSDP())))
     ppo_run(model32, **on(2, DDP(), actor=actor, reference=Reference()))
-    with refusal("rollout", value="OfWholeModels"):
+    with refusal("rollout", value="OfWholeModels", varies=True):  # it names the engines that are imported
         ppo_run(model32, **on(2, Parallel(pp=2), rollout=OfWholeModels(max_new_tokens=4)))
     shorter = shutil.copytree(model32.path, tmp_path / "shorter")
     config = json.loads((shorter / "config.json").read_text())

@@ -1,10 +1,10 @@
 """Roles in the driver's own process, or in sibling processes on this machine that the driver starts and ends.
 
-    driver ──WorkerCall───> rank 0, rank 1, ...      rows divided by tokens, straight into shared memory
-           <─WorkerReply───                          rows joined in their order
+    driver ──WorkerCall───> rank 0, rank 1, ...      rows divided by tokens, packed into shared memory
+           <─WorkerReply───                          rows joined in order
                      rank 0 <──gloo/nccl──> rank 1
 
-`LocalTransport` starts the processes and carries the calls; all else is `RemoteWorkerGroup`.
+`LocalTransport` starts the processes and sends the calls; `RemoteWorkerGroup` does the rest.
 """
 
 from __future__ import annotations
@@ -67,9 +67,9 @@ class LocalWorkerGroup(RemoteWorkerGroup):
     """All roles in each of `world_size` processes.
 
     Args:
-        num_threads: torch threads of each.
-        devices: of each, `cuda:N` or `cpu:N`, the N-th core that this process may use; None numbers the GPUs by rank.
-        name: directory for the logs, if there are several groups of processes.
+        num_threads: torch threads of each process.
+        devices: `cuda:N` or `cpu:N` (the N-th core that this process may use) of each; None numbers GPUs by rank.
+        name: subdirectory for the logs, if there are several groups of processes.
         call_timeout_s: see `RemoteWorkerGroup`.
     """
 
@@ -93,8 +93,8 @@ class LocalTransport:
     """Sibling processes on this machine, numbered by rank, and the channel to each.
 
     Args:
-        devices: of each.
-        num_threads: of each.
+        devices: device of each process.
+        num_threads: torch threads of each process.
         logs: directory for their output; None for a temporary one.
     """
 
@@ -187,7 +187,7 @@ class LocalTransport:
             "VERL_RENDEZVOUS": f"file:///dev/fd/{rendezvous.fileno()}",
         }
         if sys.platform == "linux" and "GLOO_SOCKET_IFNAME" not in os.environ:
-            variables["GLOO_SOCKET_IFNAME"] = "lo"  # all on this machine: no need to resolve its name
+            variables["GLOO_SOCKET_IFNAME"] = "lo"  # all processes are on this machine: no need to resolve its name
         return ChildProcess(
             "verl.cluster.worker",
             self.progress,
@@ -223,8 +223,8 @@ class LocalTransport:
     def _send_calls(self) -> None:
         """Send the queued messages.
 
-        This is a thread because Ctrl-C interrupts the main thread only: a message is never half sent, and no worker
-        lacks a call in which its siblings wait for it.
+        Runs in a thread because Ctrl-C interrupts only the main thread: no message is partially sent, and no worker
+        misses a call in which its siblings wait for it.
         """
         while (messages := self._outbox.get()) is not None:
             for channel, message in zip(self._channels, messages, strict=True):
@@ -257,5 +257,5 @@ class LocalTransport:
 
 
 def device_of_rank(device: str, rank: int) -> str:
-    """Each process has a GPU of its own."""
+    """The device of a rank: each rank has its own GPU."""
     return f"cuda:{rank}" if device.startswith("cuda") else device

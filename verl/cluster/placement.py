@@ -38,7 +38,7 @@ class Placement(Description):
     """Base class of `trainer.placement`.
 
     Attributes:
-        max_restarts: restarts of a run that lost a worker.
+        max_restarts: maximum number of restarts of a run that lost a worker.
     """
 
     max_restarts = 0  # a subclass may have a field of this name
@@ -58,7 +58,7 @@ class Placement(Description):
         yield from ()
 
     def lacks(self, roles: Collection[str], nnodes: int, per_node: int, device: str) -> Iterator[str]:
-        """Yield missing resources of the machines for the roles of a run, each with its full config path.
+        """Yield the resources that the machines lack for the roles of a run, each with its full config path.
 
         Args:
             nnodes, per_node: requested machines, and workers on each.
@@ -76,7 +76,7 @@ class Placement(Description):
         return [(tuple(sizes), max(sizes.values()))] if sizes else []
 
     def apart(self, roles: Collection[str], size: int) -> int:
-        """Devices that hold rollout workers alone."""
+        """Number of devices that hold only rollout workers."""
         return self.sizes(roles, size).get(ROLLOUT, 0)
 
     def holds_reward(self) -> bool:
@@ -88,13 +88,13 @@ class Placement(Description):
 
         Args:
             size: default number of workers of a group.
-            max_threads: torch threads of all workers on this machine together; rollout workers get as many again.
+            max_threads: total torch threads of the workers of this machine; rollout workers get as many again.
         """
         raise NotImplementedError
 
 
 class RoleGroups:
-    """Several worker groups as one: each call goes to the group that holds the role.
+    """Several worker groups behind one interface: each call goes to the group that holds the role.
 
     Args:
         groups: each with its roles.
@@ -140,9 +140,8 @@ class DeviceMesh(Placement):
 
     Args:
         devices: `cuda:N`, or `cpu:N` for a process that is bound to the N-th core that this process may use.
-        sub_meshes: role (actor, critic, reference, rm, rollout) -> its devices, which may be some of `devices` or
-            others. On several of them the role is sharded; `rollout` has an engine on each, by default one on the first
-            that is free.
+        sub_meshes: role (actor, critic, reference, rm, rollout) -> its devices, from `devices` or others. With several
+            devices the role is sharded; `rollout` has an engine on each, by default one on the first free device.
     """
 
     devices: tuple[str, ...]
@@ -188,7 +187,7 @@ class DeviceMesh(Placement):
 
     @property
     def all_devices(self) -> tuple[str, ...]:
-        """`devices`, and further ones of sub-meshes."""
+        """All devices: `devices` and those of the sub-meshes."""
         return tuple(dict.fromkeys([*self.devices, *(x for names in self.sub_meshes.values() for x in names)]))
 
     def holds_reward(self) -> bool:
@@ -256,7 +255,7 @@ class ProcessGroup:
 
     Attributes:
         ranks: global ranks, in order.
-        backend: of their collective operations, or `none` for a process alone.
+        backend: backend of collective operations, or `none` for a single process.
     """
 
     ranks: tuple[int, ...] = (0,)
@@ -269,15 +268,14 @@ class ProcessGroup:
 
 
 def check_process_groups(roles: Mapping[str, Any] | None = None, **named: Any) -> ProcessGroup:
-    """Compare the processes of roles; a batch divided over one set of processes cannot be joined over another.
+    """Check that roles have the same processes; a batch divided over one set cannot be joined over another.
 
         check_process_groups(actor=actor, critic=critic)
 
     Args:
-        roles, named: by name, a group of torch.distributed, anything that has one as `process_group`, or None for a
-            role that lives in one process.
-    Returns:
-        The group that all of them share.
+        roles, named: by name, a torch.distributed group, an object with one as `process_group`, or None for a role in a
+            single process.
+    Returns: The group that all roles share.
     Raises:
         ConfigError: size, ranks or backend differ, or this process is not in a role's group.
     """

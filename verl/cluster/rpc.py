@@ -5,8 +5,8 @@
 
 `WorkerGroup` is the interface to roles in this process, in sibling processes or in Ray actors. `RemoteWorkerGroup`
 implements it for other processes on top of a transport: futures and deadlines. If a worker raises, dies or hangs, the
-pending calls fail with rank, call and step, and all workers are ended: their siblings may wait for it in a collective
-operation for ever.
+pending calls fail with rank, call and step, and all workers are ended, because its siblings could wait forever in a
+collective operation.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from verl.protocol.dispatch import Dispatch, dispatch_of
 from verl.utils.progress import Progress, ProgressWatch, report
 
 START = "start"  # the call that builds the roles, in errors
-BUILD_TIMEOUT_S = 600.0  # limit without progress until all roles are built, if that of calls is not longer
+BUILD_TIMEOUT_S = 600.0  # timeout without progress while roles are built, unless that of calls is longer
 END_TIMEOUT_S = 5.0
 STACK_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 5.0
@@ -72,7 +72,7 @@ class WorkerGroup(Protocol):
 
 
 class RoleHandle:
-    """The driver's handle of a role: calling a method returns a future.
+    """The driver's handle to a role: calling a method returns a future.
 
         log_probs = cluster_role.compute_log_probs(batch).result()
 
@@ -125,7 +125,7 @@ def row_assignment(shardings: Mapping[str, Sharding], world_size: int) -> dict[s
     return {role: RowAssignment(sharding.row_share_by_rank(world_size)) for role, sharding in shardings.items()}
 
 
-# Messages of gloo, NCCL and TCPStore if a process does not take part in a collective operation.
+# Messages of gloo, NCCL and TCPStore when a process is missing from a collective operation.
 _GAVE_UP = re.compile(
     r"timed? ?out|timeout|watchdog|connection (closed|reset|refused|was aborted)|broken pipe|closed by peer|"
     r"remote process exited|unhandled system error",
@@ -145,17 +145,17 @@ class PendingCall:
     """A call to a role, until all of its processes have answered.
 
     Args:
-        name: role and method.
-        step: of the training, for messages.
+        name: `role.method`.
+        step: training step, for messages.
         dispatch: how arguments are divided and results joined.
-        args: of the method.
+        args: arguments of the method.
         shares: division of the rows; a single share is sent whole.
     Attributes:
         future: receives the result.
         division: rows of each share; None if all processes receive the same.
         answers: replies so far, by rank.
         raised: ranks that have failed.
-        limit_s: limit without progress; None for that of the group.
+        limit_s: timeout without progress, in seconds; None for the group's.
     """
 
     name: str
@@ -180,7 +180,7 @@ class PendingCall:
 
     @property
     def concatenates(self) -> bool:
-        """Whether replies are rows, to be joined in the order in which rows were sent."""
+        """Whether replies are rows, to be joined in the order of the rows sent."""
         return self.dispatch.concatenates and self.division is not None
 
     @property
@@ -191,7 +191,7 @@ class PendingCall:
         return self.shares.reporting_ranks if self.concatenates else self.shares.reporting_ranks[:1]
 
     def result(self, answers: Mapping[int, Any], empty: Callable[..., Tensor]) -> Any:
-        """Join the replies of all ranks; `empty` allocates memory for joined fields, by shape and dtype."""
+        """Join the replies of all ranks; `empty` allocates memory for joined fields, given shape and dtype."""
         if self.dispatch.gathers_list:
             return [answers[rank] for rank in sorted(answers)]
         replies = [answers[rank] for rank in self.result_ranks]
@@ -203,11 +203,11 @@ class PendingCall:
 class Transport(Protocol):
     """Sends calls to the processes of a group, and reports the state of the processes.
 
-    It calls `on_reply`, `on_error` and `on_end` of the group from its threads.
+    Calls `on_reply`, `on_error` and `on_end` of the group from its own threads.
 
     Attributes:
         pids: process ids by rank, each on its own machine.
-        progress: a counter per rank, which advances while it works.
+        progress: a counter per rank, which advances while the rank works.
         poll_takes_s: maximum duration of `poll_progress`.
     """
 
@@ -230,7 +230,7 @@ class Transport(Protocol):
         ...
 
     def unresponsive(self, ranks: Sequence[int]) -> Sequence[int]:
-        """The given ranks whose processes do not run at all."""
+        """The given ranks whose processes are not running, such as stopped ones."""
         ...
 
     def stacks(self, ranks: Sequence[int]) -> dict[int, str]:
@@ -242,7 +242,7 @@ class Transport(Protocol):
         ...
 
     def tail(self, rank: int) -> str:
-        """The last lines of its log, which may explain its end."""
+        """The last lines of a process's log, which may explain how it ended."""
         ...
 
     def kill(self) -> None:
@@ -250,7 +250,7 @@ class Transport(Protocol):
         ...
 
     def close(self, is_idle: bool) -> None:
-        """End the remaining processes, idle ones by a request. Idempotent."""
+        """End the remaining processes, by a request if they are idle. Idempotent."""
         ...
 
 
@@ -258,11 +258,12 @@ class RemoteWorkerGroup:
     """All roles of a host in each of several other processes.
 
     Args:
-        call_timeout_s: seconds without progress of any worker after which the call fails and names the silent rank.
+        call_timeout_s: seconds without progress of any worker after which the call fails with the rank that does not
+            answer.
     Raises:
         WorkerError: a worker could not build its roles.
         WorkerDied: a worker ended while it was starting; WorkerHung: it did not finish starting.
-        ConfigError: a worker is of another version than the driver.
+        ConfigError: a worker has other versions (verl, torch, Python) than the driver.
     """
 
     shares_memory = False
@@ -278,7 +279,7 @@ class RemoteWorkerGroup:
         self._pending: dict[int, PendingCall] = {}
         self._next_number = 0
         self._failure: VerlError | None = None
-        self._is_ending = False  # a process has ended; its end is about to be reported as the failure
+        self._is_ending = False  # a process has ended, which is about to be reported as the failure
         self._joined, self._is_closed = ShmBlockPool(shared=False), threading.Event()
         self._watcher = threading.Thread(target=self._watch, daemon=True)
         try:
@@ -301,10 +302,10 @@ class RemoteWorkerGroup:
         return self._begin(pending, self._transport.send)
 
     def begin_start(self, send: Callable[[int, PendingCall], object], limit_s: float | None = None) -> Future[list]:
-        """Begin a start-up call of the transport; its future gives the replies by rank.
+        """Begin a start-up call of the transport; the result of its future is the list of replies, by rank.
 
         Args:
-            limit_s: limit without progress; None for that of building roles.
+            limit_s: timeout without progress, in seconds; None for that of building roles.
         """
         dispatch = Dispatch(splits_rows=False, concatenates=False, gathers_list=True)
         pending = PendingCall(START, None, dispatch, (), RowAssignment((0,) * self.world_size))
@@ -383,12 +384,12 @@ class RemoteWorkerGroup:
         time.sleep(GRACE_S)
         if self._failure is None and not self._is_ending:
             failure = self._failure_of(pending, rank, error)
-            if not self._is_ending:  # nor meanwhile
+            if not self._is_ending:  # it may have ended in the meantime
                 self._fail(failure)
 
     def _failure_of(self, pending: PendingCall, rank: int, error: str) -> VerlError:
-        """The error of a worker, or of the sibling that it waited for if that is stopped or hangs. Faults of the
-        configuration that were found at the start are raised as ConfigError."""
+        """The error to report: that of the worker, or that of the stopped or hanging sibling for which it waited;
+        ConfigError for faults of the configuration that were found while building roles."""
         if isinstance(error, Traceback) and error.faults and pending.name == START:
             return ConfigError(error.faults)
         with self._lock:
@@ -405,7 +406,7 @@ class RemoteWorkerGroup:
         return WorkerError(rank, pending.name, pending.step, error)
 
     def _watch(self) -> None:
-        """Fail the oldest pending call if no worker makes progress with it."""
+        """Fail the oldest pending call if none of its workers makes progress."""
         transport, oldest = self._transport, None
         poll_interval_s = min(POLL_INTERVAL_S, self._call_timeout_s / 5)
         gap_s = 2 * poll_interval_s + transport.poll_takes_s
@@ -428,7 +429,7 @@ class RemoteWorkerGroup:
                 report()  # progress of this process
 
     def _silence(self, ranks: Sequence[int], pending: PendingCall, limit_s: float) -> WorkerHung:
-        """The error for ranks without a reply: it names first a process that does not respond at all."""
+        """The error for ranks without a reply; it names a process that does not respond at all, if there is one."""
         stacks, waited = self._transport.stacks(ranks), f"no answer within {limit_s:g} s, and "
         states = {rank: self._transport.state(rank) for rank in ranks if not stacks[rank]}
         if states:

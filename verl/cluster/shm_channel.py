@@ -1,13 +1,13 @@
 """Message channel between the driver and a worker: pickles through a socket, tensor bytes through shared memory.
 
     MessagePacker ──> Message ──ShmChannel.send──> socket: pickle, location of bytes ──> ShmChannel.receive ──> value
-                        └──bytes──> shared block ───────────────────────────────────────────> its tensors lie here
+                        └──bytes──> shared block ───────────────────────────────────────────> views of its tensors
 
-Shared blocks are reused, since the first access to a page costs several times what copying it does. They are anonymous
-files passed as open descriptors, so a killed process leaves no named file. The receiver's next message says which
-blocks it has released.
+Shared blocks are reused, because the first access to a page takes several times as long as copying it. They are
+anonymous files passed as open descriptors, so that a killed process leaves no file. The receiver's next message lists
+the blocks that it has released.
 
-A value is serialized to a small pickle and to separate buffers with the bytes of its tensors:
+A value is serialized to a small pickle and separate buffers with the bytes of its tensors:
 
 value ──wrap──> (pickle, buffers) ──shared memory──> unwrap ──> the value, its tensors are views of the buffers
 """
@@ -37,7 +37,7 @@ from verl.utils.child_process.channel import Channel
 from verl.utils.progress import nameless_file
 
 FREE_BLOCKS_KEPT = 12
-WASTE = 4  # minimum used fraction of a block; smaller requests get a smaller block
+WASTE = 4  # maximum ratio of a block's size to the request
 ALIGNMENT = 64  # bytes: alignment of tensors
 
 
@@ -45,7 +45,7 @@ warnings.filterwarnings("ignore", message=".*buffer is not writable.*")  # recei
 
 
 class RowSubset(NamedTuple):
-    """Some rows of a batch, received as a batch of these rows: they are selected while sending, with one copy."""
+    """Some rows of a batch, received as a batch of these rows. They are selected during sending, with a single copy."""
 
     batch: DataProto
     rows: Tensor
@@ -73,10 +73,10 @@ class RowSelection(NamedTuple):
 
 
 class Serialized(NamedTuple):
-    """A wrapped value: memory that is shared without a copy is in `buffers`, everything else in `head`."""
+    """A serialized value: memory that is shared without a copy is in `buffers`, everything else in `head`."""
 
     head: bytes
-    buffers: list[Any]  # np.ndarray, or RowSelection where Rows were wrapped
+    buffers: list[Any]  # np.ndarray, or RowSelection for a tensor of a RowSubset
 
     @property
     def num_bytes(self) -> int:
@@ -84,14 +84,14 @@ class Serialized(NamedTuple):
 
 
 def serialize(value: Any) -> Serialized:
-    """A value as a pickle and the memory of its tensors, which is not copied: do not modify it until it is sent."""
+    """A value as a pickle and the memory of its tensors, not copied: do not modify them until it is sent."""
     head, buffers = io.BytesIO(), _KeptBuffers()
     _BatchPickler(head, buffers).dump(value)
     return Serialized(head.getvalue(), buffers.buffers)
 
 
 def deserialize(serialized: Serialized | tuple[bytes, Sequence[Any]]) -> Any:
-    """The value; its tensors share the memory of the buffers, and are read-only if those are."""
+    """The value; its tensors share the memory of the buffers, and are read-only if the buffers are."""
     head, buffers = serialized
     return pickle.loads(head, buffers=buffers)
 
@@ -99,8 +99,8 @@ def deserialize(serialized: Serialized | tuple[bytes, Sequence[Any]]) -> Any:
 class _KeptBuffers:
     """Buffers that are kept out of a pickle.
 
-    It holds no reference to the pickler: that would be a reference cycle, which keeps every sent batch in memory until
-    the cyclic garbage collector runs.
+    Holds no reference to the pickler: a reference cycle would keep every sent batch in memory until the cyclic garbage
+    collector runs.
     """
 
     def __init__(self):
@@ -119,7 +119,7 @@ class _BatchPickler(pickle.Pickler):
         super().__init__(file, protocol=5, buffer_callback=kept.keep)
 
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) is DataProto:  # their own pickle copies on arrival, which protects it from writers
+        if type(obj) is DataProto:  # its own pickling copies on arrival, to protect it from writers
             return _batch, _fields(obj)
         if type(obj) is RowSubset:
             return _batch, _fields_of_rows(*obj)
@@ -172,7 +172,7 @@ class ShmBlock:
     Attributes:
         number: unique in this process.
         descriptor: of the shared file; None for private memory.
-        holders: receivers that must release it before it is reused.
+        holders: number of receivers that must release it before it is reused.
     """
 
     number: int
@@ -186,7 +186,7 @@ class ShmBlockPool:
     """Pool of reusable memory blocks.
 
     Args:
-        shared: blocks are readable by other processes.
+        shared: whether blocks are readable by other processes.
     """
 
     def __init__(self, *, shared: bool):
@@ -196,7 +196,7 @@ class ShmBlockPool:
         self._made = 0
 
     def take(self, size: int, holders: int = 1) -> ShmBlock:
-        """A block of at least this many bytes, with arbitrary content."""
+        """A block of at least `size` bytes, with arbitrary content."""
         with self._lock:
             free = [block for block in self._all.values() if not block.holders]
             fitting = [block for block in free if size <= block.size <= max(WASTE * size, mmap.PAGESIZE)]
@@ -229,7 +229,7 @@ class ShmBlockPool:
             self._all.clear()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor with arbitrary content, whose memory is reused once it is garbage."""
+        """A tensor with arbitrary content; its memory is reused once no object refers to it."""
         size = dtype.itemsize * int(np.prod(shape))
         if size < mmap.PAGESIZE:
             return torch.empty(shape, dtype=dtype)
@@ -252,7 +252,7 @@ class ShmBlockPool:
 
 
 def lease(memory: mmap.mmap, on_end: Callable[[], object]) -> np.ndarray:
-    """A view of some memory; `on_end` is called when no object uses it any more."""
+    """A view of `memory`; `on_end` is called when no object uses the view any more."""
     area = np.frombuffer(memory, np.uint8)
     weakref.finalize(area, on_end).atexit = False
     return area
@@ -260,11 +260,11 @@ def lease(memory: mmap.mmap, on_end: Callable[[], object]) -> np.ndarray:
 
 def map_shm_block(descriptor: int, size: int) -> mmap.mmap:
     """Map an open file into memory."""
-    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # map all pages at once, if the system can
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)  # map all pages at once, if supported
     return mmap.mmap(descriptor, size, flags=flags)
 
 
-SMALL = 2**15  # bytes: smaller tensors, taken together, go through the socket
+SMALL = 2**15  # bytes: messages with fewer bytes of tensors go through the socket
 
 
 @dataclass(frozen=True)
@@ -273,7 +273,7 @@ class Message:
 
     Attributes:
         head: see `Serialized`.
-        inline: the bytes of tensors, if they are few.
+        inline: the bytes of tensors, if their total is less than `SMALL`.
         block, spans: shared block with the bytes, and their ranges in it.
     """
 
@@ -293,7 +293,7 @@ class _MessageHeader:
     spans: tuple[tuple[int, int], ...]
     new: tuple[tuple[int, int], ...]  # numbers and sizes
     done_with: tuple[int, ...]  # numbers of blocks of the receiver that the sender has released
-    gone: tuple[int, ...]  # blocks of the sender's
+    gone: tuple[int, ...]  # numbers of blocks that the sender has freed
 
 
 class MessagePacker:
@@ -303,10 +303,10 @@ class MessagePacker:
         self.blocks = ShmBlockPool(shared=True)
 
     def pack(self, value: Any, receivers: int = 1) -> Message:
-        """A message for exactly `receivers` receivers; `value` may be modified afterwards.
+        """A message for exactly this number of receivers; `value` may be modified afterwards.
 
         Args:
-            value: if it is `Serialized`, the original value arrives.
+            value: any value; a `Serialized` one arrives deserialized.
         """
         head, buffers = value if isinstance(value, Serialized) else serialize(value)
         if sum(buffer.nbytes for buffer in buffers) < SMALL:
@@ -336,7 +336,7 @@ class ShmChannel:
     One thread may send while another receives.
 
     Args:
-        post: packs outgoing messages.
+        post: the packer of outgoing messages.
     """
 
     def __init__(self, channel: Channel, post: MessagePacker):

@@ -1,7 +1,7 @@
 """The main program of a worker process: `python -m verl.cluster.worker`, started by `local_worker_group.py` alone.
 
-It builds its roles and serves calls until the driver closes the connection.
-Unlike multiprocessing's spawn, this does not import the driver's main script.
+Builds its roles and serves calls until the driver closes the connection. Unlike multiprocessing's spawn, this does not
+import the driver's main script.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class WorkerStart:
     """Start message of a worker.
 
     Attributes:
-        number: of its reply.
+        number: call number of its reply.
         payload: pickled (host description, build context).
         num_threads: torch threads.
-        core: index of the CPU core to run on, of those that the process may use; None for any.
+        core: index of the CPU core to run on, among those that the process may use; None for any.
     """
 
     number: int
@@ -39,7 +39,7 @@ class WorkerStart:
 
 @dataclass(frozen=True)
 class WorkerCall:
-    """A call of a role's method.
+    """A call to a method of a role.
 
     Attributes:
         result_ranks: ranks that reply with the result; others only acknowledge.
@@ -81,7 +81,7 @@ def serve(channel: Channel, start: WorkerStart, _: Progress) -> None:
         while (call := messages.receive()) is not None:
             report(f"{call.role}.{call.method}")
             answer = _packed(post, _carry_out(host, call))
-            call = None  # its memory is reused, unless the role has kept a reference
+            call = None  # frees its memory, unless the role has kept a reference
             messages.send(answer)
             report("idle")
     finally:
@@ -118,7 +118,7 @@ def _carry_out(host: Any, call: WorkerCall) -> WorkerReply:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the libraries in this process."""
+    """Versions of Python, torch and verl in this process."""
     import torch
 
     import verl
@@ -132,7 +132,7 @@ def refuse_mixed_versions(workers: Sequence[Mapping[str, str]], where: str) -> N
     Args:
         where: configuration path of the placement.
     Raises:
-        ConfigError: a worker has another version.
+        ConfigError: a worker has other versions.
     """
     here = versions()
     for rank, worker_versions in enumerate(workers):

@@ -67,7 +67,7 @@ def _fill_fields(node: DictConfig) -> None:
 
 
 def _changes_default(node: Any) -> bool:
-    """Whether a node is a mapping without a component of its own."""
+    """Whether a node is a mapping that does not name a component."""
     is_mapping = isinstance(node, DictConfig) and not node._is_interpolation() and not node._is_none()
     return is_mapping and TARGET not in node
 

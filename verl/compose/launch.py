@@ -395,7 +395,7 @@ def _tell(text: str) -> None:
 
 
 def _remove_if_empty(run_dir: Path | str) -> None:
-    """Remove the run directory that Hydra has created, and its parents, as far as they are empty."""
+    """Remove the run directory that Hydra has created, and its parents, if they are empty."""
     directory, here = Path(run_dir).resolve(), Path.cwd()
     while here in directory.parents and not (directory.is_dir() and any(directory.iterdir())):
         if directory.is_dir():

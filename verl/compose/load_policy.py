@@ -76,7 +76,7 @@ class SavedPolicy:
     Attributes:
         actor: Hugging Face directory of a model or an adapter.
         point: the checkpoint of the weights; None for plain weights.
-        record: `policy.json` of the run that wrote plain weights; empty if there is none.
+        record: `policy.json` of the run that wrote plain weights; empty if the file is missing.
     """
 
     actor: Path
@@ -108,11 +108,11 @@ class SavedPolicy:
         return self.actor if self.point is None else self.point.checkpoint.directory / "actor"
 
     def saved(self, *path: str) -> Any:
-        """The node of the saved configuration at some keys; None if there is none. Anybody may have written it."""
+        """The node of the saved configuration at some keys; None if it is missing. It is not trusted."""
         return self.recorded("config", *path)
 
     def recorded(self, *path: str) -> Any:
-        """The node at some keys of what was saved with the weights; None if there is none."""
+        """The node at some keys of the record saved with the weights; None if it is missing."""
         node: Any = self.record if self.point is None else self.point.state
         for key in path:
             node = node.get(key) if isinstance(node, dict) else None
@@ -256,7 +256,7 @@ def _warn_of_own_code(saved: SavedPolicy, named: Mapping[str, Any]) -> None:
 
 
 def _verify(saved: SavedPolicy) -> None:
-    """Verify the weights and the files beside them by their hashes."""
+    """Verify the weights and the files next to them by their hashes."""
     if saved.point is not None:
         reader = RestoreSource(saved.point.checkpoint.directory).reader()
         for entry in reader.files("actor"):

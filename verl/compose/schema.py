@@ -31,13 +31,13 @@ from verl.utils.memory import bfloat16_here
 
 
 def conf_dir() -> Path:
-    """The directory of ppo.yaml and its groups: `conf/` beside the package in a checkout, `verl/conf/` in a wheel.
+    """The directory of ppo.yaml and its groups: `conf/` next to the package in a checkout, `verl/conf/` in a wheel.
 
     Raises:
         FileNotFoundError: neither exists; the installation is broken.
     """
     package = Path(verl.__file__).resolve().parent
-    candidates = (package / "conf", package.parent / "conf")  # `conf` beside an installed package is not ours
+    candidates = (package / "conf", package.parent / "conf")  # `conf` next to an installed package is not ours
     for directory in candidates:
         if (directory / "ppo.yaml").is_file():
             return directory
@@ -217,7 +217,7 @@ def register() -> None:
 
 
 def default_length(tokens: int, model: Any) -> int:
-    """The default length of a row in tokens: less than the model holds, as far as its files here tell."""
+    """The default length of a row in tokens: less than the model's context, if its local files give it."""
     held = OmegaConf.select(model, "context_length", throw_on_missing=False)
     if held is None and (path := OmegaConf.select(model, "path", throw_on_missing=False)):
         from verl.models.pretrained import Pretrained  # imports torch

@@ -5,7 +5,7 @@ base           Base classes and settings of data sets: `DataSplits`, options of 
 calculator     Sums and products that the built-in model cannot compute, for the tool `calc`
 chat_task      Generated tasks for small chat models, with their answers
 chat_template  Chat templates: the prompt column as text and tokens, conversations as tokens
-curriculum     Curricula: prompts are drawn by what the run has seen of them, exact to resume
+curriculum     Curricula: prompts are sampled by their recorded pass rates; resumes exactly
 episodes       `data=episodes`: prompts for environments that provide the task themselves
 files          Data sets in files: prompts for reinforcement learning, sequences for SFT, preferences
 guess_number   Prompts and example games of guessing a number

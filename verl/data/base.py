@@ -42,7 +42,7 @@ class PromptSource(Description):
     """Base class of `data=` components for reinforcement learning: builds `DataSplits` of prompts.
 
     Args:
-        curriculum: draws prompts by their pass rates; None to draw every row once an epoch.
+        curriculum: samples prompts by their pass rates; None to use every row once per epoch.
     Attributes:
         settled_fields: settings whose value is known when the data are read, such as the commit of a branch.
     """
@@ -128,7 +128,7 @@ class DataSplits:
         train: rows to train on.
         eval: rows to evaluate on; None without evaluation.
         mixture: the parts of `train` and their shares of an epoch; None to visit every row once.
-        may_repeat: rows were drawn from a distribution, so that repeated ones are no mistake and cause no warning.
+        may_repeat: rows were sampled from a distribution, so that duplicates are expected and cause no warning.
         fills_last: the last batch of an epoch is filled from the next one; else the rows that remain are left out.
         settled: values of `PromptSource.settled_fields`; a checkpoint records them in the identity of the run.
     """
@@ -166,7 +166,7 @@ Options = TypeVar("Options", bound=Description)
 
 @component
 class PromptRendering(PromptSource):
-    """Options of how prompts become tokens, whatever their column is called.
+    """Options for converting prompts to tokens, independent of their column.
 
     Args:
         max_prompt_length: the most tokens of a prompt.

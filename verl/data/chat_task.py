@@ -40,13 +40,13 @@ class ChatTask(Description):
         reverse     two to four words to be written from their last character to their first
         arithmetic  a sum or product of two numbers of two to four digits
 
-    Training and held-out problems are different prompts, drawn in one seeded order.
+    Training and held-out problems are different prompts, generated in one seeded order.
 
     Args:
         task: the kind.
         train_size, held_out: numbers of training and evaluation problems.
         seed: of the problems.
-        system_prompt: system message; None for that of the chat template, or for `arithmetic` one that tells of `calc`.
+        system_prompt: system message; None for the chat template's, or for `arithmetic` one that describes `calc`.
     """
 
     task: TaskName = "json"

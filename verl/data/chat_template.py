@@ -255,7 +255,7 @@ def _prompt_fault(rows: DataRows, key: str, index: int) -> str | None:
 def as_chat(value: Any) -> Any:
     """Chat messages with one text as the content of each; any other value unchanged.
 
-    Messages may be given as JSON text, with a list of text parts as content, and without content beside tool calls.
+    Messages may be given as JSON text, with a list of text parts as content, and without content if with tool calls.
     """
     if isinstance(value, str) and value.lstrip()[:1] == "[" and '"role"' in value:
         with contextlib.suppress(ValueError, RecursionError):

@@ -1,9 +1,9 @@
-"""Curricula: prompts are drawn by what the run has seen of them, exact to resume.
+"""Curricula: prompts are sampled by their recorded pass rates; resumes exactly.
 
     scores of a step ──> pass rate of each prompt ──> band ──> weight ──> the next batches
 
-A batch is a function of the seed, its place in the run and the pass rates recorded when it was drawn; batches that were
-drawn ahead are kept, and a checkpoint holds both.
+A batch is a function of the seed, its position in the run and the pass rates recorded when it was sampled; batches
+sampled ahead are kept, and a checkpoint holds them and the pass rates.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ class PassRate(Curriculum):
         r <- memory * r + (1 - memory) * (share of its responses with trainer.success_score)
         w  = falloff ^ |band(r) - band(target)|,   band(r) = floor(r * bands)
 
-    A batch after the warm-up has different prompts, drawn in turn with a probability proportional to w. A prompt that
-    was not seen yet has w = 1, as the target has. Responses that dynamic sampling leaves out count too.
+    A batch after the warm-up has distinct prompts, sampled in turn with probability proportional to w. A prompt that
+    was not seen yet has w = 1, like one at the target. Responses that dynamic sampling leaves out count too.
 
     Source: weights without replacement by keys log(u) / w: Efraimidis and Spirakis 2006, Inf. Process. Lett. 97(5).
-    Degenerate: falloff 1 draws all prompts alike; with as many rows in a batch as in the data every batch is all.
+    Degenerate: falloff 1 samples all prompts uniformly; if a batch is as large as the data, it contains all prompts.
 
     Args:
         target: pass rate to train at. With two rewards a group says most at 0.5.
         bands: number of bands of equal width; at least 2.
-        falloff: how much less often a prompt is drawn for each band between it and the target, in (0, 1].
-        memory: weight of the earlier pass rate when a prompt is drawn again, in [0, 1).
-        warmup_epochs: epochs at the start in which every prompt is drawn once.
+        falloff: factor on the weight of a prompt for each band between it and the target, in (0, 1].
+        memory: weight of the earlier pass rate when a prompt is sampled again, in [0, 1).
+        warmup_epochs: initial epochs in which every prompt is used once.
     """
 
     target: UnitInterval = 0.5
@@ -101,7 +101,7 @@ class PassRateSampler(DataSampler):
         return batch
 
     def peek(self, ahead: int = 0) -> Tensor:
-        """See `DataSampler.peek`; the batch stays what it is, whatever is recorded before its turn."""
+        """See `DataSampler.peek`; pass rates recorded later do not change the batch."""
         while len(self._batches_ahead) <= ahead:
             self._batches_ahead.append(self._draw(len(self._batches_ahead)))
         return self._batches_ahead[ahead].clone()

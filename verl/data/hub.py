@@ -54,7 +54,7 @@ class HubPrompts(PromptRendering):
         answer: column that the reward gets as `answer`; null for none.
         answer_after: the answer is what follows the last occurrence of this text, such as `####`; null for the whole
             column. A row without it is unusable.
-        instruction: text on a line of its own after each prompt that is a text; null for none.
+        instruction: text appended on a separate line to each prompt that is a text; null for none.
         as_chat: whether a text prompt becomes a message of the user, which the chat template renders; null for yes if
             there is a chat template.
         keep_columns: other columns that the reward reads; null for all.

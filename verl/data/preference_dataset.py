@@ -141,7 +141,7 @@ class PreferenceDataset:
         return {**row, "chosen": self._responses[number], "rejected": self._responses[number + len(self)]}
 
     def unpaired(self) -> PreferenceDataset:
-        """Each pair as two labelled responses, side by side."""
+        """Each pair as two consecutive labelled responses."""
         rows: list[Preference] = []
         for index in range(len(self)):
             prompt, chosen, rejected = (x.tolist() for x in self[index].values())

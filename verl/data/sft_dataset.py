@@ -86,7 +86,7 @@ def from_prompts(
 
 
 def completion_column(completion_key: str | None, present: Collection[str]) -> str:
-    """The column of completions: the one that is named, else `completion`, or `response` if there is none."""
+    """The column of completions: the configured one, else `completion` if it exists, else `response`."""
     return completion_key or next((name for name in COMPLETION_KEYS if name in present), COMPLETION_KEYS[0])
 
 

@@ -117,7 +117,7 @@ def token_log_probs(
         entropy: also return entropies, with their gradient or as values only; None returns none.
         rank: also return whether each token is the likeliest.
         num_chunks: the least number of chunks that the tokens are split into.
-        top_k: also return so many likeliest tokens with their log-probs; 0 for none.
+        top_k: number of likeliest tokens to return with their log-probs; 0 for none.
         num_tokens: only ids below it are among the likeliest; None for the whole vocabulary.
         candidates: a field [b t K] of token ids whose log-probs are returned too, with their gradient.
     """

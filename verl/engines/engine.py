@@ -100,7 +100,7 @@ class TrainingEngine:
         Args:
             batch: see `cut_into_micro_batches`.
             compute: returns named per-token tensors [b t] for a micro-batch.
-            alone: run each row in a forward pass of its own, without packing.
+            alone: run each row in a separate forward pass, without packing.
             replays: route tokens to the experts that they were sampled with; None for the setting of the engine.
         Returns:
             The named tensors as [B T] on the device of the batch, zero where the response mask is off. Empty for a
@@ -132,7 +132,7 @@ class TrainingEngine:
         """Accumulate the gradient of a loss on this process's share of the rows of a batch.
 
         After several calls `optim_step` takes the gradient of the sum of their losses, each divided by the totals of
-        its own batch. After a call that raised, the next one begins anew.
+        its own batch. After a call that raised, accumulation starts over.
 
         Args:
             batch: see `cut_into_micro_batches`; it may be empty as long as another process has rows.

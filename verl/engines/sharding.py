@@ -96,9 +96,8 @@ class Sharding(Description):
         return 1.0
 
     def activation_share(self, micro_batches: int) -> float:
-        """Activations that a process keeps for the backward pass of so many micro-batches of a step, over those of all
-        layers for one of them.
-        """
+        """Activations that a process keeps for backward with this many micro-batches per step, relative to those of all
+        layers for one."""
         return 1.0
 
     def mesh_sizes(self, world_size: int) -> tuple[int, int, int]:
@@ -454,12 +453,12 @@ class Parallel(FSDP):
         return self.pp * count / (count + self.pp - 1)
 
     def smaller(self) -> Iterator[tuple[str, Sharding]]:
-        if self.pp == self.ep == 1:  # what the others refuse to be beside
+        if self.pp == self.ep == 1:  # settings that cannot be combined with the others
             yield from super().smaller()
 
     def activation_share(self, micro_batches: int) -> float:
         is_1f1b = self.pp_schedule == "1f1b" and micro_batches >= self.pp
-        return (self.pp if is_1f1b else micro_batches) / self.pp  # under way at a time, of the first stage
+        return (self.pp if is_1f1b else micro_batches) / self.pp  # in progress at the same time, in the first stage
 
     def _wanted(self) -> dict[str, int]:
         sizes = {"pp": self.pp, "dp_replicate": self.dp_replicate, "cp": self.cp, "tp": self.tp}

@@ -1,6 +1,6 @@
 """Base classes of environments: the interface of a user's class, and the settings that all environments share.
 
-Deadlines of calls count only time in which the event loop ran: what the trainer does late is not late.
+Deadlines of calls count only time in which the event loop ran, so that delays of the trainer do not count.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Recovery = Literal["stateless", "deterministic", "restart"]
 History = Literal["append", "rerender"]
 OnInfra = Literal["refill", "drop_member", "drop_group", "stop"]
 Fault = Literal["own", "crash", "suspect", "neighbour", "late"]
-POLL_INTERVAL_S = 0.25  # between two looks at a call that has a deadline
-MAX_ERROR = 600  # characters of the error in the record of a call
+POLL_INTERVAL_S = 0.25  # interval of checks of a call with a deadline
+MAX_ERROR = 600  # maximum characters of an error in the record of a call
 
 
 class InfraError(Exception):
     """Raised by an environment or a tool for failures that the model did not cause, such as a service that is down.
 
     Attributes:
-        fault: whose failure it is, where several episodes share a process; see `CallRecord.fault`.
+        fault: whose failure it is if several episodes share a process; see `CallRecord.fault`.
         trace: the traceback of another process; empty if there is none.
     """
 
@@ -49,9 +49,9 @@ class Action:
     """One turn of the model.
 
     Attributes:
-        text: its text, without the stop token.
+        text: text of the turn, without the stop token.
         calls: its tool calls in order, including those that could not be parsed (`ParseFault`).
-        call_id: unique in the training run, and the same if a resumed run repeats the turn, so that a service can use
+        call_id: unique in the training run, and the same when a resumed run repeats the turn, so that a service can use
             it as an idempotency key.
     """
 
@@ -66,13 +66,13 @@ class CallRecord:
 
     Attributes:
         call_id: unique in the run: step, prompt, sample, turn and place in the turn.
-        name: `reset`, `step`, or the tool's.
-        error: in one line; empty if there was none.
-        fault: of an `infra` outcome, which decides how the episode is restarted. `own`: of this call, which counts as
-            one of `environment.retries`. `crash`: this call ended its process, which counts too. `suspect`: one of
-            several calls that were under way when their process ended. `neighbour`: a call of another episode ended
-            the process. `late`: the call took too long beside others; it is scored only if it does so in a process of
-            its own. After two times `crash` or `suspect` an episode gets a process of its own.
+        name: `reset`, `step`, or the name of the tool.
+        error: error in one line; empty for none.
+        fault: cause of an `infra` outcome, which decides how the episode is restarted. `own`: this call, counted
+            against `environment.retries`. `crash`: this call ended its process; also counted. `suspect`: one of several
+            calls in progress when their process ended. `neighbour`: a call of another episode ended the process.
+            `late`: the call took too long next to others; it is scored only if this happens in a separate process.
+            After two `crash` or `suspect` an episode gets its own process.
     """
 
     call_id: str
@@ -88,11 +88,11 @@ class StepResult:
     """Result of one step of an environment.
 
     Attributes:
-        observation: shown to the model next, a text or chat messages; None if nothing follows.
+        observation: text or chat messages shown to the model next; None if nothing follows.
         reward: of the turn, finite in float32; assigned to the turn's last token. A bool counts as 1 or 0.
         terminated: the episode reached its end.
         truncated: the environment ended the episode early.
-        info: any values by name, as in gymnasium; they are not used.
+        info: any values by name, as in gymnasium; not used.
         calls: records of the tool calls of the turn.
     """
 
@@ -112,12 +112,12 @@ class Environment:
     terminated, truncated, info) as in gymnasium.
 
     Attributes:
-        recovery: how its state is restored after a run was killed during an episode, see `verl.environments.journal`:
-            `stateless` if results depend on the action alone, `deterministic` if the same seed and actions give the
-            same results, otherwise `restart`.
+        recovery: how its state is restored if a run was killed during an episode, see `verl.environments.journal`:
+            `stateless` if results depend only on the action, `deterministic` if the same seed and actions give the same
+            results, otherwise `restart`.
         answers_at_once: its methods return immediately, so they are called in the thread that generates turns, without
-            a deadline. Coroutines among them must not suspend.
-        keeps_deadlines: its methods end their calls at `environment.step_timeout_s` and `reset_timeout_s` themselves.
+            a deadline. Coroutine methods must not suspend.
+        keeps_deadlines: its methods enforce `environment.step_timeout_s` and `reset_timeout_s` themselves.
     """
 
     recovery: Recovery = "restart"
@@ -147,7 +147,7 @@ class EnvironmentFactory:
     """Creates the environments of one process and owns their shared resources.
 
     Attributes:
-        tool_parameters: JSON schemas of the arguments of the tools that a turn may call, by their names.
+        tool_parameters: JSON schemas of the arguments of the tools that a turn may call, by tool name.
     """
 
     tool_parameters: Mapping[str, Mapping[str, Any]] = {}
@@ -156,11 +156,11 @@ class EnvironmentFactory:
         """Open shared resources, in the event loop that runs the environments."""
 
     def make(self) -> Any:
-        """A fresh environment."""
+        """A new environment."""
         raise NotImplementedError
 
     def make_alone(self) -> Any:
-        """A fresh environment in a process of its own, if its environments run in other processes."""
+        """A new environment in its own process, if environments run in other processes."""
         return self.make()
 
     async def stop(self) -> None:
@@ -175,29 +175,29 @@ class EnvironmentDescription(Description):
     not executed.
 
     Args:
-        max_turns: of the model in an episode.
-        max_tokens: of an episode beside its prompt, observations included.
+        max_turns: maximum turns of the model in an episode.
+        max_tokens: maximum tokens of an episode after its prompt, including observations.
         max_observation_tokens: the middle of a longer observation is replaced by a note.
-        step_timeout_s: for one call of the environment, and of each tool.
-        reset_timeout_s: for `reset`.
+        step_timeout_s: timeout of one step of the environment, and of each tool call.
+        reset_timeout_s: timeout of `reset`.
         max_concurrent: concurrent calls in each process.
         retries: how often an episode is restarted in a new environment after a failure that the model did not cause.
-        on_infra: what happens to an episode after that. It never gets a reward: `refill` plays another episode of the
-            same prompt, with other noise, and drops the episode if that fails too; `drop_member` drops the episode (and
-            its whole group if fewer than two are left); `drop_group` drops all episodes of the prompt; `stop` ends the
-            run. Dropping favours episodes that make few calls.
-        history: what the model reads before a turn. `append`: the previous token ids and new ones after them, so that
-            an episode is one sample. `rerender`: the conversation as the chat template renders it each time, so that
-            each turn is a sample of its own; for templates that rewrite earlier turns (Qwen3 removes their thinking).
-        tool_format: format of tool calls, see `verl.environments.tool_calls.parse`. `auto` is the one that reads back
-            what the chat template renders, and `plain`, a line `name(arguments)`, where it knows no tools.
-        journal: record episodes on disk while they are played, beside the checkpoints, so that a run that is killed
-            during an episode can continue it.
-        kv_cache_gib: size of the key-value cache of unfinished episodes, under rollout=hf. Episodes that wait for their
-            environment are evicted first and computed again later.
+        on_infra: what happens to an episode after these retries. It never gets a reward: `refill` plays another episode
+            of the same prompt, with other sampling noise, and drops the episode if that fails too; `drop_member` drops
+            the episode (and its whole group if fewer than two are left); `drop_group` drops all episodes of the prompt;
+            `stop` ends the run. Dropping favours episodes that make few calls.
+        history: what the model reads before a turn. `append`: the previous token ids followed by new ones, so that an
+            episode is one sample. `rerender`: the conversation as rendered anew by the chat template, so that each turn
+            is a separate sample; for templates that rewrite earlier turns (Qwen3 removes their thinking).
+        tool_format: format of tool calls, see `verl.environments.tool_calls.parse`. `auto` is the one that parses what
+            the chat template renders, or `plain`, a line `name(arguments)`, if the template does not support tools.
+        journal: record running episodes on disk, next to the checkpoints, so that a run killed during an episode can
+            continue it.
+        kv_cache_gib: size of the key-value cache of unfinished episodes, under rollout=hf. Episodes waiting for their
+            environment are evicted first and recomputed later.
     Attributes:
-        has_tools: it gives the model tools, and a turn without a call is the answer.
-        plays_in_flight: weights may change within its episodes.
+        has_tools: whether the model gets tools; a turn without a call is then the answer.
+        plays_in_flight: whether weights may change within its episodes.
     """
 
     has_tools: ClassVar[bool] = False
@@ -217,7 +217,7 @@ class EnvironmentDescription(Description):
     journal: bool = True
 
     def columns_read(self) -> tuple[str, ...]:
-        """Columns of the data that it requires."""
+        """Columns of the data that the environment requires."""
         return ()
 
     def tool_schemas(self) -> tuple[Mapping[str, Any], ...]:
@@ -236,7 +236,7 @@ class EnvironmentDescription(Description):
         return None
 
     def prompts(self, count: int) -> Sequence[Sequence[Mapping[str, Any]]]:
-        """Chat messages with which its first tasks begin, at most so many; empty where it has no prompts of its own."""
+        """Initial chat messages of its first tasks, at most this many; empty if it has no prompts of its own."""
         return ()
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
@@ -244,7 +244,7 @@ class EnvironmentDescription(Description):
 
 
 def environment_faults(run: Any) -> Iterator[str]:
-    """Faults: options that do not work with an environment, or were not tested with one."""
+    """Faults: options that do not work, or were not tested, with an environment."""
     environment = run.environment
     if run.trainer.eval_without_tools and not getattr(environment, "has_tools", False):
         kind = "null" if environment is None else f"a {type(environment).__name__}, which has no tools that could go"
@@ -281,20 +281,20 @@ def environment_faults(run: Any) -> Iterator[str]:
 
 
 class DeadlinePassed(TimeoutError):
-    """A call took longer than it may."""
+    """A call exceeded its deadline."""
 
     def __init__(self, timeout_s: float):
         super().__init__(f"no answer within {timeout_s:g} s")
 
 
 async def within(timeout_s: float, awaitable: Awaitable[Any]) -> Any:
-    """Await a result for at most `timeout_s`, and cancel the rest.
+    """Await a result for at most `timeout_s`, then cancel it.
 
-    A wait that ends much later than it should is not counted: the process was suspended meanwhile, or another thread
-    or callback of it kept the event loop from running.
+    A wait that ends much later than planned is not counted: the process was suspended, or another thread or callback
+    blocked the event loop.
 
     Raises:
-        DeadlinePassed: there is no result.
+        DeadlinePassed: there is no result in time.
     """
     task, left_s = asyncio.ensure_future(awaitable), timeout_s
     try:

@@ -1,4 +1,4 @@
-"""`environment=calculator`: the tool `calc`, which computes what the built-in model cannot."""
+"""`environment=calculator`: the tool `calc`, for arithmetic that the built-in model cannot do."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """Calls of environments, run in a separate thread: each has an id, a deadline and a typed outcome.
 
 The episode loop generates tokens in its own thread; calls run in an event loop in another thread, and results arrive
-through a queue. The result of a call that returns after its deadline is dropped. Calls are handed over together, when
-the loop next takes results. An environment that `answers_at_once` is called in the episode loop's thread.
+through a queue. The result of a call that returns after its deadline is dropped. Calls are submitted together when the
+loop next takes results. An environment that `answers_at_once` is called in the episode loop's thread.
 
-Whatever an environment returns or raises becomes a `CallResult`: values are checked here, and in the process of the
-environment (`hosts.host_main`), where file and line are known.
+Everything that an environment returns or raises becomes a `CallResult`: values are validated here, and in the process
+of the environment (`hosts.host_main`), where file and line are known.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from verl.http_client.client import EventLoopThread
 
 log = logging.getLogger(__name__)
 
-STUCK_S = 30.0  # that code of an environment may hold the event loop beyond the deadline of its call
-MAX_TRACES = 100  # different tracebacks in the run's log
+STUCK_S = 30.0  # how long environment code may block the event loop beyond the deadline of its call
+MAX_TRACES = 100  # maximum number of different tracebacks in the run's log
 
 
 @dataclass(frozen=True)
 class CallResult:
-    """Outcome of a call of an environment.
+    """Outcome of a call to an environment.
 
     Attributes:
         episode: its number in this call of the engine.
         attempt: attempt of the episode; results of earlier attempts are dropped.
         value: an observation (`reset`) or a `StepResult` (`step`); None if the outcome is not ok.
-        play: which call of the engine that was.
+        play: number of the call of the engine.
     """
 
     episode: int
@@ -68,10 +68,10 @@ async def called(method: Callable[..., Any], *args: Any) -> Any:
 
 
 def _at_once(found: Any) -> Any:
-    """The value, or the result of the coroutine, which must not suspend.
+    """The value itself, or the result of a coroutine, which must not suspend.
 
     Raises:
-        InfraError: it suspends.
+        InfraError: the coroutine suspends.
     """
     if not inspect.iscoroutine(found):
         return found
@@ -97,7 +97,7 @@ def as_step_result(found: Any) -> StepResult:
 
 @dataclass(slots=True)
 class _Call:
-    """An environment call that has not begun; see `CallResult`."""
+    """An environment call that has not started; see `CallResult`."""
 
     play: int
     episode: int
@@ -114,15 +114,15 @@ class _Call:
         return self.environment.step if self.name == "step" else self.environment.reset
 
     def answered(self, found: Any) -> CallResult:
-        """The result where the method returned this.
+        """The result for a value that the method returned.
 
         Raises:
-            BadAnswer: it is not an answer.
+            BadAnswer: the value is invalid.
         """
         return self.result("ok", as_step_result(found) if self.name == "step" else as_observation(found, "reset"))
 
     def failed(self, error: BaseException) -> CallResult:
-        """The result where the method raised; its traceback goes to the run's log once."""
+        """The result for an exception that the method raised; each traceback is logged once."""
         fault: Fault = "own"
         if isinstance(error, InfraError):
             text, trace, fault = f"InfraError: {error}", error.trace, error.fault
@@ -147,7 +147,7 @@ class CallRunner:
     """Runs the environments of one process.
 
     Attributes:
-        on_result: called in another thread when a result is there.
+        on_result: called in another thread when a result is available.
     """
 
     def __init__(self, factory: EnvironmentFactory, options: EnvironmentDescription):
@@ -157,8 +157,8 @@ class CallRunner:
         self._loop = EventLoopThread("environments")
         self._slots: asyncio.Semaphore | None = None
         self._play = self._pending = 0
-        self._waiting: list[Coroutine[Any, Any, None]] = []  # not handed over yet
-        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps weak references only
+        self._waiting: list[Coroutine[Any, Any, None]] = []  # not submitted yet
+        self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps only weak references
         start = self._loop.begin(self._start())
         try:
             self._loop.wait(start, options.reset_timeout_s + STUCK_S)
@@ -172,7 +172,7 @@ class CallRunner:
         return self._pending
 
     def begin_play(self) -> None:
-        """Begin other episodes under the same numbers: results of calls that were made before are dropped."""
+        """Start new episodes with the same numbers: results of earlier calls are dropped."""
         self._play += 1
         self._pending = 0
 
@@ -230,9 +230,8 @@ class CallRunner:
         self._waiting.append(self._made(call))
 
     def hand_over(self) -> None:
-        """Start the waiting calls in the event loop, together, since each start wakes its thread; `take` does so
-        too.
-        """
+        """Start the waiting calls in the event loop, all at once because each submission wakes its thread; `take` also
+        does this."""
         if self._waiting:
             waiting, self._waiting = self._waiting, []
             self._loop.begin(self._run_all(waiting))
@@ -257,9 +256,9 @@ class CallRunner:
                 result = call.answered(await waiting)
         except DeadlinePassed as error:
             result = call.result("timeout", error=str(error))
-        except BaseException as error:  # whatever code of the user raises
+        except BaseException as error:  # user code may raise anything
             task = asyncio.current_task()
-            if task is not None and task.cancelling():  # by `close`, and not by the environment
+            if task is not None and task.cancelling():  # cancelled by `close`, not by the environment
                 raise
             result = call.failed(error)
         self.results.put(result)
@@ -273,13 +272,13 @@ class CallRunner:
         self._loop.close()
 
     def stuck_after_s(self, num_episodes: int) -> float:
-        """Seconds after which a result of one of so many episodes must have come."""
+        """Seconds within which one of this many episodes must have a result."""
         options = self.options
         longest_s = max(options.step_timeout_s, options.reset_timeout_s)
         return STUCK_S + 2 * longest_s * (1 + num_episodes / options.max_concurrent)
 
     def stuck_error(self) -> RolloutError:
-        """The error for results that are still missing after every deadline."""
+        """The error for results that are missing after all deadlines."""
         return RolloutError(
             f"environment: {self._pending} calls have not come back within their deadlines "
             f"(environment.step_timeout_s {self.options.step_timeout_s:g}): code of the environment blocks the "

@@ -1,11 +1,11 @@
-"""One episode: its turns, its state while it is played, its restarts after failures of others than the model, and the
-batch of episodes that they become, where the mask is True on the model's tokens and False on observations.
+"""One episode: its turns, its state, and its restarts after failures not caused by the model; and batches of episodes,
+whose mask is True on the model's tokens and False on observations.
 
 prompt | turn 0 | observation 0 | turn 1 | observation 1 | ... | turn n
 mask         1          0            1          0                  1
 
-Where the model does not read everything before a turn as it was, an episode has several rows. Rewards, the KL penalty
-and advantages are computed on episodes; roles read rows (`training_rows`), and what they compute is joined
+An episode has several rows if the model does not read everything before a turn unchanged. Rewards, the KL penalty and
+advantages are computed on episodes; roles compute on rows (`training_rows`), and their results are joined
 (`per_episode`).
 
 episodes      row 0, row 1, row 2 of a side by side; row 0, row 1 of b; ...        [E T]
@@ -35,7 +35,7 @@ from verl.rollout.rows import assemble, masked_rows, prompt_tokens, right_padded
 
 End = Literal["", "terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens", "dropped"]
 ENDS: tuple[End, ...] = ("terminated", "truncated", "timeout", "turns", "tokens", "turn_tokens", "dropped")
-CRASHES_BESIDE_OTHERS = 2  # of an episode, before it gets a process of its own
+CRASHES_BESIDE_OTHERS = 2  # of an episode, before it gets its own process
 
 
 @dataclass
@@ -45,10 +45,10 @@ class Turn:
     Attributes:
         text: the text that was parsed, without the stop token.
         start: index of its first token among the tokens after the prompt.
-        before: everything that the model read, if each turn is a sample of its own.
-        observation: what the environment answered; None after the last turn.
+        before: all tokens that the model read, if each turn is a separate sample.
+        observation: the environment's answer; None after the last turn.
         observed: number of tokens of the observation.
-        versions: of the weights that drew each token, where they changed meanwhile; else empty.
+        versions: weight version that sampled each token if weights may change during generation, else empty.
     """
 
     start: int
@@ -72,22 +72,22 @@ class Episode:
     Attributes:
         number: its number in this call of the engine.
         sample_key: sample index for the sampling noise; changes after a refill.
-        context: token ids before the next turn, including the prompt; they are only appended to, unless the template
-            renders them again before each turn.
+        context: token ids before the next turn, including the prompt; only extended, unless the template renders the
+            conversation anew before each turn.
         end: how it ended; empty while it runs.
-        answers: messages written and answered so far, if the template renders them again.
+        answers: messages of model and environment so far, if the template renders the conversation anew.
         tries: restarts that count as one of `environment.retries`.
-        crashes: how often its call ended a process, or may have done so.
-        is_alone: it is played in a process of its own.
-        is_unwanted: too few of its group are left, so that it is dropped when it ends.
+        crashes: how often its call ended, or may have ended, a process.
+        is_alone: it runs in its own process.
+        is_unwanted: too few episodes of its group remain, so it is dropped when it ends.
         infra: failures that the model did not cause, including retried ones.
         prefix: hash of the tokens so far, for journal keys.
         key: journal key of the current call.
         known: the journal's entry for the current call, if the call is repeated for comparison.
         reads_journal: whether answers are taken from the journal.
-        needs_replay_of_actions: the environment has not received the actions that were answered from the journal.
+        needs_replay_of_actions: the environment did not receive actions that were answered from the journal.
         reused, replayed: calls answered from the journal; calls repeated and compared.
-        restarted: the journal had a part of the episode, which was restarted.
+        restarted: the episode was restarted although the journal had a part of it.
     """
 
     number: int
@@ -125,12 +125,12 @@ class Episode:
 
     @property
     def response(self) -> list[int]:
-        """Token ids after the prompt, in the order in which they came, where they only grow."""
+        """Token ids after the prompt, if the context is only extended."""
         return self.context[len(self.prompt) :]
 
     @property
     def length(self) -> int:
-        """Tokens beside those of the prompt."""
+        """Number of tokens without those of the prompt."""
         return len(self.context) - len(self.prompt)
 
     @property
@@ -152,7 +152,7 @@ class Episode:
         return [EpisodeSample(self.prompt, self.response, mask, log_probs, turns, rewards, versions)]
 
     def by_turn(self) -> list[EpisodeSample]:
-        """Each turn as a sample of its own, behind what the model read before it."""
+        """Each turn as a separate sample, whose prompt is what the model read before it."""
         samples = []
         for index, turn in enumerate(self.turns):
             count = len(turn.tokens)
@@ -162,7 +162,7 @@ class Episode:
         return samples
 
     def begin(self, factory: EnvironmentFactory) -> None:
-        """Start from the prompt in a new environment."""
+        """Start over from the prompt in a new environment."""
         self.environment = factory.make_alone() if self.is_alone else factory.make()
         self.context, self.turns, self.opening = list(self.prompt), [], 0
         self.calls, self.answers, self.begun_s, self.needs_replay_of_actions = [], [], time.monotonic(), False
@@ -170,12 +170,11 @@ class Episode:
         self.attempt += 1
 
     def is_restarted(self, why: str, fault: Fault, options: EnvironmentDescription, request: GenerationRequest) -> bool:
-        """Note a failure that the model did not cause; it never becomes a reward.
+        """Record a failure that the model did not cause; it never becomes a reward.
 
         Args:
             fault: see `CallRecord.fault`.
-        Returns:
-            Whether the episode is to be started again, perhaps with other noise or in a process of its own; else it is
+        Returns: Whether to restart the episode, possibly with other noise or in its own process; otherwise it is
             dropped.
         Raises:
             RolloutError: `on_infra` is `stop`, and all retries have failed.
@@ -205,7 +204,7 @@ class Episode:
 def dropped_with(
     episode: Episode, episodes: Sequence[Episode], options: EnvironmentDescription, request: GenerationRequest
 ) -> list[Episode]:
-    """The other episodes of the group that are dropped because this one was."""
+    """The other episodes of the group that are dropped because this one is."""
     others = [other for other in episodes if other.group == episode.group and other.end != "dropped"]
     is_whole = options.on_infra == "drop_group" or request.stream == EVALUATION
     return others if is_whole or (request.num_samples > 1 and len(others) < 2) else []
@@ -217,10 +216,10 @@ class EpisodeSample:
 
     Attributes:
         prompt: what the model read.
-        response: from there on; the policy chose what is on the mask, with these log-probs.
+        response: tokens after it; those on the mask were sampled by the policy, with these log-probs.
         turns: the turn of each token of the response; -1 for none.
-        rewards: of the environment, by token.
-        versions: of the weights that drew each token, -1 off the mask; see `Turn`.
+        rewards: rewards of the environment, by token.
+        versions: weight version that sampled each token, -1 outside the mask; see `Turn`.
     """
 
     prompt: Sequence[int]
@@ -243,18 +242,18 @@ def episode_batch(
     has_rows: bool,
     has_versions: bool = False,
 ) -> DataProto:
-    """Episodes in the form of `rollout.rows.assemble`, a line each: the tokens of all its samples, side by side.
+    """Episodes in the format of `rollout.rows.assemble`, one line each with the tokens of all its samples in sequence.
 
     Args:
-        samples: of each episode, in the order of `prompts`, `request.num_samples` for each; none of a dropped one.
-        records: of each episode.
-        dtype: of the log-probs.
+        samples: samples of each episode, `request.num_samples` episodes per prompt in the order of `prompts`; empty for
+            a dropped one.
+        records: record of each episode.
+        dtype: dtype of the log-probs.
         has_rows: an episode may have several rows.
         has_versions: weights changed within episodes.
-    Returns:
-        Also `turn_ids`, `turn_rewards` [E T], `episode_ids` [E], and `episode` in `non_tensor_batch`; with `has_rows`
-        what `training_rows` reads: `row_ids` [E T], and `contexts` [E N P], at least the prompt; with `has_versions`
-        `token_versions` [E T] and `policy_version` [E], the oldest. A dropped episode has an empty mask.
+    Returns: In addition `turn_ids`, `turn_rewards` [E T], `episode_ids` [E], and `episode` in `non_tensor_batch`; with
+        `has_rows` the input of `training_rows`: `row_ids` [E T] and `contexts` [E N P], at least the prompt; with
+        `has_versions` `token_versions` [E T] and `policy_version` [E], the oldest. A dropped episode has an empty mask.
     """
     n, contexts = request.num_samples, None
     if has_rows:
@@ -302,10 +301,10 @@ class _RowIndex:
     """Positions of the tokens of episodes in their rows.
 
     Attributes:
-        is_row: [E N], rows that an episode has.
-        episode: [R], that of each row.
+        is_row: [E N], whether an episode has this row.
+        episode: [R], index of each row's episode.
         first: [E], first row of each episode.
-        in_episodes, in_rows: two [M] each, line and column of each token.
+        in_episodes, in_rows: two [M] each, row and column of each token in the two layouts.
         width: T' of the rows.
     """
 
@@ -331,9 +330,9 @@ class _RowIndex:
 
 
 def training_rows(episodes: DataProto) -> DataProto:
-    """The rows [R S] of episodes [E S], those of an episode side by side; the episodes themselves if each is a row.
+    """The rows [R S] of episodes [E S], consecutive for each episode; the episodes themselves if each is one row.
 
-    Fields of episodes are repeated for their rows; `episode_tokens` [R] counts those on the mask of the whole episode.
+    Fields of episodes are repeated for their rows; `episode_tokens` [R] counts the masked tokens of the whole episode.
     """
     if "contexts" not in episodes:
         return episodes
@@ -360,8 +359,8 @@ def training_rows(episodes: DataProto) -> DataProto:
 
 
 def per_episode(values: DataProto, episodes: DataProto) -> DataProto:
-    """Values of the episodes, [E T] and [E], from those that a role computed of `training_rows(episodes)`, [R T'] and
-    [R]; of numbers per row that of the first row."""
+    """Values per episode, [E T] and [E], from a role's results for `training_rows(episodes)`, [R T'] and [R]; of values
+    per row, that of an episode's first row."""
     if "contexts" not in episodes:
         return values
     index, fields = _RowIndex.of(episodes), {}
@@ -402,7 +401,7 @@ def episode_record(episode: Episode) -> dict[str, Any]:
     }
 
 
-STATE = (  # of an episode in a checkpoint, beside its turns and calls
+STATE = (  # of an episode in a checkpoint, in addition to its turns and calls
     *("sample_key", "attempt", "tries", "refills", "crashes", "is_alone", "is_unwanted", "context", "opening", "end"),
     *("infra", "answers", "reads_journal", "needs_replay_of_actions", "reused", "replayed", "restarted", "seconds"),
 )
@@ -415,7 +414,7 @@ def episode_state(episode: Episode) -> dict[str, Any]:
 
 
 def load_episode(episode: Episode, state: Mapping[str, Any]) -> None:
-    """Make an episode of the same prompt and sample what another was; it has no environment."""
+    """Restore the state of an episode of the same prompt and sample; it gets no environment."""
     for name in STATE:
         setattr(episode, name, state[name])
     episode.turns = [Turn(**turn | {"calls": [CallRecord(**x) for x in turn["calls"]]}) for turn in state["turns"]]
@@ -436,7 +435,7 @@ def without_dropped(episodes: DataProto) -> DataProto:
     """The episodes that were not dropped.
 
     Raises:
-        RolloutError: there are none.
+        RolloutError: all episodes were dropped.
     """
     if "episode" not in episodes.non_tensor_batch:
         return episodes

@@ -1,7 +1,7 @@
-"""The episode loop: the rollout engine generates turns, environments answer, each episode is a line of a batch.
+"""The episode loop: the rollout engine generates turns, environments answer, each episode is a row of a batch.
 
     reset ──> turn ──> step ──> observation ──> turn ──> ... ──> end          of each episode
-       calls run in the thread of `CallRunner`      turns run in this one, all that are ready side by side
+       calls run in the thread of `CallRunner`      turns run in this one, all ready ones together
 
 An episode that waits for its environment does not block others. Its tokens depend on (seed, stream, step, prompt,
 sample, turn, position) and on its environment's answers, not on other episodes.
@@ -38,11 +38,11 @@ from verl.utils.seeding import derive_seed
 
 log = logging.getLogger(__name__)
 
-IDLE_WAIT_S = 0.5  # between looks at the deadline, while nothing can be drawn
+IDLE_WAIT_S = 0.5  # interval of deadline checks while no turn can be generated
 
 
 class EpisodeGenerator(ResponseGenerator):
-    """Samples episodes with an environment; single responses too, where a request uses none.
+    """Samples episodes with an environment, or single responses if a request uses none.
 
     Args:
         engine: generates the turns.
@@ -82,7 +82,7 @@ class EpisodeGenerator(ResponseGenerator):
         return self._calls
 
     def new_journal(self) -> EpisodeJournal | None:
-        """A journal, of one step at a time; None if episodes are not recorded."""
+        """A journal for one step at a time; None if episodes are not recorded."""
         if not self.options.journal or self._context.journal_dir is None:
             return None
         return EpisodeJournal(self._context.journal_dir, self.options.identity(), self._context.rank)
@@ -93,7 +93,7 @@ class EpisodeGenerator(ResponseGenerator):
         return TurnLimits(longest_prompt(batches) + self.options.max_tokens, self.options.kv_cache_gib)
 
     def sample(self, turns: TurnEngine, batches: Sequence[DataProto], request: GenerationRequest) -> list[DataProto]:
-        """The episodes of each part of the prompts, which are played side by side."""
+        """The episodes of each part of the prompts, which are played concurrently."""
         if not request.uses_environment:
             return super().sample(turns, batches, request)
         return in_lockstep(self.engine.group.tensor_group, turns, lambda turns: self._played(turns, batches, request))
@@ -111,7 +111,7 @@ class EpisodeGenerator(ResponseGenerator):
         return [self.batch_of(part, request, played, turns) for part, played in zip(batches, episodes_of, strict=True)]
 
     def play(self, turns: TurnEngine, episodes: list[Episode], request: GenerationRequest) -> None:
-        """Play episodes to their ends."""
+        """Play episodes until they end."""
         if not episodes:
             return
         self.calls.begin_play()
@@ -125,7 +125,7 @@ class EpisodeGenerator(ResponseGenerator):
         return self.renderer is not None
 
     def samples_of(self, episode: Episode) -> list[EpisodeSample]:
-        """The samples of an episode that was played."""
+        """The samples of a finished episode."""
         return episode.by_turn() if self.has_rows else episode.whole()
 
     def batch_of(
@@ -136,7 +136,7 @@ class EpisodeGenerator(ResponseGenerator):
         turns: TurnEngine,
         has_versions: bool = False,
     ) -> DataProto:
-        """The episodes that were played; see `episode_batch`."""
+        """The batch of finished episodes; see `episode_batch`."""
         samples = [[] if episode.end == "dropped" else self.samples_of(episode) for episode in episodes]
         records = [episode_record(episode) for episode in episodes]
         has = {"has_rows": self.has_rows, "has_versions": has_versions}
@@ -164,7 +164,7 @@ class EpisodeGenerator(ResponseGenerator):
     def episodes(
         self, prompts: DataProto, request: GenerationRequest, numbers: Iterator[int], groups: Iterator[int]
     ) -> list[Episode]:
-        """An episode for each sample of the prompts, with numbers of its own and of its group."""
+        """An episode for each sample of the prompts; `numbers` and `groups` number episodes and groups."""
         columns = prompts.non_tensor_batch
         episodes = []
         for row_number, tokens in enumerate(prompt_tokens(prompts)):
@@ -185,7 +185,7 @@ class EpisodeLoop:
     """The episodes of one call of the engine, from the first reset to the last turn.
 
     Args:
-        turns: to which turns are added.
+        turns: engine turns, to which turns are added.
         journal: open at the step of the request; None if episodes are not recorded.
     Attributes:
         num_open: episodes that have not ended.
@@ -209,7 +209,7 @@ class EpisodeLoop:
         self.differing = 0
 
     def run(self) -> None:
-        """Play the episodes to their ends."""
+        """Play the episodes until all have ended."""
         for episode in self.episodes.values():
             self.start(episode)
         limit_s = self.calls.stuck_after_s(len(self.episodes))
@@ -219,7 +219,7 @@ class EpisodeLoop:
                 self.answer(self.known.popleft())
             is_idle = not self.turns.num_pending and bool(self.num_open)
             if self.journal is not None:
-                self.journal.flush()  # turns and ends, before calls are handed over
+                self.journal.flush()  # turns and ends, before calls are submitted
             begin = time.monotonic()
             results = self.calls.take(IDLE_WAIT_S if is_idle else 0.0)
             if self.journal is not None:
@@ -243,29 +243,29 @@ class EpisodeLoop:
             self.journal.flush()
 
     def start(self, episode: Episode) -> None:
-        """Begin an episode, or begin it again."""
+        """Start or restart an episode."""
         episode.begin(self.calls.factory)
         self.ask_reset(episode)
 
     def ask_reset(self, episode: Episode) -> None:
-        """Have its environment begin, or take what the journal knows of that."""
+        """Reset its environment, or take the answer from the journal."""
         call_id = self.call_id(episode, "reset")
         if self._is_known(episode, "reset"):
             return
         self.calls.reset(episode.number, episode.attempt, call_id, episode.environment, episode.row, episode.seed)
 
     def call_id(self, episode: Episode, what: str) -> str:
-        """The id of a call of the present attempt; see `Action`."""
+        """The id of a call of the current attempt; see `Action`."""
         request = self.request
         return f"{request.stream}.{request.step}.{episode.prompt_id}.{episode.sample_key}.{episode.attempt}.{what}"
 
     def awaits(self, result: CallResult) -> bool:
-        """Whether the answer is to the present attempt of an episode that has not ended."""
+        """Whether a result belongs to the current attempt of an episode that has not ended."""
         episode = self.episodes[result.episode]
         return result.attempt == episode.attempt and not episode.end
 
     def answer(self, result: CallResult) -> None:
-        """Go on with an episode whose environment has answered."""
+        """Continue an episode whose environment has answered."""
         episode = self.episodes[result.episode]
         if not self.awaits(result):
             return
@@ -274,12 +274,12 @@ class EpisodeLoop:
         is_timeout = record.outcome == "timeout"
         if record.outcome == "infra" or (is_timeout and record.name == "reset"):
             self._failed(episode, f"{record.name}: {record.error}", record.fault)
-        elif is_timeout:  # the model's own action takes too long: that is scored
+        elif is_timeout:  # the model's action takes too long: this is scored
             self._finish(episode, "timeout")
         else:
             try:
                 self._opened(episode, result.value) if record.name == "reset" else self._stepped(episode, result.value)
-            except ConfigError as error:  # an observation that the chat template refuses
+            except ConfigError as error:  # the chat template refuses the observation
                 self._failed(episode, f"{record.name}: {error}")
 
     def _opened(self, episode: Episode, observation: Observation) -> None:
@@ -311,7 +311,7 @@ class EpisodeLoop:
             self.next_turn(episode)
 
     def _continued(self, episode: Episode, observation: Observation) -> list[int]:
-        """Tokens that the next turn follows on, after an observation."""
+        """Context tokens of the next turn, after an observation."""
         if self.engine.renderer is None:
             is_chat = episode.row.get("prompt_messages") is not None
             last = episode.turns[-1].tokens[-1] if episode.turns else None
@@ -323,7 +323,7 @@ class EpisodeLoop:
         return self.engine.renderer.tokens(episode.row, episode.answers)
 
     def next_turn(self, episode: Episode) -> None:
-        """Add the next turn, or end the episode where there is no room for one."""
+        """Add the next turn, or end the episode if there is no room for one."""
         room = self.options.max_tokens - episode.length
         if room < 1:
             self._finish(episode, "tokens")
@@ -343,7 +343,7 @@ class EpisodeLoop:
         )
 
     def draw(self, result: TurnResult) -> None:
-        """Go on with an episode whose turn was generated."""
+        """Continue an episode whose turn was generated."""
         episode, tokens = self.episodes[result.episode], result.tokens
         ended, before = result.is_complete, [] if self.engine.renderer is None else episode.context
         text = self.engine.tokenizer.decode(tokens[:-1] if ended else tokens, skip_special_tokens=False)
@@ -351,14 +351,14 @@ class EpisodeLoop:
         self._write_turn(episode, tokens)
         episode.turns.append(turn)
         episode.context = episode.context + tokens
-        if not ended:  # it may parse all the same: what was cut is never carried out
+        if not ended:  # calls of a truncated turn are never executed, even if they parse
             is_full = episode.length >= self.options.max_tokens
             self._finish(episode, "tokens" if is_full else "turn_tokens")
             return
         self.ask_step(episode)
 
     def ask_step(self, episode: Episode) -> None:
-        """Have its environment answer its last turn, or take what the journal knows of that."""
+        """Send the last turn to its environment, or take the answer from the journal."""
         action = self.action(episode, len(episode.turns) - 1)
         episode.turns[-1].parse_errors = sum(not hasattr(call, "name") for call in action.calls)
         if self._is_known(episode, "step"):
@@ -366,13 +366,13 @@ class EpisodeLoop:
         self.calls.step(episode.number, episode.attempt, action.call_id, episode.environment, action)
 
     def action(self, episode: Episode, index: int) -> Action:
-        """A turn as the environment gets it."""
+        """A turn in the form that the environment receives."""
         text = episode.turns[index].text
         calls = tuple(parse_calls(text, self.engine.style, self.tools))
         return Action(text, calls, self.call_id(episode, str(index)))
 
     def _failed(self, episode: Episode, why: str, fault: Fault = "own") -> None:
-        """Start an episode again after a failure that the model did not cause, or drop it, perhaps with its group."""
+        """Restart an episode after a failure that the model did not cause, or drop it, possibly with its group."""
         self.turns.forget(episode.number)
         self.calls.end(episode.environment)
         if episode.is_restarted(why, fault, self.options, self.request):
@@ -382,7 +382,7 @@ class EpisodeLoop:
         log.warning("An episode of prompt %d is left out: %s", episode.prompt_id, why)
         self._close(episode, "dropped")
         for other in dropped_with(episode, list(self.episodes.values()), self.options, self.request):
-            other.is_unwanted = True  # its turns are drawn to the end, which frees their memory
+            other.is_unwanted = True  # its turns are generated to the end, which frees their memory
             if other.end:
                 other.end = "dropped"
 
@@ -406,7 +406,7 @@ class EpisodeLoop:
 
     def _key(self, journal: EpisodeJournal, episode: Episode, what: str, attempt: int) -> str:
         prefix, request = episode.prefix, self.request
-        if prefix is None or self.engine.renderer is not None:  # which may have changed what came before
+        if prefix is None or self.engine.renderer is not None:  # the template may have changed earlier tokens
             address = request.stream, request.step, episode.prompt_id, episode.sample_key
             prefix = episode.prefix = journal.prefix(*address)
         if prefix.num_tokens < len(episode.context):
@@ -431,7 +431,7 @@ class EpisodeLoop:
 
     def _is_known(self, episode: Episode, what: str) -> bool:
         """Answer the next call of an episode from the journal, if possible. If the call must be repeated, the journal's
-        answer is kept for the comparison."""
+        answer is kept for comparison."""
         episode.known, journal = None, self.journal
         if journal is None:
             return False
@@ -463,8 +463,7 @@ class EpisodeLoop:
         return True
 
     def _begin_again(self, journal: EpisodeJournal, episode: Episode) -> None:
-        """Restart an episode whose environment must answer now but missed the actions that were answered from the
-        journal."""
+        """Restart an episode whose environment must answer next but missed actions answered from the journal."""
         self.turns.forget(episode.number)
         self.calls.end(episode.environment)
         episode.restarted, episode.reads_journal = True, False

@@ -1,6 +1,5 @@
-"""Environments in processes of their own: a class or functions of the user, gymnasium, textarena, reasoning_gym,
-verifiers; see `hosts/`.
-"""
+"""Environments in separate processes: a user's class or functions, gymnasium, textarena, reasoning_gym, verifiers; see
+`hosts/`."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ class FunctionEnvironment(HostedDescription):
 
     Args:
         path: `file.py:Class` or `module:Class`.
-        arguments: of its constructor.
+        arguments: arguments of its constructor.
     """
 
     example_values: ClassVar[Mapping[str, str]] = {"path": "environments.py:MyEnvironment"}
@@ -51,7 +50,7 @@ class FunctionEnvironment(HostedDescription):
 
 @component
 class _PackageEnvironment(HostedDescription):
-    """Base of environments of a package.
+    """Base of environments from a package.
 
     Attributes:
         names: the field that names one of the package's environments.
@@ -141,19 +140,19 @@ class _VerifiersPool(HostPool):
 
 @component
 class VerifiersEnvironment(_PackageEnvironment):
-    """Tasks of the package verifiers (0.4), each an environment of one agent, with the tools and rewards that it has.
+    """Tasks of the package verifiers (0.4), each an environment of one agent with its own tools and rewards.
 
     Args:
-        taskset: the id of verifiers' taskset, which is the name of an installed module.
-        paths: directories that are searched for that module too.
-        arguments: further configuration of verifiers' environment, such as {agent: {harness: {id: null}}}. Without it,
+        taskset: the id of a taskset of verifiers, which is the name of a module.
+        paths: further directories in which to search for that module.
+        arguments: further configuration of verifiers' environment, such as {agent: {harness: {id: null}}}. By default,
             the harness is a chat in the environment's process, and the runtime a directory of this machine.
     """
 
     example_values: ClassVar[Mapping[str, str]] = {"taskset": "my_taskset, the name of an installed module"}
     package: ClassVar[str] = "verifiers"
     names: ClassVar[str] = "taskset"
-    FIRST: ClassVar[int] = 1024  # prompts that are asked for with the tools
+    FIRST: ClassVar[int] = 1024  # prompts requested together with the tools
 
     taskset: str
     paths: tuple[str, ...] = ()
@@ -176,7 +175,7 @@ class VerifiersEnvironment(_PackageEnvironment):
         return self._described(count)["prompts"][:count]
 
     def _described(self, count: int) -> Any:
-        """Asked once: a process takes seconds to import the package."""
+        """Cached, because a process takes seconds to import the package."""
         count = max(count, self.FIRST)
         key = json.dumps(self.host_options(), sort_keys=True), self.python, count
         if key not in _described:
@@ -204,7 +203,7 @@ class _ToolPool(HostPool):
         """The tools by name.
 
         Args:
-            own_host: the process of their calls; None for any.
+            own_host: the process for their calls; None for any.
         """
 
         def caller(name: str) -> Any:
@@ -229,7 +228,7 @@ class _ToolPool(HostPool):
 
 
 class _ToolsAlone(ToolEnvironment):
-    """An episode whose tools have a process of their own."""
+    """An episode whose tools run in its own process."""
 
     host: Host
 
@@ -247,7 +246,7 @@ class _ToolsAlone(ToolEnvironment):
 
 @component
 class PythonTools(HostedDescription):
-    """Public functions of a user's file as tools: name, arguments by their annotations, docstring.
+    """Public functions of a user's file as tools, with names, annotated arguments and docstrings.
 
     Exceptions of a function are shown to the model, except ConnectionError, TimeoutError and MemoryError, which count
     as failures of the infrastructure.

@@ -1,20 +1,20 @@
 """The episode journal: turns of the model and answers of environments, written to disk as they arrive.
 
-    step 12 of a run:   turn drawn ──> journal    environment answers ──> journal    episode ends ──> journal
-    killed, resumed:    step 12 is drawn again, turn by turn, from the weights of the checkpoint before it; a call that
-                        the journal knows is not made again, or made and compared, as the environment allows
+    step 12 of a run:   turn sampled ──> journal    environment answers ──> journal    episode ends ──> journal
+    killed, resumed:    step 12 is sampled again from the weights of the checkpoint before it; a call that
+                        is in the journal is not repeated, or repeated and compared, as `recovery` allows
 
 The key of an answer is a hash of everything that led to it: environment, stream, step, prompt, sample, tokens of the
-episode. With other weights the tokens differ, so nothing is found. A line holds a checksum and the records that came
-together: answers are written before they are used, turns before an environment in another thread is called. An
+episode. With other weights the tokens differ, so no answer is found. A line holds a checksum and the records that
+arrived together: answers are written before they are used, turns before an environment in another thread is called. An
 incomplete last line is ignored. Lines are not synced, so they survive the death of the process, but not a loss of
 power.
 
 The values of an environment's `recovery`:
 
-    stateless      its answers depend on the action alone: those in the journal are reused
-    deterministic  the actions are carried out again, and every answer must be the one in the journal
-    restart        neither: groups of which every episode had ended are reused, all others start anew
+    stateless      answers depend only on the action: answers in the journal are reused
+    deterministic  actions are executed again, and every answer must equal the one in the journal
+    restart        neither: groups whose episodes had all ended are reused, all others start anew
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 _FILE = re.compile(r"step-(\d+)\.(\d+)\.rank-\d+\.[0-9a-f]+\.jsonl")
 _CHECKPOINT = re.compile(r"global_step_(\d+)")
-SHOWN = 300  # characters of an answer in a message
+SHOWN = 300  # maximum characters of an answer in a message
 _encode = json.JSONEncoder(ensure_ascii=True, separators=(",", ":"), check_circular=False).encode
 
 
@@ -63,7 +63,7 @@ class JournalEntry:
 
 
 class PrefixHash:
-    """Incremental hash of an episode up to its present token.
+    """Incremental hash of an episode up to its current token.
 
     Attributes:
         num_tokens: number of tokens hashed.
@@ -77,7 +77,7 @@ class PrefixHash:
         self.num_tokens += len(tokens)
 
     def key(self, *position: Any) -> str:
-        """The journal key of a position behind these tokens."""
+        """The journal key of a position after these tokens."""
         digest = self._digest.copy()
         digest.update(f"{self.num_tokens}{position}".encode())
         return digest.hexdigest()
@@ -87,7 +87,7 @@ class EpisodeJournal:
     """The journal of one process for the current step.
 
     Args:
-        directory: beside the checkpoints; shared by all processes of a run and all runs that resume it.
+        directory: next to the checkpoints; shared by all processes of a run and all runs that resume it.
         identity: digest of the environment's settings; answers under other settings are not found.
     """
 
@@ -158,7 +158,7 @@ class EpisodeJournal:
         self.unwritten.append({"end": key})
 
     def forget_failures(self) -> None:
-        """Drop recorded failures that the model did not cause, because they end the run; a resumed run retries the
+        """Drop recorded failures that the model did not cause, because they end the run; a resumed run retries these
         calls."""
         if self._file is not None:
             self.unwritten.append({"forget": "infra"})
@@ -166,7 +166,7 @@ class EpisodeJournal:
             self._forget_failures()
 
     def flush(self) -> None:
-        """Write the records that were given since the last time."""
+        """Write the records that were added since the last call."""
         if self.unwritten:
             assert self._file is not None
             text, self.unwritten = _encode(self.unwritten).encode(), []
@@ -217,10 +217,10 @@ def _files_of(directory: Path, step: int) -> list[tuple[int, Path]]:
 
 
 def refuse_other_answer(known: JournalEntry, found: JournalEntry, where: str) -> None:
-    """Stop the run where a deterministic environment does not answer as it did before.
+    """Stop the run if a deterministic environment gives another answer than before.
 
     Raises:
-        RolloutError: with both answers.
+        RolloutError: the answers differ; with both.
     """
     before, now = _comparable(known), _comparable(found)
     if before != now:

@@ -100,8 +100,6 @@ def _new_tokens(config: GenerationConfig, model: Any, prompt_width: int) -> int:
         length, name = config.max_length - prompt_width, "max_length"
     if length is None:
         length = NEW_TOKENS if context is None else min(NEW_TOKENS, context - prompt_width)
-    if length < 1:
-        raise ConfigError(f"{name} leaves {length} new tokens after a prompt of {prompt_width}. Raise it.")
     if context is not None and prompt_width + length > context:
         raise ConfigError(
             f"{name} asks for {length} new tokens: with a prompt of {prompt_width} that makes {prompt_width + length}, "
@@ -136,25 +134,18 @@ def prompt_rows(input_ids: Any, attention_mask: Tensor | None, config: Generatio
     Raises:
         ConfigError: they are not token ids [B P], or not padded on the left.
     """
-    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.is_floating_point() or not len(input_ids):
-        shown = f"{input_ids.dtype} {list(input_ids.shape)}" if isinstance(input_ids, Tensor) else repr(input_ids)
-        raise ConfigError(
-            f"input_ids is {shown}: expected token ids [B P], such as tokenizer(..., return_tensors='pt')."
-        )
+    if not isinstance(input_ids, Tensor) or input_ids.ndim != 2 or input_ids.is_floating_point():
+        raise ConfigError("input_ids: expected token ids [B P], such as tokenizer(..., return_tensors='pt').")
     ids = input_ids.detach().to("cpu", torch.int64)
     if attention_mask is None:
         is_pad_distinct = config.pad_token_id not in config.eos_token_id
         mask = ids != config.pad_token_id if is_pad_distinct else torch.ones_like(ids, dtype=torch.bool)
     else:
         mask = attention_mask.detach().to("cpu").bool()
-    if mask.shape != ids.shape:
+    if mask.shape != ids.shape or not bool(mask[:, -1:].all()) or bool((mask[:, :-1] & ~mask[:, 1:]).any()):
         raise ConfigError(
-            f"attention_mask is {list(mask.shape)}: input_ids is {list(ids.shape)}. Both must have the same shape."
-        )
-    if not bool(mask[:, -1:].all()) or bool((mask[:, :-1] & ~mask[:, 1:]).any()):
-        raise ConfigError(
-            "attention_mask is 0 behind or between tokens: generation continues after the last token, so prompts must "
-            "be padded on the left. Set tokenizer.padding_side = 'left'."
+            "attention_mask has another shape than input_ids, or 0 behind or between tokens: generation continues "
+            "after the last token, so prompts must be padded on the left. Set tokenizer.padding_side = 'left'."
         )
     rows = torch.arange(len(ids))
     return DataProto.from_dict({"prompts": ids, "prompt_mask": mask, "prompt_ids": rows, "group_ids": rows})

@@ -7,7 +7,6 @@ rank = group * tp_size + sibling        siblings split the layers and have the s
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -21,7 +20,6 @@ from verl.component import BuildContext, Description, component
 from verl.engines.fsdp import units_of
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import TENSOR, ShardedParallelism
-from verl.engines.tensor_parallel import heads_fault
 from verl.errors import ConfigError
 from verl.models.hf_state_dict import live_tensors
 from verl.ops.resharding.dtensor import is_divided, local
@@ -38,7 +36,7 @@ class HybridConfig(Description):
             divided by `tp_size`.
         fsdp_sharding: shard weights, gradients and optimizer state over the groups: FULL_SHARD, SHARD_GRAD_OP (weights
             stay gathered from the forward to the backward pass) or HYBRID_SHARD (within each machine). Null or NO_SHARD
-            for no sharding.
+            for no sharding, as with one group.
         contiguous, auto_cache_clear: arguments of `HybridActor`, which may stand here too.
     """
 
@@ -55,7 +53,6 @@ class HybridConfig(Description):
 
 
 TIMEOUT_S = 600.0
-_log = logging.getLogger(__name__)
 
 
 def sizes_of(config: HybridConfig, processes: int) -> tuple[int, int, int]:
@@ -91,9 +88,6 @@ def hybrid_parallelism(config: HybridConfig, device: str) -> HybridParallelism |
     processes = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     if config.tp_size > 1 or config.dp_size not in (None, 1) or (config.shards and processes > 1):
         return HybridParallelism(config, device, processes)
-    if config.shards:
-        text = "hybrid_config.fsdp_sharding is %s: there is 1 process, so nothing is sharded"
-        _log.warning(text, config.fsdp_sharding)
     return None
 
 
@@ -128,11 +122,6 @@ class HybridParallelism(ShardedParallelism):
         Raises:
             ConfigError: the model cannot be sharded this way.
         """
-        config = model.config.get_text_config()
-        heads = getattr(config, "num_attention_heads", 1)
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        if self.tensors > 1 and (fault := heads_fault(heads, kv_heads, self.tensors)) is not None:
-            raise ConfigError(f"hybrid_config.tp_size {fault}")
         self.shard_model(model)
         if self.tensors > 1:
             self._complete_over_siblings(model)

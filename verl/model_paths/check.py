@@ -3,9 +3,9 @@
     model ──> record of its family ──> paths, or a refusal
       └── none holds for it ──> short rows of the model itself ──> plain paths, or a refusal
 
-Two checks follow on the weights and rows of the run: the first batch of each role is compared with a plain forward pass
-of each row (`verl.workers.first_batch_check`), and so are the log-probs of drawn tokens (`verl.rollout.hf`): by some
-rows that stand for a batch (`chosen_rows`), and by how far two results are apart (`row_gaps`).
+Two later checks use the weights and rows of the run: the first batch of each role (`verl.workers.first_batch_check`)
+and the log-probs of sampled tokens (`verl.rollout.hf`) are compared with a plain forward pass of each row, for some
+rows of a batch (`chosen_rows`), by the distance of the results (`row_gaps`).
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from verl.models.structure import call_model, has_lm_head, layers_around, unwrap
 from verl.protocol import DataProto
 from verl.utils.env_check import installed
 
-PROBE_TOKENS = 24, 37, 512  # of rows of a model that no record holds for
-TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}  # of the spread of its logits
-TOLERANCE = 0.02  # in narrower types
-GROUP = 3  # rows that share a prompt, in a comparison of a batch
-# Mean difference over the tokens of a row, in nats or in the units of a value: rounding stays below, and another
-# window, position or text beside a row is far above
+PROBE_TOKENS = 24, 37, 512  # lengths of the rows that probe a model without a record
+TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-4}  # relative to the standard deviation of its logits
+TOLERANCE = 0.02  # for narrower dtypes
+GROUP = 3  # maximum rows with a shared prompt in a comparison
+# Mean difference over the tokens of a row, in nats or in units of values: rounding stays below; a wrong window,
+# position or neighbouring text is far above
 BOUNDS = {torch.float64: 1e-4, torch.float32: 5e-3, torch.float16: 0.05, torch.bfloat16: 0.15}
-TAIL = 7  # tokens behind a row, with which its plain forward pass differs by the row's own rounding: in other shapes
-NOISE_FACTOR = 2.0  # times that is rounding too: paths differ in more operations than two plain forward passes
-WINDOW = 32  # consecutive tokens; a fault that begins far in a row is lost in the mean over all of it
+TAIL = 7  # tokens appended to a row to measure rounding, since the plain forward pass then runs in other shapes
+NOISE_FACTOR = 2.0  # up to this factor it is rounding: paths differ in more operations than two plain forward passes
+WINDOW = 32  # consecutive tokens; a fault late in a row is not visible in the mean over the whole row
 ENCODER_DECODER = "it is an encoder-decoder, and a policy is one decoder. Give a causal language model of its kind."
 BATCH_DEPENDENT = "a row has other numbers beside others of its length than alone."
 NOT_REPEATABLE = "its numbers differ from one forward pass of a row to the next, so it has no log-probs to train on."
@@ -63,10 +63,10 @@ class PathFinding:
     """Execution paths of a model.
 
     Attributes:
-        paths: that it takes.
-        refusal: why it cannot be trained, whatever way it is run; None if it can.
-        limit: entry of its configuration that limits the length of rows, with its value in tokens.
-        nondeterministic: its operations that have no deterministic form on a GPU; None if that is unknown.
+        paths: execution paths to use.
+        refusal: why no execution path can train it; None if one can.
+        limit: configuration entry that limits the length of rows, and its value in tokens.
+        nondeterministic: its operations without a deterministic form on a GPU; None if unknown.
     """
 
     paths: ModelPaths = PLAIN
@@ -76,16 +76,16 @@ class PathFinding:
 
 
 def paths_for(model: Any, row_tokens: int, name: str = "model", *, shares_tokens: bool = False) -> ModelPaths:
-    """The execution paths of a model for rows up to a length.
+    """The execution paths of a model for rows of up to `row_tokens` tokens.
 
-    The model takes its attention function from where these paths say.
+    Installs our attention function in the model if the paths need it.
 
     Args:
-        name: where the configuration describes the model, for messages.
-        shares_tokens: whether the tokens of a row will be divided over processes, which packed lines alone allow: then
-            attention, which exchanges, is shown to be all that couples tokens.
+        name: configuration path of the model, for messages.
+        shares_tokens: whether the tokens of a row will be divided over processes. Only packed lines allow this: they
+            show that tokens interact in attention alone, which communicates.
     Raises:
-        ConfigError: the model cannot be trained, whatever way it is run, or not so.
+        ConfigError: the model cannot be trained, or not with these rows or shared tokens.
     """
     finding, kind = finding_for(model), type(unwrapped(model)).__name__
     refusal = finding.refusal or _too_long(finding.limit, row_tokens)
@@ -104,7 +104,7 @@ def paths_for(model: Any, row_tokens: int, name: str = "model", *, shares_tokens
 
 
 def finding_for(model: Any) -> PathFinding:
-    """The finding for a model, which is kept on the object while its configuration is the same."""
+    """The finding for a model, cached on the object until its configuration changes."""
     base = unwrapped(model)
     text = settings_text(base.config)
     if vars(base).get("_verl_paths", (None,))[0] != text:
@@ -120,9 +120,9 @@ def forget(model: Any) -> None:
 
 
 def exempt_from_determinism(model: Any) -> None:
-    """Let operations of a model that have no deterministic form on a GPU warn in place of raising, in this process.
+    """Make operations of a model without a deterministic form on a GPU warn instead of raise, in this process.
 
-    No effect where deterministic algorithms are not demanded, or where all operations have such a form.
+    No effect if deterministic algorithms are not enabled, or if all operations have such a form.
     """
     if not torch.are_deterministic_algorithms_enabled() or torch.is_deterministic_algorithms_warn_only_enabled():
         return
@@ -163,9 +163,9 @@ def _recorded(base: Any, record: FamilyRecord, limit: tuple[str, int] | None) ->
 
 
 def _probed(model: Any, reason: str, paths: ModelPaths) -> PathFinding:
-    """A finding by short rows of the model itself."""
+    """A finding from probing the model with short rows."""
     limit = row_limit(unwrapped(model).config, None)
-    if next(model.parameters()).device.type == "meta":  # its weights come later, and with them the first batch
+    if next(model.parameters()).device.type == "meta":  # its weights are loaded later, and checked with the first batch
         return PathFinding(replace(paths, cache="none", reasons=(reason,)), None, limit)
     with (
         torch.random.fork_rng(devices=[]),
@@ -180,7 +180,7 @@ def _probed(model: Any, reason: str, paths: ModelPaths) -> PathFinding:
 
 
 def _fault_of_rows(model: Any, limit: tuple[str, int] | None) -> str | None:
-    """Why a model cannot be trained, by rows of its own."""
+    """Why a model cannot be trained, from probing it with random rows; None if no fault was found."""
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     longest = min(n for n in (PROBE_TOKENS[-1], context, limit and limit[1]) if n)
     for tokens in sorted({min(n, longest) for n in PROBE_TOKENS}):
@@ -198,7 +198,7 @@ def _fault_of_rows(model: Any, limit: tuple[str, int] | None) -> str | None:
 
 
 def _own_cache_is_right(model: Any) -> bool:
-    """Whether tokens that are given one by one have the logits of a plain forward pass of their row."""
+    """Whether decoding token by token gives the logits of a plain forward pass of the row."""
     prompt, row = min(PROBE_TOKENS), _random_row(model, sorted(PROBE_TOKENS)[1])
     reader = BatchReader(model, ModelPaths(cache="own"))
     try:
@@ -222,21 +222,21 @@ def _tolerance(model: Any) -> float:
 
 
 def _distance(expected: Tensor, other: Tensor) -> float:
-    """The mean difference, as a share of the spread of what is expected."""
+    """The mean difference, relative to the standard deviation of the expected values."""
     return float((expected - other).abs().mean() / expected.std().clamp(min=1e-12))
 
 
 def record_of(model: Any) -> FamilyRecord | str:
-    """The record of the family table that holds for a Hugging Face model, or why there is none."""
+    """The record of the family table for a Hugging Face model, or why there is none."""
     base = unwrapped(model)
     return record_for(base.config, model_class(base))
 
 
 def modified_part(model: Any) -> str | None:
-    """Part of a model object that differs from its class and configuration; None without one.
+    """Description of how a model object differs from its class and configuration; None if it does not.
 
-    Accelerate's forward, which moves weights, is no other; nor are adapters around a layer, or what transformers itself
-    has put in to load quantized weights.
+    Does not count accelerate's forward, which moves weights, adapters around a layer, or modules that transformers
+    inserts to load quantized weights.
     """
     if any("forward" in vars(layer) and not hasattr(layer, "_hf_hook") for layer in layers_around(model)):
         return "its forward was replaced on the object"
@@ -259,11 +259,11 @@ def modified_part(model: Any) -> str | None:
     return None
 
 
-_original_modules: dict[tuple[type, str], dict[str, type]] = {}  # the roles of a run have models of one kind
+_original_modules: dict[tuple[type, str], dict[str, type]] = {}  # shared by the roles of a run
 
 
 def model_class(model: Any) -> type:
-    """The class that a model was made of; torch's FSDP2 puts one of its own before it."""
+    """The class of a model, without the subclass that torch's FSDP2 creates of it."""
     from torch.distributed.fsdp import FSDPModule
 
     kind = type(model)
@@ -271,7 +271,7 @@ def model_class(model: Any) -> type:
 
 
 def _states(model: Any, ids: Tensor) -> Tensor:
-    """Logits [b s V], or the last states [b s D] of a model without a language-model head."""
+    """Logits [b s V], or the last hidden states [b s D] of a model without a language-model head."""
     output = call_model(model, input_ids=ids, use_cache=False)
     return output.logits if getattr(output, "logits", None) is not None else output.last_hidden_state
 
@@ -279,7 +279,7 @@ def _states(model: Any, ids: Tensor) -> Tensor:
 def _tell(model: Any, finding: PathFinding) -> None:
     """Log once which execution paths are not used for a model."""
     kind, paths = type(model).__name__, finding.paths
-    # Without the build, such as +cpu
+    # Without the build suffix, such as +cpu
     versions = {name: str(installed(name)).partition("+")[0] for name in family_table().versions}
     if versions != family_table().versions:
         _log.info(
@@ -314,14 +314,14 @@ def _too_long(limit: tuple[str, int] | None, row_tokens: int) -> str | None:
 
 
 def plainer_decoding(paths: ModelPaths) -> ModelPaths | None:
-    """Paths that decode with the model's own cache, or from there without one, rows alone; None from the last."""
+    """The next simpler decoding of single rows, with the model's own cache, then without a cache; None after that."""
     cache: CacheKind = "own" if paths.cache == "in_place" else "none"
     plain = replace(paths, cache=cache, pads_prompts=False, repeats_rows=False, drops_rows=False, shares_prefix=False)
     return None if plain == paths else plain
 
 
 def decoding_name(paths: ModelPaths) -> str:
-    """Name of the way in which these paths decode."""
+    """Description of how these paths decode."""
     caches = {
         "in_place": "decoding with a cache in place",
         "own": "decoding with the model's own cache",
@@ -332,18 +332,18 @@ def decoding_name(paths: ModelPaths) -> str:
 
 
 def bound_of(weights: torch.dtype, autocast: str | None) -> float:
-    """The largest `row_gaps` that rounding explains, for the narrower of the two types that a model computes in."""
+    """The largest `row_gaps` that rounding explains, for the narrower of the dtypes of weights and autocast."""
     narrow = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(str(autocast), weights)
     return max(BOUNDS.get(weights, 0.15), BOUNDS.get(narrow, 0.15))
 
 
 def row_gaps(numbers: Tensor, expected: Tensor, mask: Tensor, least_tokens: int = WINDOW) -> Tensor:
-    """[B] float64: the mean difference of each row, or half of that of any `WINDOW` consecutive tokens if it is larger.
+    """[B] float64: the mean difference of each row, or half the mean of a `WINDOW` of consecutive tokens if larger.
 
     Args:
         numbers, expected: [B T]; rows in which the expected numbers are not finite have no gap.
         mask: [B T] bool.
-        least_tokens: a shorter row counts as one of so many tokens, where a single token may differ through rounding.
+        least_tokens: minimum divisor of the mean, because a single token of a short row may differ through rounding.
     """
     gap = torch.where(mask, (numbers - expected).abs().double(), 0.0).nan_to_num(nan=1e6, posinf=1e6)
     mean = gap.sum(dim=1) / mask.sum(dim=1).clamp_min(least_tokens)
@@ -354,18 +354,18 @@ def row_gaps(numbers: Tensor, expected: Tensor, mask: Tensor, least_tokens: int 
 
 
 def tail_for(model: Any, row_tokens: int) -> int:
-    """`TAIL` tokens behind rows of up to this length, or 0 where the model may have no positions for them."""
+    """`TAIL`, the tokens to append to rows of up to this length, or 0 if the model may lack positions for them."""
     config = unwrapped(getattr(model, "backbone", model)).config.get_text_config()
     limits = [getattr(config, name, None) or row_tokens + TAIL for name in CONTEXT_KEYS]
     return TAIL if row_tokens + TAIL <= min(limits) else 0
 
 
 def beyond_noise(gaps: Tensor, noise: Tensor) -> Tensor:
-    """[B] gaps of rows that are not within what the row differs by itself.
+    """[B] gaps, set to 0 for rows whose gap is explained by `noise`.
 
     Args:
         gaps: [B] of `row_gaps`.
-        noise: [B] of the same between two plain forward passes of each row, one with `TAIL` tokens behind it.
+        noise: [B] gaps between two plain forward passes of each row, one with `TAIL` tokens appended.
     """
     return gaps.masked_fill(gaps <= NOISE_FACTOR * noise, 0.0)
 
@@ -377,13 +377,13 @@ def row_lengths(batch: DataProto) -> Tensor:
 
 
 def longest_row(batch: DataProto) -> int:
-    """Tokens of the longest row that has a response; 0 without one."""
+    """Tokens of the longest row that has a response; 0 if none has."""
     return int(row_lengths(batch).max()) if len(batch) else 0
 
 
 def chosen_rows(batch: DataProto) -> list[int]:
-    """The longest row, the shortest, the longest of those with the shortest prompt, and up to `GROUP` that share the
-    prompt of the longest; none of none."""
+    """Indices of the longest row, the shortest, the longest of those with the shortest prompt, and up to `GROUP` with
+    the prompt of the longest; empty for an empty batch."""
     if not len(batch):
         return []
     lengths, attention = row_lengths(batch), batch["attention_mask"]

@@ -1,4 +1,4 @@
-"""Context parallelism: processes that share the tokens of one packed line, and what attention exchanges for it.
+"""Context parallelism: processes share the tokens of one packed line, and attention communicates between them.
 
 allgather  own queries x keys and values of the line, gathered for each layer, and again in its backward pass, which
            adds their gradients up to parts; nothing gathered is kept in between. Where the kernel gives the sums of
@@ -6,8 +6,8 @@ allgather  own queries x keys and values of the line, gathered for each layer, a
            elsewhere scores are computed again
 ulysses    tokens of all heads ── all-to-all ──> all tokens of some heads ── attention ──> all-to-all back
 
-Everything else of a model works on the tokens that a process has. Source of the exchanges: Liu et al. 2023,
-arXiv:2309.14509 (ulysses: Jacobs et al.), and Llama Team 2024, arXiv:2407.21783, section 3.3.2 (all-gather).
+All other layers work on the process's own tokens. Source of the exchanges: Liu et al. 2023, arXiv:2309.14509 (ulysses:
+Jacobs et al.), and Llama Team 2024, arXiv:2407.21783, section 3.3.2 (all-gather).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class ContextGroup:
 
     Attributes:
         group: of torch.distributed.
-        size, rank: how many they are, and the number of this one among them.
-        style: how attention exchanges; see the module.
+        size, rank: number of processes, and the rank of this one among them.
+        style: how attention communicates; see the module.
     """
 
     group: Any
@@ -59,11 +59,11 @@ class ContextGroup:
 
 @dataclass(frozen=True)
 class ContextLine:
-    """The tokens that this process has of a packed line.
+    """This process's tokens of a packed line.
 
     Attributes:
-        tokens, positions, predictors: as those of the whole line, `PackedRows`.
-        whole: that line.
+        tokens, positions, predictors: as in `PackedRows`, for this process's tokens.
+        whole: the whole line.
     """
 
     tokens: Tensor
@@ -85,7 +85,7 @@ class ContextLine:
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None, whole: AttendLine
     ) -> Tensor:
-        """Attention of the own queries [n H D] over the keys and values of the line, [n K D] of each process.
+        """Attention of this process's queries [n H D] over the keys and values of the line, [n K D] per process.
 
         Args:
             whole: attention over a whole line.
@@ -105,9 +105,9 @@ class ContextLine:
         return _Exchange.apply(whole(query, key, value, self.whole, window, scaling), self, False)
 
     def join(self, own: Tensor) -> Tensor:
-        """[M ...] of all response tokens from [m ...] of those that this process predicts, in their order.
+        """[M ...] of all response tokens, in order, from [m ...] of those that each process predicts.
 
-        Every process has to go on with the same computation: gradients reach each one's own part alone.
+        Every process must continue with the same computation, since gradients reach only its own part.
         """
         return _Join.apply(own, self)
 
@@ -125,7 +125,7 @@ class _Join(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """[n H D] of all heads to [N H/size D] of all tokens with `by_heads`; without it, the other way round."""
+    """[n H D] of all heads to [N H/size D] of all tokens with `by_heads`, otherwise the inverse."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, line: ContextLine, by_heads: bool) -> Tensor:
@@ -166,7 +166,7 @@ def _gather(own: Tensor, most: int, context: ContextGroup) -> Tensor:
 
 
 class _GatheredAttention(torch.autograd.Function):
-    """Own queries over gathered keys and values, which are gathered again going backward."""
+    """Attention of own queries over gathered keys and values, which are gathered again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, line: ContextLine, *how: Any) -> Tensor:
@@ -225,12 +225,12 @@ def _layout(line: ContextLine, window: int | None, device: torch.device) -> Varl
 
 
 def keeps_sums(query: Tensor, value: Tensor) -> bool:
-    """Whether attention gives the logarithms of its sums, so that its backward pass needs no second forward pass."""
+    """Whether attention returns the log-sum-exp of its scores, so that backward needs no second forward pass."""
     return query.device.type == "cpu" and query.shape[2] == value.shape[2]
 
 
 def _ranges(block: PieceBlock, window: int | None, dtype: torch.dtype) -> Sequence[tuple[slice, bool, Tensor | None]]:
-    """Ranges of keys, whether queries see them causally, and a mask: of one piece, keys before it and its own."""
+    """Ranges of keys with their causal flag and mask; for a single piece, the keys before it and its own."""
     queries = block.queries.shape[1]
     before = block.width - queries
     if block.count == 1 and (window is None or block.width <= window):
@@ -241,7 +241,7 @@ def _ranges(block: PieceBlock, window: int | None, dtype: torch.dtype) -> Sequen
 
 
 def _by_heads(block: PieceBlock, entries: Tensor, heads: int) -> Tensor:
-    """[count H K D] of each piece, from [E K D]; heads with the same keys have each their own."""
+    """[count H K D] of each piece, from [E K D]; keys shared by several heads are repeated."""
     x = gather_rows(entries, block.keys).unflatten(0, (block.count, block.width)).transpose(1, 2)
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
@@ -249,7 +249,7 @@ def _by_heads(block: PieceBlock, entries: Tensor, heads: int) -> Tensor:
 def _attend_with_sums(
     block: PieceBlock, query: Tensor, keys: Tensor, values: Tensor, window: int | None, scaling: float | None
 ) -> tuple[Tensor, Tensor]:
-    """See `_attend_block`; beside it the logarithm of the sum of each query's scores, [count Q H]."""
+    """The output of `_attend_block`, and the log-sum-exp of each query's scores, [count Q H]."""
     q = query.transpose(1, 2)
     k, v = (_by_heads(block, x, q.shape[1]) for x in (keys, values))
     out, sums = None, None
@@ -271,9 +271,9 @@ def _attend_with_sums(
 def _backward_with_sums(
     block: PieceBlock, query: Tensor, keys: Tensor, values: Tensor, out: Tensor, sums: Tensor, grad: Tensor, *how: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of the arguments of `_attend_with_sums` by what it gave: each part's are those of the whole softmax."""
+    """Gradients of `_attend_with_sums` from its outputs; the sums give each range those of the whole softmax."""
     window, scaling = how
-    with torch.enable_grad():  # of the way from entries to pieces
+    with torch.enable_grad():  # differentiates `_by_heads`
         entries = [x.detach().requires_grad_() for x in (keys, values)]
         pieces = [_by_heads(block, x, query.shape[2]) for x in entries]
     q, out, grad, sums = (x.transpose(1, 2).contiguous() for x in (query, out, grad, sums))
@@ -299,7 +299,7 @@ def _gather_line(key: Tensor, value: Tensor, line: ContextLine) -> tuple[Tensor,
 
 
 def _scatter_line(keys: Tensor, values: Tensor, line: ContextLine) -> tuple[Tensor, Tensor]:
-    """Gradients of the whole line, added up over the processes, to each its own tokens."""
+    """Gradients of this process's tokens: those of the whole line, summed over the processes."""
     sizes, context = line.shard.sizes, line.context
     both = torch.cat([keys.flatten(1), values.flatten(1)], dim=1)
     sent = both.new_zeros(context.size * max(sizes), both.shape[1]).index_copy_(0, line.shard.padded, both)

@@ -1,15 +1,15 @@
-"""Reading of rows that begin together, token by token, on the very tensors that train.
+"""Decoding of rows that begin together, with the tensors that train.
 
 prompts ── one prefill each ──> keys and values, states ── repeated per sample ──> `read`, one token of each row
                                                                                   ^                |
                                                                                   └── rows leave ──┘
 
-What of this a model allows is in its `ModelPaths`; at the least each token is computed from its whole row. Models that
-keep all keys and values are decoded over slots instead: see `verl.rollout.hf_rows`.
+`ModelPaths` tells which of this a model supports; at worst each token is computed from its whole row. Models that keep
+all keys and values are decoded in slots instead: see `verl.rollout.hf_rows`.
 
-A step can be a CUDA graph: the launches of some hundred kernels, which take longer than they run, become one. A graph
-is the kernels of one step on fixed addresses. Its inputs are therefore tensors that are written in place, and
-it is of use as long as the rows, the width of their keys and the weights' memory stay.
+A step can be a CUDA graph, which replaces the launches of some hundred kernels, slower than the kernels themselves, by
+one. A graph has fixed addresses: its inputs are written in place, and it is valid as long as the rows, the width of
+their keys and the memory of the weights do not change.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from verl.model_paths.expert_routing import ExpertRouting
 from verl.model_paths.families import ModelPaths
 from verl.models.structure import call_model, unwrapped
 
-CACHES = ("past_key_values", "cache_params", "state")  # what an output names the cache, and what the next call takes
-TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # nats between two ways of decoding; 0.3 in narrower types
+CACHES = ("past_key_values", "cache_params", "state")  # names of the cache in outputs and inputs
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}  # nats between two decoding paths; 0.3 in narrower dtypes
 
 
 @dataclass(frozen=True)
 class NextToken:
-    """Logits and experts that follow on the last token of each row.
+    """Logits after the last token of each row, and the experts of that token.
 
     Attributes:
         logits: [r V], float32 at least.
@@ -45,7 +45,7 @@ class NextToken:
 
     @classmethod
     def of(cls, out: Any, routing: ExpertRouting | None) -> NextToken:
-        """Logits and experts at the end of a forward pass, whose experts were recorded if there is a `routing`."""
+        """Logits at the last position of a forward pass, and experts if `routing` recorded it."""
         logits = out.logits[:, -1]
         routed = None if routing is None else routing.last_chosen(len(logits))
         return cls(logits.to(torch.promote_types(logits.dtype, torch.float32)), routed)
@@ -64,12 +64,12 @@ class NextToken:
 
 
 class BatchReader:
-    """Rows that are read as one batch.
+    """Decodes rows as one batch.
 
     Args:
-        paths: what was shown to be right for the model.
-        repeats: compute each prompt once for all of its samples, where that can be.
-        routing: whose choices are recorded; `ExpertRouting.recording` is entered by the caller.
+        paths: execution paths of the model.
+        repeats: compute each prompt once for all of its samples, if the paths allow it.
+        routing: routers whose choices are recorded; the caller enters `ExpertRouting.recording`.
     """
 
     def __init__(self, model: Any, paths: ModelPaths, *, repeats: bool = True, routing: ExpertRouting | None = None):
@@ -79,7 +79,7 @@ class BatchReader:
         self.cache_name = CACHES[0]
 
     def begin(self, tokens: Tensor, mask: Tensor, n: int = 1) -> NextToken:
-        """Read prompts [b P], padded on the left, for n rows each that stand side by side."""
+        """Read prompts [b P], padded on the left, for n consecutive rows each."""
         attention, repeat = mask.long(), torch.arange(len(tokens), device=tokens.device).repeat_interleave(n)
         if not self.repeats:
             tokens, attention = tokens[repeat], attention[repeat]
@@ -96,7 +96,7 @@ class BatchReader:
         return following
 
     def read(self, token: Tensor) -> NextToken:
-        """Read one further token [r] of each row."""
+        """Read the next token [r] of each row."""
         self.attention = torch.cat([self.attention, self.attention.new_ones(len(token), 1)], dim=1)
         if self.paths.cache == "none":
             self.tokens = torch.cat([self.tokens, token[:, None]], dim=1)
@@ -106,7 +106,7 @@ class BatchReader:
         return following
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with some rows; the others leave the batch."""
+        """Continue with the given rows only."""
         self.position = self.position[rows]
         self._select(rows)
 
@@ -127,7 +127,7 @@ class BatchReader:
             inputs[self.cache_name] = self.cache
         if self.is_padded:
             inputs["attention_mask"] = self.attention
-        if self.paths.pads_prompts:  # else the model counts by itself
+        if self.paths.pads_prompts:  # otherwise the model counts positions itself
             inputs["position_ids"] = positions
         out = call_model(self.model, **inputs)
         if has_cache and self.cache is None:
@@ -139,39 +139,39 @@ class BatchReader:
 
 
 def allowed(model: Any, autocast: str | None) -> float:
-    """Nats that two right ways of decoding may differ by, for the type that a model computes in."""
+    """Maximum difference in nats between two correct decoding paths, for the model's compute dtype."""
     return 0.3 if autocast is not None else TOLERANCE.get(model.dtype, 0.3)
 
 
 log = logging.getLogger(__name__)
 
 Work = Callable[[], NextToken]
-KEY_MULTIPLE = 64  # on a GPU: its kernels prepare themselves for each length of keys, and a graph has one
-EAGER_STEPS = 2  # of one shape before its graph is made, which takes about as long: many shapes do not last
+KEY_MULTIPLE = 64  # on a GPU: kernels are set up for each length of keys, and a graph has a single length
+EAGER_STEPS = 2  # of one shape before its graph is made, which takes about as long; many shapes are short-lived
 
 
 @functools.cache
 def recording_stream(device: int) -> torch.cuda.Stream:
-    """The stream that graphs are recorded on; one of a process, because cuBLAS keeps memory for each."""
+    """The stream that graphs are recorded on; one per device, because cuBLAS keeps memory for each stream."""
     return torch.cuda.Stream(device)
 
 
 class GraphMaker:
-    """Makes graphs that share memory for intermediate results: of two, the newer alone may be used."""
+    """Makes graphs that share memory for intermediate results: only the newest may be used."""
 
     def __init__(self) -> None:
         self.pool, self.stream = torch.cuda.graph_pool_handle(), recording_stream(torch.cuda.current_device())
-        self.last: torch.cuda.CUDAGraph | None = None  # while there is one, its memory stays for the next
+        self.last: torch.cuda.CUDAGraph | None = None  # keeps the memory for the next graph
 
     def __call__(self, work: Work) -> Work:
-        """A function that does what `work` does, from the values that its tensors have then. Nothing is done yet.
+        """Record `work` without running it; returns a function that runs it on the current values of its tensors.
 
         Raises:
             RuntimeError: `work` cannot be recorded, for example because it waits for the device.
         """
         graph = torch.cuda.CUDAGraph()
         self.stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self.stream):  # other threads may allocate meanwhile
+        with torch.cuda.stream(self.stream):  # other threads may allocate at the same time
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
                 recorded = work()
@@ -188,7 +188,7 @@ class GraphMaker:
 
 
 class StepGraphs:
-    """The graph of the present rows with the present width of keys, from the third such step on.
+    """The graph of the current rows with the current width of keys, used from the third such step.
 
     Args:
         new_graph: see `graph_maker`.
@@ -199,13 +199,13 @@ class StepGraphs:
         self.reset()
 
     def reset(self) -> None:
-        """Make no further use of the graph: the rows are others, or the weights are in other memory."""
+        """Discard the graph, because the rows or the memory of the weights changed."""
         self._width = self._num_eager = 0
-        self._tokens: Tensor | None = None  # that the graph reads
+        self._tokens: Tensor | None = None  # input of the graph
         self._graph: Work | None = None
 
     def read(self, tokens: Tensor, width: int, read_one: Callable[[Tensor], NextToken]) -> NextToken:
-        """The result of `read_one` for tokens [r 1]. Whatever else changes must be in tensors, which it updates."""
+        """The result of `read_one` for tokens [r 1]. All other changing state must be in tensors that it updates."""
         if self.new_graph is None:
             return read_one(tokens)
         if width != self._width:
@@ -226,9 +226,9 @@ class StepGraphs:
 
 
 def graph_maker(model: Any, device: torch.device, *, records_experts: bool) -> Callable[[Work], Work] | None:
-    """A maker of graphs of a model's decode steps; None if they run kernel by kernel.
+    """A maker of graphs of a model's decode steps; None if they run without graphs.
 
-    That is so on a CPU, for a sharded model, whose forward pass communicates, and where experts are recorded.
+    They do on a CPU, for a sharded model, whose forward pass communicates, and if experts are recorded.
     """
     if device.type != "cuda" or records_experts or getattr(model, "parallel_info", None) is not None:
         return None
@@ -236,5 +236,5 @@ def graph_maker(model: Any, device: torch.device, *, records_experts: bool) -> C
 
 
 def key_multiple(device: torch.device) -> int:
-    """Multiple to which the lengths of keys that a single token attends to are padded on a device; 1 on a CPU."""
+    """Multiple to which the number of keys of a decode step is padded on a device; 1 on a CPU."""
     return 1 if device.type == "cpu" else KEY_MULTIPLE

@@ -1,12 +1,12 @@
-"""Experts chosen by the routers of a model: counted, recorded while sampling, and chosen again in training.
+"""Experts chosen by the routers of a model: counted, recorded during sampling, and replayed in training.
 
 forward pass ──> router of a layer ──> (logits, weights, experts) ──> this module ──> experts of the layer
                                                                        │ counts, entropy    `ExpertLoad`
                                                                        │ recorded           [tokens layers k]
-                                                                       └ replaced by what was recorded (router replay)
+                                                                       └ replaced by the recorded ones (router replay)
 
-A token whose experts are replaced gets the weights that the router would have given to those, by the logits of now: how
-a router makes weights of its logits is found by trying the known ways on a router of the same kind.
+A token with replaced experts gets the weights that the router gives to these experts with its current logits. How a
+router computes weights from logits is found by trying the known rules on a router of the same kind.
 
 Source of router replay: Ma et al. 2025, arXiv:2510.11370.
 """
@@ -35,12 +35,12 @@ TRIED_TOKENS, TOLERANCE = 64, 1e-6
 
 @dataclass(frozen=True)
 class RouterWeights:
-    """Rule by which a router makes the weights of the chosen experts of its logits.
+    """Rule by which a router computes the weights of the chosen experts from its logits.
 
     Attributes:
-        score: of all logits.
-        normalised: weights of a token are divided by their sum.
-        scale: that they are multiplied with.
+        score: function of all logits.
+        normalised: whether weights of a token are divided by their sum.
+        scale: factor of the weights.
     """
 
     score: Callable[[Tensor], Tensor]
@@ -49,17 +49,17 @@ class RouterWeights:
 
     def of(self, logits: Tensor, experts: Tensor) -> Tensor:
         """Weights [n k] of experts [n k]."""
-        weights = self.score(logits.float()).gather(-1, experts)  # as models do, whatever their type
+        weights = self.score(logits.float()).gather(-1, experts)  # in float32, as models do
         if self.normalised:
             weights = weights / weights.sum(dim=-1, keepdim=True)
         return weights * self.scale
 
 
 class ExpertLoad:
-    """Frequency of each expert, and certainty of the routers, over the tokens that predicted a response token.
+    """Frequency of each expert, and entropy of the routers, over the tokens that predicted a response token.
 
     Args:
-        layers, experts: of the model.
+        layers, experts: numbers of both in the model.
     """
 
     def __init__(self, layers: int, experts: int, device: torch.device):
@@ -67,14 +67,13 @@ class ExpertLoad:
         self.entropy, self.tokens = (torch.zeros((), dtype=torch.float64, device=device) for _ in range(2))
 
     def tensors(self) -> Tensor:
-        """All numbers in one line: those of several processes may be added."""
+        """All counts as one vector, which may be summed over processes."""
         return torch.cat([self.chosen.flatten(), torch.stack([self.entropy, self.tokens])])
 
     @staticmethod
     def metrics(summed: Tensor, layers: int) -> dict[str, float]:
-        """Metrics of `tensors`, added up: the load of the busiest expert over the mean, the share of experts without a
-        token, both as means over layers, and the entropy of a router's distribution, as a mean over tokens and layers.
-        """
+        """Metrics of summed `tensors`: ratio of the busiest expert's load to the mean, and share of experts without a
+        token, both averaged over layers; entropy of routers, averaged over tokens and layers."""
         chosen, (entropy, tokens) = summed[:-2].view(layers, -1), summed[-2:].tolist()
         if not tokens:
             return {}
@@ -90,7 +89,7 @@ class ExpertRouting:
     """The routers of a model, in the order of its layers.
 
     Attributes:
-        layers, experts, top_k: how many there are, and experts of a token.
+        layers, experts, top_k: numbers of layers with routers, of experts, and of experts per token.
     """
 
     def __init__(self, model: nn.Module):
@@ -109,10 +108,10 @@ class ExpertRouting:
             router.register_forward_hook(lambda module, _, output, layer=layer: self._routed(layer, output))
 
     def prove_replay(self, name: str) -> None:
-        """Find how the routers weigh experts.
+        """Find the rule by which the routers weigh experts.
 
         Raises:
-            ConfigError: in no way that is known, or not all in the same.
+            ConfigError: the rule is unknown, or not the same for all routers.
         """
         ways = [weights_of_router(router) for router in self._found]
         self._weights = ways[0] if all(way == ways[0] for way in ways) else None
@@ -123,10 +122,10 @@ class ExpertRouting:
             )
 
     def balance(self, load: Tensor | None) -> None:
-        """Compute the load balancing loss of each micro-batch from here on, by the load that a whole batch has.
+        """Compute the load balancing loss of each following micro-batch, from the load of the whole batch.
 
         Args:
-            load: `ExpertLoad.tensors` of it, added up over all processes; None ends it.
+            load: `ExpertLoad.tensors` of the batch, summed over all processes; None stops it.
         """
         self._shares = None
         if load is not None:
@@ -134,8 +133,8 @@ class ExpertRouting:
             self._shares = load[:-2].view(self.layers, -1).sum(dim=0) * self.experts / rows**2
 
     def balance_loss(self) -> Tensor:
-        """The share of the micro-batch under way in E sum_e f_e P_e, for f_e the share of the tokens of all layers that
-        expert e was chosen for, and P_e its mean probability.
+        """The current micro-batch's share of E sum_e f_e P_e, where f_e is the share of tokens of all layers for which
+        expert e was chosen, and P_e its mean probability.
 
         Source: Fedus et al. 2021, arXiv:2101.03961, eq. 4-6, over all layers, as transformers computes it.
         """
@@ -143,7 +142,7 @@ class ExpertRouting:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Within, `last_chosen` tells what was chosen in the last forward pass."""
+        """Context in which `last_chosen` returns the experts of the last forward pass."""
         records: list[Tensor | None] = [None] * self.layers
         self._records = records
         try:
@@ -158,11 +157,11 @@ class ExpertRouting:
         return torch.stack(experts, dim=1).to(torch.int16)
 
     def begin(self, micro: MicroBatch, *, replays: bool = False, counts: bool = False) -> None:
-        """Start the forward pass of a micro-batch, which its backward pass may repeat in part.
+        """Prepare for the forward pass of a micro-batch, which the backward pass may partly repeat.
 
         Args:
-            replays: the sampled tokens have the experts that they had when they were sampled, where that is known.
-            counts: for `end`.
+            replays: use the experts recorded during sampling, where known.
+            counts: count experts, for `end`.
         """
         self._add()
         self._balance, self._predicted, self.forced = [], None, None
@@ -174,13 +173,13 @@ class ExpertRouting:
         self.forced = _by_token(micro, entries) if is_known else None
 
     def end(self, device: torch.device) -> ExpertLoad:
-        """Return the counts since the last call; routers choose by themselves from here on."""
+        """Return the counts since the last call, and end replay."""
         self._add()
         load, self._load, self.forced, self._predicted, self._balance = self._load, None, None, None, []
         return ExpertLoad(self.layers, self.experts, device) if load is None else load
 
     def _add(self) -> None:
-        """The counts of a micro-batch, once its backward pass, which may have repeated its forward pass, is over."""
+        """Add the counts of the previous micro-batch, after its backward pass, which may repeat the forward pass."""
         for layer, (chosen, entropy, tokens) in self._counted.items():
             if self._load is None:
                 self._load = ExpertLoad(self.layers, self.experts, chosen.device)
@@ -219,7 +218,7 @@ def _count(logits: Tensor, experts: Tensor, predicted: Tensor, count: int) -> tu
 
 
 def _by_token(micro: MicroBatch, entries: Tensor) -> Tensor:
-    """Experts of the tokens that the model runs on, [n layers k]: those that predict a sampled token had them."""
+    """Recorded experts of the tokens that the model runs on, [n layers k]; UNKNOWN if they predict no sampled token."""
     routed = micro.tensors["routed_experts"]
     rows, width, *shape = routed.shape
     prompt = micro.tensors["input_ids"].shape[1] - width
@@ -230,12 +229,12 @@ def _by_token(micro: MicroBatch, entries: Tensor) -> Tensor:
 
 def defines_balance_loss(model: Any) -> bool:
     """Whether transformers defines a load balancing loss for the routers of a model."""
-    kinds = type(unwrapped(model)).__mro__  # FSDP puts a class of its own before
+    kinds = type(unwrapped(model)).__mro__  # FSDP inserts a subclass
     return any(hasattr(sys.modules.get(kind.__module__), "load_balancing_loss_func") for kind in kinds)
 
 
 def routing_of(model: Any) -> ExpertRouting | None:
-    """The routers of a model, watched from the first call on; None for one without routers of a known form."""
+    """The routers of a model, with hooks from the first call on; None for a model without routers of a known form."""
     base = unwrapped(model)
     if "_verl_routing" not in vars(base):
         modules = routers(base)
@@ -246,7 +245,7 @@ def routing_of(model: Any) -> ExpertRouting | None:
 
 
 def weights_of_router(router: Any) -> RouterWeights | None:
-    """Rule by which routers of a kind make weights of logits; None if unknown."""
+    """Rule by which a router computes weights from logits; None if unknown."""
     if (answer := _tried(router)) is None:
         return None
     logits, weights, experts = answer
@@ -262,7 +261,7 @@ def weights_of_router(router: Any) -> RouterWeights | None:
 
 @torch.no_grad()
 def _tried(router: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Logits, weights and experts by a router of the same kind for random tokens; None if it gives something else."""
+    """Logits, weights and experts of random tokens by a router of this kind; None for other outputs."""
     try:
         twin = _router_like(router)
         states = torch.randn(TRIED_TOKENS, twin.weight.shape[-1], generator=torch.Generator().manual_seed(0))

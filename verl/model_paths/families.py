@@ -1,7 +1,7 @@
-"""Execution paths of a model, and those that were tried for the families of causal language models in transformers.
+"""Execution paths of a model, and those tested for the families of causal language models in transformers.
 
-`families.json` holds the results; `scripts/try_model_families.py` writes it. A record is that of a model if its
-class comes from transformers unchanged and its configuration has the properties that matter for the family.
+`families.json` holds the results; `scripts/try_model_families.py` writes it. A record applies to a model if its class
+is an unchanged one of transformers and its configuration has the properties recorded for the family.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Literal
 from verl.utils.external_input import read_text
 
 Scoring = Literal["packed", "padded", "right_padded", "equal_lengths"]
-PLAINER: tuple[Scoring, ...] = ("packed", "padded", "right_padded", "equal_lengths")  # each than those before it
+PLAINER: tuple[Scoring, ...] = ("packed", "padded", "right_padded", "equal_lengths")  # from fastest to plainest
 CacheKind = Literal["in_place", "own", "none"]
 
 
@@ -25,20 +25,20 @@ class ModelPaths:
     """Execution paths of a model whose results equal a plain forward pass of each row alone.
 
     Attributes:
-        scoring: rows with other rows: `packed`, on one line without padding; `padded`, as a batch with padding on both
-            sides; `right_padded`, with padding on the right alone, which no causal model can see; `equal_lengths`, only
-            rows of one length together, without padding.
-        shares_prompts: a prompt may stand once on a packed line for all its responses.
-        cache: while decoding: `in_place`, ours, with room for new tokens; `own`, the one that the model makes; `none`,
-            every token is computed from the whole row.
+        scoring: how rows are combined: `packed`, on one line without padding; `padded`, a batch with padding on both
+            sides; `right_padded`, padding only on the right, where causal models cannot see it; `equal_lengths`, rows
+            of equal length, without padding.
+        shares_prompts: a packed line may have a prompt once for all its responses.
+        cache: cache for decoding: `in_place`, ours, preallocated for new tokens; `own`, the model's; `none`, each token
+            is computed from the whole row.
         pads_prompts: prompts of several lengths may be decoded together.
         repeats_rows: a prompt may be read once and its cache repeated for each of its samples.
         drops_rows: rows that have ended may leave the batch.
         shares_prefix: attention may read the keys and values of a prompt once for all its samples.
-        trains: it computes the same in training mode, where some models draw experts at random or want further inputs;
-            where not, it is trained in evaluation mode, without gradient checkpointing.
-        own_attention: attention is taken from `verl.model_paths.packed_attention`.
-        reasons: why a way is not used, one sentence each.
+        trains: training mode gives the same results; otherwise (some models choose experts at random or need further
+            inputs) it is trained in evaluation mode, without gradient checkpointing.
+        own_attention: uses the attention of `verl.model_paths.packed_attention`.
+        reasons: why faster paths are not used, one sentence each.
     """
 
     scoring: Scoring = "equal_lengths"
@@ -59,17 +59,17 @@ class ModelPaths:
         return replace(self, scoring=scoring)
 
     def by_eager(self) -> ModelPaths:
-        """A copy for eager attention, which packed rows and shared prefixes have no form for."""
+        """A copy for eager attention, which supports neither packed rows nor shared prefixes."""
         return replace(self.limited_to("padded"), shares_prompts=False, shares_prefix=False, own_attention=False)
 
     @property
     def is_fast(self) -> bool:
-        """Nothing that costs much is left out; sharing is a matter of taste of the model."""
+        """Whether no major optimisation is missing; sharing of prompts does not count."""
         return self.scoring != "equal_lengths" and self.cache != "none" and self.pads_prompts
 
 
 PLAIN = ModelPaths()
-UNTRIED = ModelPaths(scoring="padded", cache="own")  # of a model of an unknown family; its first batch is compared
+UNTRIED = ModelPaths(scoring="padded", cache="own")  # for an unknown family; its first batch is compared
 TABLE = Path(__file__).with_name("families.json")
 NOT_A_POLICY = "each token sees those that come after it, so it cannot be a policy. Give a causal language model."
 COMMON_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -82,18 +82,18 @@ class FamilyRecord:
     """Result of trying one configuration of a family.
 
     Attributes:
-        paths: name of the execution paths in the table; empty for a model that is refused, or that transformers cannot
-            build from a configuration alone.
-        refusal: why it cannot be trained, whatever way it is run; None if it can.
-        fault: why transformers cannot build it; None if it can.
+        paths: name of the execution paths in the table; empty for a model that is refused or that transformers cannot
+            build.
+        refusal: why no execution path can train it; None if one can.
+        fault: why transformers cannot build it from a configuration alone; None if it can.
         when: values of the configuration that the record is limited to; a list stands for the set of its items.
-        layer_types: that it has beside full and sliding attention.
+        layer_types: its layer types other than full and sliding attention.
         longest: entry of the configuration that limits the length of rows; beyond it, tokens depend on later ones or
             have no position.
         needs_eager: `sdpa` leaves out a part of its attention.
-        trains: it computes the same in training mode.
-        stages: it may be cut into pipeline stages.
-        nondeterministic: its operations that have no deterministic form on a GPU; None if that is unknown.
+        trains: training mode gives the same results.
+        stages: it may be split into pipeline stages.
+        nondeterministic: its operations without a deterministic form on a GPU; None if unknown.
     """
 
     paths: str = ""
@@ -108,7 +108,7 @@ class FamilyRecord:
     nondeterministic: tuple[str, ...] | None = ()
 
     def holds_for(self, config: Any) -> bool:
-        """Whether a configuration has the properties that were tried."""
+        """Whether a configuration has the tested properties."""
         return all(_items(_entry(config, name)) == _items(value) for name, value in self.when.items())
 
 
@@ -117,7 +117,7 @@ class FamilyTable:
     """The table of all families.
 
     Attributes:
-        versions: of torch and transformers, that it was made with.
+        versions: of torch and transformers when the table was made.
         paths: execution paths by name, with `sdpa` attention.
         families: records by `model_type`.
     """
@@ -144,7 +144,7 @@ def _record(entry: dict[str, Any]) -> FamilyRecord:
 
 
 def record_for(config: Any, kind: type) -> FamilyRecord | str:
-    """The record that holds for models of a class with a configuration of transformers, or why there is none."""
+    """The record for models of a class with a transformers configuration, or why there is none."""
     if not kind.__module__.startswith("transformers.models."):
         return f"{kind.__qualname__} is no class of transformers"
     if _entry(config, "is_causal") is False or _entry(config, "use_bidirectional_attention") in (True, "all"):
@@ -162,8 +162,8 @@ def record_for(config: Any, kind: type) -> FamilyRecord | str:
 
 
 def row_limit(config: Any, record: FamilyRecord | None) -> tuple[str, int] | None:
-    """The entry of a configuration beyond which the results of a token change with the length of its row; None without
-    one."""
+    """The configuration entry, and its value, beyond which a token's results depend on the length of its row; None if
+    there is no such limit."""
     names = [LENGTH_OF_ROPE[kind] for kind in sorted(rope_types(config) & LENGTH_OF_ROPE.keys())]
     names += [record.longest] if record is not None and record.longest is not None else []
     values = [(name, _limit(config, name)) for name in names]
@@ -178,15 +178,15 @@ def rope_types(config: Any) -> set[str]:
 
 @dataclass(frozen=True)
 class FamilySummary:
-    """A record of the table in words.
+    """A record of the table as text.
 
     Attributes:
         family: `model_type`.
-        name: with the properties that the record is limited to.
+        name: family, with the properties to which the record is limited.
         status: `fast`, `plain`, `refused` or `not built`, with the longest rows.
         scoring: batching of rows in scoring.
         decoding: path of decoding.
-        note: why it is refused or not built, and what else is left out.
+        note: why it is refused or not built, and other limits.
     """
 
     family: str
@@ -217,7 +217,7 @@ def _summary(family: str, record: FamilyRecord) -> FamilySummary:
 
 
 def _entry(config: Any, name: str) -> Any:
-    """An entry of a configuration, or else of that of its text model."""
+    """An entry of a configuration, else of its text model's configuration."""
     value = getattr(config, name, None)
     return getattr(config.get_text_config(), name, None) if value is None else value
 

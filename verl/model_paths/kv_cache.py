@@ -1,4 +1,4 @@
-"""A key-value cache of slots: rows of individual lengths, and prompts that several of them share.
+"""A key-value cache of slots: rows of individual lengths, and prompts that several rows share.
 
 prompts [p H P D] ── read once for all the slots behind each ──┐
 slots [s H L D] ── written where they lie, token by token ─────┴──> attention
@@ -26,12 +26,12 @@ class CacheCall:
     """Keys and values that a `SlotCache` writes and reads in a forward pass of b rows with q new tokens each.
 
     Attributes:
-        first: number of the slot or prompt of the first row; those of the others follow it.
-        columns: [b q] of each new token in its row; or those of all rows.
-        num_rows, length: slots or prompts, and tokens of each, that memory is needed for; those behind them are empty.
-        width: tokens of a slot that attention reads; 0: the new tokens see nothing before them.
+        first: slot or prompt of the first row; the other rows follow.
+        columns: [b q], column of each new token in its row, or a slice for all rows.
+        num_rows, length: slots or prompts, and tokens of each, that need memory; later ones are empty.
+        width: tokens of a slot that attention reads; with 0 the new tokens see no earlier ones.
         is_prompt: the rows are prompts to be shared, not slots.
-        groups: prompts whose first `prompt_width` tokens attention reads before the slots; None for none.
+        groups: prompts whose first `prompt_width` tokens attention reads in addition to the slots; None for none.
     """
 
     first: int
@@ -69,7 +69,7 @@ class StoredRows:
                     rows.scatter_(2, call.columns[:, None, :, None].expand_as(new), new)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first tokens of rows [m] to other rows [m], which may be among them."""
+        """Copy the first `length` tokens of rows [m] to rows [m], which may overlap."""
         if self.tensors and len(self.tensors[0]) <= max(targets):
             self._grow(max(targets) + 1, length, self.tensors)
         for stored in self.tensors:
@@ -86,7 +86,7 @@ class StoredRows:
             rows = max(rows, min(before[0] * 3 // 2, self.max_rows), before[0])
         length = max(length, min(max(FIRST_LENGTH, before[2] * 3 // 2), self.max_length), before[2])
         grown = [new.new_empty(rows, new.shape[1], length, new.shape[3]) for new in states]
-        for index, larger in enumerate(grown):  # what no token was written to is masked, and must be finite
+        for index, larger in enumerate(grown):  # unwritten memory is masked, but must be finite
             larger[:num_kept, :, before[2] :] = 0.0
             larger[num_kept:] = 0.0
             if num_kept:
@@ -98,7 +98,7 @@ class SlotLayer(DynamicLayer):
     """One layer of a `SlotCache`.
 
     Attributes:
-        call: the forward pass that is under way.
+        call: the current forward pass.
     """
 
     call: CacheCall
@@ -109,7 +109,7 @@ class SlotLayer(DynamicLayer):
 
     @property
     def shared(self) -> tuple[PromptGroups, Tensor, Tensor] | None:
-        """Prompts that attention reads before the keys and values that `update` gives."""
+        """Prompts that attention reads in addition to the keys and values from `update`; None for none."""
         call = self.call
         if call.groups is None:
             return None
@@ -144,7 +144,7 @@ class SlotCache(DynamicCache):
         return 0
 
     def prepare(self, call: CacheCall) -> None:
-        """Say what the next forward pass writes and reads."""
+        """Set what the next forward pass writes and reads."""
         for layer in self.layers:
             layer.call = call  # type: ignore[union-attr]
 
@@ -156,14 +156,14 @@ class SlotCache(DynamicCache):
 
 
 class GrowingLayer(DynamicLayer):
-    """Keys and values of one layer [B H L D] in buffers with room, so that a new token copies itself alone."""
+    """Keys and values of one layer [B H L D] in buffers with spare room, so that only new tokens are copied."""
 
     keys: Tensor  # type: ignore[assignment]
     values: Tensor  # type: ignore[assignment]
     _buffers: tuple[Tensor, ...] = ()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:  # the prompts, as they are
+        if not self.is_initialized:  # the prompts, without a copy
             self.lazy_initialization(key_states, value_states)
             self.keys, self.values = key_states, value_states
             return key_states, value_states
@@ -185,7 +185,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def growing_cache(config: Any) -> DynamicCache:
-    """An empty cache for a model; layers that keep less than everything (sliding windows, states) are as they were."""
+    """An empty cache for a model; layers that do not keep all tokens (sliding windows, states) keep their type."""
     cache = DynamicCache(config=config)
     cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
     return cache
@@ -198,10 +198,10 @@ def keeps_all_tokens(config: Any) -> bool:
 
 
 def select_rows(cache: Any, rows: Tensor) -> None:
-    """Leave the given rows of a batch in a model's own cache, in their order; one that is named twice is there twice.
+    """Select rows of a batch, in the given order and with repetitions, in a model's own cache.
 
     Raises:
-        NotImplementedError: the cache is of a kind that is not known here.
+        NotImplementedError: the kind of cache is unknown.
     """
     layers = getattr(cache, "layers", None)
     if layers is None:

@@ -1,9 +1,8 @@
-"""Micro-batches: the tensors of one forward pass, as padded rows or as packed rows in which a shared prompt stands
-once.
+"""Micro-batches: the tensors of one forward pass, as padded rows or as packed rows with shared prompts once.
 
     plan ──> rows of each micro-batch ──> MicroBatch ──> predict(call) ──> what predicts each response token [n ...]
 
-Which form is used is up to the paths of the model (`verl.model_paths.families`), and changes no result but by rounding.
+The form depends on the paths of the model (`verl.model_paths.families`) and affects results only through rounding.
 """
 
 from __future__ import annotations
@@ -24,25 +23,24 @@ from verl.protocol import DataProto
 from verl.protocol.fields import FIELDS
 
 PADDED = ModelPaths(scoring="padded")
-ALWAYS = 2**62  # tokens, than which packing leaves fewer
+ALWAYS = 2**62  # tokens; packing always leaves fewer
 WORTH_IT = 0.85  # packing, and sharing prompts, must leave at most this share of the tokens
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows of a batch, as narrow as they can be.
+    """Some rows of a batch, cut to their longest prompt and response.
 
     Attributes:
-        rows: [b] which rows of the batch these are.
+        rows: [b] indices of the rows in the batch.
         tensors: the fields, with P and T cut to the longest prompt and response among the rows.
         response_width: T of these tensors.
-        packing: how the rows make one line of tokens, or this process's share of that line; None if they are run as
-            rows.
-        is_left_aligned: rows run with all their padding on the right.
-        is_unpadded: rows are of one length, and the model counts positions by itself.
-        tail: tokens behind each row that it is run with, which no causal model sees; of rows run as rows.
-        positions: [n], [n] row and column of each response token on the mask, as `response_mask.nonzero()` gives them;
-            found once, in main memory, since a device that looks for them makes this process wait for it.
+        packing: packed line of the rows, or this process's share of it; None if they run as a padded batch.
+        is_left_aligned: whether rows run with all padding on the right.
+        is_unpadded: whether rows have equal length, and the model counts positions itself.
+        tail: number of tokens appended to each row, which causal models do not see; only for padded batches.
+        positions: ([n], [n]) row and column of each masked response token, as from `response_mask.nonzero()`; computed
+            once in main memory, because on a device it would synchronise.
     """
 
     rows: Tensor
@@ -56,8 +54,8 @@ class MicroBatch:
     def to(self, device: torch.device) -> MicroBatch:
         """A copy on the model's device.
 
-        Nothing here waits for the device, which is busy with the micro-batch before: copies from memory that is not
-        pinned are staged at once, so that what they were made of may go.
+        Does not wait for the device, which is busy with the previous micro-batch: copies from unpinned memory are
+        staged immediately, so that their sources may be freed.
         """
         if device.type == "cpu":
             return self
@@ -68,7 +66,7 @@ class MicroBatch:
 
     @property
     def on_mask(self) -> tuple[Tensor, Tensor]:
-        """Row and column of each response token on the mask."""
+        """Row and column of each masked response token."""
         if self.positions is not None:
             return self.positions
         row, t = self.tensors["response_mask"].nonzero(as_tuple=True)
@@ -79,7 +77,7 @@ class MicroBatch:
         return self.tensors[name][self.on_mask]
 
     def scatter(self, values: Tensor) -> Tensor:
-        """The other way round: values [n] of the response tokens on the mask in their places [b t], zeros elsewhere."""
+        """Inverse of `chosen`: values [n] at the masked response tokens of [b t], zeros elsewhere."""
         mask = self.tensors["response_mask"]
         whole = torch.zeros(mask.shape, dtype=values.dtype, device=values.device)
         return whole.index_put(self.on_mask, values)
@@ -92,12 +90,12 @@ class MicroBatch:
         """Outputs at the positions that predict each masked response token, [n ...], in the order of
         `response_mask.nonzero()`.
 
-        Where processes share the tokens, it is what predicts those tokens alone that are this one's; `targets` gives
-        them, and `scatter_shared` puts what is computed for them together.
+        If processes share the tokens, only outputs of this process; `targets` gives the tokens they predict, and
+        `scatter_shared` joins results of all processes.
 
         Args:
-            call: runs the model on `input_ids`, `attention_mask`, `position_ids` and further keywords, and gives
-                something for each token, [b s ...]; with `logits_to_keep=k`, for the last k of them or for all.
+            call: runs the model on `input_ids`, `attention_mask`, `position_ids` and further keywords, and returns an
+                output per token, [b s ...]; with `logits_to_keep=k`, for the last k tokens or for all.
         """
         x = self.tensors
         if self.packing is not None:
@@ -116,7 +114,7 @@ class MicroBatch:
         return tokens[self.packing.shard.predicted] if isinstance(self.packing, ContextLine) else tokens
 
     def scatter_shared(self, *columns: Tensor) -> tuple[Tensor, ...]:
-        """Each [n] of the predicted tokens as [b t], 0 off the mask; of all processes that share them."""
+        """Each column [n] of predicted tokens as [b t], 0 outside the mask, joined over processes that share tokens."""
         if isinstance(self.packing, ContextLine):
             line, kinds = self.packing, [x.dtype for x in columns]
             wide = max((kind for kind in kinds if kind.is_floating_point), key=lambda kind: torch.finfo(kind).bits)
@@ -125,9 +123,8 @@ class MicroBatch:
         return tuple(self.scatter(x) for x in columns)
 
     def model_tokens(self) -> tuple[Tensor, Tensor]:
-        """Index [n], in the flattened rows [b * S], of each token that the model runs on, and how many response
-        tokens on the mask it predicts [n]: several where rows share a prompt, none for padding.
-        """
+        """Index [n], in the flattened rows [b * S], of each token that the model runs on, and how many response tokens
+        on the mask it predicts [n]: several if rows share a prompt, 0 for padding."""
         row, t = self.on_mask
         if self.packing is not None:
             entries = self.packing.tokens
@@ -142,7 +139,7 @@ class MicroBatch:
         return (first + source).flatten(), _counts(row * width + columns, attention.numel())
 
     def _left_aligned(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Columns [b S] that rows without padding on the left are made of, their mask, and that padding [b 1]."""
+        """Source columns [b S] of rows shifted left by their padding, their mask, and that padding [b 1]."""
         attention = self.tensors["attention_mask"]
         padding = attention.long().argmax(dim=1, keepdim=True)  # of the prompt
         column = torch.arange(attention.shape[1], device=attention.device)
@@ -167,16 +164,16 @@ def cut_into_micro_batches(
     context: ContextGroup | None = None,
     multiple: int = 1,
 ) -> Iterator[MicroBatch]:
-    """Cut a batch by a budget of tokens, padding included, over its rows sorted by length.
+    """Split a batch, sorted by row length, into micro-batches of at most a number of tokens.
 
-    How a batch is cut changes no result but by rounding: losses are normalised by the counts of the whole batch.
+    The split affects results only through rounding: losses are normalised by counts of the whole batch.
 
     Args:
         batch: holds `input_ids`, `attention_mask` [B S] and `responses`, `response_mask` [B T].
         token_budget: tokens of a micro-batch, padding included, unless a single row is longer.
-        paths: how the rows may be run. They are packed only where that leaves clearly fewer tokens.
-        context: the processes that share the tokens of these rows, each of which has the budget; rows are packed then.
-        multiple: of which the lengths of blocks of packed rows are.
+        paths: execution paths of the model. Rows are packed only if that saves a significant share of tokens.
+        context: the processes that share the tokens of these rows; each has the budget, and rows are always packed.
+        multiple: lengths of blocks of packed rows are multiples of this.
     """
     if context is not None:
         assert paths.scoring == "packed", paths
@@ -212,14 +209,14 @@ def cut_into_micro_batches(
 
 
 def _counts(index: Tensor, size: int) -> Tensor:
-    """[size]: how often each entry is in an index; `bincount` asks a device for the largest."""
+    """[size]: how often each entry is in an index; unlike `bincount`, without synchronising with the device."""
     return torch.zeros(size, dtype=torch.int64, device=index.device).scatter_add_(0, index, torch.ones_like(index))
 
 
 def empty_micro_batch(batch: DataProto) -> MicroBatch:
-    """No row of a batch, in the form of one without a response token: its loss is zero, and so are its gradients.
+    """An empty micro-batch, as one row without masked tokens: its loss and gradients are zero.
 
-    For a process that has nothing left to do, while its siblings need it in theirs.
+    For a process without rows that must take part in its siblings' collective operations.
     """
     widths = {"P": 1, "T": 1, "S": 2}
     tensors = {}
@@ -234,7 +231,7 @@ def empty_micro_batch(batch: DataProto) -> MicroBatch:
 def _packed(
     batch: DataProto, prompts: Tensor, responses: Tensor, padded: int, token_budget: int, may_share: bool
 ) -> tuple[list[Tensor], Tensor, bool] | None:
-    """Rows of each micro-batch, the prompt of each row, and whether prompts are shared; None if it is not worth it."""
+    """Rows of each micro-batch, the prompt of each row, and whether prompts are shared; None if it saves too little."""
     width = batch.batch["attention_mask"].shape[1] - batch.batch["responses"].shape[1]
     text = torch.cat([batch.batch["input_ids"][:, :width].cpu(), prompts[:, None]], dim=1)
     prompt_of = torch.unique(text, dim=0, return_inverse=True)[1]
@@ -257,7 +254,7 @@ def _cut(name: str, x: Tensor, rows: Tensor, windows: dict[str, slice]) -> Tenso
 
 
 def _alike(prompts: Tensor, responses: Tensor) -> list[Tensor]:
-    """Rows whose prompts, and whose responses, are of one length, longest first."""
+    """Groups of rows with equal prompt length and equal response length, longest first."""
     lengths = torch.stack([prompts + responses, prompts], dim=1)
     kinds, kind_of = torch.unique(lengths, dim=0, return_inverse=True)
     return [(kind_of == kind).nonzero()[:, 0] for kind in range(len(kinds) - 1, -1, -1)]

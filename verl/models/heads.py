@@ -185,7 +185,7 @@ class ValueHeadModel(ModelHead):
     """A backbone with a linear value head.
 
     The head is initialised to zero, so an untrained critic predicts 0 and its first advantages are the returns. Its
-    weights are at least float32, whatever the dtype of the backbone.
+    weights are at least float32, for any dtype of the backbone.
     """
 
     has_bias: ClassVar[bool] = True

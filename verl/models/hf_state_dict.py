@@ -1,4 +1,4 @@
-"""A model's Hugging Face state dict in memory: tensors by their names in files, and the small files beside them."""
+"""A model's Hugging Face state dict in memory: tensors by their names in files, and the accompanying small files."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def live_tensors(model: Any) -> dict[str, Tensor]:
 
 def hf_state_dict(model: Any, tensors: Mapping[str, Tensor] | None = None) -> HFStateDict:
     """State dict of a Hugging Face model, of a model with a peft adapter (the adapter only), or of a `ModelHead`, whose
-    head is in a file of its own or part of the weight file.
+    head is in a separate file or part of the weight file.
 
     Args:
         model: the model.
@@ -99,7 +99,7 @@ def names_in_files(model: Any) -> dict[str, str] | None:
 
 
 def small_files(model: Any, tensors: Mapping[str, Tensor]) -> dict[str, bytes]:
-    """Small files beside the weights: the configuration, and a custom head from `tensors`."""
+    """Small files that accompany the weights: the configuration, and a custom head from `tensors`."""
     head = head_of(model)
     core = head.backbone
     with TemporaryDirectory() as directory, quiet_transformers():

@@ -225,7 +225,7 @@ def in_hub_cache(name: str, revision: str | None = None) -> bool:
 
 
 def path_faults(path: str) -> Iterator[str]:
-    """Faults of the setting `path` of a model, as far as they are seen before it is loaded."""
+    """Faults of the setting `path` of a model that can be found before it is loaded."""
     if path.startswith(WARM_START) or not is_local(path):
         return
     directory = Path(path)
@@ -247,7 +247,7 @@ def path_faults(path: str) -> Iterator[str]:
 
 
 def read_model_json(file: Path) -> dict[str, Any] | None:
-    """The object in a JSON file; None without one, and for a damaged one, which `directory_faults` tells of.
+    """The object in a JSON file; None if the file is missing or damaged, which `directory_faults` reports.
 
     Raises:
         ConfigError: the file cannot be read.

@@ -38,7 +38,7 @@ _Model = TypeVar("_Model", bound="PreTrainedModel")
 ROUTER_NOISE = ("jitter_noise", "input_jitter_noise", "moe_jitter_eps")
 
 LENGTH_WARNING = "sequence-length-is-longer-than-the-specified-maximum"  # of transformers
-VALUE_HEAD_FILE = "value_head.safetensors"  # beside the weights of a critic's backbone
+VALUE_HEAD_FILE = "value_head.safetensors"  # next to the weights of a critic's backbone
 Dtype = Literal["float32", "bfloat16", "float16", "float64"]
 
 

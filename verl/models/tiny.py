@@ -37,7 +37,7 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     in order. `decode(encode(text))` returns known characters unchanged; each run of other characters becomes one
     `<unk>`. No special tokens are added to a text; the caller appends `<eos>` to a completion.
 
-    It is a byte-level BPE without merges, because `AutoTokenizer` loads any tokenizer beside a Qwen2 configuration as
+    It is a byte-level BPE without merges, because `AutoTokenizer` loads any tokenizer with a Qwen2 configuration as
     byte-level BPE. Loaded that way it gives known characters the same ids and drops unknown ones.
     """
     from tokenizers import Tokenizer

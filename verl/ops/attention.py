@@ -169,7 +169,7 @@ class VarlenLayout:
     Attributes:
         parts: each token is a query of one that is not joined.
         num_queries: tokens.
-        gathered: keys and values from the line; None for those of the line as they are.
+        gathered: index of keys and values in the line; None to use those of the line directly.
         window: keys that a query sees of its row; None for all before it.
     """
 

@@ -13,8 +13,8 @@ from verl.protocol import DataProto
 def micro_batches(lengths: Sequence[int] | Tensor, token_budget: int) -> list[Tensor]:
     """Split rows, longest first, so that rows * longest stays within a budget of padded tokens.
 
-    Rows of equal length keep their order. A single row over the budget is a micro-batch of its own. Every row is
-    in exactly one micro-batch; without rows the list is empty.
+    Rows of equal length keep their order. A single row over the budget is a separate micro-batch. Every row is in
+    exactly one micro-batch; without rows the list is empty.
 
     Args:
         lengths: tokens per row.
@@ -40,7 +40,7 @@ def micro_batches_of_groups(own: Tensor, shared: Tensor, group_of: Tensor, token
     """Split rows by a budget of tokens; tokens that a group shares count once per micro-batch.
 
     Groups stay together unless one exceeds the budget. Groups are sorted by their longest row, longest first, and so
-    are the rows of each. A single row over the budget is a micro-batch of its own.
+    are the rows of each. A single row over the budget is a separate micro-batch.
 
     Args:
         own, shared: [b], tokens of each row alone, and tokens that it shares with its group.

@@ -136,7 +136,7 @@ def shard_line(packing: PackedRows, size: int, rank: int) -> ContextShard:
 
 
 def _ranges(length: int, size: int, rank: int) -> tuple[tuple[int, int], ...]:
-    """First token, and the one behind the last, of each chunk of a rank."""
+    """Half-open token range of each chunk of a rank."""
     edges = [length * i // (2 * size) for i in range(2 * size + 1)]
     chunks = tuple((edges[i], edges[i + 1]) for i in (rank, 2 * size - 1 - rank))
     return chunks if any(start < stop for start, stop in chunks) else ((0, 1),)

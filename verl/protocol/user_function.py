@@ -36,7 +36,7 @@ def path_faults(
         path: `module:function` or `file.py:function`.
         kwargs: further keyword arguments.
         texts: arguments that the function is always called with.
-        others: what it is called with beside them; empty if there is nothing, so that `kwargs` has to give the rest.
+        others: other arguments that it is called with; if empty, `kwargs` must provide the rest.
     """
     seen = f"path is {path!r}"
     file, names, fault = _parsed(path)

@@ -62,7 +62,7 @@ class HotTier:
         self.num_bytes = 0
 
     def first(self, end: int) -> int:
-        """Number of the oldest row; `end` if there is none."""
+        """Number of the oldest row; `end` if the buffer is empty."""
         return self._records[0][0] if self._records else end
 
     def append(self, first_row: int, record: pa.RecordBatch) -> None:

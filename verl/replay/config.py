@@ -2,9 +2,9 @@
 
     t_i = -log(u_i) / w_i,    u_i = uniform(seed, step, number of i)    the smallest t are taken
 
-This draws without replacement with probabilities in proportion to the weights. The t of a row depends on that row
-alone, not on the other rows, their order or the number of processes. So a row that cannot be read is replaced by the
-next one, and all other sampled rows stay the same.
+This samples without replacement with probabilities proportional to the weights. The t of a row depends only on that
+row, not on other rows, their order or the number of processes. So a row that cannot be read is replaced by the next
+one, and all other sampled rows stay the same.
 
 Source: Efraimidis and Spirakis 2006, "Weighted random sampling with a reservoir", in its exponential form.
 """

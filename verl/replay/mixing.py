@@ -1,4 +1,4 @@
-"""Replay mixing: rows of earlier steps beside those of this one, and what this step leaves in the replay buffer.
+"""Replay mixing: rows of earlier steps added to those of this one, and the rows that this step adds to the buffer.
 
 generate ─> mixed ────────────> score ─> weights ─> update ─> keep
             + rows of the buffer          < 1 or > 1           new rows into the buffer
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class ReplayMixing:
-    """The replay buffer of a run; without one, rows pass as they are.
+    """The replay buffer of a run; without a buffer, rows are unchanged.
 
     Args:
         run: its description; `replay` says how rows are kept, `storage` where the coldest go.
@@ -61,7 +61,7 @@ class ReplayMixing:
         """Rewarded rows of this step, and behind them the rows of the buffer that it trains on too.
 
         Args:
-            current_version: of the policy, which asynchronous training has drawn the rows of this step before.
+            current_version: version of the policy; rows of asynchronous training may be older.
         """
         if self.buffer is None:
             return rollout
@@ -88,14 +88,14 @@ class ReplayMixing:
         return weights, metrics
 
     def new(self, batch: DataProto) -> DataProto:
-        """The rows that were drawn in this step."""
+        """The rows that were sampled in this step."""
         return batch if self.buffer is None else batch[~batch["is_replayed"]]
 
     def keep(self, experience: DataProto, step: int, is_saving: bool) -> dict[str, float]:
         """Put the rows of this step into the buffer; how many it has.
 
         Args:
-            is_saving: a save is under way, which may need files that the buffer does not.
+            is_saving: a save is in progress, which may need files that the buffer does not.
         """
         if self.buffer is None:
             return {}
@@ -172,14 +172,14 @@ def _marked(rows: DataProto, is_replayed: bool) -> DataProto:
 
 
 def _like(old: DataProto, new: DataProto) -> DataProto:
-    """Rows of the buffer with the fields of this step's, in groups of their own."""
+    """Rows of the buffer with the fields of this step's rows, in separate groups."""
     tensors = {**old.batch, "group_ids": old["group_ids"] + 1 + int(new["group_ids"].max())}
     if "routed_experts" in new and "routed_experts" not in old:  # sampled without recorded experts
         shape = (*old["responses"].shape, *new["routed_experts"].shape[2:])
         tensors["routed_experts"] = torch.full(shape, -1, dtype=new["routed_experts"].dtype)
     if "token_versions" in new:
         tensors["token_versions"] = old["policy_version"][:, None].expand(old["responses"].shape)
-    empty = np.full(len(old), None, dtype=object)  # another reward may tell more of a row than the one before
+    empty = np.full(len(old), None, dtype=object)  # another reward may have more columns than the previous one
     tensors = {name: tensors[name].to(new[name].device) for name in new.batch if name != "is_replayed"}
     rows = DataProto.from_dict(tensors, {name: old.non_tensor_batch.get(name, empty) for name in new.non_tensor_batch})
     return rows.union(_marked(rows, is_replayed=True))

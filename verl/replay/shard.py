@@ -35,7 +35,7 @@ from verl.replay.arrow_rows import INDEX, SelectedRows
 from verl.utils.external_input import ByteCount, ExternalInputError, parse_as, read_bytes
 
 SUFFIX, INDEX_SUFFIX, UNFINISHED = ".arrow", ".index.arrow", ".unfinished"
-_BATCH_BYTES = 2**20  # smaller record batches are joined: each has a header of its own in the file
+_BATCH_BYTES = 2**20  # smaller record batches are joined, because each has a header in the file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class Shard:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the store has its file, and the file of its index stands beside the local files."""
+        """Whether the store has its file, and the file of its index is next to the local files."""
         return self.file is not None and self.file.place == "cold"
 
     @property

@@ -1,6 +1,6 @@
 """Rewards: scores of texts by rules, user-defined functions, reward models and remote judges.
 
-async_rewards   Rewards of groups that are finished before their batch is trained on, computed while the trainer works
+async_rewards   Rewards of groups that finish before their batch is trained on, computed in a thread
 base            From texts to scores: the base class of rewards, scores on tokens, checks of a reward function
 chat_rewards    Rewards of the tasks of `data=chat_task`, as functions of texts
 code_tests      Rewards by running code: the program in a response is tested in a sandbox
@@ -12,8 +12,8 @@ normalization   Reward normalisation: scores less the running mean
 pool_worker     The main program of a pool process: `python -m verl.rewards.pool_worker`
 process_pool    A pool of worker processes that score one sample at a time
 remote/         Rewards from a server: an LLM judge or a scoring service
-reward_model    Rewards by a model: any sequence-classification model of Hugging Face, whatever its tokenizer
+reward_model    Rewards by a model: any sequence-classification model of Hugging Face, with any tokenizer
 rules           Rewards by rules: exact match, regular expression, response length
-signatures      Arguments of reward functions, by the signature that a function has
+signatures      Reward functions with the arguments of verl and TRL
 weighted_sum    A weighted sum of several rewards, each logged by its name
 """

@@ -1,11 +1,11 @@
-"""Rewards of the groups of a batch that are finished before it is trained on, computed while the trainer works.
+"""Rewards of groups that finish before their batch is trained on, computed in a thread while the trainer works.
 
 engine    groups of step t are finished ── note ──> a thread: Reward.prepare ──> results by step and group
-trainer   step t ── scored ──> those, and results of the groups that have none yet, in the order of the rows
+trainer   step t ── scored ──> these results, and those of the remaining groups, in the order of the rows
                         └──> Reward.apply: statistics of scores, as if the batch were scored at once
 
-A result is used for the very responses that it was computed of (`_digests`), so that one that comes late, or from a
-checkpoint, is never given to others. Groups whose scoring fails in the thread are scored again with their step, where
+A result is used only for the responses from which it was computed (`_digests`), so that a late result, or one from a
+checkpoint, is never used for others. Groups whose scoring fails in the thread are scored again with their step, where
 an error ends the run.
 """
 
@@ -28,8 +28,8 @@ from verl.rewards.base import Reward, RewardResult
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.05  # between questions for finished groups
-Scores = tuple[dict[int, str], RewardResult]  # of some groups: their digests, in the order of the rows
+POLL_S = 0.05  # interval between polls for finished groups
+Scores = tuple[dict[int, str], RewardResult]  # results of some groups, by digest, in the order of the rows
 FinishedGroups = list[tuple[bool, dict[int, DataProto]]]  # by engine: is an awaited batch finished; rows by step
 
 
@@ -37,9 +37,9 @@ class AsyncRewards:
     """Ratings by training step, and the thread that computes them.
 
     Attributes:
-        is_fed: somebody calls `note`; else nothing is expected.
+        is_fed: whether `note` is called; otherwise no groups are expected.
         lock: held while the reward is used.
-        poll: asks for finished groups other than these, by step; None where `note` is called without being asked.
+        poll: returns finished groups other than the given ones, by step; None if `note` is called without polling.
     """
 
     is_fed = False
@@ -48,9 +48,9 @@ class AsyncRewards:
     def __init__(self):
         self.lock = threading.RLock()
         self._reward, self._stats = Reward(), cast(Any, None)
-        self._changed = threading.Condition()  # guards the next four, by step; taken after `lock`
+        self._changed = threading.Condition()  # guards the next four, which are by step; acquired after `lock`
         self._expected: dict[int, tuple[DataProto, Callable[[DataProto], DataProto]]] = {}
-        self._noted: dict[int, set[int]] = {}  # groups that are rated, or will be
+        self._noted: dict[int, set[int]] = {}  # groups that are scored or queued
         self._unscored: dict[int, list[DataProto]] = {}
         self._results: dict[int, list[Scores]] = {}
         self._counts: dict[str, list[float]] = {}
@@ -58,12 +58,12 @@ class AsyncRewards:
         self._is_due = self._is_closed = False
 
     def use(self, reward: Reward, stats: Any) -> None:
-        """Rate by this reward from now on; `stats` are its `RewardStats`."""
+        """Use this reward from now on; `stats` are its `RewardStats`."""
         with self.lock, self._changed:
             self._reward, self._stats, self._results = reward, stats, {}
 
     def expect(self, step: int, prompts: DataProto, describe: Callable[[DataProto], DataProto]) -> None:
-        """Rate the groups of these prompts [P] as they are noted; `describe` gives rows as a reward reads them."""
+        """Score the groups of these prompts [P] when noted; `describe` adds texts and columns for the reward."""
         with self._changed:
             if not (self.is_fed and self._reward.scores_ahead) or step in self._expected:
                 return
@@ -75,12 +75,12 @@ class AsyncRewards:
 
     @property
     def known(self) -> dict[int, list[int]]:
-        """Groups that need not be noted any more, by step that is expected."""
+        """Groups that were already noted, by expected step."""
         with self._changed:
             return {step: sorted(groups) for step, groups in self._noted.items()}
 
     def note(self, groups: Mapping[int, DataProto]) -> None:
-        """Take rows of finished groups, by step; those that are not expected are passed over. Returns immediately."""
+        """Queue rows of finished groups, by step; unexpected steps are ignored. Returns immediately."""
         with self._changed:
             for step, rows in groups.items():
                 of_rows, noted = rows["group_ids"].tolist(), self._noted.get(step)
@@ -90,10 +90,9 @@ class AsyncRewards:
             self._changed.notify()
 
     def result_of(self, step: int, rollout: DataProto) -> RewardResult:
-        """Give what `Reward.prepare` gives for the batch of a step, whose groups may be rated, and count it; forgets
-        the step. Step 0 is that of rows that were never expected.
-        """
-        self._is_due = True  # the thread begins nothing else before
+        """The result of `Reward.prepare` for the batch of a step, some groups of which may be scored already; counts it
+        and drops the step. Step 0 is for rows that were never expected."""
+        self._is_due = True  # the thread starts nothing else first
         with self.lock:
             self._is_due = False
             with self._changed:
@@ -113,11 +112,11 @@ class AsyncRewards:
             return rollout.union(self._reward.score_tokens(rollout, self._reward.apply(result, rollout)))
 
     def count(self, name: str, number: float) -> None:
-        """Add to a count of the step."""
+        """Add to a counter of the step."""
         self._counts.setdefault(name, []).append(number)
 
     def take_counts(self) -> dict[str, float]:
-        """Metrics of what was counted since the last call; see `RewardResult.counts`."""
+        """Metrics of the counters since the last call; see `RewardResult.counts`."""
         counts, self._counts, metrics = self._counts, {}, dict[str, float]()
         for name, numbers in counts.items():
             if not name.endswith("_s"):
@@ -128,8 +127,8 @@ class AsyncRewards:
         return metrics
 
     def state_dict(self) -> dict[str, Any]:
-        """The results that there are, and by which reward; empty if there are none. One with a column that is not of
-        JSON values is left out."""
+        """The results so far and the identity of their reward; empty if there are none. Without results that have
+        columns of other than JSON values."""
         with self._changed:
             results = [(step, *result) for step, of_step in self._results.items() for result in of_step]
         states = []
@@ -139,7 +138,7 @@ class AsyncRewards:
         return {"reward_of": self._stats.identity, "ratings": states} if states else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from results of the same reward; those of another are passed over."""
+        """Restore the results of `state`; those of another reward are ignored."""
         with self._changed:
             for by_step in (self._expected, self._noted, self._unscored, self._results):
                 by_step.clear()
@@ -148,11 +147,11 @@ class AsyncRewards:
                 self._results.setdefault(saved["step"], []).append(result)
 
     def close(self) -> None:
-        """Begin nothing more in the thread. Idempotent."""
+        """Stop the thread after its current call. Idempotent."""
         self._is_closed = True
 
     def _completed(self, rollout: DataProto, ready: Sequence[Scores]) -> RewardResult:
-        """Results of the rows of a batch in their order; those that are missing are computed now."""
+        """Results of the rows of a batch, in order; missing ones are computed now."""
         digests, groups = _digests(rollout), np.array(rollout["group_ids"].tolist())
         chosen = [scores for scores in ready if scores[0].items() <= digests.items()]
         rows = [row for known, _ in chosen for group in known for row in np.flatnonzero(groups == group)]
@@ -174,7 +173,7 @@ class AsyncRewards:
             if self._score():
                 continue
             if self.poll is not None and (known := self.known) and (pending is None or pending.done()):
-                with suppress(Exception):  # questions of the trainer's own raise it
+                with suppress(Exception):  # the trainer's own calls raise it
                     pending = self.poll(known)
                     pending.add_done_callback(self._take)
             with self._changed:
@@ -186,9 +185,8 @@ class AsyncRewards:
                 self.note(groups)
 
     def _score(self) -> bool:
-        """Rate all groups of the first step that has some, by one call; all of its batch, where the reward does not
-        rate groups. Returns whether there were any.
-        """
+        """Score all waiting groups of the first step that has some, by one call, or its whole batch if the reward does
+        not score groups. Returns whether there were any."""
         if self._is_due or not self._unscored:
             return False
         with self.lock:
@@ -202,11 +200,11 @@ class AsyncRewards:
                 prompts, describe = expected
                 rows = DataProto.concat(parts)
                 rows = rows[rows["group_ids"].argsort(stable=True)]
-                if prompts["prompt_ids"][rows["group_ids"]].equal(rows["prompt_ids"]):  # else of another batch size
+                if prompts["prompt_ids"][rows["group_ids"]].equal(rows["prompt_ids"]):  # otherwise the size differs
                     rows = describe(rows)
                     result = _digests(rows), self._reward.prepare(rows)
                     with self._changed:
-                        if self._expected.get(step) is expected:  # else a checkpoint was loaded
+                        if self._expected.get(step) is expected:  # otherwise a checkpoint was loaded
                             self._results.setdefault(step, []).append(result)
             except BaseException as error:  # noqa: BLE001 - `result_of` raises it, if it comes again
                 log.info("Groups of step %d will be scored with their step: %s", step, error)
@@ -223,10 +221,10 @@ def _digests(rows: DataProto) -> dict[int, str]:
 
 
 def _joined(results: Sequence[RewardResult], order: np.ndarray, width: int) -> RewardResult:
-    """Ratings one behind the other, with their rows in this order; token scores get `width` columns."""
+    """Concatenate results, with their rows in this order; token scores get `width` columns."""
 
     def joined(field: str, empty: Any) -> dict[str, np.ndarray]:
-        tables = [(vars(x)[field], np.full(len(x.scores), empty)) for x in results]  # a function chooses what it tells
+        tables = [(vars(x)[field], np.full(len(x.scores), empty)) for x in results]  # functions may vary these
         names = dict.fromkeys(name for table, _ in tables for name in table)
         return {name: np.concatenate([table.get(name, none) for table, none in tables])[order] for name in names}
 

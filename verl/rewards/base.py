@@ -1,6 +1,6 @@
 """Base class of rewards, which score texts, placement of a score on tokens, and validation of a reward function.
 
-What is validated are its keyword arguments and its result; errors name the sample at fault.
+Validation covers its keyword arguments and its result; errors name the sample at fault.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def checked_scores(
         prompts, responses: B texts each, for the message.
         function: the function, for the message.
     Raises:
-        RewardError: it is anything else. Names what was expected and found, the first sample at fault with its texts,
-            and the line where the function is defined. NonFiniteRewardError for a number that is not finite.
+        RewardError: the result is anything else; names the first sample at fault with its texts, and the line where the
+            function is defined. NonFiniteRewardError for a number that is not finite.
     """
     count = len(responses)
     expected = f"{count} finite numbers, one for each response"
@@ -65,7 +65,7 @@ def checked_result(
     """Check the result of a reward function; see `checked_scores`.
 
     Args:
-        result: what `checked_scores` takes, or mappings among the items, each with a `score` and further values; or one
+        result: see `checked_scores`; items may also be mappings with a `score` and further values, or it may be one
             mapping of such columns. Further numbers become `parts`, other values `columns`.
     Raises:
         RewardError: see `checked_scores`; or a column has the name of a metric of every reward.
@@ -100,14 +100,13 @@ def checked_token_scores(
     """Check and return the token-level rewards [B T] float32 in the result of a function of the batch.
 
     Args:
-        result: a DataProto with `token_level_rewards`, or that tensor itself. One of [B T-1] is of all tokens but the
-            first.
+        result: a DataProto with `token_level_rewards`, or that tensor itself. [B T-1] covers all tokens but the first.
         mask: response_mask [B T].
         prompts, responses: B texts each, for the message.
         function: the function, for the message.
     Raises:
-        RewardError: they are missing, have another shape or type, or are not 0 on padding. NonFiniteRewardError where
-            they are not finite.
+        RewardError: the rewards are missing, have another shape or type, or are not 0 on padding. NonFiniteRewardError
+            if they are not finite.
     """
     tensors = {"token_level_rewards": result} if isinstance(result, torch.Tensor) else getattr(result, "batch", None)
     if tensors is None:
@@ -142,7 +141,7 @@ def reward_error(
     responses: Sequence[str] = (),
     sample: int | None = None,
 ) -> RewardError:
-    """Make the error for an invalid result of a reward function."""
+    """The error for an invalid result of a reward function."""
     source = source_of(function)
     lines = [f"The reward function {source.function}() failed.", f"  Expected: {expected}", f"  Found: {found}"]
     if sample is not None:
@@ -196,10 +195,10 @@ def shown(value: Any) -> str:
 def refuse_missing_arguments(
     accepted: Mapping[str, bool] | None, names: Sequence[str], function: Callable | Source
 ) -> None:
-    """Check that a function takes the arguments that it is always called with; see `check_columns`.
+    """Check that a function takes the arguments that are always passed; see `check_columns`.
 
     Raises:
-        RewardError: it does not take one of them.
+        RewardError: the function does not take one of them.
     """
     for name in names:
         if accepted is not None and name not in accepted:
@@ -214,7 +213,7 @@ def check_columns(
     Args:
         accepted: keyword arguments of the function, see `Signature`.
         columns: columns of the data.
-        given: arguments that are passed besides columns.
+        given: arguments that are passed in addition to columns.
         function: the function, for the message.
     Raises:
         RewardError: an argument without a default is neither a column nor given.
@@ -237,10 +236,10 @@ class RewardResult:
         parts: components by name, [B] floats each: logged as metric `reward/NAME` (mean) and as a column of sample
             tables.
         columns: other values by name, [B] each, such as texts: a column `reward_NAME` of the sample tables.
-        counts: numbers that the metric `reward/NAME` of a training step sums up; of seconds, `NAME_s`, it has the
-            percentiles `NAME_p50_s` and `NAME_p95_s`.
-        inner: of a reward that combines others, what `Reward.prepare` of each gave.
-        nan_is_none: whether a score of nan is no reward, so that the response is left out; else it is an error.
+        counts: numbers whose sum is the metric `reward/NAME` of a training step; for seconds, `NAME_s`, the metrics are
+            the percentiles `NAME_p50_s` and `NAME_p95_s`.
+        inner: results of `Reward.prepare` of each part, for a reward that combines others.
+        nan_is_none: whether a score of nan means no reward, so that the response is left out; otherwise it is an error.
     """
 
     scores: np.ndarray
@@ -253,7 +252,7 @@ class RewardResult:
 
     @property
     def summands(self) -> np.ndarray:
-        """The scores, with 0 for no reward."""
+        """The scores, with 0 where there is no reward."""
         return np.nan_to_num(self.scores) if self.nan_is_none else self.scores
 
 
@@ -280,13 +279,13 @@ class Reward:
     A subclass that needs more than texts, such as lengths in tokens, overrides `score_batch` instead.
 
     Attributes:
-        call_timeout_s: seconds for one batch, after which the call is interrupted; None for no deadline. A user's
-            class that does not set it gets 60 in a run.
-        scores_ahead: whether a batch may be scored in a thread while the trainer works: it needs little of this
-            process's time, and none of its random generators.
+        call_timeout_s: seconds for one batch, after which the call is interrupted; None for no deadline. A user's class
+            without it gets 60 in a run.
+        scores_ahead: whether a batch may be scored in a thread while the trainer works: scoring takes little of this
+            process's time and does not use its random generators.
         scores_groups: whether a score does not depend on the responses to other prompts, and `parts` and `columns` have
-            the same names for any responses. With `scores_ahead`, the responses to a prompt are then scored as soon as
-            all of them are there; else those of a batch are.
+            the same names for any responses. With `scores_ahead`, the responses to a prompt are then scored once all of
+            them exist; otherwise those of a batch are.
     """
 
     call_timeout_s: float | None = None
@@ -330,17 +329,16 @@ class Reward:
             raise reward_error("a score for each response", str(late), self.producer) from late
 
     def prepare(self, batch: DataProto) -> RewardResult:
-        """Rate responses before their turn: the part of `score_in_time` that no running statistics of scores enter."""
+        """Score responses ahead of time: the part of `score_in_time` without running statistics of scores."""
         return self.score_in_time(batch)
 
     def apply(self, result: RewardResult, batch: DataProto) -> RewardResult:
-        """Apply running statistics of scores, in the turn of a batch, to what `prepare` gave for its rows; gives what
-        `score_in_time` would give then.
-        """
+        """Apply running statistics of scores to the result of `prepare` for a batch, in the order of training; the
+        result is that of `score_in_time` at this point."""
         return result
 
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Check the rows that a run will score, before weights load.
+        """Check the rows that a run will score, before weights are loaded.
 
         Args:
             name: of the rows, such as `training rows`.
@@ -353,9 +351,7 @@ class Reward:
         return []
 
     def frozen(self) -> AbstractContextManager[None]:
-        """Inside this context running statistics of scores, such as their mean, are not updated; used for
-        evaluation.
-        """
+        """Context for evaluation, in which running statistics of scores, such as their mean, are not updated."""
         return contextlib.nullcontext()
 
     def reset_stats(self) -> None:
@@ -369,21 +365,21 @@ class Reward:
         """Restore what `state_dict` returned."""
 
     def close(self) -> None:
-        """Stop processes and connections. The trainer calls it at the end of a run; calling it again does nothing."""
+        """Stop processes and connections. Called by the trainer at the end of a run; idempotent."""
 
     def score_tokens(self, batch: DataProto, result: RewardResult | None = None) -> DataProto:
         """Score every response of a batch.
 
         Args:
             batch: response_mask [B T]; `prompt_text`, `response_text` and the columns of the data.
-            result: of the batch; None calls `score_in_time`.
+            result: result of the batch; None calls `score_in_time`.
         Returns:
             token_level_scores [B T] float32: per-token scores of the reward, or the score on the last True of
             response_mask and 0 elsewhere (all 0 for a row with an empty mask). In `non_tensor_batch`: `score`, B
             floats, or None for no reward; `reward/NAME` for each part of the result and `reward_NAME` for each of its
             columns.
         Raises:
-            RewardError: the reward raised, or did not return B finite numbers; names the sample and the function.
+            RewardError: the reward raised, or did not return B finite numbers; with the sample and the function.
         """
         result = self.score_in_time(batch) if result is None else result
         placed, scores = token_scores_of(result, batch.batch["response_mask"]), result.scores.astype(object)

@@ -9,7 +9,7 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def json_object(prompts: list[str], responses: list[str], answer: list[str]) -> list[float]:
-    """1 for a response that is the JSON object `answer` and nothing else, whatever its spaces; else 0.
+    """1 for a response that consists of the JSON object `answer`, with any white space; else 0.
 
     >>> json_object(["", ""], [' {"age": 31}', 'Here: {"age": 31}'], ['{"age": 31}'] * 2)
     [1.0, 0.0]
@@ -53,8 +53,8 @@ def common_subsequence(prompts: list[str], responses: list[str], answer: list[st
 
 
 def _similarity(text: str, wanted: str) -> float:
-    longest = [0] * (len(wanted) + 1)  # for each beginning of `wanted`
-    for character in text[: 4 * len(wanted)]:  # a longer text has no chance
+    longest = [0] * (len(wanted) + 1)  # for each prefix of `wanted`
+    for character in text[: 4 * len(wanted)]:  # a longer text cannot match
         before = 0
         for place, other in enumerate(wanted, start=1):
             above = longest[place]

@@ -27,8 +27,8 @@ _MARKDOWN = MarkdownIt("commonmark", {"html": False}).disable("inline")
 _LANGUAGE = re.compile(r"[\s{.]*([\w+#-]*)")
 _PYTHON = ("python", "python3", "py", "py3")
 _END_OF_THOUGHT = "</think>"
-MOST_TRIED = 2000  # unit tests that are tried at the start of a run
-_SHOWN = 3  # rows that a message names
+MOST_TRIED = 2000  # maximum number of unit tests to try at the start of a run
+_SHOWN = 3  # maximum number of rows in a message
 _UNIT_TEST = """import solution
 globals().update({{name: value for name, value in vars(solution).items() if not name.startswith("__")}})
 {test}
@@ -114,13 +114,12 @@ class CodeReward(Reward):
 
     def __init__(self, described: CodeTests, runner: CodeRunner):
         self.described, self._runner = described, runner
-        self._needs_object: dict[str, str] = {}  # of tests that were tried, why values are not enough
+        self._needs_object: dict[str, str] = {}  # by tried test: why plain values are not sufficient
 
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Read all tests, and try the unit tests without a program.
+        """Parse all tests, and run unit tests without a program.
 
-        Returns:
-            A sentence about unit tests that no program, or every program, passes.
+        Returns: Sentences about unit tests that no program, or every program, passes.
         Raises:
             ConfigError: a row has no tests, or unit tests need `allow_in_process`.
         """
@@ -182,13 +181,13 @@ class CodeReward(Reward):
         self._runner.close()
 
     def _why_in_process(self, unit: str) -> str | None:
-        """Why a test needs the program in its own process; None if plain values are enough."""
+        """Why a test needs the program in its own process; None if plain values are sufficient."""
         if not self._runner.described.links_programs:
             return "its sandbox cannot run program and test apart"
         return names_of(unit).needs_object or self._needs_object.get(unit)
 
     def _refuse_in_process(self, tests: Sequence[Sequence[CodeTest]]) -> None:
-        """Refuse forgeable tests of data that were not there at the start."""
+        """Refuse forgeable tests in rows that were not checked at the start."""
         for row, row_tests in enumerate(tests):
             for test in row_tests:
                 why = None if test.unit is None else self._why_in_process(test.unit)
@@ -196,7 +195,7 @@ class CodeReward(Reward):
                     raise RewardError(f"A unit test of sample {row} needs {IN_PROCESS}: it {why}. {ALLOW}")
 
     def _run_tests(self, code: str, tests: Sequence[CodeTest]) -> list[str]:
-        """Outcome (`pass`, `fail`, ...) of each test; without partial credit it stops at the first that fails."""
+        """Outcome (`pass`, `fail`, ...) of each test; without partial credit, stops at the first failure."""
         outcomes: list[str] = []
         for test in tests:
             outcomes.append(self._run_test(code, test))
@@ -244,8 +243,8 @@ def program_of(response: str) -> str:
     marked; without either, the whole response.
 
     Blocks are those of CommonMark, also in lists and quotations, and within a block that is marked as Markdown. A block
-    without an end goes to the end of the response. What stands before the last `</think>` counts only if there is
-    no block after it.
+    without an end extends to the end of the response. Blocks before the last `</think>` count only if there are none
+    after it.
     """
     _, _, answer = response.rpartition(_END_OF_THOUGHT)
     for text in (answer, response):

@@ -2,7 +2,7 @@
 
 main thread     a signal (SIGURG, ignored by default) raises an exception in the call, again every second;
                 if a call inside a library never returns to Python, the process ends with a message
-other threads   the call runs in a thread of its own, which is abandoned
+other threads   the call runs in a separate thread, which is abandoned
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class CallFailed(Exception):
 
 
 class _Late(BaseException):
-    """Raised inside a call that is late. A BaseException, so that `except Exception` in user code does not catch it."""
+    """Raised in a call past its deadline. A BaseException, so that `except Exception` in user code does not catch
+    it."""
 
 
 def call_within(timeout_s: float, call: Callable[[], Value], file: str | None = None) -> Value:
@@ -65,7 +66,7 @@ def call_within(timeout_s: float, call: Callable[[], Value], file: str | None = 
 
 
 def in_thread(call: Callable[[], Value], timeout_s: float | None = None, file: str | None = None) -> Value:
-    """Do the same as `call_within` in a daemon thread; None for no deadline."""
+    """Equivalent of `call_within` in a daemon thread; None for no deadline."""
     results: list[Any] = []
     failed: list[BaseException] = []
     context = contextvars.copy_context()

@@ -107,7 +107,7 @@ class RewardFunction(RewardDescription):
         if source_signature(self.path) is not None:
             return
         try:
-            self.build(context).close()  # faults that only an import shows, in a separate process
+            self.build(context).close()  # faults that only an import reveals, in a separate process
         except RewardError as error:
             yield f"path is {self.path!r}: {error}"
 
@@ -160,10 +160,10 @@ class CallableReward(Reward):
         return self.function
 
     def score(self, prompts: list[str], responses: list[str], **columns: list) -> Any:
-        """Call the function and return its result unchecked.
+        """Call the function and return its unvalidated result.
 
-        If it raises, the first sample at fault is found by bisection, which calls it on about as many rows again as the
-        batch has.
+        If it raises, the first sample at fault is found by bisection, which calls it on about as many further rows as
+        the batch has.
 
         Raises:
             RewardError: the function raised, or needs a column that the data lacks.
@@ -202,7 +202,7 @@ class CallableReward(Reward):
     def _call(self, prompts: list[str], responses: list[str], columns: Mapping[str, list]) -> Any:
         if self._accepted is not None:
             columns = {name: values for name, values in columns.items() if name in self._accepted}
-        # Copies: a function that changes its arguments must not change what its result is checked against.
+        # Copies: a function that changes its arguments must not change the data that its result is checked against.
         columns = {name: list(values) for name, values in columns.items()}
         return self._invoke({"prompts": list(prompts), "responses": list(responses), **columns})
 

@@ -21,8 +21,8 @@ _MAX_DIGITS = 300  # longer numbers are not answers, and parsing them takes quad
 def gsm8k_score(
     prompts: Sequence[str], responses: Sequence[str], answer: Sequence[Any], needs_mark: bool = False
 ) -> list[float]:
-    r"""1 for a response with the right final number, else 0. Use it by
-    `reward=function reward.path=verl.rewards.math_rules:gsm8k_score`.
+    r"""1 for a response with the correct final number, else 0. Used as `reward=function
+    reward.path=verl.rewards.math_rules:gsm8k_score`.
 
     Args:
         prompts: unused.
@@ -41,9 +41,9 @@ def gsm8k_score(
 def final_number(text: str, needs_mark: bool = False) -> Fraction | None:
     r"""The final number of a text; None if there is none, or an expression of several, such as `5-7` or `2+3`.
 
-    It is the first number after the last `####`, behind the last `=` of that line; else the last number in the last
-    `\boxed{}`; without either the last number of the text. `1/2` and `1 1/2` are one number each. Currency and percent
-    signs and units are ignored.
+    This is the first number after the last `####`, after the last `=` of that line if it has one; else the last number
+    in the last `\boxed{}`; without either the last number of the text. `1/2` and `1 1/2` are one number each. Currency
+    and percent signs and units are ignored.
     """
     marked = _marked_answer(text)
     if marked is None:

@@ -47,7 +47,7 @@ class RunningStats:
         self.count = total
 
     def __call__(self, scores: np.ndarray) -> np.ndarray:
-        """Normalise scores [B] by the statistics so far."""
+        """Normalise scores [B] with the current statistics."""
         spread = math.sqrt(self.variance)
         return (scores - self.mean) / spread if spread > 1e-8 * (1 + abs(self.mean)) else scores - self.mean
 
@@ -84,7 +84,7 @@ class ScaledReward(Reward):
     """A reward whose scores are normalised by running statistics; `close` also closes the reward itself.
 
     Args:
-        has_state: whether the reward itself has statistics, which are saved beside those of the scores.
+        has_state: whether the reward itself has statistics, which are saved together with those of the scores.
     Attributes:
         norm: the statistics.
     """

@@ -49,7 +49,7 @@ def serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
     """Import the function, then score samples until the driver closes the connection."""
     with contextlib.suppress(ChannelClosed):
         _serve(channel, setting, progress)
-    os._exit(0)  # does not wait for threads of the user's code
+    os._exit(0)  # does not wait for threads of user code
 
 
 def _serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
@@ -75,7 +75,7 @@ def _serve(channel: Channel, setting: PoolSettings, progress: Progress) -> None:
 def _score(
     function: Callable, message: bytes, kwargs: dict[str, Any], whole_batch: bool
 ) -> tuple[str, float | dict[str, Any] | bytes | str | None]:
-    """`score` and the number, or the pickled result for a whole batch; else `error` and a description."""
+    """(`score`, the number or the pickled result for a whole batch), or (`error`, a description)."""
     try:
         sample = pickle.loads(message)
         seed_by_content(sample)
@@ -94,8 +94,8 @@ def _score(
 def seed_by_content(given: Any) -> None:
     """Seed the global random generators of this process by a hash of the arguments of the function.
 
-    A function that uses them then returns the same for the same rows, whatever was scored before, so that a resumed run
-    equals an uninterrupted one.
+    A function that uses them then returns the same result for the same rows, regardless of earlier calls, so that a
+    resumed run equals an uninterrupted one.
 
     Args:
         given: keyword arguments, or a DataProto.
@@ -147,5 +147,5 @@ def _shown(result: Any) -> str:
 
 
 if __name__ == "__main__":
-    # with the processes that the user's function has started
+    # including processes started by the user's function
     run_child("verl.rewards.pool_worker")

@@ -1,10 +1,10 @@
-"""A pool of worker processes that score one sample at a time; a call that hangs or crashes affects its process only.
+"""A pool of worker processes that score one sample at a time; a call that hangs or crashes affects only its process.
 
 driver ──sample──> worker 0, worker 1, ...      one sample at a time each
        <─score───
-       ──SIGKILL─> after timeout_s; a new worker takes its place
+       ──SIGKILL─> after timeout_s; a new worker replaces it
 
-The time in which a worker was ready to run but had no processor does not count: the sample did not take it.
+Time in which a worker was ready to run but had no processor does not count towards the timeout.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from verl.utils.progress import Progress, ProgressWatch, processor_wait_s, repor
 _log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 300.0  # the user's module may import large packages
-GRACE_S = 0.5  # in which a late worker writes its stack trace before it is killed
+GRACE_S = 0.5  # for a late worker to write its stack trace before it is killed
 POLL_INTERVAL_S = 0.5
 
 
@@ -73,10 +73,10 @@ class FunctionPool:
     Args:
         path: of the function, see `verl.protocol.user_function.load_function`.
         kwargs: further keyword arguments of every call.
-        timeout_s: deadline of one sample, from when a worker takes it, without the time that the worker waited for a
+        timeout_s: deadline of one sample, from when a worker takes it, excluding time that the worker waited for a
             processor.
         num_workers: number of processes.
-        preloaded: modules that the function imports when it is called; a worker imports them before its first sample.
+        preloaded: modules that the function imports when called; a worker imports them before its first sample.
         whole_batch: a sample is a whole batch, as keyword arguments or as a DataProto, and the result may be any
             picklable object; otherwise it must be one number.
     Attributes:
@@ -113,11 +113,11 @@ class FunctionPool:
         return list(self._processes.loans)
 
     def score(self, samples: Sequence[Any], stop_at_failure: bool = False) -> list[PoolResult | None]:
-        """Score every sample by one call each.
+        """Score each sample by a separate call.
 
         Args:
             samples: keyword arguments of each call.
-            stop_at_failure: start no further sample after a failure; the result of those is None.
+            stop_at_failure: start no further samples after a failure; their result is None.
         """
         stop = Event()
 
@@ -142,13 +142,13 @@ class FunctionPool:
                 return [future.result() for future in futures]
             except PoolClosed:
                 raise RewardError("The workers of this reward were stopped: close() was called.") from None
-            except BaseException:  # interrupted: nobody waits for the other results
+            except BaseException:  # interrupted: the other results are not needed
                 stop.set()
                 self._processes.kill_lent()
                 raise
 
     def close(self) -> None:
-        """Kill the workers; calling it again does nothing."""
+        """Kill the workers. Idempotent."""
         self._processes.close()
 
 
@@ -167,15 +167,15 @@ class _Worker(PooledChild):
             environment={"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"} | os.environ,
             files=[self._trace.fileno()],
             is_in_own_session=True,
-            is_killed_with_parent=True,  # also in code that never releases the interpreter
+            is_killed_with_parent=True,  # works even in code that never releases the interpreter
             stuck_s=timeout_s + GRACE_S,
         )
         super().__init__(child, START_TIMEOUT_S)
-        with contextlib.suppress(ChannelClosed):  # it has ended already: await_ready reports that
+        with contextlib.suppress(ChannelClosed):  # already ended: await_ready reports it
             child.begin(replace(setting, trace=self._trace.fileno()))
 
     def await_ready(self) -> None:
-        """Raises RewardError: the function cannot be imported."""
+        """Wait for the worker; raises RewardError if the function cannot be imported."""
         try:
             kind, detail = self.first_message()
         except StartFailed as error:
@@ -185,7 +185,7 @@ class _Worker(PooledChild):
         self.facts = cast(tuple[Source, Signature], detail)
 
     def call(self, sample: Any) -> PoolResult:
-        """Score a sample. The process is killed where it gives no answer in time."""
+        """Score a sample. The process is killed if it does not answer in time."""
         try:
             message = pickle.dumps(sample)
         except Exception as error:  # noqa: BLE001 - pickling runs user code
@@ -208,7 +208,7 @@ class _Worker(PooledChild):
         self.child.request_stack()
         while not (trace := self._trace_text()) and time.monotonic() < deadline:
             time.sleep(0.01)
-        time.sleep(0.01)  # it may be written in two parts
+        time.sleep(0.01)  # the trace may be written in two parts
         lines = re.findall(rf'File "{re.escape(self.facts[0].file)}", (line \d+) in (\S+)', self._trace_text() or trace)
         where = f"\n  It was at {lines[0][0]}, in {lines[0][1]}()" if lines else ""
         return f"no answer within timeout_s, which is {self._timeout_s:g}: its process was killed{state}{where}"
@@ -219,8 +219,8 @@ class _Worker(PooledChild):
 
 
 class _SampleWatch(ProgressWatch):
-    """The deadline of a sample: its time is that since a worker took it, without the time that the worker waited for a
-    processor, and without that in which this process was suspended."""
+    """The deadline of a sample: counts the time since a worker took it, excluding time in which the worker waited for a
+    processor or this process was suspended."""
 
     def __init__(self, progress: Progress, timeout_s: float, pid: int):
         self._pid, self._waited_s = pid, processor_wait_s(pid)
@@ -243,10 +243,10 @@ class SampleReward(Reward):
         timeout_s: deadline of one sample.
         num_workers: number of processes.
         error_score: score of a sample that fails; None raises instead.
-        columns: argument name -> column name, where the two differ.
-        preloaded: modules that the function imports when it is called.
+        columns: argument name -> column name, if they differ.
+        preloaded: modules that the function imports when called.
     Raises:
-        RewardError: a worker cannot import the function, or it does not take `prompt` and `response`.
+        RewardError: a worker cannot import the function, or the function does not take `prompt` and `response`.
     """
 
     scores_ahead = scores_groups = True
@@ -277,7 +277,7 @@ class SampleReward(Reward):
         return self.function
 
     def score_batch(self, batch: DataProto) -> RewardResult:
-        """Score every response by a call of its own.
+        """Score each response by a separate call.
 
         Raises:
             RewardError: a sample failed and there is no `error_score` (the message names the first), or the function
@@ -323,7 +323,7 @@ class SampleReward(Reward):
 
 
 def _failure(outcome: PoolResult | None) -> str | None:
-    """Why a sample has no score; None if it has one, or was not started."""
+    """Why a sample has no score; None if it has one or was not started."""
     if outcome is None or outcome.failure is not None:
         return None if outcome is None else outcome.failure
     score = outcome.score["score"] if isinstance(outcome.score, dict) else outcome.score

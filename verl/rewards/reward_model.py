@@ -57,14 +57,14 @@ class RewardTokens:
 
 
 def chosen_form(form: RewardInput, tokenizer: Any, actors: Any) -> RewardInput:
-    """Resolve `auto` by the tokenizers, and check any other form against them.
+    """Resolve `auto` from the tokenizers, and check any other form against them.
 
     Args:
         form: the setting `reads`.
         tokenizer: of the reward model.
-        actors: tokenizer of the policy; None if unknown.
+        actors: the policy's tokenizer; None if unknown.
     Raises:
-        ConfigError: the form needs the tokenizer of the policy, or a chat template, which this tokenizer is or has not.
+        ConfigError: `tokens` with a tokenizer other than the policy's, or `chat` without a chat template.
     """
     is_same = actors is not None and reads_alike(tokenizer, actors)
     template = getattr(tokenizer, "chat_template", None)
@@ -100,7 +100,7 @@ class RewardTokenizer:
             batch: responses with their prompts.
             producer: the function that errors name.
         Raises:
-            RewardError: a row is too long, has no tokens, or is refused by the chat template; names the row.
+            RewardError: a row is too long, has no tokens, or is refused by the chat template; with its number.
         """
         prompts, responses, columns = texts_of(batch)
         messages = columns.get("prompt_messages") or [None] * len(prompts)
@@ -137,7 +137,7 @@ class RewardTokenizer:
         return [list(row) for row in encoded["input_ids"]], encoded.get("token_type_ids")
 
     def _cut(self, ids: list[list[int]], types: list[list[int]] | None, was_cut: np.ndarray) -> None:
-        """Truncate rows at the start, behind the tokens that the tokenizer puts before every text, such as [CLS]."""
+        """Truncate rows at the start, after the tokens that the tokenizer puts before every text, such as [CLS]."""
         assert self.max_length is not None
         for row in np.flatnonzero(was_cut):
             opening = int(ids[row][0] in (self.tokenizer.cls_token_id, self.tokenizer.bos_token_id))
@@ -166,14 +166,14 @@ def _plain(prompt: str, messages: Any) -> str:
 class RewardModel(RewardDescription):
     """Score each prompt with its response by a reward model.
 
-    It runs in the trainer's process, or where `trainer.placement` puts the role `rm`.
+    Runs in the trainer's process, or in the processes that `trainer.placement` assigns to the role `rm`.
 
     Args:
         model: a sequence-classification model, its dtype and its tokenizer.
         label: index of the logit that is the score, for a model with several.
         reads: form of the input: `tokens` (the ids of the policy), `chat`, `text` (prompt and response as one text) or
-            `pair` (a text pair, for encoders trained that way). `auto` is `tokens` if tokenizers and chat templates are
-            equal, else `chat` if the tokenizer has a chat template, else `text`.
+            `pair` (a text pair, for encoders trained that way). `auto` is `tokens` if both tokenizers and chat
+            templates are equal, else `chat` if the tokenizer has a template, else `text`.
         max_length: the most tokens of a row; null for the context length of the model.
         truncation: `error` ends the run at a longer row, `left` drops its start and counts it in `reward/truncated`.
         micro_batch_tokens: tokens of one forward pass, padding included; results differ by rounding only.
@@ -200,7 +200,7 @@ class RewardModel(RewardDescription):
         return self.scaled(self.build_unscaled(context))
 
     def scaled(self, reward: Reward) -> Reward:
-        """This reward, as it is built or as the handle of a role, normalised if `normalize` says so."""
+        """Wrap this reward, built here or a handle of the role, in normalisation if `normalize` is set."""
         return ScaledReward(reward, has_state=False) if self.normalize == "running" else reward
 
     def build_unscaled(self, context: BuildContext) -> ModelReward:
@@ -228,7 +228,7 @@ class ModelReward(Reward):
         self.model: torch.nn.Module | None = model.eval().requires_grad_(False)
         self.reader, self.micro_batch_tokens = reader, micro_batch_tokens
         self.device = next(model.parameters()).device
-        self._pads = True  # texts of several lengths beside each other
+        self._pads = True  # whether texts of several lengths may be batched
         self._longest_compared = 0
 
     def score_batch(self, batch: DataProto) -> RewardResult:
@@ -248,7 +248,7 @@ class ModelReward(Reward):
             scores[rows.to(self.device, non_blocking=True)] = self._scores_of(reading, rows.tolist())
             report()
         scores = scores.cpu()
-        release_cached(self.device)  # it may live in another process than the engine that wakes next
+        release_cached(self.device)  # the engine that wakes next may be in another process
         return scores
 
     @torch.no_grad()
@@ -262,9 +262,8 @@ class ModelReward(Reward):
         return self.model(**{name: x.to(self.device, non_blocking=True) for name, x in inputs.items()}).scores.double()
 
     def _batches(self, reading: RewardTokens) -> list[Tensor]:
-        """Row indices of each micro-batch, sorted by length; rows of one length only where padding would change a
-        score.
-        """
+        """Row indices of each micro-batch, sorted by length; only rows of equal length if padding would change a
+        score."""
         lengths = [len(ids) for ids in reading.ids]
         if max(lengths) > self._longest_compared:
             self._compare_with_alone(reading, lengths)
@@ -275,13 +274,12 @@ class ModelReward(Reward):
         return [kind[rows] for kind in alike for rows in micro_batches(sizes[kind], self.micro_batch_tokens)]
 
     def _compare_with_alone(self, reading: RewardTokens, lengths: list[int]) -> None:
-        """Compare the scores of some texts beside each other with that of each alone: the shortest, the median and the
-        longest.
+        """Compare the scores of some texts (shortest, median, longest) in one batch with those of each text alone.
 
         Raises:
-            ConfigError: the score of a text depends on other texts, whatever their lengths.
+            ConfigError: the score of a text depends on other texts in the batch, even at equal length.
         """
-        if not isinstance(self.model, RewardHeadModel):  # another module is taken by its word
+        if not isinstance(self.model, RewardHeadModel):  # other modules are not checked
             return
         classifier, self._longest_compared = self.model.classifier, max(lengths)
         by_length = sorted(range(len(lengths)), key=lengths.__getitem__)
@@ -290,7 +288,7 @@ class ModelReward(Reward):
         again = torch.cat([self._scores_of(reading, [row]) for row in reversed(chosen)]).flip(0)
         together = self._scores_of(reading, chosen)
         alongside = torch.stack([self._scores_of(_with_mirror_image(reading, row), [0, 1])[0] for row in chosen])
-        is_number = torch.isfinite(alone)  # others are refused where they are read, with their texts
+        is_number = torch.isfinite(alone)  # other rows are refused when they are read, with their texts
         alone, again, together, alongside = (scores[is_number] for scores in (alone, again, together, alongside))
         if not len(alone):
             return
@@ -314,7 +312,7 @@ class ModelReward(Reward):
 
 
 def _with_mirror_image(reading: RewardTokens, row: int) -> RewardTokens:
-    """A text, and another one of the same length."""
+    """A text and another one of the same length, as a batch."""
     ids, types = reading.ids[row], None if reading.types is None else [reading.types[row], reading.types[row][::-1]]
     return RewardTokens([ids, ids[::-1]], types, reading.was_cut[[row, row]])
 

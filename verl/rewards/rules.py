@@ -74,7 +74,7 @@ class Format(RewardDescription, Reward):
 
     Args:
         pattern: regular expression of Python's `re`; `.` also matches line breaks.
-        whole: whether the whole response, without surrounding white space, must match; else any part of it.
+        whole: whether the whole response, without surrounding white space, must match, or any part of it.
         correct, wrong: the two scores.
     """
 
@@ -173,8 +173,8 @@ class MathAnswer(RewardDescription):
 
     The column holds a solution in the form of GSM8K (`... #### 72`) or of MATH (`... \\boxed{72}`), or the answer
     alone, as a number or LaTeX. math-verify compares the two in worker processes, since it does not terminate on some
-    expressions. A response that times out or makes it fail is scored `wrong` and counted in `reward/failed`, and so is
-    one whose answer in the data cannot be parsed.
+    expressions. A response that times out, makes it fail, or whose answer in the data cannot be parsed is scored
+    `wrong` and counted in `reward/failed`.
 
     Args:
         answer_key: column of the answer.

@@ -1,4 +1,4 @@
-"""Reward functions with the arguments of verl and TRL, called as our own.
+"""Adapters for reward functions with the arguments of verl and TRL.
 
 own    f(prompts, responses, **columns), or per sample f(prompt, response, **columns)
 verl   compute_score(data_source, solution_str, ground_truth, extra_info)    one response
@@ -16,9 +16,9 @@ from verl.protocol.user_function import GIVEN, signature_of
 
 
 def with_own_arguments(function: Callable, kwargs: dict[str, Any], per_sample: bool = False) -> Callable:
-    """A function that takes our own arguments, and `kwargs`, for one of verl or TRL; any other unchanged.
+    """A function with our arguments that calls one of verl or TRL with `kwargs`; other functions unchanged.
 
-    `ground_truth` is that column, or that of `reward_model`, or `answer`.
+    `ground_truth` is the column of that name, else `reward_model`'s entry, else the column `answer`.
     """
     if (convention := signature_of(function).convention) is None:
         return function

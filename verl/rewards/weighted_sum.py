@@ -66,7 +66,7 @@ class SumOfRewards(Reward):
         self.scores_groups = all(part.scores_groups for part in parts.values())
 
     def score_batch(self, batch: DataProto) -> RewardResult:
-        """The weighted sum; `parts` has the scores of each part, and the parts of a part as `NAME_...`."""
+        """The weighted sum; `parts` has the scores of each part, and its own parts as `NAME_...`."""
         return self.apply(self.prepare(batch), batch)
 
     def prepare(self, batch: DataProto) -> RewardResult:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -175,13 +174,9 @@ def log_prob_fault(log_prob: float) -> str | None:
     """Why a number cannot be the log-prob of a sampled token, with the number; None if it can."""
     if PLACEHOLDER < log_prob <= LARGEST_LOG_PROB:
         return None
-    if LARGEST_LOG_PROB < log_prob < math.inf:
-        return f"{log_prob:.3f}: above 0 it is none. Does the engine run with a logits mode?"
-    if not log_prob < 0 or log_prob == -math.inf:
-        return f"{log_prob}, one that is not finite: the logits were not, or the token was cut off before it was drawn"
     return (
-        f"{log_prob:g}: that is written in place of a probability of zero, and such a token cannot be "
-        "drawn. Log-probs must be log_softmax(logits / temperature) over the whole vocabulary, of the tokens drawn"
+        f"{log_prob:g}, and a token that was drawn has a finite one of at most 0 (-9999 stands for a probability of "
+        "zero). Log-probs must be log_softmax(logits / temperature) over the whole vocabulary, of the tokens drawn"
     )
 
 

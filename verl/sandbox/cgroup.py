@@ -7,7 +7,7 @@ limited ones: below or beside the group of this process.
     v1   /sys/fs/cgroup/{memory,pids}/<own group>/verl-jail-<pid>-<start>-<number>
     v2   /sys/fs/cgroup/<own group, or the one above it>/verl-jail-<pid>-<start>-<number>
 
-Where this process may not make groups (most containers), there are none, and `find` says why.
+If this process may not create groups (most containers), none are used, and `find` reports why.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _write(path: Path, value: int) -> None:
 
 
 def _start_of(pid: int) -> int:
-    """When a process began, in clock ticks; 0 where there is none."""
+    """Start time of a process, in clock ticks; 0 if it does not exist."""
     fields = process_fields(pid)
     return int(fields[19]) if fields else 0
 

@@ -34,7 +34,7 @@ START_TIMEOUT_S = 30.0  # of one jail; 10 ms on an idle machine
 END_TIMEOUT_S = 10.0  # from SIGKILL to the end of a jail
 ATTEMPTS = 3  # of one program, each in a fresh jail, where a jail ends without a report: it has left nothing behind
 POLL_INTERVAL_S = 0.05  # at the memory of a jail
-INTERPRETER_MIB = 32  # of address space, beside the program's own
+INTERPRETER_MIB = 32  # of address space, in addition to the program's own
 MAX_FILES = 128
 
 
@@ -321,7 +321,7 @@ class _Execution:
         return (int(status), float(cpu_s)) if cpu_s else None
 
     def _outcome(self, report: tuple[int, float] | None, stderr: str) -> tuple[Outcome, int | None]:
-        if self._ran_out:  # a process of it was ended, whatever became of the others
+        if self._ran_out:  # one of its processes was ended
             return "memory", None
         if self._cut is not None or report is None:
             return self._cut or "infra", None

@@ -19,7 +19,7 @@ CONTROL_FD, CHANNEL_FD = 9, 3
 
 
 def pieces(fd: int, size: int):
-    """Yield `size` bytes of what is sent; the driver is gone where there are no more."""
+    """Yield `size` received bytes; if they end early, the driver has ended."""
     while size:
         piece = os.read(fd, min(size, 1 << 20))
         if not piece:
@@ -35,9 +35,8 @@ def receive(fd: int) -> dict:
 
 
 def receive_files(fd: int, files: list) -> None:
-    """Write the files, whose contents follow one another. Where one does not fit, say so and end this jail: the program
-    is not at fault.
-    """
+    """Write the files, whose contents follow one another. If one does not fit, report this and end the jail: the
+    program is not at fault."""
     for name, size in files:
         try:
             if os.path.dirname(name):
@@ -77,7 +76,7 @@ def serve(fd: int) -> dict:
         if program["has_channel"]:
             receive_channel(fd)
     except (OSError, EOFError, ValueError):
-        os._exit(0)  # the driver is gone, or has no use for this jail
+        os._exit(0)  # the driver has ended, or does not need this jail
     child = os.fork()
     if child == 0:
         os.close(fd)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 
-SPACE_MIB = 64  # of address space, beside the program's own
+SPACE_MIB = 64  # of address space, in addition to the program's own
 LIMITED = """
 import os, resource, sys
 if int(sys.argv[3]) >= 0:
@@ -26,7 +26,7 @@ exec(compile(open("main.py", encoding="utf-8").read(), "main.py", "exec"))
 
 
 def run_limited(files, stdin, timeout_s, memory_mib, most_bytes, channel=None):
-    """Run `main.py` of some files in a directory of its own.
+    """Write files to a separate directory and run `main.py` there.
 
     Args:
         files: contents by relative name; stdin: its standard input, in bytes.
@@ -57,7 +57,7 @@ def run_limited(files, stdin, timeout_s, memory_mib, most_bytes, channel=None):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 status = child.wait(timeout_s)
             with contextlib.suppress(OSError):
-                os.killpg(child.pid, signal.SIGKILL)  # what it has left running in its session
+                os.killpg(child.pid, signal.SIGKILL)  # processes that it left running in its session
             child.wait()
             out.seek(0)
             err.seek(0)

@@ -4,8 +4,8 @@
     reward        <──┘                                                           │
     rows          <── requests of its session, joined where their tokens go on ──┘
 
-Each request is recorded with its token ids and log-probs. Requests become one row only where the prompt of the later
-one begins with exactly the tokens of the earlier one; others are rows of their own, and credit is given to the episode.
+Each request is recorded with its token ids and log-probs. Requests become one row only if the prompt of the later one
+begins with exactly the tokens of the earlier one; others are separate rows, and credit is assigned to the episode.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def _reward_of(value: Observation) -> float:
 
 
 def _new_tokens(turns: Sequence[RecordedTurn], number: int) -> int:
-    """Tokens that stand between a turn and the next one that goes on from it; 0 where none does."""
+    """Number of tokens between a turn and the next one that continues it; 0 if none does."""
     tokens = turns[number].ids
     following = (turn.prompt_ids for turn in turns[number + 1 :] if turn.prompt_ids[: len(tokens)] == tokens)
     return next((len(ids) - len(tokens) for ids in following), 0)

@@ -65,8 +65,8 @@ def merge_turns(turns: Sequence[RecordedTurn]) -> list[MergedRow]:
     """Merge requests into rows: each is joined to the longest earlier one whose prompt and turn are a prefix of its
     prompt.
 
-    Where two requests continue the same one, the first becomes part of its row, the other a row of its own that begins
-    with the same tokens: those are on the mask of the first alone, so that no turn is trained twice.
+    If two requests continue the same one, the first joins its row, and the other becomes a separate row that begins
+    with the same tokens: these are masked in only for the first, so that no turn is trained twice.
     """
     rows: list[MergedRow] = []
     ends: dict[tuple[int, ...], int] = {}  # tokens of a row as far as they were when a turn ended -> the row
@@ -180,8 +180,8 @@ def text_of(message: Message) -> str:
 class Session:
     """The requests of one program, for one sample of one prompt.
 
-    The noise of a request is keyed by (prompt, sample, all tokens before the turn, its `seed`, how often that was asked
-    before), so that requests which a program makes side by side draw the same tokens in any order.
+    The noise of a request is keyed by (prompt, sample, all tokens before the turn, its `seed`, how often that was
+    requested before), so that concurrent requests of a program get the same tokens in any order.
 
     Args:
         max_turns: requests that are answered.

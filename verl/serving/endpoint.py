@@ -62,7 +62,7 @@ class Completion:
 
 @dataclass
 class OpenTurn:
-    """A turn that is being drawn. Iterate once: parts of its text, as they come if it `is_watched`, and the completion.
+    """A turn in generation. Iterate once: parts of its text, immediately if it `is_watched`, and the completion.
 
     Attributes:
         finish: makes the completion, and records the turn.
@@ -191,7 +191,7 @@ class PolicyEndpoint:
             choice: number of the turn among several of one request.
             stops: texts that end the turn; the token that completes one is its last.
             reads_calls: whether tool calls are parsed.
-            is_watched: parts of the text are wanted while it is drawn; else they come at the end.
+            is_watched: whether parts of the text are returned during generation; otherwise they come at the end.
         Raises:
             ConfigError: the chat template rejects the messages, or they are too long.
             RolloutError: the engine failed, or did not finish the turn within `timeout_s`.
@@ -245,7 +245,7 @@ class PolicyEndpoint:
 
     @property
     def failure(self) -> str | None:
-        """Why no more turns are drawn; None while they are."""
+        """Why turns are no longer generated; None while they are."""
         return self._failure
 
     def close(self) -> None:
@@ -269,7 +269,7 @@ class PolicyEndpoint:
             known, new = position
             texts = [{**text, "content": self._content(text)} for text in _with_tool_names(messages, new)]
             ids = self.encoder.encode(texts, is_chat=not self._is_text, last=known.ids[-1])
-            # A number of its own: two requests may go on from one turn, and keys and values belong to one of them.
+            # A new number: two requests may continue the same turn, and keys and values belong to one of them.
             number = self._next_number()
             return KnownConversation(
                 number, known.prompt_id, known.sample_id, (*known.ids, *ids), known.num_turns
@@ -319,7 +319,7 @@ class PolicyEndpoint:
         tool_calls = [{"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": f} for f in functions]
         return {"role": "assistant", "content": text, "tool_calls": tool_calls}, "tool_calls"
 
-    # The thread that draws
+    # The thread that generates
 
     def _draw_all(self, turns: Callable[[], TurnEngine]) -> None:
         pending: dict[int, OpenTurn] = {}

@@ -16,7 +16,7 @@ ERRORS = {404: "not_found_error", 413: "request_too_large", 500: "api_error"}
 
 
 def chat_body(body: Mapping[str, Any], known: object) -> dict[str, Any]:
-    """The body as one of chat completions: each result of a tool is a message, as are texts side by side.
+    """The body as one of chat completions: each result of a tool is a message, as are consecutive texts.
 
     Raises:
         Refused: a block, a tool or `tool_choice` cannot be translated, or the last message is the assistant's.

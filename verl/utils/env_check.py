@@ -214,7 +214,7 @@ def num_cores() -> int:
 
 
 def processor_name() -> str:
-    """The model of the CPU, as far as the system tells."""
+    """The model of the CPU, if the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -221,7 +221,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a regular file, whole or not at all, by way of `NAME.unfinished` beside it.
+    """Write a regular file atomically, by renaming `NAME.unfinished` in the same directory.
 
     Raises:
         OSError: see `regular_opener`; the message includes the path, whose former content stays.

@@ -154,8 +154,8 @@ _keeps_cached = False
 
 
 def keep_cached(keeps: bool) -> None:
-    """Whether `release_cached` does nothing in this process from now on: no other one needs the GPU's memory meanwhile.
-    Torch itself gives back what it keeps before an allocation of its own fails."""
+    """Whether `release_cached` does nothing in this process from now on: no other process needs the GPU's memory. Torch
+    itself gives back what it keeps before an allocation of its own fails."""
     global _keeps_cached
     _keeps_cached = keeps
 
@@ -318,7 +318,7 @@ def _space_limit() -> int | None:
 
 
 def _space_peak() -> int:
-    """The most address space that the process has had, in bytes; 0 where the system does not tell."""
+    """The most address space that the process has had, in bytes; 0 if the system does not report it."""
     try:
         return _status_bytes("self", "VmPeak")
     except (OSError, ValueError):

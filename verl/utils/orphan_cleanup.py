@@ -53,7 +53,7 @@ class OrphanCleanup:
         environment: Sequence[str] = (),
         last_words: Mapping[int, str] | None = None,
     ) -> int:
-        """Have these removed and ended once this process is gone. Register what is to be made before it is made.
+        """Register files to remove and processes to end after this process ends. Call this before they are created.
 
         Args:
             directories: with all that is in them; need not exist.
@@ -133,7 +133,7 @@ def remove_shared_memory(prefix: str) -> None:
 
 
 def process_fields(process: int) -> list[str]:
-    """Fields of a process in /proc, from its state on; empty if it has ended, or where the system does not tell."""
+    """Fields of a process in /proc, from its state on; empty if it has ended, or if the system does not report it."""
     try:
         return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:
@@ -141,7 +141,7 @@ def process_fields(process: int) -> list[str]:
 
 
 def members(group: int) -> list[int]:
-    """The processes of a group, zombies left out; none where the system does not tell."""
+    """The processes of a group, without zombies; empty if the system does not report them."""
     processes = []
     for process in [int(path.name) for path in Path("/proc").glob("[0-9]*")]:
         fields = process_fields(process)
@@ -151,7 +151,7 @@ def members(group: int) -> list[int]:
 
 
 def kill_group(group: int) -> None:
-    """Kill every process of a group, and wait until they are gone. A stopped process is killed like any other."""
+    """Kill every process of a group, and wait until they have ended. A stopped process is killed like any other."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while True:
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -162,7 +162,7 @@ def kill_group(group: int) -> None:
 
 
 def kill_marked(mark: str) -> None:
-    """Kill every process that has an entry `NAME=VALUE` in its environment, and wait until they are gone."""
+    """Kill every process that has an entry `NAME=VALUE` in its environment, and wait until they have ended."""
     deadline = time.monotonic() + KILL_TIMEOUT_S
     while (processes := _marked(mark)) and time.monotonic() < deadline:
         for process in processes:
@@ -194,7 +194,7 @@ def clean_up(entry: dict[str, Any]) -> None:
 
 
 def main(owner: int) -> None:
-    """Take registrations until the owner is gone, then clean up."""
+    """Receive registrations until the owner ends, then clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all processes of a job: the owner decides
         signal.signal(number, signal.SIG_IGN)
     resume_without_parent()
@@ -216,7 +216,7 @@ def _is_there(process: int) -> bool:
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
-        return not Path("/proc/self").exists()  # a system that does not tell
+        return not Path("/proc/self").exists()  # a system that does not report it
     except (OSError, IndexError):
         return True
 

@@ -9,8 +9,8 @@
 A limit on total time must be longer than the slowest correct call, so a hanging process would be noticed hours late. A
 limit on the time without progress must only be longer than the slowest single piece of work.
 
-`advance` must be called by the thread that does the work. A heartbeat of a thread beside it says that the process
-exists, which the system tells too, and goes on while the work hangs.
+`advance` must be called by the thread that does the work. A heartbeat from another thread only shows that the process
+exists, which the system reports too, and continues while the work hangs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Progress:
     processes end.
 
     Args:
-        num_slots: processes that can write, each into a slot of its own, so that no increment is lost.
+        num_slots: number of processes that can write, each into a separate slot, so that no increment is lost.
     """
 
     def __init__(self, num_slots: int = NUM_SLOTS):
@@ -223,7 +223,7 @@ def reporting_to(progress: Progress, slot: int = 0) -> Iterator[None]:
 
 
 def state_of(process_id: int) -> str:
-    """State of a process by the system, as a clause; empty where it does not tell."""
+    """State of a process according to the system, as a clause; empty if unknown."""
     fields = process_fields(process_id)
     if not fields:
         return "it is gone" if sys.platform == "linux" else ""
@@ -236,8 +236,7 @@ def is_stopped(process_id: int) -> bool:
 
 
 def processor_wait_s(process_id: int) -> float:
-    """Seconds for which the main thread of a process was ready to run and had no processor; 0 where the system does not
-    tell."""
+    """Seconds for which the main thread of a process was ready to run and had no processor; 0 if unknown."""
     try:
         return int(Path(f"/proc/{process_id}/schedstat").read_text().split()[1]) / 1e9
     except (OSError, IndexError, ValueError):

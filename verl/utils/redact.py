@@ -88,7 +88,7 @@ def redact(text: str) -> str:
 
 
 def redact_tree(obj: Any) -> Any:
-    """A copy of nested dicts, lists and tuples without secrets; other objects are returned as they are.
+    """A copy of nested dicts, lists and tuples without secrets; other objects are returned unchanged.
 
     Below a key that looks secret every text is masked, and below one that names a password every number too.
     """

@@ -60,8 +60,8 @@ def rng_state() -> RngState:
 
 
 def set_rng_state(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any]) -> None:
-    """Go on from what `rng_state` gave. A process that uses no GPU leaves out those of GPUs; one that uses another GPU
-    than before goes on from the only one that there is."""
+    """Restore the result of `rng_state`. A process without a GPU ignores GPU states; one that uses another GPU than
+    before restores the only GPU state."""
     import numpy as np
     import torch
 
@@ -81,8 +81,8 @@ def set_rng_state(tensors: Mapping[str, torch.Tensor], plain: Mapping[str, Any])
 def kept_generators() -> Iterator[None]:
     """Within, code of others may draw from the global generators: afterwards they are as they were.
 
-    For what lies beside a training and must not change it, such as a tracker that samples rows. What has not been
-    imported has no generator.
+    For code that must not affect training, such as a tracker that samples rows. Modules that are not imported have no
+    generator.
     """
     python = random.getstate()
     numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")

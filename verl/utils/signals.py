@@ -230,7 +230,7 @@ def ignore_interrupts() -> None:
 
 
 def _leave_closed_terminal() -> None:
-    """Send output to a terminal that is gone nowhere; writing would fail, and end the run before it is saved."""
+    """Discard output to a closed terminal, because a failing write would end the run before it is saved."""
     for stream in (1, 2):
         try:
             os.write(stream, b"")

@@ -35,7 +35,7 @@ from verl.workers.base import TrainedRole, TrainedWorker
 from verl.workers.first_batch_check import FirstBatchCheck, with_tail
 from verl.workers.load_state import RestoreSource
 
-UNREPLAYED_ROWS = 8  # of each process, of which the log-probs without router replay are computed too
+UNREPLAYED_ROWS = 8  # per process, whose log-probs are also computed without router replay
 REPLAYED, UNREPLAYED = "rollout/log_prob_gap_nats", "rollout/log_prob_gap_without_replay_nats"
 
 
@@ -45,9 +45,8 @@ class Actor(TrainedRole):
 
     Args:
         router_aux_loss_coef: weight of the load balancing loss of a mixture of experts, as transformers defines it for
-            the model, over the forward passes that predict the tokens of an update, in all processes together; 0 leaves
-            it out, and else each update counts the load in a forward pass of its own before. See `TrainedRole` for the
-            others.
+            the model, over all tokens of an update in all processes. 0 for none; otherwise each update first counts the
+            load in an additional forward pass. See `TrainedRole` for the other arguments.
     """
 
     router_aux_loss_coef: NonNegativeFloat = 0.0
@@ -72,7 +71,7 @@ class Actor(TrainedRole):
         environment: EnvironmentDescription | None = None,
         generates: bool = True,
     ) -> ActorWorker:
-        """Load the weights, those of a checkpoint if one is given, and attach the engines that train and sample.
+        """Load the weights, from a checkpoint if one is given, and attach the engines that train and sample.
 
         Raises:
             ConfigError: the model cannot be trained as a policy.
@@ -94,7 +93,7 @@ class Actor(TrainedRole):
     def generator(
         self, model: Any, rollout: Rollout, environment: EnvironmentDescription | None, context: BuildContext
     ) -> ResponseGenerator:
-        """Attach a rollout engine to the loaded model, and what samples responses, or episodes, with it."""
+        """Attach a rollout engine to the loaded model; returns the generator of responses or episodes."""
         tokenizer = context.tokenizer
         engine = rollout.attach(model, tokenizer, context.seed, self.decided_autocast, context)
         if environment is None:
@@ -148,7 +147,7 @@ class ActorWorker(TrainedWorker):
     @by_rows
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Sample responses; see `GenerationRequest`."""
-        if self._version_sampled != self.version:  # a step that was cut short ended without a sync
+        if self._version_sampled != self.version:  # an interrupted step ended without a sync
             self.sync()
         rows = self.generator.generate(prompts, request)
         refuse_wrong_responses(rows, self._num_tokens)
@@ -159,7 +158,7 @@ class ActorWorker(TrainedWorker):
 
     @by_rows_to_one
     def begin_generate(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Begin to sample responses with the engine's current weights; returns while they are generated."""
+        """Start sampling responses with the engine's current weights; returns immediately."""
         if self._version_sampled != self.version:
             self.sync()
         self.generator.begin(prompts, request)
@@ -167,7 +166,7 @@ class ActorWorker(TrainedWorker):
 
     @by_rows
     def finish_generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """Wait for the responses of `begin_generate` to these prompts; returns what `generate` does."""
+        """Wait for the responses of `begin_generate` to these prompts; returns the same fields as `generate`."""
         rows = self.generator.finish()
         refuse_wrong_responses(rows, self._num_tokens)
         assert len(rows) == len(prompts) * request.num_samples
@@ -176,7 +175,7 @@ class ActorWorker(TrainedWorker):
 
     @on_all
     def offload(self) -> None:
-        """Free the rollout engine's memory, because nothing is generated until the next sync."""
+        """Free the rollout engine's memory; nothing is generated until the next sync."""
         self.generator.offload()
 
     @by_rows
@@ -192,8 +191,8 @@ class ActorWorker(TrainedWorker):
 
     @by_rows
     def plain_log_probs(self, batch: DataProto, lengthened: bool = False) -> DataProto:
-        """`old_log_probs` [B T] and `is_on_policy` [B], by a forward pass of each row alone. `lengthened` appends
-        tokens to each row and lets routers choose."""
+        """`old_log_probs` [B T] and `is_on_policy` [B], from a separate forward pass of each row. `lengthened` appends
+        tokens to each row and disables router replay."""
         self.generator.offload()
         plain = with_tail(self.first_batch.plain, self.engine, batch) if lengthened else self.first_batch.plain
         scores = self.engine.infer(batch, plain, alone=True, replays=False if lengthened else None)
@@ -203,7 +202,7 @@ class ActorWorker(TrainedWorker):
     def update(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on a mini-batch of experience; returns metrics of the whole mini-batch.
 
-        If `compute_log_probs` was not called for the batch, the metrics also contain what it would have measured.
+        If `compute_log_probs` was not called for the batch, this measures the log-prob gap instead.
         """
         self.generator.offload()
         self.first_batch.check(batch)
@@ -216,7 +215,7 @@ class ActorWorker(TrainedWorker):
         return metrics | self._unreplayed
 
     def _gap_without_replay(self, batch: DataProto) -> dict[str, float]:
-        """Log-prob gap between trainer and engine without router replay, of some rows."""
+        """Log-prob gap between trainer and engine without router replay, measured on some rows."""
         if not self.engine.replays_routing or "routed_experts" not in batch:
             return {}
         rows, gap = batch[:UNREPLAYED_ROWS], LogProbGap()
@@ -241,9 +240,9 @@ class ActorWorker(TrainedWorker):
 
     @on_all
     def rollout_weights(self) -> tuple[int, dict[str, Tensor]]:
-        """On rank 0, the version and the full weights for a copy of the model; tied tensors once.
+        """On rank 0, the version and the full weights for a copy of the model; tied tensors appear once.
 
-        These are the live tensors if nothing is sharded and they are in main memory. With LoRA they are the adapter's.
+        The tensors are live if nothing is sharded and they are in main memory. With LoRA they are those of the adapter.
         """
         model = self.engine.model
         weights = self._whole_weights() if self.engine.parallel.divides_weights else live_tensors(model)
@@ -269,7 +268,7 @@ class ActorWorker(TrainedWorker):
     def micro_batch_loss(
         self, model: nn.Module, micro: MicroBatch, totals: LossTotals
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Share of the policy loss: its sum over micro-batches is the loss of the mini-batch. With sums for metrics."""
+        """Summand of the mini-batch's policy loss, and sums for metrics."""
         algorithm, x = self.algorithm, dict(micro.tensors)
         mask, measures = x["response_mask"], self._measures(x)
         entropy_coef = algorithm.entropy_coef_at(self.engine.updates, self.engine.total_updates)
@@ -283,8 +282,8 @@ class ActorWorker(TrainedWorker):
             candidates="ref_candidates" if algorithm.num_candidates else None,
         )
         now, is_sampled = scores.log_probs.detach(), x["policy_version"] >= 0 if "policy_version" in x else None
-        x.setdefault("old_log_probs", now)  # missing in the only update of a step
-        if is_sampled is not None:  # a response of the data has no ratio
+        x.setdefault("old_log_probs", now)  # absent if the step has a single update
+        if is_sampled is not None:  # a response from the data set has no ratio
             x["old_log_probs"] = torch.where(is_sampled[:, None], x["old_log_probs"], now)
         per_token, stats = self.loss(scores.log_probs, x)
         if scores.candidate_log_probs is not None:
@@ -316,7 +315,7 @@ class ActorWorker(TrainedWorker):
         return self.model.config.get_text_config().vocab_size
 
     def _measures(self, rows: Mapping[str, Tensor]) -> bool:
-        """Whether an update measures what `compute_log_probs` usually measures."""
+        """Whether an update takes the measurements that usually accompany `compute_log_probs`."""
         return "old_log_probs" not in rows or self.algorithm.proximal == "behaviour"
 
     def _with_origin(self, found: dict[str, Tensor], batch: DataProto) -> DataProto:

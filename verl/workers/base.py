@@ -1,4 +1,4 @@
-"""Base of actor, critic and SFT worker: a model that trains, its optimizer, its micro-batches."""
+"""Base of actor, critic and SFT worker: a trained model, its optimizer, its micro-batches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from verl.workers.rank_checkpoint import RankCheckpointWriter, RankInfo, RankSav
 _log = logging.getLogger(__name__)
 
 
-ADAPTER_LR_FACTOR = 10.0  # of a low-rank adapter in place of all weights
+ADAPTER_LR_FACTOR = 10.0  # of a low-rank adapter, relative to training all weights
 
 
 @component
@@ -50,21 +50,21 @@ class TrainedRole(Description):
     """A role whose weights are updated.
 
     Args:
-        model: where it starts from.
+        model: initial weights.
         lora: train a low-rank adapter and leave the model frozen; null trains all weights.
-        optimizer: and the schedule of its learning rate.
-        micro_batch_tokens: tokens of one forward and backward pass, padding included. Bounds memory; changes no
-            result but by rounding.
-        autocast: `bfloat16` computes in it, forward and backward, generation included, while weights, gradients and
-            optimizer state stay in `model.dtype`; null computes in that. `auto` is bfloat16 for float32 weights on a
-            GPU that computes in it, and null elsewhere.
-        packing: `auto` runs rows as one line of tokens, a prompt shared by several of them once, where the model can
-            and it leaves clearly fewer tokens; `off` pads. Changes no result but by rounding.
-        gradient_checkpointing: recompute activations in the backward pass: less memory, about a third more time.
-        sharding: of this role alone; null for that of the run.
+        optimizer: optimizer, and schedule of the learning rate.
+        micro_batch_tokens: tokens of one forward and backward pass, padding included. Bounds memory; affects results
+            only through rounding.
+        autocast: `bfloat16` computes forward, backward and generation in bfloat16, while weights, gradients and
+            optimizer state stay in `model.dtype`; null computes in `model.dtype`. `auto` is bfloat16 for float32
+            weights on a GPU that supports it, and null elsewhere.
+        packing: `auto` runs rows as one sequence of tokens, with shared prompts once, if the model supports it and it
+            saves a significant share of tokens; `off` pads. Affects results only through rounding.
+        gradient_checkpointing: recompute activations in the backward pass: less memory, about one third more time.
+        sharding: sharding of this role; null for that of the run.
 
     Attributes:
-        lr_factor: factor of the learning rate chosen by model size, if the optimizer names none.
+        lr_factor: factor on the learning rate derived from model size, if the optimizer sets none.
         trains: whether its weights are updated; if not, checks and plans of training are skipped.
     """
 
@@ -81,7 +81,7 @@ class TrainedRole(Description):
     sharding: Sharding | None = None
 
     def on_device(self, computes_bfloat16: bool) -> Self:
-        """This role with `autocast=auto` resolved for a device that is fast in bfloat16, or is not."""
+        """This role with `autocast=auto` resolved for a device that does or does not compute in bfloat16."""
         if self.autocast != "auto":
             return self
         return replace(self, autocast="bfloat16" if computes_bfloat16 and self.model.dtype == "float32" else None)
@@ -126,12 +126,12 @@ class TrainedRole(Description):
         parallel: Parallelism,
         path: str | None = None,
     ) -> Any:
-        """The model, from where the role starts or from a checkpoint, with its adapter if it trains one.
+        """The model with the role's initial weights or those of a checkpoint, with its adapter if it trains one.
 
         It is not sharded yet: the caller does that with `parallel.shard_model`.
 
         Args:
-            path: of the role in the configuration, for messages; None for `component`.
+            path: configuration path of the role, for messages; None for `component`.
         """
         source = self.model if restore is None or self.lora is not None else restore.model(self.model, component)
         with faults_below(f"{path or component}.model"):
@@ -155,11 +155,11 @@ class TrainedRole(Description):
         path: str | None = None,
         longest: int = 1,
     ) -> TrainingEngine:
-        """Shard `model`, and make the engine that trains it, with the optimizer of a checkpoint if one is given.
+        """Shard `model` and create the engine that trains it, with the optimizer of a checkpoint if one is given.
 
         Args:
             path: see `load`.
-            longest: tokens of a row, if the context has none.
+            longest: maximum tokens of a row, if the context does not set it.
         """
         where, backbone = f"{path or component}.model", head_of(model).backbone
         paths_for(backbone, context.row_tokens or longest, where, shares_tokens=parallel.shares_tokens)
@@ -191,8 +191,8 @@ def load_unsharded(
     Compiles its layers with `source.compile`.
 
     Args:
-        device: of the full model if weights are not sharded; main memory otherwise.
-        sliced: False for a model that needs its weights at once, such as one under an adapter.
+        device: device of the full model if weights are not sharded; otherwise main memory is used.
+        sliced: False for a model whose weights must be loaded immediately, such as one with an adapter.
     """
     if isinstance(source, ModuleModel):
         if kind != "causal_lm":
@@ -223,7 +223,7 @@ class TrainedWorker:
         engine: trains the model.
         tokenizer: saved with the weights.
         loss: the built loss, which may have state.
-        rank_writer: writes what this process saves of its roles; set by the host.
+        rank_writer: writes this process's part of checkpoints; set by the host.
     """
 
     def __init__(self, engine: TrainingEngine, tokenizer: Any, loss: Any = None):
@@ -246,7 +246,7 @@ class TrainedWorker:
         """Load weights, optimizer or both from a checkpoint into the live tensors.
 
         Raises:
-            ConfigError: it holds another model.
+            ConfigError: the checkpoint holds another model.
         """
         if source.weights:
             load_weights(self.engine.model, component, source, self.engine.parallel)
@@ -255,10 +255,10 @@ class TrainedWorker:
 
     @on_all
     def state(self, copied: bool) -> RoleState | None:
-        """State of this role for a checkpoint, on rank 0; None on other ranks, which hold the same state.
+        """State of this role for a checkpoint, on rank 0; None on other ranks. Collective.
 
         Args:
-            copied: return copies in main memory, for another process, instead of the live tensors.
+            copied: return copies in main memory, for another process, instead of live tensors.
         """
         weights, optimizer = None, self.engine.optimizer_tensors()
         if self.engine.parallel.divides_weights:
@@ -276,7 +276,7 @@ class TrainedWorker:
             self._tokenizer_files = tokenizer_files(self.tokenizer)
         return self._tokenizer_files
 
-    # The part of a checkpoint that every process writes; called on one role of a process, on behalf of all of them.
+    # Methods for the part of a checkpoint that each process writes; called on one role for all roles of a process.
 
     @on_each
     def check_shared_directory(self, directory: Path, nonce: str) -> RankInfo:
@@ -311,7 +311,7 @@ class TrainedWorker:
 
     @on_all
     def set_rng_states(self, states: Sequence[RngState], seed: int) -> None:
-        """Restore the generators of each rank from `rng_states`; a rank without a state is seeded anew."""
+        """Restore the generators of each rank from `rng_states`; a rank without a state gets a new seed."""
         rank = self.engine.parallel.rank
         if rank < len(states):
             set_rng_state(*states[rank])
@@ -328,12 +328,12 @@ class TrainedWorker:
 
     @on_all
     def set_loss_states(self, states: Sequence[Mapping[str, Any]]) -> None:
-        """Restore the state of the loss of each rank; there may be none."""
+        """Restore the state of the loss of each rank; does nothing for an empty sequence."""
         if states:
             PartState(self.loss, "algorithm").load_state_dict(states[self.engine.parallel.rank])
 
     def _whole_weights(self) -> dict[str, Tensor]:
-        """On rank 0; all processes take part."""
+        """Full weights on rank 0, empty on other ranks; collective."""
         self.engine.parallel.free_gathered_parameters(self.engine.model)
         return whole_on_first(live_tensors(self.engine.model), self.engine.parallel)
 

@@ -33,11 +33,11 @@ class RoleProcess:
     """The roles of one process.
 
     Attributes:
-        parallels: layout of the process, one for each sharding; the first one has opened the process group.
+        parallels: layout of the process for each sharding; the first one opened the process group.
         workers: role name -> the running role.
-        rank_writer: writes what this process saves of its roles.
-        shared_device: the device, if other processes have roles on it too: torch's cached memory is freed after each
-            call, so that they can use it. None for an exclusive device.
+        rank_writer: writes this process's part of checkpoints.
+        shared_device: the device, if other processes use it too: torch's cached memory is freed after each call. None
+            for an exclusive device.
     """
 
     parallels: dict[Sharding, Parallelism] = field(default_factory=dict)
@@ -79,18 +79,18 @@ class RoleProcess:
 
 @component
 class RLHost(Description):
-    """Actor, and optionally critic and reference, together in each process.
+    """Actor and optional other roles, colocated in each process.
 
     Args:
         sharding: default for roles without their own.
-        total_updates: optimizer steps of the whole run, for the schedules of the learning rates.
+        total_updates: optimizer steps of the whole run, for learning-rate schedules.
         restore: the checkpoint that actor and critic continue from.
-        environment: plays episodes with the actor's engine; None if a response is one turn.
-        reward: a reward model for the role `rm` here; None if the driver has the reward.
-        rollout_worker: the host of the role `rollout`, for `only`; None without one, or if it is started by itself.
-        actor_generates: the actor has a rollout engine; otherwise only the rollout workers have one.
+        environment: environment for episodes with the actor's engine; None if a response is one turn.
+        reward: reward model of the role `rm`; None if the driver computes the reward.
+        rollout_worker: the host of the role `rollout`, for `only`; None if there is none or it is started separately.
+        actor_generates: whether the actor has a rollout engine; if not, only rollout workers have one.
         chosen: the roles of this host; None for all.
-        is_alone: there is one process, so nothing is sharded.
+        is_alone: whether there is only one process, so that nothing is sharded.
     """
 
     actor: Actor
@@ -129,11 +129,11 @@ class RLHost(Description):
         return {role: alone if self.is_alone else shardings.get(role) or self.sharding for role in self.worker_types()}
 
     def only(self, roles: Collection[str], size: int) -> Any:
-        """Description of some of the roles, for `size` processes of their own; rollout workers have their own host."""
+        """Description of some of the roles, for `size` separate processes; rollout workers have their own host."""
         return self.rollout_worker if "rollout" in roles else replace(self, chosen=tuple(roles), is_alone=size == 1)
 
     def build(self, context: BuildContext) -> RoleProcess:
-        """Load every role. Each is seeded by its name, so that random numbers of one never depend on another."""
+        """Load every role. Each is seeded by its name, so that its random numbers do not depend on other roles."""
         make_current(context.device)
         use_library(context.cpu_matmul)
         host = RoleProcess(shared_device=context.device if context.shares_device else None)
@@ -175,7 +175,7 @@ class RLHost(Description):
 
 @component
 class SFTHost(Description):
-    """The learner of SFT or preferences in each process, with the reference that a preference loss may need.
+    """The learner of SFT or preferences in each process, with the reference for a preference loss if there is one.
 
     Attributes:
         worker: class of the running learner.
@@ -232,13 +232,13 @@ class RewardModelHost(SFTHost):
 
 
 def reference_sharding(reference: Reference, actor: Actor) -> Sharding | None:
-    """Sharding of the reference; that of the actor if it is the actor without its adapter."""
+    """Sharding of the reference; the actor's if the reference is the actor without its adapter. None for the run's."""
     is_the_actor = reference.model is None and actor.lora is not None
     return reference.sharding or (actor.sharding if is_the_actor else None)
 
 
 def with_tokenizer(context: BuildContext, role: TrainedRole) -> BuildContext:
-    """The context with the role's tokenizer, loaded unless it is there already."""
+    """The context with the role's tokenizer, loaded if it has none."""
     if context.tokenizer is None:
         context = replace(context, tokenizer=role.model.load_tokenizer())
     if context.day:

@@ -25,11 +25,11 @@ from verl.workers.load_state import RestoreSource
 class Critic(TrainedRole):
     """The value function V(prompt, response so far): any Hugging Face backbone and a linear head.
 
-    The head is read from the model's directory if a critic was saved there, and starts at zero otherwise. See
+    The head is loaded from the model's directory if a critic was saved there; otherwise it starts at zero. See
     `TrainedRole` for the arguments.
 
     Attributes:
-        head: makes the model from its backbone.
+        head: class that adds the head to a backbone.
     """
 
     lr_factor: ClassVar[float] = 10.0
@@ -43,7 +43,7 @@ class Critic(TrainedRole):
         total_updates: int,
         restore: RestoreSource | None = None,
     ) -> CriticWorker:
-        """Load the weights, those of a checkpoint if one is given, and attach the engine that trains them.
+        """Load the weights, from a checkpoint if one is given, and attach the engine that trains them.
 
         Raises:
             ConfigError: the model cannot be trained as a value function.
@@ -66,7 +66,7 @@ class CriticWorker(TrainedWorker):
 
     @by_rows
     def compute_values(self, batch: DataProto) -> DataProto:
-        """`values` [B T] of the states in which each response token was chosen."""
+        """`values` [B T] of the states from which each response token was sampled."""
         self.first_batch.check(batch)
         return DataProto.from_dict(self.engine.infer(batch, self._value))
 
@@ -85,7 +85,7 @@ class CriticWorker(TrainedWorker):
     def micro_batch_loss(
         self, model: nn.Module, micro: MicroBatch, totals: LossTotals
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Share of the value loss: its sum over micro-batches is the loss of the mini-batch. With sums for metrics."""
+        """Summand of the mini-batch's value loss, and sums for metrics."""
         mask = micro.tensors["response_mask"]
         per_token, stats = self.loss(state_values(model, micro), micro.tensors)
         loss = aggregate(per_token, mask, "token-mean", totals)
@@ -93,7 +93,7 @@ class CriticWorker(TrainedWorker):
 
 
 def state_values(model: Any, micro: MicroBatch, **options: bool) -> Tensor:
-    """Values [b t] of a model with a value head, in the states that predict the tokens on the mask; 0 elsewhere."""
+    """Values [b t] of a model with a value head, at the states that predict masked tokens; 0 elsewhere."""
 
     def values_of(logits_to_keep: int = 0, **inputs: Any) -> Tensor:
         return model(**inputs, **options).values

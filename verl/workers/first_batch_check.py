@@ -1,8 +1,8 @@
-"""A check of a role's batches: some of their rows, as the role computes them, against a plain forward pass of each.
+"""A check of a role's batches: some rows, computed as the role does, are compared with a plain forward pass of each.
 
-The execution paths of `verl.model_paths` are checked with the model itself, in its type, with its weights and the rows
-of the run: the longest, the shortest, and some that share a prompt. The first batch is checked, and each later one that
-has a longer row than all that were checked before.
+The execution paths of `verl.model_paths` are checked with the model of the run, in its dtype, and with rows of the run:
+the longest, the shortest, and some that share a prompt. The first batch is checked, and each later batch with a longer
+row than all checked before.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ class FirstBatchCheck:
     Args:
         name: configuration path of the model.
         engine: runs the model.
-        compute: what the role computes per token; the first of its tensors is compared.
-        plain: the same by the model's own forward pass alone.
+        compute: the role's computation per token; the first of its tensors is compared.
+        plain: the same quantity from the model's own forward pass.
     Attributes:
-        longest: tokens of the longest row that was checked; no batch whose rows are all shorter is checked.
+        longest: tokens of the longest row that was checked; batches without a longer row are not checked.
     """
 
     def __init__(self, name: str, engine: TrainingEngine, compute: Compute, plain: Compute):
@@ -49,7 +49,7 @@ class FirstBatchCheck:
 
     @classmethod
     def of_tokens(cls, name: str, engine: TrainingEngine, head: LMHead, temperature: float = 1.0) -> FirstBatchCheck:
-        """A check of the log-probs of response tokens, which the role computes in parts."""
+        """A check of the log-probs of response tokens, which the role computes in chunks."""
 
         def in_parts(model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
             return {"log_probs": token_log_probs(model, head, micro, temperature, num_chunks=3).log_probs}
@@ -60,10 +60,10 @@ class FirstBatchCheck:
         return cls(name, engine, in_parts, plain)
 
     def check(self, batch: DataProto) -> None:
-        """Compare some rows if one is longer than all compared before; collective, each process with its own rows.
+        """Compare some rows if one is longer than all compared before; collective, with each process's own rows.
 
         Raises:
-            ConfigError: no execution path gives the results of a plain forward pass of a row.
+            ConfigError: no execution path gives the same results as a plain forward pass of each row.
         """
         longest = self.engine.parallel.most(longest_row(batch))
         if longest <= self.longest:
@@ -118,8 +118,8 @@ class FirstBatchCheck:
     def difference(
         self, found: Tensor | None, wanted: Tensor | None, rows: DataProto, again: Tensor | None = None
     ) -> float:
-        """Mean difference over the tokens of a row, maximum over rows and processes. `again`, results of `with_tail`,
-        leaves out rows whose expected values differ as much by themselves."""
+        """Mean difference over the tokens of a row, maximum over rows and processes. With `again`, the results of
+        `with_tail`, rows whose plain forward passes differ as much from each other are ignored."""
         largest, mask = 0.0, rows["response_mask"]
         least = 1 if self._bound() <= BOUNDS[torch.float32] else WINDOW
         if found is not None and wanted is not None and bool(mask.any()):
@@ -130,7 +130,7 @@ class FirstBatchCheck:
         return self.engine.parallel.most(int(min(largest, 1e6) * 1e9)) / 1e9
 
     def _computed(self, rows: DataProto, wanted: Tensor | None) -> Tensor | None:
-        """Values as the role computes them; NaN if attention refuses what the model asks of it."""
+        """Values as the role computes them; NaN if our attention does not support the model."""
         try:
             return self._first(self.engine.infer(rows, self.compute))
         except NotImplementedError as error:

@@ -38,9 +38,9 @@ class RoleState:
 
     Attributes:
         model: weights and small files.
-        optimizer: its tensors, see `TrainingEngine.optimizer_tensors`.
-        updates: optimizer steps made; they are the position in the learning rate's schedule.
-        tokenizer: files that never change.
+        optimizer: its tensors; see `TrainingEngine.optimizer_tensors`.
+        updates: number of optimizer steps, the position in the learning-rate schedule.
+        tokenizer: files of the tokenizer, which never change.
     """
 
     model: HFStateDict
@@ -63,21 +63,21 @@ class RemoteRoleState:
 
 
 SavedRoleState = RoleState | RemoteRoleState
-"""What a save is given of a role."""
+"""State of a role that a save receives."""
 
 
-OF_WORKERS = "of_workers"  # below the directory of checkpoints: downloads of machines other than the driver's
+OF_WORKERS = "of_workers"  # subdirectory of FETCHED for downloads on machines other than the driver's
 
 
 @dataclass(frozen=True)
 class RestoreSource:
-    """The checkpoint that roles start from; sent to their processes.
+    """The checkpoint that roles resume from; sent to their processes.
 
     Args:
         directory: of the published checkpoint.
-        verify: check hashes of what is read.
-        storage: object storage with the checkpoint, for processes that do not see the directory; None without.
-        manifest: the digest of its manifest, by which the store knows it.
+        verify: check the hash of all data that is read.
+        storage: object storage with the checkpoint, for processes that do not see the directory, or None.
+        manifest: digest of its manifest, which identifies it in the storage.
     """
 
     directory: Path
@@ -89,8 +89,8 @@ class RestoreSource:
         """This source with a path that this process can read; on another machine the checkpoint is downloaded.
 
         Raises:
-            CheckpointNotFound: it is neither here nor in a store.
-            StorageError: the store does not answer.
+            CheckpointNotFound: the checkpoint is neither here nor in the storage.
+            StorageError: the storage does not answer.
         """
         if self.directory.is_dir():
             return self
@@ -101,7 +101,7 @@ class RestoreSource:
         checkpoint = fetch_by_manifest(self.storage, self.manifest, into)
         if checkpoint is None:
             raise self._absent(f", nor in {self.storage.address}")
-        return RestoreSource(checkpoint.directory, verify=False)  # all of it was hashed on its way
+        return RestoreSource(checkpoint.directory, verify=False)  # all of it was hashed during the download
 
     def _absent(self, more: str) -> CheckpointNotFound:
         host = socket.gethostname()
@@ -112,7 +112,7 @@ class RestoreSource:
         )
 
     def reader(self) -> CheckpointReader:
-        """Reads the checkpoint.
+        """A reader of the checkpoint.
 
         Raises:
             CheckpointNotFound: this process has no such directory.
@@ -123,29 +123,29 @@ class RestoreSource:
         return CheckpointReader(open_checkpoint(disk, self.directory), disk, self.verify, writable=True)
 
     def model(self, described: ModelSource, component: str) -> ModelSource:
-        """Directory of a role's weights, after their hashes were verified."""
+        """Model source of a role's saved weights, after their hashes were verified."""
         return described.at(str(self.plain(component)))
 
     def plain(self, component: str) -> Path:
-        """Directory of a component for other libraries, after its hashes were verified."""
+        """Directory of a component for use by other libraries, after its hashes were verified."""
         reader = self.reader()
         for entry in reader.files(component):
             reader.check(entry.path)
         return reader.checkpoint.directory / component
 
     def adapter(self, component: str) -> Path:
-        """The weights of a component's adapter, in either form."""
+        """Path of the weights of a component's adapter, in either format."""
         directory = self.plain(component)
         safe = directory / ADAPTER_FILE
         return safe if safe.is_file() else directory / ADAPTER_BIN
 
     def file(self, component: str, name: str) -> Path:
-        """A file of a component, after its hash was verified."""
+        """Path of a file of a component, after its hash was verified."""
         self.reader().read(f"{component}/{name}")
         return self.directory / component / name
 
     def optimizer(self, engine: TrainingEngine, role: str) -> None:
-        """Load the optimizer's state into an engine, which reads its own shards, and the position in the learning-rate
+        """Load the optimizer state, of which the engine reads its own shards, and the position in the learning-rate
         schedule."""
         reader = self.reader()
         prefix = f"{role}."
@@ -160,9 +160,9 @@ class CheckpointSelection:
 
     Attributes:
         directory: of the checkpoint.
-        weights, optimizer: which of them.
-        mmap: copy from the mapped files, instead of reading them into memory first.
-        device_map: device that tensors are read to first; None, and always for sharded ones: main memory.
+        weights, optimizer: whether to load each.
+        mmap: copy from mapped files, instead of reading them into memory first.
+        device_map: device that tensors are read to first; main memory for None and for sharded tensors.
     """
 
     directory: Path
@@ -172,21 +172,21 @@ class CheckpointSelection:
     device_map: DeviceMap = None
 
     def tensors(self, component: str) -> Mapping[str, Tensor]:
-        """Tensors of a component by name; empty if they are not in a safetensors file."""
+        """Tensors of a component by name; empty if it has no safetensors file."""
         manager = CheckpointManager(self.directory)
         return manager.load(component, mmap=self.mmap, device_map=self.device_map, strict=False, verify=False)
 
     def saved(self, component: str) -> dict[str, LazyTensor]:
-        """The same as lazy tensors, which are read when indexed."""
+        """Tensors of a component as lazy tensors, which are read when indexed."""
         reader = CheckpointReader(open_checkpoint(FileSystem(), self.directory), verify=False, writable=True)
         return lazy_tensors(reader, component)
 
 
 def load_weights(model: Any, component: str, source: CheckpointSelection, parallel: Parallelism) -> None:
-    """Copy the weights of a component into a live model, value head included; of a sharded one, its local shards.
+    """Copy the weights of a component into a live model, or into its local shards; includes the value head.
 
     Raises:
-        ConfigError: they are not those of this model.
+        ConfigError: the weights are those of another model.
     """
     parallel.free_gathered_parameters(model)
     live, names = live_tensors(model), names_in_files(model)
@@ -195,7 +195,7 @@ def load_weights(model: Any, component: str, source: CheckpointSelection, parall
     if not saved and hasattr(head_of(model).backbone, "peft_config"):
         saved = torch.load(source.directory / component / ADAPTER_BIN, map_location="cpu", weights_only=True)
     if not saved or names is None:
-        # through a second model: the file has the weights under other names or in another form
+        # load a second model, because the file has the weights under other names or in another form
         saved = head_of(model).joined(_loaded(model, component, source).state_dict())
         names = {name: name for name in live if name in saved}
     _refuse_other(component, {name: live[key] for name, key in names.items()}, saved)
@@ -218,7 +218,7 @@ def load_optimizer(engine: TrainingEngine, component: str, source: CheckpointSel
 
 
 def _updates(checkpoint: Path, schedule: bytes | memoryview, role: str) -> int:
-    """Optimizer steps of a role: its position in the learning-rate schedule."""
+    """Number of optimizer steps of a role, its position in the learning-rate schedule."""
     try:
         return whole_number(parse_mapping(schedule)["updates"][role])
     except (LookupError, TypeError, ValueError) as error:
@@ -242,7 +242,7 @@ def _refuse_other(component: str, live: Mapping[str, Tensor], saved: Mapping[str
 
 
 def _loaded(model: Any, component: str, source: CheckpointSelection) -> Any:
-    """A second model, or backbone of one, in main memory."""
+    """A second model, or only its backbone, in main memory."""
     dtype: Any = str(next(model.parameters()).dtype).removeprefix("torch.")
     described = Pretrained(path=str(RestoreSource(source.directory, verify=False).plain(component)), dtype=dtype)
     return getattr(described, head_of(model).loader)("cpu")

@@ -1,14 +1,14 @@
 """Batches that are generated while weights change: their rows, which are responses or turns of episodes.
 
-    ResponseBatch  begin ──> a row for each response ────────────────────────────> drew: it is finished
+    ResponseBatch  begin ──> a row for each response ────────────────────────────> drew: the row is finished
     EpisodeBatch   begin ──> reset ──> a row for a turn ──> drew ──> step ──> answer ──> a row for the next turn ...
 
-An environment that `answers_at_once` is stepped in the engine's thread, so its answers are no events. Others arrive
-between two steps of the engine, depending on timing: each is an event of the schedule (`Environments`).
+An environment that `answers_at_once` is stepped in the engine's thread, so its answers are not events. Other answers
+arrive between two steps of the engine, depending on timing: each is an event of the schedule (`Environments`).
 
-A checkpoint holds turns and answers of episodes. Environments of open episodes are rebuilt from them: `stateless` ones
-start new, `deterministic` ones repeat their actions, and each answer must equal the recorded one. With `restart` the
-episode starts again.
+A checkpoint holds turns and answers of episodes, from which environments of open episodes are rebuilt: `stateless` ones
+are created anew; `deterministic` ones repeat their actions, and each answer must equal the recorded one. With `restart`
+the episode starts over.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ from verl.rollout.responses import ResponseGenerator
 from verl.rollout.rows import assemble_turns, right_padded
 
 PROMPT_FIELDS = ("prompts", "prompt_mask", "prompt_ids", "group_ids")
-NUMBERS = 1_000_000  # of the rows or episodes of a batch: those of step 3 are 3,000,000 and so on
+NUMBERS = 1_000_000  # numbers reserved for the rows or episodes of a batch: step 3 has 3,000,000 and up
 MADE_AGAIN = ("stateless", "deterministic")
 T = TypeVar("T")
 
 
 @dataclass(eq=False)
 class OpenRow:
-    """A response, or a turn of an episode, that is being generated.
+    """A response, or a turn of an episode, in generation.
 
     Attributes:
         request: the request that began it.
         batch: the batch that it belongs to.
-        tokens, log_probs, versions: sampled before the engine's current turns were opened.
-        updates: weight updates since then after which its keys and values were kept (`kv_cache=keep`): for each, the
-            number of its tokens that were sampled with the previous weights, and their version.
+        tokens, log_probs, versions: of the tokens sampled before the engine's current turns were opened.
+        updates: later weight updates that kept its keys and values (`kv_cache=keep`): for each, the number of tokens
+            sampled until then since those turns were opened, and the version of the previous weights.
     """
 
     request: TurnRequest
@@ -62,7 +62,7 @@ class OpenRow:
     is_finished: bool = False
 
     def add(self, sampled: TurnResult, version: int) -> None:
-        """Append what the current turns of the engine have sampled; `version` is of the weights of the last tokens."""
+        """Append the tokens sampled by the engine's current turns; the last of them with weights of this `version`."""
         versions: list[int] = []
         for count, former in [*self.updates, (len(sampled.tokens), version)]:
             versions += [former] * (min(count, len(sampled.tokens)) - len(versions))
@@ -72,7 +72,7 @@ class OpenRow:
         self.updates = []
 
     def begin_anew(self) -> None:
-        """Discard what was sampled."""
+        """Discard all sampled tokens."""
         self.tokens, self.log_probs, self.versions, self.updates = [], [], [], []
 
     @property
@@ -88,8 +88,8 @@ class ResponseBatch:
     Args:
         turns: generates rows, a `StepLoop`.
     Attributes:
-        is_begun: its `begin` event was processed.
-        is_finished: all rows are generated.
+        is_begun: whether its `begin` event was processed.
+        is_finished: whether all rows are generated.
     """
 
     def __init__(self, prompts: DataProto, request: GenerationRequest, generator: ResponseGenerator, turns: Any):
@@ -120,8 +120,8 @@ class ResponseBatch:
         return self._whole_groups([row.is_finished for row in self.rows])
 
     def assembled(self, dtype: torch.dtype, groups: Sequence[int] | None = None) -> DataProto:
-        """The rows of all groups, or of finished ones, with `token_versions` [B T] and `policy_version` [B], the oldest
-        of a row; `dtype` is of the log-probs."""
+        """The rows of all groups or the given finished ones, with `token_versions` [B T] and `policy_version` [B], the
+        oldest version of a row; `dtype` is that of the log-probs."""
         prompts, own = self._chosen(self.rows, groups)
         sampled = [TurnResult(0, row.tokens, row.log_probs, True) for row in own]
         rows = assemble_turns(prompts, sampled, _with_type(dtype), self.generator.pad_id, self.request.num_samples)
@@ -136,12 +136,12 @@ class ResponseBatch:
         return [group for group in range(len(is_finished) // n) if all(is_finished[group * n : (group + 1) * n])]
 
     def _chosen(self, of_samples: Sequence[T], groups: Sequence[int] | None) -> tuple[DataProto, list[T]]:
-        """The prompts of some groups, and what was sampled for each."""
+        """The prompts of some groups, and the samples of these groups."""
         chosen, n = range(len(self.prompts)) if groups is None else groups, self.request.num_samples
         return self.prompts[list(chosen)], [x for group in chosen for x in of_samples[group * n : (group + 1) * n]]
 
     def state(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Prompts and tensors for `load`. The engine must not hold tokens that the rows lack."""
+        """Tensors for `load`. The engine must not hold tokens that are not in the rows yet."""
         rows = self.rows
         return {
             "tokens": right_padded([row.tokens for row in rows], 0, torch.int64),
@@ -171,7 +171,7 @@ class ResponseBatch:
                 self.turns.open(row)
 
     def close(self) -> None:
-        """Free all resources except tokens. Idempotent."""
+        """Free all resources except tokens. Idempotent; here there are none."""
 
 
 class EpisodeBatch(ResponseBatch, TurnEngine):
@@ -183,7 +183,7 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
         super().__init__(*args)
         self.loop: Any = None  # an `EpisodeLoop` once it has begun
         self._open: dict[int, OpenRow] = {}  # the turn being sampled, by episode
-        self._loaded: dict[int, Any] = {}  # by open episode: the rows of that turn, or None
+        self._loaded: dict[int, Any] = {}  # by open episode: tokens, log-probs and versions of the open turn, or None
         self._made_again: set[int] = set()  # open episodes whose environments were rebuilt
 
     def begin(self) -> None:
@@ -292,7 +292,7 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
         self.loop = EpisodeLoop(self.generator, self, self.request, episodes, journal)
 
     def _make_again(self, episodes: Sequence[Episode]) -> None:
-        """Rebuild the environments of open episodes, where possible."""
+        """Rebuild the environments of open episodes if possible."""
         loop, calls, known, given = self.loop, self.loop.calls, {}, self._made_again
         for episode in episodes:
             episode.environment = calls.factory.make_alone() if episode.is_alone else calls.factory.make()
@@ -300,7 +300,7 @@ class EpisodeBatch(ResponseBatch, TurnEngine):
             if recovery not in MADE_AGAIN:
                 continue
             given.add(episode.number)
-            if episode.calls:  # it had begun
+            if episode.calls:  # it has had calls
                 answered = len(episode.turns) - (self._loaded[episode.number] is None)
                 known[episode.number] = answered if recovery == "deterministic" else 0
                 call_id = loop.call_id(episode, "reset")
@@ -333,7 +333,7 @@ class Environments:
         batches: open batches, by training step.
         on_result: called from another thread when there may be a result for `settle`.
     Attributes:
-        waiting: answers that were not processed yet, by episode.
+        waiting: unprocessed answers, by episode.
     """
 
     def __init__(self, generator: EpisodeGenerator, batches: Mapping[int, ResponseBatch], on_result: Callable[[], Any]):
@@ -379,7 +379,7 @@ class Environments:
             raise self._generator.calls.stuck_error()
 
     def _known(self) -> list[CallResult]:
-        """Answers found in journals."""
+        """Answers found in the journals of all batches."""
         known = []
         for batch in list(self._batches.values()):
             if isinstance(batch, EpisodeBatch) and (loop := batch.loop) is not None:

@@ -1,6 +1,6 @@
-"""Learners of preferences: workers that score rows and train on one coefficient per row.
+"""Preference learning: workers that score rows and train on one coefficient per row.
 
-A loss of pairs needs one coefficient per row only (`verl.algorithms.preference_losses`), so the two responses of a pair
+A loss of pairs needs only one coefficient per row (`verl.algorithms.preference_losses`), so the two responses of a pair
 may be in different micro-batches and processes.
 """
 
@@ -29,9 +29,9 @@ from verl.workers.sft import SFTWorker
 
 
 class RowScores(TrainedWorker):
-    """Base of learners whose loss is a function of one number per row, the sum of what `token_scores` gives.
+    """Base of learners whose loss is a function of one score per row, the sum of its `token_scores`.
 
-    Its batches are those of `verl.data.preference_dataset`.
+    Takes batches of `verl.data.preference_dataset`.
     """
 
     first_batch: FirstBatchCheck
@@ -41,7 +41,7 @@ class RowScores(TrainedWorker):
         return batch
 
     def token_scores(self, model: nn.Module, micro: MicroBatch) -> Tensor:
-        """Summands [b t] of the score of a row, 0 off the mask; with gradient if enabled."""
+        """Scores [b t] per token, which are summed to the score of a row; 0 outside the mask."""
         raise NotImplementedError
 
     @by_rows
@@ -58,20 +58,20 @@ class RowScores(TrainedWorker):
         return self.engine.update(self.scored_rows(batch), self.weighted_sum)
 
     def weighted_sum(self, model: nn.Module, micro: MicroBatch, totals: LossTotals) -> tuple[Tensor, dict[str, Tensor]]:
-        """The share of a micro-batch in that sum."""
+        """The share of a micro-batch in the sum that `update` minimises."""
         scores = self.token_scores(model, micro)
         return (micro.tensors["row_coefs"].to(scores.dtype)[:, None] * scores).sum(), {}
 
 
 class PreferenceWorker(RowScores, SFTWorker):
-    """A policy under preference optimisation: the number of a row is the log-prob of its response."""
+    """A policy under preference optimisation: the score of a row is the log-prob of its response."""
 
     def token_scores(self, model: nn.Module, micro: MicroBatch) -> Tensor:
         return token_log_probs(model, self.head, micro).log_probs
 
 
 class RewardModelWorker(RowScores):
-    """A reward model: the number of a row is the score at its last token."""
+    """A reward model: the score of a row is the score at its last token."""
 
     def __init__(self, engine: TrainingEngine, tokenizer: Any):
         super().__init__(engine, tokenizer)
@@ -86,7 +86,7 @@ class RewardModelWorker(RowScores):
         total_updates: int,
         restore: RestoreSource | None = None,
     ) -> RewardModelWorker:
-        """Load the backbone, and the head of a checkpoint or of a reward model that training starts from. With LoRA the
+        """Load the backbone, and the head from a checkpoint or an initial reward model if there is one. With LoRA the
         head is trained in full.
 
         Raises:
@@ -113,9 +113,8 @@ class RewardModelWorker(RowScores):
 
 
 def scored_at_end(batch: DataProto) -> DataProto:
-    """Rows with one token appended, the only one in their `response_mask`: it is predicted from the state after the
-    whole row.
-    """
+    """Rows with one appended token, the only one in `response_mask`: it is predicted from the state after the whole
+    row."""
     x = dict(batch.batch)
     column = torch.arange(x["responses"].shape[1] + 1)
     lengths = x["response_mask"].sum(dim=1, keepdim=True)

@@ -1,7 +1,7 @@
 """One rank's part of a checkpoint: its slices of the optimizer state, and the full model tensors assigned to it.
 
-slices (optimizer)   every element is written by one of its holders: shards by their ranks, replicas split among ranks
-whole (a model)      every tensor is gathered and written by one rank; files are numbered over all ranks
+slices (optimizer)   each element is written by one rank that holds it; large replicas are split among ranks
+whole (a model)      each tensor is gathered and written by one rank; files are numbered over all ranks
 
 driver ── order ──> every rank: gathers the full tensors that it owns   ──> its host buffer ──> its writer process
                                 takes the slices that it holds          (while training continues)
@@ -46,7 +46,7 @@ from verl.ops.resharding.plan import reshard_plan
 from verl.utils.progress import report
 from verl.workers.load_state import RemoteRoleState
 
-FEWEST_CUT_SHARE = 4  # fraction of a fair share above which a replica is split among its holders
+FEWEST_CUT_SHARE = 4  # a replica larger than 1/4 of the mean bytes per rank is split among the ranks that hold it
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def assign_slices(layout: Layout) -> list[AssignedSlice]:
     size, load = layout.mesh.size, [0] * layout.mesh.size
     fair = sum(prod(x.shape) * x.itemsize for x in layout.tensors.values()) / size
     slices = []
-    for name, tensor in sorted(layout.tensors.items()):  # an optimizer that was loaded has its state in another order
+    for name, tensor in sorted(layout.tensors.items()):  # a loaded optimizer has its state in another order
         holders: dict[Box, list[int]] = {}
         for rank in range(size):
             if (box := layout.holds(rank, name)) is not None:
@@ -79,7 +79,7 @@ def assign_slices(layout: Layout) -> list[AssignedSlice]:
 
 
 def owners(sizes: Mapping[str, int], num_ranks: int) -> dict[str, int]:
-    """Name -> the process that writes the full tensor: largest first, each to the process with the fewest bytes."""
+    """Name -> rank that writes the full tensor: largest first, each to the rank with the fewest bytes."""
     load, owner_of = [0] * num_ranks, {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
         owner_of[name] = min(range(num_ranks), key=lambda rank: (load[rank], rank))
@@ -106,16 +106,16 @@ def whole_on_owners(
 ) -> dict[str, Tensor]:
     """Full copies in main memory of the tensors that this process owns; collective.
 
-    A process needs memory for the copies and a few tensors more. A tensor with two names, such as a tied output head,
-    is gathered once, and stays tied.
+    A process needs memory for the copies and a few more tensors. A tensor with two names, such as a tied output head,
+    is gathered once and stays tied.
 
     Args:
-        owner: of each tensor, by the first of its names.
+        owner: rank that gets each tensor, by the first of its names.
     """
     names = first_names(tensors)
     once = {name: tensors[name] for name in names.values()}
     source = layout_of(once, parallel.mesh)
-    stages = Mesh((("pp", parallel.world_size),))  # a pipeline, each stage of which has some tensors whole
+    stages = Mesh((("pp", parallel.world_size),))  # a pipeline in which each stage has some full tensors
     target = Layout(
         stages, {n: TensorLayout(t.shape, stage=owner[n], itemsize=t.itemsize) for n, t in source.tensors.items()}
     )
@@ -150,9 +150,9 @@ class RankSaveSettings:
     """Settings that are constant for all saves in one directory.
 
     Attributes:
-        store: the driver's, with its lock.
+        store: the driver's store, with its lock.
         is_async: write while training continues.
-        first_rank: added to the rank of a process: roles may live in several groups of processes.
+        first_rank: added to the rank of a process: roles may be in several groups of processes.
     """
 
     store: CheckpointStore
@@ -169,9 +169,9 @@ class RankInfo:
     """A process that holds roles.
 
     Attributes:
-        roles: trained here, as components of a checkpoint.
+        roles: roles trained here, as components of a checkpoint.
         host: name of the machine.
-        sees: whether it sees the directory that the driver sees under this path.
+        sees: whether it sees the same directory under this path as the driver.
     """
 
     roles: tuple[str, ...]
@@ -180,7 +180,7 @@ class RankInfo:
 
 
 class TrainedState(Protocol):
-    """The state of a trained role that a checkpoint holds."""
+    """A trained role, whose state a checkpoint holds."""
 
     engine: TrainingEngine
 
@@ -191,8 +191,8 @@ class RankCheckpointWriter:
     """Writes this process's part of checkpoints.
 
     Args:
-        parallel: layout of this process; any of its roles.
-        trained: component -> role, of all roles that are trained in this process.
+        parallel: layout of this process, of any of its roles.
+        trained: component -> role, for all roles trained in this process.
     """
 
     def __init__(self, parallel: Parallelism, trained: Mapping[str, TrainedState]):
@@ -223,7 +223,7 @@ class RankCheckpointWriter:
         Returns:
             Whether this process sees the staging directory; if not, nothing was done.
         """
-        components = self._components(setting)  # with exchanges among the processes: before anything can fail alone
+        components = self._components(setting)  # collective: before anything that can fail on a single rank
         disk = setting.store.disk
         if not sees_nonce(disk, transaction, nonce):
             return False
@@ -235,7 +235,7 @@ class RankCheckpointWriter:
             )
             if self._writer is None or setting.store.directory == self._writer.store.directory:
                 self._kept(setting).save(request)
-            else:  # in another directory
+            else:  # a save in another directory
                 with _writer_of(setting) as writer:
                     writer.save(request)
         except Exception as error:  # noqa: BLE001 - the save fails, not the training
@@ -260,7 +260,7 @@ class RankCheckpointWriter:
         return self._writer
 
     def _tell(self) -> None:
-        """Log in this process; the driver is notified by the reports."""
+        """Log failures in this process; the driver learns of them from the reports."""
         for outcome in [] if self._writer is None else self._writer.poll(raises=False):
             if outcome.error is not None:
                 _log.error("step %d: this part was not saved: %s", outcome.step, outcome.error)
@@ -288,7 +288,7 @@ class RankCheckpointWriter:
         return f"optim_state_rank_{setting.first_rank + rank}{suffix}.safetensors"
 
     def _model(self, worker: TrainedState, setting: RankSaveSettings) -> SavedComponent:
-        """The gathered tensors of a model that this process writes, and on rank 0 its other files."""
+        """The full tensors of a model that this process writes, and on rank 0 its other files."""
         model, rank = worker.engine.model, self._parallel.rank
         live, file = live_tensors(model), saved_file(model)
         names = names_in_files(model) if setting.use_safetensors and file is None else None
@@ -320,15 +320,15 @@ Files = list[dict[str, list[str]]] | None
 def _division(
     live: Mapping[str, Tensor], names: Mapping[str, str] | None, num_ranks: int, max_bytes: int
 ) -> tuple[dict[str, int], Files, bytes | None]:
-    """The rank that gathers each tensor of a model, by its first name, and the files of each rank.
+    """The rank that gathers each tensor of a model (by first name), the files of each rank, and the index.
 
-    Rank 0 writes what is in no tensor file, such as a value head, and the whole model if transformers splits or merges
-    its tensors in files.
+    Rank 0 writes tensors that are in no model file, such as a value head, and the whole model if transformers splits or
+    merges its tensors in files.
     """
     owner = dict.fromkeys(live, 0)
     if names is None:
         return owner, None, None
-    # In order of names: a model that was built has its parameters in another order than one that was loaded.
+    # Sorted by name: the parameters of a built model are in another order than those of a loaded one.
     sizes = {name: live[key].numel() * live[key].element_size() for name, key in sorted(names.items())}
     writes = owners(sizes, num_ranks)
     owner |= {names[name]: rank for name, rank in writes.items()}
@@ -337,7 +337,7 @@ def _division(
 
 
 def _slices(prefix: str, tensors: Mapping[str, Tensor], parallel: Parallelism) -> dict[str, PartialTensor]:
-    """The slices that this process writes of sharded and replicated tensors."""
+    """The slices of sharded and replicated tensors that this process writes."""
     slices, layout = {}, layout_of(tensors, parallel.mesh)
     for share in assign_slices(layout):
         if share.rank == parallel.rank:

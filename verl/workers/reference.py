@@ -1,4 +1,4 @@
-"""The reference: the frozen policy that KL is measured against, or that distillation learns from."""
+"""The reference: the frozen policy of the KL penalty, or the teacher of distillation."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ from verl.workers.first_batch_check import FirstBatchCheck
 
 @component
 class Reference(Description):
-    """The policy that the KL penalty refers to, or the teacher of distillation.
+    """The frozen policy that the KL penalty is relative to, or the teacher of distillation.
 
     Args:
-        model: its weights; null takes the weights that the actor starts from. If the actor trains a LoRA adapter,
-            null costs no memory: the reference is the actor with its adapter off.
+        model: its weights; null uses the actor's initial weights. If the actor trains a LoRA adapter, null costs no
+            memory: the reference is the actor with its adapter disabled.
         micro_batch_tokens: tokens of one forward pass, padding included.
-        sharding: of this role alone; null for that of the run. A reference that is the actor has the actor's.
+        sharding: sharding of this role; null for that of the run. A reference that is the actor has the actor's.
     Attributes:
         precompute: see `PrecomputedReference`.
     """
@@ -59,7 +59,7 @@ class Reference(Description):
         temperature: float,
         num_candidates: int = 0,
     ) -> ReferenceWorker:
-        """Load the weights, or borrow those of the actor if it runs in this process.
+        """Load the weights, or use the actor's without its LoRA adapter if it runs in this process.
 
         Args:
             num_candidates: see `ReferenceWorker`.
@@ -87,8 +87,8 @@ class Reference(Description):
 
 @component
 class PrecomputedReference(Reference):
-    """A reference for preference training that computes the log-probs of all rows before the first step, and is then
-    freed; checkpoints hold them."""
+    """A reference for preference training that computes the log-probs of all rows before the first step and is then
+    freed; checkpoints hold the log-probs."""
 
     precompute: ClassVar[bool] = True
 
@@ -97,10 +97,10 @@ class ReferenceWorker:
     """The running reference.
 
     Args:
-        frozen: the context in which the engine's model is the reference.
+        frozen: context in which the engine's model is the reference.
     Attributes:
-        num_candidates: likeliest tokens returned for each response token; 0 for none.
-        num_tokens: size of the vocabulary; further logits of a model are no candidates.
+        num_candidates: number of likeliest tokens returned for each response token; 0 for none.
+        num_tokens: size of the vocabulary; a model's logits beyond it are not candidates.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class ReferenceWorker:
 
     @by_rows
     def compute_log_probs(self, batch: DataProto) -> DataProto:
-        """`ref_log_probs` [B T] of the responses, and `ref_candidates`, `ref_candidate_log_probs` [B T K]."""
+        """`ref_log_probs` [B T]; with K candidates also `ref_candidates` and `ref_candidate_log_probs` [B T K]."""
         with self.frozen():
             self.first_batch.check(batch)
             scores = self.engine.infer(batch, self.micro_batch_scores)
@@ -126,14 +126,14 @@ class ReferenceWorker:
 
     @on_all
     def free(self) -> None:
-        """Release the model; log-probs cannot be computed any more."""
+        """Release the model; log-probs cannot be computed afterwards."""
         device = self.engine.device
         del self.engine, self.head, self.first_batch
         gc.collect()
         release_cached(device)
 
     def micro_batch_scores(self, model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-        """Log-probs of the reference policy in nats, [B T], and each candidate as a field `NAME.K` of its own."""
+        """Log-probs of the reference policy in nats, [B T], and each candidate k as a separate field `NAME.K`."""
         scores = token_log_probs(
             model, self.head, micro, self.temperature, top_k=self.num_candidates, num_tokens=self.num_tokens
         )

@@ -1,4 +1,4 @@
-"""A reward model as a role: its processes compute scores, and the driver, which sees all rows, normalises them."""
+"""A reward model as a role: its processes compute scores; the driver, which has all rows, normalises them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class RewardWorker:
 
     @by_rows
     def score(self, batch: DataProto) -> DataProto:
-        """`score` [B] float64 of the responses, and each part of it."""
+        """`score` [B] float64 of the responses, and its parts."""
         result = self.reward.score_batch(batch)
         parts = {f"{PART}{name}": torch.as_tensor(values) for name, values in result.parts.items()}
         return DataProto.from_dict({"score": torch.from_numpy(np.ascontiguousarray(result.scores)), **parts})

@@ -1,20 +1,20 @@
-"""The role `rollout`: a rollout engine in a process of its own, with a copy of the actor's model.
+"""The role `rollout`: a rollout engine in its own process, with a copy of the actor's model.
 
 actor ── weights ──> load(version, weights) ──> the copy ──> digests, which the driver compares
                      generate(prompts)      ──> rows, with the version of the weights that sampled them
 
-Calls run in the order in which they were made. With `rollout.weight_update=drain` weights change between two
-batches, never within one. With `in_flight` a `StepLoop` generates, and they change between two tokens:
+Calls run in the order in which they were made. With `rollout.weight_update=drain` weights change only between two
+batches. With `in_flight` a `StepLoop` generates, and weights change between two tokens:
 
                      begin_batch(prompts), finished_groups(known), finish_batch(step)
                      save_rows(step)        ──> open rows and finished ones, for a checkpoint
                      restore_rows(state)
 
-An engine with its own weights gets those of the copy and verifies them, as at any sync. It is the only
-engine of the run, and generates for evaluations too.
+An engine with its own weights receives and verifies those of the copy, as in any sync. It is the only engine of the
+run, and also generates for evaluations.
 
-With N processes each has a copy, an engine and a schedule, and generates for every N-th prompt of a batch. Calls whose
-result belongs to one engine return a list by rank.
+Each of N processes has a copy, an engine and a schedule, and generates for every N-th prompt of a batch. Calls with a
+result per engine return a list by rank.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from verl.workers.step_loop import StepLoop
 
 
 class RolloutWorker:
-    """The running role.
+    """The running role `rollout`.
 
     Args:
         model: the copy; its weights are arbitrary before the first `load`.
-        loop: generates in flight; None if weights change between two batches.
-        share: rank and number of the processes of the role.
+        loop: generator for weights that change in flight; None if they change between two batches.
+        share: rank of this process, and number of processes of the role.
     """
 
     def __init__(
@@ -81,13 +81,13 @@ class RolloutWorker:
 
     @on_all
     def begin_batch(self, prompts: DataProto, request: GenerationRequest) -> None:
-        """Begin to sample responses to this process's prompts of a batch, next to those of earlier batches."""
+        """Start sampling responses to this process's prompts of a batch, concurrently with earlier batches."""
         self.loop.begin(prompts[list(range(self._rank, len(prompts), self._size))], request)
 
     @on_each
     def finish_batch(self, step: int) -> tuple[DataProto, float, tuple[int, list[str]]]:
-        """Return the responses of the batch of a training step, and idle seconds and `Schedule.take_unwritten` since
-        the last call."""
+        """Responses of the batch of a training step, with the idle seconds and `Schedule.take_unwritten` since the last
+        call."""
         rows = self.loop.finish(step)
         self._refuse_wrong(rows)
         return rows, self.loop.take_idle_s(), self.loop.schedule.take_unwritten()
@@ -111,15 +111,15 @@ class RolloutWorker:
     def restore_rows(
         self, states: Sequence[Mapping[str, Tensor]], version: int, weights: Mapping[str, Tensor]
     ) -> dict[str, str]:
-        """Continue from the state of `save_rows` (None: from nothing) with its weights; returns the digest of each
-        tensor."""
+        """Continue from the states of `save_rows` and their weights, or from nothing if empty; returns the digest of
+        each tensor."""
         held = self.loop.restore(states[self._rank] if states else {}, version, partial(self._take, weights))
         self.version = version
         return weight_digests(held)
 
     @on_all
     def engine_kind(self) -> tuple[str, str | None]:
-        """Class name and compute type of the engine; None if that is the model's."""
+        """Class name and compute dtype of the engine; a dtype of None is the model's."""
         engine = self.generator.engine
         return type(engine).__name__, engine.compute_type
 
@@ -130,7 +130,7 @@ class RolloutWorker:
 
     @torch.no_grad()
     def _take(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Load weights; returns the tensors that hold them. The model may hold narrower copies once it decodes."""
+        """Load weights and return the tensors that hold them. A decoding model may hold narrower copies."""
         live = live_tensors(self.model)
         held = {name: live[name].copy_(x) for name, x in weights.items()}
         if self.loop is None or self.generator.rollout.runs_ahead:
@@ -143,12 +143,12 @@ class RolloutWorker:
 
 @component
 class RolloutHost(Description):
-    """The role `rollout`, alone in its processes.
+    """Host of the role `rollout`, which is alone in its processes.
 
     Args:
-        actor: its model is copied.
-        environment: of the episodes, which are played in these processes; None where a response is one turn.
-        schedule: of weights that change between two tokens; None: between two batches.
+        actor: the role whose model is copied.
+        environment: environment of the episodes, which run in these processes; None if a response is one turn.
+        schedule: options if weights change between two tokens; None if they change between two batches.
     """
 
     actor: Actor
@@ -163,7 +163,7 @@ class RolloutHost(Description):
         return {"rollout": NoSharding()}
 
     def build(self, context: BuildContext) -> RoleProcess:
-        """Load the model where the actor starts from, and attach the engine."""
+        """Load the actor's initial model and attach the engine."""
         make_current(context.device)
         use_library(context.cpu_matmul)
         shared = context.device if context.shares_device else None
@@ -176,7 +176,7 @@ class RolloutHost(Description):
         parallel.shard_model(model, actor.decided_autocast)
         rollout, loop = self.rollout, None
         if hasattr(rollout, "sleep"):
-            rollout = replace(rollout, sleep=False)  # it generates at all times
+            rollout = replace(rollout, sleep=False)  # it must always be able to generate
         generator = actor.generator(model, rollout, self.environment, context)
         if self.schedule is not None:
             loop = StepLoop(generator, context.row_tokens, self.schedule.build(context))

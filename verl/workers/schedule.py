@@ -6,8 +6,8 @@
 `crc32` covers the line number and the line before it, so that altered, lost and moved lines are detected.
 
 The trainer issues events in a fixed order. Only the engine step before which each is processed depends on timing: an
-engine that processes the same events at the same steps generates the same bits. A checkpoint holds the schedule so far,
-and the file of a resumed run begins with it.
+engine that processes the same events before the same steps generates the same bits. A checkpoint holds the schedule up
+to its step, and the file of a resumed run begins with that schedule.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class ScheduledEvent:
     """An event before a step of the engine.
 
     Attributes:
-        engine_step: number of engine steps before it.
+        engine_step: number of engine steps before the event.
         event: `begin` of a batch, new `weights`, a `save`, `generate` of other responses (such as an evaluation's), the
             `answer` of an environment that does not answer at once, or `lost`: the engine died and open rows restart.
-        number: version of the weights, or training step of the batch, save or other responses; of an answer that step
-            times a million, plus the number of the episode in its batch.
-        open_rows: responses or turns that are begun and not finished before the event.
+        number: version of the weights, or training step of the batch, save or other responses; for an answer, the step
+            times a million plus the number of the episode in its batch.
+        open_rows: number of unfinished responses or turns before the event.
     """
 
     engine_step: int
@@ -57,15 +57,15 @@ class ScheduleOptions:
     """Head and replayed events of the schedule of an engine; see `Schedule`.
 
     Attributes:
-        head: as JSON.
-        replayed: by engine; empty for none.
+        head: JSON text of the head.
+        replayed: events to replay, by engine; empty for none.
     """
 
     head: str
     replayed: tuple[tuple[ScheduledEvent, ...], ...] = ()
 
     def build(self, context: BuildContext) -> Schedule:
-        """The schedule, with its file in the run directory; on a machine without that the driver writes the file."""
+        """The schedule, with its file in the run directory; without that directory, the driver writes it."""
         run_dir, engine = context.run_dir, context.rank
         file = ScheduleFile(schedule_path(run_dir, engine)) if run_dir is not None and run_dir.is_dir() else None
         return Schedule(json.loads(self.head), file, self.replayed[engine] if self.replayed else ())
@@ -76,15 +76,14 @@ def schedule_path(run_dir: str | Path, engine: int = 0) -> Path:
 
 
 class ScheduleFile:
-    """The schedule file of a run. Lines that a full disk refuses are written later, after the next ones: checkpoints
-    hold them too.
-    """
+    """The schedule file of a run. Lines that cannot be written, as on a full disk, are retried with later ones;
+    checkpoints hold them too."""
 
     def __init__(self, path: Path):
         self._file, self._is_refused = LineFile(path), False
 
     def write(self, first: int, lines: Sequence[str]) -> None:
-        """Append lines after the first `before` lines; overwrites the file if there are none."""
+        """Append lines, of which `first` precede; overwrites the file if it is 0."""
         try:
             self._file.add("".join(f"{x}\n" for x in lines).encode(), replaces=not first)
             self._is_refused = False
@@ -98,9 +97,9 @@ class Schedule:
     """Events so far, with their file, and the events of a replayed run.
 
     Args:
-        head: facts that the bits depend on, next to the events.
+        head: facts on which the bits depend in addition to the events.
         file: receives each line; None for no file.
-        replayed: events of another run, to be processed at the same steps.
+        replayed: events of another run, to be processed before the same steps.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class Schedule:
         """Record an event.
 
         Raises:
-            RolloutError: the replayed run has another event here.
+            RolloutError: the replayed run has a different event here.
         """
         if (expected := self.next) is not None and expected != event:
             why = "this is not the same training, or its engine does not give equal bits."
@@ -136,11 +135,11 @@ class Schedule:
         self._write(json.dumps(asdict(event)))
 
     def state(self) -> bytes:
-        """The lines so far."""
+        """All lines, for `load`."""
         return "".join(f"{line}\n" for line in self._lines).encode()
 
     def take_unwritten(self) -> tuple[int, list[str]]:
-        """Lines since the last call that are in no file, and the number of those before; see `ScheduleFile.write`."""
+        """The number of lines before, and lines since the last call if there is no file; see `ScheduleFile.write`."""
         first, count = self._num_taken, len(self._lines)
         self._num_taken = count
         return (first, self._lines[first:]) if self._file is None else (count, [])
@@ -149,7 +148,7 @@ class Schedule:
         """Restore what `state` returned; empty for a new schedule.
 
         Raises:
-            RolloutError: the replayed run begins with other events.
+            RolloutError: the replayed run begins with different events.
         """
         self._lines = state.decode().splitlines()
         heads, events = read_lines(self._lines)
@@ -169,12 +168,12 @@ class Schedule:
 
 
 def _with_sum(line: str, number: int) -> str:
-    """A line with its checksum; `line` lacks the last brace."""
+    """A line with its checksum; `line` comes without its closing brace."""
     return f"{line}{SUM}{zlib.crc32(f'{number}{line}'.encode())}}}"
 
 
 def read_lines(lines: Sequence[str]) -> tuple[list[dict[str, Any]], list[ScheduledEvent]]:
-    """The heads and the events of a schedule; an `ExternalInputError` names a line that is neither, or was altered."""
+    """The heads and events of a schedule; ExternalInputError for a line that is neither or was altered."""
     heads, events = list[dict[str, Any]](), list[ScheduledEvent]()
     has_sum, fields = False, {*ScheduledEvent.__dataclass_fields__}
     for number, text in enumerate(lines, start=1):
@@ -196,12 +195,12 @@ def read_lines(lines: Sequence[str]) -> tuple[list[dict[str, Any]], list[Schedul
 
 
 def read_schedule(run_dir: str | Path, head: Mapping[str, Any], engine: int = 0) -> tuple[ScheduledEvent, ...]:
-    """The events of an engine of a run that is to be replayed under a head.
+    """The events of an engine of a run, for replay with the given head.
 
-    A truncated last line (killed run, full disk) is ignored: after its last event a replay is a normal run.
+    A truncated last line (killed run, full disk) is ignored: after the last event a replay is a normal run.
 
     Raises:
-        ConfigError: there is no schedule, or it was made with other hardware, libraries or settings; names them.
+        ConfigError: there is no valid schedule, or its hardware, libraries or settings differ.
     """
     file = schedule_path(run_dir, engine)
     try:
@@ -209,7 +208,7 @@ def read_schedule(run_dir: str | Path, head: Mapping[str, Any], engine: int = 0)
         heads, events = read_lines(lines)
         if not heads:
             raise ExternalInputError("it has no head")
-        if "}" in remaining.rpartition(SUM)[2][:-1]:  # more than a truncated line
+        if "}" in remaining.rpartition(SUM)[2][:-1]:  # not merely truncated
             raise ExternalInputError(f"line {len(lines) + 1} does not end where it should")
     except (OSError, ValueError) as error:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The SFT worker: a causal language model trained by the likelihood of given text."""
+"""The SFT worker: a causal language model trained on the likelihood of given text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from verl.workers.load_state import RestoreSource
 class SFTWorker(TrainedWorker):
     """A causal language model under supervised fine-tuning.
 
-    Its batches hold `input_ids`, `attention_mask`, `position_ids`, `loss_mask` [B S], padded on the right.
+    Batches hold `input_ids`, `attention_mask`, `position_ids`, `loss_mask` [B S], padded on the right.
     """
 
     def __init__(self, engine: TrainingEngine, tokenizer: Any):
@@ -41,7 +41,7 @@ class SFTWorker(TrainedWorker):
         total_updates: int,
         restore: RestoreSource | None = None,
     ) -> SFTWorker:
-        """Load the weights, those of a checkpoint if one is given, and attach the engine that trains them."""
+        """Load the weights, from a checkpoint if one is given, and attach the engine that trains them."""
         model = role.load("causal_lm", context.device, restore, "actor", parallel)
         worker = cls(role.engine(model, context, parallel, total_updates, restore, "actor"), context.tokenizer)
         worker.engine.balance_routers(role.router_aux_loss_coef, worker.head)
@@ -49,7 +49,7 @@ class SFTWorker(TrainedWorker):
 
     @by_rows_to_one
     def update(self, batch: DataProto) -> dict[str, float]:
-        """One optimizer step on the mean negative log-likelihood per token where `loss_mask` is on."""
+        """One optimizer step on the mean negative log-likelihood of the tokens in `loss_mask`."""
         rows = _as_continuation(batch)
         self.first_batch.check(rows)
         return self.engine.update(rows, self.micro_batch_loss)
@@ -66,7 +66,7 @@ class SFTWorker(TrainedWorker):
     def micro_batch_loss(
         self, model: nn.Module, micro: MicroBatch, totals: LossTotals
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Mean negative log-likelihood: a scalar that sums over micro-batches to that of the mini-batch."""
+        """Summand of the mini-batch's mean negative log-likelihood."""
         log_probs = token_log_probs(model, self.head, micro).log_probs
         return aggregate(-log_probs, micro.tensors["response_mask"], "token-mean", totals), {}
 
@@ -78,7 +78,7 @@ class SFTWorker(TrainedWorker):
 
 
 def _as_continuation(batch: DataProto) -> DataProto:
-    """See a text as a prompt of one token and its continuation, so that one forward pass serves SFT and RL."""
+    """Treat a text as a prompt of one token and its continuation, so that SFT and RL share one forward pass."""
     x = batch.batch
     return DataProto.from_dict(
         {

@@ -1,14 +1,14 @@
 """Generation in steps of an engine, with events between them (`rollout.weight_update=in_flight`).
 
 begin(batch), weights(version), save(step)       in the order of the trainer's requests
-        │            answer(episode)             of an environment that does not answer at once
+        │            answer(episode)             of an environment without `answers_at_once`
    [ event ] step step step [ event ] step ...   a thread; each event is a line of the schedule (`schedule.py`)
         │                                        with the number of its step
-        └──> rows of a batch, as soon as the last of them is finished, while later ones are open (`open_batches.py`)
+        └──> rows of a batch, once all of them are finished, while later batches are open (`open_batches.py`)
 
-Open rows are recomputed by closing the turns of the engine and adding them again after the sampled tokens
-(`TurnRequest.position`). A save does so too: an engine that resumes from a checkpoint has the state of the one that
-saved, bit by bit.
+Open rows are recomputed by closing the engine's turns and adding them again with the tokens sampled so far
+(`TurnRequest.position`). A save does this too, so that an engine that resumes from a checkpoint has bit for bit the
+state of the one that saved.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from verl.workers.schedule import EventKind, Schedule, ScheduledEvent
 
 log = logging.getLogger(__name__)
 
-POLL_INTERVAL_S = 0.05  # for groups that are finished
-AWAIT_GROUPS_S = 0.5  # wait for this engine, before others are asked again
-MOST_LOSSES = 2  # engines lost in a row, without a finished row in between
+POLL_INTERVAL_S = 0.05  # interval of checks for finished groups
+AWAIT_GROUPS_S = 0.5  # timeout for this engine, before other engines are polled
+MOST_LOSSES = 2  # engines lost without a finished row in between
 
 
 @dataclass(eq=False)
 class _Event:
-    """A requested event. `future` receives the result of its action; its rows have up to `row_tokens`."""
+    """A requested event. `future` receives the result of its action; its rows have at most `row_tokens` tokens."""
 
     kind: EventKind
     number: int
@@ -55,13 +55,13 @@ class _Event:
 
 
 class StepLoop:
-    """The loop and its thread; its methods are called by one other thread.
+    """The loop and its thread; public methods are called from one other thread.
 
     Args:
         row_tokens: maximum tokens of a row; None if unknown.
     Attributes:
         engine_step: number of steps of the engine.
-        version: of its weights.
+        version: version of its weights.
     """
 
     def __init__(self, generator: ResponseGenerator, row_tokens: int | None, schedule: Schedule):
@@ -70,17 +70,17 @@ class StepLoop:
         self.engine_step, self.version = 0, -1
         self._row_tokens = row_tokens or 0
         self._turns: TurnEngine | None = None
-        self._reload: Callable[[], Any] | None = None  # loads the latest weights of the engine
+        self._reload: Callable[[], Any] | None = None  # reloads the engine's latest weights
         self._is_lost, self._num_losses = False, 0  # engines lost since a row was finished
         self._rows: dict[int, OpenRow] = {}  # unfinished ones, by number
-        self._batches: dict[int, ResponseBatch] = {}  # not returned by `finish` yet, by training step
+        self._batches: dict[int, ResponseBatch] = {}  # not yet returned by `finish`, by training step
         self._environments: Environments | None = None
-        self._snapshots: dict[int, dict[str, Tensor]] = {}  # of saves since a begin or weights, by step
+        self._snapshots: dict[int, dict[str, Tensor]] = {}  # saves since the last `begin` or `weights`, by step
         self._idle_s = 0.0
         self._events: deque[_Event] = deque()
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
-        self._awaited: ResponseBatch | None = None  # by the one that asks for events
+        self._awaited: ResponseBatch | None = None  # batch for which the calling thread waits
         self._is_closed = False
         self._dtype = torch.float32
         self._start()
@@ -92,7 +92,7 @@ class StepLoop:
         self._ask("begin", request.step, lambda: self._begin(batch, row_tokens), row_tokens)
 
     def take_weights(self, version: int, load: Callable[[], Any]) -> Any:
-        """Have `load` change the weights between two steps; returns its result."""
+        """Call `load`, which changes the weights, between two steps; returns its result."""
         return self._ask("weights", version, lambda: self._load(version, load)).result()
 
     def finish(self, step: int) -> DataProto:
@@ -104,7 +104,7 @@ class StepLoop:
         batch = self._batches[step]
         self._await(batch, lambda: batch.is_finished)
         rows = batch.assembled(self._dtype)
-        with self._changed:  # no save reads it concurrently
+        with self._changed:  # so that no save reads it concurrently
             del self._batches[step]
             batch.close()
         return rows
@@ -112,10 +112,9 @@ class StepLoop:
     def finished_groups(
         self, known: Mapping[int, Collection[int]], awaited: int | None = None
     ) -> tuple[bool, dict[int, DataProto]]:
-        """Rows of finished groups by training step, without the `known` ones (`group_ids`). With `awaited`, a step,
-        waits a while until its batch is finished or there are some. Returns whether that batch is finished, and the
-        rows.
-        """
+        """Whether the batch of step `awaited` is finished, and the rows of finished groups by training step, without
+        the `known` groups (`group_ids`). With `awaited`, waits a limited time for a new group or the end of that
+        batch."""
 
         def new() -> dict[int, list[int]]:
             batches = {step: self._batches[step] for step in known if step in self._batches}
@@ -131,7 +130,7 @@ class StepLoop:
             batch, began, until = self._batches[awaited], self.engine_step, time.monotonic() + AWAIT_GROUPS_S
 
             def may_return() -> bool:
-                goes_on = self.engine_step > began or self._num_called > 0  # one that hangs keeps the call open
+                goes_on = self.engine_step > began or self._num_called > 0  # a hanging engine blocks the call
                 return batch.is_finished or bool(new()) or (goes_on and time.monotonic() > until)
 
             self._await(batch, may_return)
@@ -143,13 +142,13 @@ class StepLoop:
         """The state after a training step, for `restore`; open rows are recomputed.
 
         Raises:
-            RolloutError: the replayed run did not save here.
+            RolloutError: the replayed run has no save here.
         """
         return self._ask("save", step, lambda: self._save(step)).result()
 
     def restore(self, state: Mapping[str, Tensor], version: int, load: Callable[[], Any]) -> Any:
-        """Replace everything by a saved state (an empty one: start from nothing); `load` loads the weights that the
-        engine had then."""
+        """Replace everything by a saved state, or start from nothing if it is empty; `load` loads the weights of that
+        state."""
         self.close()
         self.schedule.load(state["schedule"].numpy().tobytes() if state else b"")
         self.engine_step, self._row_tokens = (int(x) for x in state["engine_step"]) if state else (0, self._row_tokens)
@@ -171,11 +170,11 @@ class StepLoop:
         return loaded
 
     def generate(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
-        """Generate other responses with the current weights, while open rows are paused; see `ResponseGenerator`."""
+        """Generate other responses with the current weights while open rows pause; see `ResponseGenerator`."""
         return self._ask("generate", request.step, lambda: self._second.generate(prompts, request)).result()
 
     def take_idle_s(self) -> float:
-        """Seconds without anything to generate, since the last call."""
+        """Seconds without rows to generate since the last call."""
         with self._changed:
             seconds, self._idle_s = self._idle_s, 0.0
         return seconds
@@ -190,13 +189,13 @@ class StepLoop:
         self._second.stop()
 
     def open(self, row: OpenRow) -> None:
-        """Begin to generate a row, in the thread."""
+        """Start generating a row; called in the loop's thread."""
         self._rows[row.request.episode] = row
         if self._turns is not None:
             self._turns.add(row.further)
 
     def forget(self, number: int) -> None:
-        """Free the cache of a row or an episode, in the thread."""
+        """Free the cache of a row or an episode; called in the loop's thread."""
         if self._turns is not None:
             self._turns.forget(number)
 
@@ -208,7 +207,7 @@ class StepLoop:
         return EpisodeBatch(prompts, request, self.generator, self)
 
     def _await(self, batch: ResponseBatch, is_there: Callable[[], bool]) -> None:
-        """Wait for the end of a batch, or for a condition that is polled every `POLL_INTERVAL_S`."""
+        """Wait for a condition on a batch, which is polled every `POLL_INTERVAL_S`."""
         with self._changed:
             self._awaited = batch
             self._changed.notify_all()
@@ -232,7 +231,7 @@ class StepLoop:
         if self._failure is not None:
             raise self._failure
 
-    # In the thread
+    # In the loop's thread
 
     def _start(self) -> None:
         self._thread = threading.Thread(target=on_current_device(self._run), name="step loop", daemon=True)
@@ -262,8 +261,8 @@ class StepLoop:
                 self._turns = None
 
     def _next_event(self) -> _Event | None:
-        """The event to process before the next step; None to make a step, or to end. Waits for an event if there is
-        nothing to generate, or if a replayed run had one here."""
+        """The event to process before the next step; None to make a step or to end. Waits for an event if there is
+        nothing to generate or the replayed run had an event here."""
         with self._changed:
             while not self._is_closed:
                 self._settle()
@@ -318,7 +317,7 @@ class StepLoop:
             self._environments.note_idle(seconds)
 
     def _settle(self) -> None:
-        """Continue episodes whose environments answered at once, and report finished batches."""
+        """Continue episodes whose environments answered immediately, and report a finished batch."""
         if self._environments is not None:
             self._environments.settle()
         if self._awaited is not None and self._awaited.is_finished:
@@ -364,10 +363,10 @@ class StepLoop:
             report(f"generating: {first.num_finished} of {first.num_rows} responses of step {first.request.step}")
 
     def _lose(self, error: EngineLost) -> None:
-        """Replace a lost engine by a new one with the same weights.
+        """Record a lost engine; the next step starts a new one with the same weights.
 
         Raises:
-            EngineLost: engines were lost repeatedly without a finished row in between.
+            EngineLost: more than MOST_LOSSES engines were lost without a finished row in between.
         """
         self._num_losses += 1
         if self._num_losses > MOST_LOSSES:
@@ -397,7 +396,7 @@ class StepLoop:
         return loaded
 
     def _save(self, step: int) -> dict[str, Tensor]:
-        with self._changed:  # the replayed run may have saved here, where nothing waits for a save now
+        with self._changed:  # no caller waits for a save that only the replayed run requested
             later = [(number, batch) for number, batch in sorted(self._batches.items()) if number > step]
             batches = {number: batch for number, batch in later if batch.is_begun}
             state = {"schedule": torch.frombuffer(bytearray(self.schedule.state()), dtype=torch.uint8)}
@@ -428,7 +427,7 @@ class StepLoop:
             self._rows[sampled.episode].updates.append((count, self.version))
 
     def _close_turns(self) -> None:
-        """Close the turns of the engine and move what they have sampled into the rows."""
+        """Close the engine's turns and move the tokens they have sampled into the rows."""
         turns, self._turns = self._turns, None
         if turns is None:
             return

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from verl.rollout.proof.fingerprints import FingerprintLog, Fingerprints, ProbeVectors
+from verl.rollout.proof.fingerprints import Fingerprints
 from verl.rollout.proof.verifier import SyncVerifier, VerifyReply
 
 Weights = dict[str, Tensor]
@@ -36,10 +37,20 @@ def marks_of(
     weights: Weights, version: int = 0, dtype: torch.dtype = torch.float32, tied: Mapping | None = None
 ) -> Fingerprints:
     """As either side takes them."""
-    ledger = FingerprintLog(ProbeVectors(version), dtype, tied or {})
+    verifier = verifier_of(dtype, tied, version)
     for name, tensor in weights.items():
-        ledger.add_fingerprint(name, tensor)
-    return ledger.fingerprints
+        verifier.add_fingerprint(name, tensor)
+    return verifier.fingerprints
+
+
+def verifier_of(
+    dtype: torch.dtype = torch.float32, tied: Mapping | None = None, version: int = 0, **probe: Any
+) -> SyncVerifier:
+    """The trainer's side without a model, in the sync of a version."""
+    verifier = SyncVerifier(torch.nn.Module(), dtype, **probe)
+    verifier.tied, verifier.version = dict(tied or {}), version
+    verifier.question()
+    return verifier
 
 
 def proven(
@@ -58,20 +69,17 @@ def proven(
     held |= {alias: held[source].clone() for alias, source in (tied or {}).items()}
     if fault is not None:
         fault(held)
-    verifier = SyncVerifier(torch.nn.Module(), dtype, ((1, 2),), lambda rows: LOG_PROBS)
-    verifier.tied = dict(tied or {})
+    verifier = verifier_of(dtype, tied, rows=((1, 2),), log_probs=lambda rows: LOG_PROBS)
     if before:
-        verifier.question()
         verifier.adopt(marks := marks_of(before, 0, dtype, tied))
         verifier.verify(VerifyReply(marks, LOG_PROBS))
-    verifier.question()
+        verifier.question()
     verifier.adopt(marks_of(trained, 1, dtype, tied))
     return verifier.verify(VerifyReply(marks_of(held, 1, loaded_as or dtype), LOG_PROBS + gap_nats))
 
 
 def compared(trained: Fingerprints, held: Fingerprints) -> dict[str, float]:
     """The proof of a sync with these fingerprints of both sides."""
-    verifier = SyncVerifier(torch.nn.Module(), torch.float32)
-    verifier.question()
+    verifier = verifier_of()
     verifier.adopt(trained)
     return verifier.verify(VerifyReply(held, np.zeros(0)))

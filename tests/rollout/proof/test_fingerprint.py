@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from rollout.proof.planted import marks_of, some_weights
+from rollout.proof.planted import marks_of, some_weights, verifier_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from verl.models.pretrained import Pretrained
 from verl.rollout.proof.fingerprints import (
     COLUMNS,
-    FingerprintLog,
     HostCopies,
     ProbeVectors,
     fingerprint,
@@ -93,21 +92,18 @@ def test_the_signs_alone_show_an_update_many_times_above_their_threshold():
     assert abs(after.values[0] - before.values[0]).max() / size > 30 * tolerance(after)
 
 
-def test_a_ledger_notes_a_tied_head():
+def test_a_tied_head_has_the_fingerprint_of_its_embedding():
     weights = some_weights()
-    ledger = FingerprintLog(ProbeVectors(), tied={"lm_head.weight": "model.embed_tokens.weight"})
-    for name, tensor in weights.items():
-        ledger.add_fingerprint(name, tensor)
-    assert ledger.fingerprints["lm_head.weight"] is ledger.fingerprints["model.embed_tokens.weight"]
-    assert set(ledger.fingerprints) == {*weights, "lm_head.weight"}
-    assert ledger.seconds > 0
+    found = marks_of(weights, tied={"lm_head.weight": "model.embed_tokens.weight"})
+    assert found["lm_head.weight"] is found["model.embed_tokens.weight"]
+    assert set(found) == {*weights, "lm_head.weight"}
 
 
 def test_a_matrix_that_is_kept_sideways_is_marked_as_engines_have_it():
-    weight = torch.randn(20, 30)
-    ledger = FingerprintLog(ProbeVectors(), transposed={"w"})
-    ledger.add_fingerprint("w", weight)
-    assert differing(ledger.fingerprints["w"], fingerprint(weight.T.contiguous(), ProbeVectors())) is None
+    weight, verifier = torch.randn(20, 30), verifier_of()
+    verifier.transposed = {"w"}
+    verifier.add_fingerprint("w", weight)
+    assert differing(verifier.fingerprints["w"], fingerprint(weight.T.contiguous(), ProbeVectors())) is None
     model = torch.nn.ModuleDict({"a": Conv1D(20, 30), "b": torch.nn.Linear(30, 20)})
     assert transposed_names(model) == {"a.weight"}
 

@@ -47,11 +47,9 @@ def test_the_trainer_copies_fingerprints_of_a_sync_once(monkeypatch):
     copies, copy = [], torch.Tensor.cpu
     monkeypatch.setattr(fingerprints, "is_in_main_memory", lambda x: False)
     monkeypatch.setattr(torch.Tensor, "cpu", lambda x: copies.append(x.numel()) or copy(x))
-    log = fingerprints.FingerprintLog(ProbeVectors(VERSION), torch.float32)
-    for each, tensor in weights.items():
-        log.add_fingerprint(each, tensor)
-    assert log.fingerprints.keys() == expected.keys()
-    assert all((log.fingerprints[name].values == mark.values).all() for name, mark in expected.items())
+    found = marks_of(weights, VERSION)
+    assert found.keys() == expected.keys()
+    assert all((found[name].values == mark.values).all() for name, mark in expected.items())
     assert len(copies) == 1
 
 

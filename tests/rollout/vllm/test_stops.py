@@ -222,17 +222,6 @@ def test_an_engine_that_is_stopped_when_it_is_to_give_memory_back_is_ended_and_m
 
 
 @pytest.mark.exhaustive
-def test_closing_a_stopped_engine_leaves_nothing_and_waits_for_nothing(source):
-    vllm = VLLMRollout(**SMALL).attach(source.load_causal_lm("cpu"), source.load_tokenizer(), 5)
-    pid, files = vllm.process_id, vllm.process.files
-    os.kill(pid, signal.SIGSTOP)
-    vllm.close()
-    assert not is_running(pid)
-    assert not files.directory.exists()
-    assert not files.temporary.exists()
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", ["adopt", "prove", "advance_turns"])
 def test_a_stop_beside_an_adapter_is_outlived(stage, source, tmp_path, monkeypatch):
     model = LoRA(rank=8).apply(source.load_causal_lm("cpu"), causal_lm=True).eval()

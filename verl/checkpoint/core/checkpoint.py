@@ -1,6 +1,6 @@
 """Opening a checkpoint: COMMIT and the manifest are verified before any other file of the directory is used.
 
-`FORMATS` says which version of verl reads which checkpoints, and what a change of version would break.
+`FORMATS` lists which version of verl reads which checkpoints; `findings` reports what a change of version would break.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Checkpoint:
 
     @property
     def sequence(self) -> int:
-        """Number of its publication."""
+        """Publication number, increasing within a directory."""
         return self.manifest.sequence
 
     @property
@@ -102,7 +102,7 @@ class Checkpoint:
         """Check that a leaf of a file, from the offset `begin`, is what was written.
 
         Args:
-            of: what they are bytes of, if not of the file, for the message.
+            of: what the bytes belong to, if not to the file, for the message.
         Raises:
             CheckpointCorrupt: it is not; names the tensors.
         """
@@ -120,7 +120,7 @@ class Checkpoint:
             begin += entry.leaves[number].size
 
     def path(self, file: str) -> Path:
-        """Absolute path of one of its files."""
+        """Absolute path of a file of this checkpoint."""
         return self.directory / file
 
 
@@ -129,8 +129,8 @@ def open_checkpoint(disk: FileSystem, directory: Path) -> Checkpoint:
 
     Raises:
         CheckpointIncomplete: COMMIT or the manifest is missing.
-        CheckpointCorrupt: they cannot be read, or do not match.
-        CheckpointTooNew: a later version wrote it.
+        CheckpointCorrupt: COMMIT or the manifest cannot be read, or they do not match.
+        CheckpointTooNew, CheckpointTooOld: its format is not supported.
     """
     disk.contain(directory)
     commit = _read_own(disk, directory, COMMIT, COMMIT_LIMIT_BYTES)
@@ -147,7 +147,7 @@ def parse_manifest(directory: Path, data: bytes) -> Manifest:
     Args:
         directory: of the checkpoint, for messages.
     Raises:
-        CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld: it is not one, or of a format that is not read.
+        CheckpointCorrupt, CheckpointTooNew, CheckpointTooOld: not a manifest, or an unsupported format.
     """
     try:
         return Manifest.from_bytes(data)
@@ -253,13 +253,13 @@ class FormatOf(NamedTuple):
     reads_from: str
 
 
-# A row for every version of verl that changed one of the two.
+# A row for every version of verl that changed either format.
 FORMATS = (
     FormatOf("0.1.0", writes="0.9.0", reads_from="0.9.0"),
     FormatOf("0.2.0", writes="1.0.0", reads_from="0.9.0"),
     FormatOf("0.3.0", writes=FORMAT_VERSION, reads_from=OLDEST_FORMAT),
 )
-OLDEST_WRITER = Version("0.3.0")  # whose checkpoints this version reads
+OLDEST_WRITER = Version("0.3.0")  # oldest version of verl whose checkpoints this version reads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,10 +280,10 @@ class FormatFinding:
 
 
 def parse_version(text: str, where: str) -> Version:
-    """`0.3.5` or `v0.3.5`.
+    """Parse a version such as `0.3.5` or `v0.3.5`.
 
     Raises:
-        ConfigError: it is not a version.
+        ConfigError: the text is not a version.
     """
     try:
         return Version(text)
@@ -292,7 +292,7 @@ def parse_version(text: str, where: str) -> Version:
 
 
 def format_of(version: Version) -> FormatOf | None:
-    """The formats that a version of verl writes and reads; None if it has no such checkpoints.
+    """The formats that a version of verl writes and reads; None for versions before the first format.
 
     A version later than this one is treated like this one, because it must read everything that this one reads.
     """
@@ -301,7 +301,7 @@ def format_of(version: Version) -> FormatOf | None:
 
 
 def is_ahead(version: Version) -> bool:
-    """Whether that version is newer, so that its format is not known here."""
+    """Whether a version is newer than this one, so that its format is unknown here."""
     return version > Version(verl.__version__)
 
 

@@ -1,7 +1,7 @@
 """File-system access of the checkpoint store: every system call behind one interface, and operations on whole files.
 
-Tests replace `FileSystem` by a subclass with another `perform`, which records the operations, makes one of them fail,
-or ends the process before or after it. Everything else is real.
+Tests use a subclass of `FileSystem` whose `perform` records operations, makes one fail, or ends the process before or
+after one. Everything else is real.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ M = TypeVar("M", bound=Callable[..., Any])
 FICLONE = 0x40049409  # ioctl: let this file share the blocks of another one, until either is changed
 NO_LINK = {errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EACCES}
 NO_CLONE = {errno.EXDEV, errno.EOPNOTSUPP, errno.ENOTTY, errno.EINVAL, errno.ENOSYS, errno.EPERM}
-OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # they say nothing about the file
+OUT_OF_RESOURCES = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}  # not faults of the file
 NO_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 NO_LOCK = {errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
@@ -53,7 +53,7 @@ class FreeSpace:
 
 
 def _operation(method: M) -> M:
-    """Have a method of `FileSystem` run by `perform`, under the method's name."""
+    """Decorator: run a method of `FileSystem` through `perform`, with the method's name."""
 
     @functools.wraps(method)
     def run(self: FileSystem, *args: Any, **kwargs: Any) -> Any:
@@ -65,8 +65,8 @@ def _operation(method: M) -> M:
 class FileSystem:
     """The file system. Each public method is one operation and raises the system's OSError.
 
-    Below a directory given to `contain`, no symbolic link is followed: each directory on the way is opened from the one
-    above it, so that nobody who can write there leads an operation elsewhere. The directory itself may be a link.
+    Below a directory given to `contain`, symbolic links are not followed: each component of a path is opened relative
+    to its parent, so that others who can write there cannot redirect an operation. The directory itself may be a link.
     """
 
     _contained: tuple[Path, ...] = ()
@@ -108,7 +108,7 @@ class FileSystem:
 
     @_operation
     def truncate(self, handle: FileHandle, size: int) -> None:
-        """Cut a file off."""
+        """Truncate a file to `size` bytes."""
         os.ftruncate(handle.fd, size)
 
     @_operation
@@ -228,15 +228,15 @@ class FileSystem:
 
     @_operation
     def lock(self, path: Path, shared: bool = False) -> FileHandle | None:
-        """Lock a file or directory, exclusively or not, until it is closed or the process ends; None if another process
-        holds it, or has replaced it meanwhile.
+        """Lock a file or directory, exclusively or shared, until it is closed or the process ends; None if another
+        process holds the lock or has replaced the file in the meantime.
 
         Raises:
             OSError: one of NO_LOCK if the file system has no locks.
         """
         try:
-            fd = self._open(path, os.O_RDWR | os.O_NONBLOCK)  # NFS locks a file exclusively only for who may write it
-        except OSError:  # a directory, or a file of somebody else
+            fd = self._open(path, os.O_RDWR | os.O_NONBLOCK)  # an exclusive lock on NFS needs write access
+        except OSError:  # a directory, or a file of another user
             fd = self._open(path, os.O_RDONLY | os.O_NONBLOCK)
         try:
             fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -256,7 +256,7 @@ class FileSystem:
 
     @contextlib.contextmanager
     def _at(self, path: Path) -> Iterator[tuple[int | None, str]]:
-        """The open parent of a path below a contained directory, and its name in there; otherwise None and the path."""
+        """The open parent of a path below a contained directory and its name there; None and the path for others."""
         above = [directory for directory in self._contained if directory in path.parents]
         if not above:
             yield None, str(path)
@@ -292,7 +292,7 @@ class FileSystem:
 
 
 def _read_up_to(file: FileIO, size: int) -> bytes:
-    """The next bytes of a file, fewer at its end; one read may return less than it was asked for."""
+    """The next `size` bytes of a file, fewer at its end; a single read call may return less."""
     data = bytearray()
     while len(data) < size and (piece := file.read(min(LEAF_BYTES, size - len(data)))):
         data += piece
@@ -317,10 +317,10 @@ def _open_below(fd: int, name: str, path: Path, access: int = os.O_PATH) -> int:
 def write_file(disk: FileSystem, path: Path, buffers: Iterable[Any]) -> tuple[Leaf, ...]:
     """Write a new file from buffers and make its content durable (its name is durable once its directory is synced).
 
-    The buffers in memory are hashed, not what a later read would return, so that damage on the way to the disk shows.
+    Hashes the buffers in memory, not what a later read returns, so that damage on the way to the disk is detected.
 
     Raises:
-        OSError: the file is to be abandoned; a second attempt must use another name.
+        OSError: the file must be abandoned; a second attempt must use another name.
     """
     hasher = LeafHasher()
 
@@ -335,7 +335,7 @@ def write_file(disk: FileSystem, path: Path, buffers: Iterable[Any]) -> tuple[Le
     return tuple(hasher.leaves)
 
 
-TEMPORARY_SUFFIX = ".tmp"  # of a file that gets its name once it is whole
+TEMPORARY_SUFFIX = ".tmp"  # of a file that is renamed once it is complete
 
 
 def write_by_rename(disk: FileSystem, path: Path, data: bytes) -> None:
@@ -344,7 +344,7 @@ def write_by_rename(disk: FileSystem, path: Path, data: bytes) -> None:
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     try:
         write_file(disk, temporary, [data])
-    except FileExistsError:  # of a process that was killed here once, or that writes the same file just now
+    except FileExistsError:  # left by a killed process, or being written by another one
         temporary = path.with_name(f"{path.name}-{secrets.token_hex(6)}{TEMPORARY_SUFFIX}")
         write_file(disk, temporary, [data])
     disk.rename(temporary, path)
@@ -353,8 +353,8 @@ def write_by_rename(disk: FileSystem, path: Path, data: bytes) -> None:
 def duplicate(disk: FileSystem, source: Path, target: Path) -> bool:
     """Make `target` a hard link to `source`, or a clone where the file system cannot link.
 
-    Returns:
-        False if it supports neither; nothing is left at `target` then, and the caller must copy the bytes.
+    Returns: False if the file system supports neither; `target` then does not exist, and the caller must copy the
+        bytes.
     """
     try:
         disk.link(source, target)
@@ -374,7 +374,7 @@ def clone(disk: FileSystem, source: Path, target: Path) -> bool:
             raise
         with contextlib.suppress(FileNotFoundError):
             disk.unlink(target)
-        if error.errno == errno.ENOENT:  # the source was removed meanwhile
+        if error.errno == errno.ENOENT:  # the source was removed in the meantime
             raise
         return False
     return True

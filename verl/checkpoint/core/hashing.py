@@ -1,8 +1,8 @@
 """BLAKE3 of files, in leaves: pieces that can be verified without reading the rest.
 
-A leaf ends where a buffer ends (the header, one tensor) or after 16 MiB, so that a damaged leaf names its tensor and
-a reader of one tensor hashes that tensor alone. A file's digest is the BLAKE3 of its only leaf, or, with more leaves,
-of their digests one after another; so no byte is hashed twice, and b3sum gives the same for files of one leaf.
+A leaf ends where a buffer ends (the header, one tensor) or after 16 MiB, so that a damaged leaf identifies its tensor
+and reading one tensor hashes only that tensor. The digest of a file is the BLAKE3 of its only leaf or, with more
+leaves, of their concatenated digests: no byte is hashed twice, and b3sum agrees for files of one leaf.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from verl.utils.external_input import ByteCount
 from verl.utils.progress import report
 
 LEAF_BYTES = 16 * 2**20
-BLOCK_BYTES = 2**20  # small enough that what was just hashed is still in the cache when it is written
+BLOCK_BYTES = 2**20  # small enough that a hashed block is still in the cache when it is written
 
 
 class Leaf(NamedTuple):

@@ -38,14 +38,14 @@ class ManifestTooNew(ManifestError):
 
 
 class ManifestTooOld(ManifestError):
-    """A manifest of a format that is not read any more."""
+    """A manifest of a format that is no longer supported."""
 
 
 def checked_path(path: str) -> str:
     """Check a path within a checkpoint and return it.
 
     Raises:
-        ManifestError: it leads out of the checkpoint, or to a file that the store itself writes.
+        ManifestError: the path leads out of the checkpoint, or to a file that the store itself writes.
     """
     try:
         checked = external_input.checked_path(path)
@@ -65,9 +65,9 @@ class SavedSlice:
     """A rectangular part of a tensor, stored row-major and contiguously in a file.
 
     Args:
-        file: path within the checkpoint; empty before it is in one.
+        file: path within the checkpoint; empty before the layout is known.
         key: the name in that file's safetensors header, or None for other kinds of files.
-        offset: of the first byte, from the beginning of the file.
+        offset: of the first byte in the file.
         start, extent: the first index and the length in every dimension of the tensor.
     """
 
@@ -84,7 +84,7 @@ class SavedSlice:
 
     @property
     def num_elements(self) -> int:
-        """1 for a tensor without dimensions."""
+        """Number of elements; 1 for a tensor without dimensions."""
         return math.prod(self.extent)
 
 
@@ -114,7 +114,7 @@ class LogicalTensor:
         cls, component: str, name: str, dtype: str, shape: tuple[int, ...],
         start: tuple[int, ...] | None = None, extent: tuple[int, ...] | None = None,
     ) -> LogicalTensor:  # fmt: skip
-        """A tensor of which one slice is to be saved; without `start` and `extent` all of it."""
+        """A tensor with one slice to save; the whole tensor without `start` and `extent`."""
         part = SavedSlice(
             file="", offset=0, start=start or (0,) * len(shape), extent=shape if extent is None else extent
         )
@@ -198,7 +198,7 @@ def _describe(part: SavedSlice) -> str:
 
 
 FORMAT_NAME = "verl-checkpoint"
-FORMAT_VERSION = OLDEST_FORMAT = "1.0.0"  # from here on, what one version wrote every later one reads
+FORMAT_VERSION = OLDEST_FORMAT = "1.0.0"  # each later format reads all formats from this one on
 MANIFEST_LIMIT_BYTES = 2**28
 COMMIT_LIMIT_BYTES = 4096
 DELTAS = "it stores files as deltas"
@@ -213,7 +213,7 @@ class FileEntry:
         path: within the checkpoint, with forward slashes.
         blake3: digest of the file (`hashing.file_digest`).
         leaves: pieces that can be verified separately.
-        linked_from: the checkpoint with which it shares bytes, for information.
+        linked_from: the checkpoint with which the file shares bytes, for information.
     """
 
     path: RelativePath
@@ -235,7 +235,7 @@ class Manifest:
     """The content of a checkpoint.
 
     Args:
-        sequence: number of its publication in this directory; the highest is the newest, whatever the step.
+        sequence: publication number in this directory; the highest is the newest checkpoint, regardless of its step.
         saved_at: UTC, ISO 8601.
         verl_version: of the code that wrote it.
         metrics: at that step, for `keep_best`.
@@ -263,7 +263,7 @@ class Manifest:
         return self.contents.get(path)
 
     def to_bytes(self) -> bytes:
-        """The canonical form: equal manifests give equal bytes, one file or tensor a line."""
+        """The canonical form: equal manifests give equal bytes; one line per file or tensor."""
         head = {"format": {"name": FORMAT_NAME, "version": self.version}}
         head |= {key: getattr(self, key) for key in _PLAIN_FIELDS}
         lines = [f"{json.dumps(key)}: {_compact(value)}" for key, value in head.items()]
@@ -276,9 +276,9 @@ class Manifest:
         """Parse a manifest; unknown keys are ignored.
 
         Raises:
-            ManifestTooNew: it is of a later format.
-            ManifestTooOld: it stores files in a form that is not read any more.
-            ManifestError: it is not a manifest.
+            ManifestTooNew: the format is newer than this version.
+            ManifestTooOld: the format, or the version that wrote it, is no longer supported.
+            ManifestError: the data is not a valid manifest.
         """
         try:
             stamped = parse_as(_Stamped, data)
@@ -342,7 +342,7 @@ def is_readable(version: str, by: str = FORMAT_VERSION) -> bool:
 
 
 def is_older(version: str, than: str = OLDEST_FORMAT) -> bool:
-    """Whether a format came before another one."""
+    """Whether a format version precedes another."""
     return _major_minor(version) < _major_minor(than)
 
 
@@ -364,7 +364,7 @@ def _supported(form: _Format) -> str:
 
 
 def utc_now() -> str:
-    """The time for `saved_at`."""
+    """The current time in the format of `saved_at`."""
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
 
 

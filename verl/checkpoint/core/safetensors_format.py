@@ -24,8 +24,8 @@ MODEL_METADATA = {"format": "pt"}  # without it, transformers refuses the file
 def lay_out(
     path: str, tensors: Sequence[LogicalTensor], metadata: Mapping[str, str] | None = None
 ) -> tuple[bytes, list[LogicalTensor]]:
-    """The header of a file with one slice of each tensor, and the tensors with the places of these slices in the file,
-    in the order in which their bytes follow.
+    """The header of a file with one slice of each tensor, and the tensors with the offsets of these slices, in file
+    order.
 
     >>> header, (bias,) = lay_out("model.safetensors", [LogicalTensor.of_slice("actor", "bias", "F32", (2,))])
     >>> bias.slices[0].offset == len(header)
@@ -52,13 +52,12 @@ def lay_out(
 def model_files(
     writers: Sequence[Mapping[str, int]], max_bytes: int = DEFAULT_SHARD_BYTES
 ) -> tuple[list[dict[str, list[str]]], bytes | None]:
-    """The files of a model, as Hugging Face lays one out: `model.safetensors`, or numbered files and an index.
+    """The files of a model in Hugging Face's layout: `model.safetensors`, or numbered files and an index.
 
     Args:
         writers: bytes of each tensor by name, for each process that writes some of them.
-        max_bytes: of a file.
-    Returns:
-        Of each writer, file -> names; and the content of the index where there is more than one file.
+        max_bytes: maximum size of a file.
+    Returns: Names by file, for each writer; and the content of the index, None for a single file.
     """
     cut = [list(_cut(sizes, max_bytes)) for sizes in writers]
     count = sum(len(files) for files in cut)
@@ -102,7 +101,7 @@ def read_header(head: bytes | memoryview, file_bytes: int) -> dict[str, tuple[st
         head: at least the header; see `header_bytes`.
         file_bytes: size of the whole file.
     Raises:
-        ValueError: it is not a safetensors file, or the tensors do not fill it exactly.
+        ValueError: this is not a safetensors file, or the tensors do not fill it exactly.
     """
     base = header_bytes(head)
     if base > len(head):

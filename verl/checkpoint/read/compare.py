@@ -45,7 +45,7 @@ class CheckpointDifference:
 def compare(
     first: Checkpoint, second: Checkpoint, disk: FileSystem | None = None, numbers: bool = False
 ) -> list[CheckpointDifference]:
-    """All differences between two checkpoints.
+    """All differences between two checkpoints, except times and loss history.
 
     Tensors are compared by the digests in the manifests; if those are not comparable, because the slices differ, the
     tensors are read. Safetensors files are compared by their tensors only.

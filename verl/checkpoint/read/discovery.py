@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 STAGING, TRASH, PINS, LATEST = "staging", "trash", "pins", "latest"
 COLD, UPLOADED, FETCHED = "cold.json", "uploaded", "fetched"
 POLICY_RECORD = "policy.json"  # in a run's directory: step, configuration and statistics of the weights in it
-TAG = NAME  # what a tag may be, since it names a directory
+TAG = NAME  # pattern of a tag, which is the name of a directory
 HEAD_BYTES = 512
 HEAD = re.compile(rb'"format":.*?"version": ?"(\d+\.\d+)[^"]*".*?"sequence": ?(\d+)', re.DOTALL)
 RESERVED = {STAGING, TRASH, PINS, LATEST, FORMAT, RUN_LOCK, COLD, UPLOADED, FETCHED}
@@ -54,7 +54,7 @@ class CheckpointDirectory:
         return good
 
     def survey(self, level: Level = "quick") -> tuple[list[Checkpoint], list[BadCheckpoint]]:
-        """The complete checkpoints in order of publication, and the faults of each of the others."""
+        """The complete checkpoints in order of publication, and an error for each of the others."""
         good, bad, is_pruned = [], [], False
         with read_errors(f"looking for checkpoints in {self.directory}"):
             for directory in self.candidates():
@@ -64,7 +64,7 @@ class CheckpointDirectory:
                     if self.exists(directory):
                         bad.append(error)
                     else:
-                        is_pruned = True  # while we looked: then there are newer ones
+                        is_pruned = True  # pruned during the search: newer ones exist
         if is_pruned and not good:
             return self.survey(level)
         return sorted(good, key=lambda checkpoint: (checkpoint.sequence, checkpoint.name)), bad
@@ -73,7 +73,7 @@ class CheckpointDirectory:
         """The complete checkpoint that was published last, see `complete` and `newest_and_damaged`.
 
         Raises:
-            CheckpointNotFound: there is none.
+            CheckpointNotFound: no checkpoint is complete.
             CheckpointUnsupported: another version of verl saved here; no older checkpoint is used instead.
         """
         newest, damaged = self.newest_and_damaged(is_meant=is_meant)
@@ -90,8 +90,8 @@ class CheckpointDirectory:
         opened.
 
         Args:
-            name: of one checkpoint, which alone is looked at; None or `latest` for all.
-            is_meant: whether a checkpoint counts; None: all do.
+            name: consider only the checkpoint of this name; None or `latest` considers all.
+            is_meant: whether a checkpoint is considered; None considers all.
         Raises:
             CheckpointUnsupported: another version of verl saved here.
         """
@@ -107,7 +107,7 @@ class CheckpointDirectory:
                 except BadCheckpoint as error:
                     if self.exists(path):
                         damaged.append(error)
-                    elif name in (None, LATEST):  # pruned meanwhile, so that there are newer ones
+                    elif name in (None, LATEST):  # pruned in the meantime: newer ones exist
                         return self.newest_and_damaged(name, is_meant)
         return None, damaged
 
@@ -115,7 +115,7 @@ class CheckpointDirectory:
         """The checkpoint of this name; `latest` is the newest complete one, independent of the symbolic link.
 
         Raises:
-            CheckpointNotFound: there is none of this name.
+            CheckpointNotFound: no checkpoint has this name.
             BadCheckpoint: it does not verify.
         """
         if name == LATEST:
@@ -126,13 +126,13 @@ class CheckpointDirectory:
             return open_verified(self.disk, self.directory / name, level)
 
     def newest_first(self) -> dict[Path, float]:
-        """Directories that are checkpoints, complete or not, the last published first, each with the number of its
-        publication; infinite where the manifest cannot be read."""
+        """Directories of checkpoints, complete or not, by publication number, newest first; infinity if the manifest
+        cannot be read."""
         numbered = {path: self._sequence(path) for path in self.candidates()}
         return {path: numbered[path] for path in sorted(numbered, key=lambda path: numbered[path], reverse=True)}
 
     def candidates(self) -> list[Path]:
-        """Directories that are checkpoints, complete or not."""
+        """Directories of checkpoints, complete or not."""
         try:
             names = self.disk.names(self.directory)
         except FileNotFoundError:
@@ -147,7 +147,7 @@ class CheckpointDirectory:
                 return False
             return path.name.startswith("global_step_") or any(self.exists(path / name) for name in (COMMIT, MANIFEST))
         except OSError:
-            return True  # what is wrong there is found, and said, when it is opened
+            return True  # the fault is reported when it is opened
 
     def exists(self, path: Path) -> bool:
         """Whether anything of this name exists, including a dangling symbolic link."""
@@ -167,7 +167,7 @@ class CheckpointDirectory:
         return int(head[2])
 
     def _say(self, sentence: str) -> None:
-        """Log a warning, once."""
+        """Log an error, once per message."""
         if sentence not in self._said:
             self._said.add(sentence)
             log.error(sentence)

@@ -1,6 +1,5 @@
 """Lazy tensors: a component's tensors in torch, mapped from the files, hashed when first read, moved to their
-device.
-"""
+device."""
 
 from __future__ import annotations
 
@@ -29,8 +28,8 @@ TORCH_TYPES = {
 class MappedTensors(Mapping[str, torch.Tensor]):
     """Tensors by name, each read and hashed when it is accessed.
 
-    A tensor on the CPU is a view of the mapped file: it costs no memory until it is touched, and what is written into
-    it stays in this process. `dict(tensors)` reads them all.
+    A tensor on the CPU is a view of the mapped file: it takes no memory until it is accessed, and changes to it stay in
+    this process. `dict(tensors)` reads all tensors.
 
     Args:
         reader: made with `writable=True`.
@@ -57,7 +56,7 @@ class MappedTensors(Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
     def __contains__(self, name: object) -> bool:
-        return name in self._tensors  # without reading it, as the inherited one would
+        return name in self._tensors  # the inherited method would read the tensor
 
     def __repr__(self) -> str:
         return f"MappedTensors({len(self)} tensors of {self._reader.checkpoint.directory})"

@@ -4,7 +4,7 @@ Only requested ranges are read. There are three levels of verification:
 
 quick   COMMIT, sizes, unlisted and missing files, safetensors headers, tiling; milliseconds; at every discovery
 load    the hash of what is read
-full    every byte; names the file and the tensor
+full    the hash of every byte; faults name the file and the tensors
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class CheckpointReader:
     >>> weight = reader.tensor("actor", "model.norm.weight")  # row-major bytes of the whole tensor
 
     Args:
-        verify: hash every leaf the first time that bytes of it are read.
+        verify: hash each leaf when its bytes are first read.
         writable: return writable views; changes stay in this process.
     """
 
@@ -75,7 +75,7 @@ class CheckpointReader:
         """Bytes of a file as a view of the mapped file, which stays mapped during the lifetime of the view.
 
         Raises:
-            CheckpointCorrupt: they differ from what was written; names the tensors.
+            CheckpointCorrupt: the bytes differ from what was written; with the affected tensors.
         """
         entry = self._entries.get(path)
         if entry is None:
@@ -90,7 +90,7 @@ class CheckpointReader:
         """Hash every byte of a file, unless `verify` is off; uses memory for one leaf.
 
         Raises:
-            CheckpointCorrupt: they are not what was written.
+            CheckpointCorrupt: the bytes differ from what was written.
         """
         entry, begin = self._entries.get(path), 0
         if entry is None or not entry.leaves:
@@ -104,7 +104,7 @@ class CheckpointReader:
         slices.
 
         Raises:
-            CheckpointNotFound: there is no such tensor.
+            CheckpointNotFound: the checkpoint has no such tensor.
         """
         tensor = self._tensors.get((component, name))
         if tensor is None:
@@ -167,8 +167,8 @@ class CheckpointReader:
 
 
 def _runs(part: SavedSlice, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
-    """The elements of a slice as runs that are contiguous in the whole tensor, in order: (offset there, length)."""
-    last = len(shape) - 1  # of the dimensions over which runs follow each other; those behind it are whole
+    """Contiguous runs of a slice within the whole tensor, in order: (offset in the tensor, length), in elements."""
+    last = len(shape) - 1  # dimension along which a run extends; the slice is whole in those after it
     while last > 0 and part.extent[last] == shape[last]:
         last -= 1
     for index in itertools.product(*(range(a, b) for a, b in zip(part.start[:last], part.end[:last]))):
@@ -179,17 +179,17 @@ def _runs(part: SavedSlice, shape: tuple[int, ...]) -> Iterator[tuple[int, int]]
 
 
 def open_verified(disk: FileSystem, directory: Path, level: Level = "quick") -> Checkpoint:
-    """Open a checkpoint that passes at this level.
+    """Open a checkpoint and verify it at this level.
 
     Raises:
-        BadCheckpoint: with all faults, by file.
+        BadCheckpoint: it does not pass; with all faults, by file.
     """
     checkpoint = open_checkpoint(disk, directory)
     try:
         missing, others = quick_faults(disk, checkpoint)
         if not missing and level == "full":
             others += full_faults(disk, checkpoint)
-    except FileNotFoundError as error:  # it is being pruned while we look
+    except FileNotFoundError as error:  # it is being pruned at the same time
         raise CheckpointIncomplete(directory, [FileFault(_named(directory, error), "it vanished")]) from error
     except OSError as error:
         if error.errno in OUT_OF_RESOURCES:
@@ -236,7 +236,7 @@ def quick_faults(disk: FileSystem, checkpoint: Checkpoint) -> tuple[list[FileFau
 
 
 def _index_faults(disk: FileSystem, checkpoint: Checkpoint) -> Iterator[FileFault]:
-    """Files that an index of weights names and the manifest does not, which would be loaded without being hashed."""
+    """Files that an index of weights lists but the manifest does not: they would be loaded without verification."""
     contents = checkpoint.manifest.contents
     for entry in checkpoint.manifest.files:
         if not entry.path.endswith(".index.json"):

@@ -1,12 +1,12 @@
 """CheckpointWriter: saves live tensors as a committed checkpoint, while training continues.
 
-    save()         lays out, and returns                                       milliseconds
+    save()         computes the layout and returns                            milliseconds
     copying        a thread copies the tensors into one of two host buffers   wait_copied() before weights change
-    writing        the writer process writes, hashes, publishes, prunes     poll() tells what became of it
-    drain, close   at the end
+    writing        the writer process writes, hashes, publishes, prunes     poll() returns the outcomes
+    drain, close   wait for saves in progress
 
-A writer process that dies is started again, and the save is written from the host buffer, which still holds it; if it
-dies again, the save has failed. No save is lost silently: every one ends as a `SaveOutcome`.
+A writer process that dies is restarted, and the save is written from the host buffer, which still holds its bytes;
+after a second death the save fails. No save is lost silently: each ends as a `SaveOutcome`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WRITER_TIMEOUT_S = 600.0
 
 @dataclass(kw_only=True)
 class _Job:
-    """A save under way."""
+    """A save in progress."""
 
     request: SaveRequest
     snapshot: Snapshot | None
@@ -60,11 +60,11 @@ class CheckpointWriter:
     """Saves checkpoints of one trainer; docs/checkpoints.md has an example.
 
     Args:
-        store: where to; its claim is taken with the first save.
-        mode: `sync` does the same in the caller's thread, without a process.
-        when_busy: what `save` does while two saves are under way: wait for one of them, or skip this one and say so.
+        store: where checkpoints are published; the first save claims its directory.
+        mode: `async` copies in a thread and writes in a process; `sync` does both in the caller's thread.
+        when_busy: while two saves are in progress, `save` waits for one of them or skips this one with a warning.
         retention: applied after every save.
-        timeout_s: without progress, which is treated as the death of the writer process.
+        timeout_s: seconds without progress after which the writer process is treated as dead.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class CheckpointWriter:
     # -- for the trainer ---------------------------------------------------------------------------------------------
 
     def prepare(self, request: SaveRequest) -> None:
-        """Have the memory for such saves allocated, and the process started, in the background: the first save then
-        takes no longer than the others. Copies and writes nothing; is not needed."""
+        """Allocate memory for saves of this size and start the process, in the background, so that the first save takes
+        no longer than later ones. Optional; copies and writes nothing."""
         self.reserve(lay_out_request(request)[0].num_bytes)
 
     def reserve(self, num_bytes: int) -> None:
-        """`prepare` for saves of this many bytes."""
+        """Equivalent of `prepare` for saves of `num_bytes` bytes."""
         if self.mode == "async" and (host_buffer := self._host_buffers.acquire(None)) is not None:
             self._to_copy.put(partial(self._reserve, host_buffer, num_bytes))
 
@@ -116,13 +116,12 @@ class CheckpointWriter:
         """Begin a save at a step boundary. The tensors must not change before `wait_copied` has returned.
 
         Args:
-            transaction: of a save that several processes write, begun by the caller; ended here.
-            began: when the save did, by `time.perf_counter`.
-        Returns:
-            False where it was skipped.
+            transaction: the transaction of a save that several processes write, opened by the caller and closed here.
+            began: start time of the save, from `time.perf_counter`.
+        Returns: False if the save was skipped.
         Raises:
-            ValueError, TypeError: the request cannot be saved by anyone; see `lay_out_request`.
-            CheckpointWriteFailed: it waits for an earlier one, which makes no progress.
+            ValueError, TypeError: the request is invalid; see `lay_out_request`.
+            CheckpointWriteFailed: an earlier save, for which this one waits, makes no progress.
         """
         began = time.perf_counter() if began is None else began
         assert self._is_open, "this writer was closed"
@@ -154,17 +153,17 @@ class CheckpointWriter:
         return True
 
     def wait_copied(self) -> None:
-        """Wait until the tensors of every save may change; call it before the next optimizer step."""
+        """Wait until the tensors of all saves are copied; call this before the next optimizer step."""
         if self._last is not None:
             self._last.copied.wait()  # saves are copied one after another
 
     def poll(self, raises: bool = True) -> list[SaveOutcome]:
-        """Outcomes of saves since the last call.
+        """Outcomes of the saves that ended since the last call.
 
         Args:
-            raises: raise the error of the first that failed; the others are reported by the next call.
+            raises: raise the error of the first failed save; the next call reports the other outcomes.
         Raises:
-            CheckpointError: a save failed; nothing of it was published.
+            CheckpointError: a save failed and was not published.
         """
         with self._changed:
             failed = next((outcome for outcome in self._outcomes if outcome.error is not None), None)
@@ -188,12 +187,12 @@ class CheckpointWriter:
         return self.poll(raises)
 
     def _watch(self, timeout_s: float | None = None) -> ProgressWatch:
-        """Timeout for saves in progress; by default longer than replacing a hanging process twice."""
+        """Timeout for saves in progress; the default is longer than replacing a hanging process twice."""
         limit_s = 2 * self._timeout_s + START_TIMEOUT_S + END_TIMEOUT_S if timeout_s is None else timeout_s
         return ProgressWatch(self._progress, limit_s, poll_interval_s=2 * WAIT_EVERY_S)
 
     def _wait_for_all(self, watch: ProgressWatch) -> bool:
-        """Wait, with `_changed` held, until no save is under way; False where they make no progress."""
+        """Wait, with `_changed` held, until no save is in progress; False if they stop making progress."""
         pause_s = min(WAIT_EVERY_S, watch.timeout_s)
         while not self._changed.wait_for(lambda: self._num_under_way == 0, pause_s):
             if watch.is_overdue:
@@ -205,12 +204,12 @@ class CheckpointWriter:
         return CheckpointWriteFailed(f"a save in {self.store.directory} {description}. Does the disk answer?")
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
-        """Finish the saves under way, end the process, give the memory back. Called again, it does nothing.
+        """Finish the saves in progress, end the process and free the memory. Idempotent.
 
-        What failed and was never polled is logged once more.
+        Failures that `poll` has not returned are logged again.
 
         Args:
-            timeout_s: without progress of the saves, after which they are given up.
+            timeout_s: seconds without progress after which the saves are abandoned.
         """
         if not self._is_open or os.getpid() != self._owner:
             return
@@ -241,17 +240,17 @@ class CheckpointWriter:
 
     @property
     def num_under_way(self) -> int:
-        """Saves that have not ended."""
+        """Number of saves in progress."""
         return self._num_under_way
 
     @property
     def process_id(self) -> int | None:
-        """Id of the writer process; None where there is none just now."""
+        """Id of the writer process; None if it is not running."""
         return self._writer_client.process_id
 
     @property
     def host_buffer_bytes(self) -> int:
-        """Memory held beside the tensors."""
+        """Bytes of host memory allocated for copies of the tensors."""
         return self._host_buffers.num_bytes
 
     # -- in threads ---------------------------------------------------------------------------------------------------
@@ -259,14 +258,14 @@ class CheckpointWriter:
     def _reserve(self, host_buffer: HostBuffer, num_bytes: int) -> None:
         try:
             host_buffer.fit(num_bytes)
-        except OSError as error:  # the save itself will say so
+        except OSError as error:  # the save itself will report it
             log.warning("no memory could be allocated for saving yet: %s", error)
         finally:
             self._host_buffers.give_back(host_buffer)
         self._to_write.put(self._writer_client.prepare)
 
     def copy(self, job: _Job) -> None:
-        """Fill the job's host buffer. The writer has it already, and reads as far as it is filled."""
+        """Fill the job's host buffer. The writer already has it and reads as far as it is filled."""
         assert job.snapshot is not None
         memory = None
         try:
@@ -309,7 +308,7 @@ class CheckpointWriter:
             reason = error_text(error)
             submit_failure(self.store.disk, job.request.multi_writer.directory, job.request.multi_writer.name, reason)
         if job.transaction is not None:
-            job.transaction.abort()  # after a publication only its lock is left
+            job.transaction.abort()  # after publication only the lock remains
         self._host_buffers.give_back(job.host_buffer)
         total_s = time.perf_counter() - job.began
         if outcome is None or error is not None:
@@ -323,7 +322,7 @@ class CheckpointWriter:
             self.note(outcome)
 
     def note(self, outcome: SaveOutcome) -> None:
-        """Have `poll` tell of a save that came to nothing before it began."""
+        """Queue an outcome for `poll`, such as that of a save that was skipped."""
         with self._changed:
             self._outcomes.append(outcome)
             self._changed.notify_all()

@@ -17,27 +17,27 @@ from verl.errors import CheckpointWriteFailed
 from verl.utils.progress import ProgressWatch, report
 
 MOST_ARENAS = 2
-ROOM_FACTOR = 1.2  # of a second buffer, that must be free in main memory
-HEAD_BYTES = PAGE_BYTES  # the first page says how far the rest is filled
+ROOM_FACTOR = 1.2  # main memory that must be free for a second buffer, relative to its size
+HEAD_BYTES = PAGE_BYTES  # the first page records how far the rest is filled
 FAILED = -1
 POLL_INTERVAL_S = 0.001
 WAIT_EVERY_S = 0.5
 MADV_POPULATE_WRITE = 23  # Linux 5.14; many page faults at once
-POPULATED_BYTES = 64 << 20  # in one call, during which no other thread runs: 0.6 s per GiB were measured
+POPULATED_BYTES = 64 << 20  # per call, during which no other thread runs: 0.6 s per GiB were measured
 
 _numbers = itertools.count(1)
 _living: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
 
 
 class HostBuffer:
-    """Shared memory without a name: it is gone with the processes that hold it, however they end.
+    """Anonymous shared memory: freed when the last process that maps it ends, however it ends.
 
-    Allocated as a whole before it is used, since memory that runs out at the first touch ends a process by a signal.
+    Allocated in full before use: if memory ran out at the first access to a page, a signal would end the process.
 
     Attributes:
-        number: of this piece of memory; another one after it has grown.
-        memory: mapped memory; None before the first allocation.
-        before_release: called once before the memory is given back.
+        number: identifies the current allocation; changes when the buffer grows.
+        memory: the mapped memory; None before the first allocation.
+        before_release: called once before the memory is freed.
     """
 
     def __init__(self) -> None:
@@ -49,10 +49,10 @@ class HostBuffer:
         _living.add(self)
 
     def fit(self, num_bytes: int) -> mmap.mmap:
-        """Allocate at least this many bytes; the content is lost if it must grow.
+        """Allocate at least `num_bytes` bytes; the content is lost if the buffer has to grow.
 
         Raises:
-            OSError: there is not so much memory.
+            OSError: not enough memory.
         """
         if self.memory is None or self.num_bytes < num_bytes:
             self.release()
@@ -69,18 +69,18 @@ class HostBuffer:
         return self.memory
 
     def release(self) -> None:
-        """Give the memory back. Whoever mapped it too keeps it until it unmaps."""
+        """Free the memory. Other processes that mapped it keep it until they unmap it."""
         if self.before_release is not None:
             self.before_release()
             self.before_release = None
         if self.fd >= 0:
             os.close(self.fd)
-        # Not closed: a tensor may still view the memory, which is given back with the last of them.
+        # Not closed: a tensor may still be a view of the memory, which is freed with the last view.
         self.fd, self.num_bytes, self.memory = -1, 0, None
 
 
 class HostBufferPool:
-    """At most two host buffers: one that is being written, one that is being filled."""
+    """At most two host buffers: one is written to disk while the other is filled."""
 
     def __init__(self, most: int = MOST_ARENAS):
         self._all = [HostBuffer() for _ in range(most)]
@@ -88,12 +88,13 @@ class HostBufferPool:
         self._changed = threading.Condition()
 
     def acquire(self, watch: ProgressWatch | None, num_bytes: int = 0) -> HostBuffer | None:
-        """A free one; None where all are in use. A second one beside one that is in use is made only where main memory
-        has room for it: otherwise the first is waited for, as if all were in use.
+        """A free buffer, or None if all are in use.
+
+        A second buffer is allocated only if main memory has room for it; otherwise this waits for the first one.
 
         Args:
-            num_bytes: that it is to hold.
-            watch: progress of the users of buffers; waits as long as they make progress; None does not wait.
+            num_bytes: size of the content.
+            watch: progress of the users of buffers; waits while they make progress; None returns at once.
         """
         with self._changed:
             while not self._free or not self._has_room(num_bytes):
@@ -103,7 +104,7 @@ class HostBufferPool:
             return self._free.pop()
 
     def _has_room(self, num_bytes: int) -> bool:
-        """Whether the next free one can hold so much without taking the memory that this machine needs."""
+        """Whether the next free buffer can hold `num_bytes` bytes without using memory that this machine needs."""
         shortage = num_bytes - self._free[-1].num_bytes
         if shortage <= 0 or len(self._free) == len(self._all):  # at least one buffer is needed
             return True
@@ -111,7 +112,7 @@ class HostBufferPool:
         return free is None or ROOM_FACTOR * shortage <= free
 
     def give_back(self, host_buffer: HostBuffer) -> None:
-        """Free for the next save. The one whose memory is there already is taken first."""
+        """Return a buffer to the pool. Buffers with allocated memory are reused first."""
         with self._changed:
             self._free.append(host_buffer)
             self._free.sort(key=lambda free: free.num_bytes)
@@ -119,30 +120,30 @@ class HostBufferPool:
 
     @property
     def num_bytes(self) -> int:
-        """Held now."""
+        """Bytes allocated by all buffers."""
         return sum(host_buffer.num_bytes for host_buffer in self._all)
 
     @property
     def numbers(self) -> frozenset[int]:
-        """Numbers of the memory that is held now."""
+        """Numbers of the current allocations."""
         return frozenset(host_buffer.number for host_buffer in self._all if host_buffer.memory is not None)
 
     def release(self) -> None:
-        """Give all memory back."""
+        """Free the memory of all buffers."""
         for host_buffer in self._all:
             host_buffer.release()
 
 
 def note_progress(memory: mmap.mmap, end: int) -> None:
-    """Publish to readers that the memory up to `end` is filled, or never will be (FAILED)."""
+    """Record for readers that the memory is filled up to offset `end`, or that filling it FAILED."""
     with memoryview(memory) as view, view[:8].cast("q") as head:
         head[0] = end
 
 
 def filling(memory: memoryview, is_filler_alive: Callable[[], bool] = lambda: True) -> ImageSource:
-    """Memory that is being filled, here or by another process.
+    """Image source over memory that is being filled, here or by another process.
 
-    Waiting raises CheckpointWriteFailed where it will never be full.
+    Waiting raises CheckpointWriteFailed if it will never be filled.
     """
 
     def wait(end: int) -> None:
@@ -166,9 +167,9 @@ def _progress(memory: memoryview) -> int:
 
 
 def map_shared(fd: int, num_bytes: int) -> mmap.mmap:
-    """Map memory that another process can map too, all of it now; a forked child does not inherit it."""
+    """Map shared memory and populate its pages; forked children do not inherit it."""
     memory = mmap.mmap(fd, num_bytes)
-    with contextlib.suppress(OSError):  # neither changes what can be done with it
+    with contextlib.suppress(OSError):  # both are optimizations
         memory.madvise(mmap.MADV_DONTFORK)
         for start in range(0, num_bytes, POPULATED_BYTES):
             memory.madvise(MADV_POPULATE_WRITE, start, min(POPULATED_BYTES, num_bytes - start))
@@ -186,7 +187,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def free_main_memory() -> int | None:
-    """Free main memory: what the kernel says, or what is left of the limit of this container."""
+    """Bytes of main memory that this machine and this container's limit leave free; None if unknown."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024

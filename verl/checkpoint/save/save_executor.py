@@ -40,10 +40,10 @@ def execute_save(
     """Write, hash and publish one save, then prune.
 
     Args:
-        source: memory with the images of the request; it must not change meanwhile.
-        fewest_direct_bytes: of a file that is written past the page cache.
+        source: memory with the images of the request; it must not change during the call.
+        fewest_direct_bytes: minimum size of a file that bypasses the page cache.
     Raises:
-        CheckpointError: nothing was published. What retention could not do is in the outcome instead.
+        CheckpointError: nothing was published. Errors of retention are in the outcome instead.
     """
     multi_writer, files = request.multi_writer, _SaveFiles(store, request, source, fewest_direct_bytes)
     if multi_writer is not None and not multi_writer.commits:
@@ -91,7 +91,7 @@ def _write_part(
 
 
 def _remove_own(disk: FileSystem, request: SaveRequest, multi_writer: MultiWriterSave) -> None:
-    """Remove what an earlier attempt left, whose process was killed."""
+    """Remove the files of an earlier attempt whose process was killed."""
     with write_errors(f"going on with the save of step {request.step}"):
         names = [file.path for file in (*request.images, *request.existing_files)]
         if multi_writer.commits:
@@ -102,7 +102,7 @@ def _remove_own(disk: FileSystem, request: SaveRequest, multi_writer: MultiWrite
 
 
 class _SaveFiles:
-    """Files of one save: those that are written, and those that an earlier checkpoint holds already."""
+    """Files of one save: new ones, and those shared with an earlier checkpoint."""
 
     def __init__(self, store: CheckpointStore, request: SaveRequest, source: ImageSource, fewest_direct_bytes: int):
         self._store, self._request, self._source = store, request, source
@@ -110,9 +110,9 @@ class _SaveFiles:
         self._hashed: dict[str, tuple[FileEntry, Checkpoint | None]] = {}
 
     def hash_increment(self) -> None:
-        """Hash every image of an incremental save, to find those that did not change; nothing for another save.
+        """Hash every image of an incremental save to find those that did not change; does nothing for other saves.
 
-        Called before the save begins, since it determines how much space that needs.
+        Called before the save begins, because it determines the disk space that the save needs.
         """
         if self._request.increment:
             self._source.wait(self._request.num_bytes)
@@ -121,14 +121,14 @@ class _SaveFiles:
 
     @property
     def needed_bytes(self) -> int:
-        """Disk space that the save takes."""
+        """Bytes of disk space that the save takes."""
         copied = [file.source for file in self._request.existing_files if file.source and file.leaves is None]
         unchanged = {path for path, (_, earlier) in self._hashed.items() if earlier is not None}
         images = [image for image in self._request.images if not image.is_constant and image.path not in unchanged]
         return sum(x.num_bytes for x in images) + sum(path.stat().st_size for path in copied if path.exists())
 
     def write(self, writer: RankWriter) -> None:
-        """Write every image; one thread writes, which costs no processor time, while another one hashes.
+        """Write every image: this thread writes, which takes no processor time, while another thread hashes.
 
         Returns once the memory is filled and every file is complete.
         """
@@ -151,7 +151,7 @@ class _SaveFiles:
             self._find_unchanged(image)
         entry, earlier = self._hashed.get(image.path, (None, None))
         if earlier is not None:
-            with contextlib.suppress(CheckpointNotFound):  # it was removed since, and the file is written
+            with contextlib.suppress(CheckpointNotFound):  # it was removed in the meantime: write the file
                 writer.add_existing(image.path, earlier)
                 return
         if image.path in hashed:
@@ -189,7 +189,7 @@ class _SaveFiles:
         self._hashed[image.path] = entry, next(holders, None)
 
     def _started(self, hashers: ThreadPoolExecutor, image: FileImage) -> Future[tuple[Leaf, ...]]:
-        # Training waits for the copy, which needs the processors and the memory; the disk needs neither.
+        # Hash only once the copy is done: training waits for the copy, which needs processors and memory bandwidth.
         end = self._request.num_bytes
         try:
             return hashers.submit(_hash, image, self._source, end)
@@ -219,7 +219,7 @@ class _SaveFiles:
 
     @property
     def _newest_own(self) -> Checkpoint | None:
-        """The newest of this run, if it has one: another process may fetch one of another run into the directory."""
+        """The newest checkpoint, of this run if it has one: another process may fetch checkpoints of other runs."""
         try:
             return self._store.newest(lambda checkpoint: checkpoint.manifest.run_id == self._store.run_id)
         except (CheckpointNotFound, BadCheckpoint):
@@ -233,7 +233,7 @@ def _hash(image: FileImage, source: ImageSource, end: int = 0) -> tuple[Leaf, ..
 
 
 def _holds(disk: FileSystem, checkpoint: Checkpoint, entry: FileEntry) -> bool:
-    """Whether a checkpoint has the same file, and its bytes on the disk are still those that were written."""
+    """Whether a checkpoint has the same file, undamaged on the disk."""
     recorded = checkpoint.manifest.file(entry.path)
     if recorded is None or (recorded.size, recorded.blake3) != (entry.size, entry.blake3):
         return False

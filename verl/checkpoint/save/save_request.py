@@ -1,6 +1,6 @@
-"""The record of one save, what became of it, and the reports of several processes that write one save together.
+"""The record of one save, its outcome, and the reports of several processes that write one save together.
 
-Nothing here needs torch: the writer process reads it too.
+Does not import torch, because the writer process imports it too.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ log = logging.getLogger(__name__)
 
 NONCE = "nonce"
 REPORT_LIMIT_BYTES = 2**28
-LATE_S = 900.0  # a participant of which nothing has come for so long is given up
+LATE_S = 900.0  # a participant without progress for this long is treated as lost
 POLL_INTERVAL_S = 0.005
-SIZES_EVERY_S = 5.0  # how often what others have written is measured
+SIZES_EVERY_S = 5.0  # how often the files of other participants are measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class MultiWriterSave:
-    """A process's place in a save that several of them write; plain values.
+    """A process's part in a save that several processes write; plain values.
 
     Args:
         directory: the staging directory, which the driver opened.
         name: of this participant; `main` waits for the others and commits.
         others: names of the participants that `main` waits for.
-        late_s: how long, while nothing comes of them.
+        late_s: seconds without progress of the others after which `main` stops waiting.
     """
 
     directory: Path
@@ -49,19 +49,19 @@ class MultiWriterSave:
 
     @property
     def commits(self) -> bool:
-        """Whether this is the one that publishes."""
+        """Whether this participant publishes the checkpoint."""
         return self.name == "main"
 
 
 def open_report_directory(disk: FileSystem, directory: Path, nonce: str) -> None:
-    """Make the place for reports in a staging directory, and the nonce by which others know that they see it."""
+    """Create the directory of reports in a staging directory, with a nonce that lets other processes identify it."""
     with write_errors("opening a save for several processes"):
         make_directories(disk, directory / REPORTS, directory)
         write_by_rename(disk, directory / REPORTS / NONCE, nonce.encode())
 
 
 def sees_nonce(disk: FileSystem, directory: Path, nonce: str) -> bool:
-    """Whether this process sees the very directory that the driver opened, and not another of that name."""
+    """Whether this process sees the directory that the driver opened, not another one of the same name."""
     try:
         return disk.read(directory / REPORTS / NONCE, 1024) == nonce.encode()
     except OSError:
@@ -69,13 +69,13 @@ def sees_nonce(disk: FileSystem, directory: Path, nonce: str) -> bool:
 
 
 def submit_report(disk: FileSystem, directory: Path, report: RankReport) -> None:
-    """Report what was written."""
+    """Publish the report of one participant to `main`."""
     with write_errors(f"reporting what {report.name} wrote"):
         write_by_rename(disk, directory / REPORTS / report.name, json.dumps(asdict(report)).encode())
 
 
 def submit_failure(disk: FileSystem, directory: Path, name: str, error: str) -> None:
-    """Report that a participant failed, unless it has reported already or the save was given up."""
+    """Report that a participant failed, unless it has already reported or the save was abandoned."""
     path = directory / REPORTS / name
     with contextlib.suppress(OSError):
         if name not in disk.names(directory / REPORTS):
@@ -85,14 +85,14 @@ def submit_failure(disk: FileSystem, directory: Path, name: str, error: str) -> 
 def collect_reports(
     disk: FileSystem, directory: Path, names: Sequence[str], late_s: float = LATE_S
 ) -> list[RankReport]:
-    """Wait for the reports of all participants, which stay where they are until the save is published.
+    """Wait for the reports of all participants. The files of reports remain until the save is published.
 
-    They are sorted by name, so that equal content gives an equal manifest.
+    Reports are in the order of `names`, so that equal content gives an equal manifest.
 
     Args:
-        late_s: without a report, and without a byte more in the staging directory.
+        late_s: seconds without a new report or a change in the staging directory.
     Raises:
-        CheckpointIncomplete: one of them failed, or is late; names it, and says why.
+        CheckpointIncomplete: a participant failed or is late; with names and reasons.
     """
     reports: dict[str, RankReport] = {}
     idle_s, pause_s, sizes = 0.0, min(SIZES_EVERY_S, late_s), dict[str, int]()
@@ -115,7 +115,7 @@ def collect_reports(
 
 
 def abandon_missing(disk: FileSystem, directory: Path, names: Collection[str], reason: str) -> None:
-    """Let a save end whose participants will not report any more."""
+    """Report failure for participants that are lost, so that the save ends."""
     for name in names:
         submit_failure(disk, directory, name, reason)
 
@@ -129,14 +129,14 @@ def _report(name: str, data: bytes, directory: Path) -> RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class ExistingFile:
-    """A file of a save that exists already.
+    """A file of a save that already exists elsewhere.
 
     Args:
         path: within the new checkpoint.
-        source: a file outside; None shares the file of the newest checkpoint, of this run if it has one, under the same
-            path, with its tensors and without reading it.
-        leaves: digest of `source` from when it was written: it is never modified, is hard-linked if the file system
-            allows, and is not read. None: its owner may modify it; it is cloned or copied.
+        source: a file outside; None shares, unread, the file with the same path, and its tensors, of this run's newest
+            checkpoint, else of the newest of any run.
+        leaves: leaves of `source`, from when it was written: it is never modified, so it is not read, and hard-linked
+            if the file system allows. None: its owner may modify it, so it is cloned or copied.
     """
 
     path: str
@@ -146,24 +146,25 @@ class ExistingFile:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveRequest:
-    """Everything of one save.
+    """Content and options of one save.
 
     >>> weights = SavedComponent(tensors={"weight": torch.ones(2)}, files={"config.json": b"{}"})
     >>> SaveRequest(step=100, components={"actor": weights}).step
     100
 
     Args:
-        step: training steps done.
+        step: number of training steps done.
         tag: name of the checkpoint, instead of `global_step_N`.
-        components: `snapshot.SavedComponent` by directory, such as `actor` or `optimizer`; with live tensors, so
-            that the writer process gets a request without them.
-        existing_files: files that exist already, in an earlier checkpoint or outside.
-        state: for `trainer_state.json`; plain values.
-        metrics: at this step, for retention.
-        increment: write only files that changed since the newest checkpoint; a path: since that one or the newest.
+        components: `snapshot.SavedComponent` by directory, such as `actor` or `optimizer`. They hold live tensors and
+            are not sent to the writer process.
+        existing_files: files that already exist, in an earlier checkpoint or outside.
+        state: content of `trainer_state.json`; plain values.
+        metrics: metrics of this step, for retention.
+        increment: write only files that changed since the newest checkpoint; a path: also share files of the checkpoint
+            there.
         multi_writer: this process's part in a save that several processes write.
-        num_bytes, images, tensors: size of the memory for the components, the files in it, each from a boundary of
-            pages, and the tensors in these; set by `snapshot.lay_out_request`.
+        num_bytes, images, tensors: memory size of the components, the page-aligned files in it, and the tensors in
+            these files; set by `snapshot.lay_out_request`.
     """
 
     step: int
@@ -181,17 +182,17 @@ class SaveRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class SaveOutcome:
-    """Outcome of one call of `save`.
+    """Outcome of one call to `save`.
 
     Attributes:
         directory: the published checkpoint; of a participant's part, the staging directory; None if the save failed or
             was skipped.
-        error: why it was not published, else None.
+        error: why the save was not published, else None.
         was_skipped: no host buffer was free, and `when_busy` is skip.
-        num_bytes: of the images, of all participants.
+        num_bytes: size of the files, of all participants.
         pruned: names of the checkpoints that retention removed.
-        prune_error: why retention failed; the save did not.
-        stall_s: duration of the call of `save`.
+        prune_error: why retention failed, although the save succeeded.
+        stall_s: duration of the call to `save`.
         copied_s: time from the call until the weights might change.
         total_s: time from the call until publication.
         num_deaths: deaths of the writer process during this save.

@@ -37,20 +37,20 @@ from verl.checkpoint.save.save_request import SaveRequest
 DTYPES = {dtype: name for name, dtype in TORCH_TYPES.items()}
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES = 16 * 2**20  # long enough that threads seldom ask for the interpreter's lock
+CHUNK_BYTES = 16 * 2**20  # large enough that threads seldom request the interpreter's lock
 
-Piece = tuple[int, bytes | torch.Tensor]  # offset in the host buffer, and what is to be copied there
+Piece = tuple[int, bytes | torch.Tensor]  # offset in the host buffer, and the content to copy there
 Copy = tuple[int, int, int]  # offset in the host buffer, address, bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class PartialTensor:
-    """A slice of a tensor of which other processes save the rest.
+    """A slice of a tensor; other processes save the rest.
 
     Args:
         tensor: the slice.
         shape: of the whole tensor.
-        start: where the slice begins in every dimension.
+        start: first index of the slice in each dimension.
     """
 
     tensor: torch.Tensor
@@ -63,14 +63,14 @@ class SavedComponent:
     """One directory of a checkpoint.
 
     Args:
-        tensors: by name, the same whatever the number of writers, in the order in which a model's files are filled; on
-            any device, of any strides, and may share memory. Slices need a `file`.
-        file: name of the safetensors file; None is a model as Hugging Face lays it out: `model.safetensors`, or shards
+        tensors: by name, in the order in which a model's files are filled. Names do not depend on the number of
+            writers. Any device and strides; may share memory. Slices need a `file`.
+        file: name of the safetensors file; None for a model in Hugging Face's layout: `model.safetensors`, or shards
             and an index.
-        metadata: of that file, such as `{"format": "pt"}`; a model has it anyway.
+        metadata: metadata of that file, such as `{"format": "pt"}`, which a model always gets.
         files: other files by name.
-        constant_files: those that likely never change, such as a tokenizer's: shared with the newest checkpoint.
-        max_shard_bytes: of a model.
+        constant_files: files that rarely change, such as a tokenizer's: shared with the newest checkpoint if equal.
+        max_shard_bytes: maximum size of a file of a model.
         shards: names of tensors by file, if a model is already split over several writers.
     """
 
@@ -84,10 +84,10 @@ class SavedComponent:
 
 
 def lay_out_request(request: SaveRequest) -> tuple[SaveRequest, list[Piece]]:
-    """The request with the memory layout of all files in place of its components, and the copies into the memory.
+    """The request with components replaced by the memory layout of all files, and the pieces to copy into that memory.
 
     Raises:
-        ValueError: a type that safetensors does not know, two files of one name, a slice of a model's tensor.
+        ValueError: a dtype that safetensors lacks, two files of one name, or a slice without a `file`.
         TypeError: `state` holds something that is not a plain value.
     """
     layout = _BufferLayout()
@@ -109,7 +109,7 @@ def lay_out_request(request: SaveRequest) -> tuple[SaveRequest, list[Piece]]:
 
 
 class _BufferLayout:
-    """Files one after another in memory, each on a boundary of pages."""
+    """Files one after another in memory, each page-aligned."""
 
     def __init__(self) -> None:
         self.end = HEAD_BYTES
@@ -156,10 +156,10 @@ def _local(tensor: torch.Tensor | PartialTensor) -> torch.Tensor:
 
 
 def _record(component: str, name: str, tensor: torch.Tensor | PartialTensor, file: str | None) -> LogicalTensor:
-    """The record of a tensor, or of its slice, if it can be saved.
+    """The record of a tensor or slice; ValueError if it cannot be saved.
 
     Args:
-        file: of its component.
+        file: `SavedComponent.file` of its component.
     """
     data, where = _local(tensor), f"{component}/{name}"
     if data.dtype not in DTYPES:
@@ -175,24 +175,24 @@ def _record(component: str, name: str, tensor: torch.Tensor | PartialTensor, fil
 
 
 class Snapshot:
-    """One copy of what a save consists of.
+    """One copy of the content of a save.
 
-    Made at the step boundary by the thread that computes; `run` may be called by another one.
+    Created at the step boundary by the training thread; `run` may be called from another thread.
 
     Args:
-        pieces: what goes where.
-        num_threads: that copy from the memory of the processor.
+        pieces: content and offsets in the host buffer.
+        num_threads: number of threads that copy from host memory.
     """
 
     def __init__(self, pieces: Sequence[Piece], num_threads: int):
         self._pieces, self._num_threads = pieces, num_threads
         devices = {content.device for _, content in pieces if isinstance(content, torch.Tensor)}
-        # Work queued on the compute streams so far is done before these events.
+        # These events follow all work queued on the compute streams so far.
         self._ready = {device: _event(device) for device in devices if device.type == "cuda"}
 
     def run(self, host_buffer: HostBuffer, num_bytes: int) -> None:
-        """Copy everything into a host buffer that fits, and note there how far it is. When it returns, the tensors may
-        change."""
+        """Copy everything into a host buffer, which must be large enough, and note progress there. When this returns,
+        the tensors may change."""
         memory = host_buffer.memory
         assert memory is not None
         assert host_buffer.num_bytes >= num_bytes
@@ -224,7 +224,7 @@ class Snapshot:
         return waiting
 
     def _host_copies(self, target: torch.Tensor) -> Iterator[Copy]:
-        """Chunks for memmove; tensors with gaps or on other devices are copied directly."""
+        """Chunks for memmove; non-contiguous tensors and tensors on other devices are copied here."""
         for begin, content in self._pieces:
             if isinstance(content, bytes):
                 target[begin : begin + len(content)] = torch.frombuffer(bytearray(content), dtype=torch.uint8)
@@ -240,10 +240,10 @@ class Snapshot:
 
 
 def _memmove_all(target: torch.Tensor, copies: Sequence[Copy], num_threads: int, tells: Callable[[int], None]) -> None:
-    """Copy in order, with this thread and others; alone where none can be started, as at the interpreter's end.
+    """Copy in order, with this thread and others, or this one alone if none can be started (interpreter exit).
 
     Args:
-        tells: called with the offset before which all is there.
+        tells: called with the offset up to which everything is copied.
     """
     base, lock = target.data_ptr(), threading.Lock()
     todo, in_flight = iter(copies), []
@@ -292,13 +292,12 @@ PORTABLE = 1  # cudaHostRegisterPortable: pinned for every context, whichever de
 
 
 def pin_memory(memory: torch.Tensor, device: torch.device) -> Callable[[], None] | None:
-    """Let a device copy into this memory by itself.
+    """Pin memory, so that a device can copy into it asynchronously.
 
     Args:
-        device: whose process this is. A thread starts with device 0 as its own, and registering there would open a
-            context on it in every process.
-    Returns:
-        What undoes it; None where the system does not allow it, and copies then take longer.
+        device: the device of this process. A new thread's current device is 0, and registering there would create a
+            context on device 0 in every process.
+    Returns: A function that unpins the memory; None if pinning failed, in which case copies take longer.
     """
     runtime: Any = torch.cuda.cudart()
     address, size = memory.data_ptr(), memory.numel()
@@ -308,7 +307,7 @@ def pin_memory(memory: torch.Tensor, device: torch.device) -> Callable[[], None]
         log.warning("%.2f GiB of memory could not be pinned (CUDA error %d)", size / 2**30, code)
         return None
 
-    def undo(_: torch.Tensor = memory) -> None:  # which must be there until then
+    def undo(_: torch.Tensor = memory) -> None:  # keeps `memory` alive until then
         with torch.cuda.device(device):
             if code := int(runtime.cudaHostUnregister(address)):
                 log.warning("%.2f GiB of pinned memory could not be released (CUDA error %d)", size / 2**30, code)

@@ -1,8 +1,8 @@
 """The writer process (`python -m verl.checkpoint.save.writer_process`), and `WriterClient`, the trainer's side of it.
 
 The process executes one save after another until the trainer closes the connection or exits. It is started when needed
-and restarted when it died: a save is tried twice, since its bytes are still there then. A process that makes no
-progress, such as one that is stopped, is ended and counts as dead; one that does may take as long as it needs.
+and restarted if it dies; a save is tried twice, because its bytes are still in the host buffer. A process without
+progress, such as a stopped one, is killed and counts as dead; with progress there is no time limit.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from verl.utils.progress import Progress, ProgressWatch, report, reporting_to
 
 log = logging.getLogger(__name__)
 
-NICENESS = 10  # added to the priority value of this process, so that training keeps its processors
-OF_PROCESS, OF_TRAINER = 0, 1  # slots of the progress: what the process does, and what the trainer does itself
+NICENESS = 10  # added to the nice value of this process, so that training takes precedence
+OF_PROCESS, OF_TRAINER = 0, 1  # slots of `Progress`: for the process, and for the trainer
 
 
 @dataclass(frozen=True)
 class WriteOrder:
-    """A save to be executed; the host buffer's file comes with it.
+    """A save to execute; the file descriptor of the host buffer is sent with it.
 
     Attributes:
-        host_buffer: its number, and those of all host buffers that are still in use.
+        host_buffer: number of its allocation; `host_buffers_in_use` has the numbers of all that are in use.
     """
 
     request: SaveRequest
@@ -55,7 +55,7 @@ class WriteReply:
 
 
 def serve(channel: Channel, setting: tuple[CheckpointStore, Retention | None], progress: Progress) -> None:
-    """Execute saves in a store, each followed by retention, until the trainer hangs up."""
+    """Execute saves in a store, each followed by retention, until the trainer closes the channel."""
     logging.basicConfig(format="checkpoint writer: %(levelname)s %(name)s: %(message)s", level=logging.WARNING)
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
@@ -73,9 +73,9 @@ def serve(channel: Channel, setting: tuple[CheckpointStore, Retention | None], p
 
 
 def _mapped(mapped: dict[int, mmap.mmap], order: WriteOrder, fd: int) -> mmap.mmap:
-    """The memory of an order. Those of host buffers that the trainer has given up are given back."""
+    """The memory of an order. Unmaps host buffers that the trainer has freed."""
     for number in mapped.keys() - order.host_buffers_in_use:
-        with contextlib.suppress(BufferError):  # a failed save may still hold views; the memory goes with them
+        with contextlib.suppress(BufferError):  # a failed save may still hold views; the memory is freed with them
             mapped.pop(number).close()
     try:
         if order.host_buffer not in mapped:
@@ -94,24 +94,24 @@ def _answer(store: CheckpointStore, order: WriteOrder, source: ImageSource, rete
 
 START_TIMEOUT_S = 60.0
 END_TIMEOUT_S = 5.0
-OWN_EXIT_S = 0.2  # of one that has hung up
+OWN_EXIT_S = 0.2  # of a process whose channel was closed
 ATTEMPTS = 2
 SETTING = "checkpoint.writer_timeout_s"
 
 
 class WriterDied(VerlError, RuntimeError):
-    """The writer process ended, or could not be started, or did not answer in time."""
+    """The writer process ended, could not be started, or did not answer in time."""
 
 
 class WriterClient:
-    """Has saves executed, whatever happens to processes. Used by one thread; `give_up` by any.
+    """Executes saves in the writer process and survives its death. For one thread; `give_up` may be called from any.
 
     Args:
-        uses_process: False: the trainer's process executes every save.
-        timeout_s: without progress of the process, which is treated as its death.
-        progress: of the process, and of what the trainer does itself.
+        uses_process: False executes every save in the trainer's process.
+        timeout_s: seconds without progress after which the process is treated as dead.
+        progress: shared progress of the process and of the trainer.
     Attributes:
-        num_deaths: of writer processes so far.
+        num_deaths: number of deaths of writer processes so far.
     """
 
     def __init__(
@@ -130,14 +130,14 @@ class WriterClient:
 
     @property
     def process_id(self) -> int | None:
-        """None where there is no process just now."""
+        """Id of the writer process; None if it is not running."""
         return None if self._child is None or not self._child.is_alive() else self._child.pid
 
     def prepare(self) -> None:
-        """Start the process."""
+        """Start the process ahead of the first save; failures are only logged."""
         try:
             self._started()
-        except (CheckpointError, WriterDied) as error:  # the first save will say so
+        except (CheckpointError, WriterDied) as error:  # the first save will report it
             log.warning("the checkpoint writer is not there yet: %s", error)
 
     def carry_out(self, request: SaveRequest, host_buffer: HostBuffer) -> SaveOutcome:
@@ -165,18 +165,18 @@ class WriterClient:
         raise AssertionError("an attempt returns or raises")
 
     def give_up(self) -> None:
-        """Let what is under way fail."""
+        """Make the save in progress fail, by killing the process."""
         self._gives_up = True
         self._kill()
 
     def end(self) -> None:
-        """Hang up: the process, which has nothing left to do, ends by itself, or is made to."""
+        """Close the channel, on which the idle process exits; kill it if it does not."""
         child, self._child = self._child, None
         if child is not None:
             child.end(END_TIMEOUT_S)
 
     def _started(self) -> ChildProcess:
-        """The process, started unless it is there.
+        """The process, started if it is not running.
 
         Raises:
             WriterDied: it could not be started.
@@ -184,7 +184,7 @@ class WriterClient:
         """
         if self._child is not None and self._child.is_alive():
             return self._child
-        self._kill()  # what is left of one that ended between two saves, which is no attempt of this one
+        self._kill()  # clean up after one that ended between two saves; it does not count as an attempt
         self._store.claim_directory()
         try:
             child = self._child = ChildProcess(
@@ -202,11 +202,11 @@ class WriterClient:
         return child
 
     def _execute_in_process(self, request: SaveRequest, host_buffer: HostBuffer) -> SaveOutcome:
-        """Have the process execute a save, and wait for it.
+        """Send a save to the process and wait for its outcome.
 
         Raises:
-            WriterDied: its progress is unknown; the save may be retried.
-            Exception: what was raised over there.
+            WriterDied: the process ended or was killed; the save may be retried.
+            Exception: the error that the process raised.
         """
         child = self._started()
         order = WriteOrder(request, host_buffer.number, host_buffer.num_bytes, self._host_buffers.numbers)
@@ -230,7 +230,7 @@ class WriterClient:
         return answer.outcome
 
     def _kill(self) -> str:
-        """End the process at once; one that is stopped too. Returns how it ended, or was before, for a message."""
+        """Kill the process, even a stopped one. Returns its exit or prior state, for a message."""
         child, self._child = self._child, None
         if child is None:
             return ""
@@ -242,4 +242,4 @@ class WriterClient:
 
 
 if __name__ == "__main__":
-    run_child("verl.checkpoint.save.writer_process", outlives_parent=True)  # what was copied is still to be saved
+    run_child("verl.checkpoint.save.writer_process", outlives_parent=True)  # a copied snapshot must still be saved

@@ -33,14 +33,14 @@ from verl.utils.directories import TemporaryDirectory
 from verl.utils.orphan_cleanup import CLEANUP
 
 LONGEST_SOCKET_PATH = 103  # bytes; Linux allows 107
-RAYS_OWN = 62  # bytes that Ray adds to its directory
+RAYS_OWN = 62  # maximum bytes that Ray appends to the path of its directory
 KNOCK_TIMEOUT_S = 5.0
 SESSION_VARIABLE = "VERL_RAY_SESSION"
 SYSTEM_CONFIG = {
-    # By default Ray frees memory after a hundred objects, or once a second. Until then batches go to untouched memory,
-    # which takes several times as long as copying them.
+    # By default Ray frees memory after a hundred objects, or once a second. Until then batches go to pages that were
+    # never accessed, which takes several times as long as copying to used ones.
     "free_objects_batch_size": 1,
-    # Ray starts a process for each core in advance. None is used: those of roles have their own runtime environment.
+    # Ray prestarts a process for each core, which stays unused: roles have their own runtime environment.
     "prestart_worker_first_driver": False,
 }
 
@@ -50,10 +50,10 @@ class RaySettings:
     """Resource requests and settings for Ray.
 
     Attributes:
-        address: of a cluster; None starts one here.
-        num_cpus, num_gpus: of all groups together.
-        object_store_mib: shared memory of a cluster that is started here; None leaves it to Ray.
-        start_timeout_s: limit for an answer of the cluster, and then for free resources.
+        address: address of a cluster; None starts one on this machine.
+        num_cpus, num_gpus: total of all groups.
+        object_store_mib: shared memory of a cluster started here; None uses Ray's default.
+        start_timeout_s: timeout for an answer of the cluster, and then for free resources.
     """
 
     address: str | None
@@ -64,7 +64,7 @@ class RaySettings:
 
 
 class RaySession:
-    """This process's connection, shared by all users of Ray in it; the last one to leave closes it.
+    """This process's connection to Ray, shared by all its users; closed by the last `close`.
 
     Raises:
         ConfigError: no cluster answers at the address.
@@ -89,7 +89,7 @@ class RaySession:
         """Reserve a placement group for a group of workers, one bundle each.
 
         Raises:
-            VerlError: the cluster lacks the resources, now or in total.
+            VerlError: the cluster does not have, or does not free, the resources in time.
         """
         group = placement_group(bundles, strategy=strategy)
         try:
@@ -105,7 +105,7 @@ class RaySession:
         return group
 
     def close(self) -> None:
-        """Leave. Idempotent."""
+        """Release this user's share of the connection. Idempotent."""
         if not self._is_open:
             return
         self._is_open = False
@@ -141,13 +141,13 @@ class RaySession:
         options: dict[str, Any] = {}
         if settings.object_store_mib is not None:
             options["object_store_memory"] = settings.object_store_mib * 2**20
-        # Ray starts workers by a shell, and quotes nothing
+        # Ray starts workers through a shell and does not quote
         if (quoted := shlex.quote(sys.executable)) != sys.executable:
             options["runtime_env"] = {"py_executable": quoted}
         RaySession._held = _short_directory()
         RaySession._mark = CLEANUP.register(environment=[f"{SESSION_VARIABLE}={RaySession._held.name}"])
-        atexit.register(RaySession._end)  # of a driver that ends without `close`
-        os.environ[SESSION_VARIABLE] = RaySession._held.name  # of all that Ray starts
+        atexit.register(RaySession._end)  # for a driver that exits without `close`
+        os.environ[SESSION_VARIABLE] = RaySession._held.name  # inherited by all processes that Ray starts
         try:
             ray.init(
                 address="local",
@@ -175,7 +175,7 @@ class RayMachine:
     gpus: float
 
     def room(self, num_cpus: float, num_gpus: float) -> float:
-        """Number of workers of this kind that fit."""
+        """Number of workers with these resources that fit; may be fractional."""
         held = [have // want for have, want in ((self.cpus, num_cpus), (self.gpus, num_gpus)) if want]
         return min(held, default=math.inf)
 
@@ -184,7 +184,7 @@ class RayMachine:
 
 
 def machines_of(address: str, timeout_s: float) -> list[RayMachine]:
-    """The live machines of a cluster, which must answer within `timeout_s`.
+    """The live machines of a cluster, which has to answer within `timeout_s`.
 
     Raises:
         ConfigError: no cluster answers at the address.
@@ -201,7 +201,7 @@ def machines_of(address: str, timeout_s: float) -> list[RayMachine]:
 
 
 def _last_words(node: Any) -> dict[int, str]:
-    """Message printed if Ray kills this process because one of its own processes ended, which Ray does silently."""
+    """Message printed if Ray kills this process because its raylet ended, which Ray does silently; by process id."""
     (raylet,) = node.all_processes["raylet"]
     text = (
         f"Ray's raylet (process {raylet.process.pid}) was killed or crashed, or ended with another of Ray's own "
@@ -214,20 +214,19 @@ def _last_words(node: Any) -> dict[int, str]:
 def _show_token() -> bool:
     """Make Ray send its authentication token, if this user has one, when joining a cluster.
 
-    A cluster that `ray start` makes asks for the token if its user has one, and every local `ray.init` writes one.
-    `ray.init(address=...)` sends it only with RAY_AUTH_MODE=token; a cluster that needs none ignores it.
+    A cluster started by `ray start` requires the token if its user has one, and every local `ray.init` writes one.
+    `ray.init(address=...)` sends it only with RAY_AUTH_MODE=token; a cluster that needs no token ignores it.
 
-    Returns:
-        Whether it is shown.
+    Returns: Whether a token is sent.
     """
     if "RAY_AUTH_MODE" not in os.environ:
-        with contextlib.suppress(ImportError):  # a Ray without tokens
+        with contextlib.suppress(ImportError):  # a version of Ray without tokens
             # a compiled module without a stub
             from ray._raylet import AuthenticationTokenLoader, Config  # pyright: ignore[reportAttributeAccessIssue]
 
             if AuthenticationTokenLoader.instance().has_token(ignore_auth_mode=True):
                 os.environ["RAY_AUTH_MODE"] = "token"
-                Config.initialize("")  # it was read when Ray was imported
+                Config.initialize("")  # Ray read it at import
     return os.environ.get("RAY_AUTH_MODE", "").lower() == "token"
 
 
@@ -252,10 +251,10 @@ ray.init(address=sys.argv[1], log_to_driver=False, configure_logging=False, logg
 
 
 def _check_cluster(address: str, timeout_s: float) -> None:
-    """Check that a cluster can be joined, in another process: Ray has no deadline for it, and may end its process.
+    """Check that a cluster can be joined, in another process, because Ray's attempt has no timeout and may exit.
 
     Raises:
-        OSError: none answers in time.
+        OSError: the cluster cannot be joined in time.
     """
     deadline = time.monotonic() + timeout_s
     host, _, port = address.rpartition(":")

@@ -30,22 +30,21 @@ class RayPlacement(Placement):
     """Roles in Ray actors: a worker of a pool holds every role of the pool.
 
     Args:
-        address: of a Ray cluster: `auto` for the one that this machine is part of, or `HOST:PORT`; it keeps running.
-            null starts one on this machine and ends it with the run.
-        pools: names of pools, with the roles that share their workers. Roles without a pool are in that of the actor;
-            the default is one pool of all roles. `rm` is a reward model; `rollout` has its own pool, with an engine in
-            each worker.
+        address: address of a Ray cluster, which keeps running after the run: `auto` for the cluster of this machine, or
+            `HOST:PORT`. null starts one on this machine for the duration of the run.
+        pools: pool -> roles that share its workers. Roles without a pool join the actor's; by default all roles share
+            one pool. `rm` is a reward model; `rollout` has its own pool, with an engine in each worker.
         workers: number of workers of a pool; by default trainer.nnodes x trainer.n_gpus_per_node, and 1 for `rollout`.
-        in_driver: roles that stay in the driver's process.
+        in_driver: roles that run in the driver's process.
         num_cpus: logical CPUs of each worker.
-        num_gpus: of each worker; null for 1 where trainer.device is a GPU. A fraction lets pools share GPUs: with 0.5
-            two pools, worker r of both on one GPU. The workers of one pool never share a GPU, which NCCL refuses.
-        strategy: of Ray's placement groups: PACK puts the workers of a pool on as few machines as it can, SPREAD on
-            as many, and the STRICT_ ones insist.
-        object_store_mib: shared memory for batches, of a cluster that is started here; null for the default of Ray.
-        start_timeout_s: limit for an answer of the cluster, and then for free resources.
-        call_timeout_s: seconds without progress of any worker with a call; then the run ends and names the worker that
-            hangs.
+        num_gpus: GPUs of each worker; null for 1 if trainer.device is a GPU. With a fraction pools share GPUs: with
+            0.5, worker r of two pools on one GPU. Workers of one pool never share a GPU, which NCCL does not support.
+        strategy: strategy of Ray's placement groups: PACK puts the workers of a pool on as few machines as possible,
+            SPREAD on as many; the STRICT_ variants fail otherwise.
+        object_store_mib: shared memory for batches of a cluster started here; null for Ray's default.
+        start_timeout_s: timeout for an answer of the cluster, and then for free resources.
+        call_timeout_s: seconds without progress of any worker during a call, after which the run ends with the name of
+            the hanging worker.
         max_restarts: restarts from the last checkpoint after a lost worker; 0 for none.
     """
 
@@ -62,7 +61,7 @@ class RayPlacement(Placement):
     max_restarts: NonNegativeInt = 2
 
     @property
-    def spans_machines(self) -> bool:  # a Ray that is started with the run knows this machine alone
+    def spans_machines(self) -> bool:  # a Ray started for the run has only this machine
         return self.address is not None
 
     def faults(self) -> Iterator[str]:
@@ -183,7 +182,7 @@ class RayPlacement(Placement):
         return [*pools, *([(here, 1)] if here else [])]
 
     def groups(self, roles: Collection[str]) -> dict[str, tuple[str, ...]]:
-        """Pool -> its roles of a run, without those in the driver."""
+        """Roles of a run by pool, without those in the driver."""
         home = next((name for name, members in self.pools.items() if "actor" in members), MAIN)
         where = {ROLLOUT: ROLLOUT} | {role: name for name, members in self.pools.items() for role in members}
         roles_by_group: dict[str, list[str]] = {}
@@ -193,7 +192,7 @@ class RayPlacement(Placement):
         return {name: tuple(members) for name, members in roles_by_group.items()}
 
     def _pool_sizes(self, roles: Collection[str], size: int) -> dict[str, int]:
-        """Workers of each pool."""
+        """Number of workers of each pool."""
         pools = self.groups(roles).items()
         return {name: self.workers.get(name, 1 if ROLLOUT in members else size) for name, members in pools}
 
@@ -221,7 +220,7 @@ class RayPlacement(Placement):
                 undo.callback(cluster.close)
                 built.append((members, cluster))
             if here := tuple(role for role in roles if role in self.in_driver):
-                # Ray does not know of it
+                # Ray does not count this use of the GPU
                 worker_context = replace(context, shares_device=context.device.startswith("cuda"))
                 built.append((here, InlineWorkerGroup(host.only(here, 1), worker_context)))
             undo.pop_all()

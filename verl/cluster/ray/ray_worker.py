@@ -26,7 +26,7 @@ from verl.utils.child_process.interpreter import rare_garbage_collection
 from verl.utils.progress import Progress, report, report_to
 
 LOOPBACK = "127.0.0.1"
-ATTEMPTS, ATTEMPT_S = 6, 5.0  # a machine that accepts no connection in 30 s is lost
+ATTEMPTS, ATTEMPT_S = 6, 5.0  # a machine that accepts no connection for 30 s is lost
 _UNREACHABLE = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN}
 _ADDRESS_OF_INTERFACE = 0x8915  # SIOCGIFADDR of Linux
 
@@ -43,8 +43,8 @@ def own_gpu(ids: Sequence[str], visible: str | None) -> int:
 
     Args:
         ids: names of the GPUs that Ray assigned.
-        visible: CUDA_VISIBLE_DEVICES. Ray sets it to the ids, so that the first is meant, unless
-            RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES keeps it from that: then the process sees all of the machine's.
+        visible: CUDA_VISIBLE_DEVICES. Ray sets it to the ids, so that the index is 0; with
+            RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES the process sees all GPUs of the machine.
     """
     if not ids:
         return 0
@@ -55,7 +55,7 @@ def own_gpu(ids: Sequence[str], visible: str | None) -> int:
 
 
 def _end_without(driver: str) -> None:
-    """End this process, also during a call: its connection to the driver is lost."""
+    """End this process, even during a call, because the driver's machine is unreachable."""
     os.write(2, f"The driver's machine {driver} is out of reach: this worker ends.\n".encode())
     os._exit(1)
 
@@ -93,7 +93,7 @@ class RoleWorker:
 
         Args:
             payload: the pickled (host description, build context).
-            driver: host and port of the driver's machine, if another one: unreachable, it ends this process.
+            driver: host and port of the driver's machine, if remote; when unreachable, this process ends.
         """
         import torch
 
@@ -142,7 +142,7 @@ class RoleWorker:
         """Free the models and leave the process group."""
         host, self._host = self._host, None
         if host is not None:
-            with contextlib.suppress(BaseException):  # the process ends next
+            with contextlib.suppress(BaseException):  # the process is about to end
                 host.close()
 
 
@@ -150,7 +150,7 @@ _reserved: list[socket.socket] = []
 
 
 def free_address(host: str) -> str:
-    """An address of this machine with a free port, for a rendezvous. A second socket reserves the port for the lifetime
+    """An address of this machine with a free port, for a rendezvous. A bound socket reserves the port for the lifetime
     of this process."""
     probe = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -160,9 +160,9 @@ def free_address(host: str) -> str:
 
 
 class ReachabilityWatch:
-    """Calls `on_lost` once, from its own thread, if a machine accepts no connection in 6 attempts of 5 seconds.
+    """Calls `on_lost` once, in its own thread, after a machine accepted no connection in 6 attempts of 5 seconds.
 
-    The kernel of that machine answers: a busy or suspended process, or a closed port, counts as reachable.
+    The machine's kernel answers, so a busy or suspended process, or a closed port, counts as reachable.
 
     Args:
         address: host and port.
@@ -195,7 +195,7 @@ class ReachabilityWatch:
 
 
 def interface_of(address: str) -> str:
-    """The network interface of this machine with an IPv4 address; empty if there is none."""
+    """Name of this machine's network interface with the given IPv4 address; empty if none has it."""
     return next((interface for interface, interface_address in _interfaces() if interface_address == address), "")
 
 
@@ -207,6 +207,6 @@ def _interfaces() -> Iterator[tuple[str, str]]:
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # one without an address
+            with contextlib.suppress(OSError):  # an interface without an address
                 reply = fcntl.ioctl(asking, _ADDRESS_OF_INTERFACE, name.encode()[:15].ljust(256, b"\0"))
                 yield name, socket.inet_ntoa(reply[20:24])

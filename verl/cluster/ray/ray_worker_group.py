@@ -1,11 +1,11 @@
 """Roles in Ray actors, on this machine or on a cluster: the same calls, futures and errors as with sibling processes.
 
     driver ──batch──> object store ──> actor 0, actor 1, ...     each reads its rows from the batch
-           <─────replies───────── object store <──                           rows joined in their order
+           <─────replies───────── object store <──                           rows joined in order
                                                    actor 0 <──gloo/nccl──> actor 1
 
-If actors are on other machines than the driver, each is sent its share only, so no row goes to two machines.
-`RayTransport` creates the actors in a placement group and sends the calls; all else is `RemoteWorkerGroup`.
+If an actor is on another machine than the driver, each actor is sent only its share, so that no row goes to two
+machines. `RayTransport` creates the actors in a placement group and sends the calls; `RemoteWorkerGroup` does the rest.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class RayRoleGroup:
     """Workers that hold the same roles.
 
     Attributes:
-        name: of the pool, for logs.
+        name: name of the pool, for logs.
         size: number of workers.
-        num_cpus, num_gpus: of each.
-        num_threads: torch threads of each.
-        strategy: of Ray's placement group.
+        num_cpus, num_gpus: resources of each worker.
+        num_threads: torch threads of each worker.
+        strategy: strategy of Ray's placement group.
         call_timeout_s: see `RemoteWorkerGroup`.
     """
 
@@ -74,13 +74,13 @@ class RayRoleGroup:
 
 @dataclass
 class SharedBundles:
-    """A placement group that several groups of workers share: worker r of each is in bundle r, so that no two workers
-    of one group have the same GPU. Reserved by the first `join`, removed by the last `leave`.
+    """A placement group shared by several groups of workers: worker r of each is in bundle r, so that no two workers of
+    a group have the same GPU. Reserved by the first `join`, removed by the last `leave`.
 
     Args:
         bundle: resources of each bundle.
         size: number of bundles.
-        strategy: of Ray's placement groups.
+        strategy: strategy of Ray's placement group.
     """
 
     bundle: dict[str, float]
@@ -90,7 +90,7 @@ class SharedBundles:
     _group: Any = None
 
     def join(self, session: RaySession) -> Any:
-        """Ray's placement group.
+        """Join the placement group and return it, as Ray's object.
 
         Raises:
             VerlError: the cluster lacks the resources.
@@ -101,7 +101,7 @@ class SharedBundles:
         return self._group
 
     def leave(self) -> None:
-        """Leave the group; called once for each `join`."""
+        """Undo one `join`."""
         self._users -= 1
         if self._users == 0:
             group, self._group = self._group, None
@@ -113,8 +113,8 @@ class RayWorkerGroup(RemoteWorkerGroup):
     """All roles of a host in each of the actors of a group.
 
     Args:
-        session: closed with the group.
-        bundles: shared with other groups; None for a separate placement group.
+        session: session that is closed with the group.
+        bundles: bundles shared with other groups; None for a separate placement group.
     """
 
     def __init__(
@@ -186,7 +186,7 @@ class RayTransport:
             rendezvous = locations[0].local_rendezvous if is_one_machine else locations[0].rendezvous
             env = {"VERL_RENDEZVOUS": rendezvous, "RANK": str(rank), "WORLD_SIZE": str(size)}
             network = location.local_network if is_one_machine else location.network
-            if network:  # no need to resolve the machine's name, which may lead to its loopback alone
+            if network:  # no need to resolve the machine's name, which may give only its loopback address
                 env["GLOO_SOCKET_IFNAME"] = network
             driver = None if location.node == here else raylets.get(here)
             payload = pickle.dumps((host, worker_context))
@@ -199,7 +199,7 @@ class RayTransport:
         """Watch the other machines: Ray itself takes more than a minute to notice that one is unreachable.
 
         Args:
-            rank_of: a worker on each, by node.
+            rank_of: rank of a worker on each machine, by node.
             raylets: host and port of Ray's process, by node.
         """
         for node, rank in rank_of.items():
@@ -246,8 +246,8 @@ class RayTransport:
         self._inbox.put((number, calls))
 
     def _sent(self, pending: PendingCall) -> tuple[list[Serialized], list[Any]]:
-        """The object for each rank, shared between ranks with the same rows, and which of its rows belong to that
-        rank."""
+        """The object for each rank, shared between ranks with the same rows, and the indices of the rank's rows in
+        it."""
         args, division, size = pending.args, pending.division, self._setting.size
         if division is None:
             return [serialize(args)] * size, [None] * size
@@ -297,7 +297,7 @@ class RayTransport:
                 self.progress.advance(slot=rank)
 
     def _progress_of(self, ranks: Sequence[int]) -> dict[int, tuple[int, str] | None]:
-        """Progress by rank of the workers that answer; None for one that has ended."""
+        """Progress of the workers that answer, by rank; None for one that has ended."""
         progress: dict[int, tuple[int, str] | None] = {}
         with contextlib.suppress(RayError):
             refs = [self._actors[rank].progress.options(concurrency_group="watch").remote() for rank in ranks]
@@ -362,9 +362,9 @@ class _WorkerLocation(NamedTuple):
     """Location of a worker.
 
     Attributes:
-        address, host: of its machine in the cluster, and the machine's name.
+        address, host: address of its machine in the cluster, and the machine's name.
         rendezvous, local_rendezvous: addresses for a process group, for other machines and for this machine only.
-        network, local_network: their network interfaces; empty if unknown, or chosen by the user.
+        network, local_network: their network interfaces; empty if unknown or set by the user.
         gpu: index of its GPU among those that the process sees.
     """
 

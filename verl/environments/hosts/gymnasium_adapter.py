@@ -7,7 +7,7 @@ import gymnasium
 
 
 class Text:
-    """Observations are read as text; an action is the text itself, or the first whole number in it."""
+    """Observations are converted to text; an action is the text itself, or the first whole number in it."""
 
     def __init__(self, env_id, **arguments):
         self.env = gymnasium.make(env_id, **arguments)

@@ -1,5 +1,5 @@
-"""The process that runs environments, by messages in JSON over its standard input; standard library only, except that
-tools need pydantic.
+"""The process that runs environments, controlled by JSON messages over its standard input. Standard library only,
+except that tools need pydantic.
 
     {"id": 7, "op": "step", "env": 3, "action": {"text": "..."}}
         ──> {"id": 7, "value": {...}}    {"id": 7, "error": "...", "trace": "...", "kind": "infra"}
@@ -32,7 +32,7 @@ OWN_FILES = (sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), os.pat
 
 
 class BadAnswer(TypeError):
-    """A method of an environment returned something else than it should."""
+    """A method of an environment returned an invalid value."""
 
 
 class HostedAction:
@@ -63,7 +63,7 @@ class Replies:
         self.process = os.getpid()
 
     def send(self, reply):
-        if os.getpid() != self.process:  # a fork that an environment made, and that has returned
+        if os.getpid() != self.process:  # a fork made by an environment, which has returned
             os._exit(0)
         try:
             size = len(json.dumps(reply))
@@ -83,7 +83,7 @@ class Replies:
 
 
 def as_number(value) -> Any:
-    """A NumPy or torch scalar as the bool, int or float that it is; anything else as it is."""
+    """A NumPy or torch scalar as bool, int or float; anything else unchanged."""
     return value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
 
 
@@ -91,7 +91,7 @@ def as_reward(value, method="step"):
     """A reward as a float.
 
     Raises:
-        BadAnswer: it is not a finite number that float32 can hold. True and False are 1 and 0.
+        BadAnswer: the value is not a finite number in the range of float32. True and False are 1 and 0.
     """
     number = as_number(value)
     if isinstance(number, (bool, int, float)) and abs(number) <= LARGEST:
@@ -107,10 +107,10 @@ def as_flag(value, name):
 
 
 def as_observation(value, method):
-    """An observation of plain texts.
+    """The observation with plain `str` texts.
 
     Raises:
-        BadAnswer: it is no text, list of chat messages or None, or has a text that is not valid Unicode.
+        BadAnswer: it is not a text, list of chat messages or None, or has a text that is not valid Unicode.
     """
     if value is None:
         return None
@@ -186,10 +186,10 @@ def text_of(error):
 
 
 def failure(error, method, kind="infra"):
-    """The part of a reply that tells of an exception: message, line of the user's file, and traceback.
+    """The part of a reply that describes an exception: message, line of the user's file, and traceback.
 
     Args:
-        method: that was called; None while a file is loaded.
+        method: name of the called method; None while a file is loaded.
     """
     if isinstance(error, BadAnswer):
         return {"error": f"{error}, {defined_at(method)}", "trace": "", "kind": kind}
@@ -244,7 +244,7 @@ def checked_class(path, arguments):
     """The class of environments.
 
     Raises:
-        TypeError: it is none, lacks a method, or its constructor or methods do not take what they are called with.
+        TypeError: it is not a class, lacks a method, or does not accept the arguments that are passed.
     """
     kind = located(path)
     if not isinstance(kind, type):
@@ -344,7 +344,7 @@ def call_tool(function, request, replies):
 
 
 def opened(options) -> Any:
-    """The requested functions of a file of tools, or class of environments; and the first reply."""
+    """The requested tools or environment class, and the first reply."""
     arguments = options.get("arguments", {})
     if options["kind"] == "tools":
         module = located(options["path"])
@@ -355,7 +355,7 @@ def opened(options) -> Any:
         ]
         return functions, {"value": schemas, "recovery": recovery_of(module)}
     kind = checked_class(options["path"], arguments)
-    if options.get("try"):  # before the weights of a run are loaded: as the first episode would
+    if options.get("try"):  # as the first episode would, but before the weights of a run are loaded
         environment = kind(**arguments)
         if options["try"] == "reset":
             environment.reset({"prompt_text": "", "prompt_id": 0, "index": 0}, 0)
@@ -392,4 +392,4 @@ if __name__ == "__main__":
     faulthandler.enable()
     with contextlib.suppress(ConnectionError):  # the trainer is gone
         serve()
-    os._exit(0)  # threads that hang must not keep it
+    os._exit(0)  # hanging threads must not keep the process alive

@@ -1,8 +1,8 @@
-"""A pool of processes that run environments, the environments in them, and the settings that all of these share.
+"""A pool of processes that run environments, the environments in them, and their shared settings.
 
 The episodes of a process that ended are restarted in another one. A process with a hanging call gets no new
-environments and is killed after its last one. `CallRecord.fault` says whose failure it was, and `HostPool.own_host`
-gives an episode a process of its own.
+environments and is killed after its last one. `CallRecord.fault` records whose failure it was, and `HostPool.own_host`
+gives an episode its own process.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from verl.environments.hosts.host_process import Host
 from verl.errors import ConfigError
 from verl.utils.child_process.pool import ProcessPool
 
-MAX_ALONE = 8  # episodes that have a process of their own, for each process of the actor
+MAX_ALONE = 8  # maximum episodes with their own process, per process of the actor
 
 
 class HostPool(EnvironmentFactory):
     """The host processes of one process of the actor.
 
     Attributes:
-        recovery: of its environments: what they say of themselves, else `environment.recovery`.
-        described: what a process said when it had started.
+        recovery: recovery of its environments: what they declare, else `environment.recovery`.
+        described: what a process reported at its start.
     """
 
     described: Any = None
@@ -57,14 +57,14 @@ class HostPool(EnvironmentFactory):
         await self.release(host)
 
     async def host(self) -> Host:
-        """The host with the fewest environments of those that get new ones; `release` must follow."""
+        """The host with the fewest environments among those that accept new ones; must be followed by `release`."""
         async with self._taking:
             host = await asyncio.to_thread(self._hosts.take)
         host.environments += 1
         return host
 
     async def own_host(self) -> Host:
-        """A host for one episode; waits while MAX_ALONE episodes have one. `release` must follow."""
+        """A host for one episode; waits while MAX_ALONE episodes have one. Must be followed by `release`."""
         await self._num_alone.acquire()
         host = None
         try:
@@ -104,7 +104,7 @@ class HostPool(EnvironmentFactory):
 
 
 class HostedEnvironment(Environment):
-    """An environment that lives in a host."""
+    """An environment that runs in a host."""
 
     numbers = itertools.count()
     keeps_deadlines = True
@@ -116,7 +116,7 @@ class HostedEnvironment(Environment):
         self.recovery = pool.recovery
 
     async def acquire_process(self) -> None:
-        """Before `reset`: choose, and perhaps start, the process."""
+        """Choose the process, and start it if necessary, before `reset`."""
         host = await (self.pool.own_host() if self.is_alone else self.pool.host())
         if self.is_closed:  # while it waited
             await self.pool.release(host)
@@ -156,13 +156,13 @@ def _is_plain(value: Any) -> bool:
 
 @component
 class HostedDescription(EnvironmentDescription):
-    """Base of environments in processes of their own.
+    """Base of environments in separate processes.
 
     Args:
-        processes: beside each process of the actor; None: two, or one where there is one core.
-        python: the interpreter that runs them, with its own packages; None: this one.
-        recovery: of environments that do not say it of themselves, as an attribute of the class or of the file of
-            tools; see `verl.environments.base.Environment`.
+        processes: number per process of the actor; None for two, or one on a single core.
+        python: the interpreter that runs them, with its own packages; None for this one.
+        recovery: recovery of environments that do not declare it as an attribute of their class or file of tools; see
+            `verl.environments.base.Environment`.
     """
 
     processes: PositiveInt | None = None
@@ -178,17 +178,17 @@ class HostedDescription(EnvironmentDescription):
             yield f"python is {self.python!r}: there is no such interpreter."
 
     def recovery_of(self, own: Any) -> Recovery:
-        """The recovery of environments that say this of themselves; None where they say nothing.
+        """The recovery of environments that declare this value; None if they declare none.
 
         Raises:
-            ConfigError: it is none, or the configuration says something else.
+            ConfigError: the value is invalid, or the configuration has another one.
         """
         kinds = get_args(Recovery)
         if own is not None and own not in kinds:
             raise ConfigError(
                 f"environment: recovery of its class is {own!r}: expected {', '.join(kinds)}. Correct it there."
             )
-        if own in (None, "restart"):  # which is the default: it is what a subclass of `Environment` has
+        if own in (None, "restart"):  # the default, which a subclass of `Environment` inherits
             return self.recovery
         if self.recovery not in ("restart", own):
             raise ConfigError(
@@ -202,19 +202,19 @@ class HostedDescription(EnvironmentDescription):
         raise NotImplementedError
 
     def host(self, is_alone: bool = False, **options: Any) -> Host:
-        """A process of the environment, which `kill` ends."""
+        """Start a process of the environment; the caller has to `kill` it."""
         return Host({**self.host_options(), **options}, self.python or sys.executable, self.reset_timeout_s, is_alone)
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
         return HostPool(self)
 
     def ask(self, what: str, **options: Any) -> Any:
-        """First message of a started process, so that code of the user or a package is not run in this one.
+        """First message of a started process, so that this one does not run code of the user or of a package.
 
         Args:
-            what: the setting that is to blame where it cannot start.
+            what: the setting that the error names if it does not start.
         Raises:
-            ConfigError: it does not start.
+            ConfigError: the process does not start.
         """
         try:
             host = self.host(**options)

@@ -1,4 +1,4 @@
-"""The trainer's side of a process that runs environments: its start, requests, replies, and whose failure its end was.
+"""The trainer's side of a process that runs environments: start, requests, replies, attribution of its end.
 
 A process that dies or sends invalid replies is killed with all processes that it has started.
 """
@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 PROGRAMS = Path(__file__).parent
 MAX_REPLY = 16 << 20  # bytes
-MAX_PRINTED = 1000  # bytes of a line that an environment prints; longer ones are divided
-PRINTED_LINES, PRINTED_WITHIN_S = 200, 10.0  # of one process in the run's log
+MAX_PRINTED = 1000  # maximum bytes of a line printed by an environment; longer ones are split
+PRINTED_LINES, PRINTED_WITHIN_S = 200, 10.0  # maximum lines of one process in the run's log
 
 
 class Host(PooledChild):
@@ -36,12 +36,12 @@ class Host(PooledChild):
     Args:
         options: the first message.
         python: the interpreter.
-        start_s: limit of its start.
-        is_alone: it is for one episode.
+        start_s: timeout of its start.
+        is_alone: whether it is for one episode only.
     Attributes:
         hung: number of calls past their deadline, whose threads may still run.
         environments: number of environments in it.
-        recovery: what the class, or the file of tools, says of itself; see `verl.environments.base.Environment`.
+        recovery: declared by the class or the file of tools; see `verl.environments.base.Environment`.
         described: value of its first reply.
     Raises:
         InfraError: the interpreter cannot be started.
@@ -71,14 +71,14 @@ class Host(PooledChild):
 
     @property
     def is_usable(self) -> bool:
-        """Whether it gets new environments."""
+        """Whether it accepts new environments."""
         return not self.is_over and not self.hung and super().is_usable
 
     def await_ready(self) -> None:
-        """Wait for its first reply.
+        """Wait for the first reply of the process.
 
         Raises:
-            InfraError: it could not be started, or could not load the environment, or not in time.
+            InfraError: the process could not be started or could not load the environment in time.
         """
         try:
             reply = self.first_message()
@@ -95,14 +95,14 @@ class Host(PooledChild):
             caller: the environment; None for a call of its own.
             limit_s: until the reply.
         Raises:
-            InfraError: the process failed, or the call took too long beside others.
-            DeadlinePassed: the call took too long in a process of its own.
+            InfraError: the process failed, or the call took too long next to others.
+            DeadlinePassed: the call took too long in its own process.
             ToolError: the tool raised.
         """
         number = next(self._ids)
         caller = caller or f"call {number}"
         reply: Future[dict[str, Any]] = Future()
-        reply.set_running_or_notify_cancel()  # from now on nobody can cancel it
+        reply.set_running_or_notify_cancel()  # it can no longer be cancelled
         self._pending[number] = caller, reply
         try:
             if self.is_over:
@@ -118,7 +118,7 @@ class Host(PooledChild):
                 raise InfraError(f"no answer within {limit_s:g} s, beside other episodes", "late") from None
             raise
         finally:
-            self._pending.pop(number, None)  # a reply that comes later belongs to nobody
+            self._pending.pop(number, None)  # a later reply is ignored
 
     def end(self, why: str) -> None:
         """Kill the process; pending requests fail with this reason."""
@@ -171,7 +171,7 @@ def _value(reply: Mapping[str, Any]) -> Any:
 
 
 class _PrintedLines:
-    """Lines that environments of one process print: into the run's log, with a limit, and the last one for messages."""
+    """Lines printed by environments of one process: logged up to a limit; the last is kept for messages."""
 
     def __init__(self, output: int, pid: int):
         self._last = b""

@@ -1,4 +1,4 @@
-"""Runs an agent program for each episode: a function of the user, or a command. Standard library only."""
+"""Runs an agent program for each episode: a user's function, or a command. Standard library only."""
 
 import inspect
 import json
@@ -7,8 +7,8 @@ import subprocess
 
 import __main__
 
-KEY = "none"  # which the clients want to have
-ERROR_CHARS = 400  # characters of what a program wrote before it failed
+KEY = "none"  # required by the clients
+ERROR_CHARS = 400  # maximum characters of a failed program's output in a message
 
 
 class ProgramEpisode:
@@ -60,5 +60,5 @@ async def awaited(found):
 
 
 def as_text(found):
-    """A reward as a text, which any number is."""
+    """A reward as text; any number is valid."""
     return None if found is None else repr(__main__.as_reward(found, "the program"))

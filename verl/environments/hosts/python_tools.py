@@ -1,6 +1,6 @@
 """Functions as tools: JSON schemas from annotations, validated arguments, and results as text.
 
-It runs in the process of the tools as well, whose interpreter needs the package pydantic, and imports nothing of verl.
+Also runs in the process of the tools, whose interpreter needs pydantic; imports nothing from verl.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 
 class PythonTool:
-    """A function that a model may call, with arguments as JSON values.
+    """A function that a model can call with JSON values as arguments.
 
     Args:
-        function: or coroutine function, with annotated arguments; its docstring describes it, and in lines
-            `name: text` its arguments.
-        name: by which the model calls it.
+        function: function or coroutine function with annotated arguments; its docstring describes it, and its arguments
+            in lines `name: text`.
+        name: name by which the model calls it.
     Attributes:
         description: the first paragraph of the docstring.
         parameters: JSON schema of the arguments.
     Raises:
-        TypeError: it has another name or none, or an argument that no JSON value can stand for; says which.
+        TypeError: its name is missing or invalid, or an argument, which the error names, has no JSON type.
     """
 
     def __init__(self, function: Callable[..., Any], name: str):
@@ -54,11 +54,11 @@ class PythonTool:
         self.parameters = {"type": "object", "properties": {}, "required": []} | self.parameters
 
     def __call__(self, **arguments: Any) -> Any:
-        """The result as text, or a coroutine that gives it.
+        """Call the function; returns the result as text, or a coroutine for it.
 
         Raises:
-            ValueError: an argument is missing, unknown or of another type.
-            TypeError: the result is no text.
+            ValueError: an argument is missing, unknown or of the wrong type.
+            TypeError: the result cannot be converted to text.
         """
         try:
             result = self._call(**arguments)
@@ -84,7 +84,7 @@ _VALUES = ("default", "const", "enum", "examples")  # of a schema: no schemas in
 
 
 def _without_titles(schema: Any) -> Any:
-    """A schema without the titles that pydantic makes of names."""
+    """A schema without the titles that pydantic derives from names."""
     if isinstance(schema, Mapping):
         return {
             key: value if key in _VALUES else _without_titles(value)
@@ -95,7 +95,7 @@ def _without_titles(schema: Any) -> Any:
 
 
 def _jsonable(value: Any) -> Any:
-    """NumPy's scalars and arrays, and tensors, as numbers and lists."""
+    """NumPy scalars and arrays, and tensors, as numbers and lists."""
     for method in ("tolist", "item"):
         if callable(getattr(value, method, None)):
             return getattr(value, method)()
@@ -103,18 +103,18 @@ def _jsonable(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """A tool's return value as text: a text as it is, anything else as JSON.
+    """A tool's return value as text: text unchanged, anything else as JSON.
 
-    Dates, decimals, sets, bytes, enums, dataclasses, pydantic models and NumPy's values are converted. What UTF-8
-    cannot hold becomes a question mark.
+    Dates, decimals, sets, bytes, enums, dataclasses, pydantic models and NumPy values are converted. Characters that
+    UTF-8 cannot encode become question marks.
 
     Raises:
-        TypeError: it has a value that is none of these.
+        TypeError: it contains a value of another type.
     """
     if isinstance(value, (bytes, bytearray)):
         value = bytes(value).decode(errors="replace")
     if isinstance(value, (set, frozenset)):
-        value = sorted(value, key=repr)  # the same in every process
+        value = sorted(value, key=repr)  # deterministic across processes
     try:
         text = value if isinstance(value, str) else _json(value)
     except (PydanticSerializationError, ValueError, TypeError, RecursionError) as error:
@@ -125,6 +125,6 @@ def as_text(value: Any) -> str:
 def _json(value: Any) -> str:
     try:
         plain = to_jsonable_python(value, fallback=_jsonable)
-    except (PydanticSerializationError, UnicodeDecodeError):  # bytes in it that are no UTF-8
+    except (PydanticSerializationError, UnicodeDecodeError):  # bytes that are not UTF-8
         plain = to_jsonable_python(value, fallback=_jsonable, bytes_mode="base64")
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False)

@@ -2,10 +2,10 @@
 
 verifiers ── runs ──> its environment ── harness ── chat completions ──> this file ──> reset and step of an episode
                                             ^                                                        |
-                                            └────────── the policy's turn, as it was drawn <─────────┘
+                                            └────────── the policy's turn, as it was sampled <───────┘
 
-Whatever an agent program asks of its model arrives here as a request; its messages are what the policy reads, and the
-policy's turn is the answer. A conversation may only grow: one whose earlier messages change is refused.
+Each request of an agent program to its model arrives here; the policy reads its messages, and the policy's turn is the
+answer. A conversation may only grow: changes of earlier messages are refused.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ OPEN_S = 120.0
 
 
 class InProcessChatConfig(vf.HarnessConfig):
-    """Nothing beside what every harness has."""
+    """No settings beyond those of every harness."""
 
 
 class InProcessChat(vf.Harness[InProcessChatConfig]):
@@ -57,7 +57,7 @@ class InProcessChat(vf.Harness[InProcessChatConfig]):
         async with contextlib.AsyncExitStack() as stack:
             servers = {name: {"url": url, "timeout": timeout} for name, url in mcp_urls.items()}
             tools, dispatch, servers = await connect_mcp({"mcpServers": servers}, stack)
-            no_limit = aiohttp.ClientTimeout(total=None)  # the policy takes its time
+            no_limit = aiohttp.ClientTimeout(total=None)  # the policy may take long
             client = await stack.enter_async_context(aiohttp.ClientSession(timeout=no_limit))
             while True:
                 body = {"model": ctx.model, "messages": messages, **({"tools": tools} if tools else {})}
@@ -88,7 +88,7 @@ class InProcessChat(vf.Harness[InProcessChatConfig]):
 
 
 def opening(system, prompt):
-    """The messages with which a chat begins."""
+    """The initial messages of a chat."""
     begin = [] if system is None else [{"role": "system", "content": system}]
     if isinstance(prompt, str):
         return [*begin, {"role": "user", "content": prompt}]
@@ -110,7 +110,7 @@ def plain(messages):
 
 
 def same(one, other):
-    """Whether two messages say the same."""
+    """Whether two messages have the same content."""
     calls = [
         [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or ()]
         for message in (one, other)
@@ -170,7 +170,7 @@ class Run:
 
 
 class Service:
-    """verifiers' environment, served in an event loop of its own, and the endpoint that it takes for its model."""
+    """verifiers' environment, which runs in its own event loop, and the endpoint that serves as its model."""
 
     services: ClassVar[dict] = {}
     lock = threading.Lock()
@@ -198,7 +198,7 @@ class Service:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
 
     def task(self, index):
-        """The task of a number; they begin anew where there are fewer."""
+        """The task with this number, modulo the number of tasks."""
         with self.lock:
             while len(self.tasks) <= index:
                 task = next(self.stream, None)
@@ -210,18 +210,18 @@ class Service:
             return self.tasks[index % len(self.tasks)]
 
     def has(self, index):
-        """Whether there are more tasks than so many."""
+        """Whether there are more tasks than this."""
         self.task(index)
         return len(self.tasks) > index
 
     def written(self, index):
-        """The messages with which a task begins, as it stands in the taskset."""
+        """The initial messages of a task in the taskset."""
         data = self.task(index).data
         messages = opening(data.system_prompt, data.prompt)
         return plain(messages) if messages else []
 
     def first_request(self, index):
-        """First request of a task to its model."""
+        """The first request of a task to its model."""
         run, request = self.wait(self.begin(self.task(index)))
         self.wait(run.end())
         if request is None:
@@ -280,7 +280,7 @@ class Service:
 
 
 def completed(config):
-    """A configuration of `verifiers.v1` with a harness and a runtime that need nothing but this machine."""
+    """A configuration of `verifiers.v1` with a harness and a runtime that need only this machine."""
     completed_config = json.loads(json.dumps(config))
     if not completed_config.get("id"):  # verifiers' environment of one agent
         agent = completed_config.setdefault("agent", {})
@@ -309,7 +309,7 @@ class VerifiersTask:
 
     @classmethod
     def describe(cls, count, **arguments):
-        """Tools of the first task, and the messages with which the first tasks begin."""
+        """Tools of the first task, and initial messages of the first tasks."""
         service = cls(**arguments).service
         first = service.first_request(0)
         prompts = [plain(first.messages)]
@@ -329,7 +329,7 @@ class VerifiersTask:
         given = row.get("prompt_messages")
         self.is_chat = given is not None
         if given is not None and len(given) == len(self.read) and all(map(same, given, self.read)):
-            return None  # the prompt said it
+            return None  # already in the prompt
         if given is None and row.get("prompt_text") == as_text(self.read):
             return None
         return self._shown(self.read)
@@ -338,7 +338,7 @@ class VerifiersTask:
         assert self.run is not None, "step comes after reset"
         message = {"role": "assistant", "content": action.text}
         calls = list(action.calls)
-        if calls and all("name" in call for call in calls):  # one that cannot be read is text
+        if calls and all("name" in call for call in calls):  # an unreadable one is text
             functions = [{"name": call["name"], "arguments": json.dumps(call["arguments"])} for call in calls]
             message["tool_calls"] = [
                 {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": f} for f in functions
@@ -385,5 +385,5 @@ class VerifiersTask:
 
 
 def as_text(messages):
-    """Messages where the prompt is not a chat."""
+    """Messages for a prompt that is not a chat."""
     return "".join(f"{text_of(message)}\n" for message in messages)

@@ -4,8 +4,7 @@ training layout ──┐
                   ├── plan: (tensor, slice, from rank, to rank) ... ── carried out by `verl.ops.resharding.execute`
 generation layout ┘
 
-Tensors with equal layouts, such as those of repeated layers, are planned together. `rounds` beside this file schedules
-the transfers.
+Tensors with equal layouts, such as those of repeated layers, are planned together. `rounds` schedules the transfers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rounds of a plan: which slices are under way at the same time, in bounded memory and without idle ranks.
+"""The rounds of a plan: which slices are transferred at the same time, in bounded memory and without idle ranks.
 
 plan ── windows of tensors ── rounds, each with a like part of every slice of the window ──> exchanges
 
@@ -89,7 +89,7 @@ class Window:
         return [self.table.names[number] for number in self.tensors.tolist()]
 
     def rounds(self, rank: int | None = None) -> Iterator[list[Move]]:
-        """The moves of each round, or those that a rank takes part in; there may be none for it in a round."""
+        """The moves of each round, or those in which a rank takes part, possibly none in a round."""
         for moves in self.exact:
             yield [move for move in moves if rank is None or rank in (move.source, move.target)]
         if not self.num_rounds:

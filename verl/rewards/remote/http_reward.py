@@ -92,7 +92,7 @@ class HTTPScorer(RemoteReward):
 
 
 class _BatchRequest(SampleRequest):
-    """A request for those of its samples that have no score yet, so that a retry repeats only these."""
+    """A request for a batch of samples; a retry repeats only samples without a score."""
 
     def __init__(self, scorer: HTTPScorer, samples: list[RemoteSample]):
         self.samples, self._scorer = samples, scorer

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 @component
 class LLMJudge(RemoteDescription):
-    """Let a chat model score each response, by one request to `base_url/chat/completions` each.
+    """Scores each response with a chat model, by one request to `base_url/chat/completions`.
 
     Exactly one of `score_pattern`, `score_path` and `score_function` parses the score from the reply. A reply without a
     score counts as a failed request and is retried, since a judge samples its replies.
@@ -175,10 +175,10 @@ class _JudgeRequest(SampleRequest):
 
 
 def reply_of(answer: Any) -> str:
-    """The text of the reply in a chat completion.
+    """The reply text of a chat completion.
 
     Raises:
-        RetryableAnswer: there is none, e.g. since reasoning used up all tokens.
+        RetryableAnswer: there is no text, e.g. because reasoning used up all tokens.
     """
     try:
         choice = answer["choices"][0]

@@ -71,8 +71,8 @@ def column(texts: Mapping[str, Any], name: str, required_by: str) -> Any:
 
     Args:
         texts: columns by name.
-        name: of the column.
-        required_by: what needs the column, as the start of the message.
+        name: name of the column.
+        required_by: start of the message, naming what needs the column.
     Raises:
         RewardError: there is no such column.
     """
@@ -95,10 +95,10 @@ class NotFinite(RetryableAnswer):
 def by_pattern(text: str, pattern: re.Pattern[str]) -> float:
     """The number in the last match of a pattern: its first group, or the whole match if it has no group.
 
-    The last match, since a judge that reasons first writes its verdict at the end.
+    The last match is used, because a judge that reasons first writes its verdict at the end.
 
     Raises:
-        RetryableAnswer: there is no match, or it is not a number.
+        RetryableAnswer: there is no match, or the match is not a number.
     """
     matches = list(pattern.finditer(text))
     if not matches:
@@ -107,7 +107,7 @@ def by_pattern(text: str, pattern: re.Pattern[str]) -> float:
 
 
 def by_path(text: str, path: str) -> float:
-    """The number at a path such as `scores.0.value` in the JSON of a text, which may stand in prose or a code fence.
+    """The number at a path such as `scores.0.value` in the JSON of a text, which may be within prose or a code fence.
 
     Raises:
         RetryableAnswer: there is no JSON, no such path, or no number there.
@@ -155,7 +155,7 @@ def number(value: Any) -> float:
 
 
 def _json_values(text: str) -> Iterator[Any]:
-    """JSON values in a text: the whole text, or the objects and lists in it, last one first."""
+    """JSON values in a text: the whole text, or the objects and lists in it, last first."""
     decoder, values, offset = json.JSONDecoder(), [], 0
     while (opening := re.compile(r"[{\[]").search(text, offset)) is not None:
         try:
@@ -176,13 +176,13 @@ class RemoteSample:
     Attributes:
         row: index in the batch.
         texts: `prompt`, `response` and the columns of the data, of this row.
-        question: JSON content of the request for it.
+        question: JSON content of its request.
         key: cache key.
-        text: reply that the score was parsed from.
+        text: reply from which the score was parsed.
         cached: whether the reply came from the cache.
         failure: why it has no score.
         is_not_finite: whether the last reply had a number that is not finite.
-        report: attempts and latencies of the request that it was part of.
+        report: attempts and latencies of its request.
     """
 
     row: int
@@ -232,9 +232,9 @@ class RemoteDescription(RewardDescription):
 
     Args:
         endpoint: address of the server, time-outs, retries and rate limits.
-        on_error: `raise` ends the run at a sample that has no score after all retries; `score` assigns `error_score` to
-            it, warns, and counts it in `reward/failed`. With either, the run ends if the server refuses every request
-            (wrong key or path) or answers none of a batch. If some of the batch came from the cache, a GET checks first
+        on_error: `raise` ends the run at a sample without a score after all retries; `score` assigns `error_score` to
+            it, warns, and counts it in `reward/failed`. In both cases the run ends if the server refuses every request
+            (wrong key or path) or answers none of a batch. If part of the batch came from the cache, a GET first checks
             whether the server is up.
         error_score: see `on_error`.
         cache_gib: size limit of replies kept on disk; a question in the cache is not sent again, in this run or a later
@@ -267,7 +267,7 @@ class RemoteDescription(RewardDescription):
 
 
 class SampleRequest(Request):
-    """A request for the scores of one sample or several."""
+    """A request for the scores of one or more samples."""
 
     samples: Sequence[RemoteSample]
 
@@ -363,7 +363,7 @@ class RemoteReward(Reward):
             raise reward_error(expected, str(error), self.producer, prompts, responses, row) from error
 
     def _recall(self, samples: list[RemoteSample]) -> None:
-        """Score samples from the cache; a cached reply that has no score by the present settings is requested again."""
+        """Score samples from the cache, except those whose cached reply has no score under the current settings."""
         known = self._cache.find(sample.key for sample in samples) if self._cache is not None else {}
         for sample in samples:
             if (text := known.get(sample.key)) is not None:
@@ -413,8 +413,8 @@ class RemoteReward(Reward):
     def _absence(self, samples: Sequence[RemoteSample]) -> str | None:
         """Evidence that the server is down: none of the requests was answered; None if it is up.
 
-        If other samples came from the cache, the requests left may be ones that a working server cannot answer, so a
-        GET decides.
+        If other samples came from the cache, the remaining requests may be ones that a working server cannot answer, so
+        a GET decides.
         """
         asked = [sample for sample in samples if not sample.cached]
         if not all(sample.kind == "unreachable" for sample in asked):

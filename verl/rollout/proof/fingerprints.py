@@ -12,8 +12,7 @@ by one column in each quarter. The columns advance with every sync.
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -202,52 +201,6 @@ def is_in_main_memory(x: Tensor) -> bool:
 
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-class FingerprintLog:
-    """The trainer's fingerprints, computed while its tensors are sent to the engine, so that no tensor is read twice.
-
-    Args:
-        vectors: of this sync.
-        dtype: that the engine computes in; None for that of each tensor.
-        tied: name of a tensor that is not in the stream -> name of the tensor that it equals.
-        transposed: names of matrices that the model keeps as [in, out].
-    Attributes:
-        seconds: time spent on fingerprints.
-    """
-
-    def __init__(
-        self,
-        vectors: ProbeVectors,
-        dtype: torch.dtype | None = None,
-        tied: Mapping[str, str] | None = None,
-        transposed: Collection[str] = (),
-    ):
-        self.vectors, self.dtype, self.tied, self.transposed = vectors, dtype, tied or {}, transposed
-        self._fingerprints: Fingerprints = {}
-        self._copies = HostCopies()
-        self.seconds = 0.0
-
-    @property
-    def fingerprints(self) -> Fingerprints:
-        """Fingerprints so far, by name."""
-        self._copies.finish()
-        return self._fingerprints
-
-    def add_fingerprint(self, name: str, tensor: Tensor, slack: float = 0.0) -> None:
-        """Compute the fingerprint of one tensor."""
-        began = time.perf_counter()
-        matrix = tensor.T if name in self.transposed else tensor
-        with self._copies:
-            self.add(name, fingerprint(matrix, self.vectors, self.dtype, slack))
-        self.seconds += time.perf_counter() - began
-
-    def add(self, name: str, mark: WeightFingerprint) -> None:
-        """Store a fingerprint under all names of the tensor."""
-        self._fingerprints[name] = mark
-        for alias, source in self.tied.items():
-            if source == name:
-                self._fingerprints[alias] = mark
 
 
 def tied_names(model: Any) -> dict[str, str]:

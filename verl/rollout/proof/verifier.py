@@ -32,12 +32,13 @@ from torch import Tensor
 from verl.errors import ConfigError, WeightSyncError
 from verl.rollout.proof.fingerprints import (
     LORA_B,
-    FingerprintLog,
     Fingerprints,
+    HostCopies,
     ProbeVectors,
     WeightFingerprint,
     adapter_tensors,
     dtype_name,
+    fingerprint,
     tied_names,
     transposed_names,
 )
@@ -110,7 +111,7 @@ def compare(
     Args:
         expected, found: the trainer's and the engine's.
         previous: the trainer's at the previous sync.
-        tied: as in `FingerprintLog`.
+        tied: name of a tensor that is not sent -> name of the tensor that it equals.
     """
     faults = {}
     for name in filter(found.__contains__, expected):
@@ -224,6 +225,9 @@ class SyncVerifier:
         rows: tokens of the probe, see `probe_rows`; none: tensors alone are compared.
         log_probs: computes the trainer's log-probs [rows, length - 1] of the probe.
         compute_type: data type of these log-probs; `tf32` if float32 products are rounded.
+    Attributes:
+        tied: name of a tensor that is not sent -> name of the tensor that it equals.
+        transposed: names of matrices that the model keeps as [in, out].
     """
 
     def __init__(
@@ -240,9 +244,8 @@ class SyncVerifier:
         self._log_probs = log_probs
         self.tied, self.transposed = tied_names(model), transposed_names(model)
         self.version = 0
-        self._log: FingerprintLog | None = None
         self._previous: Fingerprints = {}
-        self._seen: tuple[np.ndarray, float] | None = None  # log-probs of this sync's weights, and seconds
+        self._begin_sync()
 
     def question(self, *, weights: bool = True, adapter_rank: int | None = None) -> VerifyRequest:
         """Begin a sync.
@@ -251,44 +254,50 @@ class SyncVerifier:
             weights: the model's weights are sent.
             adapter_rank: an adapter of this rank is sent.
         """
-        vectors = ProbeVectors(self.version)
+        self._begin_sync()
         self.version += 1
-        self._seen = None
-        self._log = FingerprintLog(vectors, self.dtype, self.tied, self.transposed)
-        return VerifyRequest(vectors, self.rows, weights, adapter_rank)
+        return VerifyRequest(self._vectors, self.rows, weights, adapter_rank)
+
+    def _begin_sync(self) -> None:
+        self._vectors, self._copies, self._seconds = ProbeVectors(self.version), HostCopies(), 0.0
+        self._fingerprints: Fingerprints = {}
+        self._seen: tuple[np.ndarray, float] | None = None  # log-probs of this sync's weights, and seconds
+
+    @property
+    def fingerprints(self) -> Fingerprints:
+        """The trainer's fingerprints of this sync so far, by name."""
+        self._copies.finish()
+        return self._fingerprints
 
     def without_probe(self, question: VerifyRequest) -> VerifyRequest:
         """The same question about tensors alone; log-probs are not compared."""
         self._seen = np.zeros(0), 0.0
         return replace(question, rows=())
 
-    def add_fingerprint(self, name: str, tensor: Tensor) -> Tensor:
-        """Compute the fingerprint of one tensor and return the tensor."""
-        assert self._log is not None, "question() begins a sync"
-        self._log.add_fingerprint(name, tensor)
-        return tensor
+    def add_fingerprint(self, name: str, tensor: Tensor, slack: float = 0.0) -> None:
+        """Compute the fingerprint of one tensor, while it is sent, so that no tensor is read twice."""
+        began = time.perf_counter()
+        matrix = tensor.T if name in self.transposed else tensor
+        with self._copies:
+            mark = fingerprint(matrix, self._vectors, self.dtype, slack)
+        self.adopt({name: mark}, time.perf_counter() - began)
 
     def add_adapter_fingerprints(self, adapter: Mapping[str, Tensor]) -> None:
         """Compute fingerprints of the adapter, whose whole tensors are given by their names in the model."""
-        assert self._log is not None, "question() begins a sync"
         for name, tensor in adapter_tensors(self.model, adapter):
             # The engine multiplies B by its scale in its own type, after rounding B to it.
-            self._log.add_fingerprint(
-                name, tensor, slack=2 * torch.finfo(self.dtype).eps if name.endswith(LORA_B) else 0.0
-            )
+            self.add_fingerprint(name, tensor, 2 * torch.finfo(self.dtype).eps if name.endswith(LORA_B) else 0.0)
 
     def adopt(self, fingerprints: Fingerprints, seconds: float = 0.0) -> None:
-        """Use fingerprints that were combined from parts, instead of computing them from whole tensors."""
-        assert self._log is not None, "question() begins a sync"
-        for name, mark in fingerprints.items():
-            self._log.add(name, mark)
-        self._log.seconds += seconds
+        """Use fingerprints that were computed elsewhere in so many seconds, each under all names of its tensor."""
+        self._fingerprints |= fingerprints
+        self._fingerprints |= {alias: fingerprints[name] for alias, name in self.tied.items() if name in fingerprints}
+        self._seconds += seconds
 
     def compute_probe_log_probs(self) -> None:
         """Compute the log-probs of the probe, during the transfer or the engine's verification; otherwise `verify`
         computes them.
         """
-        assert self._log is not None, "question() begins a sync"
         began = time.perf_counter()
         log_probs = self._log_probs(self.rows) if self._log_probs is not None else np.zeros(0)
         self._seen = log_probs, time.perf_counter() - began
@@ -300,20 +309,17 @@ class SyncVerifier:
             WeightSyncError: they differ; names the tensors.
             ConfigError: without the probe nothing is known of some tensors.
         """
-        assert self._log is not None, "question() begins a sync"
         if self._seen is None:
             self.compute_probe_log_probs()
         assert self._seen is not None
-        began, own = time.perf_counter(), self._log.fingerprints
+        began, own = time.perf_counter(), self.fingerprints
         (log_probs, seconds), self._seen = self._seen, None
         unread = engine.unproven or ("\0",)
         expected = {name: mark for name, mark in own.items() if not name.startswith(unread)}
         faults = compare(expected, engine.fingerprints, self._previous, self.tied)
         gaps = np.abs(log_probs - engine.log_probs)
-        gap, allowed = (
-            float(gaps.mean()) if gaps.size else math.nan,
-            allowed_nats(dtype_name(self.dtype), self.compute_type),
-        )
+        gap = float(gaps.mean()) if gaps.size else math.nan
+        allowed = allowed_nats(dtype_name(self.dtype), self.compute_type)
         if faults:
             texts = [f"{name}: {fault}" for name, fault in faults.items()]
             raise WeightSyncError(list(faults), texts, len(expected), gap)
@@ -326,7 +332,7 @@ class SyncVerifier:
                 "rollout.kv_cache=recompute."
             )
         self._previous |= own
-        seconds += self._log.seconds + engine.seconds + time.perf_counter() - began
+        seconds += self._seconds + engine.seconds + time.perf_counter() - began
         unproven = float(len(own) - len(expected))  # tensors covered only by the probe
         metrics = {"sync/proof_s": seconds, "sync/unproven_tensors": unproven}
         return metrics | ({"sync/probe_gap_nats": gap} if gaps.size else {})

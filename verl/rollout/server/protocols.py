@@ -206,7 +206,6 @@ def shown_value(value: Any) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
 
 
-TOKEN_ID = "token_id:"  # prefix of tokens that are returned as ids
 TEXT_ONLY = (
     "text without token ids. Training needs the very tokens that were drawn, and a text can be cut into tokens in many "
     "ways: use a server that gives them, by return_token_ids"
@@ -238,7 +237,6 @@ class OpenAIProtocol(ServerProtocol):
             "stop_token_ids": list(sampling_params.stop_ids),
             "logprobs": 0,
             "return_token_ids": True,
-            "return_tokens_as_token_ids": True,
             "skip_special_tokens": False,
         }
         if sampling_params.seed is not None:
@@ -251,7 +249,9 @@ class OpenAIProtocol(ServerProtocol):
         choice = _only_choice(answer)
         reason = read_finish_reason(choice["finish_reason"], "choices[0].finish_reason", ("stop", "length"))
         logprobs = read_mapping(choice.get("logprobs") or {}, "choices[0].logprobs")
-        ids = _ids_of(choice, logprobs, sampling_params)
+        if not choice.get("token_ids"):
+            raise NotRetryable(TEXT_ONLY)
+        ids = read_token_ids(choice["token_ids"], "choices[0].token_ids", sampling_params.num_tokens)
         if (log_probs := logprobs.get("token_logprobs")) is None or (isinstance(log_probs, list) and None in log_probs):
             raise NotRetryable("tokens without log-probs, which training needs")
         log_probs = read_log_probs(log_probs, "choices[0].logprobs.token_logprobs")
@@ -274,30 +274,6 @@ def _only_choice(answer: Any) -> dict[str, Any]:
     if (index := choice.get("index", 0)) != 0 or isinstance(index, bool):
         raise RetryableAnswer(f"choices[0].index is {shown_value(index)}, where one response was requested (n is 1)")
     return choice
-
-
-def _ids_of(choice: dict[str, Any], logprobs: dict[str, Any], sampling_params: SamplingRequest) -> list[int]:
-    """The token ids, from `token_ids` or from texts such as `token_id:17`; if both are present they must agree."""
-    token_ids, written = choice.get("token_ids"), _written_ids(logprobs.get("tokens"))
-    if not token_ids and written is None:
-        raise NotRetryable(TEXT_ONLY)
-    ids = read_token_ids(token_ids or written, "choices[0].token_ids", sampling_params.num_tokens)
-    if written is not None and written != ids:
-        raise RetryableAnswer(f"token_ids {shown_value(ids)}, whose log-probs are of tokens {shown_value(written)}")
-    return ids
-
-
-def _written_ids(tokens: Any) -> list[int] | None:
-    """Ids from `["token_id:17", ...]`; None if the entries are ordinary texts."""
-    is_list = isinstance(tokens, list) and tokens
-    if not is_list or not all(isinstance(token, str) and token.startswith(TOKEN_ID) for token in tokens):
-        return None
-    numbers = [token.removeprefix(TOKEN_ID) for token in tokens]
-    if wrong := [number for number in numbers if not (number.isascii() and number.isdigit() and len(number) < 19)]:
-        raise RetryableAnswer(
-            f"choices[0].logprobs.tokens has {shown_value(TOKEN_ID + wrong[0])}, which names no token"
-        )
-    return [int(number) for number in numbers]
 
 
 def _of_prompt(logprobs: Any, prompt: Sequence[int]) -> list[float] | None:

@@ -25,7 +25,6 @@ from verl.models.parallel_info import Autocast, compute_device
 from verl.rollout.engine_process.process import CORES_VARIABLE, EngineDied, EngineError
 from verl.rollout.process_engine import gpu_name
 from verl.rollout.vllm.gpu_memory import (
-    BLOCK_TOKENS,
     GIB,
     cache_bytes,
     engine_shape,
@@ -285,8 +284,8 @@ def as_config_error(error: EngineError, setting: EngineArgs, model: Any) -> Exce
     """The configuration error that explains a start-up error of the engine; the error itself if none is known."""
     text, options = f"{error.reason}\n{error.trace}", setting.options
     if any(words in text for words in NO_ROOM):
-        length = options.max_model_len or getattr(_base(model).config.get_text_config(), "max_position_embeddings", 0)
-        needed = _cache_gib(_base(model).config.get_text_config(), length, setting)
+        shape = engine_shape(options, _base(model).config, setting.dtype, setting.is_on_gpu)
+        length, needed = shape.max_model_len, math.ceil(shape.cache_of(1) / GIB * 1e4) / 1e4
         fits = re.search(r"maximum model length is (\d+)", text)
         setting_text = options.kv_cache_gib or f"null, which gives {setting.cache_bytes / GIB:.3g} here"
         shorter = f", or rollout.max_model_len to {fits[1]}" if fits else ", or rollout.max_model_len lower"
@@ -316,17 +315,6 @@ def as_config_error(error: EngineError, setting: EngineArgs, model: Any) -> Exce
         return ConfigError(f"rollout.max_model_len is {options.max_model_len}: {error.reason.strip().splitlines()[-1]}")
     details = str(error).rpartition("\n")[0]
     return RolloutError(f"{details}\nvLLM could not be started: {error.summary}".lstrip())
-
-
-def _cache_gib(config: Any, length: int, setting: EngineArgs) -> float:
-    """GiB that the keys and values of one sequence take, rounded up."""
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    blocks = math.ceil(length / BLOCK_TOKENS) + 1  # vLLM keeps one for itself
-    layers = math.ceil(config.num_hidden_layers / setting.options.pipeline_parallel_size)
-    numbers = 2 * layers * heads * size * blocks * BLOCK_TOKENS
-    gib = numbers * setting.dtype.itemsize / setting.options.tensor_parallel_size / GIB
-    return math.ceil(gib * 1e4) / 1e4
 
 
 def _base(model: Any) -> Any:

@@ -29,7 +29,7 @@ class JudgedProgram:
     """The program in the other process.
 
     Attributes:
-        fault: why the test cannot pass, whatever it catches: `ended`, `object: TYPE` or `exit`.
+        fault: why the test cannot pass, even if it catches the error: `ended`, `object: TYPE` or `exit`.
     """
 
     def __init__(self, names):

@@ -3,7 +3,7 @@
 A test whose program runs in another process gets only plain values from it. Methods of an object of the program, its
 classes and its generators need the program in the same process, where it can change the verdict.
 
-Each test runs in a sandbox of its own; the tests of a data set are tried without a program.
+Each test runs in a separate sandbox; the tests of a data set are tried without a program.
 """
 
 from __future__ import annotations

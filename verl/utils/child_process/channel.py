@@ -87,7 +87,7 @@ class Channel:
                 abort, after which the channel cannot be used.
             timeout_s: limit of the whole send; 0.0 sends a short message at once or not at all.
         Raises:
-            ChannelClosed: the other end is gone, or does not receive.
+            ChannelClosed: the other end is closed or does not receive.
             TimeoutError: `timeout_s` has passed.
         """
         content = self._codec.dumps(message)
@@ -114,7 +114,7 @@ class Channel:
             timeout_s: limit until the object begins.
             watch: progress of the other process; waits as long as it makes progress.
         Raises:
-            ChannelClosed: the other end has closed the connection, or its process is gone.
+            ChannelClosed: the other end has closed the connection, or its process has ended.
             TimeoutError: nothing arrived in time.
         """
         return self.receive_with_files(on_poll, timeout_s=timeout_s, watch=watch)[0]

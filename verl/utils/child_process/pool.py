@@ -139,7 +139,7 @@ class ProcessPool(Generic[P]):
 
         Raises:
             PoolClosed: the pool was closed.
-            TimeoutError: there is none within `timeout_s`.
+            TimeoutError: none is free within `timeout_s`.
             Exception: what `start` or `await_ready` raised, if a process that is waited for cannot be started.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s

@@ -415,8 +415,8 @@ class ChildProcess:
 class CommandProcess(ChildProcess):
     """A command for any interpreter, with a connection for JSON messages as its standard input.
 
-    It ends with all processes that it has started, in whatever session, also if this process is killed: they are found
-    by a mark in their environment.
+    It ends with all processes that it has started, in any session, even if this process is killed: they are found by a
+    mark in their environment.
 
     Args:
         command: program and arguments.

@@ -138,7 +138,7 @@ class EngineServer:
     def prove(self, question: VerifyRequest) -> Any:
         """Fingerprints of the engine's weights; see `verl.rollout.proof`."""
         self._purpose.text = "proving the weights"
-        return answer_request(self.llm, question, self._lora_request, rpc="prove_on_rank")
+        return answer_request(self.llm, question, self._lora_request, by_name=True)
 
     def begin_turns(
         self, drawing: TokenSampler, width: int, num_threads: int | None, is_stepwise: bool = False

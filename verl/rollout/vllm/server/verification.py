@@ -1,11 +1,12 @@
 """vLLM's side of the verification of a sync: fingerprints through its layers, and log-probs of the probe.
 
-`answer_request` runs in the vLLM process, and `run_on_worker` in each of its workers.
+`answer_request` runs in the vLLM process, `set_logprobs_mode` and `read_parts` in each of its workers.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,60 +15,54 @@ from verl.rollout.proof.fingerprints import FingerprintParts, join_parts
 from verl.rollout.proof.verifier import VerifyReply, VerifyRequest
 from verl.rollout.vllm.server.layer_fingerprints import LayerFingerprints, adapter_parts
 
-READER = "_verl_layer_reader"
+READER = "_verl_layer_reader"  # in a model, kept for the next sync
 
 
-def answer_request(llm: Any, question: VerifyRequest, lora_request: Any = None, rpc: str | None = None) -> VerifyReply:
+def answer_request(
+    llm: Any, question: VerifyRequest, lora_request: Any = None, *, by_name: bool = False
+) -> VerifyReply:
     """Fingerprints and log-probs of a `vllm.LLM`; called after new weights were loaded.
 
     Args:
         lora_request: used for generation, if an adapter is verified.
-        rpc: name of a method of the engine's workers that calls `run_on_worker`, for engines that take no functions.
+        by_name: the workers have the functions as methods, see `WorkerExtension`; else they are sent to them.
     """
     began = time.perf_counter()
 
-    def on_ranks(task: str, *args: Any) -> list[Any]:
-        return llm.collective_rpc(rpc or run_on_worker, args=(task, *args))
+    def on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
+        return llm.collective_rpc(f"verl_{function.__name__}" if by_name else function, args=args)
 
     log_probs = np.zeros(0)
     if question.rows:
-        mode = on_ranks("score", "raw_logprobs")[0]  # an engine may be configured to return logits instead of log-probs
+        # an engine may be configured to return logits instead of log-probs
+        mode = on_ranks(set_logprobs_mode, "raw_logprobs")[0]
         try:
             log_probs = engine_log_probs(llm, question.rows, lora_request)  # also puts the adapter to use
         finally:
-            on_ranks("score", mode)
-    ranks = on_ranks("read", question, lora_request.lora_int_id if lora_request is not None else None)
+            on_ranks(set_logprobs_mode, mode)
+    ranks = on_ranks(read_parts, question, lora_request.lora_int_id if lora_request is not None else None)
     fingerprints = join_parts([parts for parts, _ in ranks])
     unproven = tuple(dict.fromkeys(name for _, names in ranks for name in names))
     return VerifyReply(fingerprints, log_probs, unproven, time.perf_counter() - began)
 
 
-def run_on_worker(worker: Any, task: str, *args: Any) -> Any:
-    """Run one task in the process of a rank; `worker` is vLLM's worker."""
-    return {"score": _score, "read": _read}[task](worker, *args)
-
-
-def _score(worker: Any, mode: str) -> str:
-    """Set the mode of prompt log-probs, and return the previous one."""
+def set_logprobs_mode(worker: Any, mode: str) -> str:
+    """Set the mode of prompt log-probs of vLLM's worker, and return the previous one."""
     config = worker.model_runner.model_config
     before, config.logprobs_mode = config.logprobs_mode, mode
     return before
 
 
-def _reader(model: Any, dtype: Any) -> LayerFingerprints:
-    """The reader of the model, cached for the next sync."""
-    if READER not in model.__dict__:
-        model.__dict__[READER] = LayerFingerprints(model, dtype)
-    return model.__dict__[READER]
-
-
-def _read(worker: Any, question: VerifyRequest, adapter_id: int | None) -> tuple[FingerprintParts, list[str]]:
+def read_parts(worker: Any, question: VerifyRequest, adapter_id: int | None) -> tuple[FingerprintParts, list[str]]:
     """The rank's parts, and the name prefixes of tensors that cannot be read."""
     runner = worker.model_runner
     parts: FingerprintParts = {}
     unproven: list[str] = []
     if question.weights:
-        reader = _reader(runner.get_model(), runner.model_config.dtype)
+        model = runner.get_model()
+        if READER not in model.__dict__:
+            model.__dict__[READER] = LayerFingerprints(model, runner.model_config.dtype)
+        reader: LayerFingerprints = model.__dict__[READER]
         parts, unproven = reader.parts(question.vectors), reader.unproven
     if question.adapter_rank is not None and adapter_id is not None:
         manager = runner.lora_manager._adapter_manager

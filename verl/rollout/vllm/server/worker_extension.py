@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.server.expert_recorder import ExpertRecorder
 from verl.rollout.vllm.server.logits_processor import ActiveRequests, CounterNoiseProcessor
-from verl.rollout.vllm.server.verification import run_on_worker
+from verl.rollout.vllm.server.verification import read_parts, set_logprobs_mode
 from verl.rollout.vllm.server.weight_loader import InPlaceLoader, UnsupportedLayer, give_back_free_memory
 from verl.rollout.weight_sync.stream import ChunkPlan, Feed, StreamReader, WantedSlices, reads_peers
 from verl.utils.progress import report
@@ -79,9 +79,7 @@ class WorkerExtension:
                 for layer in module:
                     layer.register_forward_pre_hook(lambda *_: report())
 
-    def prove_on_rank(self, task: str, *args: Any) -> Any:
-        """This rank's part of a weight verification."""
-        return run_on_worker(self, task, *args)
+    verl_set_logprobs_mode, verl_read_parts = set_logprobs_mode, read_parts  # of a verification
 
     def verl_reads_peers(self) -> bool:
         """Whether this worker can open memory of all GPUs of the engine."""
