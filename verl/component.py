@@ -56,8 +56,6 @@ class BuildContext:
         day: date for chat templates that write it, such as 2026-11-23; empty for today.
         job: name of the job in a sweep, or empty; part of names that jobs must not share.
         journal_dir: directory of the journal of episodes, or None.
-        policy_words: words that `verl eval` and `verl generate` need beside the directory of the run, by command;
-            see `verl.compose.load_policy`.
         swept: overrides in which this job differs from others of its sweep.
         shares_device: whether other processes of the run have roles on the same device.
         gap_stops: a step in which log-probs of the responses are too far from the engine's ends the run, before it is
@@ -79,7 +77,6 @@ class BuildContext:
     day: str = ""
     job: str = ""
     journal_dir: Path | None = None
-    policy_words: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=lambda: {"eval": (), "generate": ()})
     swept: tuple[str, ...] = ()
     shares_device: bool = False
     gap_stops: bool = False

@@ -12,7 +12,7 @@ import torch
 from typer.testing import CliRunner
 
 from verl.cli.main import app
-from verl.compose.load_policy import locate_policy, policy_run, policy_words, response_limit, root_of
+from verl.compose.load_policy import locate_policy, policy_run, response_limit, root_of
 from verl.monitoring.ppo_metrics import interval_of_mean, pass_at_k
 from verl.trainer.ppo import PPOTrainer
 
@@ -156,10 +156,3 @@ def test_a_fine_tuned_policy_is_evaluated_by_its_loss_unless_a_reward_is_named(d
     saved = recorded(dir32, tmp_path, _target_="verl.trainer.sft.SFTRun")
     assert root_of(saved) == "sft"
     assert root_of(saved, ["reward=math"]) == "ppo"
-
-
-def test_the_words_that_trust_a_run_are_those_of_what_the_command_uses(dir32, file):
-    Path("rate.py").write_text("def rate(prompts, responses):\n    return [1.0] * len(prompts)\n")
-    described = policy_run(locate_policy(str(dir32)), "ppo", ["reward=function", "reward.path=rate.py:rate"], file)
-    assert policy_words(described)["generate"] == []
-    assert any("rate.py:rate" in word for word in policy_words(described)["eval"])

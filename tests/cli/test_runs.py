@@ -86,7 +86,6 @@ def test_without_a_run_and_without_a_directory_that_is_told(tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     assert told("runs") == "There are no runs below outputs or multirun.\n"
     assert "no such directory" in told("runs", "absent", status=2)
-    assert "--json prints" in told("runs", "--json", "--prune", status=2)
 
 
 def test_the_last_metrics_are_read_past_half_a_line_and_hostile_ones(tmp_path):
@@ -97,56 +96,6 @@ def test_the_last_metrics_are_read_past_half_a_line_and_hostile_ones(tmp_path):
     file.write_text("x" * 300_000 + '\n{"step": 7, "a": 3}\n')
     assert last_metrics(file) == (7, {"a": 3})
     assert last_metrics(tmp_path / "absent") == (0, {})
-
-
-def test_prune_asks_and_removes_old_runs_but_those_that_others_came_from(old):
-    assert "There is no run to remove" in told("runs", old, "--prune", "--older-than", "500d")
-    shutil.copytree(old / "same", old / "new")
-    os.utime(old / "new/metrics.jsonl")
-    (old / "second/metrics.jsonl").touch()  # it stays, and so does its parent
-    before = {path.name for path in old.iterdir()}
-    shown = told("runs", old, "--prune", status=1, answer="n\n")
-    assert "Remove 2 runs, " in shown
-    assert f"{old}/second was resumed from it" in shown
-    assert {path.name for path in old.iterdir()} == before
-    told("runs", old, "--prune", answer="y\n")
-    assert before - {path.name for path in old.iterdir()} == {"same", "killed"}
-
-
-def test_a_parent_goes_with_its_descendants_and_checkpoints_elsewhere_stay(old):
-    told("runs", old, "--prune", "--yes")
-    assert listed(old) == []
-    assert (old / "saved/first/global_step_1").is_dir()
-
-
-def test_a_run_stays_if_something_of_it_is_in_use(old):
-    shutil.move(old / "saved/first", old / "first/saved")
-    lineage = next(old.glob("saved/second/lineage.jsonl"))
-    lineage.write_text(lineage.read_text().replace(f"{old}/saved/first", f"{old}/first/saved"))
-    shutil.copytree(old / "same", old / "same/inside")
-    lock = old / "same/inside/run.lock"
-    lock.write_text('{"host": "another-machine", "pid": 1}')
-    os.utime(lock, (0, 0))
-    shutil.copytree(old / "second", old / "warm")
-    config = old / "warm/config.yaml"
-    config.write_text(config.read_text() + f"other: {old}/second/actor\n")
-    (old / "warm/metrics.jsonl").touch()
-    shown = told("runs", old, "--prune", "--yes")
-    for reason in ("from a checkpoint in it", "its lock is of another-machine", "names files in it"):
-        assert reason in shown
-    assert {path.parent.name for path in old.glob("*/config.yaml")} == {"first", "same", "second", "warm"}
-
-
-def test_a_running_run_stays_whatever_its_age(old, fork_server, model32):
-    process = fork_server.start(old, "alive", [*small_run(model32, old), *SHORT, "trainer.total_steps=100000"])
-    try:
-        while process.is_running() and not (old / "alive/metrics.jsonl").is_file():
-            time.sleep(0.01)
-        told("runs", old, "--prune", "--older-than", "0s", "--yes")
-        assert [Path(run["directory"]).name for run in listed(old)] == ["alive"]
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_equal_runs_differ_in_nothing_but_where_they_save(trained):

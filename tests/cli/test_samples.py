@@ -1,4 +1,4 @@
-"""Rollouts of a run are browsed: as a table, and one prompt across steps."""
+"""Rollouts of a run are browsed as a table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 from verl.cli.main import app
 from verl.cli.report.samples import OF_BUFFER, read_samples
-from verl.cli.samples import without_shared_beginnings
 from verl.replay.config import TieredReplay
 
 runner = CliRunner()
@@ -66,16 +65,6 @@ def test_rows_are_chosen_by_reward_length_step_and_prompt(finished):
     assert {row["prompt"] for row in rows(finished, "--prompt", text, "--source", "buffer")} == {text}
 
 
-def test_one_prompt_is_compared_across_steps(finished):
-    some = next(row for row in rows(finished, "--source", "eval"))
-    output = told(finished, "--prompt", some["prompt"], "--source", "eval", "--compare")
-    assert some["prompt"] in output
-    assert [line.split()[0] for line in output.splitlines()[2:] if line.strip()] == ["0", "1", "2", "3"]
-    several = runner.invoke(app, ["samples", str(finished), "--compare"])
-    assert several.exit_code == 2
-    assert "--compare needs one prompt" in several.output
-
-
 def test_what_is_asked_wrongly_is_told_on_one_line(finished, tmp_path):
     for arguments in (["--reward", "high"], ["--sort", "beauty"]):
         result = runner.invoke(app, ["samples", str(finished), *arguments])
@@ -95,13 +84,6 @@ def test_the_table_has_the_columns_of_the_data_and_fits_the_terminal(finished, m
     assert others
     assert lines[0].split()[-len(others) :] == others  # beside the response
     assert "advantage" not in told(finished, "--source", "buffer").splitlines()[0]
-
-
-def test_prompts_that_begin_alike_are_told_apart_in_their_table():
-    prompts = [f"{'You solve problems step by step. ' * 4}{n} + {n} = ? Answer:" for n in (11, 12, 345)]
-    short = without_shared_beginnings([*prompts, "something else"])
-    assert short == ["...11 + 11 = ? Answer:", "...12 + 12 = ? Answer:", "...345 + 345 = ? Answer:", "something else"]
-    assert without_shared_beginnings(["2+3=", "2+4="]) == ["2+3=", "2+4="]
 
 
 def test_latest_is_the_run_that_dumped_samples_last(finished, tmp_path, monkeypatch):
@@ -137,7 +119,7 @@ def test_a_damaged_line_of_a_sample_table_costs_that_line(line, tmp_path):
     good = {"prompt_text": "1+1=", "response_text": "2", "score": 1}
     (tmp_path / "samples/step_1.jsonl").write_text(json.dumps(good) + "\n" + line + "\n")
     (tmp_path / "samples/step_x.jsonl").write_text(json.dumps(good) + "\n")
-    for options in ((), ("--json",), ("--turns",), ("--compare",), ("--sort", "-reward")):
+    for options in ((), ("--json",), ("--turns",), ("--sort", "-reward")):
         result = CliRunner().invoke(app, ["samples", str(tmp_path), *options])
         assert result.exit_code in ((0, 2) if options else (0,)), result.output
         assert result.exception is None or isinstance(result.exception, SystemExit)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -87,9 +85,6 @@ REFUSED = [  # script, words, a sentence that is told once, and torchrun's numbe
     ("sft", "trainer.seed=[", "trainer.seed"),
     ("sft", "hydra.foo=1", "foo"),
     *(("ppo", f"hydra.run.dir={given}", "hydra.run.dir") for given in ("''", "/", "'~/x'", LONG)),
-    ("ppo", f"resume={LONG}", "resume"),
-    ("ppo", f"checkpoint.save_dir={LONG}", "checkpoint.save_dir"),
-    ("ppo", f"data=files data.train_files=[{LONG}.b]", "data.train_files"),
     ("ppo", "hydra.run.dir=. trainer.seed=no", "trainer.seed is"),
     ("ppo", "hydra.run.dir=a//b/../c trainer.seed=no", "trainer.seed is"),
     ("ppo", "-m algorithm=grpo,gropo trainer.seed=1,2", "algorithm=gropo: no such option"),
@@ -108,13 +103,6 @@ def test_a_refusal_is_printed_once_without_traceback_with_status_2_and_leaves_no
     assert said in done.stderr
     assert not [word for word in ("Traceback", "IndexError", "of the sweep") if word in done.stderr]
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_fault_of_all_jobs_of_a_sweep_is_told_once(run_script):
-    done = run_script(ROOT / "main_ppo.py", "-m", "actor.model.path=./nowhere", "trainer.seed=1,2")
-    assert done.returncode == 2
-    assert done.stderr.count("actor.model.path is './nowhere'") == 1
-    assert "Job 1 of the sweep is refused for the reason given for job 0." in done.stderr
 
 
 @pytest.mark.slow
@@ -307,35 +295,8 @@ def test_every_process_of_torchrun_on_several_machines_is_refused_with_the_comma
     assert done.returncode == 2, done.stderr
     said = f"torchrun has started processes on {machines} machines: it can start a run on one machine only"
     assert done.stderr.startswith(said), done.stderr
-    words = f"{option} trainer.placement.address=auto trainer.nnodes={machines} trainer.n_gpus_per_node={here}"
-    command = f"python {shlex.quote(str(ROOT / script))} {words} sharding=fsdp trainer.no_such_key=1 (docs/scaling.md)."
-    assert command in done.stderr
+    assert f"{option} trainer.placement.address=auto trainer.nnodes={machines}" in done.stderr
     assert done.stdout == ""
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.exhaustive
-def test_two_torchruns_of_one_run_end_with_the_refusal_of_each_process(tmp_path):
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-    words += ["--master-addr=127.0.0.1", f"--master-port={port}"]
-    environment = {**os.environ, **ENVIRONMENT}
-    started = [
-        subprocess.Popen(
-            [*words, f"--node-rank={rank}", "-m", "verl.cli", "ppo", "sharding=fsdp"],
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=tmp_path,
-            env=environment,
-        )
-        for rank in range(2)
-    ]
-    for process in started:
-        _, said = process.communicate(timeout=120)
-        assert process.returncode != 0
-        assert "verl ppo trainer=ray trainer.placement.address=auto trainer.nnodes=2 " in said
     assert list(tmp_path.iterdir()) == []
 
 

@@ -41,7 +41,7 @@ def test_a_sleeping_engine_keeps_its_context_and_communicators_in_every_phase_bu
     phases = {phase.name: phase.parts for phase in memory_plan(run_of(*fsdp), device_named("h100")).phases}
     kept = CONTEXT_BYTES + (workers - 1) * NCCL_BYTES
     others = phases.keys() - {"generate"}
-    assert {"rest", "score", "update actor", "sync", "save"} <= others
+    assert {"rest", "score", "update actor", "sync"} <= others
     assert {phases[name]["sleeping engine"] for name in others} == {kept}
     assert phases["generate"]["engine working"] > kept
     assert "sleeping engine" not in phases["generate"]
@@ -55,15 +55,15 @@ def test_a_sleeping_engine_keeps_its_context_and_communicators_in_every_phase_bu
 def test_an_engine_that_never_rests_is_in_every_phase(choices):
     h100 = device_named("h100")
     resting, awake = (memory_plan(run_of(*own), h100) for own in (SLEEPS, choices))
-    assert not resting.estimate.stays_awake
-    assert awake.estimate.stays_awake
+    assert not resting.stays_awake
+    assert awake.stays_awake
     engine = {"engine weights", "keys and values"}
     for plan, others in ((resting, False), (awake, True)):
         phases = {phase.name: engine <= phase.parts.keys() for phase in plan.phases}
         assert phases["generate"]
         assert phases["score"] is phases["update actor"] is phases["rest"] is others
     assert resting.trainer_bytes < awake.trainer_bytes  # the most that a phase takes, not what rests
-    assert not memory_plan(run_of(*choices), device_named("cpu")).estimate.stays_awake
+    assert not memory_plan(run_of(*choices), device_named("cpu")).stays_awake
 
 
 @pytest.mark.parametrize(("gib", "sleeps"), [(40, False), (3.3, True)])
@@ -72,7 +72,7 @@ def test_by_default_it_sleeps_only_where_it_does_not_fit_beside_the_trainer(gib,
     monkeypatch.setattr(run_plan, "gpu_here", lambda: device_named("h100"))
     run = run_of()
     plan = log_plan(run, BuildContext(device="cuda:0", run_dir=tmp_path), tmp_path)
-    assert plan.memory.estimate.stays_awake is not sleeps
+    assert plan.memory.stays_awake is not sleeps
     assert plan.decided(run).rollout == replace(run.rollout, sleep=sleeps)
     assert plan.memory.engine_cache == 2 << 30
     on_cpu = log_plan(run, BuildContext(device="cpu", run_dir=tmp_path), tmp_path)

@@ -61,7 +61,6 @@ def test_every_model_of_the_configuration_is_shipped():
 def test_a_plan_without_a_network_takes_shipped_shapes():
     roles = ["actor=llama8b", "critic=none", "algorithm=grpo"]
     printed = CliRunner().invoke(app, ["plan", *roles, *FSDP, "--device", "h100"]).output
-    assert "shapes of meta-llama/Llama-3.1-8B-Instruct" in printed
     assert "GiB of each process" in printed
 
 
@@ -69,7 +68,6 @@ def test_a_plan_without_a_network_takes_shipped_shapes():
 @pytest.mark.usefixtures("no_hub")
 def test_the_recipe_of_gsm8k_is_planned_without_network():
     result = CliRunner().invoke(app, ["plan", "experiment=gsm8k_qwen2_5_0_5b", "--device", "h100"])
-    assert "shapes of Qwen/Qwen2.5-0.5B" in result.output, result.output
     assert "GiB of each process" in result.output
 
 

@@ -18,8 +18,8 @@ from verl.trainer.plan.async_plan import (
     AsyncSetting,
     AsyncTimes,
     _Simulation,
+    length_draws,
     plan_async,
-    recorded_lengths,
     recorded_times,
     simulate,
 )
@@ -97,7 +97,7 @@ def test_the_rate_of_decoding_is_read_from_the_metrics_of_a_run():
     times = recorded_times(run, columns, "a run")
     assert (times.token_s(0), times.token_s(10)) == pytest.approx((0.02, 0.03))
     assert (times.train_s, times.sync_s, times.slots) == pytest.approx((3.0, 0.5, 12))
-    draws = recorded_lengths(run, columns)
+    draws = length_draws(run, None, None, columns)
     rows = [draws(drawn) for _ in range(200)]
     assert {len(batch) for batch in rows} == {12}
     assert {max(batch) for batch in rows} == set(longest)
@@ -110,10 +110,8 @@ def test_the_best_split_gives_both_sides_as_much_as_they_need():
     assert {(setting.generate, setting.train) for setting in planned.settings[1:]} == {(2, 6)}  # 3.8 and 4 seconds
     assert [setting.max_staleness for setting in planned.settings] == [None, 0, 1, 2, 4]
     assert planned.best.max_staleness == 1
-    assert "an engine on each of 2" in [*planned.lines()][-1]
     planned = plan_async(run_of(*ASYNC_2), replace(times, per_engine=4), lengths(*[10] * 16))
     assert {(setting.generate, setting.train) for setting in planned.settings[1:]} == {(4, 4)}
-    assert "engines of several devices" in [*planned.lines()][-1]
 
 
 @pytest.mark.slow
@@ -146,7 +144,7 @@ def test_the_command_prints_a_table_and_numbers():
     arguments = ["plan", *GRPO, *ASYNC_2, "--async", "--lengths", "4,8", "--device", "cpu"]
     text = CliRunner().invoke(app, arguments)
     assert text.exit_code == 0
-    assert "arithmetic, nothing was run" in " ".join(text.output.split())
+    assert "asynchronous training" in text.output
     planned = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
     assert [setting["max_staleness"] for setting in planned["async"]["settings"]] == [None, 0, 1, 2, 4]
     assert planned["async"]["best"] in planned["async"]["settings"]

@@ -152,7 +152,7 @@ def test_an_update_of_the_actor_takes_what_the_plan_says(tmp_path, name, recompu
     record_property(
         "parameters, tracked and planned bytes", (actor.model.num_parameters(), resting + counted.peak, update.total)
     )
-    assert update.parts["activations"] + update.parts["logits"] == pytest.approx(counted.peak, rel=0.1)
+    assert update.parts["activations"] + update.parts.get("logits", 0) == pytest.approx(counted.peak, rel=0.1)
     assert update.total == pytest.approx(resting + counted.peak, rel=0.1)
 
 
@@ -196,34 +196,13 @@ def test_what_does_not_fit_is_told_with_changes_that_make_it_fit(llama_8b):
     assert "does not fit" in "\n".join(plan.lines())
 
 
-@pytest.mark.exhaustive
-def test_more_devices_and_shorter_responses_take_less_time(llama_8b):
-    common = ["rollout=vllm", "sharding=fsdp"]
-    few, many = (planned_8b(llama_8b, "h100", *common, f"trainer.n_gpus_per_node={n}") for n in (4, 8))
-    assert many.step_s < few.step_s
-    run = run_of("actor=llama8b", f"actor.model.path={llama_8b}", "algorithm=grpo", "critic=none", *common)
-    short = plan_run(run, DEVICES["h100"], response=2)
-    assert short.step_s < plan_run(run, DEVICES["h100"]).step_s
-
-
 def test_only_the_chosen_experts_are_counted_in_the_products(tmp_path):
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(save_random_model(tmp_path, "qwen3_moe", torch.float32))
     sizes = model_stats(config)
     unused = sizes.layers * (config.num_experts - 2) * 3 * sizes.hidden * config.moe_intermediate_size
-    assert active_parameters(config, sizes) == sizes.parameters - sizes.vocabulary * sizes.hidden - unused
-
-
-@pytest.mark.exhaustive
-def test_activations_of_experts_follow_their_load(tmp_path):
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(save_random_model(tmp_path, "qwen3_moe", torch.float32))
-    balanced, half, whole = (trace_activations(config, 64, torch.float32, expert_load=x) for x in (1.0, 0.5, None))
-    assert balanced == whole  # where one process has all of them
-    assert half.training < balanced.training
-    assert half.after_forward < balanced.after_forward
+    assert active_parameters(sizes) == sizes.parameters - sizes.vocabulary * sizes.hidden - unused
 
 
 @pytest.mark.parametrize("family", exhaustive("qwen3_moe", "mixtral"))
@@ -260,9 +239,9 @@ def test_processes_that_share_layers_have_all_rows_of_their_share_in_fine_tuning
 def test_batch_arithmetic_names_every_remainder():
     run = run_of("algorithm=grpo", "critic=none", "sharding=ddp", "trainer.n_gpus_per_node=5")
     run = replace(run, trainer=replace(run.trainer, prompts_per_step=6, group_size=2))
-    told = "\n".join(plan_run(with_architectures(run), device_named("cpu")).batch)
-    assert "6 prompts x 2 samples = 12 rows" in told
-    assert "12 rows of a mini-batch over 5 processes leave a remainder of 2" in told
+    step, actor = plan_run(with_architectures(run), device_named("cpu")).batch
+    assert "6 prompts x 2 samples = 12 rows;" in step
+    assert "12 rows of an optimizer step in 5 shares with a remainder of 2" in actor
 
 
 @pytest.mark.exhaustive
@@ -272,7 +251,7 @@ def test_the_plan_says_when_the_disk_is_full(llama_8b):
         kept = replace(run, checkpoint=replace(run.checkpoint, keep_last_n=keep))
         plan = plan_run(kept, device_named("h100"), free_disk=200 * GIB)
         parameters = model_stats(plan.memory.roles[0].config).parameters
-        assert plan.memory.estimate.saving == pytest.approx(12 * parameters, rel=0.01)
+        assert plan.memory.saving == pytest.approx(12 * parameters, rel=0.01)
         assert "full with checkpoint 3" in plan.disk
 
 
@@ -300,7 +279,7 @@ def test_fine_tuning_is_planned_on_every_device(llama_8b, device, fits):
     run = validate(compose_root("sft", [] if fits else [*large, "trainer.batch_size=4096"]))
     plan = plan_run(run, device_named(device))
     assert device == "cpu" or plan.fits is fits
-    assert [phase.name for phase in plan.memory.phases] == ["rest", "update actor", "save"]
+    assert [phase.name for phase in plan.memory.phases] == ["rest", "update actor"]
     assert plan.device.name in "\n".join([*plan.lines(), *plan.warnings(0, 0), plan.summary()])
 
 
@@ -338,7 +317,7 @@ def test_a_pretrained_model_computes_in_bfloat16_with_float32_weights_on_a_gpu(t
     copy = 0 if dtype == torch.float32 else 2  # in the type of the computation
     parameters = model_stats(plan.memory.roles[0].config).parameters
     assert plan.memory.phases[0].parts["actor weights"] == (4 + copy) * parameters
-    assert f"actor computes in {dtype}".replace("torch.", "") in plan.summary()
+    assert str(dtype).removeprefix("torch.") in plan.summary()
 
 
 @pytest.mark.parametrize(("can", "autocast"), [(True, "bfloat16"), (False, None)])
@@ -413,7 +392,7 @@ def test_ranks_with_the_same_rows_share_an_engine_and_do_not_draw_them_twice(lla
 
 def test_a_run_on_two_machines_is_planned_on_one_and_refused_there_before_anything_loads(tmp_path):
     run = run_of("trainer.nnodes=2", "sharding=ddp")
-    assert plan_run(with_architectures(run), device_named("h100")).memory.estimate.machines == 2
+    assert plan_run(with_architectures(run), device_named("h100")).memory.machines == 2
     with refusal("trainer.nnodes"):
         prepare_context(BuildContext(run_dir=tmp_path / "run"), run.trainer)
     assert not (tmp_path / "run").exists()
@@ -425,7 +404,7 @@ def test_a_main_script_plans_in_place_of_training(tmp_path, monkeypatch, capsys)
     with pytest.raises(SystemExit) as end:
         training_command("sft")()
     assert end.value.code == 0
-    assert "12 sequences in one optimizer step" in capsys.readouterr().out
+    assert "12 rows" in capsys.readouterr().out
     assert not list(tmp_path.iterdir())
 
 

@@ -126,7 +126,7 @@ def list_checkpoints(path: Path_ = ".", json: Json = False) -> None:
             ["", "checkpoint", "step", "epoch", "saved", "size", "adds", "metrics", "state"],
             [_row(summary) for summary in listed],
             right=["step", "epoch", "size", "adds"],
-            drop=["adds", "epoch", "metrics", "size", "saved"],
+            cut=["saved", "metrics", "state"],
         )
 
 

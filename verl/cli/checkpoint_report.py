@@ -24,7 +24,7 @@ from verl.checkpoint.core.checkpoint import (
 )
 from verl.checkpoint.core.manifest import LogicalTensor
 from verl.checkpoint.describe import CheckpointSummary, components
-from verl.checkpoint.read.compare import CheckpointDifference
+from verl.checkpoint.read.compare import CheckpointDifference, flat
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.resolve import resolve_path
 from verl.cli.console import FOUND, counted, echo, fail, one_line_errors, print_json, size
@@ -32,7 +32,6 @@ from verl.tracking.base import headline
 from verl.tracking.console import print_table, reader_may_leave
 
 FIRST_TENSORS = 4  # shown per component without --tensors
-OUTLINE_DEPTH, LARGEST_DICT = 2, 12  # of trainer_state.json without --state
 FIRST_METRICS = 7
 LONGEST_LIST = 4
 LONGEST_TEXT = 80
@@ -76,13 +75,15 @@ def print_inspection(
     columns = ["component", "files", "size", "tensors", "elements", "types"]
     print_table(columns, rows, right=["files", "size", "tensors", "elements"])
     _print_tensors(tensors, all_tensors)
-    echo("\ntrainer_state.json" + ("" if all_state else " (--state shows all of it)"))
     state = {key: value for key, value in summary.state.items() if key not in SHOWN_ABOVE}
     if points := loss_points(summary.state):
         step, loss = points[-1]
         state["loss_history"] = f"{counted(len(points), 'step')}, the last one step {step}, loss {loss:.6g}"
-    for line in outline(state, None if all_state else OUTLINE_DEPTH):
-        echo(f"  {line}")
+    echo("\ntrainer_state.json" + ("" if all_state else " (--state shows all of it)"))
+    shown = dict(flat(state)) if all_state else state
+    width = max(map(len, shown), default=0) + 2
+    for key, value in shown.items():
+        echo(f"  {key:<{width}}{counted(len(value), 'value') if isinstance(value, dict) else _short(value)}".rstrip())
 
 
 def print_comparison(
@@ -96,24 +97,6 @@ def print_comparison(
     _print_different([d for d in differences if d.kind == "key"], "settings and state")
     same = "the same tensors, files and settings" if not differences else counted(len(differences), "difference")
     echo(f"\n{same}")
-
-
-def outline(value: dict[str, Any], depth: int | None = None) -> Iterator[str]:
-    """A nested dict as indented lines; long lists by length and last entry, and below `depth` levels (None: all) dicts
-    by their number of values."""
-    width = max((len(str(key)) for key in value), default=0) + 2
-    for key, item in value.items():
-        if isinstance(item, dict) and item and depth is not None and (depth <= 1 or len(item) > LARGEST_DICT):
-            yield f"{key!s:<{width}}{counted(_num_values(item), 'value')}"
-        elif isinstance(item, dict) and item:
-            yield str(key)
-            yield from (f"  {line}" for line in outline(item, None if depth is None else depth - 1))
-        else:
-            yield f"{key!s:<{width}}{_short(item)}".rstrip()
-
-
-def _num_values(value: Any) -> int:
-    return sum(map(_num_values, value.values())) if isinstance(value, dict) else 1
 
 
 def _head(summary: CheckpointSummary) -> Iterator[tuple[str, str]]:

@@ -6,24 +6,20 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from verl.cli.console import CONFIG_DIR, FOUND, echo, faults_reported
 from verl.compose.schema import ROOTS, RootName
-from verl.errors import ConfigError, VerlError
-
-if TYPE_CHECKING:
-    from verl.trainer.plan.async_plan import AsyncPlan
-    from verl.trainer.plan.run_plan import RunPlan
-    from verl.trainer.plan.workload import DeviceRates
+from verl.errors import ConfigError
 
 DEVICE = "plan.device="
 PLAN_ONLY = "plan=only"  # an argument of the main scripts
 OVERRIDES = "Overrides as for `verl ppo`: actor=llama8b sharding=fsdp trainer.n_gpus_per_node=8 ..."
 DEVICES = "a100-40, a100, l4, l40s, rtx4090, h100, h200, b200, mi300x or cpu; also as plan.device=NAME."
 RECORDS = "With --async: a run whose seconds and lengths are used, not those of the plan."
+LENGTHS = "With --async: tokens of responses, equally likely, such as 100,200,900."
 
 
 def plan(
@@ -34,15 +30,12 @@ def plan(
         int | None, typer.Option(min=1, help="Average tokens of a response, for the time. Default: the longest.")
     ] = None,
     config_dir: Annotated[Path | None, CONFIG_DIR] = None,
-    sft: Annotated[bool, typer.Option("--sft", help="Plan a run of `verl sft`; the same as --root sft.")] = False,
     root: Annotated[RootName, typer.Option(help="Plan a run of this root.")] = "ppo",
     asynchronous: Annotated[
         bool, typer.Option("--async", help="Also simulate trainer.mode=async: speed, idle shares, staleness.")
     ] = False,
     records: Annotated[Path | None, typer.Option("--from", help=RECORDS)] = None,
-    lengths: Annotated[
-        str | None, typer.Option(help="With --async: tokens of responses, equally likely, such as 100,200,900.")
-    ] = None,
+    lengths: Annotated[str | None, typer.Option(help=LENGTHS)] = None,
     tool_calls: Annotated[int, typer.Option(min=0, help="With --async: calls of a tool in a response.")] = 0,
     tool_s: Annotated[float, typer.Option(min=0, help="With --async: seconds of each call.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -56,14 +49,18 @@ def plan(
     with faults_reported():
         if not asynchronous and (records or lengths or tool_calls or tool_s):
             raise ConfigError("--from, --lengths, --tool-calls, --tool-s: only the simulation reads them. Add --async.")
-        run = _validated("sft" if sft else root, words, config_dir)
+        run = _validated(root, words, config_dir)
+        from verl.trainer.plan import run_plan, workload
+
+        directory = Path((run.checkpoint and run.checkpoint.save_dir) or ".").expanduser()
+        free = None if "://" in str(directory) else workload.free_disk(directory.absolute())
         rates = _rates(run, device or (named[-1] if named else None), measure)
-        run_plan = _planned(run, rates, response_tokens)
+        found = run_plan.plan_run(run, rates, response=response_tokens, free_disk=free)
         if asynchronous:
-            simulated = _simulated(run, run_plan, records, lengths, response_tokens, calls=tool_calls, latency_s=tool_s)
-            run_plan = replace(run_plan, asynchronous=simulated)
-    echo(json.dumps(run_plan.to_json(), indent=2) if as_json else "\n".join(run_plan.lines()))
-    if not run_plan.fits:
+            tools = {"calls": tool_calls, "latency_s": tool_s}
+            found = replace(found, asynchronous=_simulated(run, found, records, lengths, response_tokens, tools))
+    echo(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(found.lines()))
+    if not found.fits:
         raise typer.Exit(FOUND)
 
 
@@ -97,7 +94,7 @@ def _validated(root: str, arguments: list[str], config_dir: Path | None) -> Any:
     return with_architectures(validate(config, assigned.faults))
 
 
-def _rates(run: Any, name: str | None, measure: bool) -> DeviceRates:
+def _rates(run: Any, name: str | None, measure: bool) -> Any:
     import torch
 
     from verl.models.model_stats import model_stats, sizes_config
@@ -113,26 +110,9 @@ def _rates(run: Any, name: str | None, measure: bool) -> DeviceRates:
     return device_named(name or "cpu")
 
 
-def _planned(run: Any, rates: DeviceRates, response: int | None) -> RunPlan:
-    from verl.trainer.plan.run_plan import plan_run
-    from verl.trainer.plan.workload import free_disk
-
-    directory = Path((run.checkpoint and run.checkpoint.save_dir) or ".").expanduser()
-    free = None if "://" in str(directory) else free_disk(directory.absolute())
-    try:
-        return plan_run(run, rates, response=response, free_disk=free)
-    except (VerlError, OSError):
-        raise
-    except Exception as error:  # some families lack the configuration entries that are counted
-        raise ConfigError(
-            f"actor.model.path: this model cannot be planned ({type(error).__name__}: {error}): its configuration "
-            "lacks entries for layers, heads or widths of a transformer. The run itself may work."
-        ) from error
-
-
 def _simulated(
-    run: Any, run_plan: RunPlan, records: Path | None, lengths: str | None, mean: int | None, **tools: Any
-) -> AsyncPlan:
+    run: Any, found: Any, records: Path | None, lengths: str | None, mean: int | None, tools: dict[str, Any]
+) -> Any:
     """`trainer.mode=async`, with seconds of the plan or of a run."""
     from verl.cli.report.read import read_run
     from verl.trainer.plan import async_plan
@@ -142,14 +122,15 @@ def _simulated(
     numbers = None if lengths is None else [int(x) if x.isdecimal() else 0 for x in lengths.split(",")]
     if numbers is not None and min(numbers) < 1:
         raise ConfigError(f"--lengths is {lengths!r}: expected numbers of tokens, such as 100,200,900.")
-    draws = async_plan.length_draws(run, numbers, mean)
-    if records is None:
-        times = async_plan.planned_times(run, run_plan.memory, run_plan.stages, run_plan.device)
-    else:
+    columns = None
+    if records is not None:
         record = read_run(records)
         columns = {name: record.column(name).values for name in async_plan.RUN_COLUMNS}
         if any(len(values) < 3 for values in columns.values()) or any(record.column("async/lag_1_share").values):
             raise ConfigError(f"--from {records}: expected 3 steps or more of a run with max_staleness=0 or mode=sync.")
+    if columns is None:
+        times = async_plan.planned_times(run, found.memory, found.stages, found.device)
+    else:
         times = async_plan.recorded_times(run, columns, str(records))
-        draws = draws if lengths or mean else async_plan.recorded_lengths(run, columns)
-    return async_plan.plan_async(run, replace(times, **tools), draws)
+    recorded = columns if numbers is None and mean is None else None
+    return async_plan.plan_async(run, replace(times, **tools), async_plan.length_draws(run, numbers, mean, recorded))

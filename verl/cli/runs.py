@@ -1,40 +1,27 @@
-"""`verl runs`: the runs below a directory, and their removal. `verl diff`: what differs between two of them.
+"""`verl runs`: the runs below a directory. `verl diff`: what differs between two of them.
 `verl lineage`: which run came from which checkpoint of which run, as a tree or as JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-import itertools
 import json
 import os
-import re
-import shutil
-import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from verl.checkpoint.commit.store import CheckpointStore
-from verl.checkpoint.core.checkpoint import read_state
-from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.ownership import Owner, RunLock
-from verl.checkpoint.read.compare import flat
-from verl.checkpoint.read.discovery import PINS, RUN_LOCK, CheckpointDirectory
-from verl.checkpoint.retention import pins
-from verl.cli.console import FOUND, counted, duration, echo, parse_duration, print_json, size
-from verl.cli.report.read import RUNNING, last_start, run_status, saved_by
-from verl.errors import CheckpointError, ConfigError, end_cut
+from verl.cli.console import FOUND, duration, echo, print_json, size
+from verl.cli.report.read import last_start, run_status, saved_by
+from verl.errors import ConfigError, end_cut
 from verl.tracking.base import HEADLINE, short
 from verl.tracking.console import print_table
-from verl.tracking.jsonl import json_object
-from verl.trainer.state.lineage import forest, read_events
-from verl.utils.external_input import ExternalInputError, open_regular, parse_as, parse_mapping, printable, read_text
+from verl.trainer.state.lineage import forest
+from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping, printable
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -43,14 +30,10 @@ if TYPE_CHECKING:
     from verl.trainer.state.lineage import LineageRun
 
 ROOTS = (Path("outputs"), Path("multirun"))
-CHECKPOINTS = Path("checkpoints")  # default directory of checkpoints, with the lineage of runs
 TAIL_BYTES = 2**18  # of metrics.jsonl, in which the last value of each metric is looked for
 SHOWN_CHARACTERS = 60  # of a value that differs
 SHOWN = 6  # limit for configuration differences and for removed checkpoints
-LONGEST_TEXT = 1024  # characters of a path in the settings of a run
-REFERENCE = r"\$\{([\w.]+)\}"  # to another setting
 TREE_WIDTH = 1000  # of a pipe or a file, which has none
-Inode = tuple[int, int]  # device and number of a file or directory, the same under all of its names
 COLORS = {"finished": "green", "stopped": "green", "interrupted": "yellow", "restarting": "yellow", "failed": "red"}
 
 
@@ -83,25 +66,11 @@ class ListedRun:
 def runs(
     directory: Annotated[Path | None, typer.Argument(help="Default: outputs/ and multirun/.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Objects with all last metrics instead of a table.")] = False,
-    prune: Annotated[bool, typer.Option("--prune", help="Remove runs that have ended, after a question.")] = False,
-    older_than: Annotated[
-        str, typer.Option(metavar="TIME", help="With --prune: last written so long ago: 30m, 2h, 7d.")
-    ] = "7d",
-    yes: Annotated[bool, typer.Option("--yes", help="With --prune: do not ask.")] = False,
 ) -> None:
-    """List the runs below a directory: status, last metrics, age, size, and the run that each was resumed from.
-
-    --prune removes directories of runs. It keeps a run that is running, a run or checkpoint that another run was
-    resumed from, pinned checkpoints, and files that another run or checkpoint names. Checkpoints elsewhere stay.
-    """
+    """List the runs below a directory: status, last metrics, age, size, and the run that each was resumed from."""
     if directory is not None:
         _require(directory, "a run")
-    if as_json and prune:
-        raise ConfigError("--json prints the runs and --prune asks before it removes some: give one of the two.")
     roots = [root for root in ([directory] if directory else ROOTS) if root.is_dir()]
-    if prune:
-        _prune(roots, parse_duration(older_than, "--older-than"), yes)
-        return
     listed = list_runs(roots)
     if as_json:
         print_json([run.as_json() for run in listed])
@@ -148,7 +117,7 @@ def _listed(directory: Path) -> ListedRun:
 
 def _size_and_time(directory: Path) -> tuple[int, float]:
     """Bytes of all files, each inode once, and the time of the last write."""
-    sizes, updated = dict[Inode, int](), 0.0
+    sizes, updated = dict[tuple[int, int], int](), 0.0
     for path in (os.path.join(root, name) for root, _, names in os.walk(directory) for name in names):
         with contextlib.suppress(OSError):  # removed meanwhile
             status = os.lstat(path)
@@ -157,8 +126,7 @@ def _size_and_time(directory: Path) -> tuple[int, float]:
     return sum(sizes.values()), updated
 
 
-def _print(listed: Sequence[ListedRun], reasons: Mapping[Path, str] | None = None) -> None:
-    """Print a table; `reasons` adds a column by directory."""
+def _print(listed: Sequence[ListedRun]) -> None:
     directories = {run.run_ids[0]: run.directory for run in listed if run.run_ids}
     rows = []
     for run in listed:
@@ -169,186 +137,7 @@ def _print(listed: Sequence[ListedRun], reasons: Mapping[Path, str] | None = Non
         age = duration(max(0.0, time.time() - run.updated))
         rows.append([run.directory, run.status, run.step, metrics, age, size(run.size_bytes), parent])
     columns, right = ["run", "status", "step", "last metrics", "age", "size", "parent"], ["step", "age", "size"]
-    if reasons is not None:
-        columns, rows = [*columns, "stays, because"], [[*row, reasons.get(row[0], "")] for row in rows]
-    print_table(columns, rows, right, drop=["parent", "size", "last metrics"], cut=["last metrics", "parent"])
-
-
-# -- prune -------------------------------------------------------------------------------------------------------------
-
-
-def _prune(roots: Sequence[Path], older_than_s: float, is_confirmed: bool) -> None:
-    removable, reasons = _removable(roots, older_than_s)
-    if reasons:
-        _print([run for run in list_runs(roots) if run.directory in reasons], reasons)
-        echo("")
-    if not removable:
-        echo(f"There is no run to remove that was last written more than {duration(older_than_s)} ago.")
-        return
-    _print(removable)
-    question = f"Remove {counted(len(removable), 'run')}, {size(sum(run.size_bytes for run in removable))}?"
-    if not is_confirmed:
-        typer.confirm(question, abort=True)
-    now = {run.directory for run in _removable(roots, older_than_s)[0]}  # a run may have been resumed since
-    deepest = sorted(removable, key=lambda run: len(run.directory.resolve().parts), reverse=True)
-    for run, real in [(run, run.directory.resolve()) for run in deepest]:  # before the working directory may go
-        if run.directory not in now or not _remove(real):
-            echo(f"{run.directory} is in use by now and stays")
-            continue
-        if run.directory.is_symlink():
-            run.directory.unlink()
-        echo(f"removed {run.directory}")
-
-
-def _removable(roots: Sequence[Path], older_than_s: float) -> tuple[list[ListedRun], dict[Path, str]]:
-    """Old runs that may be removed, and the reasons why others of that age may not, by directory."""
-    _passed.cache_clear()
-    tops = {Path.cwd(), *(path.parent for root in roots for path in _upwards(root) if Path(path.name) in ROOTS)}
-    listed = list_runs(roots)
-    beside = list_runs([top / root for top in tops for root in ROOTS])
-    every = [*{_inode(run.directory): run for run in (*beside, *listed)}.values()]
-    chosen = [run for run in listed if run.status != RUNNING and time.time() - run.updated >= older_than_s]
-    reasons = {run.directory: why for run in chosen if (why := _protected(run)) is not None}
-    events = _all_events(roots, every)
-    uses = {run.directory: _named_in(json_object(run.directory / "config.yaml"), run.directory) for run in every}
-    run_dirs = {event["run_id"]: Path(event.get("run_dir", "")) for event in events}
-    for place in {Path(event["directory"]) for event in events}:
-        with contextlib.suppress(CheckpointError):  # the base of an adapter may be in the directory of a run
-            for checkpoint in CheckpointDirectory(place).survey()[0]:
-                run_dir = run_dirs.get(checkpoint.manifest.run_id, place)
-                with contextlib.suppress(CheckpointError):
-                    tree = read_state(FileSystem(), checkpoint).get("config")
-                    uses[checkpoint.directory] = _named_in(tree, run_dir)
-    while True:  # a run that stays may need others
-        removed = [run for run in chosen if run.directory not in reasons]
-        remaining = [run for run in every if run not in removed]
-        new = {run.directory: why for run in removed if (why := _needed_by(run, remaining, removed, events, uses))}
-        if not new:
-            return removed, reasons
-        reasons |= new
-
-
-def _all_events(roots: Sequence[Path], listed: Sequence[ListedRun]) -> list[dict[str, Any]]:
-    """Starts of runs recorded below some directories, in the default directory, and wherever a listed run saves."""
-    below = {path.resolve() for path in (*roots, *ROOTS, CHECKPOINTS) if path.is_dir()}
-    saved = {place for run in listed for place in _save_dirs(run.directory)}
-    events = itertools.chain(*map(read_events, below), *(read_events(path, below=False) for path in saved))
-    return [event for event in events if event["event"] == "run"]
-
-
-def _save_dirs(run_dir: Path) -> list[Path]:
-    return [] if (saved := saved_by(run_dir)) is None else saved.places(run_dir)
-
-
-def _needed_by(
-    run: ListedRun,
-    remaining: Sequence[ListedRun],
-    removed: Sequence[ListedRun],
-    events: Sequence[Mapping[str, Any]],
-    uses: Mapping[Path, frozenset[Inode]],
-) -> str | None:
-    """Why a run must stay if `removed`, this one among them, were removed and `remaining` not; None if it need not.
-
-    Args:
-        events: recorded starts of runs.
-        uses: what each run and each checkpoint names, see `_named_in`.
-    """
-    here, gone = _inode(run.directory), {_inode(other.directory) for other in removed}
-    saved_here = {event["run_id"] for event in events if here in _passed(Path(event["directory"]))}
-    for event in events:
-        if (parent := event.get("parent")) is None:
-            continue
-        if here in _passed(Path(parent["checkpoint"]).absolute()) or (
-            parent["run_id"] in saved_here and event["run_id"] != parent["run_id"]
-        ):
-            return f"run {event['run_id']} was resumed from a checkpoint in it"
-        child = Path(event.get("run_dir", ""))
-        if parent["run_id"] in run.run_ids and child.is_dir() and _inode(child) not in gone:
-            return f"{child} was resumed from it"
-    for other in remaining:
-        if here in _passed(other.directory.absolute()):
-            return f"it contains {other.directory}"
-    for user, used in uses.items():
-        if here in used and gone.isdisjoint(_passed(user.absolute())):
-            return f"{user} names files in it"
-    return None
-
-
-def _protected(run: ListedRun) -> str | None:
-    """Why a run stays whatever the others name: it may be running, or a checkpoint of it is pinned."""
-    if (host := _lock_host(run.directory)) not in ("", socket.gethostname()):
-        return f"its lock is of {host}, where it may be running: if it is not, remove its {RUN_LOCK}"
-    inside = [Path(root) for root, names, _ in os.walk(run.directory) if PINS in names]
-    for directory in (*inside, *_save_dirs(run.directory)):
-        store = CheckpointStore(directory)
-        try:
-            pinned = {*pins(store)}
-            if pinned and directory not in inside:  # of several runs; in this one the pin of a damaged one counts too
-                pinned &= {x.name for x in store.survey()[0] if x.manifest.run_id in run.run_ids}
-        except CheckpointError as error:
-            return f"its checkpoints cannot be read: {error}"
-        if pinned:
-            return f"{directory / min(pinned)} is pinned"
-    return None
-
-
-def _named_in(tree: Any, run_dir: Path) -> frozenset[Inode]:
-    """Files and directories that the settings of a run, or of a checkpoint of it, lead to, see `_passed`. A run was
-    started in a directory above its own, or in this one.
-    """
-    settings = {key: str(value) for key, value in flat(tree)}
-    text = re.sub(REFERENCE, lambda key: settings.get(key[1], ""), json.dumps(tree, ensure_ascii=False))
-    paths = [os.path.expanduser(x.removeprefix("file://")) for x in {*text.split('"')} if "/" in x]
-    used: set[Inode] = set()
-    for place in dict.fromkeys([Path.cwd(), *run_dir.resolve().parents]):
-        for path in paths:
-            if len(path) <= LONGEST_TEXT and os.path.lexists(place / (path.partition("/")[0] or "/")):
-                used |= _passed(place / path)
-    return frozenset(used)
-
-
-@functools.lru_cache(maxsize=2**18)
-def _passed(path: Path) -> frozenset[Inode]:
-    """Every directory and file that the resolution of a path passes, as far as it exists, symbolic links followed."""
-    passed = frozenset() if path == path.parent else _passed(path.parent)  # not normalised: a/../b needs a
-    if (inode := _inode(path)) is None:
-        return passed
-    target = _passed(path.parent / os.readlink(path)) if path.is_symlink() else frozenset()
-    return passed | target | {inode}
-
-
-def _inode(path: Path) -> Inode | None:
-    """Device and number of what a path leads to, which are the same under all of its names; None if it is not there."""
-    try:
-        return (status := path.stat()).st_dev, status.st_ino
-    except (OSError, ValueError):
-        return None
-
-
-def _upwards(path: Path) -> list[Path]:
-    """A path without links, and the directories above it."""
-    return [(real := Path(os.path.realpath(path))), *real.parents]
-
-
-def _lock_host(run_dir: Path) -> str:
-    """The machine in the lock file of a run that did not end in order; empty if there is no such file."""
-    with contextlib.suppress(OSError, ExternalInputError):
-        return parse_as(Owner, read_text(run_dir / RUN_LOCK, errors="replace")).host
-    return ""
-
-
-def _remove(run_dir: Path) -> bool:
-    """Remove the directory of a run, whose path is absolute, under its lock. False if another process has the lock."""
-    lock = RunLock(run_dir, Owner.here(), "DIR")
-    if lock.acquire() is not None:
-        return False
-    try:
-        unnamed = run_dir.with_name(f".{run_dir.name}.removed")  # nobody starts a run in this directory
-        run_dir.rename(unnamed)
-        shutil.rmtree(unnamed)
-    finally:
-        lock.release()
-    return True
+    print_table(columns, rows, right, cut=["last metrics", "parent"])
 
 
 # -- diff --------------------------------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
-"""`verl samples`: browse the rollouts of a run, as a table, one prompt across steps, or as JSON.
+"""`verl samples`: browse the rollouts of a run, as a table or as JSON.
 
 Rows come from the replay buffer of the run and from its sample tables. `verl report` has the latter as a page.
 """
 
 from __future__ import annotations
 
-import itertools
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Annotated, Any
@@ -16,11 +16,9 @@ import typer
 from verl.cli.console import echo, print_json
 from verl.cli.report.samples import EPISODE, OF_BUFFER, DumpedSample, read_samples
 from verl.errors import ConfigError, end_cut
-from verl.tracking.console import output_width, print_table, visible
+from verl.tracking.console import print_table, visible
 
 WIDTH = 60  # width of a text if the output has none
-LEAST = 16  # characters: a beginning that prompts share is shown if it is not longer
-DROPPED_FIRST = ("prompt id", "tokens", "source")
 CUT = "..."
 SORTS: dict[str, Callable[[DumpedSample], float]] = {
     "step": lambda sample: sample.step,
@@ -54,7 +52,6 @@ def samples(
     prompt: Annotated[str | None, typer.Option(help="Text that the prompt contains.")] = None,
     prompt_id: Annotated[int | None, typer.Option(help="Number of the prompt, for rows of the replay buffer.")] = None,
     source: Annotated[str | None, typer.Option(help="buffer, or a table of samples such as eval.")] = None,
-    compare: Annotated[bool, typer.Option("--compare", help="One prompt across steps, a line per step.")] = False,
     sort: Annotated[str, typer.Option(help="step, reward or length; -reward for the largest first.")] = "step",
     limit: Annotated[int, typer.Option(help="Rows shown; 0 for all.")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Rows as JSON.")] = False,
@@ -77,36 +74,11 @@ def samples(
     shown = selected[:limit] if limit else selected
     if as_json:
         print_json([sample.as_json() for sample in shown])
-    elif compare:
-        _compare(selected)
     elif turns:
         _print_turns(shown)
     else:
         _print_samples(shown)
         echo(f"{len(shown)} of {len(selected)} rows" + ("" if len(shown) == len(selected) else " (--limit)"))
-
-
-def _compare(samples: Sequence[DumpedSample]) -> None:
-    """Print a line per step for one prompt: number of responses, reward, length, and the best response."""
-    prompts = list(dict.fromkeys(sample.prompt for sample in samples))
-    if len(prompts) != 1:
-        few = ", ".join(repr(_short(prompt)) for prompt in prompts[:3])
-        raise ConfigError(
-            f"--compare needs one prompt, but {len(prompts)} are selected ({few}{' ...' if len(prompts) > 3 else ''}). "
-            "Choose one with --prompt TEXT or --prompt-id N."
-        )
-    echo(f"prompt  {prompts[0]}")
-    by_step: dict[int, list[DumpedSample]] = {}
-    for sample in samples:
-        by_step.setdefault(sample.step, []).append(sample)
-    rows = []
-    for step, group in sorted(by_step.items()):
-        best = max(group, key=SORTS["reward"])
-        scores = [sample.score for sample in group if sample.score is not None]
-        lengths = [sample.length for sample in group if sample.length is not None]
-        numbers = _mean(scores), _number(best.score), _mean(lengths)
-        rows.append([step, len(group), *numbers, _short(best.response)])
-    print_table(["step", "responses", "mean reward", "best", "mean tokens", "best response"], rows)
 
 
 def _print_samples(shown: Sequence[DumpedSample]) -> None:
@@ -119,15 +91,14 @@ def _print_samples(shown: Sequence[DumpedSample]) -> None:
         "tokens": [_number(sample.length) for sample in shown],
     }
     table = {name: cells for name, cells in table.items() if any(cells)}
-    texts = {"prompt": without_shared_beginnings([_line(sample.prompt) for sample in shown])}
+    texts = {"prompt": [_line(sample.prompt) for sample in shown]}
     texts["response"] = [_line(sample.response) for sample in shown]
     for name in data_columns(shown):
         texts[name] = [_line(sample.others.get(name, "")) for sample in shown]
-    if output_width() is None:
+    if not sys.stdout.isatty() and "COLUMNS" not in os.environ:
         texts = {name: [end_cut(cell, WIDTH) for cell in cells] for name, cells in texts.items()}
-    drop = [*(name for name in DROPPED_FIRST if name in table), *list(texts)[:1:-1]]
     table |= texts
-    print_table(list(table), list(zip(*table.values(), strict=True)), drop=drop, cut=list(texts))
+    print_table(list(table), list(zip(*table.values(), strict=True)), cut=list(texts))
 
 
 def _print_turns(shown: Sequence[DumpedSample]) -> None:
@@ -171,29 +142,10 @@ def data_columns(samples: Sequence[DumpedSample]) -> list[str]:
     return [name for name in dict.fromkeys(key for sample in samples for key in sample.others) if name not in hidden]
 
 
-def without_shared_beginnings(prompts: Sequence[str]) -> list[str]:
-    """Prompts of which a long beginning that another one shares is left out, so that they differ in a narrow column."""
-    distinct = sorted(set(prompts))
-    shared = dict.fromkeys(distinct, 0)
-    for prompt, following in itertools.pairwise(distinct):
-        length = len(os.path.commonprefix([prompt, following]))  # noqa: RUF071 - texts, not paths
-        shared[prompt], shared[following] = max(shared[prompt], length), max(shared[following], length)
-    starts = {prompt: prompt.rfind(" ", 0, length) + 1 for prompt, length in shared.items() if length > LEAST}
-    return [f"{CUT}{prompt[starts[prompt] :]}" if starts.get(prompt) else prompt for prompt in prompts]
-
-
 def _line(value: Any) -> str:
     """A value on one line, with control characters escaped."""
     return visible(" ".join(str("" if value is None else value).split()))
 
 
-def _mean(values: Sequence[float]) -> str:
-    return _number(sum(values) / len(values) if values else None)
-
-
 def _number(value: float | None) -> str:
     return "" if value is None else f"{value:g}" if isinstance(value, int) else f"{value:.3g}"
-
-
-def _short(text: str) -> str:
-    return end_cut(_line(text), WIDTH)

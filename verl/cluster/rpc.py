@@ -4,9 +4,9 @@
     future     <── on_reply, on_error, on_end <─────────────  its threads  <──
 
 `WorkerGroup` is the interface to roles in this process, in sibling processes or in Ray actors. `RemoteWorkerGroup`
-implements it for other processes on top of a transport: futures, deadlines, and attribution of an error to the rank
-that caused it. If a worker raises, dies or hangs, the pending calls fail with rank, call and step, and all workers are
-ended, because its siblings could wait forever in a collective operation.
+implements it for other processes on top of a transport: futures and deadlines. If a worker raises, dies or hangs, the
+pending calls fail with rank, call and step, and all workers are ended, because its siblings could wait forever in a
+collective operation.
 """
 
 from __future__ import annotations
@@ -131,7 +131,6 @@ _GAVE_UP = re.compile(
     r"remote process exited|unhandled system error",
     re.IGNORECASE,
 )
-_INNER_FRAMES = 5  # innermost frames to search: torch.distributed calls no foreign code above them
 _EXCHANGE = re.compile(r"torch/distributed/|torch\.distributed\.|/gloo/|NCCL|ProcessGroup|c10d")
 
 
@@ -139,37 +138,6 @@ def is_sibling_failure(error: str) -> bool:
     """Whether a worker failed in a collective operation that another process missed or left."""
     last = error.rpartition("Traceback (most recent call last)")[2]
     return bool(_EXCHANGE.search(last) and _GAVE_UP.search(last))
-
-
-def missed_exchange(rank: int, error: str, stacks: Mapping[int, str]) -> tuple[int, str]:
-    """The rank that caused a failed collective operation: the first one that is not waiting in a collective itself.
-
-    Args:
-        rank: the rank that failed, with its traceback in `error`.
-        stacks: stacks of the workers without a reply, by rank.
-    Returns: The rank that caused the failure, and a description.
-    """
-    for other, stack in stacks.items():
-        if not _waits_in_exchange(stack):
-            where = f"and is at:\n{stack.rstrip()}" if stack else "and does not react at all"
-            missed = f"it did not come to an exchange in which rank {rank} waited for it, {where}"
-            return other, f"{missed}\nRank {rank} failed for it:\n{error}"
-    waiting = f" Ranks {', '.join(map(str, stacks))} wait in one too." if stacks else ""
-    return rank, f"an exchange with the other processes was not completed.{waiting}\n{error}"
-
-
-def _waits_in_exchange(stack: str) -> bool:
-    """Whether a thread is inside torch.distributed, by its innermost frames.
-
-    Args:
-        stack: of one thread, innermost frame last, or of several threads by faulthandler, innermost frame first.
-    """
-    for thread in re.split(r"^(?:Current t|T)hread .*$", stack, flags=re.MULTILINE):
-        frames = re.findall(r'^  File "(.+)", line \d+,? in (.+)$', thread, flags=re.MULTILINE)
-        inner = frames[:_INNER_FRAMES] if "most recent call first" in stack else frames[-_INNER_FRAMES:]
-        if any("torch/distributed/" in file or name == "_engine_run_backward" for file, name in inner):
-            return True  # backward communicates in threads without Python frames
-    return False
 
 
 @dataclass(eq=False)
@@ -431,8 +399,10 @@ class RemoteWorkerGroup:
             words = f"the process does nothing: {state}. Rank {rank} failed for it:\n{error}"
             return WorkerHung(unresponsive[0], pending.name, pending.step, words)
         if is_sibling_failure(error):
-            blamed, detail = missed_exchange(rank, error, self._transport.stacks(others))
-            return WorkerHung(blamed, pending.name, pending.step, detail)
+            stacks = self._transport.stacks(others).items()
+            where = [f"rank {other} is at:\n{stack or 'it does not react at all'}" for other, stack in stacks]
+            detail = "\n".join([f"rank {rank} failed in a collective operation:\n{error}", *where])
+            return WorkerHung(others[0] if others else rank, pending.name, pending.step, detail)
         return WorkerError(rank, pending.name, pending.step, error)
 
     def _watch(self) -> None:

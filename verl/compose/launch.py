@@ -13,11 +13,9 @@ refuses `torchrun --nnodes=2`: Ray is the engine for several machines.
 from __future__ import annotations
 
 import atexit
-import errno
 import functools
 import logging
 import os
-import shlex
 import sys
 import textwrap
 import threading
@@ -37,7 +35,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from verl.checkpoint.read.compare import flat
 from verl.compose import schema
 from verl.compose.compose import compose_root
 from verl.compose.overrides import Overrides, command_line, composition_fault, flags_of, swept_overrides
@@ -48,7 +45,6 @@ from verl.tracking.console import reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.utils import torchrun
 from verl.utils.directories import set_kernel_cache
-from verl.utils.external_input import LONGEST_NAME
 from verl.utils.memory import out_of_memory_message, refuse_small_address_space
 from verl.utils.progress import report_to_starter
 from verl.utils.redact import redact, redact_output
@@ -111,20 +107,15 @@ def refuse_several_machines(root: str) -> None:
     Args:
         root: a name of `ROOTS`.
     Raises:
-        ConfigError: it has; with the command that starts the run in Ray.
+        ConfigError: it has.
     """
-    if (machines := torchrun.num_machines()) == 1:
-        return
-    on_each = torchrun.counts()[1]
-    ray = [ROOTS[root].ray, "trainer.placement.address=auto", f"trainer.nnodes={machines}", f"{COUNT}={on_each}"]
-    replaced = ("trainer=", "trainer.nnodes=", f"{COUNT}=")
-    others = [word for word in sys.argv[1:] if not word.lstrip("+").startswith(replaced)]
-    raise ConfigError(
-        f"torchrun has started processes on {machines} machines: it can start a run on one machine only, and Ray joins "
-        "several. Run `ray start --head` on one machine and `ray start --address=HEAD:6379` on the others, and then on "
-        f"the first one, once and without torchrun: {shlex.join([*start_message(sys.argv[0]), *ray, *others])} "
-        "(docs/scaling.md)."
-    )
+    if (machines := torchrun.num_machines()) > 1:
+        ray = f"{ROOTS[root].ray} trainer.placement.address=auto trainer.nnodes={machines}"
+        raise ConfigError(
+            f"torchrun has started processes on {machines} machines: it can start a run on one machine only, and Ray "
+            "joins several. Run `ray start --head` on one machine and `ray start --address=HEAD:6379` on the others, "
+            f"and then the command on the first one, once and without torchrun, with {ray} (docs/scaling.md)."
+        )
 
 
 def take_over(arguments: list[str], assigned: Overrides) -> None:
@@ -209,7 +200,6 @@ def _explain(root: str, arguments: Sequence[str]) -> None:
 
 def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]) -> None:
     statuses: list[int] = []
-    refusals: dict[str, int] = {}
     is_composed = False
 
     def task(config: DictConfig) -> None:
@@ -229,12 +219,12 @@ def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]
             directories = [f"--config-dir={directory}" for directory in own_conf_dirs()]
             set_command([*start_message(sys.argv[0]), *directories, *overrides])
         try:
-            with _clean_end(run_dir), _refused_once(refusals, running.job.num) if is_sweep else nullcontext():
+            with _clean_end(run_dir):
                 try:
                     _refuse_no_directory(
                         *("hydra.sweep.dir", running.sweep.dir) if is_sweep else ("hydra.run.dir", running.run.dir)
                     )
-                    with job.closing, component_exits(directly=False), _long_paths_named(config):
+                    with job.closing, component_exits(directly=False):
                         _with_log(main, job)
                 except OmegaConfBaseException as error:
                     raise ConfigError(composition_fault(root, error)) from error
@@ -263,38 +253,6 @@ def _run_hydra(root: str, main: Callable[[RunStart], Any], faults: Sequence[str]
         raise ConfigError([*faults, said]) from (None if isinstance(error, RecursionError) else error)
     if any(statuses):
         sys.exit(max(statuses))
-
-
-@contextmanager
-def _refused_once(refusals: dict[str, int], number: int) -> Iterator[None]:
-    """Print a refusal that several jobs of a sweep share in full for the first of them, and refer to it for the others.
-
-    Args:
-        refusals: messages printed so far, with the number of their job.
-        number: of this job.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        first = refusals.setdefault(str(error), number)
-        if first == number:
-            raise
-        _tell(f"Job {number} of the sweep is refused for the reason given for job {first}.")
-        sys.exit(2)
-
-
-@contextmanager
-def _long_paths_named(config: DictConfig) -> Iterator[None]:
-    """Make the error of a path that is too long for the file system one about the setting that has it."""
-    try:
-        yield
-    except Exception as error:
-        if not isinstance(cause := error.__cause__ or error, OSError) or cause.errno != errno.ENAMETOOLONG:
-            raise
-        name = max(str(cause.filename).split(os.sep), key=len)[:LONGEST_NAME]
-        settings = flat(OmegaConf.to_container(config, resolve=False))
-        key = next((key for key, value in settings if name in str(value)), "a setting")
-        raise ConfigError(f"{key} leads to {cause.filename}: {cause.strerror}. Give a shorter path.") from error
 
 
 def _refuse_no_directory(key: str, given: str) -> None:

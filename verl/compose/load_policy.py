@@ -17,7 +17,6 @@ from omegaconf import DictConfig, OmegaConf
 from verl.checkpoint.core.manifest import MANIFEST
 from verl.checkpoint.read.discovery import FORMAT, LATEST, POLICY_RECORD, CheckpointDirectory
 from verl.checkpoint.resolve import SAVED, ResumePoint, resolve
-from verl.component import as_plain
 from verl.compose.compose import apply_values, compose_root
 from verl.compose.overrides import assign, parse_overrides
 from verl.compose.saved_config import OF_TRAINING, AllowedConfig, allowed_config
@@ -26,7 +25,6 @@ from verl.compose.validate import validate
 from verl.environments.base import EnvironmentDescription
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.models.gguf import is_gguf, unpacked
-from verl.models.own_module import ModuleModel
 from verl.models.pretrained import Pretrained
 from verl.rewards.base import Reward
 from verl.rollout.base import Rollout
@@ -40,7 +38,6 @@ UNKNOWN_CONTEXT = 4096  # tokens of prompt and response, for a model without a k
 MOST_NEW_TOKENS = 1024  # of a response, where neither the model nor a run says how many
 OF_RESPONSES = ("reward", "rollout", "environment")  # groups of which an evaluation by loss has none
 SAMPLING = ("temperature", "top_k", "top_p", "max_new_tokens", "min_new_tokens", "stop_token_ids")
-IN_MEMORY = "verl.trainer.api.from_objects."  # components that no command can name
 AGENT_PROGRAM = "verl.serving.agent_program.AgentProgram"
 OF_FILES = {"ppo": "verl.data.files.PromptFiles", "sft": "verl.data.files.SFTFiles"}
 FILES_OPTION = {"ppo": "files", "sft": "sft_files"}
@@ -238,21 +235,6 @@ def policy_run(saved: SavedPolicy, root: str, overrides: Sequence[str] = (), fil
         apply_values(config, [("data", _data(config, root, file, dict(assigned.values), saved))])
     apply_values(config, assigned.values)
     return validate(config, [*faults, *assigned.faults])
-
-
-def policy_words(run: Any) -> dict[str, list[str]]:
-    """Arguments that `verl eval` and `verl generate` need in addition to the directory of a run, because its saved
-    configuration is not trusted to name code, files or servers; without a command that cannot use the run."""
-    config, model = as_plain(run), run.actor.model
-    root = root_of_run(config["_target_"])
-    if isinstance(model, ModuleModel):
-        return {}
-    trusted = ["actor.model.trust_remote_code=true"] * bool(getattr(model, "trust_remote_code", False))
-    of_episodes = allowed_config(config, root, {"reward": ""}, "", ("data",)).words if root == "ppo" else []
-    words = {"generate": [*of_episodes, *trusted]}
-    if root in UNTRAINED_OF:
-        words["eval"] = [*allowed_config(config, root, {}, "").words, *trusted]
-    return {name: found for name, found in words.items() if not any(IN_MEMORY in word for word in found)}
 
 
 def _flat(parts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

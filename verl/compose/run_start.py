@@ -79,12 +79,9 @@ class RunStart:
         Raises:
             ConfigError: this machine cannot run it, or another run writes into the run directory.
         """
-        from verl.compose.load_policy import policy_words
-
         refuse_here(run, self.context)
         self.record(run)
-        context = replace(self.context, tokenizer=tokenizer, policy_words=policy_words(run))
-        return resolve_warm_starts(run, self.console).build(context)
+        return resolve_warm_starts(run, self.console).build(replace(self.context, tokenizer=tokenizer))
 
     def record(self, run: Any = None) -> None:
         """Print the differences from the defaults and the run directory, save the redacted configuration there, and

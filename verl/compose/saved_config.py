@@ -93,12 +93,10 @@ class AllowedConfig:
     Attributes:
         components: nodes by root key, without interpolations.
         faults: one sentence per value that the run would use and that the user did not name.
-        words: of a command line, that name these values.
     """
 
     components: dict[str, Any] = dataclasses.field(default_factory=dict)
     faults: list[str] = dataclasses.field(default_factory=list)
-    words: list[str] = dataclasses.field(default_factory=list)
 
 
 def allowed_config(
@@ -123,19 +121,18 @@ class _Selection:
     def __init__(self, saved: dict[str, Any], named: Mapping[str, Any], origin: str, replaced: Collection[str]):
         self.saved, self.named, self.origin, self.replaced = saved, named, origin, replaced
         self.components: dict[str, Any] = {}
-        self.faults: list[tuple[str, str, list[str]]] = []  # path, sentence, words that name the value
+        self.faults: list[tuple[str, str]] = []  # path, sentence
 
     def select(self, needed: Sequence[str]) -> AllowedConfig:
         for path, value in _nodes(self.saved):
             if path.count(".") > 2 * MAX_DEPTH:
                 return AllowedConfig(faults=[f"{path[:80]}: the configuration of {self.origin} is nested too deeply."])
             if isinstance(value, str) and "${" in value and not self._is_named(path):
-                self._fault(  # composition would evaluate it; runs save resolved values
-                    path,
+                sentence = (  # composition would evaluate it; runs save resolved values
                     f"{path} is {_shown(value)}: the saved configuration of {self.origin} holds an interpolation, "
-                    f"which is not evaluated. If you trust it, add: {_word(path, value)}.",
-                    [_word(path, value)],
+                    f"which is not evaluated. If you trust it, add: {_word(path, value)}."
                 )
+                self.faults.append((path, sentence))
         for key in OF_TRAINING:
             node = self.saved.get(key)
             if isinstance(node, dict):
@@ -150,10 +147,10 @@ class _Selection:
             elif key == "environment" and node is None:
                 self.components[key] = None
             else:
-                self._fault(key, f"{key} is {_shown(node)} in the configuration of {self.origin}. Add {key}=OPTION.")
-        kept = [fault for fault in self.faults if fault[0].partition(".")[0] not in self.replaced]
-        sentences, words = [sentence for _, sentence, _ in kept], [word for *_, words in kept for word in words]
-        return AllowedConfig(self.components, list(dict.fromkeys(sentences)), list(dict.fromkeys(words)))
+                sentence = f"{key} is {_shown(node)} in the configuration of {self.origin}. Add {key}=OPTION."
+                self.faults.append((key, sentence))
+        kept = [sentence for path, sentence in self.faults if path.partition(".")[0] not in self.replaced]
+        return AllowedConfig(self.components, list(dict.fromkeys(kept)))
 
     def _component(self, node: dict[str, Any], path: str, depth: int) -> Any:
         """An allowed component with its allowed fields; None if its class is refused."""
@@ -200,15 +197,11 @@ class _Selection:
             path, value = f"{path}.{TARGET}", value[TARGET]
         else:
             words = [_word(path, value)]
-        self._fault(
-            path,
+        sentence = (
             f"{path} is {_shown(value)}: the saved configuration of {self.origin} names this, and checkpoints are not "
-            f"trusted to choose code, files or servers. If you trust it, add: {' '.join(words)}.",
-            words,
+            f"trusted to choose code, files or servers. If you trust it, add: {' '.join(words)}."
         )
-
-    def _fault(self, path: str, sentence: str, words: Sequence[str] = ()) -> None:
-        self.faults.append((path, sentence, [*words]))
+        self.faults.append((path, sentence))
 
     def _is_named(self, path: str) -> bool:
         return any(path == name or path.startswith(f"{name}.") for name in self.named)

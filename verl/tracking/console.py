@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 import os
 import shlex
 import shutil
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
 _RECENT_STEPS = 20  # the remaining time is estimated from this many
 _DIGITS = 3
 _CUT = "..."
-SHORTEST_CUT = 16  # characters of a cell that is truncated; in less room columns are left out
 WORTH_A_COLUMN = {"rollout/clipped_ratio": 0.1, "reward/unscored": 0.0}  # above these the line of a step has them
 _LABELS = {  # shorter than the keys, so that the line of a step fits 80 columns
     "reward/mean": "reward",
@@ -59,8 +57,7 @@ class Console(TrackerDescription):
     """Prints to standard output, with a progress bar on terminals.
 
     Args:
-        stage_lines: print the times of a step's stages in a second line, the same stages in the same order at every
-            step.
+        stage_lines: print the times of a step's stages below it.
         every_s: seconds between lines of steps; the first and the last step of a run and those that evaluate always
             have theirs.
         progress_bar: draw a progress bar on terminals.
@@ -120,8 +117,6 @@ class ConsoleTracker(Tracker):
         self._total: int | None = None
         self._durations_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._stages: dict[str, float] = {}
-        self._seen_stages: dict[str, float] = {}  # seconds of each stage of a step, when it was first seen
-        self._stage_columns: list[str] = []
         self._shown_at: float | None = None  # time of the last line of a step
         self._hidden: list[tuple[str, str]] = []  # lines of the last step with their styles, if they were not shown
         self._result: Mapping[str, Any] | None = None
@@ -151,8 +146,9 @@ class ConsoleTracker(Tracker):
         stages, self._stages = self._stages, {}
         of_step = {name: seconds for name, seconds in stages.items() if f"timing/{name}_s" in metrics}
         self._hidden = [(line, "")]
-        if self._settings.stage_lines and (times := self._stage_times(of_step)):
-            self._hidden.append((times, "dim"))
+        if self._settings.stage_lines and len(of_step) > 1:
+            times = [f"{name} {seconds:.2f}s" for name, seconds in of_step.items()]
+            self._hidden += [(line, "dim") for line in _filled([f"  {times[0]}", *times[1:]], self._width)]
         is_first = self._shown_at is None or step == self._total
         if is_first or now - (self._shown_at or 0.0) >= self._settings.every_s:
             self._print_hidden()
@@ -198,14 +194,6 @@ class ConsoleTracker(Tracker):
             self._shown_at = self._last
             self._print(line, style, wraps=False)
         self._hidden = []
-
-    def _stage_times(self, seconds: Mapping[str, float]) -> str:
-        """The line of the stages' times, with the same stages at every step, unless a new one comes up."""
-        if not seconds.keys() <= self._seen_stages.keys():
-            self._seen_stages = {**seconds, **self._seen_stages}
-            self._stage_columns = stage_columns(self._seen_stages, self._width)
-        cells = [f"{name} {seconds.get(name, 0.0):.2f}s" for name in self._stage_columns]
-        return end_cut("  " + "  ".join(cells), self._width) if len(cells) > 1 else ""
 
     @property
     def _width(self) -> int:
@@ -267,18 +255,6 @@ def step_line(count: str, metrics: Mapping[str, float], left: str, width: int) -
     return f"{line}  {left}" if left and len(f"{line}  {left}") <= width else line
 
 
-def stage_columns(seconds: Mapping[str, float], width: int) -> list[str]:
-    """The stages whose times are shown: those that take time, without the shortest if their line is too long.
-
-    >>> stage_columns({"gen": 1.24, "adv": 0.001, "update_actor": 0.71}, 80)
-    ['gen', 'update_actor']
-    """
-    shown = {name: taken for name, taken in seconds.items() if taken >= 0.005}
-    while len(shown) > 1 and sum(len(f"  {name} {taken:.2f}s ") for name, taken in shown.items()) > width:
-        del shown[min(shown, key=shown.__getitem__)]
-    return list(shown)
-
-
 def sample_line(head: str, row: Mapping[str, Any], width: int) -> str:
     """A row as `key=value` cells; long values are truncated to fit, prompts in the middle. Of a chat the last message
     and the response share the line."""
@@ -298,7 +274,7 @@ def result_lines(
     """Lines about the result of a run: status, metrics before -> after, directories, and commands to continue with.
 
     Args:
-        result: as in `summary.json`, with `policy_words`, see `BuildContext`, and the path `last_checkpoint`, if any.
+        result: as in `summary.json`, with the path `last_checkpoint`, if any.
         total: number of steps of the whole run, or None.
     """
     steps = f"{result['steps']}" if total is None else f"{result['steps']} of {total}"
@@ -345,36 +321,18 @@ def _before_and_after(evaluations: Mapping[Any, Mapping[str, float]]) -> str:
 
 def _next_commands(result: Mapping[str, Any], directory: str, run_dir: Path, command: Sequence[str]) -> list[str]:
     """At most three commands, most useful first, each of which works as it is printed."""
-    where = shlex.quote(directory)
-    is_over = result["status"] == "finished"
-    last = result.get("last_checkpoint")
-    saved = [str(path) for path in result.get("saved") or ()]
-    policies = [path for path in saved if os.path.basename(path) == "actor"]
-    policies += [path for path in [f"{last}/actor"] if os.path.isdir(path)]
-    words = result.get("policy_words", {}) if any(map(_has_base, policies)) else {}
-    policy = {name: " ".join(["verl", name, where, *words[name]]) for name in words}
-    rates = [path for path in saved if os.path.basename(path) == "reward_model"]
-    can_go_on = not is_over and bool(command) and (bool(result.get("checkpoints")) or result["steps"] == 0)
-    resumed = [] if not result.get("checkpoints") else [f"resume={directory}"]
+    where, last, checkpoints = shlex.quote(directory), result.get("last_checkpoint"), bool(result.get("checkpoints"))
+    goes_on = result["status"] != "finished" and bool(command) and (checkpoints or result["steps"] == 0)
     of_this_run = ("resume=", "trainer.stop_after=", "hydra.run.dir=")
-    again = shlex.join([*(word for word in command if not word.lstrip("+").startswith(of_this_run)), *resumed])
+    again = [*(word for word in command if not word.lstrip("+").startswith(of_this_run))]
     commands = [
-        (can_go_on, again),
+        (goes_on, shlex.join([*again, *[f"resume={directory}"] * checkpoints])),
         (result["status"] == "failed", f"less {shlex.quote(os.path.join(directory, 'run.log'))}"),
         ((run_dir / PAGE).is_file(), f"verl report {where}"),
         ((run_dir / "samples").is_dir(), f"verl samples {where}"),
-        (any(map(_has_base, rates)), f"verl ppo reward=model reward.model.path={shlex.quote(''.join(rates[:1]))}"),
-        ("eval" in policy and bool(result["evaluations"]), policy.get("eval", "")),
-        ("generate" in policy, f'{policy.get("generate", "")} --prompt "..."'),
         (bool(last), f"verl lineage {shlex.quote(shown_path(Path(str(last)).parent))}"),
     ]
     return [line for is_of_use, line in commands if is_of_use][:3]
-
-
-def _has_base(directory: str) -> bool:
-    """Whether a saved model is whole, or an adapter that names its base model: the built-in one has no name on disk."""
-    adapter = Path(directory) / "adapter_config.json"
-    return not adapter.is_file() or bool(json.loads(adapter.read_text()).get("base_model_name_or_path"))
 
 
 def _label(key: str) -> str:
@@ -428,61 +386,40 @@ def equal_share(widths: Sequence[int], room: int, least: int) -> int:
     return next((share for share in shares if sum(min(width, share) for width in widths) <= room), least)
 
 
-def output_width() -> int | None:
-    """Width of the terminal, or of COLUMNS; None for a pipe or a file."""
-    if sys.stdout.isatty() or "COLUMNS" in os.environ:
-        return shutil.get_terminal_size().columns
-    return None
-
-
 def print_table(
     columns: Sequence[str],
     rows: Sequence[Sequence[object]],
     right: Sequence[str] = (),
     width: int = 10_000,
-    drop: Sequence[str] = (),
     cut: Sequence[str] = (),
 ) -> None:
-    """Print a table with a header.
+    """Print a table with a header, as wide as the terminal or COLUMNS.
 
     Args:
         right: names of right-aligned columns.
-        width: at which cells are folded if the output has none of its own.
-        drop: columns to leave out, first one first, if the output is too narrow; they are listed below the table, and
-            no cell is folded.
-        cut: columns whose cells are truncated to fit before any column is left out.
+        width: of an output that has none of its own.
+        cut: columns whose cells are truncated to fit; if there are any, cells of the others are not folded.
     """
-    from rich.cells import cell_len
     from rich.console import Console as RichConsole
     from rich.table import Table
     from rich.text import Text
 
-    columns, right, drop, cut = ([*map(printable, names)] for names in (columns, right, drop, cut))
-    cells = [["" if cell is None else printable(str(cell)) for cell in row] for row in rows]
-    is_terminal, left_out, shown = sys.stdout.isatty(), list[str](), [*range(len(columns))]
-    width = shutil.get_terminal_size().columns if is_terminal else width
-    if drop:
-        room, width = (output_width() or width) + 2, 10_000  # each column has 2 characters behind it
-        sizes = [max(cell_len(row[i]) for row in (columns, *cells)) + 2 for i in shown]
-        least = [min(x, SHORTEST_CUT + 2) if name in cut else x for name, x in zip(columns, sizes, strict=True)]
-        for name in drop:
-            if sum(least[i] for i in shown) > room:
-                shown.remove(columns.index(name))
-                left_out.append(name)
-        texts = [sizes[i] - 2 for i in shown if columns[i] in cut]
-        others = sum(sizes[i] for i in shown if columns[i] not in cut)
-        most = equal_share(texts, room - others - 2 * len(texts), SHORTEST_CUT)
-        cells = [[end_cut(x, most) if name in cut else x for name, x in zip(columns, row)] for row in cells]
+    is_terminal = sys.stdout.isatty()
+    if is_terminal or "COLUMNS" in os.environ:
+        width = shutil.get_terminal_size().columns
     table = Table(box=None, pad_edge=False, header_style="bold" if is_terminal else "")
-    for i in shown:
-        table.add_column(Text(columns[i]), justify="right" if columns[i] in right else "left", overflow="fold")
-    for row in cells:
-        table.add_row(*(Text(row[i]) for i in shown))
+    shown = [["" if cell is None else printable(str(cell)) for cell in row] for row in (columns, *rows)]
+    kinds = [{"no_wrap": True, "overflow": "ellipsis"} if name in cut else {} for name in columns]
+    head, *body = ([Text(cell, **kind) for cell, kind in zip(row, kinds, strict=True)] for row in shown)
+    for name, title in zip(columns, head, strict=True):
+        is_whole, justify = bool(cut) and name not in cut, "right" if name in right else "left"
+        table.add_column(title, justify=justify, overflow="fold", no_wrap=is_whole)
+    for row in body:
+        table.add_row(*row)
     rendered = io.StringIO()
     RichConsole(file=rendered, force_terminal=is_terminal, width=width).print(table)
-    text = "".join(f"{line.rstrip()}\n" for line in rendered.getvalue().split("\n")[:-1])
-    text += f"not shown, the terminal is too narrow: {', '.join(left_out)}\n" if left_out else ""
-    sys.stdout.write(text)  # cells are printable, and rich styles the header
+    # cells are printable, and rich styles the header
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in rendered.getvalue().split("\n")[:-1]))
 
 
 def visible(text: str) -> str:

@@ -17,7 +17,6 @@ from verl.tracking.base import Tracker, TrackerDescription
 from verl.utils.external_input import write_whole
 
 if TYPE_CHECKING:
-    import numpy as np
     from matplotlib.axes import Axes
 
 PANELS: dict[str, list[str]] = {
@@ -161,26 +160,13 @@ def _draw_series(axes: Axes, metric: MetricSeries, label: str, color: str) -> No
 
 
 def moving_average(values: Sequence[float]) -> list[float]:
-    """Local linear regression (LOESS) with a window of about a sixth of the series; gaps stay gaps.
-
-    Unlike a plain moving average it neither lags nor bends at the ends: a straight line is unchanged.
-    """
+    """Centred mean over about a sixth of the series; gaps stay gaps."""
     import numpy as np
 
     raw = np.array(values, dtype=np.float64)
     reach = min(max(1, len(raw) // 12), (len(raw) - 1) // 2)
     if reach < 1:
         return list(values)
-    is_there = np.isfinite(raw)
-    filled, distance = np.where(is_there, raw, 0.0), np.arange(-reach, reach + 1)
-    weight = 1.0 - np.abs(distance) / (reach + 1)
-
-    def around(series: np.ndarray, power: int) -> np.ndarray:
-        return np.correlate(series, weight * distance**power, "same")
-
-    count, first, second = (around(is_there.astype(np.float64), power) for power in (0, 1, 2))
-    mean, slope = around(filled, 0), around(filled, 1)
-    spread = count * second - first * first
-    with np.errstate(invalid="ignore", divide="ignore"):
-        fitted = np.where(spread > 1e-9, (second * mean - first * slope) / spread, mean / count)
-    return np.where(is_there, fitted, np.nan).tolist()
+    is_there, window = np.isfinite(raw), np.ones(2 * reach + 1)
+    total, count = (np.convolve(x, window, "same") for x in (np.where(is_there, raw, 0.0), is_there.astype(float)))
+    return np.where(is_there, total / np.maximum(count, 1.0), np.nan).tolist()

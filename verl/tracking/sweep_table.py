@@ -80,13 +80,13 @@ def write(directory: Path, jobs: Sequence[JobOutcome]) -> Path:
 
 
 def show(jobs: Sequence[JobOutcome], title: str) -> None:
-    """Print the table; columns that do not fit are listed below, and are in `sweep.csv`."""
+    """Print the table without the columns that only `sweep.csv` has."""
     import rich
 
     head, rows = table(jobs)
+    shown = [place for place, column in enumerate(head) if column not in ONLY_WRITTEN]
     print_line(rich.get_console(), title, "bold")
-    measured = head[head.index("status") + 1 :]
-    print_table(head, rows, right=measured, drop=[column for column in DROPPED_FIRST if column in head])
+    print_table([head[i] for i in shown], [[row[i] for i in shown] for row in rows], right=list(COLUMNS))
 
 
 def _values(lines: Iterable[Mapping[str, Any]], key: str) -> list[float]:
@@ -115,9 +115,9 @@ COLUMNS: dict[str, Measure] = {
     "last reward": lambda _, lines: _last(_values(lines, "reward/mean")),
     "accuracy": lambda summary, _: _last(_values(summary["evaluations"].values(), "eval/accuracy")),
 }
-DROPPED_FIRST = (  # if the terminal is too narrow
-    "checkpoint (MiB)", "save stall (s)", "peak memory of a process (MiB)", "tokens/s", "step (s)", "last reward",
-)  # fmt: skip
+
+
+ONLY_WRITTEN = ("tokens/s", "peak memory of a process (MiB)", "save stall (s)", "checkpoint (MiB)")
 
 
 def _cell(job: JobOutcome, column: str) -> str:

@@ -527,7 +527,7 @@ class TrainLoop:
         result.wall_s += time.perf_counter() - self._started
         with ExitStack() as ending:
             ending.callback(lambda: trainer.tracker.close(result.status))
-            ending.callback(lambda: trainer.tracker.result(result.as_plain() | self._to_continue()))
+            ending.callback(lambda: trainer.tracker.result(result.as_plain() | self._last_checkpoint()))
             ending.callback(lambda: trainer.saving.close(result.status, result.steps))
             ending.callback(self._write_result)
             ending.callback(self._save_final)
@@ -593,11 +593,9 @@ class TrainLoop:
                 result.saves.append({"step": outcome.step, **cost})
                 _log.info("checkpoint %s is published, %.2f s after it began", outcome.name, outcome.total_s)
 
-    def _to_continue(self) -> dict[str, Any]:
-        """`policy_words`, and the path of the last checkpoint, by the key `last_checkpoint`."""
-        trainer, saved = self.trainer, self.result.checkpoints
-        last = str(Path(trainer.saving.directory) / saved[-1]) if saved else None
-        return {"policy_words": trainer.context.policy_words, "last_checkpoint": last}
+    def _last_checkpoint(self) -> dict[str, str]:
+        saved = self.result.checkpoints
+        return {"last_checkpoint": str(Path(self.trainer.saving.directory) / saved[-1])} if saved else {}
 
     def _write_result(self) -> None:
         file = self.result.run_dir / "summary.json"

@@ -58,8 +58,6 @@ def test_a_pipeline_takes_its_data_when_it_is_run_and_lengths_and_epochs_by_thei
         train_config={"num_epochs": 2}, overrides=[*QUIET, "trainer.eval_samples=0"],
     )  # fmt: skip
     assert RLTrainer(pipeline=within).run().last_metrics["actor/loss"] == result.last_metrics["actor/loss"]
-    with refusal("data"):
-        RLTrainer(pipeline=within, data=rows)
 
 
 @pytest.mark.exhaustive
@@ -86,13 +84,13 @@ def piped(**parts):
 
 
 NO_KL = [*QUIET, "rollout.max_new_tokens=4", "data.max_prompt_length=12", "algorithm.kl.coef=0"]
-test_faults_in_the_parts_of_a_pipeline_have_the_names_of_the_parts = refused(
-    ("data", "int", piped(data=3)),
-    ("data.train_files[0]", "no.jsonl", piped(data="no.jsonl")),
-    ("eval_data", "data", piped(eval_data=[{"prompt": "1"}])),
-    ("references", "references", piped(data=ROWS, references=["m"], overrides=NO_KL)),
-    ("actors", "int", piped(data=ROWS, actors=[3])),
-    ("critics", "int", piped(data=ROWS, critics=[3])),
+test_faults_in_the_parts_of_a_pipeline_are_those_of_a_trainer = refused(
+    ("train_dataset", "int", piped(data=3)),
+    ("train_dataset.train_files[0]", "no.jsonl", piped(data="no.jsonl")),
+    ("eval_dataset", "train_dataset", piped(eval_data=[{"prompt": "1"}])),
+    ("ref_model", "ref_model", piped(data=ROWS, references=["m"], overrides=NO_KL)),
+    ("model", "int", piped(data=ROWS, actors=[3])),
+    ("critic_model", "int", piped(data=ROWS, critics=[3])),
 )
 
 
@@ -153,45 +151,6 @@ def test_a_role_on_a_device_that_its_sub_mesh_alone_names_trains(dir32, capsys):
     overrides += ["data.max_prompt_length=12", "checkpoint=off", "algorithm.mini_batches=1"]
     with LocalPPOTrainer(None, ROWS, r, overrides=overrides, device_mesh=mesh) as made:
         assert made.fit().status == "finished"
-
-
-SHORT = """
-trainer:
-  n_gpus_per_node: 2
-actor_rollout:
-  model_name_or_path: {model}
-data:
-  max_prompt_length: 12
-checkpoint: "off"
-algorithm:
-  mini_batches: 1
-"""
-
-
-def test_two_devices_in_a_short_file_are_used_where_there_are_devices_and_else_one_process_is_with_a_sentence(
-    dir32, tmp_path, capsys, monkeypatch
-):
-    config = tmp_path / "config.yaml"
-    config.write_text(SHORT.format(model=dir32))
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with LocalPPOTrainer(config_path=config, train_dataset=ROWS, reward_fn=r, overrides=[*QUIET, *SMALL]) as made:
-        assert (type(made.run.sharding).__name__, made.run.trainer.n_gpus_per_node) == ("NoSharding", 1)
-        assert made.fit().status == "finished"
-    said = capsys.readouterr().out
-    assert "trainer.n_gpus_per_node is 2, and this machine has no GPU: the run takes one process." in said
-    from verl.trainer import local_trainer
-
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    chosen, notes = local_trainer.sharding_for_devices({"trainer": {"n_gpus_per_node": 2}}, [], None)
-    assert (chosen, notes[0]) == (
-        ["sharding=ddp"],
-        "trainer.n_gpus_per_node is 2, and no backend is named: sharding=ddp.",
-    )
-    for named in ({"trainer": {"backend": "fsdp", "n_gpus_per_node": 2}}, {"sharding": "none"}, {}):
-        assert local_trainer.sharding_for_devices(named, [], None) == ([], [])
-    engines = DeviceMesh(devices=("cpu:0",), sub_meshes={"rollout": ("cpu:0", "cpu:1")})  # which shard nothing
-    assert local_trainer.sharding_for_devices({}, [], engines) == ([], [])
 
 
 # HybridActor

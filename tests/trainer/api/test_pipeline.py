@@ -84,15 +84,15 @@ def of(**parts):
 NAN = [{"reward": digits, "weight": float("nan")}]
 MISSPELT = {"rollout_config": {"max_tokens": 5}}
 test_what_a_run_cannot_have_is_refused_in_words = refused(
-    (("actors", "critics"), 2, of(actors=["a", "b"], critics=["a", "b"])),
-    ("actors", "empty", of(actors=[])),
+    ("actors", ["a", "b"], of(actors=["a", "b"])),
+    ("critics", ["a", "b"], of(critics=["a", "b"])),
+    ("actors", [], of(actors=[])),
     ("actors", "model", of(actors="model")),
     ("reward_models", "empty", of(reward_models=[])),
     ("reward_models", "<function digits", of(reward_models=digits)),
     ("reward_models[1]", 3, of(reward_models=[digits, 3])),
     ("reward_models[0].wieght", "weight", of(reward_models=[{"reward": digits, "wieght": 1}])),
     ("reward_models.weights.digits", "nan", lambda dir32: RLTrainer(declared(dir32, reward_models=NAN)).run()),
-    ("pipeline", "dict", lambda: RLTrainer({"actors": []})),
     ("rollout.max_tokens", "rollout.max_new_tokens?", lambda dir32: RLTrainer(declared(dir32, **MISSPELT)).run()),
 )
 

@@ -27,7 +27,6 @@ from verl.rewards.normalization import RewardNormalization
 from verl.rewards.reward_model import RewardModel
 from verl.rewards.rules import ExactMatch
 from verl.trainer.api.trainer import Trainer
-from verl.trainer.local_trainer import LocalPPOTrainer
 from verl.trainer.ppo import PPOTrainer
 from verl.trainer.state import driver_state
 
@@ -62,10 +61,6 @@ def weights(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def actor_of(made: Trainer):
     return made.trainer.cluster.worker("actor")
-
-
-def moments_of(made: Trainer) -> list[torch.Tensor]:
-    return [x.clone() for _, x in sorted(actor_of(made).engine.optimizer_tensors().items())]
 
 
 def all_equal(left, right) -> bool:
@@ -126,14 +121,6 @@ def test_fit_goes_on_from_the_steps_that_were_made_and_ends_the_run(dir32):
         assert CheckpointManager(made.save_checkpoint("after")).step == 4
         with refusal("this", value="(finished, step 4)"):
             made.step()
-
-
-@pytest.mark.exhaustive
-def test_a_run_without_end_may_go_past_its_last_step(dir32):
-    with trainer(dir32, train_config={"total_steps": 1}) as made:
-        losses = [made.step() for _ in range(2)]
-        assert made.steps == 2
-        assert len(set(losses)) == 2
 
 
 @pytest.mark.exhaustive
@@ -215,13 +202,6 @@ def test_a_tag_names_the_directory_and_the_run_directory_leads_to_it(dir32):
         assert made.steps == 2
         with pytest.raises(ValueError, match="names? a directory|no name|letters"):
             made.save_checkpoint(tag="../x")
-
-
-@pytest.mark.exhaustive
-def test_without_settings_a_checkpoint_goes_where_a_run_of_that_name_would_look(dir32):
-    with trainer(dir32, train_config={"project_name": "mine", "experiment_name": "one"}) as made:
-        made.step()
-        assert made.save_checkpoint() == Path("checkpoints/mine/one/global_step_1").absolute()
 
 
 def test_the_actor_alone_leaves_optimizer_step_and_data_as_they_are(dir32):
@@ -441,32 +421,6 @@ def test_the_statistics_of_another_reward_are_not_taken_over(dir32, tmp_path, mo
     ]
 
 
-@pytest.mark.exhaustive
-def test_a_training_goes_on_from_an_increment_under_another_reward(dir32):
-    settings = {"save_dir": "own", "save_interval": 1, "incremental_save": True}
-    rated = RewardNormalization(reward=ExactMatch())
-    with trainer(dir32, reward_model=rated, checkpoint_config=settings) as made:
-        made.step()
-        made.step()
-        saved = made.save_checkpoint(tag="before_the_swap")
-        policy, learned = weights(actor_of(made).engine.model), made.reward_model.state_dict()
-        place, moments = made.trainer.sampler.state_dict(), moments_of(made)
-        made.step()
-        made.load_checkpoint(saved)
-        assert made.reward_model.state_dict() == learned
-        made.reward_model = RewardNormalization(reward=ExactMatch(correct=2.0, wrong=-1.0))
-        made.reset_reward_stats()
-        assert made.reward_model.state_dict()["norm"]["count"] == 0
-        assert all_equal(weights(actor_of(made).engine.model), policy)
-        assert all_equal(moments_of(made), moments)
-        assert (made.trainer.sampler.state_dict(), made.steps) == (place, 2)
-        made.step()
-        after = CheckpointManager(made.save_checkpoint(tag="after_the_swap"))
-        assert json.loads(after.read("scheduler/state.json"))["reward"] == made.reward_model.state_dict()
-        assert after.state["config"]["reward"]["reward"]["correct"] == 2.0
-        assert 0 < made.reward_model.state_dict()["norm"]["count"] < learned["norm"]["count"]
-
-
 def test_rewards_come_in_many_forms(dir32, tmp_path, tokenizer):
     path = save_random_classifier(tmp_path / "classifier", "qwen2")
     Path("mine.py").write_text("def rate(prompts, responses):\n    return [1.0 for _ in responses]\n")
@@ -565,14 +519,6 @@ def test_what_the_user_froze_stays_frozen(model32, tokenizer):
     assert not torch.equal(model.lm_head.weight, before[1])
 
 
-@pytest.mark.exhaustive
-def test_a_policy_given_as_an_object_and_one_given_by_path_have_the_same_course(dir32, model32, tokenizer):
-    with trainer(dir32, algorithm="ppo") as by_path:
-        wanted = [by_path.step() for _ in range(2)]
-    with trainer(model32.load_causal_lm("cpu"), tokenizer=tokenizer, algorithm="ppo") as by_object:
-        assert [by_object.step() for _ in range(2)] == wanted
-
-
 def test_a_short_file_lies_below_the_arguments_and_overrides_above(dir32):
     Path("short.yaml").write_text("trainer: {seed: 5, prompts_per_step: 2}\nrollout: {temperature: 0.5}\n")
     settings = {**SMALL}
@@ -585,27 +531,6 @@ def test_a_short_file_lies_below_the_arguments_and_overrides_above(dir32):
         run = made.run
         assert (run.trainer.seed, run.trainer.prompts_per_step, run.rollout.temperature) == (5, 2, 0.5)
         assert (run.trainer.total_steps, run.trainer.eval_before) == (9, False)
-
-
-# The trainer with a file
-
-
-@pytest.mark.exhaustive
-def test_the_local_trainer_has_the_same_steps_and_checkpoints(dir32):
-    short = {**{f"trainer.{k}": v for k, v in SMALL.items() if k != "lr"}, "trainer.group_size": 2}
-    overrides = [f"{key}={str(value).lower()}" for key, value in short.items()]
-    overrides += ["actor=pretrained", f"actor.model.path={dir32}", "actor.optimizer.lr=3e-3", "algorithm=grpo"]
-    overrides += ["rollout.max_new_tokens=5", "data.max_prompt_length=16", *QUIET]
-    with LocalPPOTrainer(None, train_dataset=ROWS, reward_fn=digits, overrides=overrides) as local:
-        losses = [local.step() for _ in range(2)]
-        saved = local.save_checkpoint(tag="here")
-        more = local.step()
-        local.load_checkpoint(saved)
-        assert local.step() == more
-        local.reward_model = letters
-        assert local.fit().status == "finished"
-    with trainer(dir32, reward_model=digits) as library:
-        assert library.step() == losses[0]
 
 
 def test_the_description_of_a_run_names_what_was_passed(model32, tokenizer):

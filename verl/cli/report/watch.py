@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import math
 import secrets
-import socket
 import sys
 import time
 from http import HTTPStatus
@@ -32,7 +31,6 @@ INTERVAL_S = 1.0  # between two looks at the files
 FIRST_LINES = 10  # shown of what was there before
 LARGEST_METRICS = 2**30  # bytes that are read at once of a file, which may be sparse
 CHUNK_BYTES = 2**22  # of one answer with new lines
-MOST_REQUESTS, REQUEST_S = 32, 60.0  # served at once, and the time of each
 LOOPBACK = "127.0.0.1"
 HOSTS = (LOOPBACK, "localhost")  # a page of another name that resolves to this machine may not read it
 
@@ -152,7 +150,6 @@ class RunServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
-    request_queue_size = MOST_REQUESTS
 
     def __init__(self, run_dir: Path, port: int = 0):
         try:
@@ -162,7 +159,6 @@ class RunServer(ThreadingHTTPServer):
                 f"--port is {port}: {error.strerror}. Give another one, or none for a free one."
             ) from error
         self.run_dir, self.token = run_dir, secrets.token_urlsafe(24)
-        self._began: dict[Any, float] = {}  # by connection, the oldest first
 
     @property
     def port(self) -> int:
@@ -171,22 +167,6 @@ class RunServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         return f"http://{LOOPBACK}:{self.port}/{self.token}/"
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self._began[request] = time.monotonic()
-        super().process_request(request, client_address)
-
-    def shutdown_request(self, request: Any) -> None:
-        self._began.pop(request, None)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """Drop connections that take too long, and the oldest of too many."""
-        connections = [*self._began.items()]
-        for index, (request, began) in enumerate(connections):
-            if index < len(connections) - MOST_REQUESTS or time.monotonic() - began > REQUEST_S:
-                with contextlib.suppress(OSError):
-                    request.shutdown(socket.SHUT_RDWR)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print nothing: clients that leave are no fault, and what an answer raises is in it."""

@@ -62,6 +62,10 @@ class PromptsObject(PromptOptions):
     def build(self, context: BuildContext) -> DataSplits:
         train, held_out = carried_by(self)
         options = PromptOptions(**{f.name: getattr(self, f.name) for f in dataclasses.fields(PromptOptions)})
+        theirs = train.options if isinstance(train, RLHFDataset) else options
+        pairs = ((f.name, getattr(options, f.name), getattr(theirs, f.name)) for f in dataclasses.fields(options))
+        if other := [f"{name} is {own!r}: train_dataset was made with {x!r}." for name, own, x in pairs if own != x]:
+            raise ConfigError([f"{fault} Leave one out." for fault in other])
         if self.eval_files:
             held_out = RLHFDataset(self.eval_files, context.tokenizer, options)
         eval_data = None if held_out is None else _dataset(held_out, context.tokenizer, options)
@@ -320,6 +324,8 @@ def summed_rewards(rewards: Sequence[Any]) -> RewardDescription:
     Raises:
         ConfigError: the list is empty, or an entry is not a reward.
     """
+    if not isinstance(rewards, (list, tuple)):
+        raise ConfigError(f"reward_models is {rewards!r}: expected a list, such as [{rewards!r}].")
     parts: dict[str, RewardDescription] = {}
     weights: dict[str, float] = {}
     for index, item in enumerate(rewards):

@@ -5,7 +5,6 @@ result = RLTrainer(DataPipeline(actors=["Qwen/Qwen2-0.5B"], reward_models=[rewar
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,13 +12,6 @@ from verl.errors import ConfigError
 from verl.trainer.api.from_objects import summed_rewards
 from verl.trainer.api.trainer import Trainer
 from verl.trainer.train_loop import TrainResult
-
-INSTEAD = {
-    "actors": "One policy is trained per run. To compare several, make a pipeline for each",
-    "critics": "A run has one value function, of one policy. Leave the others out",
-    "references": "KL is measured against one policy. Leave the others out",
-}
-RENAMED = {"train_dataset": "data", "eval_dataset": "eval_data", "critic_model": "critics", "ref_model": "references"}
 
 
 class DataPipeline:
@@ -34,7 +26,7 @@ class DataPipeline:
         train_config: as of `Trainer`, and `algorithm`.
         data, eval_data: prompts to train and to evaluate on; may be given to `RLTrainer` instead.
     Raises:
-        ConfigError: a part is missing, or there are more of one kind than a run supports.
+        ConfigError: there is no policy, or more models of one kind than a run has.
     """
 
     def __init__(
@@ -53,24 +45,16 @@ class DataPipeline:
         data_config: Mapping[str, Any] | None = None,
         overrides: Sequence[str] = (),
     ):
-        parts = {"actors": actors, "critics": critics, "references": references, "reward_models": reward_models}
-        faults = []
-        for name, models in parts.items():
-            if not isinstance(models, (list, tuple)):
-                faults.append(f"{name} is {models!r}: expected a list, such as [{models!r}].")
-            elif len(models) > 1 and name in INSTEAD:
-                faults.append(f"{name} has {len(models)}. {INSTEAD[name]}.")
-        if not faults and not actors:
-            faults = ["actors is empty: give the policy to train."]
-        if faults:
-            raise ConfigError(faults)
+        models = {"model": actors, "critic_model": critics, "ref_model": references}
+        for name, given in zip(("actors", "critics", "references"), models.values(), strict=True):
+            if not isinstance(given, (list, tuple)) or len(given) > 1 or (name == "actors" and not given):
+                raise ConfigError(f"{name} is {given!r}: expected a list of one model. A run trains one policy.")
         settings = {"algorithm": "ppo" if critics else "grpo", **(train_config or {})}
-        self.arguments = {
-            "model": actors[0], "reward_model": summed_rewards(reward_models),
-            "critic_model": critics[0] if critics else None, "ref_model": references[0] if references else None,
-            "algorithm": settings.pop("algorithm"), "train_config": settings, "tokenizer": tokenizer,
-            "train_dataset": data, "eval_dataset": eval_data, "rollout_config": rollout_config,
+        self.arguments: dict[str, Any] = {name: given[0] if given else None for name, given in models.items()} | {
+            "reward_model": summed_rewards(reward_models), "tokenizer": tokenizer,
+            "algorithm": settings.pop("algorithm"), "train_config": settings, "rollout_config": rollout_config,
             "checkpoint_config": checkpoint_config, "data_config": data_config, "overrides": overrides,
+            "train_dataset": data, "eval_dataset": eval_data,
         }  # fmt: skip
 
 
@@ -82,31 +66,19 @@ class RLTrainer:
 
     Args:
         pipeline: what to run.
-        data, eval_data: prompts to train and to evaluate on, if the pipeline has none.
-    Raises:
-        ConfigError: the pipeline has prompts too.
+        data, eval_data: prompts to train and to evaluate on, in place of those of the pipeline.
     """
 
     def __init__(self, pipeline: DataPipeline, data: Any = None, eval_data: Any = None):
-        if not isinstance(pipeline, DataPipeline):
-            raise ConfigError(f"pipeline is a {type(pipeline).__name__}: expected a DataPipeline.")
-        self.pipeline, self._arguments = pipeline, dict(pipeline.arguments)
-        for argument, rows in (("train_dataset", data), ("eval_dataset", eval_data)):
-            if rows is not None and self._arguments[argument] is not None:
-                raise ConfigError(f"{RENAMED[argument]} is given, and the pipeline has its own: leave one of them out.")
-            self._arguments[argument] = self._arguments[argument] if rows is None else rows
+        given = {"train_dataset": data, "eval_dataset": eval_data}
+        self.pipeline = pipeline
+        self._arguments = pipeline.arguments | {name: rows for name, rows in given.items() if rows is not None}
 
     def run(self) -> TrainResult:
         """Train to the end and close the trainer. Each call is a separate run.
 
         Raises:
-            ConfigError: a fault in the parts, by their names, before any weight is loaded.
+            ConfigError: a fault in the parts, by the names of `Trainer`'s arguments, before any weight is loaded.
         """
-        try:
-            trainer = Trainer(**self._arguments)
-        except ConfigError as error:
-            faults = [re.sub(r"^model\b", "actors", fault) for fault in error.faults]
-            names = re.compile(rf"\b({'|'.join(RENAMED)})\b")
-            raise ConfigError([names.sub(lambda name: RENAMED[name[0]], fault) for fault in faults]) from error
-        with trainer:
+        with Trainer(**self._arguments) as trainer:
             return trainer.fit()

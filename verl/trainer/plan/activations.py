@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -100,10 +101,10 @@ class Activations:
         why_counted: why a formula for Llama layers was used, and no layers traced; None if they were.
     """
 
-    training: int
-    after_forward: int
-    scoring: int
-    logits: int
+    training: int = 0
+    after_forward: int = 0
+    scoring: int = 0
+    logits: int = 0
     why_counted: str | None = None
 
 
@@ -132,49 +133,52 @@ def trace_activations(
         expert_load: with expert parallelism, the tokens of this process's experts over the balanced share; 1 for
             balanced routing. None if each process has all experts, or there are none.
     """
-    key = type(config), settings_text(config), tokens, dtype, recomputed, siblings, counted_below
-    if (key := (*key, device_type, expert_load)) in _known:
+    options = tokens, dtype, recomputed, siblings, counted_below, device_type, expert_load
+    if (key := (type(config), settings_text(config), *options)) in _known:
         return _known[key]
-    text, logits = config.get_text_config(), _logits(config, tokens, dtype, siblings, device_type)
+    stats, logits = model_stats(config), _logits(config, tokens, dtype, siblings, device_type)
+    training = stats.activation_elements(tokens, recomputed) * dtype.itemsize // siblings
+    scoring = stats.layer_elements * tokens * dtype.itemsize // siblings
+    found = Activations(training, training, scoring, logits, "they take little")
+    if training >= counted_below:
+        log = logging.getLogger("torch._subclasses.fake_tensor")  # which prints tracebacks of failures below
+        level = log.level
+        log.setLevel(logging.CRITICAL)
+        try:
+            found = Activations(
+                *_traced_layers(config, tokens, dtype, recomputed, siblings, expert_load), logits=logits
+            )
+        except Exception as error:  # noqa: BLE001 - a model's own code on tensors without data may fail in any way
+            first_line = str(error).strip().partition("\n")[0]
+            found = replace(found, why_counted=f"{type(error).__name__}: {first_line}")
+        finally:
+            log.setLevel(level)
+    return _known.setdefault(key, found)
 
-    def counted(why: str) -> Activations:
-        stats = model_stats(config)
-        training = stats.activation_elements(tokens, recomputed) * dtype.itemsize // siblings
-        scoring = stats.layer_elements * tokens * dtype.itemsize // siblings
-        return Activations(training, training, scoring, logits, why)
 
-    if counted_below and (small := counted("they take little")).training < counted_below:
-        return _known.setdefault(key, small)
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # which prints tracebacks of failures below
-    level = log.level
-    log.setLevel(logging.CRITICAL)
-    try:
-        layers = text.num_hidden_layers
-        depths = [layers] if layers < 3 or not _are_alike(config) else [1, 2]
-        by_experts = []
-        for chosen in (None,) if expert_load is None else (1, 2):  # experts of a token
-            parts = [_part_of(config, depth, siblings, chosen) for depth in depths]
-            by_experts.append(_continued([_traced(part, tokens, dtype, recomputed) for part in parts], layers))
-        share = 1.0 if expert_load is None else text.num_experts_per_tok * expert_load / siblings  # of experts, here
-        traced = Activations(*map(int, _continued(by_experts, share)), logits=logits)
-    except Exception as error:  # noqa: BLE001 - a model's own code on tensors without data may fail in any way
-        traced = counted(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
-    finally:
-        log.setLevel(level)
-    return _known.setdefault(key, traced)
+def _traced_layers(
+    config: Any, tokens: int, dtype: torch.dtype, recomputed: bool, siblings: int, expert_load: float | None
+) -> Iterator[int]:
+    """`Activations` without logits; with divided experts, from traces with one and with two experts for each token."""
+    text = config.get_text_config()
+    layers = text.num_hidden_layers
+    depths = [layers] if layers < 3 or not _are_alike(config) else [1, 2]
+    by_experts = []
+    for chosen in (None,) if expert_load is None else (1, 2):  # experts of a token
+        traced = []
+        for part in (_part_of(config, depth, siblings, chosen) for depth in depths):
+            try:
+                traced.append(traced_activations(part, tokens, dtype, recomputed, CAUSAL))
+            except Exception:  # noqa: BLE001 - a family that refuses another attention uses its own
+                traced.append(traced_activations(part, tokens, dtype, recomputed, None))
+        by_experts.append(_continued(traced, layers))
+    share = 1.0 if expert_load is None else text.num_experts_per_tok * expert_load / siblings  # of experts, here
+    return map(int, _continued(by_experts, share))
 
 
 def _continued(sizes: list[tuple[float, ...]], count: float) -> tuple[float, ...]:
     """Extrapolate sizes of one and of two layers to `count`; a single entry is returned."""
     return tuple(one + (count - 1) * (two - one) for one, two in zip(sizes[0], sizes[-1], strict=True))
-
-
-def num_experts(config: Any) -> int:
-    """Number of experts of each layer of a mixture of experts with routers per token; 0 for other models."""
-    text = config.get_text_config()
-    if not getattr(text, "num_experts_per_tok", None):
-        return 0
-    return next((count for name in EXPERTS if (count := getattr(text, name, None))), 0)
 
 
 def _are_alike(config: Any) -> bool:
@@ -219,24 +223,10 @@ def _part_of(config: Any, layers: int, siblings: int, chosen: int | None) -> Any
     return part
 
 
-def _traced(config: Any, tokens: int, dtype: torch.dtype, recomputed: bool) -> tuple[int, int, int]:
-    """Bytes at the peak of training and at the end of its forward pass, and at the peak of scoring."""
-    passes = (recomputed, True), (False, False)
-    (training, after_forward), (scoring, _) = (_peak_of(config, tokens, dtype, *how) for how in passes)
-    return training, after_forward, scoring
-
-
-def _peak_of(config: Any, tokens: int, dtype: torch.dtype, recomputed: bool, trains: bool) -> tuple[int, int]:
-    try:
-        return traced_activations(config, tokens, dtype, recomputed, CAUSAL, trains=trains)
-    except Exception:  # noqa: BLE001 - a family that refuses another attention uses its own
-        return traced_activations(config, tokens, dtype, recomputed, None, trains=trains)
-
-
 def traced_activations(
-    config: Any, tokens: int, dtype: torch.dtype, recomputed: bool, attention: str | None, *, trains: bool
-) -> tuple[int, int]:
-    """Bytes at the peak, and at the end of the forward pass."""
+    config: Any, tokens: int, dtype: torch.dtype, recomputed: bool, attention: str | None
+) -> tuple[int, int, int]:
+    """Bytes at the peak of training and at the end of its forward pass, and at the peak of scoring."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModel
 
@@ -244,21 +234,25 @@ def traced_activations(
 
     AttentionInterface.register(CAUSAL, AttentionInterface._global_mapping["sdpa"])
     AttentionMaskInterface.register(CAUSAL, lambda *_, **__: None)  # plain causal: no matrix of scores or masks
+    counts = []
     with FakeTensorMode(), quiet_transformers(), torch.random.fork_rng(devices=[]):
         model = AutoModel.from_config(config, dtype=dtype, attn_implementation=attention)
         if attention is not None and not model._supports_sdpa:
             raise ValueError(f"{type(model).__name__} keeps its matrix of scores")
-        model.train(trains)
         if recomputed:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         ids = torch.zeros(1, tokens, dtype=torch.long)
-        with _FakeBytes() as counted, torch.set_grad_enabled(trains):
-            counted.watch(model)
-            hidden = model(input_ids=ids, use_cache=False)[0]
-            remaining = counted.live
-            if trains:
-                hidden.backward(torch.empty_like(hidden))
-        return counted.peak, remaining
+        for trains in (True, False):
+            model.train(trains)
+            with _FakeBytes() as counted, torch.set_grad_enabled(trains):
+                counted.watch(model)
+                hidden = model(input_ids=ids, use_cache=False)[0]
+                after_forward = counted.live
+                if trains:
+                    hidden.backward(torch.empty_like(hidden))
+            counts += [counted.peak, after_forward]
+            del hidden
+    return counts[0], counts[1], counts[2]
 
 
 def _logits(config: Any, tokens: int, dtype: torch.dtype, siblings: int, device_type: str) -> int:

@@ -94,7 +94,7 @@ class _Row:
 
 
 class _Simulation:
-    """One run of `setting`; `simulate` has its numbers.
+    """One run of a setting.
 
     Attributes:
         tokens: length of a row that was open from the beginning.
@@ -223,7 +223,6 @@ class AsyncPlan:
 
     settings: tuple[AsyncSetting, ...]
     source: str
-    per_engine: int
 
     @property
     def best(self) -> AsyncSetting:
@@ -233,7 +232,7 @@ class AsyncPlan:
 
     def lines(self) -> Iterator[str]:
         """A table in plain text."""
-        yield f"asynchronous training, simulated with seconds from {self.source}: arithmetic, nothing was run"
+        yield f"asynchronous training, simulated with seconds from {self.source}"
         yield "max_staleness   generate+train  samples/s  idle: trainer  engine    lag"
         for s in self.settings:
             name = "mode=sync" if s.max_staleness is None else str(s.max_staleness)
@@ -242,13 +241,6 @@ class AsyncPlan:
             mark = "*" if s is self.best else " "
             yield f"{mark}{name:<14}{split:>15}{s.samples_per_s:>11.3g}{idle}{s.staleness:>7.2f}"
         yield "* the best; lag: mean age of a token in weight syncs"
-        if self.per_engine > 1:
-            yield "engines of several devices were not tried with the role rollout"
-        elif self.best.max_staleness is not None and self.best.generate + self.best.train > 2:
-            yield (
-                f"an engine on each of {self.best.generate} devices: trainer=mesh with "
-                "trainer.placement.sub_meshes.rollout, or trainer=ray with trainer.placement.workers.rollout"
-            )
 
     def to_json(self) -> dict[str, Any]:
         return {"source": self.source, "settings": [asdict(s) for s in self.settings], "best": asdict(self.best)}
@@ -268,28 +260,26 @@ def plan_async(run: Any, times: AsyncTimes, lengths: Lengths) -> AsyncPlan:
     settings = [AsyncSetting(None, count, count), *(replace(best, max_staleness=bound) for bound in bounds)]
     own = AsyncSetting(staleness, run.devices_apart, count - run.devices_apart)
     settings += [own] if own.generate and own.generate != best.generate else []
-    return AsyncPlan(tuple(simulate(setting, times, lengths) for setting in settings), times.source, each)
+    return AsyncPlan(tuple(simulate(setting, times, lengths) for setting in settings), times.source)
 
 
-def length_draws(run: Any, lengths: Sequence[int] | None, mean: int | None) -> Lengths:
-    """Batches with responses of these lengths, with exponential lengths of this mean, or of maximum length."""
+def length_draws(run: Any, lengths: Sequence[int] | None, mean: int | None, columns: Columns | None = None) -> Lengths:
+    """Batches of responses: with these lengths; of exponential lengths with this mean; with mean and maximum of a
+    recorded step, as powers of uniform numbers; or of maximum length.
+    """
     rows, most = workload(run).rows, run.response_tokens
+
+    def recorded(chance: random.Random, columns: Columns) -> list[float]:
+        index = chance.randrange(len(columns[MEAN]))
+        longest, others = columns[LONGEST][index], rows - 1
+        average = max(1.0, (columns[MEAN][index] * rows - longest) / max(1, others))
+        return [longest, *(longest * chance.random() ** max(0.0, longest / average - 1) for _ in range(others))]
+
+    if columns is not None:
+        return lambda chance: recorded(chance, columns)
     if lengths is not None or mean is None:
         return lambda chance: chance.choices(lengths or [most], k=rows)
     return lambda chance: [min(most, 1 + round(chance.expovariate(1 / mean))) for _ in range(rows)]
-
-
-def recorded_lengths(run: Any, columns: Columns) -> Lengths:
-    """Batches with the mean and maximum length of a recorded step; lengths are a power of a uniform number."""
-    rows, means, longest = workload(run).rows, columns[MEAN], columns[LONGEST]
-
-    def draw(chance: random.Random) -> list[float]:
-        index = chance.randrange(len(means))
-        most, others = longest[index], rows - 1
-        mean = max(1.0, (means[index] * rows - most) / max(1, others))
-        return [most, *(most * chance.random() ** max(0.0, most / mean - 1) for _ in range(others))]
-
-    return draw
 
 
 def planned_times(run: Any, memory: MemoryPlan, stages: Sequence[StageTime], device: DeviceRates) -> AsyncTimes:

@@ -3,18 +3,15 @@
 run ── workload.py ──> rows and tokens ── memory.py ──> bytes by phase ──┐
                                        ── step_time.py ──> seconds ──────┼──> RunPlan ── too large? ──> changes
                                        ── batch, disk ───────────────────┘
-
-Changes are settings that make a run fit its devices, each planned again.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +19,8 @@ from verl.component import BuildContext
 from verl.engines.sharding import FSDP
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
-from verl.models.model_stats import has_shipped_shapes
-from verl.trainer.plan.activations import num_experts
 from verl.trainer.plan.async_plan import AsyncPlan
-from verl.trainer.plan.memory import MemoryEstimate, MemoryPlan, estimate_memory, memory_plan
+from verl.trainer.plan.memory import MemoryPlan, memory_plan
 from verl.trainer.plan.step_time import StageTime, stage_times
 from verl.trainer.plan.workload import (
     GIB,
@@ -35,6 +30,7 @@ from verl.trainer.plan.workload import (
     free_main_memory,
     free_memory,
     gpu_here,
+    machine_processes,
     workload,
 )
 from verl.utils.external_input import write_text
@@ -42,7 +38,6 @@ from verl.utils.external_input import write_text
 MOST_CHANGES = 3  # that are named
 GPUS = (2, 4, 8)  # that a machine of a data centre may give to a run
 SMALL_SHARE = 16  # fraction of the memory: smaller activations are not traced at the start of a run
-WIDTH = 80
 # A step over its plan, for published steps of dense models and of mixtures of experts: see docs/results.md
 RANGES = {False: (0.8, 1.5), True: (1.0, 3.0)}
 _log = logging.getLogger(__name__)
@@ -62,47 +57,36 @@ class FittingChange:
     relative_time: float
 
     def words(self) -> str:
-        time = f"{self.relative_time - 1:+.0%} time"
-        return f"{' '.join(self.settings)} -> {self.peak_bytes / GIB:.1f} GiB, {time}"
+        return f"{' '.join(self.settings)} -> {self.peak_bytes / GIB:.1f} GiB, {self.relative_time - 1:+.0%} time"
 
 
 def changes_that_fit(
     run: Any, device: DeviceRates, memory: MemoryPlan, step_s: float, response: int | None
 ) -> list[FittingChange]:
-    """Single settings that make a run fit; pairs if no single one does."""
+    """Single settings that make a run fit, each planned again; pairs if no single one does."""
+    by_key = dict[str, list[str]]()
+    for name, _ in changes(run, memory, device):
+        by_key.setdefault(name.partition("=")[0], []).append(name)
 
-    def planned(*names: str) -> list[FittingChange]:
+    def planned(names: tuple[str, ...]) -> FittingChange | None:
         try:
             changed_run = run
             for name in names:
-                changed_run = dict(changes(changed_run, memory.estimate))[name]()
+                changed_run = dict(changes(changed_run, memory, device))[name]()
             changed = memory_plan(changed_run, device, limit=memory.limit)
             seconds = sum(stage.seconds for stage in stage_times(changed_run, changed, device, response))
         except (ConfigError, KeyError, ValueError):  # it is not compatible with other settings
-            return []
-        change = FittingChange(names, changed.peak.total, seconds / step_s)
-        return [change] if change.peak_bytes < memory.peak.total else []
+            return None
+        return FittingChange(names, changed.peak.total, seconds / step_s) if changed.fits else None
 
-    def key_of(name: str) -> str:
-        return name.partition("=")[0]
-
-    names = [name for name, _ in changes(run, memory.estimate)]
-    tried = [change for name in names for change in planned(name)]
-    first_of, smallest_of = dict[str, FittingChange](), dict[str, FittingChange]()  # by key
-    for change in tried:
-        if change.peak_bytes <= memory.limit:
-            first_of.setdefault(key_of(change.settings[0]), change)
-    fitting = list(first_of.values())
-    if not fitting:
-        for change in sorted(tried, key=lambda change: change.peak_bytes):
-            smallest_of.setdefault(key_of(change.settings[0]), change)
-        firsts = [change.settings[0] for change in list(smallest_of.values())[:4]]
-        both = {frozenset(pair): pair for pair in product(firsts, names) if key_of(pair[0]) != key_of(pair[1])}
-        fitting = [x for pair in both.values() for x in planned(*pair) if x.peak_bytes <= memory.limit]
-    return sorted(fitting, key=lambda change: (round(change.relative_time, 2), change.peak_bytes))[:MOST_CHANGES]
+    for count in (1, 2):
+        tried = (map(planned, product(*values)) for values in combinations(by_key.values(), count))
+        if fitting := [change for of_keys in tried if (change := next(filter(None, of_keys), None))]:
+            return sorted(fitting, key=lambda x: (round(x.relative_time, 2), x.peak_bytes))[:MOST_CHANGES]
+    return []
 
 
-def changes(run: Any, estimate: MemoryEstimate) -> Iterator[tuple[str, Callable[[], Any]]]:
+def changes(run: Any, memory: MemoryPlan, device: DeviceRates) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Settings that may reduce the memory of a run, each with the resulting run."""
 
     def of(part: str, **fields: Any) -> Callable[[], Any]:
@@ -122,8 +106,8 @@ def changes(run: Any, estimate: MemoryEstimate) -> Iterator[tuple[str, Callable[
         if (value := getattr(getattr(run, "rollout", None), name, None)) is not None:
             half = max(1, value // 2) if isinstance(value, int) else value / 2
             yield f"rollout.{name}={half:g}", of("rollout", **{name: half})
-    if estimate.on_host:
-        if estimate.copied:
+    if not device.is_gpu:
+        if memory.copied:
             yield "checkpoint=sync", of("checkpoint", save_async=False)
         return
     smaller = list(run.sharding.smaller())
@@ -143,8 +127,6 @@ class RunPlan:
     Attributes:
         batch: sentences about rows, micro-batches and optimizer steps; disk: one about checkpoints.
         changes: changes that make it fit, the cheapest first; empty if it fits.
-        response: average tokens of a response; None for the maximum.
-        shipped: hub names of models whose shapes are taken from the package, without reading their config.json.
         asynchronous: the result of `verl plan --async`.
     """
 
@@ -154,8 +136,6 @@ class RunPlan:
     batch: tuple[str, ...]
     disk: str
     changes: tuple[FittingChange, ...]
-    response: int | None = None
-    shipped: tuple[str, ...] = ()
     asynchronous: AsyncPlan | None = None
 
     @property
@@ -165,7 +145,7 @@ class RunPlan:
     @property
     def range_s(self) -> tuple[float, float]:
         """Best and worst seconds of a step, by errors for published steps; equal on a CPU."""
-        is_mixture = bool(num_experts(self.memory.roles[0].config))
+        is_mixture = self.memory.roles[0].sizes.experts > 0
         low, high = RANGES[is_mixture] if self.device.is_gpu else (1.0, 1.0)
         return low * self.step_s, high * self.step_s
 
@@ -177,58 +157,47 @@ class RunPlan:
         """The run with `rollout.sleep=auto` resolved as in the plan."""
         if getattr(run.rollout, "sleep", None) != "auto":
             return run
-        return replace(run, rollout=replace(run.rollout, sleep=not self.memory.estimate.stays_awake))
+        return replace(run, rollout=replace(run.rollout, sleep=not self.memory.stays_awake))
 
     def summary(self) -> str:
         """One line."""
         peak, role = self.memory.peak, self.memory.roles[0]
         dtype, stored = (str(x).removeprefix("torch.") for x in (role.dtype, role.stored))
-        count = role.sizes.parameters
         return (
-            f"{role.name} computes in {dtype}, its {count / 1e6:.4g}M weights are {stored} "
-            f"({count * role.stored.itemsize / 1e6:.0f} MB); "
-            f"{peak.name} needs most, {peak.total / GIB:.2f} of {self.memory.limit / GIB:.1f} GiB in each process; "
-            f"about {_duration(self.step_s)} a step on {self.device.name}"
+            f"{role.sizes.parameters / 1e6:.4g}M weights in {stored}, {role.name} computes in {dtype}; {peak.name} "
+            f"needs most, {peak.total / GIB:.2f} of {self.memory.limit / GIB:.1f} GiB in each process; "
+            f"about {self.step_s:.3g} s a step on {self.device.name}"
             + "; the engine keeps its GPU memory while the trainer works"
-            * self.memory.estimate.stays_awake
+            * self.memory.stays_awake
         )
 
     def lines(self) -> Iterator[str]:
-        """The whole plan in plain text, in lines of at most `WIDTH` characters, except for long words."""
-        for line in self._sentences():
-            indent = " " * (len(line) - len(line.lstrip()) + 4)
-            unbroken: Any = {"break_long_words": False, "break_on_hyphens": False}
-            yield from textwrap.wrap(line, WIDTH, subsequent_indent=indent, **unbroken) or [""]
-
-    def _sentences(self) -> Iterator[str]:
-        estimate, peak = self.memory.estimate, self.memory.peak
-        machines = f" on each of {estimate.machines} machines" if estimate.machines > 1 else ""
-        yield f"{estimate.processes} process{'es' * (estimate.processes > 1)}{machines}, device {self.device.name}"
-        if self.shipped:
-            yield f"shapes of {', '.join(self.shipped)}: those shipped with verl, no config.json is here"
+        """The whole plan in plain text."""
+        memory, device = self.memory, self.device
+        machines = f" on each of {memory.machines} machines" if memory.machines > 1 else ""
+        yield f"{memory.processes} process{'es' * (memory.processes > 1)}{machines}, device {device.name}"
         yield ""
-        yield from self.memory.lines()
-        yield "it fits" if self.fits else f"it does not fit: {peak.name}; {self._what_helps()}"
+        yield from memory.lines()
+        yield "it fits" if self.fits else f"it does not fit: {memory.peak.name}"
+        yield from () if self.fits else (f"  {line}" for line in self._what_helps())
         yield ""
         yield from self.batch
         yield ""
-        source = "measured here" if self.device.is_measured else "of a table of devices, nothing was run"
-        low, high = map(_duration, self.range_s)
-        between = f" ({low} to {high} for published steps)" if low != high else ""
-        responses = "as long as they may be" if self.response is None else f"of {self.response} tokens"
-        yield f"{_duration(self.step_s)} a step{between}, responses {responses}; rates {source}"
+        low, high = self.range_s
         for stage in self.stages:
             share = stage.seconds / (self.step_s or 1.0)
             yield f"  {stage.name:<22}{stage.seconds:>10.3f} s{share:>7.0%}   bound by {stage.bound}"
+        between = f"   {low:.3g} to {high:.3g} s for published steps" if low != high else ""
+        yield f"  {'a step':<22}{self.step_s:>10.3f} s   100%{between}"
         yield ""
         yield self.disk
         if self.asynchronous is not None:
             yield ""
             yield from self.asynchronous.lines()
 
-    def _what_helps(self) -> str:
+    def _what_helps(self) -> list[str]:
         none = "no setting alone, and no two, help: take a smaller model or more devices"
-        return "; ".join(change.words() for change in self.changes) or none
+        return [change.words() for change in self.changes] or [none]
 
     def warnings(self, disk: int | None, host: int | None) -> Iterator[str]:
         """Warnings about insufficient memory or disk space.
@@ -237,41 +206,35 @@ class RunPlan:
             disk: free bytes for checkpoints; None if unknown.
             host: free bytes of main memory on this machine.
         """
-        estimate, limit = self.memory.estimate, self.memory.limit
-
-        def short(what: str, needed: int, free: int, remedy: str) -> str:
-            return f"{what} takes about {needed / GIB:.1f} GiB, and {free / GIB:.1f} are free: {remedy}"
-
-        if not self.fits:
-            peak = self.memory.peak
-            yield short(f"Memory: {peak.name}, in each process,", peak.total, limit, self._what_helps())
-        if host is not None and estimate.host > host:
-            offloads = any(role.is_offloaded for role in estimate.roles)
-            settings = ["checkpoint=sync"] * (estimate.copied > 0) + ["sharding.cpu_offload=false"] * offloads
-            remedy = f"set {' or '.join(settings)}"
-            yield short("Main memory: what is saved and offloaded, on this machine,", estimate.host, host, remedy)
-        if disk is not None and estimate.saving * (count := estimate.num_checkpoints) > disk:
-            remedy = "lower checkpoint.keep_last_n, or set" if count > 2 else "set"
-            what = f"Disk: each of {count} checkpoints"
-            yield short(what, estimate.saving, disk, f"{remedy} checkpoint.save_dir to a larger disk")
+        memory, peak, count = self.memory, self.memory.peak, self.memory.num_checkpoints
+        offloads = any(role.is_offloaded for role in memory.roles)
+        settings = ["checkpoint=sync"] * (memory.copied > 0) + ["sharding.cpu_offload=false"] * offloads
+        lower = "lower checkpoint.keep_last_n, or " if count > 2 else ""
+        needs = [
+            (f"{peak.name}, in each process,", peak.total, memory.limit, "; ".join(self._what_helps())),
+            ("main memory for saves and offloaded weights", memory.host, host, f"set {' or '.join(settings)}"),
+            (f"{count} checkpoints", count * memory.saving, disk, f"{lower}set checkpoint.save_dir to a larger disk"),
+        ]
+        for what, needed, free, remedy in needs:
+            if free is not None and needed > free:
+                yield f"Plan: {what}: about {needed / GIB:.1f} GiB needed, {free / GIB:.1f} free: {remedy}"
 
     def to_json(self) -> dict[str, Any]:
         """All of it as numbers: bytes and seconds."""
         memory = self.memory
         return ({} if self.asynchronous is None else {"async": self.asynchronous.to_json()}) | {
             "device": self.device.name,
-            "shipped_shapes": self.shipped,
             "fits": self.fits,
             "limit_bytes": memory.limit,
             "peak": {"phase": memory.peak.name, "bytes": memory.peak.total},
             "phases": [{**asdict(phase), "bytes": phase.total} for phase in memory.phases],
-            "host_bytes": memory.estimate.host,
+            "host_bytes": memory.host,
             "batch": self.batch,
             "step_seconds": self.step_s,
             "step_seconds_range": self.range_s,
             "stages": [asdict(stage) for stage in self.stages],
-            "checkpoint_bytes": memory.estimate.saving,
-            "checkpoints_kept": memory.estimate.num_checkpoints,
+            "checkpoint_bytes": memory.saving,
+            "checkpoints_kept": memory.num_checkpoints,
             "changes": [asdict(change) for change in self.changes],
         }
 
@@ -296,11 +259,9 @@ def plan_run(
     memory = memory_plan(run, device, limit, counted_below)
     stages = tuple(stage_times(run, memory, device, response))
     step_s = sum(stage.seconds for stage in stages)
-    changes = () if memory.fits else tuple(changes_that_fit(run, device, memory, step_s, response))
-    disk = _disk(run.checkpoint, memory.estimate, free_disk)
-    sources = [getattr(getattr(run, role.name), "model", None) or run.actor.model for role in memory.roles]
-    shipped = tuple(dict.fromkeys(source.base_path() for source in sources if has_shipped_shapes(source)))
-    return RunPlan(device, memory, stages, tuple(workload(run).lines(run)), disk, changes, response, shipped)
+    found = () if memory.fits else tuple(changes_that_fit(run, device, memory, step_s, response))
+    disk = _disk(run.checkpoint, memory, free_disk)
+    return RunPlan(device, memory, stages, tuple(_batch(run, memory)), disk, found)
 
 
 def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | None:
@@ -315,7 +276,7 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | No
     """
     try:
         device = gpu_here() if context.device.startswith("cuda") else device_named("cpu")
-        limit = free_memory(context.device, estimate_memory(run, device.is_gpu).processes)
+        limit = free_memory(context.device, machine_processes(run))
         disk, small = free_disk(checkpoints), (limit or 0) // SMALL_SHARE
         plan = plan_run(run, device, free_disk=disk, limit=limit, counted_below=small)
     except Exception as error:  # noqa: BLE001 - a failed plan does not stop a run
@@ -327,7 +288,7 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | No
     warnings = [*plan.warnings(disk, free_main_memory())]
     for warning in warnings:
         _log.warning("%s", warning)
-    if not plan.fits and plan.memory.estimate.stays_awake:
+    if not plan.fits and plan.memory.stays_awake:
         why, remedy = "rollout.sleep is false", "rollout.sleep=true"
         if run.trainer.staleness:
             why, remedy = (f"trainer.{text}" for text in run.trainer.async_setting)
@@ -338,19 +299,30 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | No
     return plan
 
 
-def _disk(saves: Any, estimate: MemoryEstimate, free: int | None) -> str:
-    size, count = estimate.saving, estimate.num_checkpoints
+def _batch(run: Any, memory: MemoryPlan) -> Iterator[str]:
+    """Batch arithmetic; a division with a remainder says so."""
+    step = workload(run)
+    rows = f"{step.rows} rows"
+    if step.generates:
+        rows = f"{step.rows // step.group_size} prompts x {step.group_size} samples = {rows}"
+    updates = f"{step.mini_batches} mini-batches x {step.updates_per_row} = {step.updates} optimizer steps"
+    yield f"{rows}{_remainder(step.rows, step.mini_batches)}; {updates}"
+    count = step.rows // step.mini_batches
+    for role in (role for role in memory.roles if role.gradients):
+        shares = f"{role.layout.shares} shares{_remainder(count, role.layout.shares)}"
+        micro = f"{role.micro_batches} micro-batches of up to {role.tokens} tokens"
+        yield f"{role.name}: {count} rows of an optimizer step in {shares}, each of {micro}"
+
+
+def _remainder(count: int, parts: int) -> str:
+    return f" with a remainder of {count % parts}" if count % parts else ""
+
+
+def _disk(saves: Any, memory: MemoryPlan, free: int | None) -> str:
+    size, count = memory.saving, memory.num_checkpoints
     if saves is None or not size:
         return "nothing is saved"
     is_full = free is not None and (saves.keep_last_n is None or count * size > free)
     kept = "all are kept" if saves.keep_last_n is None else f"at most {count} of them, {count * size / GIB:.2f} GiB"
     full = f"; {free / GIB:.2f} GiB are free, full with checkpoint {free // size + 1}" if free is not None else ""
     return f"a checkpoint takes {size / GIB:.2f} GiB, {kept}{full * is_full}"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 1:
-        return f"{1000 * seconds:.0f} ms"
-    if seconds < 90:
-        return f"{seconds:.1f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -53,16 +53,25 @@ class RoleLayout:
         return cls(sharding, processes, rows, tokens, generated, siblings, experts)
 
 
-def role_processes(run: Any) -> dict[str, int]:
-    """Number of processes of each role, by `trainer.placement` if it is set."""
-    settings, placement = run.trainer, run.trainer.placement
+def process_groups(run: Any) -> list[tuple[tuple[str, ...], int]]:
+    """Roles that share processes, with the number of those: by `trainer.placement` if it is set."""
+    settings = run.trainer
     world: int = settings.n_gpus_per_node * settings.nnodes
-    return dict.fromkeys(run.shardings(), world) if placement is None else placement.sizes(placed_roles(run), world)
+    if settings.placement is None:
+        return [(tuple(run.shardings()), world)]
+    roles = getattr(run, "placed_roles", None) or run.shardings()  # with rollout workers, which are not sharded
+    return settings.placement.worker_groups(tuple(roles), world)
 
 
-def placed_roles(run: Any) -> tuple[str, ...]:
-    """The roles of a run, rollout workers included, which are not sharded."""
-    return tuple(getattr(run, "placed_roles", None) or run.shardings())
+def role_processes(run: Any) -> dict[str, int]:
+    """Number of processes of each role."""
+    return {role: count for roles, count in process_groups(run) for role in roles}
+
+
+def machine_processes(run: Any) -> int:
+    """Processes with roles on each machine."""
+    apart = getattr(run, "num_rollout_workers", 0) if run.trainer.placement is None else 0
+    return -(-sum(count for _, count in process_groups(run)) // run.trainer.nnodes) + apart
 
 
 def role_layouts(run: Any) -> dict[str, RoleLayout]:
@@ -113,33 +122,6 @@ class Workload:
         shared, padded = response + self.prompt / self.group_size, self.prompt + response
         return shared if packs and is_whole and shared <= WORTH_PACKING * padded else padded
 
-    def lines(self, run: Any) -> Iterator[str]:
-        """Batch arithmetic, with every division that leaves a remainder."""
-        rows, layouts = self.rows, role_layouts(run)
-        if not self.generates:
-            yield f"{rows} sequences in one optimizer step"
-            yield from _remainder(rows, layouts["actor"].shares, "sequences", "shares of the rows")
-            return
-        yield (
-            f"{rows // self.group_size} prompts x {self.group_size} samples = {rows} rows; {self.mini_batches} "
-            f"mini-batches x {self.updates_per_row} = {self.updates} optimizer steps"
-        )
-        yield from _remainder(rows, self.mini_batches, "rows", "mini-batches")
-        for role in ("actor", "critic"):
-            if (layout := layouts.get(role)) is None:
-                continue
-            limit, shares, sharding = getattr(run, role).micro_batch_tokens, layout.shares, layout.sharding
-            in_share, together = -(-rows // (self.mini_batches * shares)), layout.token_shares // shares
-            if sharding.pipeline_ways(layout.processes) > 1:
-                limit = sharding.micro_batch_tokens(limit, in_share * self.width)
-            per = max(1, limit * together // self.width)
-            where = "each process" if together == 1 else f"each {together} processes"
-            yield (
-                f"{role}: {in_share} rows of a mini-batch in {where}, up to {self.width} tokens each: "
-                f"{-(-in_share // per)} x {limit * together} tokens"
-            )
-            yield from _remainder(rows // self.mini_batches, shares, "rows of a mini-batch", "processes")
-
 
 def workload(run: Any) -> Workload:
     """The rows of a step of a `PPORun` or an `SFTRun`."""
@@ -150,11 +132,6 @@ def workload(run: Any) -> Workload:
     rows, prompt = settings.prompts_per_step * settings.group_size, getattr(run.data, "max_prompt_length", 0)
     updates = run.algorithm.mini_batches, run.algorithm.epochs
     return Workload(True, rows, settings.group_size, prompt, run.response_tokens, *updates)
-
-
-def _remainder(count: int, parts: int, what: str, where: str) -> Iterator[str]:
-    if parts > 1 and count % parts:
-        yield f"{count} {what} over {parts} {where} leave a remainder of {count % parts}: some have one more"
 
 
 # -- devices -----------------------------------------------------------------------------------------------------------
@@ -173,7 +150,6 @@ class DeviceRates:
         context: bytes of the device context of each process.
         layer_s: minimum seconds of one layer's forward pass, for launching kernels.
         decode_s: seconds of an engine per token, in addition to the model: scheduling, sampling, replies.
-        is_measured: rates are of this machine, not from a data sheet.
     """
 
     name: str
@@ -188,7 +164,6 @@ class DeviceRates:
     decode_s: float = 4e-3
     products_share: float = 0.36  # published for training of dense models on H100s are 0.33 to 0.39
     bandwidth_share: float = 0.7
-    is_measured: bool = False
     is_gpu: bool = True
 
     def flops(self, dtype: str) -> float:
@@ -292,7 +267,7 @@ def measured_here(hidden: int, mlp: int, dtype: str = "float32", seconds: float 
         {dtype: rate, "float32": rate},
         dict[str, Any](bandwidth=2 * copied, link=copied, host_link=copied),
     )
-    return replace(this_cpu(), products=products, layer_s=layer_s, is_measured=True, **moved)
+    return replace(this_cpu(), products=products, layer_s=layer_s, **moved)
 
 
 def _fastest(work: Callable[[], object], seconds: float) -> float:
