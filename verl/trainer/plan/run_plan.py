@@ -209,15 +209,15 @@ class RunPlan:
         memory, peak, count = self.memory, self.memory.peak, self.memory.num_checkpoints
         offloads = any(role.is_offloaded for role in memory.roles)
         settings = ["checkpoint=sync"] * (memory.copied > 0) + ["sharding.cpu_offload=false"] * offloads
-        lower = "lower checkpoint.keep_last_n, or " if count > 2 else ""
+        lower, helps = "lower checkpoint.keep_last_n, or " * (count > 2), "; ".join(self._what_helps())
         needs = [
-            (f"{peak.name}, in each process,", peak.total, memory.limit, "; ".join(self._what_helps())),
-            ("main memory for saves and offloaded weights", memory.host, host, f"set {' or '.join(settings)}"),
-            (f"{count} checkpoints", count * memory.saving, disk, f"{lower}set checkpoint.save_dir to a larger disk"),
+            (f"Memory: {peak.name}, in each process", peak.total, memory.limit, helps),
+            ("Main memory: saves and offloaded weights", memory.host, host, f"set {' or '.join(settings)}"),
+            (f"Disk: {count} checkpoints", count * memory.saving, disk, f"{lower}set checkpoint.save_dir"),
         ]
         for what, needed, free, remedy in needs:
             if free is not None and needed > free:
-                yield f"Plan: {what}: about {needed / GIB:.1f} GiB needed, {free / GIB:.1f} free: {remedy}"
+                yield f"{what}: about {needed / GIB:.1f} GiB needed, {free / GIB:.1f} free: {remedy}"
 
     def to_json(self) -> dict[str, Any]:
         """All of it as numbers: bytes and seconds."""
