@@ -320,19 +320,23 @@ def _before_and_after(evaluations: Mapping[Any, Mapping[str, float]]) -> str:
 
 
 def _next_commands(result: Mapping[str, Any], directory: str, run_dir: Path, command: Sequence[str]) -> list[str]:
-    """At most three commands, most useful first, each of which works as it is printed."""
+    """At most four commands, most useful first. `verl generate` tells the words to add for an environment or for code
+    of the user's."""
     where, last, checkpoints = shlex.quote(directory), result.get("last_checkpoint"), bool(result.get("checkpoints"))
     goes_on = result["status"] != "finished" and bool(command) and (checkpoints or result["steps"] == 0)
     of_this_run = ("resume=", "trainer.stop_after=", "hydra.run.dir=")
     again = [*(word for word in command if not word.lstrip("+").startswith(of_this_run))]
+    policies = [str(path) for path in (*(result.get("saved") or ()), f"{last}/actor")]
+    has_policy = any(os.path.basename(path) == "actor" and os.path.isdir(path) for path in policies)
     commands = [
         (goes_on, shlex.join([*again, *[f"resume={directory}"] * checkpoints])),
         (result["status"] == "failed", f"less {shlex.quote(os.path.join(directory, 'run.log'))}"),
         ((run_dir / PAGE).is_file(), f"verl report {where}"),
         ((run_dir / "samples").is_dir(), f"verl samples {where}"),
+        (has_policy, f'verl generate {where} --prompt "..."'),
         (bool(last), f"verl lineage {shlex.quote(shown_path(Path(str(last)).parent))}"),
     ]
-    return [line for is_of_use, line in commands if is_of_use][:3]
+    return [line for is_of_use, line in commands if is_of_use][:4]
 
 
 def _label(key: str) -> str:
