@@ -199,8 +199,8 @@ def test_a_prefix_may_end_in_a_slash_and_the_endpoint_may_be_the_environment_s(m
     tier = tier_of(Checkpointing(cold_storage=table), None, "p", "e")
     assert tier is not None
     assert tier.address == "oss://models/verl-cold/checkpoints/p/e"
-    assert (tier.upload_interval, tier.upload_interval_s) == (1, 3600)
-    assert tier_of(Checkpointing(cold_storage={**table, "upload_every": 5}), None, "p", "e").upload_interval == 5
+    assert (tier.rules.upload_interval, tier.rules.upload_interval_s) == (1, 3600)
+    assert tier_of(Checkpointing(cold_storage={**table, "upload_every": 5}), None, "p", "e").rules.upload_interval == 5
     for wrong in (0, -1, "soon", float("inf"), True):
         with refusal("cold_storage.upload_interval"):
             Checkpointing(cold_storage={**table, "upload_interval": wrong})
