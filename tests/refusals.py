@@ -68,7 +68,7 @@ def refusal(
     assert value is ANY or shows(text, value), text
     if not varies:
         test = os.environ["PYTEST_CURRENT_TEST"].rpartition(" (")[0]
-        _compare(re.sub(r"@\w+$", "", test), text)  # xdist adds the group of the test
+        _compare(re.sub(r"@[^\]]*$", "", test), text)  # xdist adds the group of the test
 
 
 def refused(*rows: tuple[Any, ...], kind: Any = ConfigError, varies: bool = False) -> Callable[..., None]:
