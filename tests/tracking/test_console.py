@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console as RichConsole
 
-from verl.tracking.console import Console, ConsoleTracker, sample_line, set_command
+from verl.tracking.console import Console, ConsoleTracker, print_table, sample_line, set_command
 
 
 def screen(terminal: bool) -> RichConsole:
@@ -78,7 +78,7 @@ def test_every_line_of_a_step_fits_the_width_and_holds_whole_numbers(width, term
     assert sum(line.count("accuracy 0.123") for line in lines) == 9  # an evaluation is told in full, on several lines
 
 
-def test_the_stage_times_of_a_step_stand_in_one_line_without_what_came_between_steps():
+def test_the_stage_times_of_a_step_stand_below_it_without_what_came_between_steps():
     console = screen(terminal=False)
     tracker = ConsoleTracker(Console(stage_lines=True), console)
     tracker.start("verl/ppo", {}, Path("/out"), 9)
@@ -306,3 +306,14 @@ def test_cut_responses_above_a_tenth_and_responses_without_a_reward_have_a_colum
     for step, value in enumerate(values, start=1):
         tracker.log({"reward/mean": 1.0, metric: value}, step)
     assert [expected in line for line in shown(console).splitlines()[1:3]] == [False, True]
+
+
+def test_a_table_without_room_folds_what_may_not_be_cut(monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "60")
+    path = "outputs/verl/grpo_tiny/2026-11-29_10-18-33"
+    print_table(
+        ["directory", "status", "note", "size"], [[path, "interrupted", "a long note " * 3, "178 MiB"]], cut=["note"]
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].endswith("…  178 MiB")
+    assert "".join(line.split()[0] for line in lines[1:]) == path

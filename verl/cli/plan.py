@@ -12,7 +12,7 @@ import typer
 
 from verl.cli.console import CONFIG_DIR, FOUND, echo, faults_reported
 from verl.compose.schema import ROOTS, RootName
-from verl.errors import ConfigError
+from verl.errors import ConfigError, VerlError
 
 DEVICE = "plan.device="
 PLAN_ONLY = "plan=only"  # an argument of the main scripts
@@ -55,7 +55,15 @@ def plan(
         directory = Path((run.checkpoint and run.checkpoint.save_dir) or ".").expanduser()
         free = None if "://" in str(directory) else workload.free_disk(directory.absolute())
         rates = _rates(run, device or (named[-1] if named else None), measure)
-        found = run_plan.plan_run(run, rates, response=response_tokens, free_disk=free)
+        try:
+            found = run_plan.plan_run(run, rates, response=response_tokens, free_disk=free)
+        except (VerlError, OSError):
+            raise
+        except Exception as error:  # some families lack the configuration entries that are counted
+            raise ConfigError(
+                f"actor.model.path: this model cannot be planned ({type(error).__name__}: {error}): its configuration "
+                "lacks entries for layers, heads or widths of a transformer. The run itself may work."
+            ) from error
         if asynchronous:
             tools = {"calls": tool_calls, "latency_s": tool_s}
             found = replace(found, asynchronous=_simulated(run, found, records, lengths, response_tokens, tools))

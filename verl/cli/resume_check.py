@@ -121,10 +121,13 @@ class RunLauncher:
             reap(process)
 
     def last(self, saved_in: str) -> Checkpoint:
-        """The newest checkpoint of some runs."""
+        """The newest checkpoint of some runs; raises BadCheckpoint if any is damaged."""
         from verl.checkpoint.read.discovery import CheckpointDirectory
 
-        return CheckpointDirectory(f"{self.directory / saved_in}_checkpoints").newest()
+        directory = CheckpointDirectory(f"{self.directory / saved_in}_checkpoints")
+        for damaged in directory.survey()[1]:
+            raise damaged
+        return directory.newest()
 
 
 def laid_over(overrides: Sequence[str], later: Sequence[str]) -> list[str]:

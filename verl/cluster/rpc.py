@@ -36,6 +36,7 @@ END_TIMEOUT_S = 5.0
 STACK_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 5.0
 GRACE_S = 0.5  # delay before an error is reported, so that a sibling's death that caused it is reported first
+COLLECTIVE = "torch/distributed/", "_engine_run_backward"  # in the stack of a worker that waits for its siblings
 
 
 class ColocatedRoles(Protocol):
@@ -399,10 +400,11 @@ class RemoteWorkerGroup:
             words = f"the process does nothing: {state}. Rank {rank} failed for it:\n{error}"
             return WorkerHung(unresponsive[0], pending.name, pending.step, words)
         if is_sibling_failure(error):
-            stacks = self._transport.stacks(others).items()
-            where = [f"rank {other} is at:\n{stack or 'it does not react at all'}" for other, stack in stacks]
+            stacks = self._transport.stacks(others)
+            where = [f"rank {other} is at:\n{stack or 'it does not react at all'}" for other, stack in stacks.items()]
+            absent = (other for other, stack in stacks.items() if not any(place in stack for place in COLLECTIVE))
             detail = "\n".join([f"rank {rank} failed in a collective operation:\n{error}", *where])
-            return WorkerHung(others[0] if others else rank, pending.name, pending.step, detail)
+            return WorkerHung(next(absent, rank), pending.name, pending.step, detail)
         return WorkerError(rank, pending.name, pending.step, error)
 
     def _watch(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import shlex
 import shutil
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _RECENT_STEPS = 20  # the remaining time is estimated from this many
 _DIGITS = 3
 _CUT = "..."
+MIN_CUT = 4  # characters of a truncated cell
 WORTH_A_COLUMN = {"rollout/clipped_ratio": 0.1, "reward/unscored": 0.0}  # above these the line of a step has them
 _LABELS = {  # shorter than the keys, so that the line of a step fits 80 columns
     "reward/mean": "reward",
@@ -326,8 +328,8 @@ def _next_commands(result: Mapping[str, Any], directory: str, run_dir: Path, com
     goes_on = result["status"] != "finished" and bool(command) and (checkpoints or result["steps"] == 0)
     of_this_run = ("resume=", "trainer.stop_after=", "hydra.run.dir=")
     again = [*(word for word in command if not word.lstrip("+").startswith(of_this_run))]
-    policies = [str(path) for path in (*(result.get("saved") or ()), f"{last}/actor")]
-    has_policy = any(os.path.basename(path) == "actor" and os.path.isdir(path) for path in policies)
+    policies = [Path(path) for path in (*(result.get("saved") or ()), f"{last}/actor")]
+    has_policy = any(path.name == "actor" and path.is_dir() and _has_base(path) for path in policies)
     commands = [
         (goes_on, shlex.join([*again, *[f"resume={directory}"] * checkpoints])),
         (result["status"] == "failed", f"less {shlex.quote(os.path.join(directory, 'run.log'))}"),
@@ -337,6 +339,12 @@ def _next_commands(result: Mapping[str, Any], directory: str, run_dir: Path, com
         (bool(last), f"verl lineage {shlex.quote(shown_path(Path(str(last)).parent))}"),
     ]
     return [line for is_of_use, line in commands if is_of_use][:4]
+
+
+def _has_base(directory: Path) -> bool:
+    """Whether a saved model is whole, or an adapter that names its base model: the built-in one has no name on disk."""
+    adapter = directory / "adapter_config.json"
+    return not adapter.is_file() or bool(json.loads(adapter.read_text()).get("base_model_name_or_path"))
 
 
 def _label(key: str) -> str:
@@ -402,7 +410,7 @@ def print_table(
     Args:
         right: names of right-aligned columns.
         width: of an output that has none of its own.
-        cut: columns whose cells are truncated to fit; if there are any, cells of the others are not folded.
+        cut: columns whose cells are truncated to fit; cells of the others are folded only where even so there is no room.
     """
     from rich.console import Console as RichConsole
     from rich.table import Table
@@ -414,9 +422,13 @@ def print_table(
     table = Table(box=None, pad_edge=False, header_style="bold" if is_terminal else "")
     shown = [["" if cell is None else printable(str(cell)) for cell in row] for row in (columns, *rows)]
     kinds = [{"no_wrap": True, "overflow": "ellipsis"} if name in cut else {} for name in columns]
+    widest = [
+        MIN_CUT if name in cut else max(map(len, cells)) for name, cells in zip(columns, zip(*shown), strict=True)
+    ]
+    fits = sum(widest) + 2 * len(columns) <= width
     head, *body = ([Text(cell, **kind) for cell, kind in zip(row, kinds, strict=True)] for row in shown)
     for name, title in zip(columns, head, strict=True):
-        is_whole, justify = bool(cut) and name not in cut, "right" if name in right else "left"
+        is_whole, justify = fits and bool(cut) and name not in cut, "right" if name in right else "left"
         table.add_column(title, justify=justify, overflow="fold", no_wrap=is_whole)
     for row in body:
         table.add_row(*row)

@@ -54,6 +54,10 @@ def LocalPPOTrainer(
     options = list(overrides)
     if train_dataset is not None:
         objects["data"], rows = data_from_object(train_dataset), short.get("data", "files")
+        if isinstance(rows, Mapping) and "train_files" in rows:
+            rich.get_console().print(
+                f"data.train_files of {config_path} is ignored: train_dataset is given.", markup=False
+            )
         short["data"] = {k: v for k, v in rows.items() if k != "train_files"} if isinstance(rows, Mapping) else rows
         options = ["data=files", *options]  # without the lengths of the built-in example
     composed = compose_over_default(short, options, {key: as_plain(x) for key, x in objects.items()}, PREFERENCES)

@@ -31,6 +31,7 @@ from verl.checkpoint.remote.upload_process import Uploader, UploadEvent, UploadS
 from verl.checkpoint.resolve import resolve
 from verl.checkpoint.retention import Retention, prune
 from verl.storage.config import LocalStorage, S3Storage
+from verl.utils.child_process.process import ChildProcess
 
 
 @pytest.fixture
@@ -153,6 +154,32 @@ def test_an_uploader_that_is_killed_is_started_again_and_goes_on_where_it_was(
     assert tier.connect().verified(record, "full").step == 1
     put = [request.path for request in proxy.seen if request.method == "PUT" and "objects/" in request.path]
     assert len(put) - len(put_before) <= 1, "what had arrived was not sent again"
+
+
+def test_an_uploader_that_dies_at_once_is_started_again_after_growing_pauses_at_the_end_of_a_run_too(
+    near: CheckpointTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, starts = Uploader._started, []
+
+    def started(self: Uploader) -> ChildProcess:
+        starts.append(child := start(self))
+        child.kill()
+        return child
+
+    monkeypatch.setattr(Uploader, "_started", started)
+    uploader(near, tmp_path / "here").close(1.5)
+    assert 2 <= len(starts) <= 8  # pauses of 0.05 s, 0.1 s, 0.2 s, ...
+
+
+def test_a_store_that_cannot_be_connected_to_is_told_and_the_uploader_lives(
+    tier: CheckpointTier, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "gone.pem"))
+    uploading = uploader(tier, tmp_path / "here")
+    process = uploading.child.pid
+    assert until(uploading, "failed")[-1].is_refused
+    assert uploading.child.pid == process
+    uploading.close(60)
 
 
 @pytest.mark.parametrize("when", ["idle", *exhaustive("at the end")])

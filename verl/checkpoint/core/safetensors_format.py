@@ -113,6 +113,8 @@ def read_header(head: bytes | memoryview, file_bytes: int) -> dict[str, tuple[st
         for name, entry in header.items():
             begin, ends[name] = (base + whole_number(offset) for offset in entry["data_offsets"])
             places[name] = (entry["dtype"], tuple(whole_number(size) for size in entry["shape"]), begin)
+            if entry["dtype"] not in ITEM_BYTES:
+                raise ValueError(f"dtype {entry['dtype']!r} is unknown")
             if ends[name] - begin != math.prod(places[name][1]) * ITEM_BYTES[entry["dtype"]]:
                 raise ValueError(f"the bytes of {name} are not those of {entry['dtype']}{entry['shape']}")
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:

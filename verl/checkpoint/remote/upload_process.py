@@ -180,13 +180,14 @@ def serve(channel: Channel, setting: UploadSettings, progress: Progress) -> None
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     channel.send(UploadEvent(kind="started"))
-    worker, pause_s = UploadWorker(setting, setting.storage.connect(), channel.send), setting.shortest_pause_s
+    worker, pause_s = None, setting.shortest_pause_s
     before: object = None
     is_last = is_over = False
     while True:
         report("looking for checkpoints to upload")
         wait_s = LOOK_EVERY_S
         try:
+            worker = worker or UploadWorker(setting, setting.storage.connect(), channel.send)
             if not is_over and ((now := worker.situation()) != before or is_last):
                 worker.go(with_newest=is_last)
                 before, pause_s = now, setting.shortest_pause_s
@@ -215,9 +216,9 @@ def _is_asked_to_finish(channel: Channel, wait_s: float) -> bool:
     return False
 
 
-def _count(worker: UploadWorker) -> int:
+def _count(worker: UploadWorker | None) -> int:
     try:
-        return len(worker.waiting())
+        return 0 if worker is None else len(worker.waiting())
     except (CheckpointError, OSError):
         return 0
 
@@ -310,7 +311,8 @@ class Uploader:
                 self.child.kill()
                 log.error("the uploader %s; it is restarted and continues", end)
                 with self._changed:
-                    self._changed.wait_for(lambda: self._is_closing, pause_s)
+                    was_closing = self._is_closing  # the end of the run cuts the pause short once
+                    self._changed.wait_for(lambda: self._is_over or (self._is_closing and not was_closing), pause_s)  # noqa: B023
                     if self._is_over:
                         return
                     self.child = self._started()

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import mmap
 import os
+import pickle
 import traceback
 from dataclasses import dataclass
 
@@ -89,7 +90,12 @@ def _answer(store: CheckpointStore, order: WriteOrder, source: ImageSource, rete
     try:
         return WriteReply(execute_save(store, order.request, source, retention))
     except Exception as error:  # noqa: BLE001 - the trainer's to handle
-        return WriteReply(error=error, trace=traceback.format_exc())
+        trace = traceback.format_exc()
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:  # noqa: BLE001 - an error of others' code, which is sent as text
+            error = RuntimeError(f"{type(error).__name__}: {error}")
+        return WriteReply(error=error, trace=trace)
 
 
 START_TIMEOUT_S = 60.0
