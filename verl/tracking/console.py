@@ -410,7 +410,7 @@ def print_table(
     Args:
         right: names of right-aligned columns.
         width: of an output that has none of its own.
-        cut: columns whose cells are truncated to fit; cells of the others are folded only where even so there is no room.
+        cut: columns whose cells are truncated to fit; others are folded only if there is still no room.
     """
     from rich.console import Console as RichConsole
     from rich.table import Table
