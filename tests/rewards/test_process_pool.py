@@ -20,6 +20,7 @@ from verl.errors import ConfigError, RewardError
 from verl.protocol import DataProto
 from verl.rewards import process_pool
 from verl.rewards.function import RewardFunction
+from verl.rewards.process_pool import FunctionPool
 
 RESPONSES = ["0", "1", "2", "3", "4"]
 
@@ -295,6 +296,21 @@ def test_long_and_odd_texts_arrive_as_they_are(made):
 def test_what_the_function_prints_disturbs_nothing(made, batch):
     reward = made("import os\ndef my_reward(prompt, response):\n    print('x')\n    os.write(1, b'y')\n    return 1")
     assert list(reward.score_tokens(batch)["score"]) == [1.0] * 5
+
+
+def test_a_failure_that_stops_the_batch_starts_no_worker_for_the_other_samples(tmp_path):
+    (tmp_path / "dies.py").write_text(
+        "import os, pathlib\npathlib.Path(__file__).with_suffix('.starts').open('a').write('.')\n"
+        "def score(prompt, response):\n    os._exit(3)\n"
+    )
+    pool = FunctionPool(f"{tmp_path}/dies.py:score", {}, 30.0, 1)
+    try:
+        first, *others = pool.score([{"prompt": "", "response": ""}] * 20, stop_at_failure=True)
+    finally:
+        pool.close()
+    assert "exit status 3" in first.failure
+    assert others == [None] * 19
+    assert len((tmp_path / "dies.starts").read_text()) <= 4
 
 
 def test_close_ends_every_process_and_may_be_called_again(made, batch):

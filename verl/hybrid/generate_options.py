@@ -48,6 +48,9 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 
 
+LEAST = {"max_new_tokens": 1, "max_length": 1, "num_return_sequences": 1, "min_new_tokens": 0}
+
+
 def read_options(options: Mapping[str, Any], model: Any, tokenizer: Any, prompt_width: int) -> GenerationConfig:
     """The configuration of a call; missing options come from the model's generation configuration, then from defaults.
 
@@ -72,6 +75,10 @@ def read_options(options: Mapping[str, Any], model: Any, tokenizer: Any, prompt_
     if isinstance(config.eos_token_id, int):
         config.eos_token_id = [config.eos_token_id]
     config.eos_token_id = list(config.eos_token_id or ())
+    for name, least in LEAST.items():
+        value = getattr(config, name)
+        if value is not None and (not isinstance(value, int) or value < least):
+            raise ConfigError(f"{name} is {value!r}: must be a whole number, at least {least}.")
     if any(id_ < 0 for id_ in config.eos_token_id):
         raise ConfigError(f"eos_token_id is {config.eos_token_id}: expected token ids, which are not negative.")
     config.max_new_tokens = _new_tokens(config, model, prompt_width)
@@ -100,6 +107,8 @@ def _new_tokens(config: GenerationConfig, model: Any, prompt_width: int) -> int:
         length, name = config.max_length - prompt_width, "max_length"
     if length is None:
         length = NEW_TOKENS if context is None else min(NEW_TOKENS, context - prompt_width)
+    if length < 1:
+        raise ConfigError(f"{name} leaves {length} new tokens after a prompt of {prompt_width}. Raise it.")
     if context is not None and prompt_width + length > context:
         raise ConfigError(
             f"{name} asks for {length} new tokens: with a prompt of {prompt_width} that makes {prompt_width + length}, "

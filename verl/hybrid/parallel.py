@@ -20,6 +20,7 @@ from verl.component import BuildContext, Description, component
 from verl.engines.fsdp import units_of
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import TENSOR, ShardedParallelism
+from verl.engines.tensor_parallel import heads_fault
 from verl.errors import ConfigError
 from verl.models.hf_state_dict import live_tensors
 from verl.ops.resharding.dtensor import is_divided, local
@@ -106,7 +107,18 @@ class HybridParallelism(ShardedParallelism):
         self.groups, self.tensors = sizes[0] * sizes[1], sizes[2]
 
     def broadcast(self, tensors: Iterable[Tensor]) -> None:
-        """Give all processes the tensors of the first, which differ where each has drawn its own."""
+        """Give all processes the tensors of the first, which differ where each has drawn its own.
+
+        Raises:
+            ConfigError: in all processes, if one has tensors of other shapes.
+        """
+        tensors, found = [*tensors], [[]] * self.world_size
+        self.dist.all_gather_object(found, [(str(tensor.dtype), *tensor.shape) for tensor in tensors])
+        for rank, shapes in enumerate(found):
+            if shapes != found[0]:
+                raise ConfigError(
+                    f"model has other shapes in process {rank} than in process 0. Load the same model in all."
+                )
         for tensor in tensors:
             flat = tensor.data.contiguous()
             self.dist.broadcast(flat.view(-1).view(torch.uint8), src=0)
@@ -122,6 +134,11 @@ class HybridParallelism(ShardedParallelism):
         Raises:
             ConfigError: the model cannot be sharded this way.
         """
+        config = model.config.get_text_config()
+        heads = getattr(config, "num_attention_heads", 1)
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        if self.tensors > 1 and (fault := heads_fault(heads, kv_heads, self.tensors)) is not None:
+            raise ConfigError(f"hybrid_config.tp_size {fault}")
         self.shard_model(model)
         if self.tensors > 1:
             self._complete_over_siblings(model)

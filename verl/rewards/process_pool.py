@@ -122,22 +122,24 @@ class FunctionPool:
         stop = Event()
 
         def score(sample: Any) -> PoolResult | None:
-            for is_last in (False, True):
-                with self._processes.lend() as worker:
-                    if stop.is_set():
-                        return None
+            is_repeated = False
+            while not stop.is_set():
+                with contextlib.suppress(TimeoutError), self._processes.lend(POLL_INTERVAL_S) as worker:
                     outcome = worker.call(sample)
-                if not outcome.is_blameless or is_last:
-                    break
-                _log.warning("path is %r: %s. It is tried again.", self.path, outcome.failure)
-            if stop_at_failure and outcome.failure is not None:
-                stop.set()
-            return outcome
+                    if outcome.is_blameless and not is_repeated:
+                        _log.warning("path is %r: %s. It is tried again.", self.path, outcome.failure)
+                        is_repeated = True
+                        continue
+                    if stop_at_failure and outcome.failure is not None:
+                        stop.set()
+                    return outcome
+            return None
 
         with ThreadPoolExecutor(self._num_workers, "verl rewards") as threads:
             futures = [threads.submit(score, sample) for sample in samples]
             try:
-                for _ in as_completed(futures):
+                for future in as_completed(futures):
+                    future.result()
                     report()
                 return [future.result() for future in futures]
             except PoolClosed:
@@ -146,6 +148,8 @@ class FunctionPool:
                 stop.set()
                 self._processes.kill_lent()
                 raise
+            finally:
+                threads.shutdown(wait=False, cancel_futures=True)
 
     def close(self) -> None:
         """Kill the workers. Idempotent."""
@@ -197,7 +201,8 @@ class _Worker(PooledChild):
         except (TimeoutError, ChannelClosed) as error:
             has_taken, is_late = self._progress.count(0) != count, isinstance(error, TimeoutError)
             is_blameless = not has_taken or (is_late and self.child.is_stopped())
-            words = self._late_words() if is_late else f"the process ended with {self.exit_words()}"
+            ended = f"does not receive{self.state()}" if self.child.is_stopped() else f"ended with {self.exit_words()}"
+            words = self._late_words() if is_late else f"the process {ended}"
             self.kill()
             return PoolResult(failure=words, is_blameless=is_blameless)
         return PoolResult(score=detail) if kind == "score" else PoolResult(failure=detail, was_raised=True)

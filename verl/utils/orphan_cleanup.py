@@ -53,7 +53,7 @@ class OrphanCleanup:
         environment: Sequence[str] = (),
         last_words: Mapping[int, str] | None = None,
     ) -> int:
-        """Register files to remove and processes to end after this process ends. Call this before they are created.
+        """Register files (before they are made) and processes to remove and end after this process ends.
 
         Args:
             directories: with all that is in them; need not exist.
@@ -91,27 +91,29 @@ class OrphanCleanup:
         with self._lock:
             process, self.process = self.process, None
             if process is not None and process.stdin is not None:
-                process.stdin.close()
+                with contextlib.suppress(OSError):
+                    process.stdin.close()
                 with contextlib.suppress(subprocess.TimeoutExpired):  # what it is to end does not end
                     process.wait(timeout=KILL_TIMEOUT_S)
 
     def forget(self) -> None:
         """Close the pipe, which must end with the owner, and start anew, in a fork of the owner."""
         if self.process is not None and self.process.stdin is not None:
-            self.process.stdin.close()
+            with contextlib.suppress(OSError):
+                self.process.stdin.close()
         self.__init__()
 
     def _tell(self, number: int, entry: dict[str, Any] | None) -> None:
         if self.process is not None and self.process.stdin is not None:
             with contextlib.suppress(OSError):  # somebody has killed it
                 self.process.stdin.write(json.dumps({"number": number, "entry": entry}).encode() + b"\n")
-                self.process.stdin.flush()
 
 
 def _started() -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [sys.executable, "-I", "-S", os.path.abspath(__file__), str(os.getpid())],
         stdin=subprocess.PIPE,
+        bufsize=0,  # a line that could not be sent is not tried again at the next one
         stdout=subprocess.DEVNULL,
         cwd="/",
         start_new_session=True,

@@ -107,12 +107,16 @@ class Host(PooledChild):
         try:
             if self.is_over:
                 raise InfraError(self._why, self._fault(caller))
-            await asyncio.to_thread(self._send, {"id": number, "op": op, **fields})
-            return _value(await within(limit_s, asyncio.wrap_future(reply)))
+
+            async def answered() -> dict[str, Any]:
+                await asyncio.to_thread(self._send, {"id": number, "op": op, **fields})
+                return await asyncio.wrap_future(reply)
+
+            return _value(await within(limit_s, answered()))
         except DeadlinePassed:
             self.hung += 1
             if self.child.is_stopped():
-                self.end(f"no answer within {limit_s:g} s{self.state()}")
+                await asyncio.to_thread(self.end, f"no answer within {limit_s:g} s{self.state()}")
                 raise InfraError(self._why, self._fault(caller)) from None
             if not self.is_alone:
                 raise InfraError(f"no answer within {limit_s:g} s, beside other episodes", "late") from None

@@ -59,7 +59,7 @@ class PooledChild:
         return not self._is_killed and self.child.is_alive()
 
     def first_message(self) -> Any:
-        """Raises StartFailed: it has ended, or sends nothing in time."""
+        """The message of a process that is ready; raises StartFailed if it has ended, or sends nothing in time."""
         try:
             return self.channel.receive(timeout_s=self.start_s)
         except TimeoutError as error:

@@ -129,7 +129,7 @@ class InPlaceLoader:
                 raise UnsupportedLayer(f"{name} is loaded by {method}")
             (self._vocabulary if "VocabParallelEmbedding" in kinds else self._linear)(name, module, kinds)
         else:
-            self._whole(name, module, module._parameters)
+            self._whole(name, module._parameters)
 
     def _linear(self, name: str, layer: Any, kinds: set[str]) -> None:
         """A layer of one or more matrices, of which this rank holds some rows or some columns."""
@@ -170,7 +170,7 @@ class InPlaceLoader:
         start, end = indices.org_vocab_start_index, indices.org_vocab_end_index
         self._embeddings[id(layer.weight)] = tensor
         self._register_copy(tensor, (slice(start, end),), layer.weight.data[: end - start])
-        self._whole(name, layer, {key: value for key, value in layer._parameters.items() if key != "weight"})
+        self._whole(name, {key: value for key, value in layer._parameters.items() if key != "weight"})
 
     def _register_head_copies(self, modules: Any, head: Any) -> None:
         """On a CPU, output heads have a packed copy of their weight; embeddings have one too, which is never read."""
@@ -182,7 +182,7 @@ class InPlaceLoader:
             else:
                 layer.cpu_linear = torch.nn.functional.linear
 
-    def _whole(self, name: str, module: nn.Module, parameters: Mapping[str, Tensor | None]) -> None:
+    def _whole(self, name: str, parameters: Mapping[str, Tensor | None]) -> None:
         """Parameters that every rank holds whole, such as norms."""
         for key, parameter in parameters.items():
             if parameter is not None:
