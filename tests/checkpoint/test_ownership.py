@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -339,13 +338,3 @@ def test_what_somebody_else_wrote_there_is_nobodys_lease_and_a_store_that_is_gon
     gone = S3Storage(bucket=BUCKET, endpoint_url="http://127.0.0.1:9", retries=0)
     with pytest.raises(StorageUnreachable):
         StoreLease(gone, Owner.here("second")).acquire()
-
-
-def test_a_lease_has_one_length_whatever_a_renewal_writes_and_whoever_renews_it(tmp_path, monkeypatch):
-    storage, sizes = LocalStorage(path=str(tmp_path)), set()
-    taken = Owner.here("first")
-    for epoch, is_released, now in ((1, False, 1.7e9), (10**6, False, time.time()), (10**6, True, 1.7e9 + 0.1234567)):
-        monkeypatch.setattr(ownership.time, "time", lambda now=now: now)
-        owner = replace(taken, epoch=epoch, is_released=is_released)
-        sizes.add(len(StoreLease(storage, owner)._data(owner)))
-    assert len(sizes) == 1, f"a reader may get a part of it: {sizes}"

@@ -106,6 +106,7 @@ class OrphanCleanup:
     def _tell(self, number: int, entry: dict[str, Any] | None) -> None:
         if self.process is not None and self.process.stdin is not None:
             with contextlib.suppress(OSError):  # somebody has killed it
+                self.process.send_signal(signal.SIGCONT)  # a stopped one would fill the pipe and block this process
                 self.process.stdin.write(json.dumps({"number": number, "entry": entry}).encode() + b"\n")
 
 
@@ -215,12 +216,8 @@ def main(owner: int) -> None:
 
 
 def _is_there(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except FileNotFoundError:
-        return not Path("/proc/self").exists()  # a system that does not report it
-    except (OSError, IndexError):
-        return True
+    fields = process_fields(process)
+    return fields[0] not in "ZX" if fields else not Path("/proc/self").exists()  # a system that does not report it
 
 
 def resume_without_parent() -> None:
