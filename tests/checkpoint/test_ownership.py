@@ -186,18 +186,6 @@ def test_without_file_locks_a_living_run_of_this_machine_is_found_and_a_later_cl
     assert ownership.read_owner(tmp_path) == of_another_machine, "the end of one run frees the directory of another"
 
 
-def test_only_who_locks_alone_is_warned_where_there_are_no_file_locks(tmp_path, monkeypatch, caplog):
-    def no_locks(fd: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "no locks")
-
-    monkeypatch.setattr(filesystem.fcntl, "flock", no_locks)
-    (tmp_path / FORMAT).write_text("{}")
-    assert ownership.wait_for_lock(FileSystem(), tmp_path / FORMAT, shared=True) is None
-    assert not caplog.records
-    assert ownership.wait_for_lock(FileSystem(), tmp_path / FORMAT) is None
-    assert caplog.records
-
-
 def test_the_lock_of_a_file_that_was_replaced_is_nobodys(tmp_path, monkeypatch):
     path, locked, disk = tmp_path / FORMAT, fcntl.flock, FileSystem()
     path.write_text("old")

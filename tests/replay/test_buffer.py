@@ -157,15 +157,6 @@ def test_weights_are_the_odds_of_being_drawn():
     assert shares == pytest.approx(weights / 10, abs=0.03)
 
 
-def test_taking_a_row_out_of_the_race_leaves_the_others_as_they_were():
-    numbers, ones = np.arange(100), np.ones(100)
-    sizes = np.ones(100, dtype=int)
-    all_of_them = set(draw(numbers, ones, sizes, 10, 5, 1).tolist())
-    rest = np.setdiff1d(numbers, [min(all_of_them)])
-    again = set(rest[draw(rest, ones[1:], sizes[1:], 10, 5, 1)].tolist())
-    assert len(again & all_of_them) == 9
-
-
 def test_a_file_that_is_cut_short_is_not_read(tmp_path):
     buffer = filled(tmp_path / "one", steps=3)
     (shard,) = saved(buffer, tmp_path / "saved").glob("*.arrow")

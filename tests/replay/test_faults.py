@@ -8,7 +8,6 @@ import os
 import threading
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 from faults.disks import KILLED, is_killed
 from replay.rows_here import scored_rows
@@ -19,11 +18,9 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import hash_buffers
 from verl.replay.buffer import TieredBuffer
 from verl.replay.config import ReplayRequest
-from verl.replay.mixing import ReplayMixing
 from verl.replay.remote_tier import RemoteTier
 from verl.replay.shard import ShardFile
 from verl.storage.config import LocalStorage
-from verl.utils.external_input import read_bytes
 
 ALL = ReplayRequest(num_rows=1000, step=9, version=9)
 
@@ -173,23 +170,3 @@ def test_runs_of_one_name_that_keep_their_rows_elsewhere_do_not_meet(tmp_path):
     assert (runs[0] / "replay" / mine.name).samefile(mine), "the run's directory leads there"
     TieredBuffer(settings, settings.directory_of(runs[0])).close()  # the same run once more
     assert not mine.exists()
-
-
-def test_a_checkpoint_that_is_pruned_while_it_is_looked_at_keeps_nothing_and_fails_nothing(tmp_path, monkeypatch):
-    for step in (1, 2):
-        (tmp_path / f"global_step_{step}/replay_buffer").mkdir(parents=True)
-        (tmp_path / f"global_step_{step}/replay_buffer/buffer.json").write_text("")
-    cold = ShardFile(first_row=0, num_rows=1, size=1, leaves=(), place="cold")
-
-    def read_after_the_pruning(file):
-        if "global_step_1" in str(file):
-            file.unlink()
-            return read_bytes(file)
-        return SimpleNamespace(shards=[cold])
-
-    monkeypatch.setattr("verl.replay.shard.read_saved", read_after_the_pruning)
-    deleted, mixing = [], object.__new__(ReplayMixing)
-    vars(mixing).update(_checkpoints=tmp_path, _keeps_all=False)
-    buffer = SimpleNamespace(released=["unneeded", cold.name], cold=SimpleNamespace(delete=deleted.extend))
-    mixing._release(buffer)
-    assert (deleted, buffer.released) == (["unneeded"], [cold.name])

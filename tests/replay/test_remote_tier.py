@@ -159,24 +159,6 @@ def test_a_store_that_does_not_answer_costs_a_moment_and_a_warning(tmp_path, mon
     buffer.close()
 
 
-def test_what_the_store_does_not_take_stays_here(tmp_path, monkeypatch):
-    buffer = tiered(tmp_path / "here", tmp_path / "store")
-    assert buffer.cold is not None
-
-    def refuses(*_):
-        raise StorageUnreachable("no answer")
-
-    monkeypatch.setattr(buffer.cold.store, "put_file", refuses)
-    for step in range(1, 13):
-        buffer.append(scored_rows(24, seed=step, version=step), step)
-        buffer.state_dict()
-    assert buffer.stats()["replay/rows_cold"] == 0
-    found = buffer.sample(ALL)
-    assert found is not None
-    assert len(found) == 288
-    buffer.close()
-
-
 @pytest.mark.parametrize("is_swept", [False, True], ids=["its file is there", "its file is gone"])
 def test_a_shard_that_expires_on_its_way_to_the_store_stays_nowhere(is_swept, tmp_path, monkeypatch):
     buffer = tiered(tmp_path / "here", tmp_path / "store")

@@ -60,25 +60,6 @@ def test_panels_without_data_are_left_out_and_a_short_run_is_drawn_too(tmp_path)
         assert image.info["Title"] == "run (interrupted)"
 
 
-def test_numbers_that_are_not_finite_are_gaps(tmp_path):
-    assert drawn(tmp_path, steps=3, extra={"actor/loss": math.nan, "critic/loss": math.inf}).is_file()
-
-
-def test_a_run_that_logged_nothing_leaves_no_picture(tmp_path):
-    running = Trackers(curves=Curves()).build(BuildContext())
-    running.start("run", {}, tmp_path, 1)
-    running.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_title_with_dollars_is_only_text(tmp_path):
-    running = Trackers(curves=Curves()).build(BuildContext())
-    running.start("cost $\\frac{1$ more", {}, tmp_path, 1)
-    running.log({"reward/mean": 1.0}, 1)
-    running.close()
-    assert (tmp_path / "curves.png").is_file()
-
-
 @pytest.mark.parametrize(
     ("key", "title"),
     [

@@ -88,12 +88,6 @@ def test_what_this_version_refuses_breaks_and_earlier_versions_read_it(addition,
         assert finding.breaks == breaks
 
 
-def test_who_wrote_it_is_noted(tmp_path):
-    directory = golden_run(tmp_path / "checkpoints") / "global_step_200"
-    (finding,) = findings([directory], Version("0.0.7"), Version(verl.__version__))
-    assert finding.note == f"written by verl {verl.__version__}, not 0.0.7"
-
-
 def test_what_cannot_be_read_breaks(tmp_path):
     directory = golden_run(tmp_path / "checkpoints") / "global_step_200"
     for content in (b"{}", b"", b'{"format": {"name": "other", "version": "1.0.0"}}'):

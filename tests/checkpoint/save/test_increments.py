@@ -136,18 +136,6 @@ def test_an_increment_is_saved_where_a_whole_checkpoint_finds_no_room(tmp_path):
     assert_holds(store.newest(), 1)
 
 
-def test_a_copy_of_an_increment_is_what_a_whole_save_would_have_been(tmp_path):
-    *_, newest = save(tmp_path / "increments", {1: 1, 2: 1})
-    with CheckpointWriter(CheckpointStore(tmp_path / "whole"), mode="sync") as writer:
-        writer.save(request(2, trained(weights(), 1)))
-        (outcome,) = writer.drain()
-    shutil.copytree(newest.directory, tmp_path / "out")
-    shutil.rmtree(tmp_path / "increments")
-    assert verify(FileSystem(), tmp_path / "out", "full") == []
-    for path in (WEIGHTS, "actor/config.json", MOMENTS):
-        assert (tmp_path / "out" / path).read_bytes() == (outcome.directory / path).read_bytes()
-
-
 @pytest.mark.parametrize("disk", [FileSystem(), RefusingDisk(link=errno.EPERM, clone=errno.EOPNOTSUPP)])
 def test_a_base_that_is_removed_after_it_was_compared_costs_a_whole_file_and_not_the_save(disk, tmp_path, monkeypatch):
     (base,) = save(tmp_path / "before", {1: 1})
