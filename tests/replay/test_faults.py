@@ -9,7 +9,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from faults.disks import KILLED, is_killed
+from faults.disks import KillingDisk, is_killed
 from replay.rows_here import scored_rows
 from replay.test_buffer import SMALL, saved, shared, texts
 from replay.test_remote_tier import uploaded
@@ -105,19 +105,6 @@ def test_a_full_disk_keeps_a_shard_that_the_store_has_without_sending_it_again(t
     buffer.close()
 
 
-class DeadlyDisk(FileSystem):
-    """Ends the process, as SIGKILL does, at the n-th operation."""
-
-    def __init__(self, at: int):
-        self._left = at
-
-    def perform(self, operation, call, *args):
-        if self._left == 0:
-            os._exit(KILLED)
-        self._left -= 1
-        return super().perform(operation, call, *args)
-
-
 def sealed(directory: Path, disk: FileSystem | None = None) -> dict[str, Path]:
     """The shard of 24 rows."""
     buffer = TieredBuffer(SMALL, directory, seed=7, disk=disk)
@@ -130,7 +117,7 @@ def sealed(directory: Path, disk: FileSystem | None = None) -> dict[str, Path]:
 def test_a_process_killed_while_it_seals_leaves_a_whole_shard_or_none(tmp_path):
     (whole,) = sealed(tmp_path / "whole").values()
     calls = 0
-    while is_killed(partial(sealed, tmp_path / str(calls), DeadlyDisk(calls))):
+    while is_killed(partial(sealed, tmp_path / str(calls), KillingDisk(calls, "before"))):
         left = [*(tmp_path / str(calls)).glob("rows_*.arrow")]
         assert [path.read_bytes() for path in left] in ([], [whole.read_bytes()])
         assert [*sealed(tmp_path / str(calls))] == [whole.name], "the next one makes it anew"
@@ -152,7 +139,7 @@ def test_a_process_killed_while_it_fetches_leaves_nothing_that_is_taken_for_a_sh
     with storage.connect() as store:
         store.put_file(f"replay/{shard.name}", whole)
     calls = 0
-    while is_killed(partial(fetch, DeadlyDisk(calls))):
+    while is_killed(partial(fetch, KillingDisk(calls, "before"))):
         calls += 1
     assert calls > 3
     assert [path.name for path in here.iterdir()] == [shard.name]

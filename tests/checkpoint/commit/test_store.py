@@ -20,7 +20,7 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import read_state
 from verl.checkpoint.core.hashing import hash_buffers
 from verl.checkpoint.core.manifest import FileEntry, LogicalTensor, SavedSlice
-from verl.checkpoint.read.reader import verify
+from verl.checkpoint.read.reader import open_verified
 from verl.errors import CheckpointCorrupt, CheckpointIncomplete
 
 
@@ -52,7 +52,7 @@ def test_trainer_state_tells_a_person_what_this_is(store):
         "checkpoint_version": "1.0.0",
     }  # fmt: skip
     assert told["metrics"] == checkpoint.manifest.metrics == {"reward/mean": 0.5}
-    assert verify(store.disk, checkpoint.directory, "full") == []
+    open_verified(store.disk, checkpoint.directory, "full")
 
 
 def test_the_newest_is_the_one_published_last_not_the_one_with_the_highest_step(store):

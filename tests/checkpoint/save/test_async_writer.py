@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.read.reader import verify
+from verl.checkpoint.read.reader import open_verified
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.host_buffer import HostBufferPool
 from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
@@ -64,7 +64,7 @@ def test_what_is_read_equals_what_was_saved_bit_by_bit(store, mode):
         (outcome,) = writer.drain()
     assert (outcome.step, outcome.error, outcome.name) == (7, None, "global_step_7")
     checkpoint = store.newest()
-    assert verify(store.disk, checkpoint.directory, "full") == []
+    open_verified(store.disk, checkpoint.directory, "full")
     found = tensors_of(checkpoint, "actor")
     assert found.keys() == tensors.keys()
     assert [name for name in tensors if not same_bits(found[name], tensors[name])] == []

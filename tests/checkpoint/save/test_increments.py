@@ -16,7 +16,7 @@ from golden_run import flip_bit
 from verl.checkpoint.commit.store import OWN_BYTES, CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem, FreeSpace
-from verl.checkpoint.read.reader import verify
+from verl.checkpoint.read.reader import open_verified
 from verl.checkpoint.retention import Retention, prune
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
@@ -113,7 +113,7 @@ def test_a_damaged_file_serves_no_further_save(tmp_path, caplog):
         writer.drain()
     assert f"{WEIGHTS} of {first.directory} is damaged, and is written anew" in caplog.text
     newest = store.newest()
-    assert verify(FileSystem(), newest.directory, "full") == []
+    open_verified(FileSystem(), newest.directory, "full")
     assert_holds(newest, 1)
 
 
