@@ -199,7 +199,6 @@ def test_the_lock_of_a_file_that_was_replaced_is_nobodys(tmp_path, monkeypatch):
     monkeypatch.setattr(filesystem.fcntl, "flock", lock_after_the_replacement)
     assert disk.lock(path) is None
     handle = disk.lock(path)
-    assert handle is not None
     assert disk.lock(path) is None
     disk.close(handle)
 
@@ -250,7 +249,6 @@ def living_run(storage: Storage) -> Iterator[subprocess.Popen[str]]:
     given = json.dumps([target, fields])
     process = subprocess.Popen([sys.executable, "-c", LIVING, given], stdin=-1, stdout=-1, text=True)
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "None\n"
         yield process
     finally:

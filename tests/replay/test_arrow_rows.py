@@ -98,20 +98,20 @@ def test_experts_of_each_token_survive():
         assert (found["routed_experts"][row, kept:] == -1).all()
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        float("nan"),
-        float("-inf"),
-        1e-7,
-        10**30,
-        "\ud800 half of a pair",
-        "\u2028 \x00 é",
-        True,
-        None,
-        [1, {"a": [2.5]}],
-    ],
-)
+VALUES = [
+    float("nan"),
+    float("-inf"),
+    1e-7,
+    10**30,
+    "\ud800 half of a pair",
+    "\u2028 \x00 é",
+    True,
+    None,
+    [1, {"a": [2.5]}],
+]
+
+
+@pytest.mark.parametrize("value", VALUES)
 def test_columns_come_back_as_json_reads_them(value):
     batch = scored_rows(2, seed=0)
     batch = DataProto.from_dict(dict(batch.batch), {"column": [value, "other"]})

@@ -48,7 +48,6 @@ def saved(buffer: TieredBuffer, directory: Path) -> Path:
         if isinstance(item, bytes):
             (directory / name).write_bytes(item)
         else:
-            assert item.source is not None
             (directory / name).hardlink_to(item.source)
     return directory
 
@@ -63,7 +62,6 @@ def shared(buffer: TieredBuffer) -> dict[str, Path]:
 def test_what_is_drawn_is_what_was_put_in_whatever_layer_it_lies_in(sampling, tmp_path):
     buffer = filled(tmp_path, dataclasses.replace(SMALL, sampling=sampling))
     found = buffer.sample(ReplayRequest(num_rows=60, step=13, version=13, whole_groups=True))
-    assert found is not None
     assert len(found) == 60
     for row in range(60):
         _, where = texts(found)[row].split(" ")
@@ -97,8 +95,6 @@ def test_a_buffer_from_a_checkpoint_draws_and_goes_on_like_the_one_that_was_save
     for step in range(13, 20):
         wanted = ReplayRequest(30, step, step, whole_groups=True)
         mine, theirs = one.sample(wanted), other.sample(wanted)
-        assert mine is not None
-        assert theirs is not None
         assert texts(mine) == texts(theirs)
         assert all(torch.equal(mine[name], theirs[name]) for name in mine.batch)
         for buffer in (one, other):
@@ -124,7 +120,6 @@ def test_a_second_save_adds_only_the_files_of_new_rows(tmp_path):
 def test_stale_rows_stay_where_they_are(tmp_path):
     buffer = filled(tmp_path)
     found = buffer.sample(ReplayRequest(1000, 13, version=13, max_staleness=3))
-    assert found is not None
     assert set(found["policy_version"].tolist()) == {10, 11, 12}
     assert len(found) == 3 * 24
     assert buffer.sample(ReplayRequest(1000, 13, version=100, max_staleness=3)) is None

@@ -171,10 +171,7 @@ def names(trackers: Trackers) -> list[str]:
         (["tracker=[jsonl]"], ["jsonl"]),
         (["tracker=default"], ["console", "curves", "jsonl", "report", "tensorboard"]),
         (["tracker=[wandb,default]"], ["console", "curves", "jsonl", "report", "tensorboard", "wandb"]),
-        (
-            ["tracker=wandb"],
-            ["console", "curves", "jsonl", "report", "tensorboard", "wandb"],
-        ),  # as it was before there were lists
+        (["tracker=wandb"], ["console", "curves", "jsonl", "report", "tensorboard", "wandb"]),  # as before lists
         (["tracker=[wandb]"], ["wandb"]),
         (["tracker=none"], []),
         (["tracker=[]"], []),

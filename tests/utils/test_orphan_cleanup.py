@@ -49,7 +49,6 @@ def test_nothing_is_left_of_an_owner_that_is_killed_or_ends_without_tidying_up(h
         start_new_session=True,
     )
     try:
-        assert owner.stdout is not None
         child, cleaner = map(int, owner.stdout.readline().split())
         if how == "stopped child":
             os.kill(child, signal.SIGSTOP)
@@ -76,7 +75,6 @@ def test_signals_to_all_processes_of_a_job_leave_it_running_until_its_owner_ends
     cleanup = OrphanCleanup()
     cleanup.register()
     process = cleanup.process
-    assert process is not None
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     while not all(is_ignored(process.pid, number) for number in numbers):
         time.sleep(0.01)

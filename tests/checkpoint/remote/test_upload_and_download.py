@@ -81,7 +81,6 @@ def test_what_checkpoints_share_is_sent_once(objects: ObjectStore, tmp_path: Pat
 def test_a_push_that_was_cut_off_goes_on_where_it_was(objects: ObjectStore, tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "here", 5)
     entry = checkpoint.manifest.file("actor/weights.bin")
-    assert entry is not None
     objects.put(object_key(entry), checkpoint.path(entry.path).read_bytes())  # then it was killed
     assert RemoteStore(objects).records() == []
     assert push(objects, checkpoint).num_sent == 2
@@ -92,7 +91,6 @@ def test_a_damaged_object_is_named_and_not_published(objects: ObjectStore, tmp_p
     checkpoint = save(tmp_path / "here", 5)
     push(objects, checkpoint)
     entry = checkpoint.manifest.file("actor/weights.bin")
-    assert entry is not None
     key, data = object_key(entry), checkpoint.path(entry.path).read_bytes()
     if damage == "missing":
         objects.delete(key)
@@ -125,7 +123,6 @@ def test_the_newest_whole_one_is_taken(objects: ObjectStore, tmp_path: Path, cap
     second = save(tmp_path / "here", 2)
     push(objects, second)
     entry = second.manifest.file("actor/weights.bin")
-    assert entry is not None
     objects.delete(object_key(entry))
     assert RemoteStore(objects).newest().step == 1
     assert "NOT USING" in caplog.text

@@ -70,7 +70,6 @@ def test_an_unchanged_file_is_a_link_and_a_changed_one_is_written(tmp_path, mode
     assert not os.path.samefile(first.path(WEIGHTS), second.path(WEIGHTS))
     assert os.path.samefile(second.path(WEIGHTS), third.path(WEIGHTS))
     entry = third.manifest.file(WEIGHTS)
-    assert entry is not None
     assert entry.linked_from == second.name
 
 
