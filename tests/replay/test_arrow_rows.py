@@ -111,7 +111,7 @@ VALUES = [
 ]
 
 
-@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("value", [*NUMBERS, *TEXTS, True, None, [1, {"a": [2.5]}]])
 def test_columns_come_back_as_json_reads_them(value):
     batch = scored_rows(2, seed=0)
     batch = DataProto.from_dict(dict(batch.batch), {"column": [value, "other"]})
