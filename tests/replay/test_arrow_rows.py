@@ -98,17 +98,7 @@ def test_experts_of_each_token_survive():
         assert (found["routed_experts"][row, kept:] == -1).all()
 
 
-VALUES = [
-    float("nan"),
-    float("-inf"),
-    1e-7,
-    10**30,
-    "\ud800 half of a pair",
-    "\u2028 \x00 é",
-    True,
-    None,
-    [1, {"a": [2.5]}],
-]
+NUMBERS, TEXTS = [float("nan"), float("-inf"), 1e-7, 10**30], ["\ud800 half of a pair", "\u2028 \x00 é"]
 
 
 @pytest.mark.parametrize("value", [*NUMBERS, *TEXTS, True, None, [1, {"a": [2.5]}]])
