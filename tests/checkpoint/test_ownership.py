@@ -203,20 +203,6 @@ def test_the_lock_of_a_file_that_was_replaced_is_nobodys(tmp_path, monkeypatch):
     disk.close(handle)
 
 
-class LateLook(CheckpointStore):
-    """Looked whether the directory is prepared before another process prepared it."""
-
-    def exists(self, path: Path) -> bool:
-        return path.name != FORMAT and super().exists(path)
-
-
-def test_the_file_that_is_locked_is_not_replaced_by_one_who_prepares_the_directory_at_the_same_time(tmp_path):
-    CheckpointStore(tmp_path, "first").claim_directory()
-    inode = (tmp_path / FORMAT).stat().st_ino
-    LateLook(tmp_path, "second").claim_directory()
-    assert (tmp_path / FORMAT).stat().st_ino == inode
-
-
 # -- a place in a store -----------------------------------------------------------------------------------------------
 
 LIVING = """
