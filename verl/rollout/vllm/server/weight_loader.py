@@ -134,8 +134,8 @@ class InPlaceLoader:
     def _linear(self, name: str, layer: Any, kinds: set[str]) -> None:
         """A layer of one or more matrices, of which this rank holds some rows or some columns."""
         is_cut = "RowParallelLinear" in kinds and layer.tp_size > 1
-        first, width = layer.tp_rank * layer.input_size_per_partition, layer.input_size_per_partition
-        columns = (slice(first, first + width),) if is_cut else ()
+        width = layer.input_size_per_partition if is_cut else 0
+        columns = (slice(layer.tp_rank * width, (layer.tp_rank + 1) * width),) if is_cut else ()
         pieces = []  # name, position in the whole tensor, rows of the layer
         for part in layer_rows(layer, name, kinds, self._packed_names):
             tensor, bias = f"{part.name}.weight", f"{part.name}.bias"
