@@ -16,10 +16,8 @@ import shlex
 import shutil
 import signal
 import threading
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,6 @@ from trainer.runs import fit
 from typer.testing import CliRunner
 
 from verl.cli.main import app
-from verl.cli.report.watch import RunServer
 from verl.compose.compose import compose_root
 from verl.compose.overrides import command_line
 from verl.compose.validate import validate
@@ -240,18 +237,6 @@ def ended_when_it_listens() -> Iterator[None]:
         thread.join()
 
 
-def serve_one_page(server: RunServer) -> None:
-    """Serve until the page was sent."""
-
-    def read() -> None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(server.url, timeout=60) as page:
-            page.read()
-        server.shutdown()
-
-    threading.Thread(target=read, daemon=True).start()
-    ThreadingHTTPServer.serve_forever(server)
-
-
 @pytest.mark.parametrize("command", of_kind("looking"))
 def test_a_command_that_looks_at_a_run_is_done_with_it(command, finished, model32, monkeypatch):
     monkeypatch.chdir(finished)
@@ -261,7 +246,6 @@ def test_a_command_that_looks_at_a_run_is_done_with_it(command, finished, model3
         "plan": [f"actor.model.path={model32.path}"],
         "serve-policy": ["--port", "0"],
     }.get(words[0], [])
-    monkeypatch.setattr(RunServer, "serve_forever", serve_one_page)  # of `verl watch --web`
     with ended_when_it_listens() if words[0] == "serve-policy" else contextlib.nullcontext():
         result = CliRunner().invoke(app, [*words, *own])
     assert result.exit_code == 0, result.output

@@ -89,19 +89,6 @@ def test_pins_are_files_with_a_reason(tmp_path):
             use(store, "global_step_1")
 
 
-def test_garbage_is_what_dead_processes_left(tmp_path):
-    store = CheckpointStore(tmp_path / "checkpoints")
-    save(store, 1, 1)
-    with store.begin(2) as alive:
-        alive.main.write("a", [b"1"])
-        for left in ("staging/7-dead/actor", "trash/global_step_9-x"):
-            (store.directory / left).mkdir(parents=True)
-            (store.directory / left / "file").write_bytes(bytes(1000))
-        store.remove_leftovers()
-        assert [path.name for path in store.leftovers()] == []
-        assert alive.commit().step == 2
-
-
 def test_a_pin_that_comes_while_checkpoints_are_pruned_holds_or_is_refused(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path / "checkpoints")
     for version in range(1, 5):

@@ -70,12 +70,6 @@ def test_a_server_that_stalls_is_asked_again(storage: S3Storage, proxy: Proxy) -
     assert proxy.count("GET", "one") >= 2
 
 
-def test_a_body_that_is_cut_off_is_asked_for_again(store: ObjectStore, proxy: Proxy) -> None:
-    store.put("one", b"a" * 10_000)
-    proxy.misbehave = after(1, Fault(cut=400), method="GET")
-    assert bytes(store.get("one")) == b"a" * 10_000
-
-
 def test_a_store_that_is_away_is_said_to_be_after_all_tries(store: ObjectStore, proxy: Proxy) -> None:
     proxy.misbehave = lambda request: Fault(status=503)
     with pytest.raises(StorageUnreachable, match="failed 4 times"):
@@ -132,18 +126,15 @@ def test_a_long_buffer_is_sent_by_as_many_requests_at_a_time_as_are_set(storage:
 
 
 @pytest.mark.parametrize("is_done", [True, False])
-def test_an_end_whose_answer_is_lost_is_recognised(store: ObjectStore, proxy: Proxy, is_done: bool) -> None:
-    """The upload is unknown when its end is repeated: the object is there, or one of the same length as before."""
-    store.put("long", LONG[::-1])
+def test_an_upload_that_is_unknown_at_its_end_is_made_again(store: ObjectStore, proxy: Proxy, is_done: bool) -> None:
+    """The answer to its end was lost, or the store has dropped it."""
     ends = [Fault(status=404, body=b"<Error><Code>NoSuchUpload</Code></Error>")]
     ends += [Fault(passed_on=True, hang_up=True)] * is_done
     proxy.misbehave = lambda request: (
         ends.pop() if ends and request.method == "POST" and "uploadId=" in request.path else None
     )
-    before = len(proxy.seen)
     store.put("long", LONG)
     assert store.get("long") == LONG
-    assert [r.path.endswith("?uploads=") for r in proxy.seen[before:]].count(True) == 2 - is_done
 
 
 def test_an_upload_that_fails_is_no_object_and_its_parts_are_given_up(store: ObjectStore, proxy: Proxy) -> None:
@@ -161,13 +152,6 @@ def test_a_create_whose_answer_is_lost_finds_its_own_content(store: ObjectStore,
     assert store.create("once", b"mine")
     proxy.misbehave = after(1, Fault(passed_on=True, hang_up=True), method="PUT")
     assert not store.create("once", b"theirs")
-    assert bytes(store.get("once")) == b"mine"
-
-
-def test_two_creates_at_once_of_which_none_succeeded_are_repeated(store: ObjectStore, proxy: Proxy) -> None:
-    conflict = Fault(status=409, body=b"<Error><Code>ConditionalRequestConflict</Code></Error>")
-    proxy.misbehave = after(1, conflict, method="PUT")
-    assert store.create("once", b"mine")
     assert bytes(store.get("once")) == b"mine"
 
 

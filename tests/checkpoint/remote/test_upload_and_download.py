@@ -78,32 +78,12 @@ def test_what_checkpoints_share_is_sent_once(objects: ObjectStore, tmp_path: Pat
     assert again.record == second.record
 
 
-def test_what_a_directory_has_is_linked_instead_of_fetched(objects: ObjectStore, tmp_path: Path) -> None:
-    push(objects, save(tmp_path / "here", 1))
-    push(objects, save(tmp_path / "here", 2))
-    tier, there = RemoteStore(objects), CheckpointStore(tmp_path / "there")
-    one, two = (pull(tier, record, there) for record in tier.records())
-    names = [found.directory / "actor/tokenizer.json" for found in (one, two)]
-    assert names[0].stat().st_ino == names[1].stat().st_ino
-    assert pull(tier, tier.find(), there).directory == two.directory, "it is there already"
-
-
 def test_a_push_that_was_cut_off_goes_on_where_it_was(objects: ObjectStore, tmp_path: Path) -> None:
     checkpoint = save(tmp_path / "here", 5)
     entry = checkpoint.manifest.file("actor/weights.bin")
-    assert entry is not None
     objects.put(object_key(entry), checkpoint.path(entry.path).read_bytes())  # then it was killed
     assert RemoteStore(objects).records() == []
     assert push(objects, checkpoint).num_sent == 2
-
-
-def test_a_damaged_file_is_never_uploaded(objects: ObjectStore, tmp_path: Path) -> None:
-    checkpoint = save(tmp_path / "here", 5)
-    path = checkpoint.path("actor/weights.bin")
-    path.write_bytes(b"!" + path.read_bytes()[1:])
-    with refusal("actor/weights.bin", kind=CheckpointCorrupt):
-        push(objects, checkpoint)
-    assert RemoteStore(objects).records() == []
 
 
 @pytest.mark.parametrize("damage", ["altered", "cut", "missing"])
@@ -111,7 +91,6 @@ def test_a_damaged_object_is_named_and_not_published(objects: ObjectStore, tmp_p
     checkpoint = save(tmp_path / "here", 5)
     push(objects, checkpoint)
     entry = checkpoint.manifest.file("actor/weights.bin")
-    assert entry is not None
     key, data = object_key(entry), checkpoint.path(entry.path).read_bytes()
     if damage == "missing":
         objects.delete(key)
@@ -144,7 +123,6 @@ def test_the_newest_whole_one_is_taken(objects: ObjectStore, tmp_path: Path, cap
     second = save(tmp_path / "here", 2)
     push(objects, second)
     entry = second.manifest.file("actor/weights.bin")
-    assert entry is not None
     objects.delete(object_key(entry))
     assert RemoteStore(objects).newest().step == 1
     assert "NOT USING" in caplog.text
