@@ -31,8 +31,8 @@ from verl.cli.console import duration
 from verl.cli.report.read import KILLED, MetricColumn, RunRecord, as_number, diagnosis, read_run, step_files
 from verl.cli.report.samples import read_tables
 from verl.tracking.base import HEADLINE
-from verl.tracking.jsonl import plain
 from verl.tracking.plots import PANELS, panel_of
+from verl.utils.external_input import plain
 from verl.utils.redact import redact_tree
 
 RESAMPLES = 10_000
