@@ -107,13 +107,9 @@ class BaseModel:
     ):
         from peft import LoraConfig, get_peft_model
 
-        self.source, self.autocast, self.micro_batch_tokens, self.packing = (
-            source,
-            autocast,
-            micro_batch_tokens,
-            packing,
-        )
-        self.device = torch.device(device)
+        self.source, self.device = source, torch.device(device)
+        self._of_engines: dict[str, Any] = {"autocast": autocast, "packing": packing}
+        self._micro_batch_tokens = micro_batch_tokens
         self.tokenizer = source.load_tokenizer()
         model: Any = source.load_causal_lm(device)
         plain = sorted(name for name, part in _parts(model).items() if part != "unembedding")[:1]
@@ -124,7 +120,7 @@ class BaseModel:
         self._engines: dict[str, TrainingEngine] = {}
         self._head: LMHead | None = None
         self.sampler = HFEngine(HFRollout(), self.model, self.tokenizer, 0, autocast)
-        self.scorer = TrainingEngine(self.model, Parallelism(), micro_batch_tokens, autocast=autocast, packing=packing)
+        self.scorer = TrainingEngine(self.model, Parallelism(), micro_batch_tokens, **self._of_engines)
 
     @property
     def core(self) -> Any:
@@ -138,9 +134,7 @@ class BaseModel:
         self._make(name, shape)
         self.model.set_adapter(name)
         optimizer = AdamW(lr=0.0, betas=(0.9, 0.95), eps=1e-12, max_grad_norm=None)
-        engine = TrainingEngine(
-            self.model, Parallelism(), self.micro_batch_tokens, optimizer, autocast=self.autocast, packing=self.packing
-        )
+        engine = TrainingEngine(self.model, Parallelism(), self._micro_batch_tokens, optimizer, **self._of_engines)
         engine.parameters = self._parameters(name)  # not those of other adapters; by names that do not have its own
         self._engines[name] = engine
         return engine

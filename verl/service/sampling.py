@@ -26,7 +26,7 @@ LONGEST_STOP = 256  # characters of a stop text
 
 @dataclass(frozen=True)
 class SamplingOptions:
-    """How responses are sampled.
+    """Options of sampling.
 
     Args:
         max_new_tokens: None for what the model's context leaves.

@@ -70,7 +70,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Sampler:
-    """What a sampling session samples from: a saved adapter, or the base model."""
+    """A sampling session, on a saved adapter or on the base model."""
 
     client: str
     number: int
@@ -79,7 +79,7 @@ class Sampler:
 
 
 @dataclass(frozen=True)
-class SampleRequest:
+class PendingSample:
     """A prompt, with what is asked for besides its samples."""
 
     prompt: PromptRequest
@@ -341,12 +341,12 @@ class TrainingService:
         chosen = options.checked("sampling_params", self.base.vocabulary)
         checked_tokens(tokens, "prompt", self.base.vocabulary, self.base.longest)
         noise = (seed,) if seed is not None else (self.seed, sampler.number, number)
-        request = SampleRequest(PromptRequest(tokens, count, noise), **further)
+        request = PendingSample(PromptRequest(tokens, count, noise), **further)
         return self.jobs.add_sample(
             f"{sampler_id}:{number}", sampler.client, (sampler.directory, chosen), count, request
         )
 
-    def _sample_batch(self, kind: Hashable, requests: Sequence[SampleRequest]) -> list[Any]:
+    def _sample_batch(self, kind: Hashable, requests: Sequence[PendingSample]) -> list[Any]:
         """Samples of requests of one kind, in the thread that computes."""
         directory, options = kind  # type: ignore[misc]
         with self._lock, self.base.sampling_from(self._resident_adapter(directory)) as engine:
@@ -354,7 +354,7 @@ class TrainingService:
             samples = sample(engine, self.base.tokenizer, prompts, options, self.base.longest)
             return [self._answer(request, found) for request, found in zip(requests, samples, strict=True)]
 
-    def _answer(self, request: SampleRequest, samples: list[Sample]) -> bytes:
+    def _answer(self, request: PendingSample, samples: list[Sample]) -> bytes:
         """Samples, with the scores that the request asks for, as they are sent."""
         engine, head, prompt = self.base.scorer, self.base.head, [*request.prompt.tokens]
         of_samples: list[TokenScores | None] = [None] * len(samples)
