@@ -63,7 +63,7 @@ for found in gc.get_objects():
 FAULTS = {
     "none": ("none", "terminated", "terminated", ""),
     "dies": ("the process dies", "terminated", "dropped", "has ended"),
-    "hangs": ("hangs in `step`", "terminated", "timeout", "no answer within 8 s, beside other episodes"),
+    "hangs": ("hangs in `step`", "terminated", "timeout", "no answer within 8 s, next to other episodes"),
     "raises": ("raises", "terminated", "dropped", "ValueError: a bug of the environment"),
     "bad json": ("a reply that is not JSON", "terminated", "dropped", "not JSON"),
     "answers twice": ("a second reply, to a call that was not made", "terminated", "terminated", ""),

@@ -209,7 +209,7 @@ def test_public_functions_of_a_file_are_tools_with_schemas_and_typed_outcomes(tm
     assert lines[2].startswith("error: ZeroDivisionError")
     assert "argument 'a' of add: Input should be a valid integer" in lines[3]
     assert lines[3].endswith("It takes a, b")
-    assert lines[4] == "InfraError: no answer within 1 s, beside other episodes"
+    assert lines[4] == "InfraError: no answer within 1 s, next to other episodes"
     assert lines[5] == "error: the parenthesis is not closed"
     assert lines[-1] == "later"
 

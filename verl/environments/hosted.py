@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -190,54 +191,43 @@ _described: dict[tuple[str, str | None, int], Any] = {}
 
 
 class _ToolPool(HostPool):
-    def __init__(self, options: PythonTools):
-        super().__init__(options)
-        self.suffix, self.tools = options.suffix, dict[str, Tool]()
+    options: PythonTools
 
     async def start(self) -> None:
         await super().start()
-        self.tools = self.tools_of(None)
-        self.tool_parameters = {name: tool.parameters for name, tool in self.tools.items()}
-
-    def tools_of(self, own_host: Callable[[], Host] | None) -> dict[str, Tool]:
-        """The tools by name.
-
-        Args:
-            own_host: the process for their calls; None for any.
-        """
-
-        def caller(name: str) -> Any:
-            async def call(**arguments: Any) -> Any:
-                host, limit_s = own_host() if own_host else await self.host(), self.options.step_timeout_s
-                try:
-                    return await host.request("call", limit_s=limit_s, name=name, arguments=arguments)
-                finally:
-                    if own_host is None:
-                        await self.release(host)
-
-            return call
-
-        tools = (Tool(**schema, function=caller(schema["name"]), keeps_deadline=True) for schema in self.described)
-        return {tool.name: tool for tool in tools}
+        self.tool_parameters = {tool["name"]: tool["parameters"] for tool in self.described}
 
     def make(self) -> ToolEnvironment:
-        return ToolEnvironment(self.tools, self.options.step_timeout_s, self.suffix, self.recovery)
+        return _HostedTools(self, is_alone=False)
 
     def make_alone(self) -> ToolEnvironment:
-        return _ToolsAlone(self)
+        return _HostedTools(self, is_alone=True)
 
 
-class _ToolsAlone(ToolEnvironment):
-    """An episode whose tools run in its own process."""
+class _HostedTools(ToolEnvironment):
+    """An episode whose tools run in any process of the pool, or in its own process."""
 
     host: Host
 
-    def __init__(self, pool: _ToolPool):
-        super().__init__(pool.tools_of(lambda: self.host), pool.options.step_timeout_s, pool.suffix, pool.recovery)
-        self.pool = pool
+    def __init__(self, pool: _ToolPool, is_alone: bool):
+        tools = {
+            tool["name"]: Tool(**tool, function=functools.partial(self._request, tool["name"]), keeps_deadline=True)
+            for tool in pool.described
+        }
+        super().__init__(tools, pool.options.step_timeout_s, pool.options.suffix, pool.recovery)
+        self.pool, self.is_alone = pool, is_alone
 
     async def acquire_process(self) -> None:
-        self.host = await self.pool.own_host()
+        if self.is_alone:
+            self.host = await self.pool.own_host()
+
+    async def _request(self, name: str, /, **arguments: Any) -> Any:
+        host = self.host if self.is_alone else await self.pool.host()
+        try:
+            return await host.request("call", limit_s=self.timeout_s, name=name, arguments=arguments)
+        finally:
+            if not self.is_alone:
+                await self.pool.release(host)
 
     async def close(self) -> None:
         if (host := vars(self).pop("host", None)) is not None:

@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.environments.base import CallRecord, Observation, StepResult
-from verl.errors import RolloutError
+from verl.errors import RolloutError, end_cut
 from verl.utils.external_input import open_regular
 
 log = logging.getLogger(__name__)
@@ -146,13 +146,13 @@ class EpisodeJournal:
         return known is not None and known != list(tokens)
 
     def write_answer(self, key: str, entry: JournalEntry) -> None:
-        value: Any = entry.value
+        value, record = entry.value, [*vars(entry.record).values()]
         if isinstance(value, StepResult):
-            calls = [_fields(call) for call in value.calls]
-            step = [_plain(value.observation), value.reward, bool(value.terminated), bool(value.truncated), calls]
-            self.unwritten.append({"answer": key, "record": _fields(entry.record), "step": step})
+            calls = [[*vars(call).values()] for call in value.calls]
+            step = [plain(value.observation), value.reward, bool(value.terminated), bool(value.truncated), calls]
+            self.unwritten.append({"answer": key, "record": record, "step": step})
         else:
-            self.unwritten.append({"answer": key, "record": _fields(entry.record), "reset": _plain(value)})
+            self.unwritten.append({"answer": key, "record": record, "reset": plain(value)})
 
     def write_end(self, key: str) -> None:
         self.unwritten.append({"end": key})
@@ -224,10 +224,10 @@ def refuse_other_answer(known: JournalEntry, found: JournalEntry, where: str) ->
     """
     before, now = _comparable(known), _comparable(found)
     if before != now:
+        shown = [end_cut(json.dumps(value, ensure_ascii=False, default=str), SHOWN) for value in (before, now)]
         raise RolloutError(
-            f"environment: {where} answers {_shown(now)}, and before the run was interrupted it answered "
-            f"{_shown(before)}. Its recovery is deterministic, and its state cannot be brought back. "
-            "Fix it, or set recovery = 'restart'."
+            f"environment: {where} answers {shown[1]}, and before the run was interrupted it answered {shown[0]}. Its "
+            "recovery is deterministic, and its state cannot be brought back. Fix it, or set recovery = 'restart'."
         )
 
 
@@ -235,19 +235,15 @@ def _comparable(entry: JournalEntry) -> Any:
     value = entry.value
     if isinstance(value, StepResult):
         calls = [(call.name, call.outcome, call.error) for call in value.calls]
-        return [_plain(value.observation), float(value.reward), value.terminated, value.truncated, calls]
-    return _plain(value)
+        return [plain(value.observation), float(value.reward), value.terminated, value.truncated, calls]
+    return plain(value)
 
 
-def _plain(observation: Observation) -> Any:
+def plain(observation: Observation) -> Any:
+    """An observation in JSON values."""
     if observation is None or isinstance(observation, str):
         return observation
     return [dict(message) for message in observation]
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= SHOWN else text[: SHOWN - 4] + " ..."
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -266,7 +262,3 @@ def _entry(record: Mapping[str, Any]) -> JournalEntry:
         observation, reward, terminated, truncated, calls = record["step"]
         value = StepResult(observation, reward, terminated, truncated, calls=tuple(CallRecord(*x) for x in calls))
     return JournalEntry(CallRecord(*record["record"]), value)
-
-
-def _fields(record: CallRecord) -> list[Any]:
-    return [record.call_id, record.name, record.outcome, record.seconds, record.error, record.fault]

@@ -1,8 +1,8 @@
 """Generates the turns of all requests as one batch, in a separate thread, and records each with its tokens.
 
-request ── messages ──> tokens ──> queue ──> the engine's turns, side by side ──> answer, or its parts
-              ^                                                 |
-              └── tokens of the conversation, as drawn <────────┴──> record: ids and log-probs
+request ── messages ──> tokens ──> queue ──> turns of the engine, as one batch ──> answer, or its parts
+              ^                                               |
+              └── sampled tokens of the conversation <────────┴──> record: ids and log-probs
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.2
 END_TIMEOUT_S = 10.0
-SHOW_S = 0.05  # between two looks at turns that are not finished
+SHOW_S = 0.05  # interval at which parts of unfinished turns are sent
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class OpenTurn:
 
     Attributes:
         finish: makes the completion, and records the turn.
-        is_over: the engine need not go on.
-        shown: tokens so far and whether they are all, or why there are no more.
+        is_over: the engine may stop its generation.
+        shown: tokens so far and whether they are all, or the error that ended the turn.
     """
 
     request: TurnRequest
@@ -81,7 +81,7 @@ class OpenTurn:
 
     def __iter__(self) -> Iterator[str | Completion]:
         sent = ""
-        while True:
+        while not self.is_over:
             left_s = None if self.timeout_s is None else max(0.0, self.begun_s + self.timeout_s - time.monotonic())
             try:
                 found = self.shown.get(timeout=left_s)
@@ -95,9 +95,7 @@ class OpenTurn:
             if len(part) > len(sent):
                 yield part[len(sent) :]
                 sent = part
-            if self.is_over:
-                yield self.finish(sampled, text, stop)
-                return
+        yield self.finish(sampled, text, stop)
 
 
 class PolicyEndpoint:
@@ -116,7 +114,9 @@ class PolicyEndpoint:
         request: step and stream of the sampling noise; None for step 0 of the evaluation.
     Attributes:
         recorded: all answered requests, in the order of the answers.
-        format_fault: why calls of the model cannot be read, so that requests with tools are refused; None if they can.
+        format_fault: why calls of the model cannot be parsed, so that requests with tools are refused; None if they
+            can.
+        failure: why turns are no longer generated; None while they are.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class PolicyEndpoint:
         self._numbers = 0
         self._record = None if record is None else open(record, "a", encoding="utf-8")  # noqa: SIM115
         self._waiting: queue.SimpleQueue[OpenTurn | None] = queue.SimpleQueue()
-        self._failure: str | None = None
+        self.failure: str | None = None
         self._is_closed = False
         tokenizer("", add_special_tokens=False)  # resets truncation and padding: later calls only read, in any thread
         self._thread = threading.Thread(
@@ -239,14 +239,9 @@ class PolicyEndpoint:
 
         turn = OpenTurn(request, TurnText(self.tokenizer, stops), finish, timeout_s, is_watched or bool(stops))
         self._waiting.put(turn)
-        if self._failure is not None or self._is_closed:  # asked after it was put: the thread may have looked before
-            raise RolloutError(self._failure or "the endpoint was closed")
+        if self.failure is not None or self._is_closed:  # checked after the put: the thread may have ended before it
+            raise RolloutError(self.failure or "the endpoint was closed")
         return turn
-
-    @property
-    def failure(self) -> str | None:
-        """Why turns are no longer generated; None while they are."""
-        return self._failure
 
     def close(self) -> None:
         """Stop the thread; pending requests fail. Idempotent."""
@@ -261,7 +256,7 @@ class PolicyEndpoint:
     def _conversation_of(
         self, messages: Sequence[Message], tools: Any, sample: int | None, conversations: KnownConversations
     ) -> tuple[KnownConversation, bool]:
-        """The tokens before the turn, and whether they go on from those of an earlier one.
+        """The tokens before the turn, and whether they continue those of an earlier one.
 
         Messages are rendered and tokenised outside of the lock, so that a long one delays no other request.
         """
@@ -339,8 +334,8 @@ class PolicyEndpoint:
                 engine.close()
         except BaseException as error:
             log.exception("The policy's endpoint has failed.")
-            self._failure = f"the engine has failed: {error_text(error)}"
-        reason = RolloutError(self._failure or "the endpoint was closed")
+            self.failure = f"the engine has failed: {error_text(error)}"
+        reason = RolloutError(self.failure or "the endpoint was closed")
         while not self._waiting.empty():
             if (left := self._waiting.get()) is not None:
                 pending[left.request.episode] = left
@@ -348,7 +343,7 @@ class PolicyEndpoint:
             turn.shown.put(reason)
 
     def _show(self, engine: TurnEngine, pending: Mapping[int, OpenTurn]) -> None:
-        with contextlib.suppress(RolloutError):  # of an engine that has died, which is for `advance` to mend or raise
+        with contextlib.suppress(RolloutError):  # of an engine that has died: `advance` restarts it or raises
             for sampled in engine.open_turns():
                 turn = pending[sampled.episode]
                 if turn.is_over:

@@ -66,7 +66,9 @@ class Host(PooledChild):
         self._pending: dict[int, tuple[str, Future[dict[str, Any]]]] = {}  # by id: the caller, and its reply
         self._sending = threading.Lock()
         self._why, self._suspects = "", frozenset[str]()
-        self._printed = _PrintedLines(output, self.pid)
+        self._last_line = b""
+        self._output = threading.Thread(target=self._log_output, args=(output,), name="environment output", daemon=True)
+        self._output.start()
         self._send(options)
 
     @property
@@ -84,7 +86,7 @@ class Host(PooledChild):
             reply = self.first_message()
         except StartFailed as error:
             setting = " (environment.reset_timeout_s)" if isinstance(error.__cause__, TimeoutError) else ""
-            raise InfraError(f"it has not started: {error}{setting}{self._printed.last()}") from error
+            raise InfraError(f"it has not started: {error}{setting}{self._last_output()}") from error
         self.recovery, self.described = reply.get("recovery"), _value(reply)
         threading.Thread(target=self._read, name="environment replies", daemon=True).start()
 
@@ -119,7 +121,7 @@ class Host(PooledChild):
                 await asyncio.to_thread(self.end, f"no answer within {limit_s:g} s{self.state()}")
                 raise InfraError(self._why, self._fault(caller)) from None
             if not self.is_alone:
-                raise InfraError(f"no answer within {limit_s:g} s, beside other episodes", "late") from None
+                raise InfraError(f"no answer within {limit_s:g} s, next to other episodes", "late") from None
             raise
         finally:
             self._pending.pop(number, None)  # a later reply is ignored
@@ -163,7 +165,27 @@ class Host(PooledChild):
             why = f"a reply of the environment is not JSON ({error})"
         except Exception as error:  # noqa: BLE001 - of what an environment has written there
             why = f"a reply of the environment is not valid ({type(error).__name__}: {error})"
-        self.end(why + self._printed.last())
+        self.end(why + self._last_output())
+
+    def _log_output(self, output: int) -> None:
+        """Log the lines that its environments print, up to a limit."""
+        begun, count = time.monotonic(), 0
+        with open(output, "rb") as file:
+            for self._last_line in filter(bytes.strip, iter(lambda: file.readline(MAX_PRINTED), b"")):
+                if time.monotonic() - begun > PRINTED_WITHIN_S:
+                    if count > PRINTED_LINES:
+                        left_out = count - PRINTED_LINES
+                        log.info("environment %d: %d lines are left out", self.pid, left_out, extra={"console": False})
+                    begun, count = time.monotonic(), 0
+                count += 1
+                if count <= PRINTED_LINES:
+                    log.info("environment %d: %s", self.pid, _printable(self._last_line), extra={"console": False})
+
+    def _last_output(self) -> str:
+        """The last line that an ended process printed, in parentheses for a message; empty if there is none."""
+        self._output.join(EXIT_S)
+        line = self._last_line
+        return f" (the last line that it wrote: {_printable(line[:300])!r})" if line else ""
 
 
 def _value(reply: Mapping[str, Any]) -> Any:
@@ -172,33 +194,6 @@ def _value(reply: Mapping[str, Any]) -> Any:
             raise ToolError(str(reply["error"]))
         raise InfraError(str(reply["error"]), trace=str(reply.get("trace", "")))
     return reply["value"]
-
-
-class _PrintedLines:
-    """Lines printed by environments of one process: logged up to a limit; the last is kept for messages."""
-
-    def __init__(self, output: int, pid: int):
-        self._last = b""
-        self._thread = threading.Thread(target=self._read, args=(output, pid), name="environment output", daemon=True)
-        self._thread.start()
-
-    def _read(self, output: int, pid: int) -> None:
-        begun, count = time.monotonic(), 0
-        with open(output, "rb") as file:
-            for self._last in filter(bytes.strip, iter(lambda: file.readline(MAX_PRINTED), b"")):
-                if time.monotonic() - begun > PRINTED_WITHIN_S:
-                    if count > PRINTED_LINES:
-                        left_out = count - PRINTED_LINES
-                        log.info("environment %d: %d lines are left out", pid, left_out, extra={"console": False})
-                    begun, count = time.monotonic(), 0
-                count += 1
-                if count <= PRINTED_LINES:
-                    log.info("environment %d: %s", pid, _printable(self._last), extra={"console": False})
-
-    def last(self) -> str:
-        """The last line of a process that has ended, in parentheses for a message; empty if there is none."""
-        self._thread.join(EXIT_S)
-        return f" (the last line that it wrote: {_printable(self._last[:300])!r})" if self._last else ""
 
 
 def _printable(line: bytes) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import PositiveInt
 
@@ -21,9 +21,6 @@ from verl.rewards.remote.remote_base import (
     column,
     number,
 )
-
-if TYPE_CHECKING:
-    from verl.http_client.client import HTTPClient
 
 
 @component
@@ -70,9 +67,7 @@ class HTTPReward(RemoteDescription):
 class HTTPScorer(RemoteReward):
     """The reward that `HTTPReward` builds."""
 
-    def __init__(self, described: HTTPReward, client: HTTPClient):
-        super().__init__(described, client)
-        self.described = described
+    described: HTTPReward
 
     def question(self, texts: dict[str, Any]) -> dict[str, Any]:
         """The cache key of a sample: its item and the other fields of the request."""

@@ -140,10 +140,11 @@ class LLMJudgeReward(RemoteReward):
     """The reward that `LLMJudge` builds."""
 
     path = "/chat/completions"
+    described: LLMJudge
 
     def __init__(self, described: LLMJudge, client: HTTPClient, read: Read):
         super().__init__(described, client)
-        self.described, self._read = described, read
+        self._read = read
 
     def question(self, texts: dict[str, Any]) -> dict[str, Any]:
         system = self.described.system

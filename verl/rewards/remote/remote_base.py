@@ -180,9 +180,8 @@ class RemoteSample:
         key: cache key.
         text: reply from which the score was parsed.
         cached: whether the reply came from the cache.
-        failure: why it has no score.
         is_not_finite: whether the last reply had a number that is not finite.
-        report: attempts and latencies of its request.
+        report: of its request; None if it was not sent, or cancelled.
     """
 
     row: int
@@ -192,10 +191,18 @@ class RemoteSample:
     score: float | None = None
     text: str | None = None
     cached: bool = False
-    failure: str | None = None
-    kind: Kind | None = None
     is_not_finite: bool = False
     report: RequestReport | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """Why the request gave it no score."""
+        return None if self.score is not None or self.report is None else self.report.failure
+
+    @property
+    def kind(self) -> Kind | None:
+        """Kind of the failure."""
+        return None if self.failure is None or self.report is None else self.report.kind
 
     @property
     def outcome(self) -> str:
@@ -281,9 +288,10 @@ class RemoteReward(Reward):
     """
 
     scores_ahead = scores_groups = True
+    described: Any
 
     def __init__(self, described: RemoteDescription, client: HTTPClient):
-        self.client, self.url = client, described.endpoint.url(self.path)
+        self.described, self.client, self.url = described, client, described.endpoint.url(self.path)
         self.error_score = described.error_score if described.on_error == "score" else None
         directory = Path(described.cache_dir).expanduser() if described.cache_dir else cache_root() / "remote"
         self._cache = AnswerCache(directory, described.cache_gib) if described.cache_gib > 0 else None
@@ -342,7 +350,8 @@ class RemoteReward(Reward):
         asks = self.asks(leaders)
         reports = self.client.ask(asks, stop_at_failure=self.error_score is None) if asks else []
         for ask, report in zip(asks, reports, strict=True):
-            _settle(ask.samples, report)
+            for sample in ask.samples:
+                sample.report = report
         for sample, leader in followers:
             self._follow(sample, leader)
         self._judge(samples, prompts, responses)
@@ -382,13 +391,12 @@ class RemoteReward(Reward):
         return list(first.values()), [(s, first[s.key]) for s in samples if first[s.key] is not s]
 
     def _follow(self, sample: RemoteSample, leader: RemoteSample) -> None:
-        sample.failure, sample.kind, sample.report = leader.failure, leader.kind, leader.report
-        sample.is_not_finite = leader.is_not_finite
+        sample.report, sample.is_not_finite = leader.report, leader.is_not_finite
         if leader.text is not None:
             try:
                 sample.score, sample.cached = self.score_of(sample, leader.text), True
             except RetryableAnswer as error:
-                sample.failure, sample.kind = str(error), "answer"
+                sample.report = RequestReport((), str(error), "answer")
 
     def _judge(self, samples: list[RemoteSample], prompts: list[str], responses: list[str]) -> None:
         """Raise or warn if samples have no score."""
@@ -431,11 +439,3 @@ class RemoteReward(Reward):
         if self.error_score is not None:
             parts["failed"] = np.array([float(sample.score is None) for sample in samples])
         return RewardResult(np.array(scores, dtype=np.float64), parts, {"outcome": outcomes})
-
-
-def _settle(samples: Sequence[RemoteSample], report: RequestReport | None) -> None:
-    """Store the report of a request in its samples; a sample scored by an earlier answer keeps that score."""
-    for sample in samples:
-        sample.report = report
-        if report is not None and sample.score is None:
-            sample.failure, sample.kind = report.failure, report.kind
