@@ -259,17 +259,6 @@ def test_an_episode_that_cannot_be_played_never_becomes_a_reward(model, how, lef
     assert not rows["response_mask"][torch.tensor(dropped)].any()
 
 
-def test_a_group_of_one_is_left_out_and_the_others_stay(model):
-    def answer(row, turn, action):
-        if row["prompt_id"] == 1 and counts.pop():
-            raise InfraError("no machine")
-        return StepResult(None, 1.0, terminated=True)
-
-    counts = [False, True, True, True]
-    rows = played(model, Scripted(answer=answer, retries=0), stop_token_ids=tuple(range(6, 100)))
-    assert {int(i) for i in without_dropped(rows)["prompt_ids"]} == {0, 2, 3, 4}
-
-
 def test_a_run_may_stop_at_a_failure_of_ours(model):
     def answer(row, turn, action):
         raise InfraError("no machine")

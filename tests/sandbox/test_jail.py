@@ -93,15 +93,13 @@ def test_a_program_that_closes_its_output_is_waited_for(pool):
     assert (result.outcome, result.exit_status) == ("error", 7)
 
 
-@pytest.mark.parametrize("name", ["/etc/passwd", "../up", "a/../../up", "", "a//b", "."])
-def test_a_name_that_leads_out_of_the_directory_is_refused(pool, name):
-    with pytest.raises(ValueError, match="expected a relative name"):
-        pool.run("", files={name: ""})
+OUTSIDE = [(name,) for name in ("/etc/passwd", "../up", "a/../../up", "", "a//b", ".")]
+COLLIDING = [("main.py",), ("main.py/a",), ("a", "a/b"), ("a/b/c", "a"), ("x" * 256,)]
 
 
-@pytest.mark.parametrize("names", [("main.py",), ("main.py/a",), ("a", "a/b"), ("a/b/c", "a"), ("x" * 256,)])
-def test_names_that_collide_or_are_too_long_are_the_callers_fault(pool, names):
-    with pytest.raises(ValueError, match="files has"):
+@pytest.mark.parametrize("names", [*OUTSIDE, *COLLIDING])
+def test_names_that_lead_out_of_the_directory_collide_or_are_too_long_are_the_callers_fault(pool, names):
+    with pytest.raises(ValueError, match="expected a relative name" if names in OUTSIDE else "files has"):
         pool.run("print(1)", files=dict.fromkeys(names, "x"))
 
 
