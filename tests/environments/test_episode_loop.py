@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 import threading
@@ -38,11 +39,8 @@ def model():
 
 
 def played(model, environment, texts=TEXTS, ids=None, request=REQUEST, **options):
-    engine = engine_of(environment, model=model, **options)
-    try:
+    with contextlib.closing(engine_of(environment, model=model, **options)) as engine:
         return engine.generate(prompts_of(model[1], texts, ids), request)
-    finally:
-        engine.close()
 
 
 # Untrained turns rarely end by themselves: the letters end them too.
@@ -161,14 +159,11 @@ def test_what_an_earlier_batch_of_episodes_asked_for_is_not_taken_for_an_answer_
         return slow(0.3, 5.0) if is_first else slow(0.6, 1.0)
 
     environment = Scripted(answer=answer, retries=0, on_infra="stop")
-    engine = engine_of(environment, model=model, stop_token_ids=tuple(range(6, 100)))
-    try:
+    with contextlib.closing(engine_of(environment, model=model, stop_token_ids=tuple(range(6, 100)))) as engine:
         with pytest.raises(RolloutError, match="no machine"):
             engine.generate(prompts_of(model[1], TEXTS), REQUEST)
         is_first = False
         rows = engine.generate(prompts_of(model[1], TEXTS), GenerationRequest(4, 4))
-    finally:
-        engine.close()
     assert {record["reward"] for record in rows["episode"]} == {1.0}
 
 
@@ -313,11 +308,8 @@ def test_after_faults_of_any_kind_a_group_has_two_members_or_none(model, how, re
         return StepResult(None, 1.0, terminated=True)
 
     environment = Scripted(answer=answer, retries=retries, on_infra=how, answers_at_once=True)
-    engine = engine_of(environment, model=model, stop_token_ids=tuple(range(6, 100)))
-    try:
+    with contextlib.closing(engine_of(environment, model=model, stop_token_ids=tuple(range(6, 100)))) as engine:
         rows = engine.generate(prompts_of(model[1], ["1="] * 200), GenerationRequest(1, 3))
-    finally:
-        engine.close()
     kept = without_dropped(rows)
     sizes = [kept["prompt_ids"].tolist().count(group) for group in range(200)]
     assert {2, 3} <= set(sizes) <= {0, 2, 3}

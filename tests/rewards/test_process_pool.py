@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -286,11 +287,8 @@ def test_a_failure_that_stops_the_batch_starts_no_worker_for_the_other_samples(t
         "import os, pathlib\npathlib.Path(__file__).with_suffix('.starts').open('a').write('.')\n"
         "def score(prompt, response):\n    os._exit(3)\n"
     )
-    pool = FunctionPool(f"{tmp_path}/dies.py:score", {}, 30.0, 1)
-    try:
+    with contextlib.closing(FunctionPool(f"{tmp_path}/dies.py:score", {}, 30.0, 1)) as pool:
         first, *others = pool.score([{"prompt": "", "response": ""}] * 20, stop_at_failure=True)
-    finally:
-        pool.close()
     assert "exit status 3" in first.failure
     assert others == [None] * 19
     assert len((tmp_path / "dies.starts").read_text()) <= 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import dataclasses
 import sys
@@ -399,8 +400,7 @@ def test_a_function_of_the_batch_that_hangs_is_ended_at_its_deadline_and_its_lin
             {hang}
         """
     )
-    reward = dataclasses.replace(described, timeout_s=1.0).build(BuildContext())
-    try:
+    with contextlib.closing(dataclasses.replace(described, timeout_s=1.0).build(BuildContext())) as reward:
         assert list(reward.score_tokens(batch)["score"]) == [1.0] * 5
         hanging = copy.deepcopy(batch)
         hanging.non_tensor_batch["answer"][:] = "hang"
@@ -410,8 +410,6 @@ def test_a_function_of_the_batch_that_hangs_is_ended_at_its_deadline_and_its_lin
         assert "It was at line 7, in my_reward()" in str(ended.value)
         assert "Source: my_reward() at line 4 in reward.py" in str(ended.value)
         assert list(reward.score_tokens(batch)["score"]) == [1.0] * 5  # by another process
-    finally:
-        reward.close()
 
 
 def test_a_function_of_the_batch_that_ends_its_process_ends_nothing_else(written, batch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from fractions import Fraction
 
@@ -142,11 +143,8 @@ def test_an_answer_in_the_data_that_cannot_be_read_is_wrong_and_said(answer, mat
 
 @pytest.mark.slow
 def test_a_response_that_takes_too_long_is_wrong():
-    reward = MathAnswer(num_workers=1, timeout_s=1.0).build(BuildContext())
-    try:
+    with contextlib.closing(MathAnswer(num_workers=1, timeout_s=1.0).build(BuildContext())) as reward:
         scored = reward.score_tokens(batch_of([r"\boxed{99999^{99999^{9}}}", "72"], answer=["98765^{98765^{9}}", "72"]))
-    finally:
-        reward.close()
     assert list(scored["score"]) == [0, 1]
     assert list(scored["reward/failed"]) == [1, 0]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -42,11 +44,8 @@ def test_a_function_of_verl_gets_its_arguments(per_sample, columns, tmp_path):
     kwargs = {"weight": 2.0, "extra_info": {"index": 1}}  # settings come before columns
     described = RewardFunction(path=f"{tmp_path}/score.py:compute_score", per_sample=per_sample, kwargs=kwargs)
     assert not list(missing_columns(described, columns, "rows"))
-    reward = described.build(BuildContext())
-    try:
+    with contextlib.closing(described.build(BuildContext())) as reward:
         scored = reward.score_tokens(batch_of(**columns))
-    finally:
-        reward.close()
     assert list(scored["score"]) == [2.0, 0.0]
     assert list(scored["reward/acc"]) == [1.0, 0.0]
     assert list(scored["reward_pred"]) == ["2", "5"]
@@ -66,11 +65,8 @@ def test_a_column_that_is_missing_or_a_setting_that_does_not_exist_is_named_befo
 @pytest.mark.parametrize("signature", ["completions", "completions, **kwargs", "completions, answer, prompts"])
 def test_a_function_of_trl_gets_texts_of_text_prompts(signature, tmp_path):
     (tmp_path / "score.py").write_text(f"def f({signature}):\n    return [float(len(c)) for c in completions]\n")
-    reward = RewardFunction(path=f"{tmp_path}/score.py:f").build(BuildContext())
-    try:
+    with contextlib.closing(RewardFunction(path=f"{tmp_path}/score.py:f").build(BuildContext())) as reward:
         assert list(reward.score_tokens(batch_of(answer=["2", "4"]))["score"]) == [1.0, 1.0]
-    finally:
-        reward.close()
 
 
 def test_a_function_of_trl_gets_messages_of_chats():
@@ -94,11 +90,10 @@ def test_a_function_of_trl_gets_messages_of_chats():
 )
 def test_a_function_of_a_batch_may_be_called_for_each_sample_and_a_sample_may_have_no_reward(source, scores, tmp_path):
     (tmp_path / "score.py").write_text(source)
-    reward = RewardFunction(path=f"{tmp_path}/score.py:f", per_sample=True).build(BuildContext())
-    try:
+    with contextlib.closing(
+        RewardFunction(path=f"{tmp_path}/score.py:f", per_sample=True).build(BuildContext())
+    ) as reward:
         assert list(reward.score_tokens(batch_of())["score"]) == scores
-    finally:
-        reward.close()
 
 
 @pytest.mark.parametrize("columns", [{"reward_model": [{"ground_truth": "2"}, None]}, {"answer": ["2", "4"]}])

@@ -433,16 +433,16 @@ class EpisodeLoop:
             return False
         recovery = getattr(episode.environment, "recovery", "restart")
         episode.key = self._key(journal, episode, what, episode.attempt if recovery == "restart" else 0)
-        if not journal.is_resumed:
+        if not journal.answers:  # no earlier process recorded this step
             return False
         key = episode.key if recovery == "restart" else self._key(journal, episode, what, episode.attempt)
         if what == "reset" and recovery == "restart":
             group = [other for other in self.episodes.values() if other.group == episode.group]
-            episode.reads_journal &= all(journal.has_ended(self._end_key(journal, other)) for other in group)
-            episode.restarted |= not episode.reads_journal and journal.answer(key) is not None
+            episode.reads_journal &= all(self._end_key(journal, other) in journal.ends for other in group)
+            episode.restarted |= not episode.reads_journal and key in journal.answers
         if not episode.reads_journal:
             return False
-        failure, entry = journal.answer(key), journal.answer(episode.key)
+        failure, entry = journal.answers.get(key), journal.answers.get(episode.key)
         if failure is not None and failure.is_failure:
             entry = failure
         is_made_again = recovery == "deterministic" or (recovery == "stateless" and what == "reset")

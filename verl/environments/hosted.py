@@ -54,11 +54,13 @@ class _PackageEnvironment(HostedDescription):
     """Base of environments from a package.
 
     Attributes:
-        names: the field that names one of the package's environments.
+        names: the field that names one of the package's environments, and argument of the adapter.
+        adapter: class in `hosts/PACKAGE_adapter.py`.
     """
 
     package: ClassVar[str] = ""
     names: ClassVar[str] = "env_id"
+    adapter: ClassVar[str] = ""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -73,9 +75,9 @@ class _PackageEnvironment(HostedDescription):
     def preflight(self, context: BuildContext) -> Iterator[str]:
         yield from self.start_faults(f"{self.names} is {getattr(self, self.names)!r}", **{"try": "reset"})
 
-    def _options(self, adapter: str, **arguments: Any) -> dict[str, Any]:
-        path = f"{PROGRAMS / self.package}_adapter.py:{adapter}"
-        return {"kind": "class", "path": path, "arguments": {**arguments, **self.arguments}}
+    def host_options(self) -> dict[str, Any]:
+        path = f"{PROGRAMS / self.package}_adapter.py:{self.adapter}"
+        return {"kind": "class", "path": path, "arguments": {self.names: getattr(self, self.names), **self.arguments}}
 
 
 @component
@@ -89,11 +91,9 @@ class GymnasiumEnvironment(_PackageEnvironment):
 
     example_values: ClassVar[Mapping[str, str]] = {"env_id": "FrozenLake-v1"}
     package: ClassVar[str] = "gymnasium"
+    adapter: ClassVar[str] = "Text"
 
     env_id: str
-
-    def host_options(self) -> dict[str, Any]:
-        return self._options("Text", env_id=self.env_id)
 
 
 @component
@@ -107,11 +107,9 @@ class TextArenaEnvironment(_PackageEnvironment):
 
     example_values: ClassVar[Mapping[str, str]] = {"env_id": "GuessTheNumber-v0"}
     package: ClassVar[str] = "textarena"
+    adapter: ClassVar[str] = "Game"
 
     env_id: str
-
-    def host_options(self) -> dict[str, Any]:
-        return self._options("Game", env_id=self.env_id)
 
 
 @component
@@ -126,11 +124,9 @@ class ReasoningGymEnvironment(_PackageEnvironment):
     example_values: ClassVar[Mapping[str, str]] = {"task": "leg_counting"}
     package: ClassVar[str] = "reasoning_gym"
     names: ClassVar[str] = "task"
+    adapter: ClassVar[str] = "ReasoningTask"
 
     task: str
-
-    def host_options(self) -> dict[str, Any]:
-        return self._options("ReasoningTask", task=self.task)
 
 
 class _VerifiersPool(HostPool):
@@ -153,6 +149,7 @@ class VerifiersEnvironment(_PackageEnvironment):
     example_values: ClassVar[Mapping[str, str]] = {"taskset": "my_taskset, the name of an installed module"}
     package: ClassVar[str] = "verifiers"
     names: ClassVar[str] = "taskset"
+    adapter: ClassVar[str] = "VerifiersTask"
     FIRST: ClassVar[int] = 1024  # prompts requested together with the tools
 
     taskset: str
@@ -163,8 +160,7 @@ class VerifiersEnvironment(_PackageEnvironment):
         taskset = {"id": self.taskset, **self.arguments.get("taskset", {})}
         config = {**self.arguments, "taskset": taskset, "agent": agent}
         paths = [str(Path(path).resolve()) for path in self.paths]
-        path = f"{PROGRAMS / self.package}_adapter.py:VerifiersTask"
-        return {"kind": "class", "path": path, "arguments": {"config": config, "paths": paths}, "describe": 0}
+        return {**super().host_options(), "arguments": {"config": config, "paths": paths}, "describe": 0}
 
     def preflight(self, context: BuildContext) -> Iterator[str]:
         yield from ()  # `tool_schemas` asks for a task

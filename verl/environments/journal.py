@@ -89,6 +89,8 @@ class EpisodeJournal:
     Args:
         directory: next to the checkpoints; shared by all processes of a run and all runs that resume it.
         identity: digest of the environment's settings; answers under other settings are not found.
+    Attributes:
+        answers, ends: records of earlier processes for this step, by key.
     """
 
     def __init__(self, directory: Path, identity: str, rank: int):
@@ -96,9 +98,9 @@ class EpisodeJournal:
         self._step: int | None = None
         self._file: Any = None
         self.unwritten: list[Mapping[str, Any]] = []  # not written yet
-        self._answers: dict[str, JournalEntry] = {}
+        self.answers: dict[str, JournalEntry] = {}
         self._turns: dict[str, list[int]] = {}
-        self._ends: set[str] = set()
+        self.ends: set[str] = set()
 
     def open(self, step: int) -> None:
         """Start a step and read the records that earlier processes wrote for it."""
@@ -106,7 +108,7 @@ class EpisodeJournal:
             return
         self.close()
         self._step = step
-        self._answers, self._turns, self._ends = {}, {}, set()
+        self.answers, self._turns, self.ends = {}, {}, set()
         files = _files_of(self.directory, step)
         for _, path in files:
             self._load(path)
@@ -115,11 +117,6 @@ class EpisodeJournal:
         self.directory.mkdir(parents=True, exist_ok=True)
         name = f"step-{step:08d}.{life}.rank-{self._rank}.{secrets.token_hex(4)}.jsonl"
         self._file = open(self.directory / name, "wb", buffering=0)  # noqa: SIM115
-
-    @property
-    def is_resumed(self) -> bool:
-        """Whether earlier processes recorded answers of this step."""
-        return bool(self._answers)
 
     def close(self) -> None:
         if self._file is not None:
@@ -131,12 +128,6 @@ class EpisodeJournal:
     def prefix(self, *parts_of_key: Any) -> PrefixHash:
         """The hash of an episode that has no tokens yet, for `PrefixHash.key`."""
         return PrefixHash(hashlib.blake2b(self._identity + repr(parts_of_key).encode(), digest_size=16))
-
-    def answer(self, key: str) -> JournalEntry | None:
-        return self._answers.get(key)
-
-    def has_ended(self, key: str) -> bool:
-        return key in self._ends
 
     def write_turn(self, key: str, tokens: Sequence[int]) -> bool:
         """Record a turn of the model; returns whether the journal already has other tokens for it."""
@@ -179,14 +170,14 @@ class EpisodeJournal:
             if "turn" in record:
                 self._turns[record["turn"]] = record["tokens"]
             elif "answer" in record:
-                self._answers[record["answer"]] = _entry(record)
+                self.answers[record["answer"]] = _entry(record)
             elif "end" in record:
-                self._ends.add(record["end"])
+                self.ends.add(record["end"])
             else:
                 self._forget_failures()
 
     def _forget_failures(self) -> None:
-        self._answers = {key: entry for key, entry in self._answers.items() if not entry.is_failure}
+        self.answers = {key: entry for key, entry in self.answers.items() if not entry.is_failure}
 
     def _prune(self, step: int) -> None:
         """Remove the steps before the newest checkpoint, which no resume can need."""

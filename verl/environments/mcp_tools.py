@@ -121,24 +121,25 @@ class _Server(ToolFactory):
             return connection
 
     async def _call(self, name: str, /, **arguments: Any) -> str:
-        # Less than the time of the call: a server that is gone must not count as a time-out, which is scored.
-        connecting_s = min(self.options.reset_timeout_s, 0.8 * self.options.step_timeout_s)
-        for is_last in (False, True):
-            connection = await self.connected(connecting_s)
-            try:
-                result = await connection.call(name, arguments)
-                break
-            except Exception as error:
-                if getattr(error, "code", None) == INVALID_PARAMS:
-                    raise ToolError(_reason(error)) from error
-                connection.retire()
-                # A call that may have been executed is not repeated.
-                if is_last or not any(phrase in str(error) for phrase in SESSION_ENDED):
-                    raise InfraError(f"{self.options.server}: {_reason(error)}") from error
+        result = await self._result(name, arguments, is_first=True)
         text = "\n".join(part.text for part in result.content if getattr(part, "type", "") == "text")
         if getattr(result, "isError", False) or getattr(result, "is_error", False):
             raise ToolError(text)
         return text
+
+    async def _result(self, name: str, arguments: dict[str, Any], is_first: bool) -> Any:
+        # Less than the time of the call: a server that is gone must not count as a time-out, which is scored.
+        connection = await self.connected(min(self.options.reset_timeout_s, 0.8 * self.options.step_timeout_s))
+        try:
+            return await connection.call(name, arguments)
+        except Exception as error:
+            if getattr(error, "code", None) == INVALID_PARAMS:
+                raise ToolError(_reason(error)) from error
+            connection.retire()
+            # A call that may have been executed is not repeated.
+            if not is_first or not any(phrase in str(error) for phrase in SESSION_ENDED):
+                raise InfraError(f"{self.options.server}: {_reason(error)}") from error
+        return await self._result(name, arguments, is_first=False)
 
     async def stop(self) -> None:
         while self._connections:

@@ -279,7 +279,8 @@ def _parsed(content: Any) -> list[CodeTest]:
         return [CodeTest(unit=content)] if content.strip() else []
     if isinstance(content, dict):
         inputs, outputs = content.get("inputs"), content.get("outputs")
-        if not all(isinstance(texts, (list, tuple)) for texts in (inputs, outputs)) or len(inputs) != len(outputs):
+        are_lists = isinstance(inputs, (list, tuple)) and isinstance(outputs, (list, tuple))
+        if not are_lists or len(inputs) != len(outputs):
             return []
         content = [{"stdin": stdin, "stdout": stdout} for stdin, stdout in zip(inputs, outputs, strict=True)]
     if not isinstance(content, (list, tuple)):

@@ -81,7 +81,7 @@ class OpenTurn:
 
     def __iter__(self) -> Iterator[str | Completion]:
         sent = ""
-        while not self.is_over:
+        while True:
             left_s = None if self.timeout_s is None else max(0.0, self.begun_s + self.timeout_s - time.monotonic())
             try:
                 found = self.shown.get(timeout=left_s)
@@ -95,7 +95,9 @@ class OpenTurn:
             if len(part) > len(sent):
                 yield part[len(sent) :]
                 sent = part
-        yield self.finish(sampled, text, stop)
+            if self.is_over:
+                yield self.finish(sampled, text, stop)
+                return
 
 
 class PolicyEndpoint:
