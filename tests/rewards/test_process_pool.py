@@ -12,9 +12,9 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-import torch
 from cases import exhaustive
 from cluster.processes_of import wait_until_gone
+from rewards import rated
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, RewardError
@@ -28,14 +28,7 @@ RESPONSES = ["0", "1", "2", "3", "4"]
 
 def batch_of(responses):
     responses = list(responses)
-    return DataProto.from_dict(
-        tensors={"response_mask": torch.ones(len(responses), 2, dtype=torch.bool)},
-        non_tensors={
-            "prompt_text": [f"prompt {index}" for index in range(len(responses))],
-            "response_text": responses,
-            "answer": responses,
-        },
-    )
+    return rated.batch_of(responses, answer=responses)
 
 
 @pytest.fixture

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from cases import exhaustive
+from rewards.rated import batch_of
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, RewardError
-from verl.protocol import DataProto
 from verl.rewards.function import CallableReward, RewardFunction
 
 ANSWERS = ["0", "1", "2", "3", "4"]
@@ -24,14 +24,7 @@ ANSWERS = ["0", "1", "2", "3", "4"]
 
 @pytest.fixture
 def batch():
-    return DataProto.from_dict(
-        tensors={"response_mask": torch.ones(5, 2, dtype=torch.bool)},
-        non_tensors={
-            "prompt_text": [f"prompt {index}" for index in range(5)],
-            "response_text": [f"response {index}" for index in range(5)],
-            "answer": ANSWERS,
-        },
-    )
+    return batch_of([f"response {index}" for index in range(5)], answer=ANSWERS)
 
 
 @pytest.fixture

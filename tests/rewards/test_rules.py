@@ -10,19 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rewards.rated import batch_of
 
 from verl.component import BuildContext
 from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.rewards.math_rules import decimal_text, final_number, gsm8k_score, math_score, number_of
 from verl.rewards.rules import ExactMatch, Format, Length, MathAnswer, Overlong
-
-
-def batch_of(responses, **columns):
-    return DataProto.from_dict(
-        tensors={"response_mask": torch.ones(len(responses), 1, dtype=torch.bool)},
-        non_tensors={"prompt_text": ["q"] * len(responses), "response_text": responses, **columns},
-    )
 
 
 def batch_of_lengths(*lengths):

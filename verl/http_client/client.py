@@ -201,7 +201,7 @@ class HTTPClient:
         self._http: httpx.AsyncClient | None = None
         self._slots = asyncio.Semaphore(endpoint.max_concurrency)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs every request
-        if key is not None and not endpoint.is_encrypted and not endpoint.is_local:
+        if key is not None and not endpoint.is_local and not endpoint.base_url.lower().startswith("https:"):
             logger.warning("%s is not encrypted: the key can be read on its way there.", endpoint.base_url)
 
     def ask(self, asks: Sequence[Request], stop_at_failure: bool = False) -> list[RequestReport | None]:

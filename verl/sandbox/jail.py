@@ -236,18 +236,27 @@ class _Execution:
         return ExecutionResult(outcome or "infra", stdout, stderr, code, seconds=time.perf_counter() - started)
 
     def _hand_over(self) -> None:
-        channel, control = self._program.channel, self._jail.control
+        channel, control, described = self._program.channel, self._jail.control, self._described
         contents = self._program.contents()
         program = {
             "code": self._program.code,
             "files": [(name, len(content)) for name, content in contents.items()],
-            "limits": self._limits(),
+            "limits": {
+                "RLIMIT_CORE": 0,
+                "RLIMIT_MEMLOCK": 0,
+                "RLIMIT_MSGQUEUE": 0,
+                "RLIMIT_CPU": int(self._timeout_s) + 2,  # of one process, where its clock fails to end it
+                "RLIMIT_FSIZE": described.disk_mib * 2**20,
+                "RLIMIT_NOFILE": MAX_FILES,
+                "RLIMIT_NPROC": described.max_processes + 1,  # the jail's first process counts
+                "RLIMIT_AS": (self._memory_mib + INTERPRETER_MIB) * 2**20,
+            },
             "has_channel": channel is not None,
         }
         text = marshal.dumps(program, 2)  # the form of any Python 3
         try:
             if self._jail.group is not None:
-                self._jail.group.limit_memory(group_bytes(self._described, self._memory_mib))
+                self._jail.group.limit_memory(group_bytes(described, self._memory_mib))
             control.sendall(len(text).to_bytes(8, "little") + text)
             for content in contents.values():
                 control.sendall(content)
@@ -257,19 +266,6 @@ class _Execution:
         except (OSError, CgroupError) as error:
             self._report()
             raise JailFailed(f"a jail ended before it had its program ({error})") from error
-
-    def _limits(self) -> dict[str, int]:
-        described, mib = self._described, 2**20
-        return {
-            "RLIMIT_CORE": 0,
-            "RLIMIT_MEMLOCK": 0,
-            "RLIMIT_MSGQUEUE": 0,
-            "RLIMIT_CPU": int(self._timeout_s) + 2,  # of one process, where its clock fails to end it
-            "RLIMIT_FSIZE": described.disk_mib * mib,
-            "RLIMIT_NOFILE": MAX_FILES,
-            "RLIMIT_NPROC": described.max_processes + 1,  # the jail's first process counts
-            "RLIMIT_AS": (self._memory_mib + INTERPRETER_MIB) * mib,
-        }
 
     def _watch(self, deadline: float) -> None:
         """Transfer input and output and check limits until the jail ends or must be killed."""

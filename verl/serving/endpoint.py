@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import queue
@@ -152,7 +153,7 @@ class PolicyEndpoint:
         self._noise_of = request or GenerationRequest(0, stream=EVALUATION)
         self.known, self._lock = KnownConversations(), threading.Lock()
         self._begun: Counter[int] = Counter()
-        self._numbers = 0
+        self._numbers = itertools.count(1)
         self._record = None if record is None else open(record, "a", encoding="utf-8")  # noqa: SIM115
         self._waiting: queue.SimpleQueue[OpenTurn | None] = queue.SimpleQueue()
         self.failure: str | None = None
@@ -267,10 +268,8 @@ class PolicyEndpoint:
             texts = [{**text, "content": self._content(text)} for text in _with_tool_names(messages, new)]
             ids = self.encoder.encode(texts, is_chat=not self._is_text, last=known.ids[-1])
             # A new number: two requests may continue the same turn, and keys and values belong to one of them.
-            number = self._next_number()
-            return KnownConversation(
-                number, known.prompt_id, known.sample_id, (*known.ids, *ids), known.num_turns
-            ), True
+            known = replace(known, number=next(self._numbers), ids=(*known.ids, *ids))
+            return known, True
         ids = self._rendered(messages, tools)
         if not ids:
             raise ConfigError("messages: no token of the policy is in them.")
@@ -279,7 +278,7 @@ class PolicyEndpoint:
             with self._lock:
                 sample = self._begun[prompt_id]
                 self._begun[prompt_id] += 1
-        return KnownConversation(self._next_number(), prompt_id, sample, ids, 0), False
+        return KnownConversation(next(self._numbers), prompt_id, sample, ids, 0), False
 
     def _content(self, message: Message) -> str:
         is_result = self._is_text and message["role"] == "tool"
@@ -292,11 +291,6 @@ class PolicyEndpoint:
         written = None if tools is self.tools and not self.chat.reads_tools else tools
         text = self.chat.render([_for_template(m) for m in messages], "messages", reply_follows=True, tools=written)
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
-
-    def _next_number(self) -> int:
-        with self._lock:
-            self._numbers += 1
-            return self._numbers
 
     def _message(self, turn: RecordedTurn, tools: Any) -> tuple[dict[str, Any], str]:
         text = turn.text

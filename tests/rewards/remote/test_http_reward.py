@@ -6,15 +6,14 @@ import dataclasses
 import math
 
 import pytest
-import torch
 from http_client.servers import Say, in_turn, serving
 from refusals import refusal
+from rewards import rated
 from trainer.runs import JSONL, fit, ppo_run, read_lines
 
 from verl.component import BuildContext
 from verl.errors import NonFiniteRewardError, RewardError
 from verl.models.pretrained import Pretrained
-from verl.protocol import DataProto
 from verl.rewards.async_rewards import AsyncRewards
 from verl.rewards.remote.http_reward import HTTPReward
 from verl.rewards.weighted_sum import WeightedSum
@@ -24,11 +23,7 @@ KEY = "sk-abcdef0123456789abcdef"
 
 
 def batch_of(responses=RESPONSES, **columns):
-    count = len(responses)
-    return DataProto.from_dict(
-        tensors={"response_mask": torch.ones(count, 2, dtype=torch.bool)},
-        non_tensors={"prompt_text": [f"prompt {i}" for i in range(count)], "response_text": list(responses), **columns},
-    )
+    return rated.batch_of(responses, **columns)
 
 
 def scored_by_value(asked):

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 from http_client.servers import Say, in_turn, serving
-from rewards.remote.test_http_reward import batch_of, outcomes
+from rewards.rated import batch_of
+from rewards.remote.test_http_reward import outcomes
 
 from verl.component import BuildContext
 from verl.errors import RewardError
@@ -63,7 +64,7 @@ def test_columns_fill_the_template_and_what_they_hold_is_not_read_as_one(made):
         )
         assert server.asked[0].body["messages"] == [{"role": "user", "content": '{answer}|{prompt}|["a", "ä"]'}]
         with pytest.raises(RewardError, match=r"template names \{gold\}, and the data has no such column"):
-            made(server, template="{response}{gold}").score_tokens(batch_of())
+            made(server, template="{response}{gold}").score_tokens(batch_of(["a"]))
 
 
 def test_verdicts_are_kept_by_question_and_read_again_in_another_way(made):

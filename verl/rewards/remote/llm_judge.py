@@ -172,22 +172,13 @@ class _JudgeRequest(SampleRequest):
         return self.samples[0].question
 
     def read(self, answer: Any) -> None:
-        self._judge.accept(self.samples[0], reply_of(answer))
-
-
-def reply_of(answer: Any) -> str:
-    """The reply text of a chat completion.
-
-    Raises:
-        RetryableAnswer: there is no text, e.g. because reasoning used up all tokens.
-    """
-    try:
-        choice = answer["choices"][0]
-        text = choice["message"]["content"]
-    except (LookupError, TypeError):
-        raise RetryableAnswer(f"an answer without choices[0].message.content: {shown(answer)}") from None
-    if not isinstance(text, str) or not text.strip():
-        reason = choice.get("finish_reason")
-        hint = "; raise options.max_tokens" if reason == "length" else ""
-        raise RetryableAnswer(f"an answer without a text (finish_reason {reason}{hint})")
-    return text
+        try:
+            choice = answer["choices"][0]
+            text = choice["message"]["content"]
+        except (LookupError, TypeError):
+            raise RetryableAnswer(f"an answer without choices[0].message.content: {shown(answer)}") from None
+        if not isinstance(text, str) or not text.strip():  # for example, reasoning has used up all tokens
+            reason = choice.get("finish_reason")
+            hint = "; raise options.max_tokens" if reason == "length" else ""
+            raise RetryableAnswer(f"an answer without a text (finish_reason {reason}{hint})")
+        self._judge.accept(self.samples[0], text)

@@ -16,7 +16,7 @@ import math
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -218,18 +218,6 @@ class RemoteSample:
         return f"scored in {self.report.seconds[-1]:.2f} s{again}"
 
 
-def request_counts(reports: Sequence[RequestReport | None], samples: Sequence[RemoteSample]) -> dict[str, list[float]]:
-    """Counts of requests and of the results of their samples, for `RewardResult.counts`."""
-    asked = [report for report in reports if report is not None]
-    return {
-        "remote_requests": [float(report.attempts) for report in asked],
-        "remote_retries": [float(max(0, report.attempts - 1)) for report in asked],
-        "remote_failures": [float(sum(sample.score is None for sample in samples))],
-        "remote_cache_hits": [float(sum(sample.cached and sample.score is not None for sample in samples))],
-        "remote_latency_s": [second for report in asked for second in report.seconds],
-    }
-
-
 logger = logging.getLogger(__name__)
 
 
@@ -355,7 +343,7 @@ class RemoteReward(Reward):
         for sample, leader in followers:
             self._follow(sample, leader)
         self._judge(samples, prompts, responses)
-        return replace(self._result(samples), counts=request_counts(reports, samples))
+        return self._result(samples, [report for report in reports if report is not None])
 
     def close(self) -> None:
         self.client.close()
@@ -432,10 +420,17 @@ class RemoteReward(Reward):
         absence = self.client.absence()
         return None if absence is None else f"No request was answered, nor a GET ({absence})"
 
-    def _result(self, samples: list[RemoteSample]) -> RewardResult:
+    def _result(self, samples: list[RemoteSample], reports: list[RequestReport]) -> RewardResult:
         scores = [self.error_score if sample.score is None else sample.score for sample in samples]
         outcomes = np.array([sample.outcome for sample in samples], dtype=object)
         parts = {}
         if self.error_score is not None:
             parts["failed"] = np.array([float(sample.score is None) for sample in samples])
-        return RewardResult(np.array(scores, dtype=np.float64), parts, {"outcome": outcomes})
+        counts = {
+            "remote_requests": [float(report.attempts) for report in reports],
+            "remote_retries": [float(max(0, report.attempts - 1)) for report in reports],
+            "remote_failures": [float(sum(sample.score is None for sample in samples))],
+            "remote_cache_hits": [float(sum(sample.cached and sample.score is not None for sample in samples))],
+            "remote_latency_s": [second for report in reports for second in report.seconds],
+        }
+        return RewardResult(np.array(scores, dtype=np.float64), parts, {"outcome": outcomes}, counts=counts)
