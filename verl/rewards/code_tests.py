@@ -279,7 +279,7 @@ def _parsed(content: Any) -> list[CodeTest]:
         return [CodeTest(unit=content)] if content.strip() else []
     if isinstance(content, dict):
         inputs, outputs = content.get("inputs"), content.get("outputs")
-        if not isinstance(inputs, (list, tuple)) or not isinstance(outputs, (list, tuple)) or len(inputs) != len(outputs):
+        if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple) or len(inputs) != len(outputs):
             return []
         content = [{"stdin": stdin, "stdout": stdout} for stdin, stdout in zip(inputs, outputs, strict=True)]
     if not isinstance(content, (list, tuple)):
