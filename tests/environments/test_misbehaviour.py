@@ -105,7 +105,7 @@ NOT_SCORED = {
     "ended(1)": "step gave terminated = 1: expected True or False",
     "ended(np.array([True, False]))": "step gave terminated = array",
     "ended(False, [])": "step gave truncated = []",
-    "(None, 1.0, False, False, {})": "step gave no observation, and the episode goes on",
+    "(None, 1.0, False, False, {})": "step gave no observation, and the episode continues",
     "({'a': 1}, 1.0, False, False, {})": "observation of type dict",
     "([{'role': 'user'}], 1.0, False, False, {})": "observation of type list",
     "(b'ok', 1.0, False, False, {})": "observation of type bytes",

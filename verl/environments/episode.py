@@ -73,9 +73,9 @@ class Episode:
         number: its number in this call of the engine.
         sample_key: sample index for the sampling noise; changes after a refill.
         context: token ids before the next turn, including the prompt; only extended, unless the template renders the
-            conversation anew before each turn.
+            conversation again before each turn.
         end: how it ended; empty while it runs.
-        answers: messages of model and environment so far, if the template renders the conversation anew.
+        answers: messages of model and environment so far, if the template renders the conversation before each turn.
         tries: restarts that count as one of `environment.retries`.
         crashes: how often its call ended, or may have ended, a process.
         is_alone: it runs in its own process.

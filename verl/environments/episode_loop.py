@@ -427,7 +427,7 @@ class EpisodeLoop:
 
     def _is_known(self, episode: Episode, what: str) -> bool:
         """Answer the next call of an episode from the journal, if possible. If the call must be repeated, the journal's
-        answer is kept for comparison; an environment that missed actions answered from the journal is started anew."""
+        answer is kept for comparison. An episode is restarted if its environment missed actions answered so."""
         episode.known, journal = None, self.journal
         if journal is None:
             return False

@@ -14,7 +14,7 @@ The values of an environment's `recovery`:
 
     stateless      answers depend only on the action: answers in the journal are reused
     deterministic  actions are executed again, and every answer must equal the one in the journal
-    restart        neither: groups whose episodes had all ended are reused, all others start anew
+    restart        neither: groups whose episodes had all ended are reused, all others are restarted
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 caller ── ask(requests) ──> thread ── [ slot ── rate limit ── POST ── read ] per request ──> server
        <── reports ──                └── back-off <── 429, 5xx, no answer, unusable ──┘
 
-The event loop runs in a thread of its own, so that callers need no asyncio.
+The event loop runs in a separate thread, so that callers need no asyncio.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class _Programs:
             serving.join(10.0)
 
     def samples(self, episode: Episode) -> list[EpisodeSample]:
-        """The rows of an episode: its requests, joined where their tokens go on."""
+        """The rows of an episode: its requests, joined if one continues another."""
         turns = self.sessions[episode.number].recorded[: len(episode.turns)]  # without what ended after the program
         numbers = {turn.request_id: number for number, turn in enumerate(turns)}
         samples = []

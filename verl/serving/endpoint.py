@@ -87,7 +87,7 @@ class OpenTurn:
             try:
                 found = self.shown.get(timeout=left_s)
             except queue.Empty:
-                raise RolloutError(f"no turn was drawn within {self.timeout_s:g} s") from None
+                raise RolloutError(f"no turn was generated within {self.timeout_s:g} s") from None
             if isinstance(found, RolloutError):
                 raise found
             sampled, text, stop = self.text.cut(found[0])

@@ -162,7 +162,7 @@ def as_step(result):
         "info": info or {},
     }
     if step["observation"] is None and not (step["terminated"] or step["truncated"]):
-        raise BadAnswer("step gave no observation, and the episode goes on")
+        raise BadAnswer("step gave no observation, and the episode continues")
     return step
 
 

@@ -59,7 +59,6 @@ class Host(PooledChild):
         super().__init__(child, start_s)
         self.is_alone = is_alone
         self.hung = self.environments = 0
-        self.is_over = False
         self.recovery: Any = None
         self.described: Any = None
         self._ids = itertools.count()
@@ -74,7 +73,7 @@ class Host(PooledChild):
     @property
     def is_usable(self) -> bool:
         """Whether it accepts new environments."""
-        return not self.is_over and not self.hung and super().is_usable
+        return not self.hung and super().is_usable
 
     def await_ready(self) -> None:
         """Wait for the first reply of the process.
@@ -94,7 +93,7 @@ class Host(PooledChild):
         """Send a request and return the value of the reply.
 
         Args:
-            caller: the environment; None for a call of its own.
+            caller: the environment; None for a call without one.
             limit_s: until the reply.
         Raises:
             InfraError: the process failed, or the call took too long next to others.

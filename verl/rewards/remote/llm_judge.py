@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -17,7 +17,6 @@ from verl.rewards.remote.remote_base import (
     RemoteDescription,
     RemoteReward,
     RemoteSample,
-    SampleRequest,
     by_path,
     by_pattern,
     filled,
@@ -160,18 +159,10 @@ class LLMJudgeReward(RemoteReward):
             raise RetryableAnswer(f"the score {score:g}, outside {bounds}, in {shown(text)}")
         return score
 
-    def asks(self, samples: list[RemoteSample]) -> list[SampleRequest]:
-        return [_JudgeRequest(self, sample) for sample in samples]
+    def body(self, samples: Sequence[RemoteSample]) -> Any:
+        return samples[0].question
 
-
-class _JudgeRequest(SampleRequest):
-    def __init__(self, judge: LLMJudgeReward, sample: RemoteSample):
-        self.path, self.samples, self._judge = judge.path, [sample], judge
-
-    def body(self) -> Any:
-        return self.samples[0].question
-
-    def read(self, answer: Any) -> None:
+    def replies(self, answer: Any, count: int) -> list[str]:
         try:
             choice = answer["choices"][0]
             text = choice["message"]["content"]
@@ -181,4 +172,4 @@ class _JudgeRequest(SampleRequest):
             reason = choice.get("finish_reason")
             hint = "; raise options.max_tokens" if reason == "length" else ""
             raise RetryableAnswer(f"an answer without a text (finish_reason {reason}{hint})")
-        self._judge.accept(self.samples[0], text)
+        return [text]

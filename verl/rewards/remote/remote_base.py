@@ -3,8 +3,8 @@
 samples ──> cache ── miss ─────> requests ──> client ──> texts ──> scores
                └──── hit: text ───────────────────────────┘           └──> cache
 
-Subclasses define the requests, by templates with columns of the data. A score is read from a reply by a pattern, or by
-a path in its JSON.
+Subclasses define the content of requests and replies. A score is read from a reply by a pattern, or by a path in its
+JSON.
 """
 
 from __future__ import annotations
@@ -261,25 +261,21 @@ class RemoteDescription(RewardDescription):
         return client
 
 
-class SampleRequest(Request):
-    """A request for the scores of one or more samples."""
-
-    samples: Sequence[RemoteSample]
-
-
 class RemoteReward(Reward):
     """The reward that a `RemoteDescription` builds.
 
     Args:
         described: its settings.
         client: sends the requests; `close` closes it too.
+        batch_size: samples per request.
     """
 
     scores_ahead = scores_groups = True
     described: Any
 
-    def __init__(self, described: RemoteDescription, client: HTTPClient):
+    def __init__(self, described: RemoteDescription, client: HTTPClient, batch_size: int = 1):
         self.described, self.client, self.url = described, client, described.endpoint.url(self.path)
+        self.batch_size = batch_size
         self.error_score = described.error_score if described.on_error == "score" else None
         directory = Path(described.cache_dir).expanduser() if described.cache_dir else cache_root() / "remote"
         self._cache = AnswerCache(directory, described.cache_gib) if described.cache_gib > 0 else None
@@ -303,8 +299,16 @@ class RemoteReward(Reward):
         """
 
     @abstractmethod
-    def asks(self, samples: list[RemoteSample]) -> list[SampleRequest]:
-        """Requests for all samples; their `read` passes each reply to `accept`."""
+    def body(self, samples: Sequence[RemoteSample]) -> Any:
+        """The body of the request for some samples, at most `batch_size`."""
+
+    @abstractmethod
+    def replies(self, answer: Any, count: int) -> Sequence[str]:
+        """The reply for each sample of a request, from the parsed answer.
+
+        Raises:
+            RetryableAnswer: the answer does not have `count` replies.
+        """
 
     def accept(self, sample: RemoteSample, text: str) -> None:
         """Record the reply for a sample, with its score.
@@ -335,7 +339,8 @@ class RemoteReward(Reward):
         ]
         self._recall(samples)
         leaders, followers = self._divided([sample for sample in samples if sample.score is None])
-        asks = self.asks(leaders)
+        size = self.batch_size
+        asks = [_ScoreRequest(self, leaders[start : start + size]) for start in range(0, len(leaders), size)]
         reports = self.client.ask(asks, stop_at_failure=self.error_score is None) if asks else []
         for ask, report in zip(asks, reports, strict=True):
             for sample in ask.samples:
@@ -434,3 +439,26 @@ class RemoteReward(Reward):
             "remote_latency_s": [second for report in reports for second in report.seconds],
         }
         return RewardResult(np.array(scores, dtype=np.float64), parts, {"outcome": outcomes}, counts=counts)
+
+
+class _ScoreRequest(Request):
+    """A request for the scores of some samples; a retry repeats only samples without a score."""
+
+    def __init__(self, reward: RemoteReward, samples: Sequence[RemoteSample]):
+        self.path, self.samples, self._reward = reward.path, samples, reward
+
+    def body(self) -> Any:
+        return self._reward.body(self._unscored())
+
+    def read(self, answer: Any) -> None:
+        faults, unscored = [], self._unscored()
+        for sample, text in zip(unscored, self._reward.replies(answer, len(unscored)), strict=True):
+            try:
+                self._reward.accept(sample, text)
+            except RetryableAnswer as fault:
+                faults.append(fault)
+        if faults:
+            raise faults[0]
+
+    def _unscored(self) -> list[RemoteSample]:
+        return [sample for sample in self.samples if sample.score is None]

@@ -48,15 +48,17 @@ class PooledChild:
     Args:
         child: the process, which sends a message when it is ready.
         start_s: limit of that.
+    Attributes:
+        is_over: it was killed.
     """
 
     def __init__(self, child: ChildProcess, start_s: float):
         self.child, self.pid, self.channel = child, child.pid, child.channel
-        self.start_s, self._is_killed = start_s, False
+        self.start_s, self.is_over = start_s, False
 
     @property
     def is_usable(self) -> bool:
-        return not self._is_killed and self.child.is_alive()
+        return not self.is_over and self.child.is_alive()
 
     def first_message(self) -> Any:
         """The message of a process that is ready; raises StartFailed if it has ended, or sends nothing in time."""
@@ -79,7 +81,7 @@ class PooledChild:
 
     def kill(self) -> None:
         """End it with all that it has started; may be called again, and by another thread."""
-        self._is_killed = True
+        self.is_over = True
         self.child.kill()
 
 
