@@ -100,13 +100,13 @@ class ToolEnvironment(Environment):
             if inspect.isawaitable(result):
                 result = await (result if tool.keeps_deadline else within(self.timeout_s, result))
             text = as_text(result)
-        except Exception as error:  # noqa: BLE001 - of the tool, on the model's arguments
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - of the tool, on the model's arguments
             outcome, text = self._failure(call, error)
             fault = getattr(error, "fault", "own")
         reason = "" if outcome == "ok" else text[:MAX_ERROR]
         return CallRecord(call_id, call.name, outcome, time.monotonic() - begin, reason, fault), text
 
-    def _failure(self, call: ToolCall, error: Exception) -> tuple[Outcome, str]:
+    def _failure(self, call: ToolCall, error: BaseException) -> tuple[Outcome, str]:
         """The outcome of a call that raised, and the text that the model reads."""
         if isinstance(error, TimeoutError):
             return "timeout", f"error: {call.name} gave no answer within {self.timeout_s:g} s"
