@@ -48,13 +48,12 @@ class PooledChild:
     Args:
         child: the process, which sends a message when it is ready.
         start_s: limit of that.
-    Attributes:
-        is_over: it was killed.
     """
 
     def __init__(self, child: ChildProcess, start_s: float):
         self.child, self.pid, self.channel = child, child.pid, child.channel
-        self.start_s, self.is_over = start_s, False
+        self.start_s = start_s
+        self.is_over = False  # it was killed
 
     @property
     def is_usable(self) -> bool:
@@ -76,8 +75,7 @@ class PooledChild:
 
     def state(self) -> str:
         """State by the operating system, to append to a message."""
-        state = self.child.state()
-        return f" ({state})" if state else ""
+        return f" ({state})" if (state := self.child.state()) else ""
 
     def kill(self) -> None:
         """End it with all that it has started; may be called again, and by another thread."""
