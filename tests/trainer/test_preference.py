@@ -24,7 +24,7 @@ from verl.compose.load_policy import locate_policy
 from verl.compose.validate import validate
 from verl.data.files import PreferenceFiles
 from verl.engines.optimizer import AdamW
-from verl.engines.sharding import DDP, FSDP, NoSharding
+from verl.engines.sharding import FSDP, NoSharding
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
@@ -119,25 +119,6 @@ def test_a_resumed_run_has_them_from_the_checkpoint_and_loads_no_reference(shard
         trainer.fit()
     left, right = (Training(numbers(x / "run"), digest=digest(x)) for x in (again, whole))
     same_training(left, right, after=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("loss", "sharding"),
-    [
-        pytest.param(DPO(label_smoothing=0.1), FSDP(timeout_s=60.0), id="dpo, fsdp"),
-        pytest.param(KTO(), DDP(timeout_s=60.0), id="kto, ddp", marks=pytest.mark.exhaustive),
-        pytest.param(ORPO(), FSDP(timeout_s=60.0), id="orpo, fsdp", marks=pytest.mark.exhaustive),
-        pytest.param(BradleyTerry(), DDP(timeout_s=60.0), id="reward model, ddp", marks=pytest.mark.exhaustive),
-        pytest.param(
-            BradleyTerry(centre_coef=0.1), FSDP(timeout_s=60.0), id="reward model, fsdp", marks=pytest.mark.exhaustive
-        ),
-    ],
-)
-def test_two_processes_train_as_one_does(loss, sharding, model64, tmp_path):
-    alone = trained(preference_run(model64, loss), tmp_path / "one")
-    shared = preference_run(model64, loss, sharding=sharding, n_gpus_per_node=2)
-    same_training(alone, trained(shared, tmp_path / "two"), ROUNDING)
 
 
 def test_micro_batches_and_packing_change_no_number(model64, tmp_path):
