@@ -30,7 +30,7 @@ from _progress import Progress
 
 from verl.models.hf_state_dict import hf_state_dict
 from verl.models.pretrained import Pretrained
-from verl.rollout.probe_log_probs import trainer_log_probs
+from verl.rollout.model_log_probs import trainer_log_probs
 from verl.rollout.proof import SyncVerifier, probe_rows
 from verl.rollout.vllm.server.verification import answer_request
 
@@ -70,6 +70,7 @@ def proof_seconds(directory: Path, options: argparse.Namespace) -> dict[str, lis
         str(directory),
         dtype="float32",
         enforce_eager=True,
+        worker_extension_cls="verl.rollout.vllm.server.worker_extension.WorkerExtension",
         max_model_len=CONTEXT,
         skip_tokenizer_init=True,
         max_num_seqs=8,

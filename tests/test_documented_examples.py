@@ -16,10 +16,8 @@ import shlex
 import shutil
 import signal
 import threading
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
-from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +32,6 @@ from trainer.runs import fit
 from typer.testing import CliRunner
 
 from verl.cli.main import app
-from verl.cli.report.watch import RunServer
 from verl.compose.compose import compose_root
 from verl.compose.overrides import command_line
 from verl.compose.validate import validate
@@ -59,6 +56,7 @@ NOT_RUN = {  # the beginning of a command, and why it is not run here
     "VLLM_SERVER_DEV_MODE=1 vllm serve": "needs a server with a GPU; tests/rollout/server starts one",
     "python scripts/prepare_gsm8k.py": "needs the hub, or its files; tests/scripts/test_prepare_gsm8k.py",
     "verl quickstart": "minutes; tests/test_wheel.py runs its --smoke",
+    "verl serve-training": "until Ctrl-C; tests/service/test_serve_training.py runs it",
     "verl resume-check": "a minute and more; tests/cli/test_resume_check.py runs it on a small model",
     "verl checkpoint export outputs/verl/EXPERIMENT/TIME/actor": "needs a LoRA run; tests/cli/test_checkpoint.py",
     "verl checkpoint export outputs/verl/EXPERIMENT/TIME model --push": "needs a hub; tests/cli/test_push_to_hub.py",
@@ -240,18 +238,6 @@ def ended_when_it_listens() -> Iterator[None]:
         thread.join()
 
 
-def serve_one_page(server: RunServer) -> None:
-    """Serve until the page was sent."""
-
-    def read() -> None:
-        with contextlib.suppress(OSError), urllib.request.urlopen(server.url, timeout=60) as page:
-            page.read()
-        server.shutdown()
-
-    threading.Thread(target=read, daemon=True).start()
-    ThreadingHTTPServer.serve_forever(server)
-
-
 @pytest.mark.parametrize("command", of_kind("looking"))
 def test_a_command_that_looks_at_a_run_is_done_with_it(command, finished, model32, monkeypatch):
     monkeypatch.chdir(finished)
@@ -261,7 +247,6 @@ def test_a_command_that_looks_at_a_run_is_done_with_it(command, finished, model3
         "plan": [f"actor.model.path={model32.path}"],
         "serve-policy": ["--port", "0"],
     }.get(words[0], [])
-    monkeypatch.setattr(RunServer, "serve_forever", serve_one_page)  # of `verl watch --web`
     with ended_when_it_listens() if words[0] == "serve-policy" else contextlib.nullcontext():
         result = CliRunner().invoke(app, [*words, *own])
     assert result.exit_code == 0, result.output

@@ -191,10 +191,6 @@ class Description:
         schema["post_init"] = False  # `set_fields` calls it
         return schema
 
-    @classmethod
-    def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> dict[str, Any]:
-        return {"x-component": cls.__name__} if schema["type"] == "is-instance" else handler(schema)
-
 
 def package_fault(package: str, setting: str) -> str | None:
     """The fault if a package that a component needs is not installed; None if it is.

@@ -55,10 +55,3 @@ def test_a_trainer_in_the_middle_of_a_save_is_not_disturbed(trainer):
     with trainer.begin(700) as transaction:
         transaction.commit()
     assert [checkpoint.step for checkpoint in trainer.complete()] == [400, 500, 600, 700]
-
-
-def test_where_there_is_nothing_to_clean_nobody_claims_the_directory(trainer):
-    clean(CheckpointStore(trainer.directory), Retention())
-    before = everything(trainer)
-    assert clean(CheckpointStore(trainer.directory), Retention()).freed_bytes == 0
-    assert everything(trainer) == before

@@ -10,7 +10,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -187,18 +186,6 @@ def test_without_file_locks_a_living_run_of_this_machine_is_found_and_a_later_cl
     assert ownership.read_owner(tmp_path) == of_another_machine, "the end of one run frees the directory of another"
 
 
-def test_only_who_locks_alone_is_warned_where_there_are_no_file_locks(tmp_path, monkeypatch, caplog):
-    def no_locks(fd: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, "no locks")
-
-    monkeypatch.setattr(filesystem.fcntl, "flock", no_locks)
-    (tmp_path / FORMAT).write_text("{}")
-    assert ownership.wait_for_lock(FileSystem(), tmp_path / FORMAT, shared=True) is None
-    assert not caplog.records
-    assert ownership.wait_for_lock(FileSystem(), tmp_path / FORMAT) is None
-    assert caplog.records
-
-
 def test_the_lock_of_a_file_that_was_replaced_is_nobodys(tmp_path, monkeypatch):
     path, locked, disk = tmp_path / FORMAT, fcntl.flock, FileSystem()
     path.write_text("old")
@@ -212,23 +199,8 @@ def test_the_lock_of_a_file_that_was_replaced_is_nobodys(tmp_path, monkeypatch):
     monkeypatch.setattr(filesystem.fcntl, "flock", lock_after_the_replacement)
     assert disk.lock(path) is None
     handle = disk.lock(path)
-    assert handle is not None
     assert disk.lock(path) is None
     disk.close(handle)
-
-
-class LateLook(CheckpointStore):
-    """Looked whether the directory is prepared before another process prepared it."""
-
-    def exists(self, path: Path) -> bool:
-        return path.name != FORMAT and super().exists(path)
-
-
-def test_the_file_that_is_locked_is_not_replaced_by_one_who_prepares_the_directory_at_the_same_time(tmp_path):
-    CheckpointStore(tmp_path, "first").claim_directory()
-    inode = (tmp_path / FORMAT).stat().st_ino
-    LateLook(tmp_path, "second").claim_directory()
-    assert (tmp_path / FORMAT).stat().st_ino == inode
 
 
 # -- a place in a store -----------------------------------------------------------------------------------------------
@@ -263,7 +235,6 @@ def living_run(storage: Storage) -> Iterator[subprocess.Popen[str]]:
     given = json.dumps([target, fields])
     process = subprocess.Popen([sys.executable, "-c", LIVING, given], stdin=-1, stdout=-1, text=True)
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "None\n"
         yield process
     finally:
@@ -339,13 +310,3 @@ def test_what_somebody_else_wrote_there_is_nobodys_lease_and_a_store_that_is_gon
     gone = S3Storage(bucket=BUCKET, endpoint_url="http://127.0.0.1:9", retries=0)
     with pytest.raises(StorageUnreachable):
         StoreLease(gone, Owner.here("second")).acquire()
-
-
-def test_a_lease_has_one_length_whatever_a_renewal_writes_and_whoever_renews_it(tmp_path, monkeypatch):
-    storage, sizes = LocalStorage(path=str(tmp_path)), set()
-    taken = Owner.here("first")
-    for epoch, is_released, now in ((1, False, 1.7e9), (10**6, False, time.time()), (10**6, True, 1.7e9 + 0.1234567)):
-        monkeypatch.setattr(ownership.time, "time", lambda now=now: now)
-        owner = replace(taken, epoch=epoch, is_released=is_released)
-        sizes.add(len(StoreLease(storage, owner)._data(owner)))
-    assert len(sizes) == 1, f"a reader may get a part of it: {sizes}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 
 import pytest
 from faults.scenarios import save
@@ -11,7 +10,7 @@ from faults.scenarios import save
 from verl.checkpoint import ownership
 from verl.checkpoint import retention as retention_module
 from verl.checkpoint.commit.store import CheckpointStore
-from verl.checkpoint.retention import Retention, pin, pins, plan, prune, unpin
+from verl.checkpoint.retention import Retention, pin, pins, prune, unpin
 from verl.errors import CheckpointNotFound, CheckpointWriteFailed
 
 
@@ -89,19 +88,6 @@ def test_pins_are_files_with_a_reason(tmp_path):
             use(store, "global_step_1")
 
 
-def test_garbage_is_what_dead_processes_left(tmp_path):
-    store = CheckpointStore(tmp_path / "checkpoints")
-    save(store, 1, 1)
-    with store.begin(2) as alive:
-        alive.main.write("a", [b"1"])
-        for left in ("staging/7-dead/actor", "trash/global_step_9-x"):
-            (store.directory / left).mkdir(parents=True)
-            (store.directory / left / "file").write_bytes(bytes(1000))
-        store.remove_leftovers()
-        assert [path.name for path in store.leftovers()] == []
-        assert alive.commit().step == 2
-
-
 def test_a_pin_that_comes_while_checkpoints_are_pruned_holds_or_is_refused(tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path / "checkpoints")
     for version in range(1, 5):
@@ -118,21 +104,3 @@ def test_a_pin_that_comes_while_checkpoints_are_pruned_holds_or_is_refused(tmp_p
     monkeypatch.setattr(retention_module, "_covered", decided_before_the_pin)
     assert prune(store, Retention(keep_last_n=2)) == ["global_step_1", "global_step_2"]
     assert pins(store) == {}
-
-
-def test_a_plan_to_clean_beside_a_trainer_that_prunes_passes_over_what_is_gone(tmp_path, monkeypatch):
-    store = CheckpointStore(tmp_path / "checkpoints")
-    for version in range(1, 6):
-        save(store, version, version)
-    listed = retention_module.files_below
-
-    def removed_meanwhile(disk, root):
-        sizes = listed(disk, root)
-        if root.name == "global_step_2":
-            shutil.rmtree(root)
-        return sizes
-
-    monkeypatch.setattr(retention_module, "files_below", removed_meanwhile)
-    planned = plan(store, Retention(keep_last_n=2))
-    assert planned.removed == ("global_step_1", "global_step_2", "global_step_3")
-    assert planned.freed_bytes > 0

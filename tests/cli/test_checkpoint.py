@@ -309,6 +309,7 @@ BAD = {
     "a retention that makes no sense": (["gc", "run", "--keep-last-n", "0"], "error: keep_last_n is 0: must be"),
     "a component without tensors": (["inspect", "run", "--component", "x"], "error: global_step_200 has no tensors of"),
     "a component that is not a model": (["export", "run", "out", "--component", "rng"], "error: component is 'rng'"),
+    "a directory in use": (["export", "run", "run"], "error: OUT is "),
     "not pinned": (["unpin", "run/checkpoints/latest"], "is not pinned"),
     "one side missing": (["diff", "run", "nowhere"], "nowhere does not exist"),
 }

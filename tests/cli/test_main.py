@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 import sys
-from typing import get_args
 
 import pytest
 from cases import exhaustive
@@ -17,7 +15,7 @@ from verl.cli.main import app
 from verl.cli.plan import plan_only
 from verl.cli.resume_check import RunLauncher
 from verl.compose.launch import start_message
-from verl.compose.schema import ROOTS, RootName, own_conf_dirs
+from verl.compose.schema import own_conf_dirs
 
 runner = CliRunner()
 
@@ -36,17 +34,6 @@ def test_env_prints_the_check_and_ends_with_its_status(monkeypatch, tmp_path):
     result = runner.invoke(app, ["env", "--backend", "ddp"])
     assert result.exit_code == 1
     assert "[✗] torch is missing" in result.output
-
-
-def test_config_schema_prints_or_writes_the_schema_of_a_root(tmp_path):
-    printed = json.loads(runner.invoke(app, ["config-schema"]).output)
-    assert printed["properties"]["_target_"] == {"const": "verl.trainer.ppo_config.PPORun"}
-    result = runner.invoke(app, ["config-schema", "sft", "--output", str(tmp_path / "sft.json")])
-    assert (result.exit_code, result.output) == (0, "")
-    assert "batch_size" in json.loads((tmp_path / "sft.json").read_text())["$defs"]["SFTSettings"]["properties"]
-    refused = runner.invoke(app, ["config-schema", "bc"])
-    assert (refused.exit_code, "'bc' is not one of 'ppo', 'sft'" in refused.output) == (2, True)
-    assert get_args(RootName) == tuple(ROOTS)
 
 
 def test_an_unknown_backend_is_a_usage_error_with_the_known_ones():

@@ -30,9 +30,6 @@ class Unheard:
     def send(self, number: int, pending: PendingCall) -> None:
         """Nobody gets it."""
 
-    def look(self, ranks: Sequence[int]) -> None:
-        """There is nothing to see."""
-
     def unresponsive(self, ranks: Sequence[int]) -> Sequence[int]:
         return ()
 

@@ -42,8 +42,8 @@ from verl.models.heads import LMHead
 from verl.models.lora import LoRA
 from verl.models.parallel_info import compute_device
 from verl.ops.resharding.dtensor import local
-from verl.rollout import probe_log_probs
-from verl.rollout.probe_log_probs import trainer_log_probs
+from verl.rollout import model_log_probs
+from verl.rollout.model_log_probs import trainer_log_probs
 from verl.rollout.proof.fingerprints import ProbeVectors
 from verl.rollout.proof.probe import probe_rows
 from verl.rollout.weight_sync import state_dict
@@ -288,7 +288,7 @@ def checked(offload: bool) -> dict[str, str]:
 
 
 def main() -> None:
-    probe_log_probs.as_array = lambda x: x.detach().float().to("cpu")
+    model_log_probs.as_array = lambda x: x.detach().float().to("cpu")
     found = planted() if "planted" in sys.argv else {"on the device": checked(False), "offloaded": checked(True)}
     with open(sys.argv[1], "w") as file:
         json.dump(found, file)
@@ -297,11 +297,11 @@ def main() -> None:
 def planted() -> dict[str, dict[str, str]]:
     """What the checks say of two faults."""
     found = {}
-    before = probe_log_probs.release_gathered
-    probe_log_probs.release_gathered = lambda model: None
+    before = model_log_probs.release_gathered
+    model_log_probs.release_gathered = lambda model: None
     found["planted: the probe keeps what it gathers"] = checked(True)
-    probe_log_probs.release_gathered = before
-    for module in (engine, heads, probe_log_probs):
+    model_log_probs.release_gathered = before
+    for module in (engine, heads, model_log_probs):
         module.compute_device = lambda model: next(model.parameters()).device
     found["planted: it computes where weights rest"] = checked(True)
     return found

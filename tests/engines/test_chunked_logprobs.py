@@ -211,19 +211,6 @@ def test_parts_add_up_the_gradient_of_a_head_in_bfloat16_as_well_as_one_pass_doe
     assert errors[1] < 1.2 * errors[0] + 1e-4
 
 
-@pytest.mark.parametrize("trained", [True, False])
-def test_a_head_in_float32_is_used_as_it_is(trained, monkeypatch):
-    head = torch.nn.Linear(4, 8).requires_grad_(trained)
-    made = []
-    monkeypatch.setattr(chunked_logprobs._Source, "apply", lambda *given: made.append(given))
-    chunked_logprobs.HeadGradients(head)
-    chunked_logprobs.HeadGradients(head.double())
-    chunked_logprobs.HeadGradients(head.bfloat16().requires_grad_(False))
-    with torch.no_grad():
-        chunked_logprobs.HeadGradients(torch.nn.Linear(4, 8, dtype=torch.bfloat16))
-    assert not made
-
-
 @pytest.mark.parametrize(("device", "numbers"), [("cpu", 2**24), ("cuda", 2**27)])
 def test_a_chunk_of_the_logits_is_as_large_as_the_documents_say(device, numbers):
     assert chunked_logprobs.logits_at_a_time(device) == numbers

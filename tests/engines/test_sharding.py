@@ -21,11 +21,6 @@ def test_alone_sums_and_gradients_stay_as_they_are():
     parallel.close()
 
 
-def test_a_place_says_whether_it_needs_processes():
-    processes = {kind.__name__: kind.needs_processes for kind in (NoSharding, DDP, FSDP, HSDP, TP, TPFSDP)}
-    assert processes == {"NoSharding": False, "DDP": True, "FSDP": True, "HSDP": True, "TP": True, "TPFSDP": True}
-
-
 def test_groups_of_processes_must_be_equal():
     assert HSDP(replicas=3).size_fault(4).startswith("replicas is 3: it does not divide the 4 processes")
     assert TP(tensor_parallel=2).size_fault(3).endswith("1, 3 would.")

@@ -41,11 +41,8 @@ def test_heads_and_widths_that_do_not_divide_are_refused(tmp_path):
 def test_a_vocabulary_that_does_not_divide_leaves_head_and_embedding_whole(tied, tmp_path):
     model = model_of("qwen2", tmp_path, vocab_size=103, tie_word_embeddings=tied)
     assert not {"lm_head", "model.embed_tokens"} & set(plan_of(model, 2))
+    assert plan_of(model_of("llama", tmp_path), 2)["lm_head"] == "colwise_gather_output"
     assert "model.layers.*.self_attn.q_proj" in plan_of(model, 2)
-
-
-def test_each_process_has_a_slice_of_each_layer_of_the_plan(tmp_path):
-    assert plan_of(model_of("qwen2", tmp_path), 2)["lm_head"] == "colwise_gather_output"
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "mixtral"])

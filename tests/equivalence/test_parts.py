@@ -42,7 +42,7 @@ def under_way(trainer) -> TrainLoop:
 @pytest.mark.parametrize(
     ("name", "processes"),
     [
-        pytest.param("fsdp", 2, marks=pytest.mark.exhaustive),
+        ("fsdp", 2),
         pytest.param("ddp", 3, marks=pytest.mark.exhaustive),
         pytest.param("hsdp", 4, marks=pytest.mark.exhaustive),
         pytest.param("tp_fsdp", 4, marks=pytest.mark.exhaustive),

@@ -14,7 +14,7 @@ from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ShakenClip, fit
 
 from verl.algorithms.kl import AdaptiveKLInReward
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.read.reader import verify
+from verl.checkpoint.read.reader import open_verified
 from verl.engines.sharding import DDP
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
@@ -93,4 +93,4 @@ def test_frozen_models_are_named_and_on_request_kept_as_links(model32, tmp_path)
     assert identity["model"] == model32.path
     assert len({(path / "model.safetensors").stat().st_ino for path in found}) == 1
     assert (found[0] / "model.safetensors").read_bytes() == (Path(model32.path) / "model.safetensors").read_bytes()
-    assert verify(FileSystem(), newest(tmp_path).directory, "full") == []
+    open_verified(FileSystem(), newest(tmp_path).directory, "full")

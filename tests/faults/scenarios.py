@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 from checkpoint.rank_tensors import RankTensor, write_model, write_tensors
@@ -26,7 +27,7 @@ from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.remote_store import RemoteStore
 from verl.checkpoint.remote.transfer import CheckpointUpload, pull
 from verl.checkpoint.retention import Retention, pin, prune
-from verl.checkpoint.save.save_executor import execute_save
+from verl.checkpoint.save import save_executor
 from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
 from verl.storage.config import LocalStorage
 
@@ -94,7 +95,8 @@ def save_images(store: CheckpointStore, step: int, version: int, increment: bool
         existing_files=(ExistingFile(path="reference_model/frozen.bin"),),
         state={"version": version}, increment=increment,
     )  # fmt: skip
-    return store.open(execute_save(store, request, page_aligned_view(memory), fewest_direct_bytes=1).name)
+    with patch.object(save_executor, "FEWEST_DIRECT_BYTES", 1):
+        return store.open(save_executor.execute_save(store, request, page_aligned_view(memory)).name)
 
 
 def save_increment(store: CheckpointStore, step: int, version: int) -> Checkpoint:

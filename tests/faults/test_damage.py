@@ -15,8 +15,15 @@ from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import digest_of
-from verl.checkpoint.read.reader import CheckpointReader, verify
-from verl.errors import BadCheckpoint, CheckpointCorrupt, CheckpointIncomplete, CheckpointNotFound, CheckpointTooNew
+from verl.checkpoint.read.reader import CheckpointReader, Level, open_verified
+from verl.errors import (
+    BadCheckpoint,
+    CheckpointCorrupt,
+    CheckpointIncomplete,
+    CheckpointNotFound,
+    CheckpointTooNew,
+    FileFault,
+)
 
 SHARD, SLICES = "actor/model-00001-of-00002.safetensors", "optimizer/optim_state_rank_1.safetensors"
 
@@ -92,12 +99,21 @@ def empty(directory: Path) -> None:
     directory.mkdir()
 
 
+def verify(directory: Path, level: Level = "quick") -> tuple[FileFault, ...]:
+    """All faults of a checkpoint."""
+    try:
+        open_verified(FileSystem(), directory, level)
+    except BadCheckpoint as error:
+        return error.faults
+    return ()
+
+
 @pytest.mark.parametrize("kind", QUICK)
 def test_damage_that_shows_from_outside_is_found_by_every_discovery(kind, store, caplog):
     damage, file = QUICK[kind]
     directory = store.directory / "global_step_200"
     damage(directory)
-    assert file in {fault.file for fault in verify(FileSystem(), directory)}
+    assert file in {fault.file for fault in verify(directory)}
     assert store.newest().step == 100
     assert "NOT USING checkpoint" in caplog.text
     assert file in caplog.text
@@ -113,9 +129,9 @@ def test_a_single_bit_anywhere_is_found_and_the_file_named(store):
         original = path.read_bytes()
         for at in {0, entry.size // 3, entry.size - 1}:
             flip(path, at)
-            assert {fault.file for fault in verify(FileSystem(), newest.directory, "full")} == {entry.path}, at
+            assert {fault.file for fault in verify(newest.directory, "full")} == {entry.path}, at
             path.write_bytes(original)
-    assert verify(FileSystem(), newest.directory, "full") == []
+    assert verify(newest.directory, "full") == ()
 
 
 def test_a_flipped_bit_names_the_one_tensor_that_holds_it(store):
@@ -124,7 +140,7 @@ def test_a_flipped_bit_names_the_one_tensor_that_holds_it(store):
     for name, (tensor, part) in place.items():
         path = newest.path(part.file)
         flip(path, part.offset + tensor.slice_bytes(part) // 2)
-        (fault,) = verify(FileSystem(), newest.directory, "full")
+        (fault,) = verify(newest.directory, "full")
         assert (fault.file, fault.tensors) == (part.file, (name,))
         with pytest.raises(CheckpointCorrupt, match=f"not those that were written .in {name}.$"):
             CheckpointReader(newest).tensor(tensor.component, tensor.name)
@@ -143,7 +159,7 @@ def test_what_is_not_read_is_not_hashed(store):
 
 def test_swapped_files_are_both_named(store):
     swap(store.directory / "global_step_200")
-    files = {fault.file for fault in verify(FileSystem(), store.directory / "global_step_200", "full")}
+    files = {fault.file for fault in verify(store.directory / "global_step_200", "full")}
     assert files == {f"optimizer/optim_state_rank_{rank}.safetensors" for rank in (0, 1)}
 
 
@@ -239,10 +255,8 @@ def test_a_checkpoint_may_be_moved(store, tmp_path):
 def test_a_damaged_constant_file_is_not_handed_on(store):
     flip(store.newest().path("actor/tokenizer.json"), 0)
     third = save_images(store, 300, 3)
-    assert verify(FileSystem(), third.directory, "full") == []
-    assert {fault.file for fault in verify(FileSystem(), store.directory / "global_step_200", "full")} == {
-        "actor/tokenizer.json"
-    }
+    assert verify(third.directory, "full") == ()
+    assert {fault.file for fault in verify(store.directory / "global_step_200", "full")} == {"actor/tokenizer.json"}
     fourth = save_images(store, 400, 4)
     assert fourth.path("actor/tokenizer.json").samefile(third.path("actor/tokenizer.json"))
 

@@ -32,22 +32,14 @@ def test_weights_follow_the_seed_alone_and_the_generator_is_left_as_it_was():
     assert largest_difference(other, first) > 0
 
 
-def test_weights_of_another_dtype_are_the_same_weights():
-    double = TinyModel(hidden_size=32, intermediate_size=64, dtype="float64").load_causal_lm("cpu")
-    assert double.dtype == torch.float64
-    single = weights(SMALL.load_causal_lm("cpu"))
-    assert largest_difference(weights(double), {name: x.double() for name, x in single.items()}) == 0
-
-
-def test_the_backbone_is_that_of_the_language_model():
+def test_backbone_tokenizer_and_weights_of_another_type_are_those_of_the_language_model():
     model, backbone = SMALL.load_causal_lm("cpu"), SMALL.load_backbone("cpu")
     assert largest_difference(weights(backbone), weights(model.base_model)) == 0
     assert not model.training
     assert not backbone.training
-
-
-def test_the_vocabulary_and_the_context_agree_with_the_tokenizer():
-    model, tokenizer = SMALL.load_causal_lm("cpu"), SMALL.load_tokenizer()
+    tokenizer = SMALL.load_tokenizer()
     assert model.config.vocab_size == len(tokenizer)
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert SMALL.max_positions() == tokenizer.model_max_length == model.config.max_position_embeddings == 64
+    double = TinyModel(hidden_size=32, intermediate_size=64, dtype="float64").load_causal_lm("cpu")
+    assert largest_difference(weights(double), {name: x.double() for name, x in weights(model).items()}) == 0

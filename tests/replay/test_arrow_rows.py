@@ -9,11 +9,9 @@ import torch
 from refusals import refusal
 from replay.rows_here import scored_rows
 
-from verl.checkpoint.core.filesystem import FileSystem
 from verl.errors import DataProtoValidationError
 from verl.protocol import DataProto
 from verl.replay.arrow_rows import DeviceRows, SelectedRows, rows_from_arrow, rows_to_arrow
-from verl.replay.shard import Shard
 
 KEPT = (
     "prompts", "prompt_mask", "prompt_ids", "sample_ids", "responses", "response_mask", "input_ids", "attention_mask",
@@ -66,11 +64,6 @@ def test_rows_of_two_batches_come_back_in_the_order_of_the_records(dtype):
     assert_equal(rows_from_arrow(parts, pad_token_id=0), expected)
 
 
-def test_slices_of_record_batches_are_those_rows():
-    batch = scored_rows(6, seed=3)
-    assert_equal(rows_from_arrow([SelectedRows(packed(batch).slice(4), np.arange(2))], 0), trimmed(batch, [4, 5]))
-
-
 def test_rows_on_a_device_are_gathered_like_those_on_the_host():
     batch = scored_rows(6, seed=3).union(DataProto.from_dict({"block": torch.arange(12).reshape(6, 2).to(torch.int16)}))
     record, rows = packed(batch), np.array([4, 0, 5])
@@ -105,20 +98,10 @@ def test_experts_of_each_token_survive():
         assert (found["routed_experts"][row, kept:] == -1).all()
 
 
-@pytest.mark.parametrize(
-    "value",
-    [
-        float("nan"),
-        float("-inf"),
-        1e-7,
-        10**30,
-        "\ud800 half of a pair",
-        "\u2028 \x00 é",
-        True,
-        None,
-        [1, {"a": [2.5]}],
-    ],
-)
+NUMBERS, TEXTS = [float("nan"), float("-inf"), 1e-7, 10**30], ["\ud800 half of a pair", "\u2028 \x00 é"]
+
+
+@pytest.mark.parametrize("value", [*NUMBERS, *TEXTS, True, None, [1, {"a": [2.5]}]])
 def test_columns_come_back_as_json_reads_them(value):
     batch = scored_rows(2, seed=0)
     batch = DataProto.from_dict(dict(batch.batch), {"column": [value, "other"]})
@@ -131,13 +114,3 @@ def test_a_column_changed_to_what_is_no_json_value_is_refused_by_name():
     batch.non_tensor_batch["column"][1].append(b"bytes")
     with refusal(value="row 1", kind=DataProtoValidationError):
         packed(batch)
-
-
-def test_a_file_of_several_leaves_has_the_bytes_and_digests_of_its_content(tmp_path):
-    shard, values = Shard(7), np.random.default_rng(0).random(3 * 2**20)
-    for part in np.split(values, 3):
-        shard.append(pa.record_batch({"x": part}))
-    content, file = shard.content(), shard.write(FileSystem(), tmp_path)
-    assert len(file.leaves) == 2
-    assert file == shard.describe(content)
-    assert (tmp_path / file.name).read_bytes() == content

@@ -5,25 +5,20 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-import threading
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
-from faults.disks import KILLED, is_killed
+from faults.disks import KillingDisk, is_killed
 from replay.rows_here import scored_rows
 from replay.test_buffer import SMALL, saved, shared, texts
-from replay.test_remote_tier import uploaded
 
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import hash_buffers
 from verl.replay.buffer import TieredBuffer
 from verl.replay.config import ReplayRequest
-from verl.replay.mixing import ReplayMixing
 from verl.replay.remote_tier import RemoteTier
 from verl.replay.shard import ShardFile
 from verl.storage.config import LocalStorage
-from verl.utils.external_input import read_bytes
 
 ALL = ReplayRequest(num_rows=1000, step=9, version=9)
 
@@ -48,7 +43,6 @@ def test_a_full_disk_loses_nothing_while_memory_has_room(tmp_path, caplog):
     assert "cannot be written and stay in memory" in caplog.text
     assert not shared(buffer)
     found = buffer.sample(ALL)
-    assert found is not None
     assert len(found) == 96
     other = TieredBuffer(SMALL, tmp_path / "next", seed=7)
     other.load_state_dict(directory)
@@ -69,56 +63,8 @@ def test_a_full_disk_and_full_memory_cost_the_oldest_rows_and_are_counted(tmp_pa
     assert lost > 0
     assert buffer.unwritten_bytes < 4 * 2**20
     found = buffer.sample(ALL)
-    assert found is not None
     assert len(found) == 11 * 24 - lost
     buffer.close()
-
-
-def test_a_full_disk_keeps_a_shard_that_the_store_has_without_sending_it_again(tmp_path, monkeypatch):
-    cold = RemoteTier(
-        LocalStorage(path=str(tmp_path / "store")).connect(), tmp_path / "cold", timeout_s=30.0, retry_s=1.0
-    )
-    put_file, sent, may_send = cold.store.put_file, [], threading.Event()
-
-    def send(key, path):
-        sent.append(key)
-        assert may_send.wait(60)
-        return put_file(key, path)
-
-    monkeypatch.setattr(cold.store, "put_file", send)
-    disk = FullDisk()
-    disk.is_full = False
-    settings = dataclasses.replace(SMALL, max_rows=30, warm_share=0.3, cold_share=0.6)
-    buffer = TieredBuffer(settings, tmp_path / "here", seed=7, cold=cold, disk=disk)
-    for step in (1, 2):
-        buffer.append(scored_rows(14, seed=step, version=step), step)
-        buffer.state_dict()
-    disk.is_full = True
-    may_send.set()
-    for _ in range(3):
-        uploaded(buffer)
-    assert buffer.stats()["replay/rows_cold"] == 0
-    found = buffer.sample(ALL)
-    assert found is not None
-    assert len(found) == 28
-    disk.is_full = False
-    buffer.settle()
-    assert buffer.stats()["replay/rows_cold"] == 14
-    assert len(sent) == 1
-    buffer.close()
-
-
-class DeadlyDisk(FileSystem):
-    """Ends the process, as SIGKILL does, at the n-th operation."""
-
-    def __init__(self, at: int):
-        self._left = at
-
-    def perform(self, operation, call, *args):
-        if self._left == 0:
-            os._exit(KILLED)
-        self._left -= 1
-        return super().perform(operation, call, *args)
 
 
 def sealed(directory: Path, disk: FileSystem | None = None) -> dict[str, Path]:
@@ -133,7 +79,7 @@ def sealed(directory: Path, disk: FileSystem | None = None) -> dict[str, Path]:
 def test_a_process_killed_while_it_seals_leaves_a_whole_shard_or_none(tmp_path):
     (whole,) = sealed(tmp_path / "whole").values()
     calls = 0
-    while is_killed(partial(sealed, tmp_path / str(calls), DeadlyDisk(calls))):
+    while is_killed(partial(sealed, tmp_path / str(calls), KillingDisk(calls, "before"))):
         left = [*(tmp_path / str(calls)).glob("rows_*.arrow")]
         assert [path.read_bytes() for path in left] in ([], [whole.read_bytes()])
         assert [*sealed(tmp_path / str(calls))] == [whole.name], "the next one makes it anew"
@@ -155,7 +101,7 @@ def test_a_process_killed_while_it_fetches_leaves_nothing_that_is_taken_for_a_sh
     with storage.connect() as store:
         store.put_file(f"replay/{shard.name}", whole)
     calls = 0
-    while is_killed(partial(fetch, DeadlyDisk(calls))):
+    while is_killed(partial(fetch, KillingDisk(calls, "before"))):
         calls += 1
     assert calls > 3
     assert [path.name for path in here.iterdir()] == [shard.name]
@@ -173,23 +119,3 @@ def test_runs_of_one_name_that_keep_their_rows_elsewhere_do_not_meet(tmp_path):
     assert (runs[0] / "replay" / mine.name).samefile(mine), "the run's directory leads there"
     TieredBuffer(settings, settings.directory_of(runs[0])).close()  # the same run once more
     assert not mine.exists()
-
-
-def test_a_checkpoint_that_is_pruned_while_it_is_looked_at_keeps_nothing_and_fails_nothing(tmp_path, monkeypatch):
-    for step in (1, 2):
-        (tmp_path / f"global_step_{step}/replay_buffer").mkdir(parents=True)
-        (tmp_path / f"global_step_{step}/replay_buffer/buffer.json").write_text("")
-    cold = ShardFile(first_row=0, num_rows=1, size=1, leaves=(), place="cold")
-
-    def read_after_the_pruning(file):
-        if "global_step_1" in str(file):
-            file.unlink()
-            return read_bytes(file)
-        return SimpleNamespace(shards=[cold])
-
-    monkeypatch.setattr("verl.replay.shard.read_saved", read_after_the_pruning)
-    deleted, mixing = [], object.__new__(ReplayMixing)
-    vars(mixing).update(_checkpoints=tmp_path, _keeps_all=False)
-    buffer = SimpleNamespace(released=["unneeded", cold.name], cold=SimpleNamespace(delete=deleted.extend))
-    mixing._release(buffer)
-    assert (deleted, buffer.released) == (["unneeded"], [cold.name])

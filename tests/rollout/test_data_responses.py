@@ -50,7 +50,8 @@ class Answered(Prompts):
 
 def algorithm(**options):
     options = {"top_k": 5, "data_fraction": 0.5, "divergence": "forward_kl"} | options
-    parts = {name: options.pop(name) for name in ("correction", "proximal", "advantage", "epochs") if name in options}
+    names = {"correction", "proximal", "advantage", "epochs", "selection"} & {*options}
+    parts = {name: options.pop(name) for name in names}
     base = {"advantage": GRPO(), "kl": NoKL(), "entropy_coef": 0.0, "epochs": 1, "distill": Distillation(**options)}
     return dataclasses.replace(PPO_ALGORITHM, **(base | parts))
 
@@ -79,18 +80,11 @@ def by_definition(student_logits, teacher_logits, labels, beta):
     return each.sum(-1)[labels != -100].mean()
 
 
-def by_trl(student_logits, teacher_logits, labels, beta):
-    gkd = pytest.importorskip("trl.experimental.gkd", reason="needs pip install trl")
-    return gkd.GKDTrainer.generalized_jsd_loss(student_logits, teacher_logits, labels, beta)
-
-
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:You are importing from 'trl.experimental'")
-@pytest.mark.parametrize("theirs", [by_definition, by_trl])
 @pytest.mark.parametrize(("divergence", "beta"), [("forward_kl", 0), ("reverse_kl", 1), ("jsd", 0.3)])
 @pytest.mark.parametrize("proximal", ["trainer", "behaviour"])
 def test_the_loss_of_a_mixed_batch_is_that_of_gkd_on_the_same_batch(
-    theirs, divergence, beta, proximal, model64, dir64, teacher64, tmp_path
+    divergence, beta, proximal, model64, dir64, teacher64, tmp_path
 ):
     options = {"top_k": 10_000, "divergence": divergence, "beta": beta or 0.5, "proximal": proximal}
     options["beta"] = beta if divergence == "jsd" else 0.5
@@ -108,7 +102,7 @@ def test_the_loss_of_a_mixed_batch_is_that_of_gkd_on_the_same_batch(
     width = batch["responses"].shape[1]
     labels[:, -width:] = batch["responses"].masked_fill(~batch["response_mask"], -100)
     logits = student(**x).logits[:, :-1]
-    loss = theirs(logits, teacher(**x).logits[:, :-1].detach(), labels[:, 1:], beta)
+    loss = by_definition(logits, teacher(**x).logits[:, :-1].detach(), labels[:, 1:], beta)
     gradients = torch.autograd.grad(loss, [p for p in student.parameters() if p.requires_grad])
     norm = torch.stack([g.norm() for g in gradients]).norm().item()
     assert metrics["actor/loss"] == pytest.approx(loss.item(), rel=1e-6)
@@ -221,26 +215,17 @@ def test_the_policy_comes_near_its_teacher_on_responses_of_the_data(fraction, mo
 
 
 @pytest.mark.exhaustive
-def test_two_processes_train_on_the_same_mixed_batches(model64, teacher64, tmp_path):
+@pytest.mark.parametrize("where", ["fsdp", pytest.param("ray", marks=pytest.mark.xdist_group("ray"))])
+def test_other_processes_train_on_the_same_mixed_batches(where, model64, teacher64, tmp_path, request):
+    if where == "ray":
+        request.getfixturevalue("ray_here")
+    parts = {"placement": placed()} if where == "ray" else {"sharding": FSDP(), "n_gpus_per_node": 2}
     fit(mixed(model64, teacher64), tmp_path / "here")
-    fit(mixed(model64, teacher64, sharding=FSDP(), n_gpus_per_node=2), tmp_path / "fsdp")
-    _same_steps(tmp_path, "fsdp", 1e-9)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.xdist_group("ray")
-@pytest.mark.usefixtures("ray_here")
-def test_under_ray_mixed_batches_are_the_same(model64, teacher64, tmp_path):
-    fit(mixed(model64, teacher64), tmp_path / "here")
-    fit(mixed(model64, teacher64, placement=placed()), tmp_path / "ray")
-    _same_steps(tmp_path, "ray", 0)
-
-
-def _same_steps(directory, name, tolerance):
-    one, other = (step_lines(directory / run) for run in ("here", name))
+    fit(mixed(model64, teacher64, **parts), tmp_path / "there")
+    one, other = (step_lines(tmp_path / run) for run in ("here", "there"))
     assert len(one) == len(other) == 3
     for key in ("actor/loss", "actor/grad_norm", "distill/divergence_nats", "reward/mean"):
-        assert [line[key] for line in other] == pytest.approx([line[key] for line in one], abs=tolerance)
+        assert [line[key] for line in other] == pytest.approx([line[key] for line in one], abs=1e-9)
     assert one[0]["distill/divergence_nats"] > 0.01
 
 
@@ -263,6 +248,7 @@ def test_evaluations_and_samples_show_the_policy_alone(model64, teacher64, tmp_p
         ),
         (lambda run: run(distill={"completion_key": "answer"}), "have no column 'answer'"),
         (lambda run: run(distill={"advantage": GAE(), "coef": 0.5}), "a critic does not learn from responses"),
+        (lambda run: run(distill={"selection": DynamicSampling()}), "algorithm.selection fills a step with responses"),
     ],
 )
 def test_what_cannot_be_mixed_is_refused_before_anything_loads(change, message, teacher64):
@@ -272,13 +258,6 @@ def test_what_cannot_be_mixed_is_refused_before_anything_loads(change, message, 
 
     with pytest.raises(ConfigError, match=message):
         change(run)
-
-
-def test_a_selection_of_groups_is_refused(teacher64):
-    described = mixed(Pretrained(path="unused"), teacher64, group_size=2)
-    selecting = dataclasses.replace(described.algorithm, selection=DynamicSampling())
-    with pytest.raises(ConfigError, match="algorithm.selection fills a step with responses of the policy"):
-        dataclasses.replace(described, algorithm=selecting)
 
 
 @pytest.mark.parametrize("answer", ["", None, 5])

@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import each_value_once
 from roles import start_actor
+from rollout.engines import by_row
 
 from verl.ops.logprobs import log_probs_of
 from verl.ops.sampling import EVALUATION, uniform
@@ -35,19 +36,8 @@ def generate(model64, prompts):
     return run
 
 
-def by_identity(rows: DataProto) -> dict[tuple[int, int], tuple[list[int], torch.Tensor]]:
-    """(prompt, sample) -> tokens and log-probs."""
-    mask = rows["response_mask"]
-    return {
-        (int(p), int(s)): (r[m].tolist(), lp[m])
-        for p, s, r, m, lp in zip(
-            rows["prompt_ids"], rows["sample_ids"], rows["responses"], mask, rows["rollout_log_probs"], strict=True
-        )
-    }
-
-
 def assert_same_responses(left: DataProto, right: DataProto):
-    left, right = by_identity(left), by_identity(right)
+    left, right = by_row(left), by_row(right)
     assert left.keys() == right.keys()
     for key, (tokens, log_probs) in left.items():
         assert tokens == right[key][0], key
@@ -87,40 +77,25 @@ def test_how_rows_are_batched_changes_no_response(generate, kind, options):
     assert_same_responses(generate(**kind), generate(**kind, **options))
 
 
-def test_the_order_of_prompts_changes_no_response(generate, prompts):
-    order = [4, 2, 0, 5, 3, 1]
+def test_order_company_samples_groups_and_padding_change_no_response(generate, prompts):
+    whole, order = generate(), [4, 2, 0, 5, 3, 1]
     shuffled = generate(prompts(*[TEXTS[i] for i in order], ids=order))
     assert shuffled["prompt_ids"].tolist() == [i for i in order for _ in range(4)]
-    assert_same_responses(generate(), shuffled)
-
-
-def test_a_prompt_alone_gets_the_response_it_gets_among_others(generate, prompts):
-    among = by_identity(generate())
-    for number, text in enumerate(TEXTS):
-        for key, (tokens, _) in by_identity(generate(prompts(text, ids=[number]))).items():
-            assert tokens == among[key][0]
-
-
-def test_fewer_samples_are_the_first_of_more(generate):
-    some, more = by_identity(generate(request=GenerationRequest(3, 2))), by_identity(generate())
-    assert all(more[key][0] == tokens for key, (tokens, _) in some.items())
-
-
-def test_group_numbers_are_carried_and_change_nothing(generate, prompts):
+    assert_same_responses(whole, shuffled)
     relabelled = generate(prompts(*TEXTS, groups=[50, 40, 30, 20, 10, 0]))
     assert relabelled["group_ids"].tolist() == [g for g in (50, 40, 30, 20, 10, 0) for _ in range(4)]
-    assert_same_responses(generate(), relabelled)
-
-
-def test_padding_of_prompts_changes_nothing(generate, prompts):
+    assert_same_responses(whole, relabelled)
     batch = prompts(*TEXTS)
-    wide = {
-        "prompts": torch.nn.functional.pad(batch["prompts"], (5, 0), value=77),
-        "prompt_mask": torch.nn.functional.pad(batch["prompt_mask"], (5, 0)),
-    }
-    wide["prompts"] = torch.where(wide["prompt_mask"], wide["prompts"], 88)
-    rest = {name: batch[name] for name in ("prompt_ids", "group_ids")}
-    assert_same_responses(generate(), generate(DataProto.from_dict({**wide, **rest})))
+    mask = torch.nn.functional.pad(batch["prompt_mask"], (5, 0))
+    tokens = torch.nn.functional.pad(batch["prompts"], (5, 0)).masked_fill(~mask, 88)
+    wide = batch.select(["prompt_ids", "group_ids"]).union(
+        DataProto.from_dict({"prompts": tokens, "prompt_mask": mask})
+    )
+    assert_same_responses(whole, generate(wide))
+    among = by_row(whole)
+    alone = [by_row(generate(prompts(text, ids=[number]))) for number, text in enumerate(TEXTS)]
+    for some in (*alone, by_row(generate(request=GenerationRequest(3, 2)))):
+        assert all(among[key][0] == tokens for key, (tokens, _) in some.items())
 
 
 @pytest.mark.parametrize(
@@ -129,12 +104,12 @@ def test_padding_of_prompts_changes_nothing(generate, prompts):
     ids=["seed", "step", "stream"],
 )
 def test_the_draws_depend_on(generate, other):
-    here, there = by_identity(generate()), by_identity(generate(**other))
+    here, there = by_row(generate()), by_row(generate(**other))
     assert sum(here[key][0] != there[key][0] for key in here) > 15
 
 
 def test_the_draws_depend_on_prompt_and_sample_numbers(generate, prompts):
-    twins = by_identity(generate(prompts("1+2=", "1+2=", ids=[0, 1])))
+    twins = by_row(generate(prompts("1+2=", "1+2=", ids=[0, 1])))
     assert len({tuple(tokens) for tokens, _ in twins.values()}) == 8
 
 
@@ -159,20 +134,6 @@ def test_greedy_takes_the_likeliest_token_and_ignores_the_noise(generate):
         assert torch.equal(logits.argmax(dim=-1), text[:, -length:])
 
 
-def test_greedy_is_what_transformers_generates(generate, prompts):
-    batch = prompts(*TEXTS)
-    rows = generate(batch, GenerationRequest(0, 1, greedy=True))
-    theirs = generate.model.generate(
-        input_ids=batch["prompts"],
-        attention_mask=batch["prompt_mask"].long(),
-        do_sample=False,
-        max_new_tokens=9,
-        eos_token_id=[1, *DIGITS],
-        pad_token_id=0,
-    )
-    assert torch.equal(rows["input_ids"], theirs)
-
-
 def test_a_stop_token_ends_a_row_and_belongs_to_it(generate):
     rows = generate(request=GenerationRequest(0, 20))
     stops = torch.tensor([1, *DIGITS])
@@ -193,12 +154,6 @@ def test_no_stop_token_is_drawn_before_the_minimum(generate):
     assert generate(request=many, min_new_tokens=9)["response_mask"].all()
     greedy = generate(request=GenerationRequest(0, greedy=True), min_new_tokens=9, stop_token_ids=tuple(range(90)))
     assert greedy["responses"].min() >= 90
-
-
-def test_one_new_token(generate):
-    rows = generate(max_new_tokens=1)
-    assert rows["responses"].shape == (24, 1)
-    assert rows["response_mask"].all()
 
 
 def test_no_prompts_give_no_rows(generate, prompts):
@@ -230,20 +185,6 @@ def test_finished_rows_leave_the_batch(generate, monkeypatch):
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[-1] < 12
     assert all(live <= size <= max(live / 0.875, live + 1) for live, size in zip(unfinished, sizes, strict=True))
-
-
-def test_draws_follow_the_softmax(generate, prompts):
-    n, temperature = 4000, 0.8
-    rows = generate(prompts("1+2=", ids=[7]), GenerationRequest(0, n), max_new_tokens=1, temperature=temperature)
-    logits = generate.model(rows["prompts"][:1]).logits[:, -1]
-    expected = (logits / temperature).softmax(dim=-1)[0] * n
-    counts = torch.bincount(rows["responses"][:, 0], minlength=len(expected)).double()
-    is_common = expected >= 5
-    observed = torch.cat([counts[is_common], counts[~is_common].sum()[None]])
-    wanted = torch.cat([expected[is_common], expected[~is_common].sum()[None]])
-    chi2, freedom = float(((observed - wanted) ** 2 / wanted).sum()), len(wanted) - 1
-    assert freedom > 20
-    assert abs(chi2 - freedom) < 4 * (2 * freedom) ** 0.5  # four standard deviations of a chi-square
 
 
 def test_each_token_is_the_inverse_cdf_of_its_own_noise(generate):

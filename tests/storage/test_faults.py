@@ -5,13 +5,11 @@ from __future__ import annotations
 import dataclasses
 import logging
 import resource
-import threading
-import time
 from collections.abc import Iterator
 
 import pytest
 from cases import exhaustive
-from storage.s3_server import BUCKET, Fault, Proxy, Request, after, wait_until
+from storage.s3_server import BUCKET, Fault, Proxy, Request, after
 
 from verl.errors import ConfigError, ObjectDamaged, StorageError, StorageRefused, StorageUnreachable
 from verl.storage import store as store_module
@@ -70,12 +68,6 @@ def test_a_server_that_stalls_is_asked_again(storage: S3Storage, proxy: Proxy) -
     assert proxy.count("GET", "one") >= 2
 
 
-def test_a_body_that_is_cut_off_is_asked_for_again(store: ObjectStore, proxy: Proxy) -> None:
-    store.put("one", b"a" * 10_000)
-    proxy.misbehave = after(1, Fault(cut=400), method="GET")
-    assert bytes(store.get("one")) == b"a" * 10_000
-
-
 def test_a_store_that_is_away_is_said_to_be_after_all_tries(store: ObjectStore, proxy: Proxy) -> None:
     proxy.misbehave = lambda request: Fault(status=503)
     with pytest.raises(StorageUnreachable, match="failed 4 times"):
@@ -112,38 +104,16 @@ def test_a_part_that_obstore_does_not_send_again_is_sent_with_the_whole(store, p
     assert proxy.count("POST", "uploads") == 2
 
 
-def test_a_check_of_the_size_that_fails_is_repeated_alone(store: ObjectStore, proxy: Proxy) -> None:
-    proxy.misbehave = after(1, Fault(status=503), method="HEAD")
-    store.put("long", LONG)
-    assert proxy.count("PUT", "partNumber") == 3
-
-
-def test_a_long_buffer_is_sent_by_as_many_requests_at_a_time_as_are_set(storage: S3Storage, proxy: Proxy) -> None:
-    proxy.misbehave = lambda request: Fault(passed_on=True, delay_s=1e6) if "partNumber" in request.path else None
-    with dataclasses.replace(storage, concurrency=1).connect() as store:
-        sending = threading.Thread(target=store.put, args=("long", LONG))
-        sending.start()
-        wait_until(lambda: proxy.count("PUT", "partNumber") == 1)
-        time.sleep(0.2)
-        assert proxy.count("PUT", "partNumber") == 1
-        proxy.over.set()
-        sending.join()
-        assert store.get("long") == LONG
-
-
 @pytest.mark.parametrize("is_done", [True, False])
-def test_an_end_whose_answer_is_lost_is_recognised(store: ObjectStore, proxy: Proxy, is_done: bool) -> None:
-    """The upload is unknown when its end is repeated: the object is there, or one of the same length as before."""
-    store.put("long", LONG[::-1])
+def test_an_upload_that_is_unknown_at_its_end_is_made_again(store: ObjectStore, proxy: Proxy, is_done: bool) -> None:
+    """The answer to its end was lost, or the store has dropped it."""
     ends = [Fault(status=404, body=b"<Error><Code>NoSuchUpload</Code></Error>")]
     ends += [Fault(passed_on=True, hang_up=True)] * is_done
     proxy.misbehave = lambda request: (
         ends.pop() if ends and request.method == "POST" and "uploadId=" in request.path else None
     )
-    before = len(proxy.seen)
     store.put("long", LONG)
     assert store.get("long") == LONG
-    assert [r.path.endswith("?uploads=") for r in proxy.seen[before:]].count(True) == 2 - is_done
 
 
 def test_an_upload_that_fails_is_no_object_and_its_parts_are_given_up(store: ObjectStore, proxy: Proxy) -> None:
@@ -161,13 +131,6 @@ def test_a_create_whose_answer_is_lost_finds_its_own_content(store: ObjectStore,
     assert store.create("once", b"mine")
     proxy.misbehave = after(1, Fault(passed_on=True, hang_up=True), method="PUT")
     assert not store.create("once", b"theirs")
-    assert bytes(store.get("once")) == b"mine"
-
-
-def test_two_creates_at_once_of_which_none_succeeded_are_repeated(store: ObjectStore, proxy: Proxy) -> None:
-    conflict = Fault(status=409, body=b"<Error><Code>ConditionalRequestConflict</Code></Error>")
-    proxy.misbehave = after(1, conflict, method="PUT")
-    assert store.create("once", b"mine")
     assert bytes(store.get("once")) == b"mine"
 
 

@@ -115,18 +115,6 @@ def test_what_is_missing_is_said(store: ObjectStore) -> None:
         store.get("short", 2, 9)
 
 
-def test_what_is_deleted_is_gone(store: ObjectStore) -> None:
-    store.put("gone", b"1")
-    store.delete("gone")
-    assert store.find("gone") is None
-
-
-def test_a_part_of_a_storage_is_a_storage(store: ObjectStore) -> None:
-    store.put("down/here", b"1")
-    with store.storage.below("down").connect() as below:
-        assert [found.key for found in below.list()] == ["here"]
-
-
 def test_a_bucket_that_is_not_there_is_no_reason_to_ask_again(s3_url: str) -> None:
     with (
         S3Storage(bucket="nobody-made-it", endpoint_url=s3_url).connect() as store,

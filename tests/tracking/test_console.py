@@ -139,20 +139,6 @@ def test_a_run_ends_with_before_and_after_its_directory_and_the_next_command(tmp
     ]
 
 
-def test_the_last_lines_name_the_page_and_the_last_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path.parent)
-    (tmp_path / "report.html").touch()
-    last = tmp_path.parent / "checkpoints/global_step_9"
-    lines = ended(tmp_path, checkpoints=["global_step_9"], last_checkpoint=str(last))
-    assert lines[2:6] == [
-        f"  results in {tmp_path.name}",
-        f"  page {tmp_path.name}/report.html",
-        "  last checkpoint checkpoints/global_step_9",
-        "  next:",
-    ]
-    assert lines[6] == f"    verl report {tmp_path.name}"
-
-
 def test_a_run_that_is_not_over_ends_with_the_command_that_goes_on(tmp_path):
     command = ("python", "main_ppo.py", "resume=latest", "trainer.stop_after=4", "actor.model.path=a b")
     stopped = ended(tmp_path, command, status="stopped", steps=4, checkpoints=["global_step_4"])
@@ -173,16 +159,6 @@ def test_a_terminal_breaks_long_sentences_between_words_only():
     ConsoleTracker(Console(), console).message(sentence)
     assert shown(console).split() == sentence.split()
     assert len(shown(console).splitlines()) > 2
-
-
-def test_prompts_that_begin_alike_are_cut_in_their_middle():
-    console = RichConsole(file=io.StringIO(), width=80)
-    tracker = ConsoleTracker(Console(), console)
-    tracker.samples(
-        [{"prompt_text": f"{'Solve it. ' * 20}{n}+{n}=", "response_text": "4"} for n in (12, 34)], 1, "eval"
-    )
-    assert "12+12='" in shown(console)
-    assert "34+34='" in shown(console)
 
 
 def test_a_terminal_gets_a_bar_that_is_gone_at_the_end():
@@ -208,24 +184,9 @@ def test_the_bar_names_the_stage_that_runs():
     tracker.close("finished")
 
 
-def test_the_bar_can_be_left_out():
-    assert "━" not in run(screen(terminal=True), Console(progress_bar=False))
-
-
-def test_a_run_of_unknown_length_counts_steps():
-    assert "step 2  reward" in run(screen(terminal=False), total_steps=None)
-    assert "step 2" in run(screen(terminal=True), total_steps=None)
-
-
 def test_a_line_shows_the_columns_asked_for_or_the_first_metrics():
     assert "step 1/2  other 9  eta 0:" in run(screen(terminal=False), Console(columns=("missing", "other")))
     assert "step 1/2  reward 0.812  kl 0.00312  other 9" in run(screen(terminal=False), Console(columns=()))
-
-
-def test_long_lines_are_not_cut_in_a_pipe():
-    console = screen(terminal=False)
-    ConsoleTracker(Console(), console).message("x" * 300 + " " + "y" * 300)
-    assert shown(console) == "x" * 300 + " " + "y" * 300 + "\n"
 
 
 def test_markup_and_control_characters_of_a_response_are_only_text():
@@ -237,24 +198,6 @@ def test_markup_and_control_characters_of_a_response_are_only_text():
         "eval sample  response='[bold]a[/x] \\x1b[2J\\x07é'  reward=1",
         "raw \\x1b[2J [/x]",
     ]
-
-
-def test_only_a_few_samples_are_shown_and_long_ones_are_cut():
-    console = screen(terminal=False)
-    ConsoleTracker(Console(sample_rows=2), console).samples([{"response": "z" * 500}] * 5, 1, "eval")
-    lines = shown(console).splitlines()
-    assert len(lines) == 2
-    assert lines[0].endswith("zzz...")
-    assert len(lines[0]) <= 100
-
-
-def test_a_message_during_the_bar_stands_above_it():
-    console = screen(terminal=True)
-    tracker = ConsoleTracker(Console(), console)
-    tracker.start("r", {}, Path("/out"), 5)
-    tracker.message("one sentence")
-    tracker.close("interrupted")
-    assert "one sentence\n" in shown(console)
 
 
 def test_a_run_goes_on_when_nobody_reads_its_output_any_more(tmp_path):

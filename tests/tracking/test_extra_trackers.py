@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import math
@@ -11,9 +10,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from trainer.runs import BRIEF, BRIEF_GRPO, fit, ppo_run
 
-from verl.checkpoint.config import Checkpointing
 from verl.component import BuildContext
 from verl.errors import ConfigError
 from verl.tracking.base import Tracker, Trackers
@@ -135,31 +132,6 @@ def test_metrics_that_mlflow_refused_are_sent_later_or_counted_as_lost(tmp_path,
     client = MlflowClient(tracking_uri=store.as_uri(), registry_uri=store.as_uri())
     (run,) = client.search_runs([x.experiment_id for x in client.search_experiments() if x.name == "verl"])
     assert [x.value for x in client.get_metric_history(run.info.run_id, "a")] == [1.0, 2.0, 3.0]
-
-
-@needs("mlflow")
-@needs("trackio")
-def test_a_training_resumed_from_a_checkpoint_continues_both(trackio_dir, model32, tmp_path):
-    uri = (tmp_path / "store").as_uri()
-    trackers = Trackers(more={"trackio": Trackio(), "mlflow": MLflow(tracking_uri=uri)})
-
-    def train(name: str, resume: str | None, **settings) -> None:
-        run = ppo_run(model32, BRIEF_GRPO, total_steps=2, save_final=False, **BRIEF, **settings)
-        saving = Checkpointing(save_dir=str(tmp_path / "saved"), save_interval=1, save_async=False)
-        fit(dataclasses.replace(run, checkpoint=saving, resume=resume, tracker=trackers), tmp_path / name)
-
-    train("first", None, stop_after=1)
-    train("second", "latest")
-
-    from mlflow import MlflowClient
-    from trackio.sqlite_storage import SQLiteStorage
-
-    (name,) = SQLiteStorage.get_runs("verl")
-    rows = SQLiteStorage.get_logs("verl", name)
-    assert [row["step"] for row in rows if "reward/mean" in row] == [1, 2]
-    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-    (run,) = client.search_runs([x.experiment_id for x in client.search_experiments() if x.name == "verl"])
-    assert [x.step for x in client.get_metric_history(run.info.run_id, "reward/mean")] == [1, 2]
 
 
 @needs("mlflow")

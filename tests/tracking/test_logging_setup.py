@@ -64,19 +64,6 @@ def test_lines_that_differ_in_numbers_alone_are_counted_after_the_fifth(tmp_path
     assert (tmp_path / "run.log").read_text().count("\n") == 2 * 500 + 16 + 1
 
 
-def test_set_ups_one_after_another_leave_nothing_behind(tmp_path, screen):
-    logger = logging.getLogger("verl")
-    before = (list(logger.handlers), logger.level, logger.propagate)
-    for job in range(3):
-        undo = setup_logging(tmp_path / str(job))
-        logging.getLogger("verl.x").info("job %d", job)
-        undo()
-        undo()
-        assert (list(logger.handlers), logger.level, logger.propagate) == before
-    assert screen.getvalue().splitlines() == ["INFO job 0", "INFO job 1", "INFO job 2"]
-    assert [(tmp_path / str(job) / "run.log").read_text().count("\n") for job in range(3)] == [1, 1, 1]
-
-
 def test_a_set_up_within_another_replaces_it_until_undone(tmp_path, screen):
     undo_outer = setup_logging(tmp_path / "outer")
     undo_inner = setup_logging(tmp_path / "inner")
@@ -88,17 +75,3 @@ def test_a_set_up_within_another_replaces_it_until_undone(tmp_path, screen):
     assert "within" in (tmp_path / "inner" / "run.log").read_text()
     assert (tmp_path / "outer" / "run.log").read_text().endswith("again outside\n")
     assert "within" not in (tmp_path / "outer" / "run.log").read_text()
-
-
-def test_a_handler_of_the_user_stays(tmp_path, screen):
-    logger, stream = logging.getLogger("verl"), io.StringIO()
-    mine = logging.StreamHandler(stream)
-    logger.addHandler(mine)
-    try:
-        undo = setup_logging(None)
-        logging.getLogger("verl.x").info("hello")
-        undo()
-        assert mine in logger.handlers
-        assert stream.getvalue() == "hello\n"
-    finally:
-        logger.removeHandler(mine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
@@ -38,29 +37,9 @@ class Recording(Tracker):
     def start(self, run_name, config, run_dir, total_steps):
         self._note("start", config)
 
-    def stage(self, name, seconds, note):
-        self._note("stage", name, seconds, note)
 
-    def log(self, metrics, step):
-        self._note("log", metrics, step)
-
-    def evaluation(self, metrics, step):
-        self._note("evaluation", metrics, step)
-
-    def samples(self, rows, step, name):
-        self._note("samples", rows, step, name)
-
-    def evaluated_rows(self, rows, step):
-        self._note("evaluated_rows", rows, step)
-
-    def token_rows(self, rows, step):
-        self._note("token_rows", rows, step)
-
-    def message(self, text):
-        self._note("message", text)
-
-    def close(self, status):
-        self._note("close", status)
+for method in ("stage", "log", "evaluation", "samples", "evaluated_rows", "token_rows", "message", "close"):
+    setattr(Recording, method, lambda self, *given, method=method: self._note(method, *given))
 
 
 def started(run_dir: Path, **trackers: Tracker) -> TrackerSet:
@@ -150,31 +129,6 @@ def test_a_metric_that_is_no_number_is_refused_by_name(tmp_path):
         running.log({"reward/all": torch.zeros(3)}, 1)
 
 
-def test_stage_lines_and_metrics_reach_the_log_marked_as_already_shown(tmp_path, caplog):
-    running = started(tmp_path)
-    with caplog.at_level(logging.INFO, logger="verl"):
-        running.stage("gen", 1.236, "384 responses, 1536 tokens")
-        running.log({"reward/mean": 0.8125}, 3)
-    assert caplog.messages == ["[gen] 1.24s  384 responses, 1536 tokens", "step 3  reward/mean 0.8125"]
-    assert all(record.console is False for record in caplog.records)
-
-
-def test_the_description_builds_what_it_names_and_nothing_else(tmp_path):
-    running = Trackers(jsonl=JsonLines()).build(BuildContext())
-    running.start("run", {}, tmp_path, 1)
-    running.log({"a": 1.0}, 1)
-    running.close()
-    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    assert json.loads((tmp_path / "metrics.jsonl").read_text())["a"] == 1.0
-
-
-def test_a_further_tracker_needs_a_name_of_its_own_and_no_other_edit(tmp_path):
-    running = Trackers(jsonl=JsonLines(), more={"mine": JsonLines()}).build(BuildContext())
-    assert list(running.trackers) == ["jsonl", "mine"]
-    with refusal("more"):
-        Trackers(more={"console": JsonLines()})
-
-
 # Composed from a list
 
 
@@ -197,10 +151,7 @@ def names(trackers: Trackers) -> list[str]:
         (["tracker=[jsonl]"], ["jsonl"]),
         (["tracker=default"], ["console", "curves", "jsonl", "report", "tensorboard"]),
         (["tracker=[wandb,default]"], ["console", "curves", "jsonl", "report", "tensorboard", "wandb"]),
-        (
-            ["tracker=wandb"],
-            ["console", "curves", "jsonl", "report", "tensorboard", "wandb"],
-        ),  # as it was before there were lists
+        (["tracker=wandb"], ["console", "curves", "jsonl", "report", "tensorboard", "wandb"]),  # as before lists
         (["tracker=[wandb]"], ["wandb"]),
         (["tracker=none"], []),
         (["tracker=[]"], []),

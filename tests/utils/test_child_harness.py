@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from verl.utils.child_process.channel import ChannelClosed
 from verl.utils.child_process.process import ChildLog, ChildProcess
 from verl.utils.progress import Progress, state_of
 
@@ -75,15 +74,6 @@ def test_a_child_whose_parent_hangs_up_calls_its_exit_functions_and_ends_with_0(
     child.channel.close()
     assert child.await_exit(60.0) == 0
     assert "the exit function was called" in log.text(0)
-
-
-def test_a_child_that_ends_by_itself_says_how(child):
-    child, _, _ = child
-    child.channel.send("exit")
-    with pytest.raises(ChannelClosed):
-        child.channel.receive(timeout_s=60)
-    assert child.await_exit(30) == 3
-    assert child.describe_exit() == "exit status 3"
 
 
 def test_a_stopped_child_is_ended_with_what_it_has_started(child):

@@ -49,7 +49,6 @@ def test_nothing_is_left_of_an_owner_that_is_killed_or_ends_without_tidying_up(h
         start_new_session=True,
     )
     try:
-        assert owner.stdout is not None
         child, cleaner = map(int, owner.stdout.readline().split())
         if how == "stopped child":
             os.kill(child, signal.SIGSTOP)
@@ -65,6 +64,16 @@ def test_nothing_is_left_of_an_owner_that_is_killed_or_ends_without_tidying_up(h
         os.killpg(owner.pid, signal.SIGKILL) if how == "forked" else owner.kill()
 
 
+def test_a_clean_up_process_that_is_stopped_blocks_nobody_who_registers():
+    cleanup = OrphanCleanup()
+    cleanup.register()
+    cleanup.process.send_signal(signal.SIGSTOP)
+    for _ in range(1000):  # more than its pipe holds
+        cleanup.register(shared_memory=[f"verl_test_{'x' * 200}"])
+    cleanup.close()
+    assert cleanup.process is None
+
+
 def is_ignored(pid: int, number: int) -> bool:
     """Whether a process has come to the place where it ignores a signal."""
     status = Path(f"/proc/{pid}/status").read_text()
@@ -76,7 +85,6 @@ def test_signals_to_all_processes_of_a_job_leave_it_running_until_its_owner_ends
     cleanup = OrphanCleanup()
     cleanup.register()
     process = cleanup.process
-    assert process is not None
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     while not all(is_ignored(process.pid, number) for number in numbers):
         time.sleep(0.01)

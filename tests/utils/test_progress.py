@@ -13,7 +13,7 @@ import pytest
 
 import verl
 from verl.utils import progress as module
-from verl.utils.progress import Progress, ProgressWatch, is_stopped, report, report_to
+from verl.utils.progress import Progress, ProgressWatch, is_stopped
 
 ROOT = Path(verl.__file__).parents[1]
 CHILD = """
@@ -103,23 +103,3 @@ def test_only_the_slots_that_are_watched_count_and_any_of_them_does(shared, cloc
     shared.advance("here", slot=2)
     assert not watch.is_overdue
     assert watch.describe() == "made no progress for 1 s at: here"
-
-
-def test_a_stage_of_any_length_and_alphabet_is_kept_as_far_as_it_fits(shared):
-    shared.advance("ü" * 300, slot=3)
-    assert shared.stage(3) == "ü" * 124
-    shared.advance("short", slot=3)
-    shared.advance(slot=3)
-    assert shared.stage(3) == "short"
-    assert shared.count(3) == 3
-    assert [shared.count(slot) for slot in range(shared.num_slots) if slot != 3] == [0] * 15
-
-
-def test_a_report_goes_where_this_process_is_watched_and_nowhere_otherwise(shared):
-    report("nobody watches")
-    report_to(shared, 4)
-    report("loading")
-    report()
-    report_to(None)
-    report("no longer")
-    assert (shared.count(4), shared.stage(4)) == (2, "loading")

@@ -125,29 +125,13 @@ def test_a_tree_is_masked_by_its_keys_and_keeps_its_form():
     assert tree["wandb"]["api_key"] == "short"
 
 
-@pytest.mark.parametrize(
-    ("name", "secret"),
-    [
-        ("api_key", True),
-        ("openaiApiKey", True),
-        ("storage.secret_access_key", True),
-        ("token", True),
-        ("hub_token", True),
-        ("access_tokens", True),
-        ("db_pwd", True),
-        ("PWD", False),
-        ("key", False),
-        ("tokenizer", False),
-        ("max_new_tokens", False),
-        ("eos_token", False),
-        ("eos_token_id", False),
-        ("password_file", False),
-        ("token_level_scores", False),
-        ("", False),
-    ],
-)
-def test_a_config_key_is_judged_by_its_words(name, secret):
-    assert looks_secret(name) is secret
+SECRET_KEYS = "api_key openaiApiKey storage.secret_access_key token hub_token access_tokens db_pwd"
+OTHER_KEYS = "PWD key tokenizer max_new_tokens eos_token eos_token_id password_file token_level_scores"
+
+
+def test_a_config_key_is_judged_by_its_words():
+    assert [key for key in SECRET_KEYS.split() if not looks_secret(key)] == []
+    assert [key for key in ("", *OTHER_KEYS.split()) if looks_secret(key)] == []
 
 
 def test_the_filter_cleans_message_arguments_and_traceback():

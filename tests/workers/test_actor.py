@@ -16,10 +16,9 @@ from verl.engines.parallel_dims import Parallelism
 from verl.models.pretrained import Pretrained
 from verl.ops.logprobs import ESTIMATORS
 from verl.protocol import DataProto
-from verl.protocol.dispatch import dispatch_of
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
-from verl.workers.actor import Actor, ActorWorker
+from verl.workers.actor import Actor
 from verl.workers.reference import Reference
 
 
@@ -55,14 +54,6 @@ def test_the_sampler_draws_from_the_trained_weights(model64, prompts):
     assert not torch.equal(drawn["rollout_log_probs"], rows["rollout_log_probs"])
     again = actor.compute_log_probs(drawn)["old_log_probs"]
     torch.testing.assert_close(drawn["rollout_log_probs"], again, rtol=0, atol=1e-10)
-
-
-def test_rows_carry_the_number_of_updates_behind_them(model64, prompts):
-    actor = start_actor(model64)
-    rows = experience(actor, prompts())
-    assert rows["policy_version"].unique().tolist() == [0]
-    actor.update(rows)
-    assert actor.generate(prompts(), GenerationRequest(1, 1))["policy_version"].unique().tolist() == [1]
 
 
 def test_a_saved_actor_opens_with_transformers_and_has_the_same_weights(model64, prompts, tmp_path):
@@ -113,18 +104,11 @@ def test_a_row_is_on_policy_where_the_weights_that_score_it_drew_it(model32, pro
     actor.update(experience(actor, prompts()))
     assert actor.compute_log_probs(rows)["is_on_policy"].tolist() == [False] * 8
     later = actor.generate(prompts(), GenerationRequest(1, 2))
+    assert (rows["policy_version"].tolist(), later["policy_version"].tolist()) == ([0] * 8, [1] * 8)
     mixed = DataProto.concat([rows, later])
     assert actor.compute_log_probs(mixed)["is_on_policy"].tolist() == [False] * 8 + [True] * 8
     nobody_knows = rows.select([name for name in rows.batch if name != "policy_version"])
     assert "is_on_policy" not in actor.compute_log_probs(nobody_knows)
-
-
-def test_every_call_from_the_driver_says_how_it_travels():
-    kinds = {
-        name: dispatch_of(ActorWorker, name) for name in ("generate", "compute_log_probs", "update", "sync", "save")
-    }
-    assert [name for name, kind in kinds.items() if kind.splits_rows] == ["generate", "compute_log_probs", "update"]
-    assert [name for name, kind in kinds.items() if kind.concatenates] == ["generate", "compute_log_probs"]
 
 
 def test_gradients_are_gone_before_the_rollout_engine_takes_its_memory(model64, prompts, monkeypatch):

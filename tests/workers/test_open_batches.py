@@ -14,6 +14,7 @@ import pytest
 import torch
 from environments.digit_game import DigitGame, DigitGames
 from environments.episodes import engine_of, prompts_of
+from workers.versions import VersionedModel, same_rows
 
 from verl.component import BuildContext, component
 from verl.environments.base import EnvironmentFactory, InfraError
@@ -92,16 +93,10 @@ class Engine:
         self.generator = engine_of(games, 10, model=model, stop_token_ids=STOPS, **options)
         self.model, self.tokenizer = model
         self.generator._context = replace(self.generator._context, journal_dir=journal_dir)
-        self.first = {name: x.clone() for name, x in self.model.state_dict().items()}
+        self.versions = VersionedModel(self.model, 0.05)
+        self.load, self.gap = self.versions.load, self.versions.gap
         schedule = AtSteps({"setting": 1}, None if file is None else ScheduleFile(file), events)
         self.loop = StepLoop(self.generator, 100, schedule)
-
-    def load(self, version: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for name, x in self.model.state_dict().items():
-                noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
-                x.copy_(self.first[name] + 0.05 * version * noise)
 
     def weights(self, version: int) -> None:
         self.loop.take_weights(version, lambda: self.load(version))
@@ -135,29 +130,6 @@ class Engine:
     def close(self) -> None:
         self.loop.close()
         self.generator.close()
-
-    def gap(self, rows: Any, version: int) -> float:
-        """Largest distance of log-probs of a version's tokens from those of a plain forward pass with its weights."""
-        self.load(version)
-        worst = 0.0
-        for row in range(len(rows)):
-            mask, width = rows["attention_mask"][row].bool(), int(rows["prompt_mask"][row].sum())
-            ids = rows["input_ids"][row][mask]
-            with torch.no_grad():
-                logits = self.model(input_ids=ids[None], use_cache=False).logits[0, width - 1 : -1].double()
-            plain = logits.log_softmax(-1).gather(-1, ids[width:, None])[:, 0]
-            is_of_version = (rows["token_versions"][row] == version)[: len(plain)]
-            gaps = (plain - rows["rollout_log_probs"][row][: len(plain)]).abs()
-            worst = max(worst, float((gaps * is_of_version).max()))
-        return worst
-
-
-def same_rows(one: Any, other: Any) -> None:
-    for left, right in zip(one, other, strict=True):
-        assert left.batch.keys() == right.batch.keys()
-        assert [name for name, x in left.batch.items() if not x.equal(right[name])] == []
-        turns = [[[turn["text"] for turn in record["turns"]] for record in x["episode"]] for x in (left, right)]
-        assert turns[0] == turns[1]
 
 
 KINDS: list[tuple[int, Any, int]] = [

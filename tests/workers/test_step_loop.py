@@ -8,8 +8,8 @@ import time
 from typing import Any
 
 import pytest
-import torch
 from roles import start_actor
+from workers.versions import VersionedModel, same_rows
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError
@@ -38,17 +38,10 @@ class Engine:
         options: dict[str, Any] = {"max_new_tokens": TOKENS, "min_new_tokens": TOKENS, "max_rows": 6}
         options |= {"weight_update": "in_flight", "kv_cache": kv_cache}
         self.actor = start_actor(model, HFRollout(**options))
-        self.scale = scale
-        self.first = {name: x.clone() for name, x in self.actor.model.state_dict().items()}
+        self.versions = VersionedModel(self.actor.model, 0.02 * scale)
+        self.load, self.gap = self.versions.load, self.versions.gap
         schedule = Schedule({"setting": 1}, None if file is None else ScheduleFile(file), events)
         self.loop = StepLoop(self.actor.generator, 40, schedule)
-
-    def load(self, version: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for name, x in self.actor.model.state_dict().items():
-                noise = torch.randn(x.shape, generator=generator, dtype=x.dtype)
-                x.copy_(self.first[name] + 0.02 * self.scale * version * noise)
 
     def play(self, prompts, seed=None):
         """Ask for the events of `EVENTS`; returns the rows of both batches, and what was saved."""
@@ -69,26 +62,6 @@ class Engine:
         rows = [self.loop.finish(step) for step in (1, 2)]
         self.loop.close()
         return rows
-
-    def gap(self, rows, version):
-        """Largest distance of log-probs of a version's tokens from those of a plain forward pass with its weights."""
-        self.load(version)
-        worst = 0.0
-        for row in range(len(rows)):
-            mask, width = rows["attention_mask"][row].bool(), int(rows["prompt_mask"][row].sum())
-            ids = rows["input_ids"][row][mask]
-            with torch.no_grad():
-                logits = self.actor.model(input_ids=ids[None], use_cache=False).logits[0, width - 1 : -1].double()
-            plain = logits.log_softmax(-1).gather(-1, ids[width:, None])[:, 0]
-            of_version = rows["token_versions"][row] == version
-            worst = max(worst, float((plain - rows["rollout_log_probs"][row]).abs().mul(of_version).max()))
-        return worst
-
-
-def same_rows(one, other):
-    for left, right in zip(one, other, strict=True):
-        assert left.batch.keys() == right.batch.keys()
-        assert [name for name, x in left.batch.items() if not x.equal(right[name])] == []
 
 
 def test_each_token_has_the_log_prob_of_the_version_that_is_said_to_have_drawn_it(model64, prompts):

@@ -33,7 +33,7 @@ from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import NO_LOCK, FileHandle, FileSystem, write_errors
 from verl.checkpoint.core.manifest import COMMIT, utc_now
 from verl.checkpoint.read.discovery import FORMAT, RUN_LOCK, refuse_inside
-from verl.errors import CheckpointFenced, CheckpointNotFound, ConfigError, ObjectNotFound, StorageError
+from verl.errors import CheckpointFenced, CheckpointNotFound, ConfigError, ObjectDamaged, ObjectNotFound, StorageError
 from verl.utils.external_input import ExternalInputError, parse_as
 from verl.utils.orphan_cleanup import process_fields
 
@@ -390,7 +390,6 @@ def unless_in_use(disk: FileSystem, checkpoint: Checkpoint) -> Iterator[bool]:
 
 LEASES = "leases/"
 LEASE_KEY = re.compile(rf"{LEASES}(\d{{12}})\.json")
-CHANGING_BYTES = 256  # at most, of what a renewal changes
 RENEW_EVERY_S = 10.0
 LEASE_S = 60.0  # not renewed for so long, its run is taken for dead
 CERTAINLY_OVER_S = 1800.0  # by the clock, beyond what clocks of machines differ in
@@ -411,8 +410,6 @@ class StoreLease:
 
     def __init__(self, storage: Storage, owner: Owner):
         self.storage, self.owner = storage, owner
-        constant = replace(owner, epoch=0, renewed_at=0.0, is_released=False)
-        self._size = len(json.dumps(asdict(constant)).encode()) + CHANGING_BYTES
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -428,7 +425,7 @@ class StoreLease:
                 if _is_renewed(store, current, wait_s):
                     return current
                 mine = replace(self.owner, epoch=current.epoch + 1)
-                if store.create(_lease_key(mine.epoch), self._data(mine)):
+                if store.create(_lease_key(mine.epoch), _renewed(mine)):
                     self.owner = mine
                     return None
 
@@ -456,7 +453,7 @@ class StoreLease:
         """
         if newest_lease(store).epoch > self.owner.epoch:
             return False
-        store.put(_lease_key(self.owner.epoch), self._data(self.owner))
+        store.put(_lease_key(self.owner.epoch), _renewed(self.owner))
         return True
 
     def _renew_all_the_time(self) -> None:
@@ -470,9 +467,9 @@ class StoreLease:
                 if self._over.wait(RENEW_EVERY_S):
                     return
 
-    def _data(self, owner: Owner) -> bytes:
-        line = json.dumps(asdict(replace(owner, renewed_at=time.time()))).encode()
-        return line.ljust(self._size)  # constant, for concurrent readers
+
+def _renewed(owner: Owner) -> bytes:
+    return json.dumps(asdict(replace(owner, renewed_at=time.time()))).encode()
 
 
 def newest_lease(store: ObjectStore) -> Owner:
@@ -481,9 +478,8 @@ def newest_lease(store: ObjectStore) -> Owner:
     if not (number := max(numbers, default=0)):
         return Owner(is_released=True)
     try:
-        size = min(store.size(key := _lease_key(number)), RECORD_LIMIT_BYTES)
-        return replace(parse_as(Owner, store.get(key, 0, size)), epoch=number)
-    except (ObjectNotFound, ExternalInputError):
+        return replace(parse_as(Owner, store.read(_lease_key(number), RECORD_LIMIT_BYTES)), epoch=number)
+    except (ObjectNotFound, ObjectDamaged, ExternalInputError):
         return Owner(epoch=number, is_released=True)
 
 

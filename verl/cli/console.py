@@ -18,8 +18,7 @@ import typer
 
 from verl.compose.schema import set_own_conf_dirs
 from verl.errors import BadCheckpoint, ConfigError, VerlError
-from verl.tracking.jsonl import plain
-from verl.utils.external_input import printable
+from verl.utils.external_input import plain, printable
 from verl.utils.memory import out_of_memory_message, refuse_small_address_space
 from verl.utils.redact import redact
 

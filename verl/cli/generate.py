@@ -26,9 +26,9 @@ from verl.errors import ConfigError
 from verl.storage.config import is_address
 from verl.tracking.base import short
 from verl.tracking.console import print_table
-from verl.tracking.jsonl import json_lines, plain
+from verl.tracking.jsonl import json_lines
 from verl.utils.directories import TemporaryDirectory
-from verl.utils.external_input import write_whole
+from verl.utils.external_input import plain, write_whole
 from verl.utils.redact import redact_tree
 from verl.utils.signals import orderly_termination
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -21,7 +19,8 @@ from verl.cli.report.watch import report, watch
 from verl.cli.resume_check import resume_check
 from verl.cli.runs import diff, lineage, runs
 from verl.cli.samples import samples
-from verl.compose.schema import ROOTS, RootName
+from verl.cli.serve_training import serve_training
+from verl.compose.schema import ROOTS
 from verl.errors import ConfigError
 from verl.model_paths.families import family_table, summaries
 from verl.tracking.console import print_table, reader_may_leave
@@ -83,6 +82,7 @@ app.command()(diff)
 app.command("eval")(evaluate)
 app.command()(generate)
 app.command("serve-policy")(serve_policy)
+app.command("serve-training")(serve_training)
 app.command()(plan)
 app.command()(samples)
 app.command()(report)
@@ -102,21 +102,6 @@ def main(
     ] = False,
 ) -> None:
     """Reinforcement-learning post-training of language models."""
-
-
-@app.command("config-schema")
-def config_schema(
-    root: Annotated[RootName, typer.Argument(help="Of main_ROOT.py.")] = "ppo",
-    output: Annotated[Path | None, typer.Option("--output", "-o", help="Write it to this file.")] = None,
-) -> None:
-    """Print the JSON schema of a run, for completion and checks of YAML files in an editor (docs/configuration.md)."""
-    from verl.compose.schema import json_schema
-
-    text = json.dumps(json_schema(root), indent=1) + "\n"
-    if output is None:
-        echo(text, nl=False)
-        return
-    output.write_text(text)
 
 
 @app.command()

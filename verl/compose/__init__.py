@@ -10,7 +10,7 @@ load_policy    Finds a trained policy, in a checkpoint or as plain weights
 overrides      Overrides of a command line, a script or a short file, as options and values by path; aliases of keys
 run_start      RunStart: checks of the machine, run directory, printed differences, log, before a run is built
 saved_config   Allow-list of a saved configuration: what an evaluation uses without being told to
-schema         The configuration directory, root keys, JSON schema
+schema         The configuration directory, root keys, texts of fields
 sweep          The end of a multirun: a table of its jobs
 validate       Validation of a composed configuration: builds the components of a run
 warm_start     Warm starts: `warm-start://NAME` is the actor that `verl sft` trains with experiment=NAME

@@ -25,9 +25,8 @@ from verl.compose.validate import TARGET, refuse_here
 from verl.compose.warm_start import resolve_warm_starts
 from verl.errors import ConfigError, end_cut
 from verl.tracking.console import print_line, shown_path, visible
-from verl.tracking.jsonl import plain
 from verl.tracking.logging_setup import setup_logging
-from verl.utils.external_input import write_text
+from verl.utils.external_input import plain, write_text
 from verl.utils.redact import redact, redact_tree
 
 if TYPE_CHECKING:

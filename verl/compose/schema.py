@@ -1,4 +1,4 @@
-"""The configuration directory, the root keys of a run, and the JSON schema of a run for editors.
+"""The configuration directory, the root keys of a run, and the texts of the fields of components.
 
 By the root keys Hydra rejects others, so that a typing error or a forgotten `# @package _global_` in an experiment file
 is an error instead of an unused node. Everything below the root is validated against the components, in
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import inspect
 import re
 from collections.abc import Iterable
@@ -19,9 +18,7 @@ from typing import Any, Literal
 
 from hydra._internal import hydra
 from hydra.core.config_store import ConfigStore
-from hydra.utils import get_class
 from omegaconf import MISSING, OmegaConf
-from pydantic import TypeAdapter
 
 import verl
 from verl.component import Description
@@ -274,103 +271,6 @@ def _class(node: Any, key: str = "") -> str:
     where = f"{key}._target_" if key else "_target_"
     target = OmegaConf.select(node, where, throw_on_missing=False) if OmegaConf.is_config(node) else None
     return str(target or "").rpartition(".")[2]
-
-
-# The JSON schema
-
-
-def json_schema(root: str) -> dict[str, Any]:
-    """The JSON schema for whole configurations, experiment files and short YAML files.
-
-    No key is required, since such a file only changes the defaults. A node is a component of this package for that key,
-    by its `_target_`, or a user-defined component by its dotted path.
-
-    Args:
-        root: a name of `ROOTS`.
-    """
-    kinds, run = known_components(), get_class(ROOTS[root].run)
-    schema = _component_schema(run)
-    for group, options in group_options().items():
-        property_schema = schema["properties"].setdefault(group, {"anyOf": []})
-        property_schema["anyOf"].append({"enum": options, "description": f"an option of conf/{group}/"})
-    schema["properties"]["defaults"] = {"type": "array", "description": "Options of groups, in a file of Hydra."}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": f"A run of main_{root}.py",
-        **schema,
-        "$defs": {
-            "reference": {"type": "string", "pattern": r"^(.*\$\{.*\}.*|\?\?\?)$"},
-            "other": {
-                "description": "A component of your own, by the dotted path of its class.",
-                "type": "object",
-                "properties": {"_target_": {"type": "string", "not": {"enum": [_target(kind) for kind in kinds]}}},
-                "required": ["_target_"],
-            },
-            **{kind.__name__: _component_schema(kind) for kind in kinds},
-            **{f"any {name}": _any_of(name, kinds) for name in _field_types([run, *kinds])},
-        },
-    }
-
-
-@functools.cache
-def known_components() -> tuple[type[Description], ...]:
-    """The component classes that options name, and those without subclasses in the same modules."""
-    texts = [path.read_text() for path in conf_dir().glob("**/*.yaml")]
-    named = {get_class(target) for text in texts for target in re.findall(r"_target_: ?(verl[\w.]+)", text)}
-    kinds, remaining = set(), [Description]
-    while remaining:
-        kind = remaining.pop()
-        remaining += kind.__subclasses__()
-        if kind.__module__.startswith("verl.") and (kind in named or not kind.__subclasses__()):
-            kinds.add(kind)
-    return tuple(sorted(kinds, key=_target))
-
-
-def _target(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
-@functools.cache
-def _raw_schema(kind: type[Description]) -> dict[str, Any]:
-    """The schema of a component by pydantic; a nested component is `{"x-component": NAME}`."""
-    return TypeAdapter(kind).json_schema()
-
-
-def _field_types(kinds: Iterable[type[Description]]) -> list[str]:
-    """Names of the classes that are field types, which may have subclasses."""
-    return sorted(set(re.findall(r"'x-component': '(\w+)'", str([_raw_schema(kind) for kind in kinds]))))
-
-
-def _any_of(base: str, kinds: Iterable[type[Description]]) -> dict[str, Any]:
-    known = (kind for kind in kinds if base in (parent.__name__ for parent in kind.__mro__))
-    return {"anyOf": [{"$ref": f"#/$defs/{name}"} for name in (*(kind.__name__ for kind in known), "other")]}
-
-
-def _component_schema(kind: type[Description]) -> dict[str, Any]:
-    descriptions, fields = field_texts(kind), {}
-    raw_fields = _raw_schema(kind).get("properties", {})
-    for name, raw in raw_fields.items():
-        schema = _with_references({key: value for key, value in raw.items() if key not in ("title", "default")})
-        fields[name] = {"anyOf": [*schema.get("anyOf", [schema]), {"$ref": "#/$defs/reference"}]}
-        fields[name] |= {"description": descriptions[name]} if name in descriptions else {}
-        fields[name] |= {"default": raw["default"]} if "default" in raw else {}
-    return {
-        "description": inspect.cleandoc(kind.__doc__ or kind.__name__).partition("\n")[0],
-        "type": "object",
-        "properties": {"_target_": {"const": _target(kind)}, **fields},
-        "additionalProperties": kind.other_keys is not None
-        and _with_references(raw_fields[kind.other_keys]["additionalProperties"]),
-    }
-
-
-def _with_references(schema: Any) -> Any:
-    if isinstance(schema, list):
-        return [_with_references(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    if "x-component" in schema:
-        return {"$ref": f"#/$defs/any {schema['x-component']}"}
-    return {key: _with_references(value) for key, value in schema.items()}
 
 
 def field_texts(kind: type[Description]) -> dict[str, str]:

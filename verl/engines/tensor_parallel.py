@@ -35,7 +35,7 @@ from verl.engines.chunked_logprobs import logits_at_a_time
 from verl.errors import ConfigError
 from verl.models.model_stats import ModelStats
 from verl.models.own_module import OwnModule
-from verl.models.structure import expert_layers
+from verl.models.structure import expert_layers, unwrapped
 from verl.ops.resharding.dtensor import is_divided, local
 
 _log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ def shard_over(model: Any, mesh: Any) -> list[str]:
     """
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = unwrapped(model)
     refuse_unfit(base, mesh.size())
     plan = plan_of(base, mesh.size())
     partial = {name for name, style in plan.items() if style == PARTIAL}
@@ -295,7 +295,7 @@ def divide_experts(model: Any, mesh: Any) -> list[nn.Module]:
     """
     from transformers.distributed.tensor_parallel import apply_expert_parallelism
 
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = unwrapped(model)
     config, layers = base.config.get_text_config(), expert_layers(base)
     counts = {module.num_experts for module in layers.values()}
     fault = experts_fault(config.model_type, max(counts, default=None), mesh.size())

@@ -8,8 +8,8 @@ generation_group  How the processes that hold one model divide the generation of
 hf                `rollout=hf`: generation on the tensors that train
 hf_rows           Rows that `rollout=hf` decodes beside each other, in slots of a key-value cache or in batches
 lockstep          Episodes of processes that compute every forward pass together: one plays, all generate
+model_log_probs   Log-probs by the model that trains: of the fixed rows of a proof, of responses without any
 process_engine    An engine in a process of its own: requests, syncs of weights, repeats after a failure
-probe_log_probs   The trainer's log-probs of the few fixed rows that both sides of a sync compute
 responses         Responses to prompts, sampled as single turns of a rollout engine
 rows              Rows of prompts with their responses, made of turns and checked
 scripted          Scripted responses, for tests and for replaying text

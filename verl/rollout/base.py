@@ -92,8 +92,8 @@ class Rollout(Description):
         """The description used for this model; differs from `self` only if this one chooses between engines."""
         return self
 
-    def faults_with_actor(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
-        """Faults in combination with the actor, such as the rank of its adapter or sharded weights."""
+    def faults_with_actor(self, lora_rank: int | None) -> Iterator[str]:
+        """Faults in combination with the actor: with the rank of its adapter, None if it has none."""
         return iter(())
 
     def check_here(self, device: str) -> None:
@@ -245,11 +245,6 @@ class TurnLimits:
     is_single: bool = False
     while_training: bool = False
     is_stepwise: bool = False
-
-    @property
-    def setting(self) -> str:
-        """The setting that makes rows long, for messages."""
-        return "rollout.max_new_tokens" if self.is_single else "environment.max_tokens"
 
     def refuse_above(self, held: int, max_new_tokens: int, limit: str) -> None:
         """Check the length of rows against that of an engine.

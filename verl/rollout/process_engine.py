@@ -46,7 +46,7 @@ from verl.rollout.engine_process.process import (
 )
 from verl.rollout.engine_process.turns import ProcessTurns
 from verl.rollout.generation_group import ConsensusFailed, OneGenerates, among_siblings, consensus
-from verl.rollout.probe_log_probs import trainer_log_probs
+from verl.rollout.model_log_probs import trainer_log_probs
 from verl.rollout.proof import SyncVerifier, probe_rows
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.weight_sync.engine_weights import MIB, EngineWeights

@@ -11,7 +11,6 @@ from verl.errors import RolloutError
 from verl.protocol import DataProto
 from verl.rollout.base import TurnEngine, TurnResult
 
-GENERATED_FIELDS = ("response_mask", "responses", "rollout_log_probs")  # fields that an engine makes
 LARGEST_LOG_PROB = 1e-3  # nats above 0 that may be rounding; more is not a log-prob
 PLACEHOLDER = -9000.0  # nats: values at or below are minus infinity, such as the -9999 of some servers
 
@@ -145,11 +144,7 @@ def refuse_wrong_responses(rows: DataProto, num_tokens: int | None = None) -> No
     Raises:
         RolloutError: see `assemble`.
     """
-    if missing := [name for name in GENERATED_FIELDS if name not in rows.batch]:
-        raise RolloutError(
-            f"The rollout engine gives rows without {', '.join(missing)}: see verl.rollout.rows.assemble."
-        )
-    mask, tokens, log_probs = (rows.batch[name] for name in GENERATED_FIELDS)
+    mask, tokens, log_probs = (rows.batch[name] for name in ("response_mask", "responses", "rollout_log_probs"))
     if not bool(mask.any()):
         return
     lowest, highest = log_probs[mask].aminmax()  # one pass: nan propagates

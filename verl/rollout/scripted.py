@@ -7,11 +7,9 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 from pydantic import Field
-from torch import Tensor
 
 from verl.component import BuildContext, component
-from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
-from verl.ops.logprobs import log_probs_of, response_positions
+from verl.models.parallel_info import Autocast
 from verl.protocol import DataProto
 from verl.rollout.base import (
     ALONE,
@@ -24,6 +22,7 @@ from verl.rollout.base import (
     TurnResult,
     stop_tokens,
 )
+from verl.rollout.model_log_probs import response_log_probs
 from verl.rollout.rows import refuse_wrong_responses
 
 
@@ -67,24 +66,12 @@ class ScriptedEngine(RolloutEngine):
     def turns(self, limits: TurnLimits) -> TurnEngine:
         return ScriptedTurns(self)
 
-    @torch.no_grad()
     def with_log_probs(self, rows: DataProto, greedy: bool) -> DataProto:
         """The model's log-probs of the rows."""
-        self.model.eval()
-        with weights_gathered(self.model):
-            if len(rows):
-                log_probs = self._log_probs(rows).masked_fill(~rows["response_mask"], 0.0)
-                rows["rollout_log_probs"].copy_(log_probs)
-                refuse_wrong_responses(rows)
+        log_probs = response_log_probs(self.model, rows, self.options.temperature, self.autocast)
+        rows["rollout_log_probs"].copy_(log_probs)
+        refuse_wrong_responses(rows)
         return rows
-
-    def _log_probs(self, rows: DataProto) -> Tensor:
-        device = compute_device(self.model)
-        fields = {name: rows.batch[name].to(device) for name in ("input_ids", "attention_mask", "position_ids")}
-        responses = rows.batch["responses"].to(device)
-        with computing_in(self.autocast, self.model):
-            logits = response_positions(self.model(**fields, use_cache=False).logits, responses.shape[1])
-        return log_probs_of(logits, responses, self.options.temperature).cpu()
 
 
 class ScriptedTurns(TurnQueue):

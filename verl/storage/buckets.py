@@ -7,7 +7,7 @@ S3 protocol.
 from __future__ import annotations
 
 import configparser
-import hashlib
+import contextlib
 import json
 import os
 import re
@@ -115,8 +115,7 @@ class BucketBackend(Backend):
                 raise
             raise StorageUnreachable(f"put {self._url}/{key} failed: {error}") from error
         except ObjectNotFound as error:  # the upload is over already: the answer to its end was lost
-            if self._ask(key, lambda: self._parts.head(key))["e_tag"] != _e_tag(pieces(), part_bytes):
-                raise TransientError(str(error)) from error
+            raise TransientError(f"the upload is unknown: {error}") from error
 
     def get(self, key: str, begin: int, end: int) -> bytes:
         return bytes(self._ask(key, lambda: self._once.get_range(key, start=begin, end=end)))
@@ -132,10 +131,8 @@ class BucketBackend(Backend):
                     yield StoredObject(found["path"], found["size"])
 
     def delete(self, key: str) -> None:
-        try:
+        with contextlib.suppress(ObjectNotFound):
             self._ask(key, lambda: self._once.delete(key))
-        except ObjectNotFound:
-            return
 
     def _ask(self, key: str, request: Callable[[], T], is_create: bool = False) -> T:
         try:
@@ -274,17 +271,3 @@ def _by_boto3(address: str) -> Any:
             f"{address}: the profile {redact(os.environ.get('AWS_PROFILE', 'default'))!r} in ~/.aws gives no "
             f"credentials: {redact(str(error)).rstrip('.')}. Correct it, or export {NEEDED['s3']}."
         ) from error
-
-
-def _e_tag(pieces: Iterable[Data], part_bytes: int) -> str:
-    """The ETag that S3 gives to an object of such parts, unless a key of KMS encrypts it."""
-    digests, digest, room = b"", hashlib.md5(usedforsecurity=False), part_bytes
-    for piece in map(memoryview, pieces):
-        while piece:
-            digest.update(piece[:room])
-            piece, room = piece[room:], room - len(piece[:room])
-            if not room:
-                digests, digest, room = digests + digest.digest(), hashlib.md5(usedforsecurity=False), part_bytes
-    if room < part_bytes:
-        digests += digest.digest()
-    return f'"{hashlib.md5(digests, usedforsecurity=False).hexdigest()}-{len(digests) // digest.digest_size}"'

@@ -221,7 +221,7 @@ def is_address(text: str) -> bool:
     return "://" in text
 
 
-def storage_at(address: str, like: Storage | None = None, **settings: Any) -> Storage:
+def storage_at(address: str, like: Storage | None = None) -> Storage:
     """The storage component for an address.
 
     >>> storage_at("s3://models/runs/one").prefix
@@ -230,13 +230,12 @@ def storage_at(address: str, like: Storage | None = None, **settings: Any) -> St
     Args:
         address: kind, bucket and prefix.
         like: if it is of the same kind, its other settings are used.
-        settings: further settings.
     Raises:
         ConfigError: the address is invalid.
     """
     parts = urlsplit(address)
     if parts.scheme == "file":
-        return LocalStorage(path=parts.path, **settings)
+        return LocalStorage(path=parts.path)
     kind = SCHEMES.get(parts.scheme)
     if kind is None or parts.query or parts.fragment or "@" in parts.netloc:
         known = ", ".join(f"{scheme}://" for scheme in (*SCHEMES, "file"))
@@ -245,8 +244,8 @@ def storage_at(address: str, like: Storage | None = None, **settings: Any) -> St
         )
     prefix = parts.path.strip("/")
     if type(like) is kind:
-        return dataclasses.replace(like, bucket=parts.netloc, prefix=prefix, **settings)  # type: ignore[call-arg]
-    return kind(bucket=parts.netloc, prefix=prefix, **settings)  # type: ignore[call-arg]
+        return dataclasses.replace(like, bucket=parts.netloc, prefix=prefix)  # type: ignore[call-arg]
+    return kind(bucket=parts.netloc, prefix=prefix)  # type: ignore[call-arg]
 
 
 def storage_from(keys: dict[str, Any]) -> Storage:

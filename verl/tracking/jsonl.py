@@ -6,7 +6,6 @@ import contextlib
 import errno
 import json
 import logging
-import math
 import os
 import time
 from collections import deque
@@ -23,6 +22,7 @@ from verl.utils.external_input import (
     ends_with_partial_line,
     open_regular,
     parse_mapping,
+    plain,
     read_record,
     regular_opener,
     write_whole,
@@ -181,21 +181,6 @@ def json_line(record: dict[str, Any]) -> bytes:
         text = text.replace(character, f"\\u{ord(character):04x}")
     # A lone surrogate, which a byte-level tokenizer can produce, is written as JSON escape.
     return text.encode("utf-8", "backslashreplace") + b"\n"
-
-
-def plain(value: Any) -> Any:
-    """Convert to a JSON value; numbers that are not finite and unknown objects become texts."""
-    if value is None or isinstance(value, (str, bool, int)):
-        return value
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else str(float(value))
-    if hasattr(value, "tolist"):  # arrays, tensors and their scalars
-        return plain(value.tolist())
-    return str(value)
 
 
 def json_lines(file: Path) -> Iterator[dict[str, Any]]:

@@ -16,7 +16,7 @@ from pydantic import Field
 
 from verl.component import BuildContext, component
 from verl.tracking.base import ContinuedTracker, TrackerDescription
-from verl.tracking.jsonl import plain
+from verl.utils.external_input import plain
 
 BATCH_METRICS, BATCH_PARAMS, LONGEST_PARAM = 1000, 100, 6000  # limits of MLflow; the last one in characters
 MOST_WAITING = 100_000  # metrics kept while a server does not answer; the oldest are dropped first

@@ -149,8 +149,7 @@ def _rollout_faults(run: Any) -> Iterator[str]:
             "algorithm.proximal is behaviour, and rollout.log_probs is trainer: the engine records no log-probs of its "
             "own. Set rollout.log_probs=server, or algorithm.proximal=trainer."
         )
-    is_copied = not run.actor_generates  # whole, for the rollout workers
-    yield from run.rollout.faults_with_actor(None if adapter is None else adapter.rank, is_divided and not is_copied)
+    yield from run.rollout.faults_with_actor(None if adapter is None else adapter.rank)
     if isinstance(run.actor.model, ModuleModel) and "modules" not in run.rollout.supports:
         yield (
             f"rollout is a {type(run.rollout).__name__}: it takes models of transformers alone, and actor.model is a "

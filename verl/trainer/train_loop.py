@@ -41,7 +41,6 @@ from verl.errors import CheckpointFenced, CheckpointNotFound, VerlError, WorkerD
 from verl.monitoring.nonfinite import StepSkipped
 from verl.protocol import DataProto
 from verl.tracking.base import TrackerSet
-from verl.tracking.jsonl import plain
 from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.trainer.guards import Guards, stage
 from verl.trainer.plan.run_plan import RunPlan, log_plan
@@ -50,7 +49,7 @@ from verl.trainer.state.checkpointing import CheckpointSaver, rate_of
 from verl.trainer.state.driver_state import WHEN_BUILT, PartStates, Stateful, load_parts
 from verl.trainer.state.lineage import record_environment
 from verl.trainer.timers import Profiler, StageTimers
-from verl.utils.external_input import write_whole
+from verl.utils.external_input import plain, write_whole
 from verl.utils.memory import forget_peak, peak_memory
 from verl.utils.redact import redact, redact_tree
 from verl.utils.seeding import derive_seed

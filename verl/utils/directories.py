@@ -55,6 +55,9 @@ def unwritable(directory: Path) -> str | None:
         there = next(path for path in (directory, *directory.absolute().parents) if path.exists())
         if not there.is_dir():
             return f"{there} is not a directory"
+        longest = os.pathconf(there, "PC_NAME_MAX")
+        if max(len(os.fsencode(name)) for name in directory.absolute().parts) > longest:
+            return f"it has a name of more than {longest} bytes"
         with tempfile.TemporaryFile(dir=there):
             return None
     except OSError as error:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import math
 import os
 import re
 import stat
@@ -146,6 +147,21 @@ def parse_as(kind: type[T], data: bytes | bytearray | memoryview | str) -> T:
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         faults_text = [f"{'.'.join(map(str, fault['loc'])) or 'it'}: {fault['msg']}" for fault in faults[:5]]
         raise ExternalInputError("; ".join(faults_text)) from error
+
+
+def plain(value: Any) -> Any:
+    """Convert to a JSON value to write; numbers that are not finite and unknown objects become texts."""
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if hasattr(value, "tolist"):  # arrays, tensors and their scalars
+        return plain(value.tolist())
+    return str(value)
 
 
 def printable(text: str, keep: str = "\t") -> str:

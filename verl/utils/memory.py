@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-_STATM = Path("/proc/self/statm")
-
 
 def used_bytes(device: torch.device) -> int:
     """Bytes of tensors on a GPU; resident memory of this process for the CPU."""
@@ -31,10 +29,7 @@ def used_bytes(device: torch.device) -> int:
         import torch
 
         return torch.cuda.memory_allocated(device)
-    if _STATM.exists():
-        return int(_STATM.read_text().split()[1]) * resource.getpagesize()
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 @dataclass(frozen=True)
@@ -206,13 +201,7 @@ _PROC = Path("/proc")
 
 
 def peak_memory() -> dict[int, int]:
-    """Peak resident bytes by process id, of this process and its living descendants.
-
-    Without /proc (macOS) only of this process.
-    """
-    if not (_PROC / "self/status").exists():
-        unit = 1 if sys.platform == "darwin" else 1024
-        return {0: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    """Peak resident bytes by process id, of this process and its living descendants."""
     peaks, waiting = {}, [int((_PROC / "self").readlink().name)]
     while waiting:
         process = waiting.pop()
@@ -237,7 +226,7 @@ def _status_bytes(process: int | str, name: str) -> int:
     """An entry of the kernel's status of a process, in bytes.
 
     Raises:
-        OSError: the process has ended, or the system has no /proc.
+        OSError: the process has ended.
         ValueError: there is no such entry: the process has no memory of its own.
     """
     for line in (_PROC / str(process) / "status").read_text().splitlines():

@@ -18,8 +18,6 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -225,9 +223,7 @@ def reporting_to(progress: Progress, slot: int = 0) -> Iterator[None]:
 def state_of(process_id: int) -> str:
     """State of a process according to the system, as a clause; empty if unknown."""
     fields = process_fields(process_id)
-    if not fields:
-        return "it is gone" if sys.platform == "linux" else ""
-    return STATES.get(fields[0], "")
+    return STATES.get(fields[0], "") if fields else "it is gone"
 
 
 def is_stopped(process_id: int) -> bool:
@@ -244,11 +240,7 @@ def processor_wait_s(process_id: int) -> float:
 
 
 def nameless_file(size: int = 0) -> int:
-    """Descriptor of a new file in memory without a name, of zero bytes; where the system has none, of one on disk."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("verl", os.MFD_CLOEXEC)
-    else:
-        with tempfile.TemporaryFile() as file:
-            descriptor = os.dup(file.fileno())
+    """Descriptor of a new file in memory without a name, of zero bytes."""
+    descriptor = os.memfd_create("verl", os.MFD_CLOEXEC)
     os.ftruncate(descriptor, size)
     return descriptor

@@ -198,21 +198,13 @@ def load_unsharded(
         if kind != "causal_lm":
             source.load_backbone(device)
         return source.load_part(str(parallel.device) if parallel.divides_weights else device, parallel.tp_rank)
-    model = _load(source, kind, device, parallel, sliced)
+    model = source.load_skeleton(kind) if parallel.divides_weights and sliced else None
+    if model is None:
+        if parallel.divides_weights:
+            _log.info("every process loads the whole model before it keeps its part: weights cannot be read in slices")
+        model = getattr(source, f"load_{kind}")("cpu" if parallel.divides_weights else device)
     if source.compile:
         compile_layers(model, parallel)
-    return model
-
-
-def _load(
-    source: ModelSource, kind: Literal["causal_lm", "backbone"], device: str, parallel: Parallelism, sliced: bool
-) -> Any:
-    if not parallel.divides_weights:
-        return getattr(source, f"load_{kind}")(device)
-    model = source.load_skeleton(kind) if sliced else None
-    if model is None:
-        _log.info("every process loads the whole model before it keeps its part: its weights cannot be read in slices")
-        model = getattr(source, f"load_{kind}")("cpu")
     return model
 
 

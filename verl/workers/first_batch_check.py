@@ -17,7 +17,7 @@ from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import Compute, TrainingEngine
 from verl.errors import ConfigError
 from verl.model_paths.check import BOUNDS, WINDOW, beyond_noise, bound_of, chosen_rows, longest_row, row_gaps, tail_for
-from verl.model_paths.families import PLAINER, Scoring
+from verl.model_paths.families import PLAINER
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
 from verl.protocol import DataProto
@@ -80,14 +80,17 @@ class FirstBatchCheck:
             found = self._computed(rows, expected)
             difference = self.difference(found, expected, rows)
             if difference > self._bound():
-                again = (
-                    self.engine.infer(rows, with_tail(self.plain, self.engine, rows), alone=True, replays=False)
-                    if again is None
-                    else again
-                )
+                if again is None:
+                    again = self.engine.infer(rows, with_tail(self.plain, self.engine, rows), alone=True, replays=False)
                 difference = self.difference(found, expected, rows, self._first(again))
             if difference <= self._bound():
-                self._tell(PLAINER[first], scoring, worst, which)
+                if scoring != PLAINER[first]:
+                    before, now = (path.replace("_", " ") for path in (PLAINER[first], scoring))
+                    _log.warning(
+                        "%s is a %s: as %s batches, rows of %s have different results than each row alone "
+                        "(%.2g on average). From here on rows are run as %s batches.",
+                        self.name, type(self.engine.model).__name__, before, which, worst, now,
+                    )  # fmt: skip
                 return
             worst = max(worst, difference)
             if self.engine.parallel.context is not None:
@@ -100,20 +103,6 @@ class FirstBatchCheck:
             f"in a batch and alone ({worst:.2g} on average), however they are run. Choose another attention "
             "implementation or another model."
         )
-
-    def _tell(self, before: Scoring, scoring: Scoring, worst: float, which: str) -> None:
-        if scoring != before:
-            words = (way.replace("_", " ") for way in (before, scoring))
-            _log.warning(
-                "%s is a %s: as %s batches, rows of %s have different results than each row alone "
-                "(%.2g on average). From here on rows are run as %s batches.",
-                self.name,
-                type(self.engine.model).__name__,
-                next(words),
-                which,
-                worst,
-                next(words),
-            )
 
     def difference(
         self, found: Tensor | None, wanted: Tensor | None, rows: DataProto, again: Tensor | None = None

@@ -241,7 +241,9 @@ class RankCheckpointWriter:
         except Exception as error:  # noqa: BLE001 - the save fails, not the training
             _log.exception("%s cannot save its part of step %d", name, step)
             submit_failure(disk, transaction, name, f"{type(error).__name__}: {error}")
-        self._tell()
+        for outcome in [] if self._writer is None else self._writer.poll(raises=False):
+            if outcome.error is not None:  # the driver learns of it from the report
+                _log.error("step %d: this part was not saved: %s", outcome.step, outcome.error)
         return True
 
     def wait_copied(self) -> None:
@@ -259,25 +261,16 @@ class RankCheckpointWriter:
             self._writer = _writer_of(setting)
         return self._writer
 
-    def _tell(self) -> None:
-        """Log failures in this process; the driver learns of them from the reports."""
-        for outcome in [] if self._writer is None else self._writer.poll(raises=False):
-            if outcome.error is not None:
-                _log.error("step %d: this part was not saved: %s", outcome.step, outcome.error)
-
     def _components(self, setting: RankSaveSettings) -> dict[str, SavedComponent]:
-        self._settle()
         optimizer: dict[str, PartialTensor] = {}
         components = {}
+        for worker in self._trained.values():
+            worker.engine.parallel.free_gathered_parameters(worker.engine.model)
         for name, worker in self._trained.items():
             components[name] = self._model(worker, setting)
             optimizer |= _slices(f"{name}.", worker.engine.optimizer_tensors(), worker.engine.parallel)
         components["optimizer"] = SavedComponent(tensors=optimizer, file=self._file(setting))
         return components
-
-    def _settle(self) -> None:
-        for worker in self._trained.values():
-            worker.engine.parallel.free_gathered_parameters(worker.engine.model)
 
     def _file(self, setting: RankSaveSettings) -> str:
         meshes = [worker.engine.parallel.mesh for worker in self._trained.values()]

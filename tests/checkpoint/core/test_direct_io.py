@@ -57,8 +57,3 @@ def test_where_the_page_cache_cannot_be_avoided_it_is_used(tmp_path, refused):
             transaction.main.write("reference_model/frozen.bin", [bytes(range(200))])
             transaction.commit()
     assert version_of(save_images(store, 300, 3)) == 3
-
-
-def test_what_the_disk_refuses_is_not_tried_again_another_way(tmp_path):
-    with pytest.raises(OSError, match="No space left"):
-        write_direct(RefusingDisk(write_at=errno.ENOSPC), tmp_path / "file", IMAGE, page_aligned_view(MEMORY))

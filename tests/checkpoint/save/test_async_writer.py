@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import re
-import resource
 from pathlib import Path
 
 import pytest
@@ -17,13 +16,12 @@ from safetensors.torch import load_file
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.read.reader import verify
-from verl.checkpoint.retention import Retention
+from verl.checkpoint.read.reader import open_verified
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.host_buffer import HostBufferPool
 from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
 from verl.checkpoint.save.snapshot import DTYPES, PartialTensor, SavedComponent, lay_out_request
-from verl.errors import CheckpointFenced, CheckpointIncomplete, CheckpointNotFound, CheckpointWriteFailed
+from verl.errors import CheckpointIncomplete, CheckpointNotFound, CheckpointWriteFailed
 
 
 @pytest.fixture
@@ -66,7 +64,7 @@ def test_what_is_read_equals_what_was_saved_bit_by_bit(store, mode):
         (outcome,) = writer.drain()
     assert (outcome.step, outcome.error, outcome.name) == (7, None, "global_step_7")
     checkpoint = store.newest()
-    assert verify(store.disk, checkpoint.directory, "full") == []
+    open_verified(store.disk, checkpoint.directory, "full")
     found = tensors_of(checkpoint, "actor")
     assert found.keys() == tensors.keys()
     assert [name for name in tensors if not same_bits(found[name], tensors[name])] == []
@@ -100,28 +98,14 @@ def test_weights_may_change_once_they_are_copied(slow_store):
 
 
 def test_a_third_save_waits_and_memory_stays_at_two_host_buffers(slow_store):
-    weight = torch.zeros(1_000_000)
+    weight, before = torch.zeros(1_000_000), _host_buffers()
     with CheckpointWriter(slow_store) as writer:
         for step in range(1, 6):
             assert writer.save(request(step, {"weight": weight}))
             assert writer.num_under_way <= 2
-            assert writer.host_buffer_bytes <= 2 * (2 * weight.nbytes + 16 * 4096)
+            assert len(_host_buffers() - before) <= 2
         assert [outcome.step for outcome in writer.drain()] == [1, 2, 3, 4, 5]
-    assert writer.host_buffer_bytes == 0
-
-
-@pytest.mark.exhaustive
-def test_one_host_buffer_is_enough_where_saves_do_not_overlap_and_it_grows_with_the_state(store):
-    with CheckpointWriter(store) as writer:
-        writer.prepare(request(1, {"weight": torch.zeros(100_000)}))
-        for step, size in enumerate((100_000, 100_000, 300_000, 50_000), 1):
-            weight = torch.full((size,), float(step))
-            writer.save(request(step, {"weight": weight}))
-            writer.drain()
-            assert torch.equal(tensors_of(store.newest(), "actor")["weight"], weight)
-        assert writer.host_buffer_bytes < 3 * 300_000 * 4
-        mapped = Path(f"/proc/{writer.process_id}/maps").read_text().count("verl-checkpoint")
-        assert mapped == 1  # what the host buffer was before it grew is given back there too
+    assert not _host_buffers() - before
 
 
 class Unreadable(torch.Tensor):
@@ -149,32 +133,6 @@ def test_a_failed_save_is_told_by_the_next_poll_and_the_following_one_works(tens
         writer.save(request(2, {"weight": torch.ones(2)}))
         writer.drain()
     assert [checkpoint.step for checkpoint in store.complete()] == [2]
-
-
-def test_without_memory_for_a_host_buffer_the_save_fails_and_the_following_one_works(store):
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    with CheckpointWriter(store) as writer:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
-        try:
-            writer.save(request(1, {"weight": torch.ones(1_000_000)}))
-            with pytest.raises(OSError, match="too large"):
-                writer.drain()
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        writer.save(request(2, {"weight": torch.ones(2)}))
-        writer.drain()
-    assert [checkpoint.step for checkpoint in store.complete()] == [2]
-
-
-def test_who_is_fenced_out_is_told(store):
-    with CheckpointWriter(store) as writer:
-        writer.save(request(1, {"weight": torch.ones(2)}))
-        writer.drain()
-        CheckpointStore(store.directory, run_id="later").claim_directory()
-        writer.save(request(2, {"weight": torch.ones(2)}))
-        with pytest.raises(CheckpointFenced, match="taken over by run later"):
-            writer.drain()
-    assert [checkpoint.step for checkpoint in store.complete()] == [1]
 
 
 def freed() -> torch.Tensor:
@@ -232,15 +190,6 @@ def test_constant_files_are_shared_between_saves(store):
     assert first.path("actor/tokenizer.json").samefile(second.path("actor/tokenizer.json"))
 
 
-def test_retention_runs_after_every_save(store):
-    with CheckpointWriter(store, retention=Retention(keep_last_n=2)) as writer:
-        for step in range(1, 5):
-            writer.save(request(step, {"weight": torch.ones(2)}))
-        pruned = [name for outcome in writer.drain() for name in outcome.pruned]
-    assert pruned == ["global_step_1", "global_step_2"]
-    assert [checkpoint.step for checkpoint in store.complete()] == [3, 4]
-
-
 def test_closing_finishes_what_is_under_way_and_leaves_nothing(slow_store):
     open_before = set(os.listdir("/proc/self/fd"))
     writer = CheckpointWriter(slow_store)
@@ -284,7 +233,7 @@ def test_a_forked_child_neither_holds_the_memory_nor_disturbs_the_writer(store):
         if child == 0:
             held = _host_buffers() & own
             writer.close()
-            os._exit(bool(held or writer.host_buffer_bytes))
+            os._exit(bool(held))
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
         writer.save(request(2, {"weight": torch.full((100_000,), 2.0)}))
         assert [outcome.num_deaths for outcome in writer.drain()] == [0]

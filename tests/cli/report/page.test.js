@@ -91,10 +91,3 @@ test("numbers are short", () => {
   assert.deepStrictEqual([1234567, 0.123456, 1e-7, 3, NaN, 12345.6].map((x) => page.format(x)),
     ["1.23e+6", "0.1235", "1.00e-7", "3", "none", "12345.6"]);
 });
-
-test("a column grows by later steps only", () => {
-  const column = {steps: Float32Array.of(1, 2), values: Float32Array.of(5, 6)}, before = column.steps;
-  for (const [step, value] of [[2, 9], [NaN, 9], [3, 7]]) page.grow(column, step, value);
-  assert.deepStrictEqual([[...column.steps], [...column.values]], [[1, 2, 3], [5, 6, 7]]);
-  assert.deepStrictEqual([...before], [1, 2]);  // other columns share it
-});

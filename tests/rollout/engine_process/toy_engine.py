@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl.component import BuildContext, component
 from verl.models.parallel_info import Autocast
-from verl.rollout.base import ALONE, RolloutEngine
-from verl.rollout.engine_process.messages import EngineInfo, EngineSetup, NumberedTurn, TurnOutput
+from verl.rollout.base import ALONE, RolloutEngine, TurnRequest
+from verl.rollout.engine_process.messages import EngineInfo, EngineSetup, TurnOutput
 from verl.rollout.engine_process.options import ProcessOptions
 from verl.rollout.engine_process.process import EngineFiles
-from verl.rollout.probe_log_probs import trainer_log_probs
+from verl.rollout.model_log_probs import trainer_log_probs
 from verl.rollout.process_engine import ProcessEngine
 from verl.rollout.proof import VerifyReply, VerifyRequest, fingerprint
 from verl.rollout.token_sampler import TokenSampler
@@ -68,7 +68,7 @@ class ToyServer:
 
     def __init__(self, setting: ToySetting):
         config = AutoConfig.from_pretrained(setting.directory)
-        self.setting, self.num_loads, self.waiting = setting, 0, list[NumberedTurn]()
+        self.setting, self.num_loads, self.waiting = setting, 0, list[TurnRequest]()
         self.model = AutoModelForCausalLM.from_config(config, dtype=setting.dtype).eval().requires_grad_(False)
 
     def describe(self) -> EngineInfo:
@@ -111,24 +111,24 @@ class ToyServer:
     def end_turns(self) -> None:
         self.waiting = []
 
-    def advance_turns(self, new: list[NumberedTurn], budget_s: float, until_all: bool) -> TurnOutput:
+    def advance_turns(self, new: list[TurnRequest], budget_s: float, until_all: bool) -> TurnOutput:
         self.waiting += new
         output = TurnOutput()
-        while self.waiting and (until_all or not output.numbers):
+        while self.waiting and (until_all or not output.episodes):
             turn = self.waiting.pop(0)
             tokens, log_probs = self._decode(turn)
-            output.numbers.append(turn.number)
+            output.episodes.append(turn.episode)
             output.tokens.append(tokens)
             output.log_probs.append(log_probs)
         return output
 
-    def _decode(self, turn: NumberedTurn) -> tuple[list[int], list[float]]:
-        request, sampler, tokens, log_probs = turn.request, self.sampler, list[int](), list[float]()
-        while len(tokens) < request.max_new_tokens and not (tokens and tokens[-1] in sampler.stop_ids):
+    def _decode(self, turn: TurnRequest) -> tuple[list[int], list[float]]:
+        sampler, tokens, log_probs = self.sampler, list[int](), list[float]()
+        while len(tokens) < turn.max_new_tokens and not (tokens and tokens[-1] in sampler.stop_ids):
             report()
-            logits = self.model(input_ids=torch.tensor([[*request.tokens, *tokens]])).logits[:, -1]
-            noise = sampler.noise(torch.tensor(request.noise_key)[:, None], len(tokens))
-            token = sampler.pick(logits, noise, len(tokens), request.greedy)
+            logits = self.model(input_ids=torch.tensor([[*turn.tokens, *tokens]])).logits[:, -1]
+            noise = sampler.noise(torch.tensor(turn.noise_key)[:, None], len(tokens))
+            token = sampler.pick(logits, noise, len(tokens), turn.greedy)
             tokens.append(int(token))
             log_probs.append(float(sampler.log_probs(logits, token)))
         return tokens, log_probs

@@ -11,7 +11,7 @@ import torch
 from verl.component import component
 from verl.rollout.base import SyncResult
 from verl.rollout.hf import HFEngine, HFRollout
-from verl.rollout.probe_log_probs import trainer_log_probs
+from verl.rollout.model_log_probs import trainer_log_probs
 from verl.rollout.proof.fingerprints import fingerprint
 from verl.rollout.proof.probe import probe_rows
 from verl.rollout.proof.verifier import SyncVerifier, VerifyReply, VerifyRequest

@@ -20,7 +20,7 @@ from verl.rollout.proof.fingerprints import (
     tied_names,
     transposed_names,
 )
-from verl.rollout.proof.verifier import differing, tolerance
+from verl.rollout.proof.verifier import differing
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -81,22 +81,6 @@ def test_every_tensor_shows_one_update(lr, dtype):
     # In bfloat16 a vector of 256 may happen to keep all of its entries.
     names = list(before) if dtype == torch.float32 else matrices
     assert all(differing(after[name], before[name]) is not None for name in names)
-
-
-def test_the_signs_alone_show_an_update_many_times_above_their_threshold():
-    weights = some_weights(width=896, layers=1)
-    name = "model.layers.0.self_attn.q_proj.weight"
-    updated = after_one_update({name: weights[name]}, lr=1e-5)
-    before, after = marks_of({name: weights[name]})[name], marks_of(updated)[name]
-    size = (before.values[0] ** 2).mean() ** 0.5
-    assert abs(after.values[0] - before.values[0]).max() / size > 30 * tolerance(after)
-
-
-def test_a_tied_head_has_the_fingerprint_of_its_embedding():
-    weights = some_weights()
-    found = marks_of(weights, tied={"lm_head.weight": "model.embed_tokens.weight"})
-    assert found["lm_head.weight"] is found["model.embed_tokens.weight"]
-    assert set(found) == {*weights, "lm_head.weight"}
 
 
 def test_a_matrix_that_is_kept_sideways_is_marked_as_engines_have_it():

@@ -50,7 +50,7 @@ def found(request, tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", WHOLE)
-@pytest.mark.parametrize("scenario", ["first", "clean", "after", "last"])
+@pytest.mark.parametrize("scenario", ["first", "clean", "last"])
 def test_a_clean_sync_is_proven(found, engine, scenario):
     outcome = found[engine][scenario]
     assert outcome["names"] == []
@@ -79,23 +79,6 @@ def test_one_stale_tensor_of_the_last_layer_is_named(found, engine):
     assert found[engine]["stale"]["names"] == [f"{LATE}.mlp.down_proj.weight"]
 
 
-def test_a_stale_part_of_a_tensor_is_named(found):
-    assert found["qwen2 tied"]["part"]["names"] == [f"{LATE}.mlp.down_proj.weight"]
-
-
-def test_tensors_rounded_on_their_way_are_named(found):
-    outcome = found["qwen2 tied"]["narrowed"]
-    assert {"model.embed_tokens.weight", f"{ATTENTION}.q_proj.weight"} <= set(outcome["names"])
-    assert "it was rounded to bfloat16 on its way" in outcome["text"]
-
-
-@pytest.mark.exhaustive
-def test_an_engine_that_computes_in_a_narrower_type_is_named(found):
-    outcome = found["qwen3 bfloat16"]["other type"]
-    assert "lm_head.weight" in outcome["names"]
-    assert "it is held in bfloat16, where float32 is expected" in outcome["text"]
-
-
 @pytest.mark.parametrize(
     ("engine", "name"),
     [
@@ -104,9 +87,8 @@ def test_an_engine_that_computes_in_a_narrower_type_is_named(found):
         ("qwen2 tied", "input_layernorm.weight"),
     ],
 )
-@pytest.mark.parametrize("fault", ["left out", "old"])
-def test_a_vector_that_stays_behind_is_named(found, engine, name, fault):
-    assert found[engine][f"{fault} {name}"]["names"] == [f"{LATE}.{name}"]
+def test_a_vector_that_stays_behind_is_named(found, engine, name):
+    assert found[engine][f"left out {name}"]["names"] == [f"{LATE}.{name}"]
 
 
 @pytest.mark.parametrize("scenario", ["first", "clean", "last"])
@@ -121,7 +103,6 @@ def test_a_clean_sync_of_experts_is_proven_expert_by_expert(found, scenario):
     ("scenario", "named"),
     [
         ("stale", ["2.down_proj"]),
-        ("swapped", ["0.gate_proj", "0.up_proj"]),
         ("exchanged", ["1.up_proj", "3.up_proj"]),
         ("not packed again", [f"{e}.{p}_proj" for e in range(4) for p in ("gate", "up", "down")]),
     ],
@@ -145,7 +126,7 @@ def test_a_clean_sync_of_an_adapter_is_proven(found, scenario):
     assert outcome["metrics"]["sync/probe_gap_nats"] < 1e-4
 
 
-@pytest.mark.parametrize("scenario", ["stale", "not asked for", "binds nothing"])
+@pytest.mark.parametrize("scenario", ["stale", "not asked for"])
 def test_an_adapter_that_is_not_the_trainers_is_caught(found, scenario):
     assert len(found["adapter"][scenario]["names"]) == 2 * 2 * 7  # A and B, two layers, seven products
 

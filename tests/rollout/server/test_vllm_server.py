@@ -135,7 +135,7 @@ def test_it_follows_the_trained_weights_and_proves_it(actor, attached, prompts):
 @pytest.mark.exhaustive
 def test_its_log_probs_are_found_to_be_those_before_temperature(attached, prompts):
     actor = attached(temperature=0.5)
-    assert actor.generator.engine.connection.source == "trainer"
+    assert actor.generator.engine.source == "trainer"
     assert gap(actor, actor.generate(prompts(), GenerationRequest(0, 2))) < 1e-5
     with pytest.raises(ConfigError, match="temperature=1, or use a server of processed log-probs"):
         attached(temperature=0.5, weights="fixed")

@@ -80,22 +80,17 @@ UNSET = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_new_tokens": 0}
         {"top_p": 0.8},
         {"temperature": 1.5, "top_k": 20, "top_p": 0.9, "min_new_tokens": 4},
         {"max_new_tokens": 1},
+        {"request": GenerationRequest(3, greedy=True)},
+        {"request": GenerationRequest(3, 2, stream=EVALUATION)},
     ],
     ids=str,
 )
 def test_it_draws_the_tokens_of_our_own_loop_with_their_log_probs(engines, options):
     theirs, ours = engines(**options)
     same, gap = agreement(theirs, ours)
-    assert same >= 0.99
+    assert same >= (0.95 if "request" in options else 0.99)
     assert gap < 2e-4
     assert theirs.batch.keys() == ours.batch.keys()
-
-
-def test_greedy_and_evaluation_are_those_of_our_own_loop(engines):
-    for request in (GenerationRequest(3, greedy=True), GenerationRequest(3, 2, stream=EVALUATION)):
-        same, gap = agreement(*engines(request=request))
-        assert same >= 0.95
-        assert gap < 2e-4
 
 
 def test_the_order_and_company_of_prompts_change_no_response(engines):
@@ -157,13 +152,6 @@ def test_no_prompts_give_no_rows(engines):
 def test_a_prompt_that_leaves_no_room_for_the_response_is_refused_with_the_numbers(engines):
     with refusal("rollout.max_new_tokens"):
         engines(max_new_tokens=200)
-
-
-def test_torchs_own_generator_is_neither_used_nor_changed(engines):
-    state = torch.get_rng_state()
-    engines.vllm.sync()
-    generate(engines.vllm, random_prompts(), GenerationRequest(1))
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 TEXTS = ["1 + 2 =", "what is 6 * 7? " * 9, "9 -", "a b c d " * 20]

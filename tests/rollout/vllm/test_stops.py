@@ -21,7 +21,7 @@ from verl.errors import RolloutError
 from verl.models.lora import LoRA
 from verl.rollout.base import GenerationRequest
 from verl.rollout.engine_process.messages import EngineSetup
-from verl.rollout.engine_process.process import EngineDied, EngineFiles, EngineHung, EngineProcess
+from verl.rollout.engine_process.process import EngineDied, EngineFiles, EngineProcess
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.config import VLLMRollout
 from verl.rollout.vllm.engine import SERVER
@@ -70,7 +70,6 @@ def test_a_killed_engine_is_noticed_where_another_process_holds_its_socket(monke
 
 def test_an_engine_that_is_stopped_while_it_starts_is_named_with_its_stage_and_ended():
     process, pid, death = struck_at_start(signal.SIGSTOP, call_timeout_s=1.0)
-    assert isinstance(death, EngineHung)
     last = str(death).splitlines()[-1]
     assert last.startswith(f"The vLLM engine (process {pid}), asked to start, made no progress for 1 s (rollout.call_")
     assert last.endswith("it is stopped (SIGSTOP or SIGTSTP). It was ended.")

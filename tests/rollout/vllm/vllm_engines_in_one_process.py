@@ -28,7 +28,7 @@ from verl.models.lora import LoRA
 from verl.ops.sampling import NO_TURN
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, TurnEngine, TurnRequest, TurnResult
-from verl.rollout.engine_process.messages import NumberedTurn, TurnOutput
+from verl.rollout.engine_process.messages import TurnOutput
 from verl.rollout.engine_process.process import EngineError
 from verl.rollout.hf import HFRollout
 from verl.rollout.proof.fingerprints import ProbeVectors
@@ -77,13 +77,13 @@ def compared(engine: Any, model: Any, tokenizer: Any, prompts: DataProto) -> tup
     ours = HFRollout(max_new_tokens=10).attach(model, tokenizer, 0)
     engine.begin_turns(TokenSampler.of(OPTIONS, 0, ours.stop_ids.tolist()), 10, None)
     turns = [
-        NumberedTurn(4 * place + sample, TurnRequest(0, tokens, place, sample, NO_TURN, 10, step=1))
+        TurnRequest(4 * place + sample, tokens, place, sample, NO_TURN, 10, step=1)
         for place, tokens in enumerate(prompt_tokens(prompts))
         for sample in range(4)
     ]
     made = engine.advance_turns(turns, 600.0, True)
     engine.end_turns()
-    ordered = sorted(zip(made.numbers, made.tokens, made.log_probs, strict=True))
+    ordered = sorted(zip(made.episodes, made.tokens, made.log_probs, strict=True))
     drawn = [TurnResult(number, tokens, log_probs, True) for number, tokens, log_probs in ordered]
     found = assemble_turns(prompts, drawn, TurnEngine(), 0, 4)
     return agreement(found, generate(ours, prompts, GenerationRequest(1, 4)))
@@ -131,8 +131,8 @@ def prefix_versions(directory: Path) -> dict[str, Any]:
 
     def begin(tokens: list[int], limit: int) -> TurnOutput:
         """One step with a further row."""
-        request = TurnRequest(0, tokens, 0, 0, NO_TURN, limit, step=1)
-        return engine.advance_turns([NumberedTurn(next(numbers), request)], 0.0, False)
+        turn = TurnRequest(next(numbers), tokens, 0, 0, NO_TURN, limit, step=1)
+        return engine.advance_turns([turn], 0.0, False)
 
     def renew(seed: int) -> None:
         before = engine.open_turns().tokens
@@ -144,7 +144,7 @@ def prefix_versions(directory: Path) -> dict[str, Any]:
     def finished(tokens: list[int]) -> tuple[int, float]:
         """Tokens from the cache, and the gap of log-probs from those of a plain forward pass."""
         made = begin(tokens, 2)
-        while not made.numbers:
+        while not made.episodes:
             made = engine.advance_turns([], 0.0, False)
         with torch.no_grad():
             logits = model(torch.tensor([tokens + made.tokens[0]])).logits[0, -3:-1]
@@ -187,7 +187,7 @@ def reloaded_in_flight(directory: Path) -> dict[str, Any]:
     states = [{name: x.clone() for name, x in model.state_dict().items()}]
     engine.begin_turns(TokenSampler.of(OPTIONS, 0, []), 20, None, True)
     tokens = [3 + i % 80 for i in range(40)]
-    new = [NumberedTurn(0, TurnRequest(0, tokens, 0, 0, NO_TURN, 20, step=1))]
+    new = [TurnRequest(0, tokens, 0, 0, NO_TURN, 20, step=1)]
     for _ in range(5):
         engine.advance_turns(new, 0.0, False)
         new = []
@@ -213,9 +213,9 @@ def preemptions(directory: Path, kv_cache: Any) -> dict[str, int]:
     scheduler._preempt_request = lambda *args, **more: (calls.append(1), preempt(*args, **more))
     engine.begin_turns(TokenSampler.of(OPTIONS, 0, []), 200, None, True)
     prompts = [[3 + row, *range(3, 52)] for row in range(6)]
-    turns = [TurnRequest(0, tokens, row, 0, NO_TURN, 200, step=1) for row, tokens in enumerate(prompts)]
-    made = engine.advance_turns([NumberedTurn(*turn) for turn in enumerate(turns)], 600.0, True)
-    assert sorted(made.numbers) == list(range(6))
+    turns = [TurnRequest(row, tokens, row, 0, NO_TURN, 200, step=1) for row, tokens in enumerate(prompts)]
+    made = engine.advance_turns(turns, 600.0, True)
+    assert sorted(made.episodes) == list(range(6))
     del scheduler._preempt_request  # a reference to itself, with which it would outlive this
     return {"preemptions": len(calls)}
 

@@ -102,14 +102,23 @@ def test_a_run_directory_in_which_another_run_trained_is_refused_before_anything
     assert not (tmp_path / "empty").exists()
 
 
-def test_a_later_run_of_the_process_that_is_refused_leaves_the_directory_to_the_earlier_one(tmp_path):
+def test_a_later_run_of_the_process_that_is_refused_leaves_the_directory_to_the_earlier_one(tmp_path, monkeypatch):
     first = choose(None, run_dir=tmp_path / "run")
     (tmp_path / "trained").mkdir()
     (tmp_path / "trained/metrics.jsonl").write_text('{"step": 1}\n')
     with refusal("hydra.run.dir"):
         choose(None, run_dir=tmp_path / "trained")
+    monkeypatch.setattr(StoreLease, "acquire", lambda self: Owner.here("abcd1234"))
+    with pytest.raises(ConfigError, match="abcd1234"):
+        choose(None, run_dir=tmp_path / "later", storage=LocalStorage(path="bucket"))
     assert RunLock.held_here(SAVED) is first.lock
     first.release()
+
+
+def test_a_directory_whose_name_the_file_system_cannot_hold_is_refused_before_anything_is_made():
+    with pytest.raises(ConfigError, match="it has a name of more than 255 bytes"):
+        choose(None, settings=Checkpointing(save_dir=f"a/{300 * 'b'}"), dry=True)
+    assert not Path("a").exists()
 
 
 @pytest.mark.parametrize("left", ['{"step": 0, "eval/accuracy": 0.5}\n', '{"step": 1, "re', ""])

@@ -63,7 +63,6 @@ from verl.checkpoint.read.discovery import (
     LATEST,
     RESERVED,
     STAGING,
-    TAG,
     TRASH,
     CheckpointDirectory,
     refuse_inside,
@@ -77,7 +76,7 @@ from verl.errors import (
     FileFault,
     NoSpaceForCheckpoint,
 )
-from verl.utils.external_input import checked_name
+from verl.utils.external_input import NAME, checked_name, plain
 
 log = logging.getLogger(__name__)
 
@@ -213,7 +212,8 @@ class SaveTransaction:
         """Rename the finished directory into place; a save equal to the newest checkpoint is not published again."""
         newest, sequence = self._store.newest_and_next_sequence()
         checksum = content_digest(manifest)
-        if newest is not None and _is_same(newest.manifest, manifest, checksum):
+        is_same = newest is not None and (newest.step, newest.manifest.tag) == (manifest.step, manifest.tag)
+        if newest is not None and is_same and content_digest(newest.manifest) == checksum:
             with contextlib.suppress(BadCheckpoint):
                 newest = open_verified(self._disk, newest.directory, "full")  # a damaged one is no reason not to save
                 self._disk.sync_directory(newest.directory.parent)  # its own save may have failed at this very call
@@ -249,18 +249,12 @@ class SaveTransaction:
             "metrics": manifest.metrics,
             "manifest_checksum": checksum,
         }
-        text = json.dumps({**fields, **_finite(state), **fields}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+        text = json.dumps({**fields, **plain(state), **fields}, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
         data = text.encode("utf-8", "backslashreplace")  # half a surrogate pair becomes its JSON escape
         write_by_rename(self._disk, self.directory / STATE, data)
         entry = FileEntry.of(STATE, [Leaf(len(data), digest_of(data))])
         files = tuple(sorted((*manifest.files, entry), key=lambda e: e.path))
         return replace(manifest, sequence=sequence, files=files)
-
-
-def _is_same(newest: Manifest, manifest: Manifest, checksum: str) -> bool:
-    if (newest.step, newest.tag) != (manifest.step, manifest.tag):
-        return False
-    return content_digest(newest) == checksum
 
 
 def _faults_of_participants(expected: set[str], reports: list[RankReport]) -> Iterator[FileFault]:
@@ -280,17 +274,6 @@ def _faults_of_files(sizes: dict[str, int], entries: dict[str, FileEntry]) -> It
             yield FileFault(path, "no participant reports it")
         elif sizes[path] != entries[path].size:
             yield FileFault(path, f"it has {sizes[path]} bytes instead of {entries[path].size}")
-
-
-def _finite(value: Any) -> Any:
-    """Numbers that JSON does not know become the texts "nan", "inf" and "-inf", as in the metrics' file."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return str(value)
-    if isinstance(value, dict):
-        return {str(key): _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return value
 
 
 class CheckpointStore(CheckpointDirectory):
@@ -433,7 +416,7 @@ class CheckpointStore(CheckpointDirectory):
             CheckpointFenced: another trainer has taken over.
             CheckpointWriteFailed: the directory cannot be written.
         """
-        if tag is not None and (not TAG.fullmatch(tag) or tag in RESERVED or tag.startswith("global_step_")):
+        if tag is not None and (not NAME.fullmatch(tag) or tag in RESERVED or tag.startswith("global_step_")):
             raise ConfigError(
                 f"tag is {tag!r}: it names a directory. Use letters, digits and . _ = + -, and none of the store's own "
                 f"names ({', '.join(sorted(RESERVED))}, global_step_...)."
@@ -449,7 +432,8 @@ class CheckpointStore(CheckpointDirectory):
         with write_errors(f"beginning the save of step {step}"), self.locked():
             self.check_claim()
             try:
-                self._remove_leftovers()
+                for path in self.leftovers():
+                    remove_tree(self.disk, path)
             except OSError as error:  # they take space and do no harm
                 log.warning("leftovers of earlier saves could not be removed: %s", error)
             self.disk.make_directory(directory)
@@ -468,7 +452,8 @@ class CheckpointStore(CheckpointDirectory):
         self.claim_directory()
         with self.locked(), write_errors("removing leftovers"):
             self.check_claim()
-            self._remove_leftovers()
+            for path in self.leftovers():
+                remove_tree(self.disk, path)
 
     def leftovers(self) -> Iterator[Path]:
         """Leftovers of dead processes: the trash, and staged saves without a lock, each locked while it is looked at.
@@ -524,10 +509,6 @@ class CheckpointStore(CheckpointDirectory):
                 f"{self.directory} has {space.inodes} inodes free and the save needs {needed_files + OWN_FILES}; "
                 "nothing was written. Remove files there"
             )
-
-    def _remove_leftovers(self) -> None:
-        for path in self.leftovers():
-            remove_tree(self.disk, path)
 
 
 def readable_size(num_bytes: int) -> str:

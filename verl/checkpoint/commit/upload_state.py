@@ -16,6 +16,8 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import NonNegativeInt, PositiveInt
+
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem, make_directories, read_errors, write_by_rename, write_errors
 from verl.checkpoint.core.manifest import COMMIT, COMMIT_LIMIT_BYTES
@@ -40,10 +42,10 @@ class UploadTarget:
     """
 
     address: str
-    upload_interval: int = 1
+    upload_interval: PositiveInt = 1
     upload_interval_s: float = 0.0
-    keep_waiting: int = 8
-    sequence_floor: int = 0
+    keep_waiting: NonNegativeInt = 8
+    sequence_floor: NonNegativeInt = 0
 
     def wants(self, checkpoint: Checkpoint) -> bool:
         """Whether this checkpoint is to be uploaded, regardless of later ones."""
@@ -68,10 +70,7 @@ def write_upload_target(disk: FileSystem, directory: Path, cold: UploadTarget | 
 def read_upload_target(disk: FileSystem, directory: Path) -> UploadTarget | None:
     """The object storage of a directory; None if there is none."""
     try:
-        target = parse_as(UploadTarget, disk.read(directory / COLD, LIMIT_BYTES))
-        if target.upload_interval < 1 or min(target.keep_waiting, target.sequence_floor) < 0:
-            raise ExternalInputError("upload_interval, keep_waiting and sequence_floor are not counts")
-        return target
+        return parse_as(UploadTarget, disk.read(directory / COLD, LIMIT_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ExternalInputError as error:

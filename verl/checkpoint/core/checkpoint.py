@@ -305,16 +305,14 @@ def is_ahead(version: Version) -> bool:
     return version > Version(verl.__version__)
 
 
-def findings(
-    directories: list[Path], moving_from: Version, moving_to: Version, disk: FileSystem | None = None
-) -> list[FormatFinding]:
+def findings(directories: list[Path], moving_from: Version, moving_to: Version) -> list[FormatFinding]:
     """Compatibility of each checkpoint when a run moves from one version of verl to another."""
-    return [_finding(disk or FileSystem(), directory, moving_from, moving_to) for directory in directories]
+    return [_finding(directory, moving_from, moving_to) for directory in directories]
 
 
-def _finding(disk: FileSystem, directory: Path, moving_from: Version, moving_to: Version) -> FormatFinding:
+def _finding(directory: Path, moving_from: Version, moving_to: Version) -> FormatFinding:
     try:
-        raw = parse_mapping(disk.read(directory / MANIFEST, MANIFEST_LIMIT_BYTES))
+        raw = parse_mapping(FileSystem().read(directory / MANIFEST, MANIFEST_LIMIT_BYTES))
         if raw["format"]["name"] != FORMAT_NAME:
             raise ValueError("it is not a manifest of a checkpoint")
         written, by = str(Version(str(raw["format"]["version"]))), Version(str(raw["verl_version"]))

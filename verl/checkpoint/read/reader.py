@@ -203,19 +203,6 @@ def open_verified(disk: FileSystem, directory: Path, level: Level = "quick") -> 
     return checkpoint
 
 
-def verify(disk: FileSystem, directory: Path, level: Level = "quick") -> list[FileFault]:
-    """All faults of a checkpoint, by file; empty if it passes.
-
-    >>> verify(FileSystem(), Path("checkpoints/latest"), "full")
-    []
-    """
-    try:
-        open_verified(disk, directory, level)
-    except BadCheckpoint as error:
-        return list(error.faults)
-    return []
-
-
 def quick_faults(disk: FileSystem, checkpoint: Checkpoint) -> tuple[list[FileFault], list[FileFault]]:
     """Missing files and other faults that can be found without reading the files' content."""
     sizes, _ = files_below(disk, checkpoint.directory)

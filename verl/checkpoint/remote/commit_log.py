@@ -63,8 +63,7 @@ class CommitLog:
 
     def __init__(self, store: ObjectStore, claim: str = ""):
         self.store, self.claim = store, claim
-        self._last = 0  # number of the last record that was looked at
-        self._records: dict[int, LogRecord] = {}
+        self._records: list[LogRecord] = []  # from number 1 on, as far as they were read
 
     def records(self) -> list[LogRecord]:
         """All records in order. Requests new ones from the store, by number if its listing is delayed.
@@ -75,19 +74,17 @@ class CommitLog:
         """
         listed = [stored.key for stored in self.store.list(LOG)]
         numbers = {int(match[1]) for key in listed if (match := KEY.fullmatch(key))}  # other objects are not records
-        if max(numbers, default=0) > 2 * (len(numbers) + self._last) + UNLISTED:
-            raise ObjectDamaged(f"{self.store.url(LOG)} lacks most of the records before {_key(max(numbers))}")
-        missing = [number for number in range(1, max(numbers, default=0) + 1) if number not in self._records]
+        last = max(numbers, default=0)
+        if last > 2 * (len(numbers) + len(self._records)) + UNLISTED:
+            raise ObjectDamaged(f"{self.store.url(LOG)} lacks most of the records before {_key(last)}")
         with ThreadPoolExecutor(READERS) as readers:
-            for record in readers.map(self._read, missing):
+            for record in readers.map(self._read, range(len(self._records) + 1, last + 1)):
                 if record is None:
                     raise ObjectDamaged(f"{self.store.url(LOG)} lacks a record among those that are there")
-                self._records[record.number] = record
-        self._last = max(self._last, *numbers, 0)
-        while (record := self._read(self._last + 1)) is not None:  # not in the store's listing yet
-            self._last += 1
-            self._records[self._last] = record
-        return [self._records[number] for number in sorted(self._records)]
+                self._records.append(record)
+        while (record := self._read(len(self._records) + 1)) is not None:  # not in the store's listing yet
+            self._records.append(record)
+        return list(self._records)
 
     def take_claim(self) -> None:
         """Become the owner of the tier, unless this claim is already recorded; see `append`.
@@ -100,9 +97,9 @@ class CommitLog:
         if any(record.kind == "claim" and record.claim == self.claim for record in self.records()):
             self._refuse_if_fenced()
             return
-        number = self._create(kind="claim")
-        if self.store.create(_key(number), b'{"kind": "probe"}\n'):
-            self.store.put(_key(number), _line(self._records[number]))
+        record = self._create(kind="claim")
+        if self.store.create(_key(record.number), b'{"kind": "probe"}\n'):
+            self.store.put(_key(record.number), _line(record))
             raise ConfigError(
                 f"{self.store.address} replaces an object in spite of a conditional put: two trainers could publish "
                 "over each other. Set conditional_put=false for it, and let one trainer alone use the prefix."
@@ -114,25 +111,25 @@ class CommitLog:
         Raises:
             CheckpointFenced: another trainer has claimed the tier since.
         """
-        return self._records[self._create(kind="checkpoint", **facts)]
+        return self._create(kind="checkpoint", **facts)
 
-    def _create(self, **facts: Any) -> int:
+    def _create(self, **facts: Any) -> LogRecord:
         """Create the next record, after reading those that others have created meanwhile, which may raise."""
         while True:
             if facts["kind"] == "checkpoint":
                 self._refuse_if_fenced()
-            number, by = self._last + 1, f"process {os.getpid()} on {socket.gethostname()}"
+            number, by = len(self._records) + 1, f"process {os.getpid()} on {socket.gethostname()}"
             record = LogRecord(number=number, claim=self.claim, by=by, at=utc_now(), **facts)
             if self.store.create(_key(number), _line(record)):
-                self._records[number], self._last = record, number
-                return number
+                self._records.append(record)
+                return record
             other = self._read(number)
             assert other is not None, "it was refused because it is there"
-            self._records[number], self._last = other, number
+            self._records.append(other)
 
     def _refuse_if_fenced(self) -> None:
-        claims = [self._records[number] for number in sorted(self._records) if self._records[number].kind == "claim"]
-        if self.claim and claims and (record := claims[-1]).claim != self.claim:
+        record = next((record for record in reversed(self._records) if record.kind == "claim"), None)
+        if self.claim and record is not None and record.claim != self.claim:
             raise CheckpointFenced(
                 f"{self.store.address} was taken over by {record.by} at {record.at}; this run no longer uploads "
                 "there. Stop one of the two, or give this one its own storage.prefix"

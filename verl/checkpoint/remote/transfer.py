@@ -34,16 +34,10 @@ from verl.checkpoint.core.filesystem import (
 )
 from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import COMMIT, MANIFEST, FileEntry, commit_line
-from verl.checkpoint.read.discovery import FETCHED, CheckpointDirectory
-from verl.checkpoint.read.reader import CheckpointReader, checked_file, open_verified
+from verl.checkpoint.read.discovery import FETCHED
+from verl.checkpoint.read.reader import CheckpointReader, checked_file
 from verl.checkpoint.remote.commit_log import LOG, CommitLog, LogRecord
-from verl.checkpoint.remote.remote_store import (
-    MANIFESTS,
-    RemoteCheckpoint,
-    RemoteStore,
-    fetch_leaves,
-    object_key,
-)
+from verl.checkpoint.remote.remote_store import MANIFESTS, RemoteCheckpoint, RemoteStore, fetch_leaves, object_key
 from verl.errors import (
     BadCheckpoint,
     CheckpointCorrupt,
@@ -102,7 +96,7 @@ class CheckpointUpload:
         data = self.disk.read(checkpoint.path(MANIFEST), 2**31)
         digest = digest_of(data)
         for record in self.log.records():
-            if record.kind == "checkpoint" and record.manifest == digest:
+            if record.manifest == digest:
                 return UploadResult(record)
         sent = self.put_objects(checkpoint)
         self.store.put(f"{MANIFESTS}{digest}.json", data)
@@ -145,14 +139,14 @@ def pull(tier: RemoteStore, record: LogRecord, store: CheckpointStore, anew: boo
         StorageError: the store does not answer.
     """
     with read_errors(f"looking at {store.directory}"):
-        here = None if anew else local_copy(store, record.manifest)
-        if here is not None:
-            return here
+        complete, _ = store.survey()
+        for local in [] if anew else complete:
+            with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
+                if manifest_digest(store.disk, local) == record.manifest:
+                    return local
         checkpoint = tier.open(record)
         known = {
-            (entry.blake3, entry.size): (local, entry.path)
-            for local in store.complete()
-            for entry in local.manifest.files
+            (entry.blake3, entry.size): (local, entry.path) for local in complete for entry in local.manifest.files
         }
         store.borrow_claim()  # a trainer that is saving there stays the owner
     needed = sum(entry.size for entry in checkpoint.manifest.files if (entry.blake3, entry.size) not in known)
@@ -166,16 +160,6 @@ def pull(tier: RemoteStore, record: LogRecord, store: CheckpointStore, anew: boo
             fetched = transaction.rename(checkpoint.manifest, record.name)
     confirm_upload(store.disk, fetched, record.manifest, tier.store.address)
     return fetched
-
-
-def local_copy(directory: CheckpointDirectory, manifest: str) -> Checkpoint | None:
-    """The checkpoint with this manifest, if it is complete in a directory."""
-    for path in directory.candidates():
-        with contextlib.suppress(BadCheckpoint, FileNotFoundError):
-            checkpoint = open_verified(directory.disk, path)
-            if manifest_digest(directory.disk, checkpoint) == manifest:
-                return checkpoint
-    return None
 
 
 def _fetch(

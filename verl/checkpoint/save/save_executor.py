@@ -35,17 +35,15 @@ def execute_save(
     request: SaveRequest,
     source: ImageSource,
     retention: Retention | None = None,
-    fewest_direct_bytes: int = FEWEST_DIRECT_BYTES,
 ) -> SaveOutcome:
     """Write, hash and publish one save, then prune.
 
     Args:
         source: memory with the images of the request; it must not change during the call.
-        fewest_direct_bytes: minimum size of a file that bypasses the page cache.
     Raises:
         CheckpointError: nothing was published. Errors of retention are in the outcome instead.
     """
-    multi_writer, files = request.multi_writer, _SaveFiles(store, request, source, fewest_direct_bytes)
+    multi_writer, files = request.multi_writer, _SaveFiles(store, request, source)
     if multi_writer is not None and not multi_writer.commits:
         return _write_part(store, request, multi_writer, files)
     files.hash_increment()
@@ -104,10 +102,9 @@ def _remove_own(disk: FileSystem, request: SaveRequest, multi_writer: MultiWrite
 class _SaveFiles:
     """Files of one save: new ones, and those shared with an earlier checkpoint."""
 
-    def __init__(self, store: CheckpointStore, request: SaveRequest, source: ImageSource, fewest_direct_bytes: int):
+    def __init__(self, store: CheckpointStore, request: SaveRequest, source: ImageSource):
         self._store, self._request, self._source = store, request, source
-        self._fewest_direct_bytes = fewest_direct_bytes
-        self._hashed: dict[str, tuple[FileEntry, Checkpoint | None]] = {}
+        self._hashed: dict[str, tuple[FileEntry, Checkpoint | None]] = {}  # with a checkpoint that holds the same bytes
 
     def hash_increment(self) -> None:
         """Hash every image of an incremental save to find those that did not change; does nothing for other saves.
@@ -133,9 +130,11 @@ class _SaveFiles:
         Returns once the memory is filled and every file is complete.
         """
         writer.record(*self._request.tensors)
-        large = [image for image in self._request.images if self._is_large(image) and image.path not in self._hashed]
+        large = [image for image in self._request.images if _is_large(image) and not image.is_constant]
+        large = [image for image in large if image.path not in self._hashed]
+        end = self._request.num_bytes  # hash only once the copy is done: training waits for it, and it needs processors
         with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashers:
-            hashed = {image.path: self._started(hashers, image) for image in large}
+            hashed = {image.path: hashers.submit(_hash, image, self._source, end) for image in large}
             try:
                 for image in self._request.images:
                     self._write_image(writer, image, hashed)
@@ -154,12 +153,10 @@ class _SaveFiles:
             with contextlib.suppress(CheckpointNotFound):  # it was removed in the meantime: write the file
                 writer.add_existing(image.path, earlier)
                 return
-        if image.path in hashed:
-            writer.write_image(image, self._source, lambda: hashed[image.path].result())
-        elif entry is not None and self._is_large(image):
-            writer.write_image(image, self._source, lambda: entry.leaves)
-        else:
+        if not _is_large(image):
             writer.write(image.path, list(image.buffers(self._source)))
+        else:
+            writer.write_image(image, self._source, lambda: entry.leaves if entry else hashed[image.path].result())
 
     def _add_existing(self, writer: RankWriter, file: ExistingFile) -> None:
         newest = self._newest
@@ -179,24 +176,11 @@ class _SaveFiles:
                 entry = replace(entry, linked_from=newest.name)
             writer.add_existing(file.path, file.source, entry)
 
-    def _is_large(self, image: FileImage) -> bool:
-        return image.num_bytes >= self._fewest_direct_bytes and not image.is_constant
-
     def _find_unchanged(self, image: FileImage) -> None:
         """Hash an image, and look for a checkpoint that holds the same bytes under the same path."""
         entry = FileEntry.of(image.path, _hash(image, self._source))
         holders = (checkpoint for checkpoint in self._earlier if _holds(self._store.disk, checkpoint, entry))
         self._hashed[image.path] = entry, next(holders, None)
-
-    def _started(self, hashers: ThreadPoolExecutor, image: FileImage) -> Future[tuple[Leaf, ...]]:
-        # Hash only once the copy is done: training waits for the copy, which needs processors and memory bandwidth.
-        end = self._request.num_bytes
-        try:
-            return hashers.submit(_hash, image, self._source, end)
-        except RuntimeError:  # no thread can be started: the interpreter is ending
-            done: Future[tuple[Leaf, ...]] = Future()
-            done.set_result(_hash(image, self._source, end))
-            return done
 
     @cached_property
     def _earlier(self) -> list[Checkpoint]:
@@ -224,6 +208,11 @@ class _SaveFiles:
             return self._store.newest(lambda checkpoint: checkpoint.manifest.run_id == self._store.run_id)
         except (CheckpointNotFound, BadCheckpoint):
             return self._newest
+
+
+def _is_large(image: FileImage) -> bool:
+    """Whether a file bypasses the page cache."""
+    return image.num_bytes >= FEWEST_DIRECT_BYTES
 
 
 def _hash(image: FileImage, source: ImageSource, end: int = 0) -> tuple[Leaf, ...]:

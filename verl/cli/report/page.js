@@ -493,12 +493,7 @@ function curvesSection(content, grids) {
     const target = panel ? byPanel : others, name = panel || key.split("/")[0];
     target.set(name, [...(target.get(name) || []), key]);
   }
-  const curve = (index, key) => {
-    const line = new Curve(runs[index], runs[index].series[key], grids);
-    if (content.live) follow.curves.push([key, line]);
-    for (const row of follow.rows) extend(line, key, row);
-    return line;
-  };
+  const curve = (index, key) => new Curve(runs[index], runs[index].series[key], grids);
   const make = (title, keys, options) => groups
     ? keys.map((key) => new Chart(key, groups.map((group, color) => ({label: group.name, color, t: group.t,
       curves: group.runs.filter((i) => runs[i].series[key]).map((i) => curve(i, key))})).filter((line) => line.curves.length), options))
@@ -741,54 +736,6 @@ function samplesSection(rows, leftOut) {
 
 // ---------------------------------------------------------------- the page
 
-// Draws the lines of metrics.jsonl that come, which the server sends whole; the page is loaded anew when the run's state
-// changes, and for a metric that it does not have.
-async function follow(live, run) {
-  try {
-    const answer = await fetch(`${live.url}?offset=${live.offset}`);
-    if (answer.ok) {
-      const bytes = new Uint8Array(await answer.arrayBuffer()), text = new TextDecoder().decode(bytes);
-      live.offset += bytes.length;
-      const rows = text.split("\n").flatMap((line) => { try { return [JSON.parse(line)]; } catch { return []; } });
-      const isNew = rows.some((row) => Object.keys(row).some((key) => typeof row[key] === "number" && !(key in run.series)
-        && key !== "step" && key !== "time_s"));
-      if (isNew || answer.headers.get("X-Run-Status") !== run.status) { location.reload(); return; }
-      rows.forEach((row) => append(run, row));
-      if (rows.length) redraw();
-    }
-  } catch { /* the server is gone: what is drawn stays */ }
-  setTimeout(() => follow(live, run), 2000);
-}
-follow.curves = [];  // [metric, curve]
-follow.rows = [];  // that came
-
-function append(run, row) {
-  const {seconds, samples} = run.axes;
-  const isTraining = Object.keys(row).some((key) => !key.startsWith("eval/") && key !== "step" && key !== "time_s");
-  if (isTraining && seconds) grow(seconds, row.step, run.before_s + row.time_s);
-  if (isTraining && samples) grow(samples, row.step, last(samples) + (row["perf/samples"] || 0));
-  for (const [key, curve] of follow.curves) extend(curve, key, row);
-  follow.rows.push(row);
-}
-
-function extend(curve, key, row) {
-  if (key in row) grow(curve, row.step, Number(row[key]));
-  curve.caches.clear();
-}
-
-const last = (column) => column && column.values.length ? column.values[column.values.length - 1] : 0;
-
-// Adds a value to a column of {steps, values}, unless it has the step: a page has some lines that are sent after it.
-function grow(column, step, value) {
-  const {steps, values} = column, count = steps.length;
-  if (count && !(step > steps[count - 1])) return;
-  for (const [name, array, more] of [["steps", steps, step], ["values", values, value]]) {
-    column[name] = new Float32Array(count + 1);
-    column[name].set(array);
-    column[name][count] = more;
-  }
-}
-
 function start() {
   const content = JSON.parse(document.getElementById("content").textContent);
   document.querySelector("noscript").remove();
@@ -812,10 +759,9 @@ function start() {
   window.addEventListener("beforeprint", () => redraw(true));
   window.addEventListener("afterprint", () => redraw(true));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => redraw());
-  if (content.live) follow(content.live, content.runs[0]);
 }
 
 if (typeof document === "undefined") {
-  module.exports = {grow, decode, visible, format, lowerBound, nearest, interpolate, extent, pixelColumns, smooth, ticks, band, wordDiff,
+  module.exports = {decode, visible, format, lowerBound, nearest, interpolate, extent, pixelColumns, smooth, ticks, band, wordDiff,
     TOKEN_VIEWS, tokenColor, rateTable, compare, commonDirectory, passes};
 } else start();

@@ -31,8 +31,8 @@ from verl.cli.console import duration
 from verl.cli.report.read import KILLED, MetricColumn, RunRecord, as_number, diagnosis, read_run, step_files
 from verl.cli.report.samples import read_tables
 from verl.tracking.base import HEADLINE
-from verl.tracking.jsonl import plain
 from verl.tracking.plots import PANELS, panel_of
+from verl.utils.external_input import plain
 from verl.utils.redact import redact_tree
 
 RESAMPLES = 10_000
@@ -99,13 +99,11 @@ def student_t(count: int) -> float:
     return STUDENT_T[min(count - 1, len(STUDENT_T)) - 1]
 
 
-def report(directories: Sequence[str | Path], status: str | None = None, live: Mapping[str, Any] | None = None) -> str:
+def report(directories: Sequence[str | Path], status: str | None = None) -> str:
     """The page of a run, or of several to compare them.
 
     Args:
         status: of the first run, if its files do not tell it yet.
-        live: `{"url": U, "offset": N}`: the page adds the lines of `metrics.jsonl` from byte N on, which it gets from
-            `U?offset=N`; only a page that a server sends can do so.
     Raises:
         ConfigError: one of them is not the directory of a run.
     """
@@ -123,24 +121,23 @@ def report(directories: Sequence[str | Path], status: str | None = None, live: M
     content["grids"] = grids.encoded
     title = runs[0].name if len(runs) == 1 else f"{len(runs)} runs: {', '.join(dict.fromkeys(r.name for r in runs))}"
     content["written"] = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-    return render(content, title, live)
+    return render(content, title)
 
 
-def render(content: Mapping[str, Any], title: str, live: Mapping[str, Any] | None = None) -> str:
+def render(content: Mapping[str, Any], title: str) -> str:
     """The HTML of a page.
 
     Args:
         content: JSON values; see `report`. Numbers that are not finite become texts.
-        live: see `report`.
     """
     style, script = (files("verl.cli.report").joinpath(f"page.{suffix}").read_text("utf-8") for suffix in ("css", "js"))
-    data = json.dumps(plain({**content, "live": live}), allow_nan=False, separators=(",", ":"))
+    data = json.dumps(plain(content), allow_nan=False, separators=(",", ":"))
     data = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     heading = html.escape("".join(c if c.isprintable() else ascii(c)[1:-1] for c in title))
     # the rule of browsers that the page runs this script and loads nothing
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style))
     rules = "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'".format(*digests)
-    rules += "; form-action 'none'" + ("; connect-src 'self'" if live else "")
+    rules += "; form-action 'none'"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title>\n'
         f'<meta http-equiv="Content-Security-Policy" content="{rules}">\n'

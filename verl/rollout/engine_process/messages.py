@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from verl.ops.resharding.layout import Box
-from verl.rollout.base import TurnRequest
 
 
 @dataclass(frozen=True)
@@ -77,24 +76,16 @@ class EngineInfo:
     num_threads: int = 1
 
 
-@dataclass(frozen=True)
-class NumberedTurn:
-    """A turn to generate; its number comes back with it."""
-
-    number: int
-    request: TurnRequest
-
-
 @dataclass
 class TurnOutput:
-    """Turns that have ended: their numbers, tokens, and log-probs of those.
+    """Turns that have ended: their episodes, tokens, and log-probs of those.
 
     Attributes:
         cached_tokens: tokens of their prompts that came from the prefix cache.
         experts: of each turn [T layers k], of the tokens that predict it; None without `rollout.router_replay`.
     """
 
-    numbers: list[int] = field(default_factory=list)
+    episodes: list[int] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
     log_probs: list[list[float]] = field(default_factory=list)
     cached_tokens: int = 0

@@ -18,12 +18,14 @@ TMPDIR/verl_engine_X.tmp/                TMPDIR of the engine's processes
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -55,6 +57,7 @@ class EngineFiles:
         self.directory = in_memory / self.name
         self.temporary = Path(tempfile.gettempdir()).absolute() / f"{self.name}.tmp"
         of_trainer = f"torch_{os.getpid()}_"  # made by torch for handles of memory on a GPU
+        self._shared_memory = [f"{self.name}_", f"sem.{self.name}_"]
         self._registered = CLEANUP.register(
             directories=[self.directory, self.temporary], shared_memory=[*self._shared_memory, of_trainer]
         )
@@ -81,10 +84,6 @@ class EngineFiles:
         shutil.rmtree(self.directory, ignore_errors=True)
         shutil.rmtree(self.temporary, ignore_errors=True)
         CLEANUP.withdraw(self._registered)
-
-    @property
-    def _shared_memory(self) -> list[str]:
-        return [f"{self.name}_", f"sem.{self.name}_"]
 
     def _remove_shared_memory(self) -> None:
         for prefix in self._shared_memory:
@@ -128,10 +127,6 @@ class EngineDied(EngineLost):
         return type(self), (self.reason, self.found, self.log)
 
 
-class EngineHung(EngineDied):
-    """The engine's process made no progress; it is stopped, or hangs."""
-
-
 class EngineError(RolloutError):
     """A call raised an error in the engine.
 
@@ -164,13 +159,7 @@ class EngineProcess:
         call_timeout_s: largest time without progress.
     """
 
-    def __init__(
-        self,
-        setup: EngineSetup,
-        files: EngineFiles,
-        log: Path | None,
-        call_timeout_s: float = 300.0,
-    ):
+    def __init__(self, setup: EngineSetup, files: EngineFiles, log: Path | None, call_timeout_s: float = 300.0):
         self.setup, self.files, self.log = setup, files, log
         self.call_timeout_s = call_timeout_s
         self._log = ChildLog(log)
@@ -178,8 +167,7 @@ class EngineProcess:
         self._progress: Progress | None = None
         self._watch: ProgressWatch | None = None
         self._method = "start"
-        self._start_deadline: float | None = None
-        self._start_timeout_s = 0.0
+        self._start_timeout_s = self._start_deadline = math.inf
 
     @property
     def process_id(self) -> int | None:
@@ -200,7 +188,7 @@ class EngineProcess:
         """Whether the process runs and has not replied yet; for code that waits for side effects of a call.
 
         Raises:
-            EngineHung: it makes no progress.
+            EngineDied: it makes no progress.
         """
         if self._child is None or not self._child.is_alive() or self._child.channel.has_message():
             return False
@@ -227,8 +215,8 @@ class EngineProcess:
             is_killed_with_parent=True,
             stuck_s=None,  # `_poll` has the limits
         )
-        if timeout_s is not None:
-            self._start_deadline, self._start_timeout_s = time.monotonic() + timeout_s, timeout_s
+        self._start_timeout_s = math.inf if timeout_s is None else timeout_s
+        self._start_deadline = time.monotonic() + self._start_timeout_s
         try:
             self._ask("start", partial(child.begin, (self.setup.server, self.setup.setting)))
             return self.answer()
@@ -236,7 +224,7 @@ class EngineProcess:
             self.kill()
             raise
         finally:
-            self._start_deadline = None
+            self._start_deadline = math.inf
 
     def call(self, method: str, *args: Any) -> Any:
         """Call a method and wait for its result.
@@ -258,15 +246,8 @@ class EngineProcess:
         """Wait for the result of the pending call."""
         if self._child is None:
             raise EngineDied(f"The {self.setup.name} engine is not running.")
-        try:
+        with self._killed_on_failure():  # a late answer must not be read as that of the next call
             answer: EngineReply = self._child.channel.receive(self._poll)
-        except ChannelClosed as error:
-            death = self._death()
-            self.kill()
-            raise death from error
-        except BaseException:  # a late answer must not be read as that of the next call
-            self.kill()
-            raise
         if answer.lost is not None:
             death = EngineDied(f"{self._name} lost {answer.lost}.", self._log.excerpt(), self._log_name)
             self.kill()
@@ -291,13 +272,19 @@ class EngineProcess:
     def _ask(self, method: str, send: Callable[..., None]) -> None:
         assert self._progress is not None
         self._method, self._watch = method, ProgressWatch(self._progress, self.call_timeout_s)
-        try:
+        with self._killed_on_failure():  # a message may be half sent
             send(on_poll=self._poll)
+
+    @contextlib.contextmanager
+    def _killed_on_failure(self) -> Iterator[None]:
+        """Context of an exchange with the process; raises EngineDied if it has closed its channel."""
+        try:
+            yield
         except ChannelClosed as error:
             death = self._death()
             self.kill()
             raise death from error
-        except BaseException:  # a message may be half sent
+        except BaseException:
             self.kill()
             raise
 
@@ -305,7 +292,7 @@ class EngineProcess:
         """Called repeatedly while this process waits; transferred bytes count as progress too.
 
         Raises:
-            EngineHung: it makes no progress, or did not start in time.
+            EngineDied: it makes no progress, or did not start in time.
         """
         assert self._watch is not None
         if moved:
@@ -315,13 +302,13 @@ class EngineProcess:
             report()  # progress of this process
         if idle_s >= self.call_timeout_s:
             raise self._hung(self._watch.describe(setting=TIMEOUT_SETTING))
-        if self._start_deadline is not None and time.monotonic() > self._start_deadline:
+        if time.monotonic() > self._start_deadline:
             raise self._hung(f"was not ready within {self._start_timeout_s:g} s (rollout.start_timeout_s)")
 
-    def _hung(self, words: str) -> EngineHung:
+    def _hung(self, words: str) -> EngineDied:
         state = "" if self._child is None else _state_of_group(self._child.pid)
         excerpt, log = self._log.excerpt(), self._log_name
-        return EngineHung(f"{self._name} {words}{f'; {state}' if state else ''}. It was ended.", excerpt, log)
+        return EngineDied(f"{self._name} {words}{f'; {state}' if state else ''}. It was ended.", excerpt, log)
 
     def _death(self) -> EngineDied:
         """Description of how the process ended; waits briefly for a process that closed its channel but still runs."""

@@ -29,7 +29,7 @@ from multiprocessing import shared_memory
 from typing import Any
 
 from verl.rollout.engine_process.messages import EngineReply
-from verl.rollout.engine_process.process import CORES_VARIABLE, NAME_VARIABLE
+from verl.rollout.engine_process.process import CALLS, CORES_VARIABLE, NAME_VARIABLE
 from verl.utils.child_process.channel import Channel, ChannelClosed
 from verl.utils.child_process.interpreter import rare_garbage_collection
 from verl.utils.child_process.process import is_parent_alive, run_child
@@ -37,12 +37,6 @@ from verl.utils.progress import Progress, report, report_to
 
 PROGRESS_PATH_VARIABLE = "VERL_ENGINE_PROGRESS_PATH"  # for workers that are spawned
 WORK = {"import", "compile", "exec", "open", "subprocess.Popen"}  # audit events of a process that starts or compiles
-STAGES = {
-    "advance_turns": "generating",
-    "load": "loading weights",
-    "adopt": "loading an adapter",
-    "prove": "proving the weights",
-}
 
 
 def serve(channel: Channel, engine: tuple[str, Any], progress: Progress) -> None:
@@ -79,7 +73,7 @@ def _serve(channel: Channel, server: str, setting: Any) -> None:
         report("idle")
         channel.send(answer)
         method, arguments = channel.receive()
-        report(STAGES.get(method, method))
+        report(CALLS.get(method, method))
         answer = _carry_out(engine, method, arguments)
 
 

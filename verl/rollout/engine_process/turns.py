@@ -5,13 +5,12 @@ environments answer others, and know nothing of the weights that draw them.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from verl.errors import RolloutError
 from verl.rollout.base import TurnEngine, TurnRequest, TurnResult
-from verl.rollout.engine_process.messages import NumberedTurn, TurnOutput
+from verl.rollout.engine_process.messages import TurnOutput
 from verl.rollout.engine_process.process import EngineDied, EngineError, EngineProcess
 from verl.rollout.token_sampler import TokenSampler
 from verl.utils.progress import report
@@ -53,9 +52,8 @@ class ProcessTurns(TurnEngine):
         self.num_threads, self.is_stepwise, self.is_paused = num_threads, is_stepwise, False
         self._budget_s = 0.0 if is_stepwise else ADVANCE_ALL_S if is_single else ADVANCE_S
         self.cached_tokens, self.is_open = 0, True
-        self._numbers = itertools.count()
-        self._new: list[NumberedTurn] = []
-        self._open: dict[int, TurnRequest] = {}
+        self._new: list[TurnRequest] = []
+        self._open: dict[int, TurnRequest] = {}  # by episode
         self._begun_in: int | None = None  # id of the process that has the open turns
         self._contexts = contextlib.ExitStack()
         if num_threads is not None:
@@ -71,9 +69,8 @@ class ProcessTurns(TurnEngine):
         return self.is_open and self._begun_in is not None and self._begun_in == self.process.process_id
 
     def add(self, turn: TurnRequest) -> None:
-        number = next(self._numbers)
-        self._open[number] = turn
-        self._new.append(NumberedTurn(number, turn))
+        self._open[turn.episode] = turn
+        self._new.append(turn)
 
     def advance(self) -> list[TurnResult]:
         """See `TurnEngine.advance`.
@@ -94,8 +91,9 @@ class ProcessTurns(TurnEngine):
             output = self._advance()
         self.cached_tokens += output.cached_tokens
         sampled = []
-        for place, (number, tokens) in enumerate(zip(output.numbers, output.tokens, strict=True)):
-            turn, experts = self._open.pop(number), None
+        for place, (episode, tokens) in enumerate(zip(output.episodes, output.tokens, strict=True)):
+            del self._open[episode]
+            experts = None
             if self.experts is not None:
                 experts = None if output.experts is None else output.experts[place]
                 shape = None if experts is None else tuple(experts.shape[1:])
@@ -105,7 +103,7 @@ class ProcessTurns(TurnEngine):
                         "(layers, experts of a token). Set rollout.router_replay=false."
                     )
             is_complete = tokens[-1] in self.token_sampler.stop_ids
-            sampled.append(TurnResult(turn.episode, tokens, output.log_probs[place], is_complete, experts))
+            sampled.append(TurnResult(episode, tokens, output.log_probs[place], is_complete, experts))
         return sampled
 
     def open_turns(self) -> list[TurnResult]:
@@ -114,8 +112,8 @@ class ProcessTurns(TurnEngine):
         if not self.is_active:
             raise EngineDied(GONE)
         output: TurnOutput = self._call("open_turns")
-        lines = zip(output.numbers, output.tokens, output.log_probs, strict=True)
-        return [TurnResult(self._open[number].episode, tokens, values, False) for number, tokens, values in lines]
+        lines = zip(output.episodes, output.tokens, output.log_probs, strict=True)
+        return [TurnResult(episode, tokens, log_probs, False) for episode, tokens, log_probs in lines]
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -141,7 +139,7 @@ class ProcessTurns(TurnEngine):
                 raise EngineDied(GONE)
             self._call("begin_turns", self.token_sampler, self.max_new_tokens, self.num_threads, self.is_stepwise)
             self._begun_in = self.process.process_id
-            new = [NumberedTurn(number, turn) for number, turn in self._open.items()]
+            new = list(self._open.values())
         return self._call("advance_turns", new, self._budget_s, self.is_single)
 
     def _call(self, method: str, *args: Any) -> Any:

@@ -13,7 +13,7 @@ from verl.http_client.client import HTTPClient
 from verl.http_client.request import NotRetryable, Request
 from verl.models.parallel_info import Autocast
 from verl.rollout.base import stop_tokens
-from verl.rollout.server.client import LogProbCheck, ServerConnection, ServerEngine, probe_rows_for
+from verl.rollout.server.client import LogProbCheck, ServerEngine, probe_rows_for
 from verl.rollout.server.options import ServerOptions
 from verl.rollout.server.protocols import GenerateRequest, OpenAIProtocol, SamplingRequest, ServerProtocol, TGIProtocol
 
@@ -61,8 +61,7 @@ def checked_engine(
             if options.weights == "reload" and context.rank == 0:  # one process sends the weights of all
                 update = protocol.weight_update(client, options.transfer_dir)
                 update.check()
-            connection = ServerConnection(client, protocol, probe, update, source, gap)
-            return ServerEngine(options, connection, sampling_params, model, seed, autocast)
+            return ServerEngine(options, probe, update, source, gap, sampling_params, model, seed, autocast)
         except BaseException as error:
             client.close()
             if update is not None:

@@ -13,36 +13,26 @@ import concurrent.futures
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from verl.errors import ConfigError, RolloutError
 from verl.http_client.client import HTTPClient
 from verl.http_client.request import RequestReport
-from verl.models.parallel_info import (
-    Autocast,
-    ParallelInfo,
-    compute_device,
-    computing_in,
-    release_gathered,
-    weights_gathered,
-)
-from verl.ops.batching import micro_batches
-from verl.ops.logprobs import log_probs_of, response_positions
+from verl.models.parallel_info import Autocast, parallel_info_of
 from verl.ops.sampling import NO_TURN, uniform
 from verl.protocol import DataProto
 from verl.rollout.base import RolloutEngine, SyncResult, TurnEngine, TurnLimits, TurnRequest, TurnResult
 from verl.rollout.generation_group import OneGenerates
-from verl.rollout.probe_log_probs import trainer_log_probs
+from verl.rollout.model_log_probs import response_log_probs, trainer_log_probs
 from verl.rollout.proof.probe import ALLOWED_NATS, probe_rows
 from verl.rollout.rows import refuse_wrong_responses
 from verl.rollout.server.options import ServerOptions
 from verl.rollout.server.protocols import GenerateRequest, SamplingRequest, ServerProtocol, ServerResponse
-from verl.rollout.server.weight_update import ServerWeightUpdate, named_tensors
+from verl.rollout.server.weight_update import ServerWeightUpdate
 from verl.rollout.token_sampler import noise_keys
 from verl.rollout.weight_sync.state_dict import dtype_of
 from verl.rollout.weight_sync.transfer import TransferToFirst
@@ -51,7 +41,6 @@ from verl.utils.progress import report
 logger = logging.getLogger(__name__)
 
 WAIT_S = 0.02  # wait for the next answer before environments are polled again
-MICRO_BATCH_TOKENS = 16384  # of a forward pass, if the trainer computes the log-probs
 NOISE_NATS = 1e-5  # smaller differences do not distinguish weights
 
 
@@ -225,46 +214,39 @@ def ask_server(
     return [draw.response for draw in draws if draw.response is not None]
 
 
-@dataclass(frozen=True)
-class ServerConnection:
-    """A checked connection to a server.
+class ServerEngine(RolloutEngine):
+    """See `ServerRollout`. Made by `verl.rollout.server.checks.checked_engine`, which has checked the server.
 
-    Attributes:
+    Args:
+        probe: of the server, with the connection to it.
         update: sends new weights; None if the server's weights are fixed or another process sends them.
-        source: source of log-probs of responses, the server or the trainer.
+        source: source of log-probs of responses.
         gap_nats: mean distance between the log-probs of server and trainer on fixed text at the start; None if the
             server does not return them.
+        sampling_params: sampling options of all responses.
     """
-
-    client: HTTPClient
-    protocol: ServerProtocol
-    probe: LogProbCheck
-    update: ServerWeightUpdate | None
-    source: Literal["server", "trainer"]
-    gap_nats: float | None = None
-
-
-class ServerEngine(RolloutEngine):
-    """See `ServerRollout`. Made by `verl.rollout.server.checks.checked_engine`."""
 
     def __init__(
         self,
         options: ServerOptions,
-        connection: ServerConnection,
+        probe: LogProbCheck,
+        update: ServerWeightUpdate | None,
+        source: Literal["server", "trainer"],
+        gap_nats: float | None,
         sampling_params: SamplingRequest,
         model: Any,
         seed: int,
         autocast: Autocast,
     ):
-        self.options, self.connection, self.sampling_params, self.model = options, connection, sampling_params, model
-        self.seed = seed
+        self.options, self.probe, self.update, self.source, self.model = options, probe, update, source, model
+        self.sampling_params, self.seed, self.row_tokens = sampling_params, seed, probe.protocol.limit
         self.autocast: Autocast = autocast
         self._before: np.ndarray | None = None  # the trainer's log-probs of the probe at the last sync
-        self.compute_type, self.row_tokens = self._compute_type(), connection.protocol.limit
-        parallel_info: ParallelInfo | None = getattr(model, "parallel_info", None)
-        self._transfer = None if parallel_info is None else TransferToFirst(model, dtype_of(model, autocast))
+        self.compute_type = self._compute_type(gap_nats)
+        self._transfer, parallel_info = TransferToFirst(model, dtype_of(model, autocast)), parallel_info_of(model)
+        self._is_alone = parallel_info.mesh.size == 1
         # one of the processes with the same rows sends the requests
-        if parallel_info is not None and len(parallel_info.siblings) > 1:
+        if len(parallel_info.siblings) > 1:
             self.group = OneGenerates(parallel_info, len(parallel_info.siblings))
 
     def turns(self, limits: TurnLimits) -> TurnEngine:
@@ -273,12 +255,12 @@ class ServerEngine(RolloutEngine):
         Raises:
             ConfigError: the server does not return log-probs where they are needed, or an episode is too long for it.
         """
-        if self.connection.source == "trainer" and not limits.is_single:
+        if self.source == "trainer" and not limits.is_single:
             raise ConfigError(
                 "environment: log-probs come from the trainer (rollout.log_probs), and turns of episodes need those of "
                 "the server. Use those of the server (docs/rollout.md), or set rollout=hf."
             )
-        if self.connection.source == "trainer" and limits.while_training:
+        if self.source == "trainer" and limits.while_training:
             raise ConfigError(
                 "trainer.mode is async (or trainer.rollout_ahead is 1): log-probs come from the trainer "
                 "(rollout.log_probs), whose weights change while the server draws. Use those of the server "
@@ -288,13 +270,13 @@ class ServerEngine(RolloutEngine):
             limit = f"the server takes {held}"
             limits.refuse_above(held, self.options.max_new_tokens, limit)
         seed = self.seed if self.options.send_seed else None
-        return ServerTurns(self.connection.client, self.connection.protocol, self.sampling_params, seed, limits)
+        return ServerTurns(self.probe.client, self.probe.protocol, self.sampling_params, seed, limits)
 
     def with_log_probs(self, rows: DataProto, greedy: bool) -> DataProto:
         """The trainer's log-probs, if those of the server are not used or, of greedy responses, not scaled."""
-        if self.connection.source == "server" and not (greedy and self.options.temperature != 1):
+        if self.source == "server" and not (greedy and self.options.temperature != 1):
             return rows
-        log_probs = self._trainers_log_probs(rows, rows["responses"].shape[1]).masked_fill(~rows["response_mask"], 0.0)
+        log_probs = response_log_probs(self.model, rows, self.options.temperature, self.autocast)
         rows["rollout_log_probs"].copy_(log_probs)
         refuse_wrong_responses(rows)
         return rows
@@ -311,17 +293,14 @@ class ServerEngine(RolloutEngine):
             metrics = {} if gap is None else {"sync/probe_gap_nats": gap}
             is_current = is_first and gap is not None and gap <= self._allowed_nats()
             return SyncResult("the server keeps its weights", metrics, is_current)
-        synced = self._renew() if self.connection.update is not None else self._support_first()
+        synced = self._support_first() if self.update is None else self._renew(self.update)
         if torch.distributed.is_initialized():
             torch.distributed.barrier()  # no process samples before the server has the weights
         return synced
 
-    def _renew(self) -> SyncResult:
+    def _renew(self, update: ServerWeightUpdate) -> SyncResult:
         """Send the current weights to the server and check that it uses them."""
-        assert self.connection.update is not None
-        moved = self.connection.update.move(
-            named_tensors(self.model, self.autocast) if self._transfer is None else self._transfer.tensors()
-        )
+        moved = update.move(self._transfer.tensors())
         gap, gap_before = self._gaps()
         if gap is None:
             raise RolloutError(
@@ -333,44 +312,26 @@ class ServerEngine(RolloutEngine):
 
     def _support_first(self) -> SyncResult:
         """Take part in the collectives of the first process, which sends the weights."""
-        if self._transfer is not None:
+        if not self._is_alone:
             for _ in self._transfer.tensors():
                 pass
             self.model.eval()
-            self.connection.probe.trainer_log_probs(self.model, self.autocast)  # a forward pass needs all siblings
+            self.probe.trainer_log_probs(self.model, self.autocast)  # a forward pass needs all siblings
         return SyncResult("the first process gives it the weights")
 
     def close(self) -> None:
-        self.connection.client.close()
-        if self.connection.update is not None:
-            self.connection.update.close()
-
-    @torch.no_grad()
-    def _trainers_log_probs(self, rows: DataProto, width: int) -> Tensor:
-        """Log-probs [B width] of the responses, computed by the training model in passes of rows with similar
-        lengths."""
-        self.model.eval()
-        device, log_probs = compute_device(self.model), torch.zeros(len(rows), width)
-        lengths = rows["attention_mask"].sum(dim=1).tolist()
-        with weights_gathered(self.model):  # processes may have different numbers of passes
-            for part in micro_batches(lengths, max(MICRO_BATCH_TOKENS, max(lengths, default=1))):
-                inputs = {x: rows[x][part].to(device) for x in ("input_ids", "attention_mask", "position_ids")}
-                responses = rows["responses"][part].to(device)
-                with computing_in(self.autocast, self.model):
-                    logits = response_positions(self.model(**inputs, use_cache=False).logits, responses.shape[1])
-                scores = log_probs_of(logits, responses, self.options.temperature)
-                log_probs[part, : responses.shape[1]] = scores.float().cpu()
-        release_gathered(self.model)
-        return log_probs
+        self.probe.client.close()
+        if self.update is not None:
+            self.update.close()
 
     def _gaps(self) -> tuple[float | None, float | None]:
         """Mean distance between the server's log-probs and the trainer's: its current ones, and those of the last
         sync."""
-        theirs = self.connection.probe.server_log_probs()
+        theirs = self.probe.server_log_probs()
         if theirs is None:
             return None, None
         self.model.eval()
-        now, before = self.connection.probe.trainer_log_probs(self.model, self.autocast), self._before
+        now, before = self.probe.trainer_log_probs(self.model, self.autocast), self._before
         self._before = now
         return float(np.abs(theirs - now).mean()), None if before is None else float(np.abs(theirs - before).mean())
 
@@ -379,12 +340,12 @@ class ServerEngine(RolloutEngine):
         name = self.autocast or str(self.model.dtype).removeprefix("torch.")
         return self.options.max_gap_nats or ALLOWED_NATS.get(name, ALLOWED_NATS["float32"])
 
-    def _compute_type(self) -> str | None:
+    def _compute_type(self, gap_nats: float | None) -> str | None:
         """Servers do not report their data type: assume the trainer's, unless a larger distance was seen or is
         allowed."""
-        if self.connection.source == "trainer":
+        if self.source == "trainer":
             return None
-        seen = self.options.max_gap_nats or self.connection.gap_nats
+        seen = self.options.max_gap_nats or gap_nats
         return None if seen is not None and seen <= ALLOWED_NATS["float32"] else "bfloat16"
 
     def _refuse_wrong_weights(self, gap: float, gap_before: float | None) -> None:
@@ -399,7 +360,7 @@ class ServerEngine(RolloutEngine):
             "tensor, such as an output head that is tied to the embeddings."
         )
         raise RolloutError(
-            f"The server at {self.connection.client.endpoint.base_url} does not hold the trainer's weights after a "
+            f"The server at {self.probe.client.endpoint.base_url} does not hold the trainer's weights after a "
             f"reload: log-probs of fixed text differ by {gap:.3g} nats on average, where {allowed:g} may be rounding. "
             f"{likely}"
         )

@@ -13,15 +13,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from verl.errors import ConfigError, RolloutError
 from verl.http_client.client import HTTPClient
 from verl.http_client.request import NotRetryable, Request
-from verl.models.parallel_info import Autocast
 from verl.rollout.base import SyncResult
-from verl.rollout.weight_sync.state_dict import weights_of
 from verl.utils.directories import TemporaryDirectory
 
 MIB = 1 << 20
@@ -147,14 +144,6 @@ class _CacheReset(Request):
     def read(self, answer: Any) -> None:
         if not (isinstance(answer, dict) and answer.get("success") is True):
             raise NotRetryable(f"{RESET_CACHE} answers {answer!r}: are there requests of others?")
-
-
-def named_tensors(model: Any, autocast: Autocast) -> Iterator[tuple[str, Tensor]]:
-    """The current weights of an unsharded model, with adapters merged."""
-    dtype = None if autocast is None else getattr(torch, autocast)
-    for weight in weights_of(model):
-        tensor = weight.make().detach()
-        yield weight.name, tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
 
 
 def _write(tensors: Iterable[tuple[str, Tensor]], directory: Path) -> tuple[int, int]:

@@ -22,6 +22,7 @@ from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError
 from verl.models.own_module import OwnModule
 from verl.models.parallel_info import Autocast, compute_device
+from verl.models.structure import unwrapped
 from verl.rollout.engine_process.process import CORES_VARIABLE, EngineDied, EngineError
 from verl.rollout.process_engine import gpu_name
 from verl.rollout.vllm.gpu_memory import (
@@ -113,15 +114,15 @@ def engine_args(
     options.check_here(device.type)
     if (fault := unfit(model, autocast)) is not None:
         raise ConfigError(f"{fault} Set rollout=hf.")
-    if (fault := indivisible(options, _base(model).config.get_text_config())) is not None:
+    if (fault := indivisible(options, unwrapped(model).config.get_text_config())) is not None:
         raise ConfigError(fault)
     if rank is not None and rank > LORA_RANKS[-1]:
         raise ConfigError(f"actor.lora.rank is {rank}: {HIGHEST_RANK}")
-    ends = (_base(model).get_input_embeddings(), _base(model).get_output_embeddings())
+    ends = (unwrapped(model).get_input_embeddings(), unwrapped(model).get_output_embeddings())
     if is_adapter and any(hasattr(layer, "base_layer") for layer in ends):
         raise ConfigError("lora.target_modules has the embedding or the head: set rollout.lora=merged for vLLM.")
     threads, dtype = options.num_threads or torch.get_num_threads(), dtype_of(model, autocast)
-    shape = engine_shape(options, _base(model).config, dtype, is_on_gpu)
+    shape = engine_shape(options, unwrapped(model).config, dtype, is_on_gpu)
     memory = device_memory(device) if is_on_gpu else None
     cache = cache_bytes(options, shape, memory, trainer_bytes)
     warn_of_small_cache(options, shape, cache)
@@ -212,8 +213,7 @@ def write_model_directory(model: Any, scratch: Path) -> Path:
     Args:
         scratch: used if the cache of verl is not writable.
     """
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
-    written = scratch / "model"
+    base, written = unwrapped(model), scratch / "model"
     base.config.save_pretrained(written)
     file = written / "config.json"
     config = json.loads(file.read_text())
@@ -282,9 +282,9 @@ def as_death(error: EngineError) -> EngineDied | None:
 
 def as_config_error(error: EngineError, setting: EngineArgs, model: Any) -> Exception:
     """The configuration error that explains a start-up error of the engine; the error itself if none is known."""
-    text, options = f"{error.reason}\n{error.trace}", setting.options
+    text, options, kind = f"{error.reason}\n{error.trace}", setting.options, type(unwrapped(model)).__name__
     if any(words in text for words in NO_ROOM):
-        shape = engine_shape(options, _base(model).config, setting.dtype, setting.is_on_gpu)
+        shape = engine_shape(options, unwrapped(model).config, setting.dtype, setting.is_on_gpu)
         length, needed = shape.max_model_len, math.ceil(shape.cache_of(1) / GIB * 1e4) / 1e4
         fits = re.search(r"maximum model length is (\d+)", text)
         setting_text = options.kv_cache_gib or f"null, which gives {setting.cache_bytes / GIB:.3g} here"
@@ -301,13 +301,11 @@ def as_config_error(error: EngineError, setting: EngineArgs, model: Any) -> Exce
             f"{setting.utilization} of the GPU{there}. Set it lower, or null for what is left beside the trainer."
         )
     if "are not supported for now" in text or ("not supported by" in text and "architecture" in text.lower()):
-        return ConfigError(
-            f"actor.model is a {type(_base(model)).__name__}: vLLM does not have this architecture. Set rollout=hf."
-        )
+        return ConfigError(f"actor.model is a {kind}: vLLM does not have this architecture. Set rollout=hf.")
     if "Pipeline parallelism is not supported" in text:
         return ConfigError(
             f"rollout.pipeline_parallel_size is {options.pipeline_parallel_size}: vLLM does not divide a "
-            f"{type(_base(model)).__name__} into stages. Set rollout.tensor_parallel_size in its place, or rollout=hf."
+            f"{kind} into stages. Set rollout.tensor_parallel_size in its place, or rollout=hf."
         )
     if reason := re.search(r"Routed-experts capture [^\n]*|No supported MoE router[^\n]*", text):
         return ConfigError(f"rollout.router_replay is true: {reason[0]} Set it to false, or rollout=hf.")
@@ -315,7 +313,3 @@ def as_config_error(error: EngineError, setting: EngineArgs, model: Any) -> Exce
         return ConfigError(f"rollout.max_model_len is {options.max_model_len}: {error.reason.strip().splitlines()[-1]}")
     details = str(error).rpartition("\n")[0]
     return RolloutError(f"{details}\nvLLM could not be started: {error.summary}".lstrip())
-
-
-def _base(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "peft_config") else model

@@ -83,7 +83,7 @@ class VLLMOptions(ProcessOptions):
                 f"{self.max_new_tokens}."
             )
 
-    def faults_with_actor(self, lora_rank: int | None, is_divided: bool) -> Iterator[str]:
+    def faults_with_actor(self, lora_rank: int | None) -> Iterator[str]:
         if self.lora == "adapter" and lora_rank is not None and lora_rank > LORA_RANKS[-1]:
             yield f"actor.lora.rank is {lora_rank}: {HIGHEST_RANK}"
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.models.parallel_info import Autocast, full_tensor
+from verl.models.structure import unwrapped
 from verl.ops.resharding.dtensor import is_on_other_stage, read_slice_like
 
 
@@ -43,6 +44,11 @@ class NamedWeight:
     present: Callable[[], Tensor]
     form: Callable[[Tensor], Tensor] | None = None
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a vector or matrix of the running model itself, of which any slice can be sent."""
+        return self.form is None and len(self.shape) <= 2
+
     def make(self) -> Tensor:
         """The tensor, in the trainer's type and on its device; not a copy unless something has to be computed.
 
@@ -60,7 +66,7 @@ def weights_of(model: Any, *, merge: bool = True) -> Iterator[NamedWeight]:
     Args:
         merge: merge the adapter, if the model has one; otherwise the base weights.
     """
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = unwrapped(model)
     live = dict(live_weights(base, merge))
     for name, target, shape in _forms(base, live):
         is_itself = name == target and shape == live[name].shape

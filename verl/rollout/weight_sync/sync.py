@@ -23,19 +23,13 @@ from verl.rollout.base import SyncResult
 from verl.rollout.engine_process.messages import EngineInfo
 from verl.rollout.engine_process.process import EngineDied
 from verl.rollout.generation_group import among_siblings, consensus
-from verl.rollout.probe_log_probs import trainer_log_probs
+from verl.rollout.model_log_probs import trainer_log_probs
 from verl.rollout.proof.fingerprints import transposed_names
 from verl.rollout.proof.verifier import VerifyRequest
 from verl.rollout.weight_sync.engine_weights import MIB, EngineWeights
 from verl.rollout.weight_sync.state_dict import NamedWeight, weights_of
 from verl.rollout.weight_sync.stream import Feed, StreamBroken, StreamWriter, WantedSlices
-from verl.rollout.weight_sync.transfer import (
-    RankTransfer,
-    WeightTransfer,
-    may_be_sliced,
-    plan_feeds,
-    whole_adapter,
-)
+from verl.rollout.weight_sync.transfer import RankTransfer, WeightTransfer, plan_feeds, whole_adapter
 from verl.utils.memory import release_cached
 from verl.utils.orphan_cleanup import process_fields
 from verl.utils.progress import Progress, ProgressWatch
@@ -142,7 +136,7 @@ class WeightSync:
         moved, stream = RankTransfer(), self.stream if self.feed.chunks else None
         sent = {entry.name for chunk in self.feed.chunks for entry in chunk}
         tensors = self.transfer.tensors(weights, moved, question.vectors, sent)
-        plain = {w.name for w in weights if w.form is None and len(w.shape) <= 2}
+        plain = {w.name for w in weights if w.is_plain}
 
         def note(name: str, tensor: Tensor) -> None:
             if name not in plain and self.engine is not None:  # others have fingerprints of their parts
@@ -227,7 +221,8 @@ class WeightSync:
     def _engine_info(self, weights: Sequence[NamedWeight]) -> EngineInfo | None:
         if self.engine is None:
             return None
-        in_slices = len(self.parallel_info.siblings) > 1 and self._may_slice and may_be_sliced(weights)
+        has_siblings = len(self.parallel_info.siblings) > 1
+        in_slices = has_siblings and self._may_slice and all(w.is_plain for w in weights)
         return self.engine.describe({w.name: tuple(w.shape) for w in weights} if in_slices else None)
 
     def _opened_stream(self) -> StreamWriter:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from verl.models.hf_state_dict import live_tensors
-from verl.models.parallel_info import ParallelInfo
+from verl.models.parallel_info import ParallelInfo, parallel_info_of
 from verl.ops.resharding.dtensor import is_on_other_stage
 from verl.ops.resharding.execute import LIMIT_BYTES, reshard, reshard_plans
 from verl.ops.resharding.layout import Box, Layout, TensorLayout, volume
@@ -94,7 +94,7 @@ class WeightTransfer:
         self.plan = reshard_plan(Layout(parallel_info.mesh, held), Layout(parallel_info.mesh, needed))
         self.gathering_bytes = gathering_volume(self.plan.source)
         self._buckets = list(buckets(self.plan, limit_bytes))
-        plain = {w.source for w in weights if w.form is None and len(w.shape) <= 2}
+        plain = {w.source for w in weights if w.is_plain}
         self._fingerprinted = {name for name in plain if self._is_first_holder(name)}
 
     def tensors(
@@ -191,7 +191,7 @@ def formed(weights: Sequence[NamedWeight], coming: Iterator[tuple[str, Tensor]])
 
 
 class TransferToFirst:
-    """Gathers the weights of a sharded model in its first process, tensor by tensor, by a constant plan.
+    """Gathers the weights of a model in its first process, tensor by tensor, by a constant plan.
 
     Args:
         dtype: that they are cast to before they are sent.
@@ -203,7 +203,7 @@ class TransferToFirst:
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every checkpoint tensor in the first process, none in others. Collective, until exhausted."""
-        parallel_info, weights = self.model.parallel_info, list(weights_of(self.model))
+        parallel_info, weights = parallel_info_of(self.model), list(weights_of(self.model))
         if self._transfer is None:
             whole: WantedSlices = {w.source: _all_of(w.tensor.shape) for w in weights}
             wants = [whole if rank == 0 else {} for rank in range(parallel_info.mesh.size)]
@@ -244,11 +244,6 @@ def buckets(whole: Plan, limit_bytes: int) -> Iterator[Plan]:
         size += num_bytes
     if names:
         yield whole.restricted(names)
-
-
-def may_be_sliced(weights: Iterable[NamedWeight]) -> bool:
-    """Whether the sent tensors are vectors and matrices of the running model, one to one."""
-    return all(weight.form is None and len(weight.shape) <= 2 for weight in weights)
 
 
 def plan_feeds(

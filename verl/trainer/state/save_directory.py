@@ -146,7 +146,8 @@ class SaveDirectoryChoice:
         with contextlib.ExitStack() as undo:
             undo.callback(chosen.release)
             if self._saves and not (dry or is_later):
-                self._claim(chosen)
+                self._lock(chosen)
+                self._lease(chosen)
             chosen.resumed = self._resolve(resume, chosen, dry)
             if self._saves and dry:
                 self._refuse_holder()
@@ -155,7 +156,8 @@ class SaveDirectoryChoice:
                 if not is_restart and (faults := [*run_dir_faults(run_dir, resume, chosen.resumed, self.directory)]):
                     raise ConfigError(faults)
             if self._saves and is_later and not dry:
-                self._claim(chosen)
+                self._lease(chosen)  # first: a refusal must leave the earlier run its lock
+                self._lock(chosen)
             undo.pop_all()
         return chosen
 
@@ -250,15 +252,17 @@ class SaveDirectoryChoice:
             if self._tier is not None and (holder := living_holder(self._tier.storage.hasty, WATCH_S)) is not None:
                 raise self._busy(holder)
 
-    def _claim(self, chosen: SaveDirectory) -> None:
-        """Lock the directory and lease its place in object storage."""
+    def _lock(self, chosen: SaveDirectory) -> None:
         lock = RunLock(self.directory, Owner.here(self._run_id, self._identity))
         if (holder := lock.acquire()) is not None:
             raise self._busy(holder)
         chosen.lock = lock
+
+    def _lease(self, chosen: SaveDirectory) -> None:
+        """Lease the place in object storage, if there is one that answers."""
         if self._quick is None:
             return
-        lease = StoreLease(self._quick.storage, lock.owner)
+        lease = StoreLease(self._quick.storage, Owner.here(self._run_id, self._identity))
         try:
             if (holder := lease.acquire()) is not None:
                 raise self._busy(holder)

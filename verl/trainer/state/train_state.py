@@ -196,7 +196,7 @@ class RankWriters:
     def prepare(self, store: CheckpointStore, is_async: bool) -> None:
         """Have every process allocate the memory for saves in the background."""
         for group in self._groups:
-            group.lead.prepare_parts(self._setting(store, is_async, group))
+            group.lead.prepare_save(self._setting(store, is_async, group))
 
     def save(self, writer: CheckpointWriter, request: SaveRequest, num_bytes: int) -> None:
         """Begin a save. What becomes of it, `writer` tells; nothing of it is raised but the loss of a worker.

@@ -7,7 +7,6 @@ import signal
 import tempfile
 import time
 import weakref
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from vllm.lora.request import LoRARequest
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
 from verl.errors import RolloutError
-from verl.rollout.engine_process.messages import EngineInfo, NumberedTurn, TurnOutput
+from verl.rollout.base import TurnRequest
+from verl.rollout.engine_process.messages import EngineInfo, TurnOutput
 from verl.rollout.proof.verifier import VerifyRequest
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.engine_args import EngineArgs
@@ -45,13 +45,6 @@ def name_file_store(name: str) -> None:
             module.get_file_store_init_method = lambda: path  # type: ignore[attr-defined]
 
 
-@dataclass
-class Purpose:
-    """The current activity of the engine, for progress messages."""
-
-    text: str = "generating"
-
-
 class EngineServer:
     """vLLM with our noise, without weights until `load` brings them."""
 
@@ -68,13 +61,13 @@ class EngineServer:
             skip_tokenizer_init=True,
             logits_processors=["verl.rollout.vllm.server.logits_processor:CounterNoiseProcessor"],
             worker_extension_cls="verl.rollout.vllm.server.worker_extension.WorkerExtension",
+            logprobs_mode="raw_logprobs",
             disable_log_stats=True,
             async_scheduling=False,
             model_impl="vllm",
             **setting.engine_arguments(),
         )
         self._lora_request: Any = None
-        self._purpose = Purpose()
         self._turns: EngineTurns | None = None
         self._is_stepwise = False  # the latest turns
         self._prefixes = PrefixVersions(self.llm)
@@ -137,8 +130,7 @@ class EngineServer:
 
     def prove(self, question: VerifyRequest) -> Any:
         """Fingerprints of the engine's weights; see `verl.rollout.proof`."""
-        self._purpose.text = "proving the weights"
-        return answer_request(self.llm, question, self._lora_request, by_name=True)
+        return answer_request(self.llm, question, self._lora_request)
 
     def begin_turns(
         self, drawing: TokenSampler, width: int, num_threads: int | None, is_stepwise: bool = False
@@ -161,10 +153,9 @@ class EngineServer:
             self.llm, drawing, capacity, self._lora_request, self._prefixes, self._records_experts
         )
 
-    def advance_turns(self, new: list[NumberedTurn], budget_s: float, until_all: bool) -> TurnOutput:
+    def advance_turns(self, new: list[TurnRequest], budget_s: float, until_all: bool) -> TurnOutput:
         """Add new turns, and generate for a while; see `EngineTurns.advance`."""
         assert self._turns is not None
-        self._purpose.text = "generating"
         return self._turns.advance(new, budget_s, until_all)
 
     def open_turns(self) -> TurnOutput:
@@ -203,7 +194,7 @@ class EngineServer:
         """Report progress at each step of a `vllm.LLMEngine` and at each added request, with the number of remaining
         sequences."""
         # no reference cycle: an engine ends with its object
-        kind, of, purpose = type(engine), weakref.ref(engine), self._purpose
+        kind, of = type(engine), weakref.ref(engine)
 
         def added(*args: Any, **options: Any) -> Any:
             report()
@@ -212,7 +203,7 @@ class EngineServer:
         def counted() -> Any:
             present: Any = of()
             outputs = kind.step(present)
-            report(f"{purpose.text}; sequences left: {present.get_num_unfinished_requests()}")
+            report(f"generating; sequences left: {present.get_num_unfinished_requests()}")
             return outputs
 
         engine.step, engine.add_request = counted, added

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,24 +63,17 @@ class ExpertFingerprints:
         """The fingerprints of every expert's matrices, unpacked one expert at a time."""
         layer, width = self.layer, self.config.hidden_dim_unpadded
         own, ranks = self.config.intermediate_size_per_partition_unpadded, self.config.tp_size
-        rows, offset = own * ranks, own * self.config.tp_rank
+        rows, offset, kind = own * ranks, own * self.config.tp_rank, _packing(layer)
         for number, place in self.numbers:
-            both, down = (self._in_order(w[place]) for w in (layer.w13_weight, layer.w2_weight))
+            packed_parts = layer.w13_weight[place], layer.w2_weight[place]
+            both, down = packed_parts if kind is None else (unpacked(w, kind) for w in packed_parts)
             half = len(both) // 2
             for part, matrix in ((layer.ckpt_gate_proj_name, both[:half]), (layer.ckpt_up_proj_name, both[half:])):
                 mark = fingerprint(matrix[:own, :width], vectors).part_of(rows, offset)
-                yield self._named(number, part), mark
+                yield f"{self.name}.{number}.{part}.weight", mark
             shown = widened(down[:width, :own], rows, offset) if ranks > 1 else down[:width, :own]
             mark = fingerprint(shown, vectors).part_of(width, is_term=ranks > 1)
-            yield self._named(number, layer.ckpt_down_proj_name), mark
-
-    def _named(self, number: int, part: str) -> str:
-        return f"{self.name}.{number}.{part}.weight"
-
-    def _in_order(self, weight: Tensor) -> Tensor:
-        """A matrix of one expert in its order before packing."""
-        kind = _packing(self.layer)
-        return weight if kind is None else unpacked(weight, kind)
+            yield f"{self.name}.{number}.{layer.ckpt_down_proj_name}.weight", mark
 
 
 def reader_of(runner: Any, name: str) -> ExpertFingerprints | None:
@@ -152,7 +145,7 @@ HEAD = "lm_head.weight"
 EXPERTS = ("FusedMoE", "MoERunner")
 
 
-class LayerRows:
+class LayerRows(NamedTuple):
     """The rows of one Hugging Face tensor within a layer of the engine.
 
     Attributes:
@@ -161,8 +154,10 @@ class LayerRows:
         rows, offset: number of rows of the whole tensor, and first row of this rank's part.
     """
 
-    def __init__(self, name: str, local: slice, rows: int, offset: int):
-        self.name, self.local, self.rows, self.offset = name, local, rows, offset
+    name: str
+    local: slice
+    rows: int
+    offset: int
 
 
 Reading = Callable[[ProbeVectors], Iterable[tuple[str, WeightFingerprint]]]  # of one layer

@@ -40,17 +40,6 @@ class ActiveRequests:
     recorder: ExpertRecorder | None = None
     experts: Tensor | None = None
 
-    @classmethod
-    def begin(
-        cls,
-        drawing: TokenSampler,
-        rows: int,
-        width: int,
-        device: torch.device,
-        recorder: ExpertRecorder | None = None,
-    ) -> ActiveRequests:
-        return cls(drawing, torch.zeros(rows, width, device=device), recorder)
-
     def record_experts(self, rows: np.ndarray, positions: Sequence[int]) -> None:
         """Record the experts of the tokens that predict these positions of these rows; the batch has no others."""
         if self.recorder is None:

@@ -19,7 +19,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from verl.errors import RolloutError
 from verl.rollout.base import TurnRequest
-from verl.rollout.engine_process.messages import NumberedTurn, TurnOutput
+from verl.rollout.engine_process.messages import TurnOutput
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.server.logits_processor import TURN
 
@@ -51,12 +51,12 @@ class EngineTurns:
         self.llm, self.drawing, self.lora_request, self.prefixes = llm, drawing, lora_request, prefixes
         self.records_experts = records_experts
         self._free = list(range(capacity - 1, -1, -1))
-        self._waiting: deque[NumberedTurn] = deque()
-        self._open: dict[str, tuple[NumberedTurn, int]] = {}  # request -> turn and its row of log-probs
+        self._waiting: deque[TurnRequest] = deque()
+        self._open: dict[str, tuple[TurnRequest, int]] = {}  # request -> turn and its row of log-probs
         self._may_share: dict[str, bool] = {}  # request -> whether the cache may have a part of its prompt
         self._ids: dict[str, str] = {}  # request -> its name in vLLM
 
-    def advance(self, new: Sequence[NumberedTurn], budget_s: float, until_all: bool) -> TurnOutput:
+    def advance(self, new: Sequence[TurnRequest], budget_s: float, until_all: bool) -> TurnOutput:
         """Add new turns, and generate until one has ended, or all of them, or the time has passed."""
         self._waiting.extend(new)
         engine, deadline = self.llm.llm_engine, time.monotonic() + budget_s
@@ -66,7 +66,7 @@ class EngineTurns:
             if ended := [answer for answer in engine.step() if answer.finished]:
                 self._collect(ended, output)
                 self._admit()
-            if (output.numbers and not until_all) or time.monotonic() > deadline:
+            if (output.episodes and not until_all) or time.monotonic() > deadline:
                 break
         return output
 
@@ -94,30 +94,29 @@ class EngineTurns:
         states = self.llm.llm_engine.output_processor.request_states
         return {name: list(states[self._ids[name]].detokenizer.output_token_ids) for name in self._open}
 
-    def _abort(self, names: Sequence[str]) -> list[tuple[NumberedTurn, int]]:
+    def _abort(self, names: Sequence[str]) -> list[tuple[TurnRequest, int]]:
         self.llm.llm_engine.abort_request(list(names))
         return [self._remove(name) for name in names]
 
-    def _remove(self, name: str) -> tuple[NumberedTurn, int]:
+    def _remove(self, name: str) -> tuple[TurnRequest, int]:
         del self._ids[name], self._may_share[name]
         return self._open.pop(name)
 
     def _admit(self) -> None:
         while self._free and self._waiting:
             turn, row = self._waiting.popleft(), self._free.pop()
-            request: TurnRequest = turn.request
-            name = f"turn-{turn.number}"
+            name = f"episode-{turn.episode}"
             sampling_params = SamplingParams(  # greedy, since `CounterNoiseProcessor` leaves a single token
                 temperature=0.0,
-                max_tokens=request.max_new_tokens - request.position,
+                max_tokens=turn.max_new_tokens - turn.position,
                 ignore_eos=True,
                 detokenize=False,
                 stop_token_ids=list(self.drawing.stop_ids),
-                extra_args={TURN: (row, int(request.greedy), *request.noise_key, request.position)},
+                extra_args={TURN: (row, int(turn.greedy), *turn.noise_key, turn.position)},
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            self._may_share[name] = self.prefixes.begin(request.tokens)
-            prompt = {"prompt_token_ids": request.tokens, "cache_salt": self.prefixes.salt}
+            self._may_share[name] = self.prefixes.begin(turn.tokens)
+            prompt = {"prompt_token_ids": turn.tokens, "cache_salt": self.prefixes.salt}
             self._ids[name] = self.llm.llm_engine.add_request(
                 name, prompt, sampling_params, lora_request=self.lora_request
             )
@@ -134,7 +133,7 @@ class EngineTurns:
         self._free.extend(row for _, row in turns)
         output.cached_tokens += sum(answer.num_cached_tokens or 0 for answer in ended)
 
-    def _read(self, turns: Sequence[tuple[NumberedTurn, int]], tokens: Sequence[list[int]], output: TurnOutput) -> None:
+    def _read(self, turns: Sequence[tuple[TurnRequest, int]], tokens: Sequence[list[int]], output: TurnOutput) -> None:
         """Append turns with the log-probs of their tokens."""
         if not turns:
             return
@@ -142,7 +141,7 @@ class EngineTurns:
         of_workers = self.llm.collective_rpc("verl_rows", args=(rows, max(map(len, tokens))))
         log_probs, experts = of_workers[sampling_worker(self.llm)]
         for index, ((turn, _), token_ids) in enumerate(zip(turns, tokens, strict=True)):
-            output.numbers.append(turn.number)
+            output.episodes.append(turn.episode)
             output.tokens.append(token_ids)
             output.log_probs.append(log_probs[index, : len(token_ids)].tolist())
             if output.experts is not None and experts is not None:

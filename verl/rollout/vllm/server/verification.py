@@ -1,15 +1,15 @@
 """vLLM's side of the verification of a sync: fingerprints through its layers, and log-probs of the probe.
 
-`answer_request` runs in the vLLM process, `set_logprobs_mode` and `read_parts` in each of its workers.
+`answer_request` runs in the vLLM process, `read_parts` in each of its workers.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from vllm import SamplingParams
 
 from verl.rollout.proof.fingerprints import FingerprintParts, join_parts
 from verl.rollout.proof.verifier import VerifyReply, VerifyRequest
@@ -18,39 +18,20 @@ from verl.rollout.vllm.server.layer_fingerprints import LayerFingerprints, adapt
 READER = "_verl_layer_reader"  # in a model, kept for the next sync
 
 
-def answer_request(
-    llm: Any, question: VerifyRequest, lora_request: Any = None, *, by_name: bool = False
-) -> VerifyReply:
-    """Fingerprints and log-probs of a `vllm.LLM`; called after new weights were loaded.
+def answer_request(llm: Any, question: VerifyRequest, lora_request: Any = None) -> VerifyReply:
+    """Fingerprints and log-probs of a `vllm.LLM` with a `WorkerExtension`; called after new weights were loaded.
 
     Args:
         lora_request: used for generation, if an adapter is verified.
-        by_name: the workers have the functions as methods, see `WorkerExtension`; else they are sent to them.
     """
-    began = time.perf_counter()
-
-    def on_ranks(function: Callable[..., Any], *args: Any) -> list[Any]:
-        return llm.collective_rpc(f"verl_{function.__name__}" if by_name else function, args=args)
-
-    log_probs = np.zeros(0)
+    began, log_probs = time.perf_counter(), np.zeros(0)
     if question.rows:
-        # an engine may be configured to return logits instead of log-probs
-        mode = on_ranks(set_logprobs_mode, "raw_logprobs")[0]
-        try:
-            log_probs = engine_log_probs(llm, question.rows, lora_request)  # also puts the adapter to use
-        finally:
-            on_ranks(set_logprobs_mode, mode)
-    ranks = on_ranks(read_parts, question, lora_request.lora_int_id if lora_request is not None else None)
+        log_probs = engine_log_probs(llm, question.rows, lora_request)  # also puts the adapter to use
+    adapter_id = None if lora_request is None else lora_request.lora_int_id
+    ranks = llm.collective_rpc("verl_read_parts", args=(question, adapter_id))
     fingerprints = join_parts([parts for parts, _ in ranks])
     unproven = tuple(dict.fromkeys(name for _, names in ranks for name in names))
     return VerifyReply(fingerprints, log_probs, unproven, time.perf_counter() - began)
-
-
-def set_logprobs_mode(worker: Any, mode: str) -> str:
-    """Set the mode of prompt log-probs of vLLM's worker, and return the previous one."""
-    config = worker.model_runner.model_config
-    before, config.logprobs_mode = config.logprobs_mode, mode
-    return before
 
 
 def read_parts(worker: Any, question: VerifyRequest, adapter_id: int | None) -> tuple[FingerprintParts, list[str]]:
@@ -72,10 +53,9 @@ def read_parts(worker: Any, question: VerifyRequest, adapter_id: int | None) -> 
 
 def engine_log_probs(llm: Any, rows: tuple[tuple[int, ...], ...], lora_request: Any = None) -> np.ndarray:
     """The same log-probs from a vLLM engine, in its process."""
-    sampling_params = type(llm.get_default_sampling_params())  # so that this module need not import vLLM
     outputs = llm.generate(
         [{"prompt_token_ids": list(row)} for row in rows],
-        sampling_params(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False),
+        SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0, detokenize=False),
         use_tqdm=False,
         lora_request=lora_request,
     )

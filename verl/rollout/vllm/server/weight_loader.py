@@ -134,12 +134,14 @@ class InPlaceLoader:
     def _linear(self, name: str, layer: Any, kinds: set[str]) -> None:
         """A layer of one or more matrices, of which this rank holds some rows or some columns."""
         is_cut = "RowParallelLinear" in kinds and layer.tp_size > 1
-        columns = (_part(layer.tp_rank, layer.input_size_per_partition),) if is_cut else ()
+        width = layer.input_size_per_partition if is_cut else 0
+        columns = (slice(layer.tp_rank * width, (layer.tp_rank + 1) * width),) if is_cut else ()
         pieces = []  # name, position in the whole tensor, rows of the layer
         for part in layer_rows(layer, name, kinds, self._packed_names):
             tensor, bias = f"{part.name}.weight", f"{part.name}.bias"
             self._expect(tensor, (part.rows, layer.input_size))
-            rows = slice(0, part.rows) if is_cut else _rows(part.offset, part.local)
+            held = part.local.stop - part.local.start
+            rows = slice(0, part.rows) if is_cut else slice(part.offset, part.offset + held)
             pieces.append((tensor, (rows, *columns), part.local))
             if layer.bias is not None:
                 self._expect(bias, (part.rows,))
@@ -255,11 +257,3 @@ def _bounding_slice(slices: Sequence[Slices], shape: Shape) -> Box:
     for axis in range(min(map(len, slices))):
         box[axis] = min(s[axis].start for s in slices), max(s[axis].stop for s in slices)
     return tuple(box)
-
-
-def _part(number: int, size: int) -> slice:
-    return slice(number * size, (number + 1) * size)
-
-
-def _rows(offset: int, local: slice) -> slice:
-    return slice(offset, offset + local.stop - local.start)

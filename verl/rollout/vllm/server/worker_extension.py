@@ -20,7 +20,7 @@ from vllm.platforms import current_platform
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.server.expert_recorder import ExpertRecorder
 from verl.rollout.vllm.server.logits_processor import ActiveRequests, CounterNoiseProcessor
-from verl.rollout.vllm.server.verification import read_parts, set_logprobs_mode
+from verl.rollout.vllm.server.verification import read_parts
 from verl.rollout.vllm.server.weight_loader import InPlaceLoader, UnsupportedLayer, give_back_free_memory
 from verl.rollout.weight_sync.stream import ChunkPlan, Feed, StreamReader, WantedSlices, reads_peers
 from verl.utils.progress import report
@@ -42,7 +42,9 @@ class WorkerExtension:
 
     def verl_begin(self, drawing: TokenSampler, rows: int, width: int, num_threads: int | None) -> None:
         """Prepare for generation, with this number of CPU threads if it is given."""
-        CounterNoiseProcessor.active = ActiveRequests.begin(drawing, rows, width, self.device, self._recorder)
+        CounterNoiseProcessor.active = ActiveRequests(
+            drawing, torch.zeros(rows, width, device=self.device), self._recorder
+        )
         if num_threads is not None:
             self._threads.enter_context(using_threads(num_threads))
 
@@ -79,7 +81,7 @@ class WorkerExtension:
                 for layer in module:
                     layer.register_forward_pre_hook(lambda *_: report())
 
-    verl_set_logprobs_mode, verl_read_parts = set_logprobs_mode, read_parts  # of a verification
+    verl_read_parts = read_parts
 
     def verl_reads_peers(self) -> bool:
         """Whether this worker can open memory of all GPUs of the engine."""
