@@ -162,19 +162,6 @@ def test_a_warning_is_told_once_and_a_wrong_start_is_never_the_measure(model32, 
     assert [line["safety/log_prob_gaps"] for line in step_lines(tmp_path)] == [1.0] * 4
 
 
-@pytest.mark.exhaustive
-def test_a_warning_comes_before_the_first_update(model32, tmp_path, caplog):
-    safety = Monitoring(log_prob_gap=LogProbGapLimit(on_excess="warn"))
-    with faulty(model32, "other model", safety=safety).build(BuildContext(run_dir=tmp_path)) as trainer:
-        told = []
-        update = trainer.cluster.worker("actor").update
-        trainer.cluster.worker("actor").update = lambda *given, **named: (
-            told.append(caplog.text) or update(*given, **named)
-        )
-        trainer.fit()
-    assert f"Step 1: {GAP} is" in told[0]
-
-
 # Runs that are sound
 
 

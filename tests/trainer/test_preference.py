@@ -12,11 +12,10 @@ from peft import AutoPeftModelForSequenceClassification
 from refusals import refusal
 from same_training import ROUNDING, Training, digest, numbers, same_training
 from trainer.preference_runs import DATA, preference_run, trained
-from trainer.runs import weights
+from trainer.runs import every_step, weights
 from typer.testing import CliRunner
 
 from verl.algorithms.preference_losses import DPO, IPO, KTO, ORPO, BradleyTerry, SimPO
-from verl.checkpoint.config import Checkpointing
 from verl.cli.checkpoint import app
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
@@ -59,10 +58,6 @@ def test_the_first_step_has_the_loss_of_a_policy_that_is_its_reference(model32, 
     assert result.samples == 4 * 2 * 6
 
 
-def saves(directory: Path) -> Checkpointing:
-    return Checkpointing(save_dir=str(directory), save_interval=1, keep_last_n=None, save_async=False)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "lora"),
@@ -74,7 +69,7 @@ def test_a_run_resumed_from_a_checkpoint_ends_as_the_uninterrupted_one(loss, lor
     whole, again = tmp_path / "whole", tmp_path / "again"
 
     def run(directory, **options):
-        checkpoint = replace(saves(directory / "checkpoints"), use_safetensors=safetensors)
+        checkpoint = every_step(directory, use_safetensors=safetensors)
         return preference_run(model32, loss, lora, checkpoint=checkpoint, **options)
 
     fit(run(whole), whole / "run")
@@ -107,13 +102,13 @@ def fitted(run, directory: Path) -> dict:
 def test_a_resumed_run_has_them_from_the_checkpoint_and_loads_no_reference(sharding, model32, tmp_path):
     whole, again = tmp_path / "whole", tmp_path / "again"
     processes = {"sharding": sharding, "n_gpus_per_node": 2 if isinstance(sharding, FSDP) else 1, "total_steps": 6}
-    run = precomputing(preference_run(model32, DPO(), checkpoint=saves(whole / "checkpoints"), **processes))
+    run = precomputing(preference_run(model32, DPO(), checkpoint=every_step(whole), **processes))
     with run.build(BuildContext(run_dir=whole / "run")) as trainer:
         if isinstance(sharding, NoSharding):
             assert not hasattr(trainer.cluster.worker("reference"), "engine")  # freed
         trainer.fit()
     point = str(whole / "checkpoints/global_step_2")
-    run = replace(run, checkpoint=saves(again / "checkpoints"), resume=point)
+    run = replace(run, checkpoint=every_step(again), resume=point)
     with run.build(BuildContext(run_dir=again / "run")) as trainer:
         assert trainer.reference is None
         trainer.fit()
@@ -160,7 +155,7 @@ def test_the_directory_of_a_reward_model_gives_its_scores_to_a_reward(lora, mode
 def adapted(model64, tmp_path):
     """The trainer of a float64 reward model with an adapter after two steps, a batch, and the final directory."""
     directory = tmp_path / "adapted"
-    run = preference_run(model64, BradleyTerry(), LoRA(rank=2), total_steps=2, checkpoint=saves(directory / "saved"))
+    run = preference_run(model64, BradleyTerry(), LoRA(rank=2), total_steps=2, checkpoint=every_step(directory))
     run = replace(run, actor=replace(run.actor, optimizer=AdamW(lr=3e-3, max_grad_norm=None)))
     with run.build(BuildContext(run_dir=directory / "run")) as trainer:
         trainer.fit()
@@ -212,7 +207,7 @@ def test_a_saved_adapter_has_the_head_in_full_and_merges_into_a_whole_reward_mod
     scores = trainer.learner.row_scores(batch).result()["row_scores"]
     config = json.loads((directory / "adapter_config.json").read_text())
     assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
-    point, out = directory.parents[1] / "saved/global_step_2", tmp_path / "merged"
+    point, out = directory.parents[1] / "checkpoints/global_step_2", tmp_path / "merged"
     export = ["export", str(point), "--component", "reward_model"]
     assert CliRunner().invoke(app, [*export, str(out), "--merge"]).exit_code == 0
     assert not (out / "adapter_config.json").exists()

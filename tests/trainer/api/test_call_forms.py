@@ -68,24 +68,6 @@ test_a_length_that_cannot_be_divided_is_refused = refused(
 # Devices
 
 
-def test_sub_meshes_may_name_devices_of_their_own():
-    mesh = DeviceMesh(
-        devices=["cuda:0", "cuda:1", "cuda:2", "cuda:3"],
-        sub_meshes={"rm": ["cuda:4", "cuda:5"], "critic": ["cuda:6", "cuda:7"]},
-    )
-    assert mesh.groups(("actor", "critic", "reference", "rm")) == [
-        (("cuda:0", "cuda:1", "cuda:2", "cuda:3"), ("actor", "reference")),
-        (("cuda:6", "cuda:7"), ("critic",)),
-        (("cuda:4", "cuda:5"), ("rm",)),
-    ]
-    assert mesh.sizes(("actor", "rm"), 1) == {"actor": 4, "rm": 2}
-    there = torch.cuda.device_count()
-    faults = list(mesh.machine_faults())
-    for path, names in (("devices", mesh.devices), *((f"sub_meshes.{k}", v) for k, v in mesh.sub_meshes.items())):
-        if missing := [name for name in names if int(name.split(":")[1]) >= there]:
-            assert f"{path} has {', '.join(missing)}: this machine has {there} GPUs, numbered from 0." in faults
-
-
 @pytest.mark.exhaustive
 @pytest.mark.skipif(num_cores() < 2, reason="two cores")
 def test_a_role_on_a_device_that_its_sub_mesh_alone_names_trains(dir32, capsys):

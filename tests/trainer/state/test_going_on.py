@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 from cases import exhaustive
 from same_training import STEPS, course, digest, newest, numbers
-from trainer.runs import BRIEF_GRPO, JSONL, Prompts, fit, ppo_run, weights
+from trainer.runs import BRIEF_GRPO, JSONL, Prompts, every_step, fit, ppo_run, weights
 from trainer.test_sft import sft_run
 
-from verl.checkpoint.config import Checkpointing
 from verl.component import BuildContext
 from verl.data.base import DataSplits
 from verl.models.lora import LoRA
@@ -154,10 +153,7 @@ def test_supervised_fine_tuning_goes_on_from_the_middle_of_an_epoch(lora, dir32,
     def run(directory, resume=None):
         described = sft_run(dir32, tmp_path, lora=lora)
         settings = dataclasses.replace(described.trainer, batch_size=2, total_epochs=1, save_final=False)
-        saving = Checkpointing(
-            save_dir=str(directory / "checkpoints"), save_interval=1, keep_last_n=None, save_async=False
-        )
-        return dataclasses.replace(described, trainer=settings, checkpoint=saving, resume=resume)
+        return dataclasses.replace(described, trainer=settings, checkpoint=every_step(directory), resume=resume)
 
     first = fit(run(tmp_path / "whole"), tmp_path / "whole/run")
     second = fit(run(tmp_path, str(tmp_path / "whole/checkpoints/global_step_3")), tmp_path / "run")
@@ -196,11 +192,7 @@ def test_a_resume_at_the_end_of_an_epoch_comes_to_the_same_and_an_earlier_state_
         monkeypatch.setattr(DataSplits, "__init__", lambda self, *a, **k: load(self, *a, **k | {"fills_last": False}))
 
     def trained(directory, resume=None):
-        saving = Checkpointing(
-            save_dir=str(directory / "checkpoints"), save_interval=1, keep_last_n=None, save_async=False
-        )
-        described = dataclasses.replace(run, checkpoint=saving, resume=resume)
-        return fit(described, directory / "run")
+        return fit(dataclasses.replace(run, checkpoint=every_step(directory), resume=resume), directory / "run")
 
     whole = trained(tmp_path / "whole")
     monkeypatch.undo()
