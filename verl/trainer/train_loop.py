@@ -13,7 +13,6 @@ fit ──> WorkerDied (WorkerHung included) ──> the last checkpoint ──>
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import re
@@ -635,14 +634,11 @@ def _whole_or_nothing(run_dir: Path) -> Iterator[None]:
         ):
             try:
                 yield
-            except OSError:
-                raise
-            except Exception as error:
-                # safetensors and torch raise their own errors for those of the file system
-                if isinstance(error, VerlError) or "os error" not in str(error).lower():
-                    raise
+            except Exception as error:  # safetensors and torch raise their own for those of the file system
                 number = re.search(r"os error (\d+)", str(error), re.IGNORECASE)
-                raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
+                if isinstance(error, (OSError, VerlError)) or number is None:
+                    raise
+                raise OSError(int(number[1]), str(error)) from error
     except BaseException:
         for path in run_dir.iterdir() if run_dir.is_dir() else ():
             if path.name in ("actor", "critic", "reward_model") and path.name not in there:

@@ -27,7 +27,6 @@ from verl.rewards.normalization import RewardNormalization
 from verl.rewards.reward_model import RewardModel
 from verl.rewards.rules import ExactMatch
 from verl.trainer.api.trainer import Trainer
-from verl.trainer.ppo import PPOTrainer
 from verl.trainer.state import driver_state
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3)]
@@ -363,35 +362,6 @@ def test_the_statistics_of_a_reward_are_saved_loaded_and_reset(dir32, tmp_path):
         assert made.reward_model.state_dict() != learned
         made.load_checkpoint(saved)
         assert made.reward_model.state_dict() == learned
-
-
-@pytest.mark.exhaustive
-def test_a_part_of_a_trainer_is_saved_and_loaded_by_being_one_of_its_parts(dir32, tmp_path, monkeypatch):
-    class Curriculum:
-        level = 1
-
-        def state_dict(self):
-            return {"level": self.level}
-
-        def load_state_dict(self, state):
-            self.level = state.get("level", 1)
-
-    own, parts = Curriculum(), PPOTrainer.parts.fget
-    monkeypatch.setattr(PPOTrainer, "parts", property(lambda self: {**parts(self), "curriculum": own}))
-    with trainer(dir32) as made:
-        made.step()
-        old = made.save_checkpoint("aside")  # at level 1
-        own.level = 5
-        saved = made.save_checkpoint("aside", tag="later")
-        made.load_checkpoint(old)
-        assert own.level == 1
-        made.load_checkpoint(saved, load_components=["actor", "dataloader", "rng"])
-        assert own.level == 1  # it belongs to `scheduler`
-        made.load_checkpoint(saved)
-        assert own.level == 5
-    own.level = 1
-    with trainer(dir32, overrides=[*QUIET, f"resume={saved}"]):
-        assert own.level == 5
 
 
 @pytest.mark.exhaustive

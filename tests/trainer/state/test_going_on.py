@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 from cases import exhaustive
-from same_training import STEPS, course, digest, newest, numbers, same_training, saved
-from trainer.runs import PPO_ALGORITHM, fit
+from same_training import STEPS, course, digest, newest, numbers
+from trainer.runs import BRIEF_GRPO, JSONL, Prompts, every_step, fit, ppo_run, weights
 from trainer.test_sft import sft_run
 
-from verl.checkpoint.config import Checkpointing
+from verl.component import BuildContext
+from verl.data.base import DataSplits
 from verl.models.lora import LoRA
-from verl.monitoring.nonfinite import SpikeDetector
 from verl.trainer.state.checkpointing import CheckpointSaver
 from verl.trainer.state.lineage import ParentCheckpoint
 from verl.trainer.state.save_directory import SaveDirectory
@@ -49,22 +49,6 @@ def test_a_run_that_ends_early_by_itself_is_saved_and_goes_on_to_the_same_end(wa
     assert (result.status, result.steps, result.checkpoints) == ("finished", STEPS, ["global_step_4"])
     assert digest(tmp_path) == digest(whole)
     assert result.samples == sum(int(x["perf/samples"]) for x in numbers(whole / "run").values())
-
-
-@pytest.mark.slow
-def test_a_run_cut_at_the_boundary_of_an_epoch_begins_the_next_one(model32, tmp_path):
-    by_epochs = {
-        "total_steps": None,
-        "total_epochs": 2,
-        "prompts_per_step": 4,
-        "algorithm": PPO_ALGORITHM,
-    }  # two steps an epoch
-    fit(course(model32, tmp_path / "whole", **by_epochs), tmp_path / "whole/run")
-    resume = str(tmp_path / "whole/checkpoints/global_step_2")
-    state = json.loads(Path(resume, "dataloader/state.json").read_text())
-    assert (state["epoch"], state["position"]) == (1, 0)
-    fit(course(model32, tmp_path, resume=resume, **by_epochs), tmp_path / "run")
-    same_training(saved(tmp_path), saved(tmp_path / "whole"), after=2)
 
 
 def test_a_finished_run_has_nothing_left_to_do_and_says_so(whole, model32, tmp_path, caplog):
@@ -159,15 +143,6 @@ def test_a_resumed_run_watches_its_metrics_with_the_history_that_it_had(model32,
     assert len(after["bands"]["actor/loss"]["sizes"]) == 4
 
 
-def test_a_band_goes_on_where_another_one_was():
-    first, second = (SpikeDetector("loss", factor=10.0, history=3, window=5) for _ in range(2))
-    for value in (1.0, 1.1, 0.9, 50.0):
-        first.add(value)
-    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.add(60.0) is None  # beyond already, and told
-    assert second.state_dict()["sizes"] == [1.0, 1.1, 0.9, 50.0, 60.0]
-
-
 # Supervised fine-tuning
 
 
@@ -178,13 +153,55 @@ def test_supervised_fine_tuning_goes_on_from_the_middle_of_an_epoch(lora, dir32,
     def run(directory, resume=None):
         described = sft_run(dir32, tmp_path, lora=lora)
         settings = dataclasses.replace(described.trainer, batch_size=2, total_epochs=1, save_final=False)
-        saving = Checkpointing(
-            save_dir=str(directory / "checkpoints"), save_interval=1, keep_last_n=None, save_async=False
-        )
-        return dataclasses.replace(described, trainer=settings, checkpoint=saving, resume=resume)
+        return dataclasses.replace(described, trainer=settings, checkpoint=every_step(directory), resume=resume)
 
     first = fit(run(tmp_path / "whole"), tmp_path / "whole/run")
     second = fit(run(tmp_path, str(tmp_path / "whole/checkpoints/global_step_3")), tmp_path / "run")
     assert (first.steps, second.steps) == (4, 4)
     assert second.evaluations == first.evaluations
     assert digest(tmp_path) == digest(tmp_path / "whole")
+
+
+# Epochs that steps do not divide
+
+
+TEN = Prompts(train=tuple(f"{i}+{i}=" for i in range(10)), eval=())
+SIZES = {"prompts_per_step": 6, "total_epochs": 1, "save_final": True, "eval_before": False, "tracker": JSONL}
+
+
+def test_ten_rows_in_steps_of_six_are_all_seen_and_the_start_says_how(model32, tmp_path, monkeypatch):
+    run = ppo_run(model32, BRIEF_GRPO, data=TEN, critic=None, **SIZES)
+    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
+        assert any("10 rows" in line and "next epoch" in line for line in trainer.saving.messages)
+        seen, step = [], trainer.step
+        noting = lambda batch, number: (seen.extend(batch["prompt_ids"].tolist()), step(batch, number))[1]  # noqa: E731
+        monkeypatch.setattr(trainer, "step", noting)
+        assert trainer.fit().steps == 2
+    assert set(seen[:10]) == set(range(10))
+    assert len(seen) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["filled", "earlier"])
+def test_a_resume_at_the_end_of_an_epoch_comes_to_the_same_and_an_earlier_state_leaves_rows_out(
+    kind, model32, tmp_path, monkeypatch
+):
+    run = ppo_run(model32, BRIEF_GRPO, data=TEN, critic=None, **SIZES | {"total_epochs": 3})
+    if kind == "earlier":  # what a version without `fills` did and wrote
+        load = DataSplits.__init__
+        monkeypatch.setattr(DataSplits, "__init__", lambda self, *a, **k: load(self, *a, **k | {"fills_last": False}))
+
+    def trained(directory, resume=None):
+        return fit(dataclasses.replace(run, checkpoint=every_step(directory), resume=resume), directory / "run")
+
+    whole = trained(tmp_path / "whole")
+    monkeypatch.undo()
+    assert whole.steps == (5 if kind == "filled" else 3)
+    for step in range(1, whole.steps):
+        point = tmp_path / f"whole/checkpoints/global_step_{step}"
+        state = json.loads((point / "dataloader/state.json").read_text())
+        assert ("fills" in state) == (kind == "filled")
+        resumed = trained(tmp_path / str(step), str(point))
+        assert resumed.steps == whole.steps
+        mine, theirs = weights(tmp_path / str(step) / "run/actor"), weights(tmp_path / "whole/run/actor")
+        assert all(mine[name].equal(theirs[name]) for name in theirs)

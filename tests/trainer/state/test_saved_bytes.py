@@ -11,7 +11,6 @@ from cases import short_where
 from same_training import course
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, fit
 
-from verl.checkpoint.manager import CheckpointManager
 from verl.engines.sharding import DDP, FSDP
 from verl.models.lora import LoRA
 from verl.models.tiny import TinyModel
@@ -54,13 +53,3 @@ def test_every_file_of_a_resumed_run_is_bit_by_bit_that_of_one_that_was_never_st
     straight, cut = (files(tmp_path / name / "checkpoints/global_step_4") for name in ("straight", "cut"))
     assert straight.keys() == cut.keys()
     assert [name for name in straight if straight[name] != cut[name]] == []
-
-
-@pytest.mark.exhaustive
-def test_increments_go_on_after_a_resume(model32, tmp_path):
-    save = {"incremental_save": True}
-    fit(course(model32, tmp_path, stop_after=2, save=save), tmp_path / "first")
-    fit(course(model32, tmp_path, resume="latest", save=save), tmp_path / "second")
-    saved = [CheckpointManager(tmp_path / f"checkpoints/global_step_{step}").checkpoint for step in (2, 4)]
-    links = [{entry.path for entry in checkpoint.manifest.files if entry.linked_from} for checkpoint in saved]
-    assert links[0] == links[1] != set()
