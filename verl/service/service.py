@@ -27,7 +27,7 @@ from verl.errors import ConfigError
 from verl.service import saved
 from verl.service.adapters import AdapterShape, BaseModel
 from verl.service.data import checked_tokens
-from verl.service.jobs import Jobs
+from verl.service.jobs import Job, Jobs
 from verl.service.sampling import PromptRequest, Sample, SamplingOptions, TokenScores, sample, token_scores
 from verl.service.session import TrainingSession
 from verl.service.wire import sample_response
@@ -110,6 +110,8 @@ class TrainingService:
         self.clients: dict[str, Client] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
+        self.tokenizer_directory = directory / "tokenizer"  # a model's own may be in a file that clients cannot read
+        base.tokenizer.save_pretrained(self.tokenizer_directory)
         self._resident: dict[Path, str] = {}  # names of frozen adapters; the last one was used last
         self._lock, self._state = threading.RLock(), threading.RLock()
         self.jobs = Jobs(self._sample_batch)
@@ -191,7 +193,7 @@ class TrainingService:
             self._add_model(name, client, number, shape, metadata)
             return {"model_id": name, "type": "create_model"}
 
-        return self.jobs.add(name, client, work)
+        return self.jobs.add(name, Job(client, work))
 
     def create_model_from(
         self, client: str, number: int, address: str, optimizer: bool, metadata: Mapping[str, Any]
@@ -206,7 +208,7 @@ class TrainingService:
             model.session.load(directory, optimizer)
             return {"path": address, "model_id": name, "type": "load_weights"}
 
-        return self.jobs.add(name, client, work)
+        return self.jobs.add(name, Job(client, work))
 
     def _model_id(self, client: str, number: int) -> str:
         return f"{client}:train:{number}"  # which the SDK makes too
@@ -230,7 +232,7 @@ class TrainingService:
         if not number:
             raise ConfigError("seq_id is missing: requests of a model are numbered from 1.")
         model = self.model(name)
-        return self.jobs.add(f"{name}:{number}", model.client, lambda: work(model), name, number)
+        return self.jobs.add(f"{name}:{number}", Job(model.client, lambda: work(model)), name, number)
 
     # Saved weights
 
@@ -258,6 +260,10 @@ class TrainingService:
         state = saved.SavedSession(session.shape, session.weights(), {}, session.updates, 0, self.names[0])
         saved.write(state, directory, self.base, session.name, optimizer=False)
 
+    def runs(self) -> list[Path]:
+        """Directories of models with saved weights."""
+        return sorted(self.directory.glob("*-train-*"))
+
     def run_directory(self, name: str) -> Path:
         """The directory of a model: its id, without what is not in names of files."""
         return self.directory / checked_name(name.replace(":train:", "-train-"))
@@ -280,7 +286,7 @@ class TrainingService:
     def checkpoints(self, name: str | None = None) -> list[dict[str, Any]]:
         """The named checkpoints of a model, or of all, oldest first, in the form of the SDK."""
         found = []
-        top = self.directory.glob("*") if name is None else [self.run_directory(name)]
+        top = self.runs() if name is None else [self.run_directory(name)]
         for record in [file for run in top for file in run.glob(f"*/*/{saved.RECORD}")]:
             directory, kind = record.parent, record.parent.parent.name
             if kind not in KINDS or directory.name.startswith(("snapshot_", ".")):
@@ -342,9 +348,8 @@ class TrainingService:
         checked_tokens(tokens, "prompt", self.base.vocabulary, self.base.longest)
         noise = (seed,) if seed is not None else (self.seed, sampler.number, number)
         request = PendingSample(PromptRequest(tokens, count, noise), **further)
-        return self.jobs.add_sample(
-            f"{sampler_id}:{number}", sampler.client, (sampler.directory, chosen), count, request
-        )
+        job = Job(sampler.client, None, (sampler.directory, chosen), request, count)
+        return self.jobs.add(f"{sampler_id}:{number}", job)
 
     def _sample_batch(self, kind: Hashable, requests: Sequence[PendingSample]) -> list[Any]:
         """Samples of requests of one kind, in the thread that computes."""
