@@ -27,8 +27,8 @@ from verl.checkpoint.save.save_request import (
     MultiWriterSave,
     SaveOutcome,
     SaveRequest,
-    abandon_missing,
     open_report_directory,
+    submit_failure,
 )
 from verl.checkpoint.save.snapshot import SavedComponent
 from verl.checkpoint.save.writer_process import START_TIMEOUT_S
@@ -240,7 +240,8 @@ class RankWriters:
         while time.monotonic() < end and any(multi_writer.directory.exists() for multi_writer in self._under_way):
             time.sleep(0.05)
         for multi_writer in self._under_way:
-            abandon_missing(FileSystem(), multi_writer.directory, multi_writer.others, reason)
+            for name in multi_writer.others:
+                submit_failure(FileSystem(), multi_writer.directory, name, reason)
 
     def _begin(
         self, store: CheckpointStore, step: int, tag: str | None, num_bytes: int
