@@ -83,17 +83,6 @@ def test_a_run_evaluates_before_during_and_after_and_says_what_it_did(model32, t
         Pretrained(path=str(tmp_path / role)).load_tokenizer()
 
 
-def test_steps_go_on_over_epochs_and_every_epoch_has_its_own_order(model32, tmp_path):
-    run = ppo_run(model32, prompts_per_step=4, total_steps=5, eval_before=False, save_final=False, tracker=JSONL)
-    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
-        assert trainer.sampler.batches_per_epoch == 2
-        result = trainer.fit()
-        assert trainer.sampler.state_dict() | {"seed": 0} == {"seed": 0, "epoch": 2, "position": 4, "fills": True}
-    assert result.steps == 5
-    assert list(result.evaluations) == [5]
-    assert not (tmp_path / "actor").exists()
-
-
 def test_a_run_without_held_out_prompts_does_not_evaluate(model32, tmp_path):
     run = ppo_run(model32, GRPO_ALGORITHM, data=Prompts(eval=()), critic=None, total_steps=1)
     result = fit(run, tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import logging
 import shutil
@@ -501,11 +500,3 @@ def test_a_short_file_lies_below_the_arguments_and_overrides_above(dir32):
         run = made.run
         assert (run.trainer.seed, run.trainer.prompts_per_step, run.rollout.temperature) == (5, 2, 0.5)
         assert (run.trainer.total_steps, run.trainer.eval_before) == (9, False)
-
-
-def test_the_description_of_a_run_names_what_was_passed(model32, tokenizer):
-    with trainer(model32.load_causal_lm("cpu"), tokenizer=tokenizer, reward_model=digits) as made:
-        config = (made.run_dir / "config.yaml").read_text()
-    assert "kind: Qwen2ForCausalLM" in config
-    assert "name: digits" in config
-    assert dataclasses.asdict(made.run.data)["num_rows"] == len(ROWS)
