@@ -124,10 +124,9 @@ class _Api:
         @functools.wraps(handler)
         async def answer(request: Request) -> Response:
             try:
-                if self.token is not None and not hmac.compare_digest(
-                    request.headers.get("x-api-key", "").encode(), self.token.encode()
-                ):
-                    return _failure(401, "the API key is not that of this service.")
+                key = request.headers.get("x-api-key", "")  # which a page of a browser cannot send without being asked
+                if not key or not hmac.compare_digest(key.encode(), (self.token or key).encode()):
+                    return _failure(401, "the API key (X-API-Key) is not that of this service.")
                 if kind is None:
                     found = handler(request)
                 else:
@@ -238,8 +237,9 @@ class _Api:
     # Saved weights
 
     def save_weights(self, _: Request, body: types.SaveWeightsRequest) -> dict[str, Any]:
-        def work(_: Any) -> dict[str, Any]:
-            path = self.service.save(body.model_id, "weights", body.path, overwrites=body.overwrite)
+        def work(model: Any) -> dict[str, Any]:
+            name = body.path if body.path is not None else f"step_{model.session.updates}_{body.seq_id}"
+            path = self.service.save(body.model_id, "weights", name, overwrites=body.overwrite)
             return {"path": path, "type": "save_weights"}
 
         return {"request_id": self.service.in_order(body.model_id, body.seq_id, work)}
@@ -257,14 +257,15 @@ class _Api:
         if body.kind != "snapshot":
             raise ConfigError(f"kind is {body.kind!r}: this service samples from snapshots.")
 
-        def work(model: Any) -> dict[str, Any]:
-            address = self.service.save(body.model_id, "sampler_weights", body.path)
-            answer = {"path": address if body.path is not None else None, "type": "save_weights_for_sampler"}
-            if body.path is None and body.sampling_session_seq_id is not None:
-                answer["sampling_session_id"] = self.service.create_sampler(
-                    model.client, body.sampling_session_seq_id, address
-                )
-            return answer
+        path, number = body.path, body.sampling_session_seq_id
+        if path is None and number is None:
+            raise ConfigError("path and sampling_session_seq_id are missing: expected one of them.")
+
+        def work(_: Any) -> dict[str, Any]:
+            answer: dict[str, Any] = {"path": None, "type": "save_weights_for_sampler"}
+            if path is not None:
+                return answer | {"path": self.service.save(body.model_id, "sampler_weights", path)}
+            return answer | {"sampling_session_id": self.service.snapshot(body.model_id, number or 0)}
 
         return {"request_id": self.service.in_order(body.model_id, body.seq_id, work)}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -183,15 +182,3 @@ def test_a_store_that_replaces_what_it_should_not_is_found_out(objects: ObjectSt
     with pytest.raises(ConfigError, match="conditional_put=false"):
         log.take_claim()
     assert [record.claim for record in CommitLog(objects).records()] == ["one"], "the log is as it was"
-
-
-def test_a_pull_that_was_cut_off_leaves_nothing(objects: ObjectStore, tmp_path: Path) -> None:
-    push(objects, save(tmp_path / "here", 1))
-    tier, there = RemoteStore(objects), CheckpointStore(tmp_path / "there")
-    with there.begin(1) as transaction:
-        (transaction.directory / "actor").mkdir()
-        (transaction.directory / "actor/weights.bin").write_bytes(b"half")
-        assert CheckpointDirectory(tmp_path / "there").candidates() == []
-        shutil.copytree(transaction.directory, tmp_path / "there/staging/1-killed")
-    assert pull(tier, tier.find(), there).step == 1
-    assert list((tmp_path / "there/staging").iterdir()) == []

@@ -257,11 +257,6 @@ class Uploader:
         self._supervisor = threading.Thread(target=self._supervise, name="uploader", daemon=True)
         self._supervisor.start()
 
-    @property
-    def process_id(self) -> int | None:
-        """None where there is no process just now."""
-        return self.child.pid if self.child.is_alive() else None
-
     def heard(self) -> list[UploadEvent]:
         """Events since the last call."""
         with self._changed:
