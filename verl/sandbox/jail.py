@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TypeVar
 
 from verl.component import BuildContext, component
 from verl.errors import ConfigError
@@ -36,9 +35,6 @@ ATTEMPTS = 3  # of one program, each in a fresh jail, where a jail ends without 
 POLL_INTERVAL_S = 0.05  # at the memory of a jail
 INTERPRETER_MIB = 32  # of address space, in addition to the program's own
 MAX_FILES = 128
-
-
-Results = TypeVar("Results", bound=tuple[ExecutionResult, ...])
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -156,9 +152,10 @@ class JailPool(CodeRunner):
         return result
 
     def execute_linked(self, first: Program, second: Program) -> tuple[ExecutionResult, ExecutionResult]:
-        return self._attempted(lambda: run_linked(self._attempt, first, second))
+        one, other = self._attempted(lambda: run_linked(self._attempt, first, second))
+        return one, other
 
-    def _attempted(self, attempt: Callable[[], Results]) -> Results:
+    def _attempted(self, attempt: Callable[[], tuple[ExecutionResult, ...]]) -> tuple[ExecutionResult, ...]:
         with self._slots:
             results = attempt()
             for _ in range(ATTEMPTS - 1):
