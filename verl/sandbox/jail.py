@@ -26,6 +26,7 @@ from verl.sandbox.base import CodeRunner, ExecutionResult, Outcome, Program, clo
 from verl.sandbox.cgroup import CgroupError, JailGroups
 from verl.sandbox.jail_command import ELSE, JailCommand, JailSettings, seccomp_filter
 from verl.utils.child_process.pool import PoolClosed, ProcessPool
+from verl.utils.orphan_cleanup import CLEANUP
 
 log = logging.getLogger(__name__)
 
@@ -75,12 +76,14 @@ class _JailProcess:
                 env=preloaded,
                 cwd="/",
                 bufsize=0,
+                process_group=0,
             )
         finally:
             theirs.close()
             for fd in (info_writer, filter_fd, binary, *libraries):
                 os.close(fd)
         self.first = self.process.pid
+        self._registered = CLEANUP.register(process_groups=[self.first])
 
     @property
     def is_usable(self) -> bool:
@@ -114,12 +117,10 @@ class _JailProcess:
     def kill(self) -> None:
         """Kill the whole jail and wait for its end."""
         self.control.close()
-        for pid in (self.first, self.process.pid):  # the second where the first one's end does not end it
-            if self.process.poll() is None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(END_TIMEOUT_S / 2)
+        if self.first != self.process.pid:
+            self._kill(os.kill, self.first)
+        self._kill(os.killpg, self.process.pid)  # before a jail is ready, bubblewrap's child waits for it forever
+        CLEANUP.withdraw(self._registered)
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None:
                 with contextlib.suppress(OSError):
@@ -127,6 +128,13 @@ class _JailProcess:
         group, self.group = self.group, None
         if self._groups is not None and group is not None:
             self._groups.remove(group)
+
+    def _kill(self, kill: Callable[[int, int], None], number: int) -> None:
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(number, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_TIMEOUT_S / 2)
 
 
 class JailPool(CodeRunner):
