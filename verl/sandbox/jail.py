@@ -12,6 +12,7 @@ import json
 import logging
 import marshal
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -37,6 +38,7 @@ POLL_INTERVAL_S = 0.05  # at the memory of a jail
 INTERPRETER_MIB = 32  # of address space, in addition to the program's own
 MAX_FILES = 128
 PAGE = os.sysconf("SC_PAGE_SIZE")
+MARK_VARIABLE = "VERL_JAILS"  # in the environment of bubblewrap
 
 
 class JailFailed(Exception):
@@ -53,7 +55,7 @@ class _JailProcess:
         group: its cgroup; None without.
     """
 
-    def __init__(self, described: JailSettings, command: JailCommand, groups: JailGroups | None):
+    def __init__(self, described: JailSettings, command: JailCommand, groups: JailGroups | None, mark: str):
         self._described, self._groups, self.group = described, groups, None
         self.control, theirs = socket.socketpair()
         info, info_writer = os.pipe()
@@ -73,7 +75,7 @@ class _JailProcess:
                 stdout=pipe,
                 stderr=pipe,
                 pass_fds=(*fds, *libraries),
-                env=preloaded,
+                env={MARK_VARIABLE: mark, **preloaded},
                 cwd="/",
                 bufsize=0,
                 process_group=0,
@@ -83,7 +85,6 @@ class _JailProcess:
             for fd in (info_writer, filter_fd, binary, *libraries):
                 os.close(fd)
         self.first = self.process.pid
-        self._registered = CLEANUP.register(process_groups=[self.first])
 
     @property
     def is_usable(self) -> bool:
@@ -120,7 +121,6 @@ class _JailProcess:
         if self.first != self.process.pid:
             self._kill(os.kill, self.first)
         self._kill(os.killpg, self.process.pid)  # before a jail is ready, bubblewrap's child waits for it forever
-        CLEANUP.withdraw(self._registered)
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None:
                 with contextlib.suppress(OSError):
@@ -146,8 +146,10 @@ class JailPool(CodeRunner):
         super().__init__(described)
         self.groups = _groups_for(described)
         self._slots = threading.BoundedSemaphore(described.max_concurrency)
+        mark = secrets.token_hex(8)
+        self._registered = CLEANUP.register(environment=[f"{MARK_VARIABLE}={mark}"])
         self._jails = ProcessPool(
-            lambda: _JailProcess(described, command, self.groups), described.pool_size, is_used_once=True
+            lambda: _JailProcess(described, command, self.groups, mark), described.pool_size, is_used_once=True
         )
 
     @property
@@ -183,6 +185,7 @@ class JailPool(CodeRunner):
 
     def close(self) -> None:
         self._jails.close()
+        CLEANUP.withdraw(self._registered)
         if self.groups is not None:
             self.groups.close()
 
