@@ -34,7 +34,7 @@ from tinker import types
 from verl.errors import ConfigError, VerlError
 from verl.service import saved
 from verl.service.adapters import AdapterShape
-from verl.service.jobs import Busy, Result
+from verl.service.jobs import Busy
 from verl.service.sampling import SamplingOptions
 from verl.service.service import KINDS, SCHEME, NotFound, TrainingService, run_of
 from verl.service.wire import dense_of, forward_backward_output, forward_backward_request
@@ -124,10 +124,9 @@ class _Api:
         @functools.wraps(handler)
         async def answer(request: Request) -> Response:
             try:
-                if self.token is not None and not hmac.compare_digest(
-                    request.headers.get("x-api-key", "").encode(), self.token.encode()
-                ):
-                    return _failure(401, "the API key is not that of this service.")
+                key = request.headers.get("x-api-key", "")  # which a page of a browser cannot send without being asked
+                if not key or not hmac.compare_digest(key.encode(), (self.token or key).encode()):
+                    return _failure(401, "the API key (X-API-Key) is not that of this service.")
                 if kind is None:
                     found = handler(request)
                 else:
@@ -203,7 +202,7 @@ class _Api:
     def get_info(self, _: Request, body: types.GetInfoRequest) -> dict[str, Any]:
         session, name = self.service.model(body.model_id).session, self.service.names[0]
         rank = session.shape.rank
-        tokenizer = getattr(self.service.base.source, "path", name)
+        tokenizer = str(self.service.tokenizer_directory)
         data = {"arch": type(self.service.base.core).__name__, "model_name": name, "tokenizer_id": tokenizer}
         return {
             "type": "get_info", "model_data": data, "model_id": body.model_id, "is_lora": True,
@@ -238,8 +237,9 @@ class _Api:
     # Saved weights
 
     def save_weights(self, _: Request, body: types.SaveWeightsRequest) -> dict[str, Any]:
-        def work(_: Any) -> dict[str, Any]:
-            path = self.service.save(body.model_id, "weights", body.path, overwrites=body.overwrite)
+        def work(model: Any) -> dict[str, Any]:
+            name = body.path if body.path is not None else f"step_{model.session.updates}_{body.seq_id}"
+            path = self.service.save(body.model_id, "weights", name, overwrites=body.overwrite)
             return {"path": path, "type": "save_weights"}
 
         return {"request_id": self.service.in_order(body.model_id, body.seq_id, work)}
@@ -257,14 +257,15 @@ class _Api:
         if body.kind != "snapshot":
             raise ConfigError(f"kind is {body.kind!r}: this service samples from snapshots.")
 
-        def work(model: Any) -> dict[str, Any]:
-            address = self.service.save(body.model_id, "sampler_weights", body.path)
-            answer = {"path": address if body.path is not None else None, "type": "save_weights_for_sampler"}
-            if body.path is None and body.sampling_session_seq_id is not None:
-                answer["sampling_session_id"] = self.service.create_sampler(
-                    model.client, body.sampling_session_seq_id, address
-                )
-            return answer
+        path, number = body.path, body.sampling_session_seq_id
+        if path is None and number is None:
+            raise ConfigError("path and sampling_session_seq_id are missing: expected one of them.")
+
+        def work(_: Any) -> dict[str, Any]:
+            answer: dict[str, Any] = {"path": None, "type": "save_weights_for_sampler"}
+            if path is not None:
+                return answer | {"path": self.service.save(body.model_id, "sampler_weights", path)}
+            return answer | {"sampling_session_id": self.service.snapshot(body.model_id, number or 0)}
 
         return {"request_id": self.service.in_order(body.model_id, body.seq_id, work)}
 
@@ -301,7 +302,7 @@ class _Api:
         return Response(status_code=204)
 
     def training_runs(self, request: Request) -> dict[str, Any]:
-        names = sorted({*self.service.models, *(run_of(x) for x in self.service.directory.glob("*") if x.is_dir())})
+        names = sorted({*self.service.models, *map(run_of, self.service.runs())})
         shown, cursor = _page(request, names)
         return {"training_runs": [self._run(name) for name in shown], "cursor": cursor}
 
@@ -388,23 +389,32 @@ class _Api:
     # Results
 
     async def retrieve_future(self, _: Request, body: types.FutureRetrieveRequest) -> Response:
-        result = self.service.jobs.result(body.request_id)
-        if result is None:
-            raise NotFound(
-                f"request_id is {body.request_id[:120]!r}: there is no such request, or its session has ended."
-            )
-        if not await _is_done(result):
+        job = self.service.jobs.job(body.request_id)
+        if job is None:
+            raise NotFound(f"request_id is {body.request_id[:120]!r}: no such request, or its session has ended.")
+        waiting = asyncio.wrap_future(job.future)
+        await asyncio.wait([waiting], timeout=POLL_S)
+        if not waiting.done():
             waits = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
             return JSONResponse(waits, status_code=408)
-        result.fetched_at = time.monotonic()
-        if result.error is not None:
-            return JSONResponse({"error": result.error, "category": result.category})
-        if isinstance(result.content, bytes):
-            return Response(result.content, media_type="application/x-protobuf")
-        return JSONResponse(result.content)
+        job.fetched_at = time.monotonic()
+        if waiting.cancelled():
+            return JSONResponse({"error": "the request was cancelled.", "category": "user"})
+        error = waiting.exception()
+        if isinstance(error, VerlError):
+            return JSONResponse({"error": str(error), "category": "user"})
+        if error is not None:
+            _log.error("Request %s failed.", body.request_id, exc_info=error)
+            return JSONResponse({"error": f"{type(error).__name__}: {error}", "category": "server"})
+        result = waiting.result()
+        if isinstance(result, bytes):
+            return Response(result, media_type="application/x-protobuf")
+        return JSONResponse(result)
 
     def cancel_future(self, _: Request, body: types.FutureRetrieveRequest) -> Response:
-        self.service.jobs.cancel(body.request_id)
+        job = self.service.jobs.job(body.request_id)
+        if job is not None and job.work is None:  # other requests of a model wait for its steps
+            job.future.cancel()
         return Response(status_code=204)
 
 
@@ -443,17 +453,6 @@ def _parsed(kind: Any, content: bytes) -> Any:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "the body"
         raise _Refused(422, f"{where}: {first['msg']}.") from error
-
-
-async def _is_done(result: Result) -> bool:
-    """Wait for a result, without a thread for each."""
-    end, pause = time.monotonic() + POLL_S, 0.002
-    while not result.done.is_set():
-        if time.monotonic() > end:
-            return False
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, 0.05)
-    return True
 
 
 def _address(request: Request) -> str:
