@@ -25,6 +25,8 @@ from service.test_session import TEXTS, same_bits
 from tinker import types
 
 from verl import TrainingSession
+from verl.cli.report.page import report
+from verl.cli.report.read import read_run
 from verl.service import service as module
 from verl.service.adapters import BaseModel
 from verl.service.data import Datum
@@ -90,6 +92,9 @@ def test_the_sdk_trains_as_the_session_in_python(served, model32, tokenizer):
             assert torch.equal(found["logprobs"].to_torch(), expected)
         assert step.result().metrics == pytest.approx(metrics)
     assert same_bits(served[1].models[client.model_id].session.weights(), session.weights())
+    record = read_run(served[1].run_directory(client.model_id))
+    assert list(record.column("actor/loss").steps) == [1, 2, 3]
+    assert "actor/grad_norm" in report([record.directory])
 
 
 def test_reinforcement_learning_by_the_sdk_raises_the_reward(served, tokenizer):

@@ -18,6 +18,7 @@ import hmac
 import inspect
 import json
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -230,7 +231,8 @@ class _Api:
                 values.learning_rate, (values.beta1, values.beta2), values.eps, values.weight_decay,
                 values.grad_clip_norm if values.grad_clip_norm > 0 else None,
             )  # fmt: skip
-            return {"metrics": {name: x for name, x in metrics.items() if x == x and abs(x) != float("inf")}}
+            self.service.note(body.model_id, metrics)
+            return {"metrics": {name: x for name, x in metrics.items() if math.isfinite(x)}}
 
         return {"request_id": self.service.in_order(body.model_id, body.seq_id, work)}
 

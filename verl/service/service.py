@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import shutil
 import threading
 import time
@@ -31,6 +32,7 @@ from verl.service.jobs import Job, Jobs
 from verl.service.sampling import PromptRequest, Sample, SamplingOptions, TokenScores, sample, token_scores
 from verl.service.session import TrainingSession
 from verl.service.wire import sample_response
+from verl.tracking.jsonl import plain
 from verl.utils.directories import TemporaryDirectory
 from verl.utils.external_input import checked_name
 from verl.utils.seeding import derive_seed
@@ -66,6 +68,7 @@ class Model:
     client: str
     metadata: Mapping[str, Any]
     asked_at: float
+    begun_at: float = field(default_factory=time.monotonic)
     snapshots: list[Path] = field(default_factory=list)
 
 
@@ -236,6 +239,16 @@ class TrainingService:
             raise ConfigError("seq_id is missing: requests of a model are numbered from 1.")
         model = self.model(name)
         return self.jobs.add(f"{name}:{number}", Job(model.client, lambda: work(model)), name, number)
+
+    def note(self, name: str, metrics: Mapping[str, float]) -> None:
+        """Append the metrics of a step to `metrics.jsonl` of a model, of which `verl report` and `verl watch` make
+        curves."""
+        model, directory = self.model(name), self.run_directory(name)
+        directory.mkdir(parents=True, exist_ok=True)
+        line = {"step": model.session.updates, "time_s": round(time.monotonic() - model.begun_at, 3)}
+        line |= {f"actor/{key}": x for key, x in metrics.items()}
+        with (directory / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(plain(line)) + "\n")
 
     # Saved weights
 
