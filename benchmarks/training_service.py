@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,7 @@ def prompts_of(tokenizer: Any) -> list[list[int]]:
     ]
 
 
-def rows_of(
-    prompts: list[list[int]], groups: list[list[tuple[list[int], list[float]]]]
-) -> list[tuple[list[int], dict]]:
+def rows_of(prompts: list[list[int]], groups: Sequence[Sequence[tuple[Any, Any]]]) -> list[tuple[list[int], dict]]:
     """The data of a step: advantages are +1 and -1 by turns, which costs what a reward would leave."""
     rows = []
     for prompt, group in zip(prompts, groups, strict=True):
@@ -91,7 +89,7 @@ def service_steps(url: str, model: Path) -> Callable[[], None]:
         data = [
             types.Datum(
                 model_input=types.ModelInput.from_ints(tokens),
-                loss_fn_inputs={name: torch.tensor(x) for name, x in inputs.items()},
+                loss_fn_inputs={name: types.TensorData.from_torch(torch.tensor(x)) for name, x in inputs.items()},
             )
             for tokens, inputs in rows_of(prompts, groups)
         ]

@@ -18,6 +18,7 @@ import hmac
 import inspect
 import json
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -230,15 +231,17 @@ class _Api:
                 values.learning_rate, (values.beta1, values.beta2), values.eps, values.weight_decay,
                 values.grad_clip_norm if values.grad_clip_norm > 0 else None,
             )  # fmt: skip
-            return {"metrics": {name: x for name, x in metrics.items() if x == x and abs(x) != float("inf")}}
+            self.service.note(body.model_id, metrics)
+            return {"metrics": {name: x for name, x in metrics.items() if math.isfinite(x)}}
 
         return {"request_id": self.service.in_order(body.model_id, body.seq_id, work)}
 
     # Saved weights
 
     def save_weights(self, _: Request, body: types.SaveWeightsRequest) -> dict[str, Any]:
-        def work(_: Any) -> dict[str, Any]:
-            path = self.service.save(body.model_id, "weights", body.path, overwrites=body.overwrite)
+        def work(model: Any) -> dict[str, Any]:
+            name = body.path if body.path is not None else f"step_{model.session.updates}_{body.seq_id}"
+            path = self.service.save(body.model_id, "weights", name, overwrites=body.overwrite)
             return {"path": path, "type": "save_weights"}
 
         return {"request_id": self.service.in_order(body.model_id, body.seq_id, work)}
@@ -256,14 +259,15 @@ class _Api:
         if body.kind != "snapshot":
             raise ConfigError(f"kind is {body.kind!r}: this service samples from snapshots.")
 
-        def work(model: Any) -> dict[str, Any]:
-            address = self.service.save(body.model_id, "sampler_weights", body.path)
-            answer = {"path": address if body.path is not None else None, "type": "save_weights_for_sampler"}
-            if body.path is None and body.sampling_session_seq_id is not None:
-                answer["sampling_session_id"] = self.service.create_sampler(
-                    model.client, body.sampling_session_seq_id, address
-                )
-            return answer
+        path, number = body.path, body.sampling_session_seq_id
+        if path is None and number is None:
+            raise ConfigError("path and sampling_session_seq_id are missing: expected one of them.")
+
+        def work(_: Any) -> dict[str, Any]:
+            answer: dict[str, Any] = {"path": None, "type": "save_weights_for_sampler"}
+            if path is not None:
+                return answer | {"path": self.service.save(body.model_id, "sampler_weights", path)}
+            return answer | {"sampling_session_id": self.service.snapshot(body.model_id, number or 0)}
 
         return {"request_id": self.service.in_order(body.model_id, body.seq_id, work)}
 

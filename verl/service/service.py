@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import shutil
 import threading
 import time
@@ -31,13 +32,15 @@ from verl.service.jobs import Job, Jobs
 from verl.service.sampling import PromptRequest, Sample, SamplingOptions, TokenScores, sample, token_scores
 from verl.service.session import TrainingSession
 from verl.service.wire import sample_response
+from verl.tracking.jsonl import plain
+from verl.utils.directories import TemporaryDirectory
 from verl.utils.external_input import checked_name
 from verl.utils.seeding import derive_seed
 
 SESSION_TIMEOUT_S = 600.0  # without a sign of life of a client, which sends one every 10 s
 MAX_MODELS = 64
 RESIDENT_SAMPLERS = 8  # adapters in memory that are sampled from; others are read from disk when they are asked for
-KEPT_SNAPSHOTS = 8  # without a name, for each model
+KEPT_SNAPSHOTS = 8  # of each model
 MOST_SAMPLES = 1024  # of one request
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 SCHEME = "tinker://"
@@ -65,6 +68,7 @@ class Model:
     client: str
     metadata: Mapping[str, Any]
     asked_at: float
+    begun_at: float = field(default_factory=time.monotonic)
     snapshots: list[Path] = field(default_factory=list)
 
 
@@ -112,6 +116,7 @@ class TrainingService:
         self.samplers: dict[str, Sampler] = {}
         self.tokenizer_directory = directory / "tokenizer"  # a model's own may be in a file that clients cannot read
         base.tokenizer.save_pretrained(self.tokenizer_directory)
+        self._scratch = TemporaryDirectory("verl-service-")
         self._resident: dict[Path, str] = {}  # names of frozen adapters; the last one was used last
         self._lock, self._state = threading.RLock(), threading.RLock()
         self.jobs = Jobs(self._sample_batch)
@@ -167,6 +172,7 @@ class TrainingService:
         for name in [*self.clients]:
             self.end_client(name)
         self.jobs.close()
+        self._scratch.cleanup()
 
     # Models
 
@@ -234,29 +240,59 @@ class TrainingService:
         model = self.model(name)
         return self.jobs.add(f"{name}:{number}", Job(model.client, lambda: work(model)), name, number)
 
+    def note(self, name: str, metrics: Mapping[str, float]) -> None:
+        """Append the metrics of a step to `metrics.jsonl` of a model, of which `verl report` and `verl watch` make
+        curves."""
+        model, directory = self.model(name), self.run_directory(name)
+        directory.mkdir(parents=True, exist_ok=True)
+        line = {"step": model.session.updates, "time_s": round(time.monotonic() - model.begun_at, 3)}
+        line |= {f"actor/{key}": x for key, x in metrics.items()}
+        with (directory / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(plain(line)) + "\n")
+
     # Saved weights
 
-    def save(self, name: str, kind: str, path: str | None, *, overwrites: bool = False) -> str:
-        """Save a model, and return its address. Called by a job.
+    def save(self, name: str, kind: str, path: str, *, overwrites: bool = False) -> str:
+        """Save a model under a name, and return its address. Called by a job.
 
         Args:
             kind: a key of `KINDS`.
-            path: name; None for one that no other has.
+            overwrites: one of the same name goes when the new one is whole.
+        """
+        directory = self.run_directory(name) / kind / checked_name(path)
+        former = directory.with_name(f".{path}-{uuid.uuid4().hex}")
+        if overwrites and directory.is_dir():
+            directory.rename(former)
+        try:
+            self._write(self.model(name), directory, has_optimizer=kind == "weights")
+        except BaseException:
+            if former.is_dir():
+                former.rename(directory)
+            raise
+        if former.is_dir():
+            self._forget(directory)
+            shutil.rmtree(former, ignore_errors=True)
+        return f"{SCHEME}{name}/{kind}/{path}"
+
+    def snapshot(self, name: str, number: int) -> str:
+        """Save a model for sampling until its session ends; returns the id of a sampling session. Called by a job.
+
+        Args:
+            number: of the sampling session.
         """
         model = self.model(name)
-        chosen = checked_name(path) if path is not None else f"snapshot_{uuid.uuid4().hex[:12]}"
-        directory = self.run_directory(name) / kind / chosen
-        if overwrites and (directory / saved.RECORD).is_file():
-            self._drop(directory)
-        model.session.save(directory) if kind == "weights" else self._save_for_sampling(model, directory)
-        if path is None:
-            model.snapshots.append(directory)
-            while len(model.snapshots) > KEPT_SNAPSHOTS:
-                self._drop(model.snapshots.pop(0))
-        return f"{SCHEME}{name}/{kind}/{chosen}"
+        directory = Path(self._scratch.name) / uuid.uuid4().hex
+        self._write(model, directory, has_optimizer=False)
+        model.snapshots.append(directory)
+        while len(model.snapshots) > KEPT_SNAPSHOTS:
+            self._drop(model.snapshots.pop(0))
+        return self.create_sampler(model.client, number, None, directory)
 
-    def _save_for_sampling(self, model: Model, directory: Path) -> None:
+    def _write(self, model: Model, directory: Path, has_optimizer: bool) -> None:
         session = model.session
+        if has_optimizer:
+            session.save(directory)
+            return
         state = saved.SavedSession(session.shape, session.weights(), {}, session.updates, 0, self.names[0])
         saved.write(state, directory, self.base, session.name, optimizer=False)
 
@@ -289,7 +325,7 @@ class TrainingService:
         top = self.runs() if name is None else [self.run_directory(name)]
         for record in [file for run in top for file in run.glob(f"*/*/{saved.RECORD}")]:
             directory, kind = record.parent, record.parent.parent.name
-            if kind not in KINDS or directory.name.startswith(("snapshot_", ".")):
+            if kind not in KINDS or directory.name.startswith("."):
                 continue
             moment = datetime.datetime.fromtimestamp(record.stat().st_mtime, datetime.UTC)
             found.append(
@@ -309,16 +345,19 @@ class TrainingService:
 
     def _drop(self, directory: Path) -> None:
         """Remove saved weights, in the thread that computes."""
+        self._forget(directory)
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def _forget(self, directory: Path) -> None:
         if (name := self._resident.pop(directory, None)) is not None:
             self.base.remove(name)
-        shutil.rmtree(directory, ignore_errors=True)
 
     # Samples
 
-    def create_sampler(self, client: str, number: int, address: str | None) -> str:
-        """A sampling session; returns its id."""
+    def create_sampler(self, client: str, number: int, address: str | None, directory: Path | None = None) -> str:
+        """A sampling session on a saved adapter, or on the base model; returns its id."""
         owner, name = self.client(client), f"{client}:sample:{number}"
-        directory = None if address is None else self.saved_at(address)
+        directory = directory if address is None else self.saved_at(address)
         with self._state:
             self.samplers[name] = Sampler(client, number, directory, address)
             owner.samplers.append(name)

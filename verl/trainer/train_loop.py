@@ -523,9 +523,11 @@ class TrainLoop:
         self.is_over = True
         trainer, result = self.trainer, self.result
         result.wall_s += time.perf_counter() - self._started
+        saved = result.checkpoints
+        last = {"last_checkpoint": str(Path(trainer.saving.directory) / saved[-1])} if saved else {}
         with ExitStack() as ending:
             ending.callback(lambda: trainer.tracker.close(result.status))
-            ending.callback(lambda: trainer.tracker.result(result.as_plain() | self._last_checkpoint()))
+            ending.callback(lambda: trainer.tracker.result(result.as_plain() | last))
             ending.callback(lambda: trainer.saving.close(result.status, result.steps))
             ending.callback(self._write_result)
             ending.callback(self._save_final)
@@ -590,10 +592,6 @@ class TrainLoop:
                 cost = {"stall_s": outcome.stall_s, "total_s": outcome.total_s, "bytes": outcome.num_bytes}
                 result.saves.append({"step": outcome.step, **cost})
                 _log.info("checkpoint %s is published, %.2f s after it began", outcome.name, outcome.total_s)
-
-    def _last_checkpoint(self) -> dict[str, str]:
-        saved = self.result.checkpoints
-        return {"last_checkpoint": str(Path(self.trainer.saving.directory) / saved[-1])} if saved else {}
 
     def _write_result(self) -> None:
         file = self.result.run_dir / "summary.json"
