@@ -70,6 +70,7 @@ def _serve(words: list[str], host: str, port: int, directory: Path, names: list[
     from verl.trainer.setup import ProcessState, prepare_context
     from verl.utils.directories import TemporaryDirectory
     from verl.utils.memory import computes_bfloat16
+    from verl.utils.threads import choose_threads
 
     composed = compose_over_default({}, ["tracker=none", "checkpoint=off", *words])
     run = validate(composed.config, composed.faults)
@@ -85,6 +86,11 @@ def _serve(words: list[str], host: str, port: int, directory: Path, names: list[
             base = BaseModel(
                 actor.model, context.device, actor.decided_autocast, actor.micro_batch_tokens, actor.packing
             )
+            if run.trainer.num_threads == "auto" and context.device == "cpu":
+                echo(
+                    choose_threads(int(base.core.config.get_text_config().hidden_size), actor.decided_autocast, None)
+                    or ""
+                )
             path = str(getattr(actor.model, "path", type(actor.model).__name__))
             service = TrainingService(base, [*names, path], directory.absolute(), run.trainer.seed)
             server = uvicorn.Server(uvicorn.Config(application(service, key), host, port, log_level="warning"))
