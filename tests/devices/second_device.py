@@ -56,48 +56,31 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
+def nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
 class Stream:
-    def __init__(self, *_: Any, **__: Any):
-        pass
-
-    def wait_stream(self, other: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
+    __init__ = wait_stream = wait_event = synchronize = record = wait = nothing
 
     def record_event(self, event: Any = None) -> Any:
         return Event()
 
-    def synchronize(self) -> None:
-        pass
-
 
 class Event(Stream):
-    def record(self, stream: Any = None) -> None:
-        pass
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
     def query(self) -> bool:
         return True
 
 
 class Backend(backend_registration._DummyBackendModule):
     Stream, Event = Stream, Event
+    set_device = synchronize = nothing
 
     def current_stream(self, device: Any = None) -> Stream:
         return Stream()
 
     def stream(self, stream: Any) -> Any:
         return contextlib.nullcontext()
-
-    def set_device(self, device: Any) -> None:
-        pass
-
-    def synchronize(self, device: Any = None) -> None:
-        pass
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16]

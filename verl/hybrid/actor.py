@@ -35,7 +35,7 @@ from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_paralle
 from verl.model_paths.check import forget
 from verl.models.interfaces import check_interface
 from verl.models.lora import LoRA
-from verl.models.parallel_info import compute_device, parallel_info_of
+from verl.models.parallel_info import compute_device, parallel_info_of, release_gathered
 from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.rollout.base import SAME_TENSORS, GenerationRequest, Rollout, RolloutEngine, SyncResult
 from verl.rollout.generation_group import from_first
@@ -262,7 +262,7 @@ class HybridActor:
     def _settled(self) -> Any:
         if self._parallelism is not None:
             with self._lock:
-                self._parallelism.free_gathered_parameters(self.model)
+                release_gathered(self.model)
         return self.model
 
     def save_pretrained(self, directory: str | Path) -> None:

@@ -39,6 +39,7 @@ from verl.models.hf_state_dict import (
     saved_tensors,
     small_files,
 )
+from verl.models.parallel_info import release_gathered
 from verl.ops.resharding.dtensor import layout_of, local
 from verl.ops.resharding.execute import reshard
 from verl.ops.resharding.layout import Box, Layout, Mesh, TensorLayout, volume, within
@@ -265,7 +266,7 @@ class RankCheckpointWriter:
         optimizer: dict[str, PartialTensor] = {}
         components = {}
         for worker in self._trained.values():
-            worker.engine.parallel.free_gathered_parameters(worker.engine.model)
+            release_gathered(worker.engine.model)
         for name, worker in self._trained.items():
             components[name] = self._model(worker, setting)
             optimizer |= _slices(f"{name}.", worker.engine.optimizer_tensors(), worker.engine.parallel)
