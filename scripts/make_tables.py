@@ -5,7 +5,6 @@ python scripts/make_tables.py models      families of models and their execution
 python scripts/make_tables.py scaling     memory and traffic of shardings, from the cost model: of 8B and 70B models
 python scripts/make_tables.py scaling --model PATH --devices 16       likewise for a model's config.json
 python scripts/make_tables.py plans       plans of models of 0.6B to 70B and a mixture on 1, 8 and 64 GPUs
-python scripts/make_tables.py faults      what becomes of episodes whose environment fails: it plays them, a minute
 """
 
 from __future__ import annotations
@@ -315,18 +314,7 @@ def plans() -> str:
     return text
 
 
-def faults() -> str:
-    """Faults of environments, played: tests/environments/planted_faults.py."""
-    from environments.planted_faults import made  # pyright: ignore[reportMissingImports]
-
-    with tempfile.TemporaryDirectory() as directory:
-        table, _, _ = made(Path(directory))
-    return table
-
-
-TABLES: dict[str, Callable[[], str]] = {
-    "fields": fields, "models": models, "scaling": scaling, "plans": plans, "faults": faults,
-}  # fmt: skip
+TABLES: dict[str, Callable[[], str]] = {"fields": fields, "models": models, "scaling": scaling, "plans": plans}
 
 
 def main() -> None:

@@ -19,8 +19,7 @@ import worker_server
 from faults.fork_server import ForkServer
 from hypothesis import settings
 from random_models import save_random_model
-from storage.gcs_server import gcs_server
-from storage.oss_server import oss_server
+from storage.other_servers import gcs_server, oss_server
 from storage.s3_server import Proxy, proxy_before, s3_server
 
 from verl.models.pretrained import Pretrained

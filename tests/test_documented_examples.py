@@ -56,6 +56,7 @@ NOT_RUN = {  # the beginning of a command, and why it is not run here
     "VLLM_SERVER_DEV_MODE=1 vllm serve": "needs a server with a GPU; tests/rollout/server starts one",
     "python scripts/prepare_gsm8k.py": "needs the hub, or its files; tests/scripts/test_prepare_gsm8k.py",
     "verl quickstart": "minutes; tests/test_wheel.py runs its --smoke",
+    "verl serve-training": "until Ctrl-C; tests/service/test_serve_training.py runs it",
     "verl resume-check": "a minute and more; tests/cli/test_resume_check.py runs it on a small model",
     "verl checkpoint export outputs/verl/EXPERIMENT/TIME/actor": "needs a LoRA run; tests/cli/test_checkpoint.py",
     "verl checkpoint export outputs/verl/EXPERIMENT/TIME model --push": "needs a hub; tests/cli/test_push_to_hub.py",

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from verl.cluster.placement import DeviceMesh, check_process_groups
     from verl.hybrid.actor import HybridActor
     from verl.hybrid.benchmark import measure_switch_overhead
+    from verl.service.session import TrainingSession
     from verl.trainer.api.pipeline import DataPipeline, RLTrainer
     from verl.trainer.api.trainer import Trainer
     from verl.utils.env_check import check_env
@@ -22,6 +23,7 @@ __all__ = [
     "HybridActor",
     "RLTrainer",
     "Trainer",
+    "TrainingSession",
     "__distribution__",
     "__version__",
     "check_env",
@@ -36,6 +38,7 @@ _HOMES = {
     "HybridActor": "verl.hybrid.actor",
     "RLTrainer": "verl.trainer.api.pipeline",
     "Trainer": "verl.trainer.api.trainer",
+    "TrainingSession": "verl.service.session",
     "check_env": "verl.utils.env_check",
     "check_process_groups": "verl.cluster.placement",
     "measure_switch_overhead": "verl.hybrid.benchmark",

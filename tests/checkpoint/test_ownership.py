@@ -8,16 +8,13 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cases import exhaustive
 from storage.s3_server import BUCKET
 
 from verl.checkpoint import ownership
@@ -26,7 +23,6 @@ from verl.checkpoint.core import filesystem
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.ownership import Owner, RunLock, StoreLease, living_holder, newest_lease
 from verl.checkpoint.read.discovery import FORMAT, RUN_LOCK
-from verl.component import as_plain
 from verl.errors import StorageUnreachable
 from verl.storage.config import LocalStorage, S3Storage, Storage
 
@@ -203,57 +199,25 @@ def test_the_lock_of_a_file_that_was_replaced_is_nobodys(tmp_path, monkeypatch):
     disk.close(handle)
 
 
-class LateLook(CheckpointStore):
-    """Looked whether the directory is prepared before another process prepared it."""
-
-    def exists(self, path: Path) -> bool:
-        return path.name != FORMAT and super().exists(path)
-
-
-def test_the_file_that_is_locked_is_not_replaced_by_one_who_prepares_the_directory_at_the_same_time(tmp_path):
-    CheckpointStore(tmp_path, "first").claim_directory()
-    inode = (tmp_path / FORMAT).stat().st_ino
-    LateLook(tmp_path, "second").claim_directory()
-    assert (tmp_path / FORMAT).stat().st_ino == inode
-
-
 # -- a place in a store -----------------------------------------------------------------------------------------------
 
-LIVING = """
-import importlib, json, sys
-from verl.checkpoint import ownership
-target, fields = json.loads(sys.argv[1])
-kind = getattr(importlib.import_module(target.rpartition(".")[0]), target.rpartition(".")[2])
-ownership.RENEW_EVERY_S = 0.05
-held = ownership.StoreLease(kind(**fields), ownership.Owner.here("first"))
-print(held.acquire(), flush=True)
-held.keep()
-if sys.stdin.readline():
-    held.release()
-"""
 
-
-@pytest.fixture(params=["a directory", *exhaustive("S3")])
-def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Storage:
-    if request.param == "S3":
-        url = request.getfixturevalue("s3_url")
-        return S3Storage(bucket=BUCKET, prefix=f"lease/{tmp_path.name}", endpoint_url=url)
+@pytest.fixture
+def storage(tmp_path: Path) -> Storage:
     return LocalStorage(path=str(tmp_path / "bucket"))
 
 
-@contextmanager
-def living_run(storage: Storage) -> Iterator[subprocess.Popen[str]]:
-    """Another process whose run holds the place."""
-    target = f"{type(storage).__module__}.{type(storage).__name__}"
-    fields = {key: value for key, value in as_plain(storage).items() if key != "_target_"}
-    given = json.dumps([target, fields])
-    process = subprocess.Popen([sys.executable, "-c", LIVING, given], stdin=-1, stdout=-1, text=True)
-    try:
-        assert process.stdout.readline() == "None\n"
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+def living_run(storage: Storage) -> AbstractContextManager[int]:
+    """Another process, by its id, whose run holds the place."""
+
+    def begin() -> Owner | None:
+        ownership.RENEW_EVERY_S = 0.05
+        held = StoreLease(storage, Owner.here("first"))
+        holder = held.acquire()
+        held.keep()
+        return holder
+
+    return forked(begin)
 
 
 def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,22 +229,20 @@ def elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_place_that_a_living_run_of_another_machine_holds_is_not_taken_and_one_that_it_gave_up_is(
     storage, monkeypatch
 ):
-    with living_run(storage) as process:
+    with living_run(storage) as pid:
         elsewhere(monkeypatch)
         mine = StoreLease(storage, Owner.here("second"))
         holder = mine.acquire(wait_s=60)
-        assert (holder.run_id, holder.pid) == ("first", process.pid)
+        assert (holder.run_id, holder.pid) == ("first", pid)
         assert not mine.owner.epoch
         assert living_holder(storage, 60) is not None
-        process.communicate("end\n")
+    StoreLease(storage, holder).release()
     assert mine.acquire(wait_s=60) is None, "a place that was given up is free at once"
 
 
 def test_a_dead_runs_place_is_taken_at_once_on_its_machine_and_after_a_while_elsewhere(storage, monkeypatch):
-    with living_run(storage) as process:
+    with living_run(storage):
         assert StoreLease(storage, Owner.here("near")).acquire(wait_s=60) is not None
-        process.kill()
-        process.wait()
     with storage.connect() as store, monkeypatch.context() as patched:
         epoch = newest_lease(store).epoch
         elsewhere(patched)

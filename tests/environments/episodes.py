@@ -7,6 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
 from verl.component import BuildContext, component
 from verl.environments.base import EnvironmentDescription, EnvironmentFactory, StepResult
@@ -21,6 +26,14 @@ from verl.rollout.hf import HFRollout
 def tiny(context_length: int = 256, dtype: str = "float32") -> tuple[Any, Any]:
     source = TinyModel(context_length=context_length, dtype=dtype)
     return source.load_causal_lm("cpu"), source.load_tokenizer()
+
+
+def byte_level_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
+    """A tokenizer with a token for each byte, and `options` such as `eos_token`."""
+    letters = sorted(ByteLevel.alphabet())
+    tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False, use_regex=False), ByteLevelDecoder()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
 def prompts_of(tokenizer: Any, texts: Sequence[str], ids: Sequence[int] | None = None, **columns: list) -> DataProto:

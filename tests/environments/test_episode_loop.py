@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import random
 import threading
@@ -38,15 +39,12 @@ def model():
 
 
 def played(model, environment, texts=TEXTS, ids=None, request=REQUEST, **options):
-    engine = engine_of(environment, model=model, **options)
-    try:
+    with contextlib.closing(engine_of(environment, model=model, **options)) as engine:
         return engine.generate(prompts_of(model[1], texts, ids), request)
-    finally:
-        engine.close()
 
 
-# Untrained turns rarely end by themselves: the letters end them too.
-STOPS = tuple(range(20, 60))
+# Untrained turns rarely end by themselves: the letters end them too, or every character.
+STOPS, EACH = tuple(range(20, 60)), tuple(range(6, 100))
 
 
 def test_observations_stand_off_the_mask_with_the_models_tokens_around_them(model):
@@ -140,11 +138,11 @@ def test_an_environment_that_answers_at_once_is_called_in_the_thread_that_draws(
         return answer_of(turn)
 
     environment = Scripted(answer=answer, answers_at_once=True, retries=0)
-    rows = played(model, environment, ["1+1="], stop_token_ids=tuple(range(6, 100)))
+    rows = played(model, environment, ["1+1="], stop_token_ids=EACH)
     assert threads == {threading.current_thread()}
     assert {(record["end"], record["reward"]) for record in rows["episode"]} == {("terminated", 2.0)}
     waits = True
-    rows = played(model, environment, ["1+1="], stop_token_ids=tuple(range(6, 100)))
+    rows = played(model, environment, ["1+1="], stop_token_ids=EACH)
     assert all("says that it answers at once" in record["infra"][0] for record in rows["episode"])
 
 
@@ -161,19 +159,16 @@ def test_what_an_earlier_batch_of_episodes_asked_for_is_not_taken_for_an_answer_
         return slow(0.3, 5.0) if is_first else slow(0.6, 1.0)
 
     environment = Scripted(answer=answer, retries=0, on_infra="stop")
-    engine = engine_of(environment, model=model, stop_token_ids=tuple(range(6, 100)))
-    try:
+    with contextlib.closing(engine_of(environment, model=model, stop_token_ids=EACH)) as engine:
         with pytest.raises(RolloutError, match="no machine"):
             engine.generate(prompts_of(model[1], TEXTS), REQUEST)
         is_first = False
         rows = engine.generate(prompts_of(model[1], TEXTS), GenerationRequest(4, 4))
-    finally:
-        engine.close()
     assert {record["reward"] for record in rows["episode"]} == {1.0}
 
 
 def test_a_turn_has_noise_of_its_own(model):
-    rows = played(model, Scripted(answer=ends_after(4, "=")), ["="], stop_token_ids=tuple(range(6, 100)))
+    rows = played(model, Scripted(answer=ends_after(4, "=")), ["="], stop_token_ids=EACH)
     first = [
         [int(rows["responses"][row][rows["turn_ids"][row] == turn][0]) for turn in range(4)] for row in range(len(rows))
     ]
@@ -212,9 +207,9 @@ def test_a_turn_cut_by_length_executes_nothing_and_each_cut_has_its_name(model):
     rows = played(model, Scripted(answer=answer), max_new_tokens=3)
     assert {record["end"] for record in rows["episode"]} == {"turn_tokens"}
     assert not asked
-    ends = played(model, Scripted(answer=answer, max_turns=2), stop_token_ids=tuple(range(6, 100)))
+    ends = played(model, Scripted(answer=answer, max_turns=2), stop_token_ids=EACH)
     assert {record["end"] for record in ends["episode"]} == {"turns"}
-    ends = played(model, Scripted(answer=answer, max_tokens=30), stop_token_ids=tuple(range(6, 100)))
+    ends = played(model, Scripted(answer=answer, max_tokens=30), stop_token_ids=EACH)
     assert {record["end"] for record in ends["episode"]} == {"tokens"}
     assert ends["responses"].shape[1] <= 30
 
@@ -246,7 +241,7 @@ def test_an_episode_that_cannot_be_played_never_becomes_a_reward(model, how, lef
             raise InfraError("no machine")
         return StepResult(None, 1.0, terminated=True)
 
-    rows = played(model, Scripted(answer=answer, retries=1, on_infra=how), stop_token_ids=tuple(range(6, 100)))
+    rows = played(model, Scripted(answer=answer, retries=1, on_infra=how), stop_token_ids=EACH)
     if how == "refill":
         assert len(without_dropped(rows)) == left
         assert any(record["infra"] for record in rows["episode"])
@@ -259,25 +254,14 @@ def test_an_episode_that_cannot_be_played_never_becomes_a_reward(model, how, lef
     assert not rows["response_mask"][torch.tensor(dropped)].any()
 
 
-def test_a_group_of_one_is_left_out_and_the_others_stay(model):
-    def answer(row, turn, action):
-        if row["prompt_id"] == 1 and counts.pop():
-            raise InfraError("no machine")
-        return StepResult(None, 1.0, terminated=True)
-
-    counts = [False, True, True, True]
-    rows = played(model, Scripted(answer=answer, retries=0), stop_token_ids=tuple(range(6, 100)))
-    assert {int(i) for i in without_dropped(rows)["prompt_ids"]} == {0, 2, 3, 4}
-
-
 def test_a_run_may_stop_at_a_failure_of_ours(model):
     def answer(row, turn, action):
         raise InfraError("no machine")
 
     with pytest.raises(RolloutError, match="no machine.*on_infra is stop"):
-        played(model, Scripted(answer=answer, retries=0, on_infra="stop"), stop_token_ids=tuple(range(6, 100)))
+        played(model, Scripted(answer=answer, retries=0, on_infra="stop"), stop_token_ids=EACH)
     with pytest.raises(RolloutError, match="every episode of this step failed"):
-        without_dropped(played(model, Scripted(answer=answer, retries=0), stop_token_ids=tuple(range(6, 100))))
+        without_dropped(played(model, Scripted(answer=answer, retries=0), stop_token_ids=EACH))
 
 
 def test_a_step_that_hangs_is_scored_and_its_late_answer_goes_nowhere(model):
@@ -290,7 +274,7 @@ def test_a_step_that_hangs_is_scored_and_its_late_answer_goes_nowhere(model):
         return slow()
 
     environment = Scripted(answer=answer, step_timeout_s=0.3)
-    rows = played(model, environment, stop_token_ids=tuple(range(6, 100)), request=GenerationRequest(1, 2))
+    rows = played(model, environment, stop_token_ids=EACH, request=GenerationRequest(1, 2))
     ends = {int(i): record["end"] for i, record in zip(rows["prompt_ids"], rows["episode"], strict=True)}
     assert ends == {0: "timeout", 1: "terminated", 2: "terminated", 3: "terminated", 4: "terminated"}
     first = rows["episode"][0]
@@ -302,9 +286,7 @@ def test_a_step_that_hangs_is_scored_and_its_late_answer_goes_nowhere(model):
     "answer", [None, ("x", math.nan, False, False, {}), (5, 0.0, False, False, {}), (None, 0.0, False, False, {})]
 )
 def test_what_is_no_answer_of_an_environment_is_a_failure_of_ours(model, answer):
-    rows = played(
-        model, Scripted(answer=lambda *_: answer, retries=0), ["1"], stop_token_ids=tuple(range(6, 100)),
-    )  # fmt: skip
+    rows = played(model, Scripted(answer=lambda *_: answer, retries=0), ["1"], stop_token_ids=EACH)
     assert all(record["end"] == "dropped" for record in rows["episode"])
     assert all("step gave" in record["infra"][0] for record in rows["episode"])
     assert all("episodes.py, " not in record["infra"][0] for record in rows["episode"])
@@ -324,11 +306,8 @@ def test_after_faults_of_any_kind_a_group_has_two_members_or_none(model, how, re
         return StepResult(None, 1.0, terminated=True)
 
     environment = Scripted(answer=answer, retries=retries, on_infra=how, answers_at_once=True)
-    engine = engine_of(environment, model=model, stop_token_ids=tuple(range(6, 100)))
-    try:
+    with contextlib.closing(engine_of(environment, model=model, stop_token_ids=EACH)) as engine:
         rows = engine.generate(prompts_of(model[1], ["1="] * 200), GenerationRequest(1, 3))
-    finally:
-        engine.close()
     kept = without_dropped(rows)
     sizes = [kept["prompt_ids"].tolist().count(group) for group in range(200)]
     assert {2, 3} <= set(sizes) <= {0, 2, 3}
@@ -349,7 +328,7 @@ def test_what_the_trainer_does_late_is_not_late_of_an_environment(model):
         return slow()
 
     environment = Scripted(answer=answer, step_timeout_s=0.8)
-    rows = played(model, environment, stop_token_ids=tuple(range(6, 100)), request=GenerationRequest(1, 2))
+    rows = played(model, environment, stop_token_ids=EACH, request=GenerationRequest(1, 2))
     assert {(record["end"], record["reward"]) for record in rows["episode"]} == {("terminated", 3.0)}
 
 
@@ -357,6 +336,6 @@ def test_a_time_out_that_an_environment_raises_itself_is_not_a_deadline_of_the_m
     def answer(row, turn, action):
         raise TimeoutError("a service gave no answer")
 
-    rows = played(model, Scripted(answer=answer, retries=0), ["1"], stop_token_ids=tuple(range(6, 100)))
+    rows = played(model, Scripted(answer=answer, retries=0), ["1"], stop_token_ids=EACH)
     assert {record["end"] for record in rows["episode"]} == {"dropped"}
     assert "TimeoutError: a service gave no answer, at line" in rows["episode"][0]["infra"][0]

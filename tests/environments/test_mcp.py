@@ -125,7 +125,7 @@ def test_tools_are_called_over_stdio_and_a_server_that_died_is_started_again(tmp
         async with started(options) as factory:
             assert factory.tools["add"].schema["function"]["description"] == "Add two numbers."
             assert_typed(await step(factory, *CALLS))
-            factory.connection.retire()  # as a call does that found its session lost
+            (await factory.connected(1.0)).retire()  # as a call does that found its session lost
             assert_typed(await step(factory, *CALLS))
 
     asyncio.run(play())

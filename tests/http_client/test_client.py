@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import json
 import signal
 import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import CancelledError
 from pathlib import Path
 
+import numpy as np
 import pytest
 from http_client.servers import Say, in_turn, serving
 
 from verl.component import BuildContext
 from verl.errors import ComponentExit, ComponentHung
-from verl.http_client.request import Request, RetryableAnswer
+from verl.http_client.client import backoff_s, retry_after_s
+from verl.http_client.request import Request, RetryableAnswer, encoded
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "sk-abcdef0123456789abcdef"
@@ -128,6 +127,16 @@ def test_a_wait_that_cannot_end_in_time_is_not_begun(asked_of):
     assert len(server.asked) == 1
 
 
+@pytest.mark.parametrize(("retry", "longest"), [(0, 0.5), (1, 1.0), (4, 8.0), (50, 60.0)])
+def test_back_off_doubles_up_to_a_minute_and_takes_off_up_to_half(retry, longest):
+    assert (backoff_s(0.5, retry, 0.0), backoff_s(0.5, retry, 1.0)) == (longest, longest / 2)
+
+
+def test_retry_after_is_a_number_of_seconds():
+    texts = {"7": 7.0, " 1.5 ": 1.5, "Wed, 21 Oct 2026 07:28:10 GMT": 0, "-3": 0, "nan": 0, "inf": 0, "": 0}
+    assert {text: retry_after_s({"retry-after": text}) for text in texts} == texts
+
+
 def test_the_pace_is_kept_by_retries_too(asked_of):
     with serving(in_turn(Say(status=500), 1)) as server:
         started = time.monotonic()
@@ -186,19 +195,13 @@ def test_the_key_is_sent_to_its_server_and_not_with_a_redirection(asked_of, monk
     assert KEY not in report.failure
 
 
-def test_a_key_may_have_a_header_of_its_own(asked_of, monkeypatch):
-    monkeypatch.setenv("JUDGE_KEY", KEY)
-    with serving(in_turn(1)) as server:
-        asked_of(server, [Number()], key_variable="JUDGE_KEY", key_header="api-key", headers={"X-Team": "a"})
-    assert server.asked[0].headers["api-key"] == KEY
-    assert server.asked[0].headers["x-team"] == "a"
-    assert "authorization" not in server.asked[0].headers
-
-
-def test_a_server_that_repeats_the_key_does_not_spread_it(asked_of, monkeypatch, caplog):
+def test_a_key_may_have_its_own_header_and_a_server_that_repeats_it_does_not_spread_it(asked_of, monkeypatch, caplog):
     monkeypatch.setenv("JUDGE", "pw-K1")  # neither name nor value is known as a secret's by its form
+    settings = {"key_variable": "JUDGE", "key_header": "api-key", "headers": {"X-Team": "a"}}
     with serving(in_turn(Say(status=401, body="We do not know pw-K1"))) as server:
-        report = asked_of(server, [Number()], key_variable="JUDGE")[0]
+        report = asked_of(server, [Number()], **settings)[0]
+    headers = server.asked[0].headers
+    assert (headers["api-key"], headers["x-team"], "authorization" in headers) == ("pw-K1", "a", False)
     assert report.failure == 'HTTP 401: "We do not know ***"'
     assert "pw-K1" not in caplog.text
 
@@ -238,48 +241,16 @@ except KeyboardInterrupt:
     assert process.returncode == 0
 
 
-def test_an_answer_that_is_read_for_ever_cannot_keep_the_client_open(monkeypatch):
-    monkeypatch.setattr("verl.http_client.client.END_TIMEOUT_S", 0.1)
-    reading, end = threading.Event(), threading.Event()
-
-    class Endless(Number):
-        def read(self, answer):
-            reading.set()
-            end.wait(300)
-
-    def ask():
-        with contextlib.suppress(CancelledError):
-            client.ask([Endless()])
-
-    with serving(in_turn(1)) as server:
-        client = server.endpoint().build(BuildContext())
-        caller = threading.Thread(target=ask)
-        caller.start()
-        assert reading.wait(60)
-        client.close()
-        end.set()
-        caller.join(60)
-        assert not caller.is_alive()
-
-
 def test_bodies_are_json_whatever_numbers_they_are_made_of():
-    import numpy as np
-
-    from verl.http_client.request import encoded
-
-    assert json.loads(encoded({"a": np.float32(0.5), "b": np.arange(2), "c": [None, "é"]})) == {
-        "a": 0.5,
-        "b": [0, 1],
-        "c": [None, "é"],
-    }
-    assert encoded({"b": 1, "a": 2}) == encoded({"a": 2, "b": 1})
-    with pytest.raises(ValueError):  # noqa: PT011
-        encoded(float("nan"))
-    with pytest.raises(TypeError, match="a object cannot be encoded as JSON"):
-        encoded(object())
+    body = {"c": [None, "é"], "b": np.arange(2), "a": np.float32(0.5)}
+    assert encoded(body) == b'{"a": 0.5, "b": [0, 1], "c": [null, "\\u00e9"]}'
+    for wrong in (float("nan"), object()):
+        with pytest.raises((TypeError, ValueError)):
+            encoded(wrong)
 
 
-def test_code_that_reads_an_answer_and_does_not_return_is_named():
+def test_code_that_reads_an_answer_and_does_not_return_is_named_and_cannot_keep_the_client_open(monkeypatch):
+    monkeypatch.setattr("verl.http_client.client.END_TIMEOUT_S", 0.1)
     reading, end = threading.Event(), threading.Event()
 
     class Endless(Number):
@@ -294,8 +265,8 @@ def test_code_that_reads_an_answer_and_does_not_return_is_named():
         client.endpoint = dataclasses.replace(client.endpoint, total_timeout_s=0.3)
         with pytest.raises(ComponentHung, match=r"not returned for 0\.3 s:[\s\S]*in read"):
             client.wait(begun)
-        end.set()
         client.close()
+        end.set()
 
 
 @pytest.mark.exhaustive

@@ -59,13 +59,9 @@ def test_a_key_in_the_configuration_is_refused_without_being_shown(settings):
     assert SECRET not in message
 
 
-def test_the_name_of_the_variable_survives_in_a_saved_configuration():
-    plain = as_plain(Endpoint(base_url="http://localhost:1", key_variable="OPENAI_API_KEY"))
-    assert redact_tree(plain) == plain
-
-
-def test_a_key_that_is_not_set_or_cannot_be_sent_is_an_error_when_built(monkeypatch):
+def test_the_name_of_the_variable_is_saved_and_a_key_that_is_not_set_or_cannot_be_sent_is_an_error(monkeypatch):
     endpoint = Endpoint(base_url="http://localhost:1", key_variable="JUDGE_KEY")
+    assert redact_tree(as_plain(endpoint)) == as_plain(endpoint)
     monkeypatch.delenv("JUDGE_KEY", raising=False)
     with refusal("key_variable"):
         endpoint.build(BuildContext())

@@ -117,7 +117,7 @@ def test_a_model_that_looks_at_padding_or_other_texts_is_noticed_in_the_first_ba
     forward = layer.forward
     layer.forward = lambda x: forward(x) + x.mean(dim=dims, keepdim=True)  # of a row with its padding, or of a batch
     if not kept:
-        with refusal("model", value="scored beside it"):
+        with refusal("model", value="scored with it"):
             rate(running, [0, 1, 3])
         return
     rate(running, [0, 1, 3])

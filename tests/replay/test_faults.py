@@ -5,14 +5,12 @@ from __future__ import annotations
 import dataclasses
 import errno
 import os
-import threading
 from functools import partial
 from pathlib import Path
 
 from faults.disks import KillingDisk, is_killed
 from replay.rows_here import scored_rows
 from replay.test_buffer import SMALL, saved, shared, texts
-from replay.test_remote_tier import uploaded
 
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import hash_buffers
@@ -66,39 +64,6 @@ def test_a_full_disk_and_full_memory_cost_the_oldest_rows_and_are_counted(tmp_pa
     assert buffer.unwritten_bytes < 4 * 2**20
     found = buffer.sample(ALL)
     assert len(found) == 11 * 24 - lost
-    buffer.close()
-
-
-def test_a_full_disk_keeps_a_shard_that_the_store_has_without_sending_it_again(tmp_path, monkeypatch):
-    cold = RemoteTier(
-        LocalStorage(path=str(tmp_path / "store")).connect(), tmp_path / "cold", timeout_s=30.0, retry_s=1.0
-    )
-    put_file, sent, may_send = cold.store.put_file, [], threading.Event()
-
-    def send(key, path):
-        sent.append(key)
-        assert may_send.wait(60)
-        return put_file(key, path)
-
-    monkeypatch.setattr(cold.store, "put_file", send)
-    disk = FullDisk()
-    disk.is_full = False
-    settings = dataclasses.replace(SMALL, max_rows=30, warm_share=0.3, cold_share=0.6)
-    buffer = TieredBuffer(settings, tmp_path / "here", seed=7, cold=cold, disk=disk)
-    for step in (1, 2):
-        buffer.append(scored_rows(14, seed=step, version=step), step)
-        buffer.state_dict()
-    disk.is_full = True
-    may_send.set()
-    for _ in range(3):
-        uploaded(buffer)
-    assert buffer.stats()["replay/rows_cold"] == 0
-    found = buffer.sample(ALL)
-    assert len(found) == 28
-    disk.is_full = False
-    buffer.settle()
-    assert buffer.stats()["replay/rows_cold"] == 14
-    assert len(sent) == 1
     buffer.close()
 
 

@@ -153,28 +153,6 @@ def test_a_store_that_does_not_answer_costs_a_moment_and_a_warning(tmp_path, mon
     buffer.close()
 
 
-@pytest.mark.parametrize("is_swept", [False, True], ids=["its file is there", "its file is gone"])
-def test_a_shard_that_expires_on_its_way_to_the_store_stays_nowhere(is_swept, tmp_path, monkeypatch):
-    buffer = tiered(tmp_path / "here", tmp_path / "store")
-    store, begins, is_deleted = buffer.cold.store, threading.Event(), threading.Event()
-    put_file, delete = store.put_file, store.delete
-    monkeypatch.setattr(store, "put_file", lambda *args: (begins.wait(30), put_file(*args))[1])
-    monkeypatch.setattr(store, "delete", lambda key: (delete(key), is_deleted.set())[1])
-    for step in range(1, 15):  # the first 24 rows are to go to the store after 12 steps, and expire after 14
-        buffer.append(scored_rows(24, seed=step, version=step), step)
-        buffer.state_dict()
-    (expired,) = buffer.released
-    assert expired.startswith("rows_000000000000_")
-    if is_swept:
-        buffer.sweep()
-    buffer.cold.delete(buffer.released)  # while the upload is on its way
-    begins.set()
-    assert is_deleted.wait(60)
-    assert buffer.cold.is_reachable, "the store has done nothing wrong"
-    assert store.find(f"replay/{expired}") is None
-    buffer.close()
-
-
 def test_rows_that_expire_in_the_store_leave_no_file_here(tmp_path):
     buffer = with_cold_rows(tmp_path / "here", tmp_path / "store")
     assert len([*(tmp_path / "here").glob("*.index.arrow")]) == 1

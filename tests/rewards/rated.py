@@ -1,10 +1,12 @@
-"""What reward models are given in tests, and how they are made."""
+"""Batches that rewards are given in tests, and reward models."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from verl.component import BuildContext
@@ -15,6 +17,16 @@ from verl.rewards.reward_model import ModelReward, RewardModel
 
 PROMPTS = ["1+2=", "what is 6*7? ", "9-", "34+5="]
 RESPONSES = ["3", "42 is it", "", "is this not 39?"]
+
+
+def batch_of(responses: Iterable[str], **columns: Any) -> DataProto:
+    """Responses of two tokens each to the prompts `prompt 0`, `prompt 1`, ..."""
+    texts = list(responses)
+    arrays = {name: np.array([None, *values], dtype=object)[1:] for name, values in columns.items()}
+    return DataProto.from_dict(
+        tensors={"response_mask": torch.ones(len(texts), 2, dtype=torch.bool)},
+        non_tensors={"prompt_text": [f"prompt {i}" for i in range(len(texts))], "response_text": texts, **arrays},
+    )
 
 
 def rollout(prompts: list[str] = PROMPTS, responses: list[str] = RESPONSES, **columns: list) -> DataProto:

@@ -1,18 +1,17 @@
 """The reward that runs a response's program against the tests of its row."""
 
+import contextlib
 import json
 from dataclasses import replace
 
-import numpy as np
 import pytest
-import torch
 from cases import exhaustive
 from refusals import refusal
+from rewards.rated import batch_of
 
 from verl.component import BuildContext
 from verl.errors import RewardError
 from verl.http_client.endpoint import Endpoint
-from verl.protocol import DataProto
 from verl.rewards.code_tests import CodeTests, program_of, read_tests
 from verl.sandbox.jail import Jail
 from verl.sandbox.remote import RemoteSandbox
@@ -25,20 +24,13 @@ UNIT = ["assert add(1, 2) == 3", "assert add(-1, 1) == 0"]
 SUM = "a, b = map(int, input().split())\nprint(a + b)"
 
 
+def built(**values):
+    return contextlib.closing(CodeTests(**{"sandbox": SANDBOX, **values}).build(BuildContext()))
+
+
 def rated(responses: list[str], tests: list, **values):
-    batch = DataProto.from_dict(
-        tensors={"response_mask": torch.ones(len(responses), 2, dtype=torch.bool)},
-        non_tensors={
-            "prompt_text": np.array(["p"] * len(responses), dtype=object),
-            "response_text": np.array(responses, dtype=object),
-            "tests": np.array([None, *tests], dtype=object)[1:],
-        },
-    )
-    reward = CodeTests(sandbox=SANDBOX, **values).build(BuildContext())
-    try:
-        return reward.score_batch(batch)
-    finally:
-        reward.close()
+    with built(**values) as reward:
+        return reward.score_batch(batch_of(responses, tests=tests))
 
 
 def test_cases_and_unit_tests_decide_and_outcomes_are_told():
@@ -213,15 +205,12 @@ NEED_OBJECTS = [
 
 
 def test_a_unit_test_that_needs_objects_is_refused_unless_allowed():
-    reward = CodeTests(sandbox=SANDBOX).build(BuildContext())
-    try:
+    with built() as reward:
         for test in NEED_OBJECTS:
             with refusal("tests_key") as caught:
                 reward.check_rows("training rows", [{"tests": UNIT}, {"tests": [test]}])
             assert "1 of 3 unit tests of the training rows" in str(caught.value)
             assert "row 1" in str(caught.value)
-    finally:
-        reward.close()
 
 
 def test_tests_with_objects_run_in_the_process_of_the_program_where_that_is_allowed():
@@ -236,13 +225,10 @@ def test_tests_with_objects_run_in_the_process_of_the_program_where_that_is_allo
 
 def test_a_sandbox_that_cannot_keep_a_program_from_its_test_runs_no_unit_tests_unless_allowed():
     server = RemoteSandbox(endpoint=Endpoint(base_url="http://127.0.0.1:9", timeout_s=20.0))
-    reward = CodeTests(sandbox=server).build(BuildContext())
-    try:
+    with built(sandbox=server) as reward:
         with refusal("tests_key"):
             reward.check_rows("training rows", [{"tests": UNIT}])
         assert reward.check_rows("training rows", [{"tests": CASES}]) == []
-    finally:
-        reward.close()
 
 
 def test_broken_tests_are_told_with_their_rows_before_the_run():
@@ -254,9 +240,7 @@ def test_broken_tests_are_told_with_their_rows_before_the_run():
         "open('cases.txt')\nassert f(1)": "FileNotFoundError",
         "import os\nos._exit(0)\nf()": "ends before a call",
     }
-    reward = CodeTests(sandbox=SANDBOX).build(BuildContext())
-    hasty = CodeTests(sandbox=replace(SANDBOX, timeout_s=1.0)).build(BuildContext())
-    try:
+    with built() as reward, built(sandbox=replace(SANDBOX, timeout_s=1.0)) as hasty:
         (told,) = hasty.check_rows("training rows", [{"tests": "while True:\n    pass\nf(1)"}])
         assert "does not call the program in time" in told
         for test, why in broken.items():
@@ -266,9 +250,6 @@ def test_broken_tests_are_told_with_their_rows_before_the_run():
         assert reward.check_rows("training rows", [{"tests": UNIT}, {"tests": CASES}]) == []
         with refusal("tests_key"):
             reward.check_rows("training rows", [{"tests": UNIT}, {"tests": 3}])
-    finally:
-        reward.close()
-        hasty.close()
 
 
 def test_a_program_with_characters_that_no_file_holds_fails_its_test():

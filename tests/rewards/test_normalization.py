@@ -1,15 +1,38 @@
-"""Any reward can be put on the scale of its own scores."""
+"""Rewards normalised by the running mean and variance of their scores."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from verl.component import BuildContext
 from verl.protocol import DataProto
-from verl.rewards.normalization import RewardNormalization
+from verl.rewards.normalization import RewardNormalization, RunningStats
 from verl.rewards.rules import ExactMatch
 from verl.rewards.weighted_sum import WeightedSum
+
+
+@given(st.lists(st.lists(st.floats(-1e3, 1e3), max_size=7), min_size=1, max_size=6))
+def test_batches_give_the_mean_and_variance_of_all_scores_at_once(batches):
+    norm, every = RunningStats(), np.array([score for batch in batches for score in batch])
+    for batch in batches:
+        norm.update(np.array(batch))
+    assert norm.count == len(every)
+    if len(every):
+        assert norm.mean == pytest.approx(every.mean(), abs=1e-9)
+        assert norm.variance == pytest.approx(every.var(), abs=1e-6)
+
+
+def test_nothing_taken_in_changes_no_score_equal_scores_become_zero_and_a_large_offset_leaves_the_spread():
+    norm = RunningStats()
+    assert list(norm(np.array([3.0]))) == [3.0]
+    norm.update(np.full(5, 0.1))
+    assert norm(np.full(2, 0.1)) == pytest.approx([0.0, 0.0], abs=1e-15)
+    norm.reset()
+    norm.update(np.array([1e6 - 1, 1e6 + 1]))
+    assert norm(np.array([1e6 + 1])) == pytest.approx([1.0])
 
 
 def batch_of(responses: list[str]) -> DataProto:

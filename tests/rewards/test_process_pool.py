@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,9 +12,9 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
-import torch
 from cases import exhaustive
 from cluster.processes_of import wait_until_gone
+from rewards import rated
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, RewardError
@@ -27,14 +28,7 @@ RESPONSES = ["0", "1", "2", "3", "4"]
 
 def batch_of(responses):
     responses = list(responses)
-    return DataProto.from_dict(
-        tensors={"response_mask": torch.ones(len(responses), 2, dtype=torch.bool)},
-        non_tensors={
-            "prompt_text": [f"prompt {index}" for index in range(len(responses))],
-            "response_text": responses,
-            "answer": responses,
-        },
-    )
+    return rated.batch_of(responses, answer=responses)
 
 
 @pytest.fixture
@@ -172,21 +166,24 @@ def test_a_process_started_by_a_hanging_sample_ends_with_it(made, batch, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("crash", "words"),
+    ("end", "words"),
     [
-        ("os._exit(3)", "exit status 3"),
-        ("os.kill(os.getpid(), 11)", "signal SIGSEGV"),
-        ("os.kill(os.getpid(), 9)", "signal SIGKILL"),
+        ("os._exit(3)", "the process ended with exit status 3"),
+        ("os.kill(os.getpid(), 11)", "the process ended with signal SIGSEGV"),
+        ("os.kill(os.getpid(), 9)", "the process ended with signal SIGKILL"),
+        ("exit(1)", "SystemExit: 1"),
+        pytest.param("raise KeyboardInterrupt", "KeyboardInterrupt", marks=pytest.mark.exhaustive),
+        pytest.param("my_reward(prompt, response)", "RecursionError", marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_crash_of_the_interpreter_costs_its_sample_only(crash, words, made, batch, caplog):
+def test_a_sample_that_ends_its_process_or_raises_costs_itself_only(end, words, made, batch, caplog):
     reward = made(
-        f"import os\ndef my_reward(prompt, response):\n    if response == '1': {crash}\n    return float(response)",
+        f"import os\ndef my_reward(prompt, response):\n    if response == '1': {end}\n    return float(response)",
         on_error="score",
         error_score=9.0,
     )
     assert list(reward.score_tokens(batch)["score"]) == [0, 9, 2, 3, 4]
-    assert f"Found: the process ended with {words}" in caplog.text
+    assert f"Found: {words}" in caplog.text
     assert "1 of 5 samples failed and get error_score 9" in caplog.text
     assert "Sample: 1, prompt 'prompt 1'" in caplog.text
 
@@ -202,44 +199,26 @@ def test_a_relative_path_stays_the_same_file_for_a_worker_that_starts_later(made
     reward.close()
 
 
-def test_one_sample_that_raises_is_reported_with_its_line(made, batch):
-    reward = made(
-        """
-        def half(text):
-            return 1 / (int(text) - 3)
-
-        def my_reward(prompt, response):
-            return half(response)
-        """
-    )
-    with pytest.raises(RewardError) as refused:
-        reward.score_tokens(batch)
-    message = str(refused.value)
-    assert "Found: ZeroDivisionError: division by zero" in message
-    assert "Raised at line 3: return 1 / (int(text) - 3)" in message
-    assert "Sample: 3, prompt 'prompt 3', response '3'" in message
-    assert list(reward.score_tokens(batch[[0, 1]])["score"]) == [-1 / 3, -1 / 2]  # the workers are still there
-
-
-def test_of_several_samples_that_fail_the_first_is_named(made):
+def test_of_several_samples_that_raise_the_first_is_reported_with_its_line(made, batch):
     reward = made(
         """
         import time
+        def half(text):
+            time.sleep(0.3 if text == "3" else 0)
+            return 1 / max(0, 3 - int(text))
+
         def my_reward(prompt, response):
-            time.sleep(0.3 if response == "4" else 0)
-            assert int(response) < 4
-            return 1
+            return half(response)
         """,
         num_workers=3,
     )
-    with pytest.raises(RewardError, match=r"Sample: 4, prompt 'prompt 4'"):
+    with pytest.raises(RewardError) as refused:
         reward.score_tokens(batch_of(map(str, range(40))))
-
-
-@pytest.mark.parametrize("end", ["sys.exit(1)", *exhaustive("raise KeyboardInterrupt", "my_reward(prompt, response)")])
-def test_whatever_a_sample_raises_is_its_own_affair(end, made, batch):
-    reward = made(f"import sys\ndef my_reward(prompt, response): {end}", on_error="score", error_score=0.25)
-    assert list(reward.score_tokens(batch)["score"]) == [0.25] * 5
+    message = str(refused.value)
+    assert "Found: ZeroDivisionError: division by zero" in message
+    assert "Raised at line 5: return 1 / max(0, 3 - int(text))" in message
+    assert "Sample: 3, prompt 'prompt 3', response '3'" in message
+    assert list(reward.score_tokens(batch[[0, 1]])["score"]) == [1 / 3, 1 / 2]  # the workers are still there
 
 
 @pytest.mark.slow
@@ -282,20 +261,18 @@ def test_what_is_no_number_is_named(result, found, made, batch):
     assert "Sample: 0" in str(refused.value)
 
 
-def test_async_functions_are_awaited(made, batch):
-    reward = made("async def my_reward(prompt, response): return int(response)")
-    assert list(reward.score_tokens(batch)["score"]) == [0, 1, 2, 3, 4]
-
-
-def test_long_and_odd_texts_arrive_as_they_are(made):
+def test_long_and_odd_texts_arrive_as_they_are_prints_disturb_nothing_and_a_coroutine_is_awaited(made):
     texts = ["a" * 100_000, "", "\ud800 lone", "\x00", "naïve ☃"]
-    reward = made("def my_reward(prompt, response, answer): return len(response) if response == answer else -1")
+    reward = made(
+        """
+        import os
+        async def my_reward(prompt, response, answer):
+            print('x')
+            os.write(1, b'y')
+            return len(response) if response == answer else -1
+        """
+    )
     assert list(reward.score_tokens(batch_of(texts))["score"]) == [100_000, 0, 6, 1, 7]
-
-
-def test_what_the_function_prints_disturbs_nothing(made, batch):
-    reward = made("import os\ndef my_reward(prompt, response):\n    print('x')\n    os.write(1, b'y')\n    return 1")
-    assert list(reward.score_tokens(batch)["score"]) == [1.0] * 5
 
 
 def test_a_failure_that_stops_the_batch_starts_no_worker_for_the_other_samples(tmp_path):
@@ -303,11 +280,8 @@ def test_a_failure_that_stops_the_batch_starts_no_worker_for_the_other_samples(t
         "import os, pathlib\npathlib.Path(__file__).with_suffix('.starts').open('a').write('.')\n"
         "def score(prompt, response):\n    os._exit(3)\n"
     )
-    pool = FunctionPool(f"{tmp_path}/dies.py:score", {}, 30.0, 1)
-    try:
+    with contextlib.closing(FunctionPool(f"{tmp_path}/dies.py:score", {}, 30.0, 1)) as pool:
         first, *others = pool.score([{"prompt": "", "response": ""}] * 20, stop_at_failure=True)
-    finally:
-        pool.close()
     assert "exit status 3" in first.failure
     assert others == [None] * 19
     assert len((tmp_path / "dies.starts").read_text()) <= 4
@@ -379,22 +353,31 @@ def test_a_script_without_a_main_guard_that_closes_nothing_leaves_nothing(tmp_pa
 
 
 @pytest.mark.slow
-def test_the_workers_of_a_killed_driver_end_in_the_midst_of_a_sample(tmp_path):
+@pytest.mark.parametrize("is_stopped", [False, *exhaustive(True)])
+def test_workers_of_a_killed_driver_end_in_the_midst_of_a_sample_and_so_does_what_they_started(is_stopped, tmp_path):
     # the second hang never lets go of the interpreter: its own watchdog ends it
-    source = """
-import re, time
+    source = f"""
+import re, subprocess, time
 def score(prompt, response):
+    child = subprocess.Popen(["sleep", "600"])
+    with open({str(tmp_path / "pids")!r}, "a") as file:
+        file.write(f"{{child.pid}}\\n")
     time.sleep(1000) if response == "1" else re.match("(a+)+$", "a" * 64 + "b")
 """
-    driver = script(tmp_path, source, "0.5")
+    driver = script(tmp_path, source, "1000")
     assert driver.stdout is not None
-    assert driver.stdout.readline() == "started\n"
-    pids = [int(pid) for pid in driver.stdout.readline().split()]
-    time.sleep(0.5)
-    driver.kill()
-    driver.wait()
+    try:
+        assert driver.stdout.readline() == "started\n"
+        workers = [int(pid) for pid in driver.stdout.readline().split()]
+        while not ((tmp_path / "pids").exists() and (tmp_path / "pids").read_text().count("\n") == 2):
+            time.sleep(0.005)
+        for pid in workers if is_stopped else ():
+            stop(pid)
+    finally:
+        driver.kill()
+        driver.wait()
     driver.stdout.close()
-    assert wait_until_gone(pids, 60.0) == []
+    assert wait_until_gone([*workers, *map(int, (tmp_path / "pids").read_text().split())], 60.0) == []
 
 
 def test_a_column_that_the_function_needs_and_the_data_lacks_is_named(made, batch):
@@ -510,29 +493,3 @@ def score(prompt, response):
     finally:
         driver.kill()
         driver.wait()
-
-
-@pytest.mark.exhaustive
-def test_workers_that_are_stopped_end_with_a_driver_that_is_killed_and_so_does_what_they_started(tmp_path):
-    source = f"""
-import subprocess, time
-def score(prompt, response):
-    child = subprocess.Popen(["sleep", "600"])
-    with open({str(tmp_path / "pids")!r}, "a") as file:
-        file.write(f"{{child.pid}}\\n")
-    time.sleep(600)
-"""
-    driver = script(tmp_path, source, "1000")
-    assert driver.stdout is not None
-    try:
-        driver.stdout.readline()
-        workers = [int(pid) for pid in driver.stdout.readline().split()]
-        while not ((tmp_path / "pids").exists() and (tmp_path / "pids").read_text().count("\n") == 2):
-            time.sleep(0.005)
-        for pid in workers:
-            stop(pid)
-    finally:
-        driver.kill()
-        driver.wait()
-    driver.stdout.close()
-    assert wait_until_gone([*workers, *map(int, (tmp_path / "pids").read_text().split())], 60.0) == []

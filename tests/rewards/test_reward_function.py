@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import copy
 import dataclasses
 import sys
@@ -11,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 from cases import exhaustive
+from rewards.rated import batch_of
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, RewardError
-from verl.protocol import DataProto
 from verl.rewards.function import CallableReward, RewardFunction
 
 ANSWERS = ["0", "1", "2", "3", "4"]
@@ -22,14 +24,7 @@ ANSWERS = ["0", "1", "2", "3", "4"]
 
 @pytest.fixture
 def batch():
-    return DataProto.from_dict(
-        tensors={"response_mask": torch.ones(5, 2, dtype=torch.bool)},
-        non_tensors={
-            "prompt_text": [f"prompt {index}" for index in range(5)],
-            "response_text": [f"response {index}" for index in range(5)],
-            "answer": ANSWERS,
-        },
-    )
+    return batch_of([f"response {index}" for index in range(5)], answer=ANSWERS)
 
 
 @pytest.fixture
@@ -57,7 +52,7 @@ def refusal(reward, batch):
     return str(refused.value)
 
 
-def test_a_function_in_a_file_sees_texts_columns_and_kwargs(written, batch):
+def test_a_function_in_a_file_sees_texts_columns_and_kwargs_and_is_the_producer_of_the_scores(written, batch):
     reward = written(
         """
         def my_reward(prompts, responses, answer, bonus=0.0):
@@ -69,6 +64,7 @@ def test_a_function_in_a_file_sees_texts_columns_and_kwargs(written, batch):
     scored = reward.score_tokens(batch)
     assert list(scored["score"]) == [0.5, 1.5, 2.5, 3.5, 4.5]
     assert scored["token_level_scores"][:, 1].tolist() == [0.5, 1.5, 2.5, 3.5, 4.5]
+    assert str(scored.producer("token_level_scores")) == "my_reward() at line 2 in reward.py"
 
 
 @pytest.mark.exhaustive
@@ -160,6 +156,38 @@ def test_truth_values_count_as_one_and_zero(result, batch):
     assert list(returning(result).score_tokens(batch)["score"]) == [1, 0, 1, 0, 1]
 
 
+async def awaited(prompts, responses):
+    await asyncio.sleep(0)
+    return [1 / (int(text[-1]) - 5) for text in responses]
+
+
+@pytest.mark.parametrize("in_a_loop", [False, True])
+def test_an_async_function_is_awaited_where_a_loop_runs_too_and_traced_to_its_line_and_sample(in_a_loop, batch):
+    async def notebook():
+        return CallableReward(awaited).score_tokens(batch)
+
+    scored = asyncio.run(notebook()) if in_a_loop else CallableReward(awaited).score_tokens(batch)
+    assert list(scored["score"]) == [-1 / 5, -1 / 4, -1 / 3, -1 / 2, -1]
+    batch.non_tensor_batch["response_text"][1] = "response 5"
+    message = refusal(CallableReward(awaited), batch)
+    assert "return [1 / (int(text[-1]) - 5) for text in responses]" in message
+    assert "Sample: 1, prompt 'prompt 1', response 'response 5'" in message
+
+
+def test_a_list_of_coroutines_is_awaited_concurrently(batch):
+    arrived = []
+
+    async def one(text):
+        arrived.append(text)
+        while len(arrived) < 5:  # one after another, the first would wait for ever
+            await asyncio.sleep(0)
+        return float(text[-1])
+
+    assert list(CallableReward(lambda prompts, responses: list(map(one, responses))).score_tokens(batch)["score"]) == [
+        0, 1, 2, 3, 4
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("result", "found", "sample"),
     [
@@ -202,13 +230,6 @@ def test_a_result_of_another_form_is_named(result, found, batch):
     assert "Expected: 5 finite numbers" in message
     assert found in message
     assert "in test_reward_function.py" in message
-
-
-def test_the_source_is_the_line_of_the_function_in_its_file(written, batch):
-    reward = written("import math\n\ndef my_reward(prompts, responses):\n    return [math.nan] * 5").build(
-        BuildContext()
-    )
-    assert "Source: my_reward() at line 4 in reward.py" in refusal(reward, batch)
 
 
 def test_a_function_that_raises_is_reported_with_its_own_line_and_sample(written, batch):
@@ -254,35 +275,19 @@ def test_no_sample_is_blamed_for_what_only_the_whole_batch_raises(batch):
 
 
 def test_long_texts_are_shortened(batch):
-    long = DataProto.from_dict(
-        tensors={"response_mask": torch.ones(1, 2, dtype=torch.bool)},
-        non_tensors={"prompt_text": ["a" * 5000], "response_text": ["b" * 5000]},
-    )
-    message = refusal(returning(["1"]), long)
+    for name in ("prompt_text", "response_text"):
+        batch.non_tensor_batch[name][:] = "a" * 5000
+    message = refusal(returning(["1"] * 5), batch)
     assert len(message) < 600
     assert "aaa ... aaa" in message
 
 
-def test_a_function_may_change_the_lists_it_is_given(batch):
-    def my_reward(prompts, responses, answer):
-        while responses:
-            responses.pop(), answer.pop()
-        return [1.0] * 5
-
-    assert list(CallableReward(my_reward).score_tokens(batch)["score"]) == [1.0] * 5
-    assert list(batch["answer"]) == ANSWERS
-
-
-def test_a_function_that_empties_its_lists_and_raises_is_still_traced_to_its_sample(batch):
+def test_a_function_may_change_the_lists_it_is_given_and_is_still_traced_to_its_sample(batch):
     def my_reward(prompts, responses, answer):
         return [1 / (int(answer.pop(0)) - 2) for _ in range(len(responses))]
 
     assert "Sample: 2, prompt 'prompt 2'" in refusal(CallableReward(my_reward), batch)
-
-
-def test_the_users_function_is_the_producer_of_the_scores(written, batch):
-    scored = written("def my_reward(prompts, responses): return [1] * 5").build(BuildContext()).score_tokens(batch)
-    assert str(scored.producer("token_level_scores")) == "my_reward() at line 2 in reward.py"
+    assert list(batch["answer"]) == ANSWERS
 
 
 def test_a_column_that_the_function_needs_and_the_data_lacks_is_named(batch):
@@ -293,18 +298,15 @@ def test_a_column_that_the_function_needs_and_the_data_lacks_is_named(batch):
     assert "no column 'solution' in the data. Its columns: answer" in message
 
 
-def test_a_callable_object_is_a_reward(batch):
+def test_a_callable_object_is_a_reward_and_what_cannot_be_called_as_one_is_refused(batch):
     class Constant:
         def __call__(self, prompts, responses):
             return [2.0] * len(responses)
 
     assert list(RewardFunction.wrap(Constant()).score_tokens(batch)["score"]) == [2.0] * 5
-
-
-@pytest.mark.parametrize("function", [None, 3, lambda texts, others: [1.0], lambda prompts: [1.0]])
-def test_what_cannot_be_called_as_a_reward_is_refused_when_wrapped(function):
-    with pytest.raises(RewardError):
-        CallableReward(function)
+    for function in (None, 3, lambda texts, others: [1.0], lambda prompts: [1.0]):
+        with pytest.raises(RewardError):
+            CallableReward(function)
 
 
 @pytest.mark.parametrize(
@@ -363,15 +365,16 @@ def test_a_name_that_may_be_a_function_is_no_fault(written, source):
     assert written(source).path.endswith("reward.py:my_reward")
 
 
-def test_a_file_that_raises_when_imported_is_a_reward_error_with_its_cause(written):
-    described = written("import no_such_package_here\ndef my_reward(prompts, responses): return []")
-    with pytest.raises(RewardError, match="importing it raised ModuleNotFoundError: No module named 'no_such"):
-        described.build(BuildContext())
-
-
-def test_a_name_that_cannot_be_called_is_a_reward_error(written):
-    with pytest.raises(RewardError, match="my_reward is 3, which is not callable"):
-        written("my_reward = 3").build(BuildContext())
+@pytest.mark.parametrize(
+    ("source", "fault"),
+    [
+        ("import no_such_package_here\ndef my_reward(prompts, responses): return []", "ModuleNotFoundError: No module"),
+        ("my_reward = 3", "my_reward is 3, which is not callable"),
+    ],
+)
+def test_a_file_without_a_function_that_can_be_imported_is_a_reward_error_with_its_cause(source, fault, written):
+    with pytest.raises(RewardError, match=fault):
+        written(source).build(BuildContext())
 
 
 # A batch is one call in a process of its own, which can be killed
@@ -390,8 +393,7 @@ def test_a_function_of_the_batch_that_hangs_is_ended_at_its_deadline_and_its_lin
             {hang}
         """
     )
-    reward = dataclasses.replace(described, timeout_s=1.0).build(BuildContext())
-    try:
+    with contextlib.closing(dataclasses.replace(described, timeout_s=1.0).build(BuildContext())) as reward:
         assert list(reward.score_tokens(batch)["score"]) == [1.0] * 5
         hanging = copy.deepcopy(batch)
         hanging.non_tensor_batch["answer"][:] = "hang"
@@ -401,8 +403,6 @@ def test_a_function_of_the_batch_that_hangs_is_ended_at_its_deadline_and_its_lin
         assert "It was at line 7, in my_reward()" in str(ended.value)
         assert "Source: my_reward() at line 4 in reward.py" in str(ended.value)
         assert list(reward.score_tokens(batch)["score"]) == [1.0] * 5  # by another process
-    finally:
-        reward.close()
 
 
 def test_a_function_of_the_batch_that_ends_its_process_ends_nothing_else(written, batch):

@@ -1,7 +1,8 @@
-"""The ready rewards: length, overlong, format, mathematical answers."""
+"""Rewards by rules: exact match, length, overlong, format, mathematical answers; and how scores reach the tokens."""
 
 from __future__ import annotations
 
+import contextlib
 import re
 from fractions import Fraction
 
@@ -9,19 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rewards.rated import batch_of
 
 from verl.component import BuildContext
 from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.rewards.math_rules import decimal_text, final_number, gsm8k_score, math_score, number_of
-from verl.rewards.rules import Format, Length, MathAnswer, Overlong
-
-
-def batch_of(responses, **columns):
-    return DataProto.from_dict(
-        tensors={"response_mask": torch.ones(len(responses), 1, dtype=torch.bool)},
-        non_tensors={"prompt_text": ["q"] * len(responses), "response_text": responses, **columns},
-    )
+from verl.rewards.rules import ExactMatch, Format, Length, MathAnswer, Overlong
 
 
 def batch_of_lengths(*lengths):
@@ -29,23 +24,53 @@ def batch_of_lengths(*lengths):
     return DataProto.from_dict(tensors={"response_mask": mask})
 
 
-def test_overlong_follows_equation_13_of_dapo():
+def test_overlong_follows_equation_13_of_dapo_and_without_a_buffer_punishes_what_exceeds_the_limit():
     # L_max = 20480 and L_cache = 4096, as in section 4.1 of the paper
     lengths = (1, 16384, 16385, 18432, 20479, 20480, 20481, 30000)
     scored = Overlong(max_tokens=20480, buffer_tokens=4096).score_tokens(batch_of_lengths(*lengths))
     assert list(scored["score"]) == [0, 0, -1 / 4096, -0.5, -4095 / 4096, -1, -1, -1]
     assert scored["token_level_scores"][3, 18431] == -0.5
-
-
-def test_overlong_without_a_buffer_punishes_what_exceeds_the_limit():
     scored = Overlong(max_tokens=4, buffer_tokens=0, penalty=2.0).score_tokens(batch_of_lengths(3, 4, 5))
     assert list(scored["score"]) == [0, 0, -2]
 
 
-def test_a_response_without_tokens_has_no_place_for_its_length():
-    scored = Length(min_tokens=1, outside=-3.0).score_tokens(batch_of_lengths(0, 1, 2))
-    assert list(scored["score"]) == [-3, 0, 0]
-    assert scored["token_level_scores"].tolist() == [[0, 0], [0, 0], [0, 0]]
+def test_the_score_stands_on_the_last_token_that_the_policy_chose():
+    mask = torch.tensor([[1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 1, 1], [1, 0, 0, 0], [0, 0, 0, 0]], dtype=torch.bool)
+    batch = batch_of(["95", "9", "7", "", ""], answer=["95", "9", "8", "", "x"])  # the fourth is its EOS alone
+    batch = batch.select([], ["prompt_text", "response_text", "answer"]).union(
+        DataProto.from_dict(tensors={"response_mask": mask})
+    )
+    scored = ExactMatch(wrong=-1.0).score_tokens(batch)
+    placed = [[0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, -1], [1, 0, 0, 0], [0, 0, 0, 0]]
+    assert scored["token_level_scores"].tolist() == placed
+    assert scored["token_level_scores"].dtype == torch.float32
+    assert list(scored["score"]) == [1, 1, -1, 1, -1]
+    assert len(batch.union(scored).check(strict=True)) == 5
+    assert ExactMatch().score_tokens(batch[[]])["token_level_scores"].shape == (0, 4)
+
+
+@pytest.mark.parametrize("answer", ["95", 95, " 95 "])
+def test_answers_are_texts_or_whole_numbers_and_outer_space_counts_on_request(answer):
+    score = ExactMatch().score
+    assert score(["p"] * 4, ["95", " 95\n", "9 5", "095"], answer=[answer] * 4) == [1.0, 1.0, 0.0, 0.0]
+    assert ExactMatch(ignore_whitespace=False).score(["p"] * 2, ["95", "95 "], answer=["95"] * 2) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("answer", [None, True, 9.5, ["95"]])
+def test_an_answer_that_is_no_answer_is_named_with_its_sample(answer):
+    with pytest.raises(RewardError, match=r"column 'answer' is .* at sample 1 of the batch: expected a text"):
+        ExactMatch().score_tokens(batch_of(["1", "2"], answer=["95", answer]))
+
+
+def test_what_the_batch_lacks_is_named_with_what_it_has(math):
+    with pytest.raises(
+        RewardError, match=r"answer_key is 'gold': the data has no such column\. Its columns: answer, l"
+    ):
+        ExactMatch(answer_key="gold").score_tokens(batch_of(["1"], answer=["1"], level=["easy"]))
+    with pytest.raises(RewardError, match=r"no column 'answer', which the reward needs\. Its columns: solution"):
+        math.score_tokens(batch_of(["1"], solution=["1"]))
+    with pytest.raises(RewardError, match="no prompt_text and no response_text"):
+        ExactMatch().score_tokens(batch_of_lengths(3, 3))
 
 
 @pytest.mark.parametrize(
@@ -56,23 +81,10 @@ def test_length_includes_its_bounds(bounds, scores):
     assert list(Length(**bounds).score_tokens(batch_of_lengths(1, 2, 3))["score"]) == scores
 
 
-def test_eos_as_the_first_token_takes_the_reward_and_no_padding_does():
-    mask = torch.tensor([[1, 0, 0, 0], [1, 1, 1, 0]], dtype=torch.bool)  # the first response is its EOS alone
-    batch = DataProto.from_dict(
-        tensors={"response_mask": mask},
-        non_tensors={"prompt_text": ["q"] * 2, "response_text": ["", "ab"]},
-    )
-    for reward in (Format(pattern="", correct=5.0), Length(min_tokens=3, inside=0.0, outside=5.0)):
-        assert reward.score_tokens(batch)["token_level_scores"].tolist() == [[5, 0, 0, 0], [0, 0, 0, 0]]
-
-
-def test_a_format_is_a_pattern_of_the_whole_response():
+def test_a_format_is_a_pattern_of_the_whole_response_or_of_some_part_on_request():
     reward = Format(pattern="<think>.*</think>.+")
     responses = ["<think>a\nb</think>4", " <think></think>4\n", "<think>a</think>", "x<think>a</think>4", ""]
     assert list(reward.score_tokens(batch_of(responses))["score"]) == [1, 1, 0, 0, 0]
-
-
-def test_a_format_is_a_pattern_of_some_part_on_request():
     reward = Format(pattern=r"#### \d", whole=False, correct=0.5, wrong=-0.5)
     assert list(reward.score_tokens(batch_of(["so #### 4.", "####"]))["score"]) == [0.5, -0.5]
 
@@ -125,18 +137,10 @@ def test_an_answer_in_the_data_that_cannot_be_read_is_wrong_and_said(answer, mat
 
 @pytest.mark.slow
 def test_a_response_that_takes_too_long_is_wrong():
-    reward = MathAnswer(num_workers=1, timeout_s=1.0).build(BuildContext())
-    try:
+    with contextlib.closing(MathAnswer(num_workers=1, timeout_s=1.0).build(BuildContext())) as reward:
         scored = reward.score_tokens(batch_of([r"\boxed{99999^{99999^{9}}}", "72"], answer=["98765^{98765^{9}}", "72"]))
-    finally:
-        reward.close()
     assert list(scored["score"]) == [0, 1]
     assert list(scored["reward/failed"]) == [1, 0]
-
-
-def test_an_absent_answer_column_is_named_with_those_present(math):
-    with pytest.raises(RewardError, match=r"no column 'answer', which the reward needs\. Its columns: solution"):
-        math.score_tokens(batch_of(["1"], solution=["1"]))
 
 
 # Spellings of answers: those of a line are the same answer, those of two lines are not

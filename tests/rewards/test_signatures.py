@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 import torch
@@ -42,28 +44,20 @@ def test_a_function_of_verl_gets_its_arguments(per_sample, columns, tmp_path):
     kwargs = {"weight": 2.0, "extra_info": {"index": 1}}  # settings come before columns
     described = RewardFunction(path=f"{tmp_path}/score.py:compute_score", per_sample=per_sample, kwargs=kwargs)
     assert not list(missing_columns(described, columns, "rows"))
-    reward = described.build(BuildContext())
-    try:
+    with contextlib.closing(described.build(BuildContext())) as reward:
         scored = reward.score_tokens(batch_of(**columns))
-    finally:
-        reward.close()
     assert list(scored["score"]) == [2.0, 0.0]
     assert list(scored["reward/acc"]) == [1.0, 0.0]
     assert list(scored["reward_pred"]) == ["2", "5"]
 
 
-def test_a_column_of_right_answers_is_asked_for_before_anything_loads(tmp_path):
-    (tmp_path / "score.py").write_text(VERL)
-    described = RewardFunction(path=f"{tmp_path}/score.py:compute_score")
-    assert any("ground_truth" in fault for fault in missing_columns(described, {"label": ["2"]}, "rows"))
-    with pytest.raises(RewardError, match="ground_truth"):
-        described.build(BuildContext()).score_tokens(batch_of())
-
-
-def test_a_column_or_a_setting_that_a_function_of_others_does_not_know_is_named_before_it_is_called(tmp_path):
+def test_a_column_that_is_missing_or_a_setting_that_does_not_exist_is_named_before_the_function_is_called(tmp_path):
     (tmp_path / "score.py").write_text(f"{VERL}\ndef of_trl(completions, answer): return [0.0 for _ in completions]\n")
-    described = RewardFunction(path=f"{tmp_path}/score.py:of_trl")
-    assert any("answer" in fault for fault in missing_columns(described, {"label": ["2"]}, "rows"))
+    of_verl, of_trl = (RewardFunction(path=f"{tmp_path}/score.py:{name}") for name in ("compute_score", "of_trl"))
+    for described, column in ((of_verl, "ground_truth"), (of_trl, "answer")):
+        assert any(column in fault for fault in missing_columns(described, {"label": ["2"]}, "rows"))
+    with pytest.raises(RewardError, match="ground_truth"):
+        of_verl.build(BuildContext()).score_tokens(batch_of())
     with pytest.raises(RewardError, match="weigth"):
         RewardFunction(path=f"{tmp_path}/score.py:compute_score", kwargs={"weigth": 1.0}).build(BuildContext())
 
@@ -71,11 +65,8 @@ def test_a_column_or_a_setting_that_a_function_of_others_does_not_know_is_named_
 @pytest.mark.parametrize("signature", ["completions", "completions, **kwargs", "completions, answer, prompts"])
 def test_a_function_of_trl_gets_texts_of_text_prompts(signature, tmp_path):
     (tmp_path / "score.py").write_text(f"def f({signature}):\n    return [float(len(c)) for c in completions]\n")
-    reward = RewardFunction(path=f"{tmp_path}/score.py:f").build(BuildContext())
-    try:
+    with contextlib.closing(RewardFunction(path=f"{tmp_path}/score.py:f").build(BuildContext())) as reward:
         assert list(reward.score_tokens(batch_of(answer=["2", "4"]))["score"]) == [1.0, 1.0]
-    finally:
-        reward.close()
 
 
 def test_a_function_of_trl_gets_messages_of_chats():
@@ -89,14 +80,20 @@ def test_a_function_of_trl_gets_messages_of_chats():
     assert list(CallableReward(f).score_tokens(batch)["score"]) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(("result", "scores"), [("0.5", [0.5, 0.5]), ("None", [None, None])])
-def test_a_function_of_a_batch_may_be_called_for_each_sample(result, scores, tmp_path):
-    (tmp_path / "score.py").write_text(f"def f(completions, **kwargs):\n    return [{result} for c in completions]\n")
-    reward = RewardFunction(path=f"{tmp_path}/score.py:f", per_sample=True).build(BuildContext())
-    try:
+@pytest.mark.parametrize(
+    ("source", "scores"),
+    [
+        ("def f(completions, **kwargs): return [0.5 for c in completions]", [0.5, 0.5]),
+        ("def f(completions, **kwargs): return [None for c in completions]", [None, None]),
+        ("def f(prompt, response): return {'score': None, 'n': 2}", [None, None]),
+    ],
+)
+def test_a_function_of_a_batch_may_be_called_for_each_sample_and_a_sample_may_have_no_reward(source, scores, tmp_path):
+    (tmp_path / "score.py").write_text(source)
+    with contextlib.closing(
+        RewardFunction(path=f"{tmp_path}/score.py:f", per_sample=True).build(BuildContext())
+    ) as reward:
         assert list(reward.score_tokens(batch_of())["score"]) == scores
-    finally:
-        reward.close()
 
 
 @pytest.mark.parametrize("columns", [{"reward_model": [{"ground_truth": "2"}, None]}, {"answer": ["2", "4"]}])
@@ -136,16 +133,6 @@ def test_results_may_be_none_or_carry_columns(result, scores, others):
     for name, values in others.items():
         assert [repr(x) for x in scored[name]] == [repr(x) for x in values]
     assert bool(scored["token_level_scores"].isfinite().all())
-
-
-@pytest.mark.parametrize("result", ["None", "{'score': None, 'n': 2}"])
-def test_a_single_sample_may_have_no_reward(result, tmp_path):
-    (tmp_path / "score.py").write_text(f"def f(prompt, response): return {result}")
-    reward = RewardFunction(path=f"{tmp_path}/score.py:f", per_sample=True).build(BuildContext())
-    try:
-        assert list(reward.score_tokens(batch_of())["score"]) == [None, None]
-    finally:
-        reward.close()
 
 
 @pytest.mark.parametrize("result", [{"acc": [1.0, 0.0]}, {"score": [1.0, 0.0], "mean": [1, 2]}, [{"acc": 1}, 2.0]])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
+import re
 import threading
 from functools import partial
 
@@ -11,8 +13,8 @@ import pytest
 from environments.episodes import tiny
 from environments.test_damaged_calls import HERMES, hermes
 from refusals import refusal
-from serving.test_token_bytes import byte_fallback, byte_level
 from storage.s3_server import wait_until
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from verl.environments.tools import Tool
@@ -23,7 +25,7 @@ from verl.serving import endpoint as endpoint_module
 from verl.serving.conversations import Session, merge_turns
 from verl.serving.endpoint import PolicyEndpoint
 from verl.serving.http_api import PolicyServer
-from verl.serving.token_text import TurnText
+from verl.serving.token_text import TokenBytes, TurnText
 
 openai, anthropic = pytest.importorskip("openai"), pytest.importorskip("anthropic")
 
@@ -269,6 +271,22 @@ def test_a_stream_joins_to_the_answer_with_its_tokens_and_log_probs(model):
         assert messages.messages.create(**options).token_ids == whole.choices[0].token_ids
 
 
+def byte_level() -> Tokenizer:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    made.train_from_iterator(["and then"], trainers.BpeTrainer(initial_alphabet=alphabet, vocab_size=260))
+    return made
+
+
+def byte_fallback() -> Tokenizer:
+    letters = [*"naïved", "▁", *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate(letters)}, [], byte_fallback=True))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    return made
+
+
 @pytest.mark.parametrize("made", [byte_level, byte_fallback])
 def test_a_stream_has_whole_characters_alone(made):
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=made(), eos_token="<eos>")
@@ -453,3 +471,90 @@ def test_a_conversation_goes_on_over_another_api(model):
         third = chat.responses.create(model="policy", input=items, tools=TOOLS_OF["responses"])
         assert third.continues
         assert third.prompt_token_ids[: len(second.prompt_token_ids)] == second.prompt_token_ids
+
+
+TEXT = "naïve 日本語 👩‍🚀 and ▁ <0x41>"
+
+
+@pytest.mark.parametrize("made", [byte_level, byte_fallback])
+def test_bytes_of_partial_characters_join_to_the_text(made):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made(), eos_token="<eos>")
+    text = TEXT if made is byte_level else TEXT.replace("▁ ", "")
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    token_bytes = TokenBytes(tokenizer)
+    found = [token_bytes(i) for i in ids]
+    assert b"".join(found) == text.encode()
+    assert any(b"\xf0" in part and len(part) < 4 for part in found)
+    assert token_bytes(tokenizer.eos_token_id) == b"<eos>"
+
+
+def test_tokens_of_whole_characters_have_the_bytes_of_their_text(model32):
+    tokenizer = model32.load_tokenizer()
+    token_bytes = TokenBytes(tokenizer)
+    assert [token_bytes(i) for i in tokenizer("1+2=", add_special_tokens=False).input_ids] == [b"1", b"+", b"2", b"="]
+
+
+def responses_body(**fields):
+    return "/v1/responses", {"model": "policy", "input": "1", **fields}
+
+
+def messages_body(**fields):
+    return "/v1/messages", {"messages": [{"role": "user", "content": "1"}], "max_tokens": 5, **fields}
+
+
+IMAGE = {"type": "image", "source": {"type": "url", "url": "x"}}
+REFUSED = {
+    "input of a number": (responses_body(input=3), "messages"), "no input": (responses_body(input=[]), "messages"),
+    "image": (responses_body(input=[{"role": "user", "content": [{"type": "input_image"}]}]), "messages"),
+    "part": (responses_body(input=[{"role": "user", "content": ["x"]}]), "another type"),
+    "reasoning": (responses_body(input=[{"type": "reasoning", "summary": []}]), "input has .*reasoning"),
+    "reference": (responses_body(input=[{"type": "item_reference", "id": "x"}]), "input has .*item_reference"),
+    "previous": (responses_body(previous_response_id="resp_x"), "previous_response_id has 'resp_x'"),
+    "web search": (responses_body(tools=[{"type": "web_search"}]), "tools has .*web_search"),
+    "required": (responses_body(tool_choice="required"), "tool_choice"),
+    "named": (responses_body(tool_choice={"type": "function", "name": "two"}), "tool_choice"),
+    "effort": (responses_body(reasoning={"effort": "low"}), "reasoning"), "n": (responses_body(n=2), "n is 2"),
+    "format": (responses_body(text={"format": {"type": "json_object"}}), "text"),
+    "background": (responses_body(background=True), "background"), "sampling": (responses_body(top_p=0.5), "top_p"),
+    "chat messages": (responses_body(messages=[]), "messages"),
+    "tokens": (responses_body(max_output_tokens=0), "tokens"),
+    "any": (messages_body(tool_choice={"type": "any"}), "tool_choice has"),
+    "tool": (messages_body(tool_choice={"type": "tool", "name": "two"}), "tool_choice has"),
+    "parallel": (messages_body(tool_choice={"type": "auto", "disable_parallel_tool_use": True}), "tool_choice has"),
+    "top_k": (messages_body(top_k=5), "top_k"), "temperature": (messages_body(temperature=0.1), "temperature"),
+    "thinking": (messages_body(thinking={"type": "enabled", "budget_tokens": 1024}), "thinking"),
+    "an image": (messages_body(messages=[{"role": "user", "content": [IMAGE]}]), "messages has .*image"),
+    "prefill": (messages_body(messages=[{"role": "assistant", "content": "It"}]), "begins its turns itself"),
+    "role": (messages_body(messages=[{"role": "system", "content": "It"}]), "messages has"),
+    "no messages": (messages_body(messages=[]), "messages"), "a number": (messages_body(messages=3), "another type"),
+    "server tool": (messages_body(tools=[{"type": "bash_20250124", "name": "bash"}]), "tools has .*bash"),
+    "schema": (messages_body(tools=[{"name": "f", "input_schema": 3}]), "tools"),
+    "stop": (messages_body(stop_sequences=[""]), "stop"), "many": (messages_body(stop_sequences=["x"] * 99), "stop"),
+    "mcp": (messages_body(mcp_servers=[{}]), "mcp_servers"), "no JSON": (("/v1/messages", None), "not JSON"),
+    "long": (messages_body(system="1" * 5000), "a conversation has at most"),
+}  # fmt: skip
+
+
+def test_what_cannot_be_exact_is_refused_by_name_in_the_error_form_of_its_api():
+    with dictated(tiny(512)[1], []) as (server, *_):
+        connection = http.client.HTTPConnection(*server.server_address[:2], timeout=30)
+        for name, ((path, body), told) in REFUSED.items():
+            connection.request("POST", path, b"{" if body is None else json.dumps(body))
+            reply = connection.getresponse()
+            answer = json.loads(reply.read())
+            assert reply.status == 400, name
+            is_messages = path == "/v1/messages"
+            assert answer.get("type") == ("error" if is_messages else None), name
+            assert {*answer["error"]} == ({"type", "message"} if is_messages else {"message", "type", "param", "code"})
+            assert answer["error"]["type"] == "invalid_request_error", name
+            assert re.search(told, answer["error"]["message"]), name
+        assert not server.endpoint.recorded
+        for path, kind in (("/v1/messages/count", "not_found_error"), ("/sessions/x/v1/messages", "not_found_error")):
+            connection.request("POST", path, b"{}")
+            reply = connection.getresponse()
+            error = json.loads(reply.read())["error"]
+            assert (reply.status, error["type"]) == (
+                404,
+                kind if path.endswith("messages") else "invalid_request_error",
+            )
+        connection.close()

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from unittest.mock import patch
 
 BUCKET = "verl-tests"
 CREDENTIALS = {
@@ -34,8 +35,6 @@ def s3_server() -> Iterator[str]:
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.WARNING)  # else a failing test tells of requests and little else
-    before = {name: os.environ.get(name) for name in CREDENTIALS}
-    os.environ |= CREDENTIALS
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     put, one_at_a_time = S3Response.put_object, threading.Lock()
 
@@ -43,20 +42,17 @@ def s3_server() -> Iterator[str]:
         with one_at_a_time:
             return put(response)
 
-    S3Response.put_object = put_object
-    server.start()
-    host, port = server.get_host_and_port()
-    try:
-        asked = http.client.HTTPConnection(host, port, timeout=30)
-        asked.request("PUT", f"/{BUCKET}")
-        assert asked.getresponse().status == 200
-        asked.close()
-        yield f"http://{host}:{port}"
-    finally:
-        server.stop()
-        S3Response.put_object = put
-        for name, value in before.items():
-            os.environ.pop(name, None) if value is None else os.environ.__setitem__(name, value)
+    with patch.dict(os.environ, CREDENTIALS), patch.object(S3Response, "put_object", put_object):
+        server.start()
+        host, port = server.get_host_and_port()
+        try:
+            asked = http.client.HTTPConnection(host, port, timeout=30)
+            asked.request("PUT", f"/{BUCKET}")
+            assert asked.getresponse().status == 200
+            asked.close()
+            yield f"http://{host}:{port}"
+        finally:
+            server.stop()
 
 
 @dataclass

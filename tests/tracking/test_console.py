@@ -139,20 +139,6 @@ def test_a_run_ends_with_before_and_after_its_directory_and_the_next_command(tmp
     ]
 
 
-def test_the_last_lines_name_the_page_and_the_last_checkpoint(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path.parent)
-    (tmp_path / "report.html").touch()
-    last = tmp_path.parent / "checkpoints/global_step_9"
-    lines = ended(tmp_path, checkpoints=["global_step_9"], last_checkpoint=str(last))
-    assert lines[2:6] == [
-        f"  results in {tmp_path.name}",
-        f"  page {tmp_path.name}/report.html",
-        "  last checkpoint checkpoints/global_step_9",
-        "  next:",
-    ]
-    assert lines[6] == f"    verl report {tmp_path.name}"
-
-
 def test_a_run_that_is_not_over_ends_with_the_command_that_goes_on(tmp_path):
     command = ("python", "main_ppo.py", "resume=latest", "trainer.stop_after=4", "actor.model.path=a b")
     stopped = ended(tmp_path, command, status="stopped", steps=4, checkpoints=["global_step_4"])

@@ -75,17 +75,3 @@ def test_a_set_up_within_another_replaces_it_until_undone(tmp_path, screen):
     assert "within" in (tmp_path / "inner" / "run.log").read_text()
     assert (tmp_path / "outer" / "run.log").read_text().endswith("again outside\n")
     assert "within" not in (tmp_path / "outer" / "run.log").read_text()
-
-
-def test_a_handler_of_the_user_stays(tmp_path, screen):
-    logger, stream = logging.getLogger("verl"), io.StringIO()
-    mine = logging.StreamHandler(stream)
-    logger.addHandler(mine)
-    try:
-        undo = setup_logging(None)
-        logging.getLogger("verl.x").info("hello")
-        undo()
-        assert mine in logger.handlers
-        assert stream.getvalue() == "hello\n"
-    finally:
-        logger.removeHandler(mine)

@@ -37,29 +37,9 @@ class Recording(Tracker):
     def start(self, run_name, config, run_dir, total_steps):
         self._note("start", config)
 
-    def stage(self, name, seconds, note):
-        self._note("stage", name, seconds, note)
 
-    def log(self, metrics, step):
-        self._note("log", metrics, step)
-
-    def evaluation(self, metrics, step):
-        self._note("evaluation", metrics, step)
-
-    def samples(self, rows, step, name):
-        self._note("samples", rows, step, name)
-
-    def evaluated_rows(self, rows, step):
-        self._note("evaluated_rows", rows, step)
-
-    def token_rows(self, rows, step):
-        self._note("token_rows", rows, step)
-
-    def message(self, text):
-        self._note("message", text)
-
-    def close(self, status):
-        self._note("close", status)
+for method in ("stage", "log", "evaluation", "samples", "evaluated_rows", "token_rows", "message", "close"):
+    setattr(Recording, method, lambda self, *given, method=method: self._note(method, *given))
 
 
 def started(run_dir: Path, **trackers: Tracker) -> TrackerSet:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 
 import pytest
 
@@ -78,19 +77,6 @@ def test_outside_of_the_loop_a_termination_unwinds_what_was_opened():
         end()
     assert closed == ["file"]
     assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_in_another_thread_no_signal_is_taken_and_nothing_fails():
-    found = []
-
-    def listen() -> None:
-        with orderly_termination(), StopRequest().listening() as request:
-            found.append(bool(request))
-
-    thread = threading.Thread(target=listen)
-    thread.start()
-    thread.join()
-    assert found == [False]
 
 
 def test_a_second_signal_within_the_handler_of_the_first_ends_at_once(monkeypatch):

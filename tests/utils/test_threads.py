@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from verl.utils.threads import best, choose_threads, counts, measured
+from verl.utils.threads import best, choose_threads, counts
 
 
 @pytest.fixture
@@ -26,14 +26,6 @@ def test_all_threads_are_taken_unless_fewer_are_clearly_faster() -> None:
     assert best({2: 1.0, 1: 0.3}) == 1
     assert counts(2) == [2, 1]
     assert counts(16) == [16, 8, 1]
-
-
-@pytest.mark.parametrize("autocast", [None, "bfloat16"])
-def test_a_measurement_has_seconds_of_each_number_and_leaves_the_threads(threads: int, autocast: str | None) -> None:
-    found = measured(64, autocast)
-    assert [*found] == [4, 2, 1]
-    assert min(found.values()) > 0
-    assert torch.get_num_threads() == threads
 
 
 def test_a_resumed_run_has_the_threads_of_its_checkpoint_and_a_variable_counts_as_a_choice(

@@ -19,6 +19,7 @@ from verl.cli.report.watch import report, watch
 from verl.cli.resume_check import resume_check
 from verl.cli.runs import diff, lineage, runs
 from verl.cli.samples import samples
+from verl.cli.serve_training import serve_training
 from verl.compose.schema import ROOTS
 from verl.errors import ConfigError
 from verl.model_paths.families import family_table, summaries
@@ -81,6 +82,7 @@ app.command()(diff)
 app.command("eval")(evaluate)
 app.command()(generate)
 app.command("serve-policy")(serve_policy)
+app.command("serve-training")(serve_training)
 app.command()(plan)
 app.command()(samples)
 app.command()(report)

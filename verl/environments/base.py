@@ -187,7 +187,7 @@ class EnvironmentDescription(Description):
             the episode (and its whole group if fewer than two are left); `drop_group` drops all episodes of the prompt;
             `stop` ends the run. Dropping favours episodes that make few calls.
         history: what the model reads before a turn. `append`: the previous token ids followed by new ones, so that an
-            episode is one sample. `rerender`: the conversation as rendered anew by the chat template, so that each turn
+            episode is one sample. `rerender`: the conversation rendered again by the chat template, so that each turn
             is a separate sample; for templates that rewrite earlier turns (Qwen3 removes their thinking).
         tool_format: format of tool calls, see `verl.environments.tool_calls.parse`. `auto` is the one that parses what
             the chat template renders, or `plain`, a line `name(arguments)`, if the template does not support tools.
@@ -236,7 +236,7 @@ class EnvironmentDescription(Description):
         return None
 
     def prompts(self, count: int) -> Sequence[Sequence[Mapping[str, Any]]]:
-        """Initial chat messages of its first tasks, at most this many; empty if it has no prompts of its own."""
+        """Initial chat messages of its first tasks, at most this many; empty if it has no prompts."""
         return ()
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
@@ -260,7 +260,7 @@ def environment_faults(run: Any) -> Iterator[str]:
             if column not in columns:
                 yield f"{prefix}: the {where} have no column {column!r}. Their columns: {', '.join(sorted(columns))}."
     if "turns" not in run.rollout.supports:
-        yield f"{prefix}: {type(run.rollout).__name__} draws no turns of episodes. Set rollout=hf."
+        yield f"{prefix}: {type(run.rollout).__name__} generates no turns of episodes. Set rollout=hf."
     if getattr(run.rollout, "protocol", "openai") != "openai" or getattr(run.rollout, "log_probs", "") == "trainer":
         yield f"{prefix}: turns of episodes need the ids and log-probs of the server. Set rollout.protocol=openai."
     if run.replay is not None or run.algorithm.replay_fraction:

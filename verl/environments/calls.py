@@ -148,6 +148,7 @@ class CallRunner:
 
     Attributes:
         on_result: called in another thread when a result is available.
+        num_pending: number of calls whose results were not taken yet.
     """
 
     def __init__(self, factory: EnvironmentFactory, options: EnvironmentDescription):
@@ -156,7 +157,7 @@ class CallRunner:
         self.results: queue.SimpleQueue[CallResult] = queue.SimpleQueue()
         self._loop = EventLoopThread("environments")
         self._slots: asyncio.Semaphore | None = None
-        self._play = self._pending = 0
+        self._play = self.num_pending = 0
         self._waiting: list[Coroutine[Any, Any, None]] = []  # not submitted yet
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps only weak references
         start = self._loop.begin(self._start())
@@ -166,15 +167,10 @@ class CallRunner:
             self.close()
             raise RolloutError(f"environment: it did not start: {error or type(error).__name__}") from error
 
-    @property
-    def num_pending(self) -> int:
-        """Number of calls whose results were not taken yet."""
-        return self._pending
-
     def begin_play(self) -> None:
         """Start new episodes with the same numbers: results of earlier calls are dropped."""
         self._play += 1
-        self._pending = 0
+        self.num_pending = 0
 
     async def _start(self) -> None:
         self._slots = asyncio.Semaphore(self.options.max_concurrent)
@@ -215,11 +211,11 @@ class CallRunner:
             while True:
                 results.append(self.results.get_nowait())
         results = [result for result in results if result.play == self._play]
-        self._pending -= len(results)
+        self.num_pending -= len(results)
         return results
 
     def _begin(self, call: _Call) -> None:
-        self._pending += 1
+        self.num_pending += 1
         if getattr(call.environment, "answers_at_once", False):
             call.begin = time.monotonic()
             try:
@@ -280,7 +276,7 @@ class CallRunner:
     def stuck_error(self) -> RolloutError:
         """The error for results that are missing after all deadlines."""
         return RolloutError(
-            f"environment: {self._pending} calls have not come back within their deadlines "
+            f"environment: {self.num_pending} calls have not come back within their deadlines "
             f"(environment.step_timeout_s {self.options.step_timeout_s:g}): code of the environment blocks the "
             "event loop. Make its methods coroutines that await, or run it in separate processes "
             "(environment.processes)."

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from verl.environments.base import CallRecord, EnvironmentDescription, EnvironmentFactory, Fault, Observation
-from verl.environments.journal import JournalEntry, PrefixHash
+from verl.environments.journal import JournalEntry, PrefixHash, plain
 from verl.errors import RolloutError
 from verl.ops.sampling import EVALUATION
 from verl.protocol import DataProto
@@ -73,9 +73,9 @@ class Episode:
         number: its number in this call of the engine.
         sample_key: sample index for the sampling noise; changes after a refill.
         context: token ids before the next turn, including the prompt; only extended, unless the template renders the
-            conversation anew before each turn.
+            conversation again before each turn.
         end: how it ended; empty while it runs.
-        answers: messages of model and environment so far, if the template renders the conversation anew.
+        answers: messages of model and environment so far, if the template renders the conversation before each turn.
         tries: restarts that count as one of `environment.retries`.
         crashes: how often its call ended, or may have ended, a process.
         is_alone: it runs in its own process.
@@ -166,8 +166,7 @@ class Episode:
         self.environment = factory.make_alone() if self.is_alone else factory.make()
         self.context, self.turns, self.opening = list(self.prompt), [], 0
         self.calls, self.answers, self.begun_s, self.needs_replay_of_actions = [], [], time.monotonic(), False
-        self.prefix = None
-        self.attempt += 1
+        self.prefix, self.attempt = None, self.attempt + 1
 
     def is_restarted(self, why: str, fault: Fault, options: EnvironmentDescription, request: GenerationRequest) -> bool:
         """Record a failure that the model did not cause; it never becomes a reward.
@@ -388,9 +387,7 @@ def episode_record(episode: Episode) -> dict[str, Any]:
                 "tokens": len(turn.tokens),
                 "is_complete": turn.is_complete,
                 "reward": turn.reward,
-                "observation": turn.observation
-                if isinstance(turn.observation, (str, type(None)))
-                else [dict(m) for m in turn.observation],
+                "observation": plain(turn.observation),
                 "observed": turn.observed,
                 "parse_errors": turn.parse_errors,
                 "calls": [dict(vars(call)) for call in turn.calls],

@@ -249,10 +249,9 @@ class EpisodeLoop:
 
     def ask_reset(self, episode: Episode) -> None:
         """Reset its environment, or take the answer from the journal."""
-        call_id = self.call_id(episode, "reset")
-        if self._is_known(episode, "reset"):
-            return
-        self.calls.reset(episode.number, episode.attempt, call_id, episode.environment, episode.row, episode.seed)
+        if not self._is_known(episode, "reset"):
+            call_id = self.call_id(episode, "reset")
+            self.calls.reset(episode.number, episode.attempt, call_id, episode.environment, episode.row, episode.seed)
 
     def call_id(self, episode: Episode, what: str) -> str:
         """The id of a call of the current attempt; see `Action`."""
@@ -316,9 +315,7 @@ class EpisodeLoop:
             is_chat = episode.row.get("prompt_messages") is not None
             last = episode.turns[-1].tokens[-1] if episode.turns else None
             return episode.context + self.engine.encoder.encode(observation, is_chat=is_chat, last=last)
-        written = None
-        if episode.turns:
-            written = self.engine.renderer.text_of(episode.turns[-1].tokens)
+        written = self.engine.renderer.text_of(episode.turns[-1].tokens) if episode.turns else None
         episode.answers.append((written, observation))
         return self.engine.renderer.tokens(episode.row, episode.answers)
 
@@ -361,9 +358,8 @@ class EpisodeLoop:
         """Send the last turn to its environment, or take the answer from the journal."""
         action = self.action(episode, len(episode.turns) - 1)
         episode.turns[-1].parse_errors = sum(not hasattr(call, "name") for call in action.calls)
-        if self._is_known(episode, "step"):
-            return
-        self.calls.step(episode.number, episode.attempt, action.call_id, episode.environment, action)
+        if not self._is_known(episode, "step"):
+            self.calls.step(episode.number, episode.attempt, action.call_id, episode.environment, action)
 
     def action(self, episode: Episode, index: int) -> Action:
         """A turn in the form that the environment receives."""
@@ -407,8 +403,8 @@ class EpisodeLoop:
     def _key(self, journal: EpisodeJournal, episode: Episode, what: str, attempt: int) -> str:
         prefix, request = episode.prefix, self.request
         if prefix is None or self.engine.renderer is not None:  # the template may have changed earlier tokens
-            address = request.stream, request.step, episode.prompt_id, episode.sample_key
-            prefix = episode.prefix = journal.prefix(*address)
+            prefix = journal.prefix(request.stream, request.step, episode.prompt_id, episode.sample_key)
+            episode.prefix = prefix
         if prefix.num_tokens < len(episode.context):
             prefix.append(episode.context[prefix.num_tokens :])
         return prefix.key(attempt, len(episode.turns), what)
@@ -431,29 +427,33 @@ class EpisodeLoop:
 
     def _is_known(self, episode: Episode, what: str) -> bool:
         """Answer the next call of an episode from the journal, if possible. If the call must be repeated, the journal's
-        answer is kept for comparison."""
+        answer is kept for comparison. An episode is restarted if its environment missed actions answered so."""
         episode.known, journal = None, self.journal
         if journal is None:
             return False
         recovery = getattr(episode.environment, "recovery", "restart")
         episode.key = self._key(journal, episode, what, episode.attempt if recovery == "restart" else 0)
-        if not journal.is_resumed:
+        if not journal.answers:  # no earlier process recorded this step
             return False
         key = episode.key if recovery == "restart" else self._key(journal, episode, what, episode.attempt)
         if what == "reset" and recovery == "restart":
             group = [other for other in self.episodes.values() if other.group == episode.group]
-            episode.reads_journal &= all(journal.has_ended(self._end_key(journal, other)) for other in group)
-            episode.restarted |= not episode.reads_journal and journal.answer(key) is not None
+            episode.reads_journal &= all(self._end_key(journal, other) in journal.ends for other in group)
+            episode.restarted |= not episode.reads_journal and key in journal.answers
         if not episode.reads_journal:
             return False
-        failure, entry = journal.answer(key), journal.answer(episode.key)
+        failure, entry = journal.answers.get(key), journal.answers.get(episode.key)
         if failure is not None and failure.is_failure:
             entry = failure
         is_made_again = recovery == "deterministic" or (recovery == "stateless" and what == "reset")
         if entry is None:
-            if needs_replay_of_actions := episode.needs_replay_of_actions:
-                self._begin_again(journal, episode)
-            return needs_replay_of_actions
+            if not episode.needs_replay_of_actions:
+                return False
+            self.turns.forget(episode.number)
+            self.calls.end(episode.environment)
+            episode.restarted, episode.reads_journal = True, False
+            self.start(episode)
+            return True
         if entry.record.outcome == "ok" and is_made_again and not entry.is_failure:
             episode.known = entry
             return False
@@ -461,16 +461,6 @@ class EpisodeLoop:
         episode.needs_replay_of_actions = recovery == "restart"
         self.known.append(CallResult(episode.number, episode.attempt, entry.record, entry.value))
         return True
-
-    def _begin_again(self, journal: EpisodeJournal, episode: Episode) -> None:
-        """Restart an episode whose environment must answer next but missed actions answered from the journal."""
-        self.turns.forget(episode.number)
-        self.calls.end(episode.environment)
-        episode.restarted, episode.reads_journal = True, False
-        episode.begin(self.calls.factory)
-        episode.key = self._key(journal, episode, "reset", episode.attempt)
-        call_id = self.call_id(episode, "reset")
-        self.calls.reset(episode.number, episode.attempt, call_id, episode.environment, episode.row, episode.seed)
 
     def write_answer(self, journal: EpisodeJournal, result: CallResult) -> None:
         """Record an environment's answer, and compare it with the recorded one of an earlier run."""

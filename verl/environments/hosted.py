@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -53,11 +54,13 @@ class _PackageEnvironment(HostedDescription):
     """Base of environments from a package.
 
     Attributes:
-        names: the field that names one of the package's environments.
+        names: the field that names one of the package's environments, and argument of the adapter.
+        adapter: class in `hosts/PACKAGE_adapter.py`.
     """
 
     package: ClassVar[str] = ""
     names: ClassVar[str] = "env_id"
+    adapter: ClassVar[str] = ""
 
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
@@ -72,9 +75,9 @@ class _PackageEnvironment(HostedDescription):
     def preflight(self, context: BuildContext) -> Iterator[str]:
         yield from self.start_faults(f"{self.names} is {getattr(self, self.names)!r}", **{"try": "reset"})
 
-    def _options(self, adapter: str, **arguments: Any) -> dict[str, Any]:
-        path = f"{PROGRAMS / self.package}_adapter.py:{adapter}"
-        return {"kind": "class", "path": path, "arguments": {**arguments, **self.arguments}}
+    def host_options(self) -> dict[str, Any]:
+        path = f"{PROGRAMS / self.package}_adapter.py:{self.adapter}"
+        return {"kind": "class", "path": path, "arguments": {self.names: getattr(self, self.names), **self.arguments}}
 
 
 @component
@@ -88,11 +91,9 @@ class GymnasiumEnvironment(_PackageEnvironment):
 
     example_values: ClassVar[Mapping[str, str]] = {"env_id": "FrozenLake-v1"}
     package: ClassVar[str] = "gymnasium"
+    adapter: ClassVar[str] = "Text"
 
     env_id: str
-
-    def host_options(self) -> dict[str, Any]:
-        return self._options("Text", env_id=self.env_id)
 
 
 @component
@@ -106,11 +107,9 @@ class TextArenaEnvironment(_PackageEnvironment):
 
     example_values: ClassVar[Mapping[str, str]] = {"env_id": "GuessTheNumber-v0"}
     package: ClassVar[str] = "textarena"
+    adapter: ClassVar[str] = "Game"
 
     env_id: str
-
-    def host_options(self) -> dict[str, Any]:
-        return self._options("Game", env_id=self.env_id)
 
 
 @component
@@ -125,11 +124,9 @@ class ReasoningGymEnvironment(_PackageEnvironment):
     example_values: ClassVar[Mapping[str, str]] = {"task": "leg_counting"}
     package: ClassVar[str] = "reasoning_gym"
     names: ClassVar[str] = "task"
+    adapter: ClassVar[str] = "ReasoningTask"
 
     task: str
-
-    def host_options(self) -> dict[str, Any]:
-        return self._options("ReasoningTask", task=self.task)
 
 
 class _VerifiersPool(HostPool):
@@ -152,6 +149,7 @@ class VerifiersEnvironment(_PackageEnvironment):
     example_values: ClassVar[Mapping[str, str]] = {"taskset": "my_taskset, the name of an installed module"}
     package: ClassVar[str] = "verifiers"
     names: ClassVar[str] = "taskset"
+    adapter: ClassVar[str] = "VerifiersTask"
     FIRST: ClassVar[int] = 1024  # prompts requested together with the tools
 
     taskset: str
@@ -162,8 +160,7 @@ class VerifiersEnvironment(_PackageEnvironment):
         taskset = {"id": self.taskset, **self.arguments.get("taskset", {})}
         config = {**self.arguments, "taskset": taskset, "agent": agent}
         paths = [str(Path(path).resolve()) for path in self.paths]
-        path = f"{PROGRAMS / self.package}_adapter.py:VerifiersTask"
-        return {"kind": "class", "path": path, "arguments": {"config": config, "paths": paths}, "describe": 0}
+        return {**super().host_options(), "arguments": {"config": config, "paths": paths}, "describe": 0}
 
     def preflight(self, context: BuildContext) -> Iterator[str]:
         yield from ()  # `tool_schemas` asks for a task
@@ -190,54 +187,43 @@ _described: dict[tuple[str, str | None, int], Any] = {}
 
 
 class _ToolPool(HostPool):
-    def __init__(self, options: PythonTools):
-        super().__init__(options)
-        self.suffix, self.tools = options.suffix, dict[str, Tool]()
+    options: PythonTools
 
     async def start(self) -> None:
         await super().start()
-        self.tools = self.tools_of(None)
-        self.tool_parameters = {name: tool.parameters for name, tool in self.tools.items()}
-
-    def tools_of(self, own_host: Callable[[], Host] | None) -> dict[str, Tool]:
-        """The tools by name.
-
-        Args:
-            own_host: the process for their calls; None for any.
-        """
-
-        def caller(name: str) -> Any:
-            async def call(**arguments: Any) -> Any:
-                host, limit_s = own_host() if own_host else await self.host(), self.options.step_timeout_s
-                try:
-                    return await host.request("call", limit_s=limit_s, name=name, arguments=arguments)
-                finally:
-                    if own_host is None:
-                        await self.release(host)
-
-            return call
-
-        tools = (Tool(**schema, function=caller(schema["name"]), keeps_deadline=True) for schema in self.described)
-        return {tool.name: tool for tool in tools}
+        self.tool_parameters = {tool["name"]: tool["parameters"] for tool in self.described}
 
     def make(self) -> ToolEnvironment:
-        return ToolEnvironment(self.tools, self.options.step_timeout_s, self.suffix, self.recovery)
+        return _HostedTools(self, is_alone=False)
 
     def make_alone(self) -> ToolEnvironment:
-        return _ToolsAlone(self)
+        return _HostedTools(self, is_alone=True)
 
 
-class _ToolsAlone(ToolEnvironment):
-    """An episode whose tools run in its own process."""
+class _HostedTools(ToolEnvironment):
+    """An episode whose tools run in any process of the pool, or in its own process."""
 
     host: Host
 
-    def __init__(self, pool: _ToolPool):
-        super().__init__(pool.tools_of(lambda: self.host), pool.options.step_timeout_s, pool.suffix, pool.recovery)
-        self.pool = pool
+    def __init__(self, pool: _ToolPool, is_alone: bool):
+        tools = {
+            tool["name"]: Tool(**tool, function=functools.partial(self._request, tool["name"]), keeps_deadline=True)
+            for tool in pool.described
+        }
+        super().__init__(tools, pool.options.step_timeout_s, pool.options.suffix, pool.recovery)
+        self.pool, self.is_alone = pool, is_alone
 
     async def acquire_process(self) -> None:
-        self.host = await self.pool.own_host()
+        if self.is_alone:
+            self.host = await self.pool.own_host()
+
+    async def _request(self, name: str, /, **arguments: Any) -> Any:
+        host = self.host if self.is_alone else await self.pool.host()
+        try:
+            return await host.request("call", limit_s=self.timeout_s, name=name, arguments=arguments)
+        finally:
+            if not self.is_alone:
+                await self.pool.release(host)
 
     async def close(self) -> None:
         if (host := vars(self).pop("host", None)) is not None:

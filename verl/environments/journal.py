@@ -14,7 +14,7 @@ The values of an environment's `recovery`:
 
     stateless      answers depend only on the action: answers in the journal are reused
     deterministic  actions are executed again, and every answer must equal the one in the journal
-    restart        neither: groups whose episodes had all ended are reused, all others start anew
+    restart        neither: groups whose episodes had all ended are reused, all others are restarted
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from verl.environments.base import CallRecord, Observation, StepResult
-from verl.errors import RolloutError
+from verl.errors import RolloutError, end_cut
 from verl.utils.external_input import open_regular
 
 log = logging.getLogger(__name__)
@@ -89,6 +89,8 @@ class EpisodeJournal:
     Args:
         directory: next to the checkpoints; shared by all processes of a run and all runs that resume it.
         identity: digest of the environment's settings; answers under other settings are not found.
+    Attributes:
+        answers, ends: records of earlier processes for this step, by key.
     """
 
     def __init__(self, directory: Path, identity: str, rank: int):
@@ -96,9 +98,9 @@ class EpisodeJournal:
         self._step: int | None = None
         self._file: Any = None
         self.unwritten: list[Mapping[str, Any]] = []  # not written yet
-        self._answers: dict[str, JournalEntry] = {}
+        self.answers: dict[str, JournalEntry] = {}
         self._turns: dict[str, list[int]] = {}
-        self._ends: set[str] = set()
+        self.ends: set[str] = set()
 
     def open(self, step: int) -> None:
         """Start a step and read the records that earlier processes wrote for it."""
@@ -106,7 +108,7 @@ class EpisodeJournal:
             return
         self.close()
         self._step = step
-        self._answers, self._turns, self._ends = {}, {}, set()
+        self.answers, self._turns, self.ends = {}, {}, set()
         files = _files_of(self.directory, step)
         for _, path in files:
             self._load(path)
@@ -115,11 +117,6 @@ class EpisodeJournal:
         self.directory.mkdir(parents=True, exist_ok=True)
         name = f"step-{step:08d}.{life}.rank-{self._rank}.{secrets.token_hex(4)}.jsonl"
         self._file = open(self.directory / name, "wb", buffering=0)  # noqa: SIM115
-
-    @property
-    def is_resumed(self) -> bool:
-        """Whether earlier processes recorded answers of this step."""
-        return bool(self._answers)
 
     def close(self) -> None:
         if self._file is not None:
@@ -132,12 +129,6 @@ class EpisodeJournal:
         """The hash of an episode that has no tokens yet, for `PrefixHash.key`."""
         return PrefixHash(hashlib.blake2b(self._identity + repr(parts_of_key).encode(), digest_size=16))
 
-    def answer(self, key: str) -> JournalEntry | None:
-        return self._answers.get(key)
-
-    def has_ended(self, key: str) -> bool:
-        return key in self._ends
-
     def write_turn(self, key: str, tokens: Sequence[int]) -> bool:
         """Record a turn of the model; returns whether the journal already has other tokens for it."""
         known = self._turns.get(key)
@@ -146,13 +137,13 @@ class EpisodeJournal:
         return known is not None and known != list(tokens)
 
     def write_answer(self, key: str, entry: JournalEntry) -> None:
-        value: Any = entry.value
+        value, record = entry.value, [*vars(entry.record).values()]
         if isinstance(value, StepResult):
-            calls = [_fields(call) for call in value.calls]
-            step = [_plain(value.observation), value.reward, bool(value.terminated), bool(value.truncated), calls]
-            self.unwritten.append({"answer": key, "record": _fields(entry.record), "step": step})
+            calls = [[*vars(call).values()] for call in value.calls]
+            step = [plain(value.observation), value.reward, bool(value.terminated), bool(value.truncated), calls]
+            self.unwritten.append({"answer": key, "record": record, "step": step})
         else:
-            self.unwritten.append({"answer": key, "record": _fields(entry.record), "reset": _plain(value)})
+            self.unwritten.append({"answer": key, "record": record, "reset": plain(value)})
 
     def write_end(self, key: str) -> None:
         self.unwritten.append({"end": key})
@@ -179,14 +170,14 @@ class EpisodeJournal:
             if "turn" in record:
                 self._turns[record["turn"]] = record["tokens"]
             elif "answer" in record:
-                self._answers[record["answer"]] = _entry(record)
+                self.answers[record["answer"]] = _entry(record)
             elif "end" in record:
-                self._ends.add(record["end"])
+                self.ends.add(record["end"])
             else:
                 self._forget_failures()
 
     def _forget_failures(self) -> None:
-        self._answers = {key: entry for key, entry in self._answers.items() if not entry.is_failure}
+        self.answers = {key: entry for key, entry in self.answers.items() if not entry.is_failure}
 
     def _prune(self, step: int) -> None:
         """Remove the steps before the newest checkpoint, which no resume can need."""
@@ -224,10 +215,10 @@ def refuse_other_answer(known: JournalEntry, found: JournalEntry, where: str) ->
     """
     before, now = _comparable(known), _comparable(found)
     if before != now:
+        shown = [end_cut(json.dumps(value, ensure_ascii=False, default=str), SHOWN) for value in (before, now)]
         raise RolloutError(
-            f"environment: {where} answers {_shown(now)}, and before the run was interrupted it answered "
-            f"{_shown(before)}. Its recovery is deterministic, and its state cannot be brought back. "
-            "Fix it, or set recovery = 'restart'."
+            f"environment: {where} answers {shown[1]}, and before the run was interrupted it answered {shown[0]}. Its "
+            "recovery is deterministic, and its state cannot be brought back. Fix it, or set recovery = 'restart'."
         )
 
 
@@ -235,19 +226,15 @@ def _comparable(entry: JournalEntry) -> Any:
     value = entry.value
     if isinstance(value, StepResult):
         calls = [(call.name, call.outcome, call.error) for call in value.calls]
-        return [_plain(value.observation), float(value.reward), value.terminated, value.truncated, calls]
-    return _plain(value)
+        return [plain(value.observation), float(value.reward), value.terminated, value.truncated, calls]
+    return plain(value)
 
 
-def _plain(observation: Observation) -> Any:
+def plain(observation: Observation) -> Any:
+    """An observation in JSON values."""
     if observation is None or isinstance(observation, str):
         return observation
     return [dict(message) for message in observation]
-
-
-def _shown(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= SHOWN else text[: SHOWN - 4] + " ..."
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
@@ -266,7 +253,3 @@ def _entry(record: Mapping[str, Any]) -> JournalEntry:
         observation, reward, terminated, truncated, calls = record["step"]
         value = StepResult(observation, reward, terminated, truncated, calls=tuple(CallRecord(*x) for x in calls))
     return JournalEntry(CallRecord(*record["record"]), value)
-
-
-def _fields(record: CallRecord) -> list[Any]:
-    return [record.call_id, record.name, record.outcome, record.seconds, record.error, record.fault]

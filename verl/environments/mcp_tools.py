@@ -1,14 +1,15 @@
 """`environment=mcp`: the tools of an MCP server, over stdio or streamable HTTP, by the package `mcp`.
 
-All episodes of a process share one session. Where it is lost (the server was started again, its program has ended), the
-call that finds out fails as `infra`, and the episode that begins anew meets a new session. A call that the server
-refuses because it does not know the session is made again in a new one, since it was not carried out.
+All episodes of a process share one session. If the session is lost (the server restarted or exited), the call that
+notices it fails as `infra`, and the next call opens a new session. A call rejected because the server does not know the
+session was not executed, so it is repeated in a new session.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -24,83 +25,72 @@ log = logging.getLogger(__name__)
 
 
 INVALID_PARAMS = -32602  # JSON-RPC: the arguments are the caller's fault
-SESSION_ENDED = ("Session terminated", "Session not found")  # of status 404: the server does not know the session
+SESSION_ENDED = ("Session terminated", "Session not found")  # status 404: the server does not know the session
 CLOSE_S = 5.0
 
 
 class _McpConnection:
-    """One session with the server. It lives in a task of its own, as the package wants it.
+    """One session with the server, in a separate task: the contexts of the package must be left by the task that
+    entered them.
 
     Attributes:
         tools: as the server lists them.
+        is_open: new calls may use it.
     """
 
     def __init__(self, options: MCPTools):
         self.options = options
-        self.session: Any = None
         self.tools: list[Any] = []
-        self._task: asyncio.Task[None] | None = None
+        self.is_open = False
+        self._session: Any = None
+        self._num_calls = 0
+        self._ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._end = asyncio.Event()
-        self._num_calls, self._is_retired = 0, False
+        self.task = asyncio.create_task(self._serve())
 
-    @property
-    def is_open(self) -> bool:
-        return self.session is not None and not self._is_retired
-
-    @property
-    def has_ended(self) -> bool:
-        return self._task is None or self._task.done()
+    async def await_open(self, timeout_s: float) -> None:
+        """Raises InfraError: there is no server, or it did not answer in time."""
+        try:
+            await asyncio.wait_for(self._ready, timeout_s)
+        except TimeoutError as error:
+            self.task.cancel()
+            await self.close()
+            raise InfraError(f"{self.options.server} did not answer within {timeout_s:g} s") from error
 
     async def call(self, name: str, arguments: dict[str, Any]) -> Any:
         self._num_calls += 1
         try:
-            return await self.session.call_tool(name, arguments)
+            return await self._session.call_tool(name, arguments)
         finally:
             self._num_calls -= 1
-            self._end_if_idle()
-
-    async def open(self, timeout_s: float) -> None:
-        """Raises InfraError: there is no server, or it did not answer in time."""
-        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._task = asyncio.create_task(self._serve(ready))
-        try:
-            await asyncio.wait_for(ready, timeout_s)
-        except TimeoutError as error:
-            self._task.cancel()  # it waits for the server, not for its end
-            await self.close()
-            raise InfraError(f"{self.options.server} did not answer within {timeout_s:g} s") from error
-
-    async def _serve(self, ready: asyncio.Future[None]) -> None:
-        why: BaseException | None = None
-        try:
-            async with contextlib.AsyncExitStack() as stack:
-                session = await stack.enter_async_context(_opened(self.options, stack))
-                self.tools = list((await session.list_tools()).tools)
-                self.session = session
-                if not ready.done():
-                    ready.set_result(None)
-                await self._end.wait()
-        except BaseException as error:  # noqa: BLE001 - of the server, or of the package
-            why = error
-        finally:
-            self.session = None
-            if not ready.done():
-                ready.set_exception(InfraError(f"{self.options.server}: {_reason(why)}"))
+            if not self.is_open:
+                self.retire()
 
     def retire(self) -> None:
-        """No new call uses it; it ends with the last call that does."""
-        self._is_retired = True
-        self._end_if_idle()
-
-    def _end_if_idle(self) -> None:
-        if self._is_retired and not self._num_calls:
+        """Refuse new calls, and end when the calls in progress have returned."""
+        self.is_open = False
+        if not self._num_calls:
             self._end.set()
 
     async def close(self) -> None:
         self._end.set()
-        if self._task is not None:
-            with contextlib.suppress(Exception, asyncio.CancelledError):
-                await asyncio.wait_for(self._task, CLOSE_S)
+        with contextlib.suppress(Exception, asyncio.CancelledError):
+            await asyncio.wait_for(self.task, CLOSE_S)
+
+    async def _serve(self) -> None:
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                self._session = await stack.enter_async_context(_opened(self.options, stack))
+                self.tools = list((await self._session.list_tools()).tools)
+                self.is_open = True
+                if not self._ready.done():
+                    self._ready.set_result(None)
+                await self._end.wait()
+        except BaseException as error:  # noqa: BLE001 - of the server, or of the package
+            if not self._ready.done():
+                self._ready.set_exception(InfraError(f"{self.options.server}: {_reason(error)}"))
+        finally:
+            self.is_open = False
 
 
 class _Server(ToolFactory):
@@ -108,64 +98,52 @@ class _Server(ToolFactory):
 
     def __init__(self, options: MCPTools):
         super().__init__(options, [], options.recovery)
-        self.connection: _McpConnection | None = None
-        self._old: list[_McpConnection] = []
+        self._connections: list[_McpConnection] = []  # the last one is used
         self._opening = asyncio.Lock()
 
     async def start(self) -> None:
         tools = []
-        for tool in (await self._connected(self.options.reset_timeout_s)).tools:
+        for tool in (await self.connected(self.options.reset_timeout_s)).tools:
             schema = getattr(tool, "inputSchema", None) or getattr(tool, "input_schema", {})
-            tools.append(Tool(tool.name, tool.description or "", schema, self._caller(tool.name)))
+            tools.append(Tool(tool.name, tool.description or "", schema, functools.partial(self._call, tool.name)))
         self.use(tools)
 
-    async def _connected(self, timeout_s: float) -> _McpConnection:
+    async def connected(self, timeout_s: float) -> _McpConnection:
+        """The open connection, or a new one."""
         async with self._opening:
-            if self.connection is not None and self.connection.is_open:
-                return self.connection
-            if self.connection is not None:
-                self._old.append(self.connection)
+            if self._connections and self._connections[-1].is_open:
+                return self._connections[-1]
             connection = _McpConnection(self.options)
-            await connection.open(timeout_s)
-            if self.connection is not None:
+            await connection.await_open(timeout_s)
+            if self._connections:
                 log.warning("%s: the session was lost, and another one was opened.", self.options.server)
-            self._old = [old for old in self._old if not old.has_ended]
-            self.connection = connection
+            self._connections = [*(old for old in self._connections if not old.task.done()), connection]
             return connection
 
-    def _caller(self, name: str) -> Any:
-        async def call(**arguments: Any) -> str:
-            result = await self._called(name, arguments)
-            text = "\n".join(part.text for part in result.content if getattr(part, "type", "") == "text")
-            if getattr(result, "isError", False) or getattr(result, "is_error", False):
-                raise ToolError(text)
-            return text
+    async def _call(self, name: str, /, **arguments: Any) -> str:
+        result = await self._result(name, arguments, is_first=True)
+        text = "\n".join(part.text for part in result.content if getattr(part, "type", "") == "text")
+        if getattr(result, "isError", False) or getattr(result, "is_error", False):
+            raise ToolError(text)
+        return text
 
-        return call
-
-    async def _called(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        # A part of the call's time, so that a server that is gone is not a time-out, which would be the model's.
-        connecting_s = min(self.options.reset_timeout_s, 0.8 * self.options.step_timeout_s)
-        for is_last in (False, True):
-            connection = await self._connected(connecting_s)
-            try:
-                return await connection.call(name, dict(arguments))
-            except asyncio.CancelledError:
-                raise
-            except Exception as error:
-                if getattr(error, "code", None) == INVALID_PARAMS:
-                    raise ToolError(_reason(error)) from error
-                connection.retire()
-                # A call that may have been carried out is not repeated.
-                if is_last or not any(phrase in str(error) for phrase in SESSION_ENDED):
-                    raise InfraError(f"{self.options.server}: {_reason(error)}") from error
-        raise AssertionError
+    async def _result(self, name: str, arguments: dict[str, Any], is_first: bool) -> Any:
+        # Less than the time of the call: a server that is gone must not count as a time-out, which is scored.
+        connection = await self.connected(min(self.options.reset_timeout_s, 0.8 * self.options.step_timeout_s))
+        try:
+            return await connection.call(name, arguments)
+        except Exception as error:
+            if getattr(error, "code", None) == INVALID_PARAMS:
+                raise ToolError(_reason(error)) from error
+            connection.retire()
+            # A call that may have been executed is not repeated.
+            if not is_first or not any(phrase in str(error) for phrase in SESSION_ENDED):
+                raise InfraError(f"{self.options.server}: {_reason(error)}") from error
+        return await self._result(name, arguments, is_first=False)
 
     async def stop(self) -> None:
-        for connection in [*self._old, self.connection]:
-            if connection is not None:
-                await connection.close()
-        self._old, self.connection = [], None
+        while self._connections:
+            await self._connections.pop().close()
 
 
 @contextlib.asynccontextmanager
@@ -193,7 +171,7 @@ async def _opened(options: MCPTools, stack: contextlib.AsyncExitStack) -> AsyncI
     yield session
 
 
-def _reason(error: BaseException | None) -> str:
+def _reason(error: BaseException) -> str:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"
@@ -201,13 +179,13 @@ def _reason(error: BaseException | None) -> str:
 
 @component
 class MCPTools(EnvironmentDescription):
-    """Tools of an MCP server; a turn without a call is the answer, which `reward` rates.
+    """Tools of an MCP server; a turn without a call is the answer, which `reward` scores.
 
     Args:
         command: program and arguments of a server over stdio.
         url: of a server over streamable HTTP; one of the two.
         headers_from_env: headers of requests to `url`, each with the name of the environment variable that holds it.
-        recovery: what its tools are, see `verl.environments.base.Environment`.
+        recovery: of its tools, see `verl.environments.base.Environment`.
         suffix: appended to a tool result if the prompt is not a chat.
     """
 

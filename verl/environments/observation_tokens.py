@@ -5,8 +5,8 @@ placeholders. The template's parts are encoded with special tokens, the contents
 it contains the text of a special token.
 
 With `history=rerender` the chat template renders the whole conversation before each turn, and each turn is a sample.
-Contents are encoded without special tokens here too: the conversation is rendered with stand-ins in their places, and
-cut there. A template that leaves out earlier turns, or parts of them, is followed.
+The contents of observations are replaced by placeholders for rendering, and encoded without special tokens too. Turns
+that the template omits or shortens are omitted or shortened in the prompt.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from verl.errors import ConfigError, faults_below
 log = logging.getLogger(__name__)
 
 STAND_IN = "verlstandin{}x"
-MAX_PIECES = 1024  # combinations of roles and names that are kept
+MAX_PIECES = 1024  # size of the cache, by roles and names of messages
 CUT = "\n[... {} {} are left out ...]\n"
-MAX_CHARACTERS = 32  # for each token that may remain: the rest of a longer text is not even tokenised
+MAX_CHARACTERS = 32  # per token of the limit; a longer text is cut before tokenisation
 
 
 class PlainTextEncoder:
@@ -81,9 +81,9 @@ class TextBetween:
     """Text of a chat template between two turns of the model.
 
     Attributes:
-        end: what ends the model's turn if nothing follows.
+        end: end of the model's turn if no message follows.
         pieces: before the first content, between contents, and after the last one.
-        is_json: of each content, whether the template writes it as a text in JSON.
+        is_json: for each content, whether the template writes it as a JSON string.
     """
 
     end: str
@@ -91,20 +91,11 @@ class TextBetween:
     is_json: list[bool]
 
 
-@dataclass(frozen=True)
-class _TokensBetween:
-    """`TextBetween` as token ids; `num_end` is the number of those of `end`."""
-
-    num_end: int
-    pieces: list[list[int]]
-    is_json: list[bool]
-
-
 def text_between(chat: ChatTemplate, style: ToolFormat, messages: Sequence[Mapping[str, Any]]) -> TextBetween:
     """Text that a chat template writes around messages that follow a turn of the model.
 
-    Results of tools follow a turn with as many calls; with one call where the template allows no more; without any in
-    the format `plain`, and where the template renders no calls.
+    Tool results are rendered after a turn with one call for each; with a single call if the template allows no more;
+    without calls in the format `plain`, and if the template renders no calls.
 
     Args:
         messages: with `role`, and `name` for those of the role `tool`.
@@ -113,14 +104,13 @@ def text_between(chat: ChatTemplate, style: ToolFormat, messages: Sequence[Mappi
     """
     tools = itertools.takewhile(lambda message: message["role"] == "tool", messages)
     names = [] if style == "plain" else [_stand_in_name(message) for message in tools]
-    failure: ConfigError | None = None
+    failures = []
     for count in sorted({len(names), min(1, len(names)), 0}, reverse=True):
         try:
             return _text_between(chat, style, messages, names[:count])
         except ConfigError as error:
-            failure = failure or error
-    assert failure is not None
-    raise failure
+            failures.append(error)
+    raise failures[0]
 
 
 def _stand_in_name(message: Mapping[str, Any]) -> str:
@@ -186,7 +176,7 @@ class ObservationEncoder:
         chat: the template of the prompts.
         stop_ids: tokens that end a turn.
         max_tokens: limit for the content of one message.
-        style: format of the model's tool calls, which the results of tools follow.
+        style: format of the model's tool calls.
     """
 
     def __init__(
@@ -201,7 +191,7 @@ class ObservationEncoder:
         self.style: ToolFormat = style
         self.stop_ids = frozenset(stop_ids)
         self.plain = PlainTextEncoder(tokenizer)
-        self._pieces: dict[tuple[tuple[str, str], ...], _TokensBetween] = {}
+        self._pieces: dict[tuple[tuple[str, str], ...], tuple[list[list[int]], int, list[bool]]] = {}
         self._reported = False
 
     def encode(self, observation: Observation, *, is_chat: bool, last: int | None) -> list[int]:
@@ -209,7 +199,7 @@ class ObservationEncoder:
 
         Args:
             is_chat: the prompt is a chat, so the contents are wrapped by the chat template.
-            last: the last token of the model; None before its first turn, where, in a chat, the observation follows an
+            last: the last token of the model; None before its first turn, when the observation of a chat follows an
                 empty turn of the model.
         """
         messages = as_messages(observation)
@@ -217,14 +207,12 @@ class ObservationEncoder:
             return [i for message in messages for i in self.content(message["content"])]
         if not messages:
             messages = [{"role": "user", "content": ""}]
-        between = self._between(messages)
-        ids = list(between.pieces[0])
-        if last is not None and last in ids[: between.num_end or 1] and last in self.stop_ids:
+        (ids, *pieces), num_end, is_json = self._between(messages)
+        if last is not None and last in ids[: num_end or 1] and last in self.stop_ids:
             ids = ids[ids.index(last) + 1 :]
-        for message, is_json, piece in zip(messages, between.is_json, between.pieces[1:], strict=True):
+        for message, is_escaped, piece in zip(messages, is_json, pieces, strict=True):
             text = message["content"]
-            ids += self.content(json.dumps(text, ensure_ascii=False)[1:-1] if is_json else text)
-            ids += piece
+            ids = ids + self.content(json.dumps(text, ensure_ascii=False)[1:-1] if is_escaped else text) + piece
         return ids
 
     def content(self, text: str) -> list[int]:
@@ -242,18 +230,18 @@ class ObservationEncoder:
         head = (room + 1) // 2
         return first[:head] + note + (last[-(room - head) :] if room > head else [])
 
-    def _between(self, messages: Sequence[Mapping[str, Any]]) -> _TokensBetween:
+    def _between(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[list[int]], int, list[bool]]:
+        """Token ids of the pieces of `text_between`, number of those of its `end`, and its `is_json`; cached."""
         key = tuple((str(message["role"]), str(message.get("name") or "")) for message in messages)
         if key not in self._pieces:
             if len(self._pieces) >= MAX_PIECES:
                 self._pieces.clear()
-            between = text_between(self.chat, self.style, messages)
-            num_end = len(self.encoded(between.end))
-            self._pieces[key] = _TokensBetween(num_end, [self.encoded(x) for x in between.pieces], between.is_json)
+            text = text_between(self.chat, self.style, messages)
+            self._pieces[key] = [*map(self.encoded, text.pieces)], len(self.encoded(text.end)), text.is_json
         return self._pieces[key]
 
     def encoded(self, text: str) -> list[int]:
-        """Tokens of words of the template, special tokens included."""
+        """Tokens of the template's text, including special tokens."""
         return list(self.tokenizer(text, add_special_tokens=False).input_ids) if text else []
 
     def warn_of_difference(
@@ -269,21 +257,17 @@ class ObservationEncoder:
         try:
             rendered = self.encoded(self.chat.render(messages, "an episode", reply_follows=False))
         except ConfigError as error:
-            log.info("The chat template cannot render a whole episode: %s", error)
             self._reported = True
+            log.info("The chat template cannot render a whole episode: %s", error)
             return
-        same = next((i for i, (a, b) in enumerate(zip(ids, rendered, strict=False)) if a != b), None)
-        if same is None:
-            return
-        self._reported = True
-        mine, other = (self.tokenizer.decode(x[max(0, same - 8) : same + 24]) for x in (ids, rendered))
-        log.warning(
-            "Episodes keep the tokens that were drawn; the chat template would render this conversation differently "
-            "from token %d on: %r in place of %r. This is logged once.",
-            same,
-            other,
-            mine,
-        )
+        first = next((i for i, (a, b) in enumerate(zip(ids, rendered, strict=False)) if a != b), None)
+        if first is not None:
+            self._reported = True
+            own, other = (self.tokenizer.decode(x[max(0, first - 8) : first + 24]) for x in (ids, rendered))
+            log.warning(
+                "Episodes keep the sampled tokens; the chat template would render this conversation differently from "
+                "token %d on: %r in place of %r. This is logged once.", first, other, own,
+            )  # fmt: skip
 
 
 def as_messages(observation: Observation) -> list[Mapping[str, Any]]:
@@ -343,7 +327,7 @@ class ConversationRenderer:
         self._ends: frozenset[int] | None = None
 
     def text_of(self, turn: Sequence[int]) -> str:
-        """Text that the model wrote in a turn, without a token with which the template ends it."""
+        """Text of a turn of the model, without its last token if the template adds that token to a turn."""
         if self._ends is None:
             messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
             rendered = self.chat.render(messages, "a stand-in conversation", reply_follows=False)
@@ -352,10 +336,10 @@ class ConversationRenderer:
         return self.chat.tokenizer.decode(written, skip_special_tokens=False)
 
     def refuse_other_prompt(self, row: Mapping[str, Any]) -> None:
-        """Check that the conversation of a row is rendered as its prompt was.
+        """Check that the template renders the messages of a row to the text of its prompt.
 
         Raises:
-            ConfigError: the prompt is not a chat, or was cut, or rendered otherwise.
+            ConfigError: the prompt is not a chat, or was truncated, or rendered differently.
         """
         messages, where = row.get("prompt_messages"), f"prompt {row.get('prompt_id')}"
         if messages is None:
@@ -366,15 +350,16 @@ class ConversationRenderer:
         text = self.chat.render(messages, where, reply_follows=True, tools=self._tools_of(row))
         if text != row["prompt_text"]:
             raise ConfigError(
-                f"environment.history is rerender: the chat template renders {where} otherwise than the data did, so "
-                f"that later turns would begin otherwise: {text[:200]!r} in place of {row['prompt_text'][:200]!r}."
+                f"environment.history is rerender: the chat template renders {where} differently than the data did, so "
+                f"the prompt of later turns would differ: {text[:200]!r} in place of {row['prompt_text'][:200]!r}."
             )
 
     def tokens(self, row: Mapping[str, Any], turns: Sequence[tuple[str | None, Observation]]) -> list[int]:
-        """Token ids of the conversation so far, up to where the model writes again.
+        """Token ids of the conversation so far, up to the model's next turn.
 
         Args:
-            turns: what the model wrote, and what it was answered; None before its first turn, and for no answer.
+            turns: text of each turn of the model, None for the observation before its first one; and the observation
+                after it.
         """
         messages: list[Mapping[str, Any]] = list(row["prompt_messages"])
         contents: list[str] = []

@@ -14,7 +14,7 @@ from verl.environments.tools import Tool, ToolFactory
 from verl.errors import faults_below
 from verl.sandbox.base import CodeRunner, ExecutionResult, Sandbox
 
-SPARE_S = 10.0  # for a place in the sandbox, beside a program's own time
+SPARE_S = 10.0  # for a place in the sandbox, in addition to the program's own time
 
 
 class _PythonSandboxFactory(ToolFactory):

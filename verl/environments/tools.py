@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,42 +80,34 @@ class ToolEnvironment(Environment):
     async def step(self, action: Action) -> StepResult:
         if not action.calls:
             return StepResult(terminated=True)
-        begun = [self._begin(call, f"{action.call_id}.{number}") for number, call in enumerate(action.calls)]
-        if waiting := [answer for answer in begun if inspect.isawaitable(answer)]:
-            finished = iter(await asyncio.gather(*waiting))
-            begun = [next(finished) if inspect.isawaitable(answer) else answer for answer in begun]
-        answers: list[tuple[CallRecord, str]] = begun
-        records = [record for record, _ in answers]
+        calls = [self._call(call, f"{action.call_id}.{number}") for number, call in enumerate(action.calls)]
+        answers = [await call for call in calls] if self.answers_at_once else await asyncio.gather(*calls)
+        records = tuple(record for record, _ in answers)
         if self.is_chat:
             messages = [{"role": "tool", "name": record.name, "content": text} for record, text in answers]
-            return StepResult(messages, calls=tuple(records))
-        return StepResult("".join(f"{text}{self.suffix}" for _, text in answers), calls=tuple(records))
+            return StepResult(messages, calls=records)
+        return StepResult("".join(f"{text}{self.suffix}" for _, text in answers), calls=records)
 
-    def _begin(self, call: ToolCall | ParseFault, call_id: str) -> Any:
-        """The record and the text of a call, or a coroutine that gives them where its tool has to be awaited."""
+    async def _call(self, call: ToolCall | ParseFault, call_id: str) -> tuple[CallRecord, str]:
+        """The record of a call, and the text that the model reads."""
         if isinstance(call, ParseFault):
             return CallRecord(call_id, "", "tool_error", 0.0, call.reason), f"error: {call.reason}"
         tool, begin = self.tools[call.name], time.monotonic()
+        outcome: Outcome = "ok"
+        fault: Fault = "own"
         try:
             result = tool.function(**call.arguments)
             if inspect.isawaitable(result):
-                return self._finished(call, call_id, begin, result)
-            return _answer(call, call_id, begin, "ok", as_text(result))
-        except Exception as error:  # noqa: BLE001 - of the tool, on the model's arguments
-            return _answer(call, call_id, begin, *self._said(call, error), getattr(error, "fault", "own"))
+                result = await (result if tool.keeps_deadline else within(self.timeout_s, result))
+            text = as_text(result)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - of the tool, on the model's arguments
+            outcome, text = self._failure(call, error)
+            fault = getattr(error, "fault", "own")
+        reason = "" if outcome == "ok" else text[:MAX_ERROR]
+        return CallRecord(call_id, call.name, outcome, time.monotonic() - begin, reason, fault), text
 
-    async def _finished(
-        self, call: ToolCall, call_id: str, begin: float, waiting: Awaitable[Any]
-    ) -> tuple[CallRecord, str]:
-        try:
-            if not self.tools[call.name].keeps_deadline:
-                waiting = within(self.timeout_s, waiting)
-            return _answer(call, call_id, begin, "ok", as_text(await waiting))
-        except Exception as error:  # noqa: BLE001 - of the tool
-            return _answer(call, call_id, begin, *self._said(call, error), getattr(error, "fault", "own"))
-
-    def _said(self, call: ToolCall, error: Exception) -> tuple[Outcome, str]:
-        """The outcome of a call that raised, and what the model reads."""
+    def _failure(self, call: ToolCall, error: BaseException) -> tuple[Outcome, str]:
+        """The outcome of a call that raised, and the text that the model reads."""
         if isinstance(error, TimeoutError):
             return "timeout", f"error: {call.name} gave no answer within {self.timeout_s:g} s"
         if isinstance(error, ToolError):
@@ -146,10 +138,3 @@ class ToolFactory(EnvironmentFactory):
         environment = ToolEnvironment(self.tools, self.options.step_timeout_s, self.options.suffix, self.recovery)
         environment.answers_at_once = self.answers_at_once
         return environment
-
-
-def _answer(
-    call: ToolCall, call_id: str, begin: float, outcome: Outcome, text: str, fault: Fault = "own"
-) -> tuple[CallRecord, str]:
-    error = text if outcome != "ok" else ""
-    return CallRecord(call_id, call.name, outcome, time.monotonic() - begin, error[:MAX_ERROR], fault), text

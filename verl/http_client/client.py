@@ -3,7 +3,7 @@
 caller ── ask(requests) ──> thread ── [ slot ── rate limit ── POST ── read ] per request ──> server
        <── reports ──                └── back-off <── 429, 5xx, no answer, unusable ──┘
 
-The event loop runs in a thread of its own, so that callers need no asyncio.
+The event loop runs in a separate thread, so that callers need no asyncio.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import httpx
 
-from verl.errors import ComponentHung
+from verl.errors import ComponentHung, end_cut
 from verl.http_client.request import (
     EndpointSettings,
     Kind,
@@ -43,6 +43,10 @@ T = TypeVar("T")
 
 END_TIMEOUT_S = 5.0
 POLL_INTERVAL_S = 1.0
+LONGEST_BACKOFF_S = 60.0
+PASSING = (408, 425, 429)  # statuses below 500 after which the same request may succeed
+SHOWN = 200  # characters of an answer in a message
+logger = logging.getLogger(__name__)
 
 
 class EventLoopThread:
@@ -118,9 +122,6 @@ def _serve(loop: asyncio.AbstractEventLoop) -> None:
         loop.close()
 
 
-LONGEST_BACKOFF_S = 60.0
-
-
 def backoff_s(base_s: float, retry: int, random_part: float) -> float:
     """Seconds before retry number `retry`, from 0: base * 2^k, less a random part of at most half."""
     return min(base_s * 2.0 ** min(retry, 30), LONGEST_BACKOFF_S) * (1.0 - 0.5 * random_part)
@@ -133,12 +134,6 @@ def retry_after_s(headers: Mapping[str, str]) -> float:
     except ValueError:
         return 0.0
     return seconds if 0 < seconds < 1e9 else 0.0
-
-
-logger = logging.getLogger(__name__)
-
-PASSING = (408, 425, 429)  # statuses below 500 after which the same request may succeed
-SHOWN = 200  # characters of an answer in a message
 
 
 @dataclass(frozen=True)
@@ -206,7 +201,7 @@ class HTTPClient:
         self._http: httpx.AsyncClient | None = None
         self._slots = asyncio.Semaphore(endpoint.max_concurrency)
         logging.getLogger("httpx").setLevel(logging.WARNING)  # httpx logs every request
-        if key is not None and not endpoint.is_encrypted and not endpoint.is_local:
+        if key is not None and not endpoint.is_local and not endpoint.base_url.lower().startswith("https:"):
             logger.warning("%s is not encrypted: the key can be read on its way there.", endpoint.base_url)
 
     def ask(self, asks: Sequence[Request], stop_at_failure: bool = False) -> list[RequestReport | None]:
@@ -234,7 +229,7 @@ class HTTPClient:
 
     def absence(self) -> str | None:
         """Why no server answers at the address; None if one does, with any status."""
-        report = self.ask([_PingRequest()])[0]
+        (report,) = self.ask([_PingRequest()])
         assert report is not None
         return report.failure if report.kind == "unreachable" else None
 
@@ -382,5 +377,4 @@ class HTTPClient:
 
 
 def _shown(body: bytes) -> str:
-    text = " ".join(body[: 4 * SHOWN].decode(errors="replace").split())
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]} ..."
+    return end_cut(" ".join(body[: 4 * SHOWN].decode(errors="replace").split()), SHOWN)

@@ -219,7 +219,3 @@ class EndpointSettings(Description):
     def is_local(self) -> bool:
         """Whether requests stay on this machine."""
         return urlsplit(self.base_url).hostname in ("localhost", "127.0.0.1", "::1")
-
-    @property
-    def is_encrypted(self) -> bool:
-        return urlsplit(self.base_url).scheme == "https"

@@ -54,7 +54,8 @@ def checked_scores(
         if item is not None and (number is None or not abs(number) <= LARGEST):
             description = f"{shown(item)}{f' of type {type(item).__name__}' if number is None else ''}"
             error = reward_error(expected, description, function, prompts, responses, index)
-            raise error if number is None else NonFiniteRewardError(str(error), _not_finite(items))
+            not_finite = [row for row, x in enumerate(map(_number, items)) if x is not None and not abs(x) <= LARGEST]
+            raise error if number is None else NonFiniteRewardError(str(error), not_finite)
         scores[index] = number
     return scores
 
@@ -148,11 +149,6 @@ def reward_error(
         lines.append(f"  Sample: {sample}, prompt {shown(prompts[sample])}, response {shown(responses[sample])}")
     lines.append(f"  Source: {source}")
     return RewardError("\n".join(lines))
-
-
-def _not_finite(items: list) -> list[int]:
-    numbers = [_number(item) for item in items]
-    return [row for row, number in enumerate(numbers) if number is not None and not abs(number) <= LARGEST]
 
 
 def _items(result: Any) -> list | str:

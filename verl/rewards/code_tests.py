@@ -7,7 +7,7 @@ import contextlib
 import json
 import re
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -16,7 +16,7 @@ from markdown_it import MarkdownIt
 from pydantic import Field
 
 from verl.component import BuildContext, component
-from verl.errors import ConfigError, RewardError, faults_below
+from verl.errors import ConfigError, RewardError, end_cut, faults_below
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription, RewardResult, texts_of
 from verl.sandbox.base import CodeRunner, Program, Sandbox
@@ -165,7 +165,10 @@ class CodeReward(Reward):
             present = ", ".join(columns) or "none"
             raise RewardError(f"tests_key is {key!r}: the data has no such column. Its columns: {present}.")
         tests = [read_tests(value, f"column {key!r} of sample {row}") for row, value in enumerate(columns[key])]
-        self._refuse_in_process(tests)
+        units = [(row, test.unit) for row, of_row in enumerate(tests) for test in of_row if test.unit is not None]
+        for row, unit in units:  # of rows that were not checked at the start
+            if not self.described.allow_in_process and (why := self._why_in_process(unit)) is not None:
+                raise RewardError(f"A unit test of sample {row} needs {IN_PROCESS}: it {why}. {ALLOW}")
         threads = self._runner.described.max_concurrency
         with concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="verl code tests") as pool:
             outcomes = list(pool.map(self._run_tests, map(program_of, responses), tests))
@@ -186,14 +189,6 @@ class CodeReward(Reward):
             return "its sandbox cannot run program and test apart"
         return names_of(unit).needs_object or self._needs_object.get(unit)
 
-    def _refuse_in_process(self, tests: Sequence[Sequence[CodeTest]]) -> None:
-        """Refuse forgeable tests in rows that were not checked at the start."""
-        for row, row_tests in enumerate(tests):
-            for test in row_tests:
-                why = None if test.unit is None else self._why_in_process(test.unit)
-                if why is not None and not self.described.allow_in_process:
-                    raise RewardError(f"A unit test of sample {row} needs {IN_PROCESS}: it {why}. {ALLOW}")
-
     def _run_tests(self, code: str, tests: Sequence[CodeTest]) -> list[str]:
         """Outcome (`pass`, `fail`, ...) of each test; without partial credit, stops at the first failure."""
         outcomes: list[str] = []
@@ -204,33 +199,29 @@ class CodeReward(Reward):
         return outcomes
 
     def _run_test(self, code: str, test: CodeTest) -> str:
-        limits = {"timeout_s": self.described.timeout_s, "memory_mib": self.described.memory_mib}
+        limits: Any = {"timeout_s": self.described.timeout_s, "memory_mib": self.described.memory_mib}
         if test.unit is None:
-            verdict = self._run_case(Program(code, stdin=test.stdin, **limits), test.stdout)
+            program = Program(code, stdin=test.stdin, **limits)
+            verdict = self._run_program(program, lambda stdout: _lines(stdout) == _lines(test.stdout))
         else:
             apart = self._why_in_process(test.unit) is None
             verdict = run_unit_test(self._runner, code, test.unit, **limits) if apart else None
             if verdict is None or (verdict.outcome == "object" and self.described.allow_in_process):
-                verdict = self._run_in_process(code, test.unit, limits)
+                mark = secrets.token_hex(16)  # printed after the test: a program that exits early does not pass
+                program = Program(_UNIT_TEST.format(test=test.unit, mark=mark), {"solution.py": code}, **limits)
+                verdict = self._run_program(program, lambda stdout: stdout.endswith(f"{mark}\n"))
         if verdict.outcome == "infra":
             raise RewardError(
                 f"The sandbox failed, so a response has no score: {verdict.detail}. This is no fault of the response."
             )
         return verdict.outcome
 
-    def _run_case(self, program: Program, stdout: str) -> Verdict:
+    def _run_program(self, program: Program, passes: Callable[[str], bool]) -> Verdict:
+        """Run a program; if it exits with 0, `passes` decides by its standard output."""
         result = self._runner.execute(program)
         if result.outcome != "ok":
             return Verdict(result.outcome, result.detail)
-        return Verdict("pass" if _lines(result.stdout) == _lines(stdout) else "fail")
-
-    def _run_in_process(self, code: str, unit: str, limits: Mapping[str, Any]) -> Verdict:
-        mark = secrets.token_hex(16)  # printed after the test: a program that exits early does not pass
-        main = _UNIT_TEST.format(test=unit, mark=mark)
-        result = self._runner.execute(Program(main, {"solution.py": code}, **limits))
-        if result.outcome != "ok":
-            return Verdict(result.outcome, result.detail)
-        return Verdict("pass" if result.stdout.endswith(f"{mark}\n") else "fail")
+        return Verdict("pass" if passes(result.stdout) else "fail")
 
 
 def _rows(first: Mapping[str, int], found: Mapping[str, str]) -> str:
@@ -279,8 +270,7 @@ def read_tests(value: Any, where: str) -> list[CodeTest]:
             content = json.loads(content)
     tests = _parsed(content)
     if not tests:
-        shown = repr(value) if len(repr(value)) <= 120 else repr(value)[:110] + " ..."
-        raise RewardError(f"{where} is {shown}: expected {FORMS}.")
+        raise RewardError(f"{where} is {end_cut(repr(value), 120)}: expected {FORMS}.")
     return tests
 
 
@@ -289,9 +279,7 @@ def _parsed(content: Any) -> list[CodeTest]:
         return [CodeTest(unit=content)] if content.strip() else []
     if isinstance(content, dict):
         inputs, outputs = content.get("inputs"), content.get("outputs")
-        if not isinstance(inputs, (list, tuple)) or not isinstance(outputs, (list, tuple)):
-            return []
-        if len(inputs) != len(outputs):
+        if not isinstance(inputs, list | tuple) or not isinstance(outputs, list | tuple) or len(inputs) != len(outputs):
             return []
         content = [{"stdin": stdin, "stdout": stdout} for stdin, stdout in zip(inputs, outputs, strict=True)]
     if not isinstance(content, (list, tuple)):

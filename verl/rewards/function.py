@@ -233,24 +233,21 @@ class CallableReward(Reward):
 
         def raises(start: int, end: int) -> bool:
             part = {name: values[start:end] for name, values in columns.items()}
-            return self._raises(prompts[start:end], responses[start:end], part, first)
+            try:
+                self._call(prompts[start:end], responses[start:end], part)
+            except BaseException as error:  # user code may raise anything
+                if not raised_by_code(error):
+                    raise
+                if isinstance(first, CallFailed):
+                    return isinstance(error, CallFailed) and error.kind == first.kind
+                return isinstance(error, type(first))
+            return False
 
         start, end = 0, len(responses)
         while end - start > 1:
             middle = (start + end) // 2
             start, end = (start, middle) if raises(start, middle) else (middle, end)
         return start if raises(start, end) else None
-
-    def _raises(self, prompts: list, responses: list, columns: Mapping[str, list], first: BaseException) -> bool:
-        try:
-            self._call(prompts, responses, columns)
-        except BaseException as error:  # user code may raise anything
-            if not raised_by_code(error):
-                raise
-            if isinstance(first, CallFailed):
-                return isinstance(error, CallFailed) and error.kind == first.kind
-            return isinstance(error, type(first))
-        return False
 
 
 class ProcessReward(CallableReward):

@@ -147,7 +147,9 @@ class _Answer:
             readable = rf"\boxed{{{_plain_text(expression, keeps_words=True)}}}" if plain else ""
         value = None if number is None else number.value
         is_percentage = number is not None and number.is_percentage
-        return cls(_one_spelling(text if is_one_of_several else expression), value, is_percentage, readable)
+        spelling = re.sub(r"\s+", " ", _plain_text(text) if is_one_of_several else plain)
+        spelling = re.sub(r"\s*([^\w\s])\s*", r"\1", spelling).strip()  # spaces only between letters or digits
+        return cls(spelling, value, is_percentage, readable)
 
     def is_same_number(self, other: _Answer) -> bool:
         if self.number is None or other.number is None:
@@ -222,11 +224,6 @@ def _plain_text(text: str, *, keeps_words: bool = False) -> str:
         if len(text) > len(start + end) and text.startswith(start) and text.endswith(end):
             text = text[len(start) : -len(end)].strip()
     return re.sub(r"\.$", "", text).strip()
-
-
-def _one_spelling(text: str) -> str:
-    """Normalise a text for comparison: keeps only the spaces between letters or digits."""
-    return re.sub(r"\s*([^\w\s])\s*", r"\1", re.sub(r"\s+", " ", _plain_text(text))).strip()
 
 
 def _without_currency(text: str) -> str:

@@ -9,7 +9,6 @@ import contextlib
 import faulthandler
 import hashlib
 import importlib
-import math
 import os
 import pickle
 import random
@@ -19,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl.errors import RewardError, error_text
+from verl.errors import RewardError, end_cut, error_text
 from verl.protocol.provenance import source_of
 from verl.protocol.user_function import load_function, own_line, signature_of
 from verl.rewards.deadline import awaited
@@ -88,7 +87,7 @@ def _score(
     try:
         return "score", pickle.dumps(result)
     except Exception:  # noqa: BLE001 - pickling runs user code
-        return "error", _shown(result)
+        return "error", with_type(result)
 
 
 def seed_by_content(given: Any) -> None:
@@ -130,20 +129,19 @@ def plain_number(result: Any) -> float | str:
     """A number as a float, also from a list, array or tensor of one element; else a description of the value."""
     number = result
     if isinstance(result, (list, tuple)) or getattr(result, "ndim", 0):
-        size = len(result) if isinstance(result, (list, tuple)) else math.prod(result.shape)
-        if size != 1:
-            return f"a {type(result).__name__} of {size} items"
-        number = result[0] if isinstance(result, (list, tuple)) else result.reshape(-1)[0]
+        items = result if isinstance(result, (list, tuple)) else result.reshape(-1)
+        if len(items) != 1:
+            return f"a {type(result).__name__} of {len(items)} items"
+        number = items[0]
     if not isinstance(number, (bool, int, float)) and getattr(number, "ndim", None) == 0 and hasattr(number, "item"):
         number = number.item()
     if isinstance(number, (bool, int, float)):
         return float(number)
-    return _shown(result)
+    return with_type(result)
 
 
-def _shown(result: Any) -> str:
-    text = repr(result)
-    return f"{text if len(text) <= 120 else text[:110] + ' ...'} of type {type(result).__name__}"
+def with_type(result: Any) -> str:
+    return f"{end_cut(repr(result), 120)} of type {type(result).__name__}"
 
 
 if __name__ == "__main__":

@@ -294,7 +294,7 @@ class ModelReward(Reward):
             return
         bound = bound_of(classifier.dtype, None) * max(1.0, float(alone.abs().max()))
         kind = type(unwrapped(classifier)).__name__
-        for other, others in ((again, "that were scored before it"), (alongside, "that are scored beside it")):
+        for other, others in ((again, "that were scored before it"), (alongside, "that are scored with it")):
             if not float((other - alone).abs().max()) <= bound:
                 raise ConfigError(f"model is a {kind}: the score of a text depends on the texts {others}.")
         limit, distance = row_limit(classifier.config, None), float((together - alone).abs().max())
@@ -303,7 +303,7 @@ class ModelReward(Reward):
             self._pads = False
             log.warning(
                 "%s takes a plain path: texts are scored with others of their length only, since their scores differ "
-                "by %.2g beside others.", kind, distance,
+                "by %.2g next to others.", kind, distance,
             )  # fmt: skip
 
     def close(self) -> None:

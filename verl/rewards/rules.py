@@ -51,19 +51,17 @@ class ExactMatch(RewardDescription, Reward):
             raise RewardError(
                 f"answer_key is {self.answer_key!r}: the data has no such column. Its columns: {present}."
             )
-        return [
-            self.correct if self._same(response, answer, index) else self.wrong
-            for index, (response, answer) in enumerate(zip(responses, columns[self.answer_key], strict=True))
-        ]
-
-    def _same(self, response: str, answer: str | int, index: int) -> bool:
-        if isinstance(answer, bool) or not isinstance(answer, (str, int)):
-            raise RewardError(
-                f"column {self.answer_key!r} is {answer!r} at sample {index} of the batch: "
-                "expected a text or an integer."
-            )
-        answer = str(answer)
-        return response.strip() == answer.strip() if self.ignore_whitespace else response == answer
+        scores = []
+        for index, (response, answer) in enumerate(zip(responses, columns[self.answer_key], strict=True)):
+            if isinstance(answer, bool) or not isinstance(answer, (str, int)):
+                raise RewardError(
+                    f"column {self.answer_key!r} is {answer!r} at sample {index} of the batch: "
+                    "expected a text or an integer."
+                )
+            texts = response, str(answer)
+            is_same = len({text.strip() if self.ignore_whitespace else text for text in texts}) == 1
+            scores.append(self.correct if is_same else self.wrong)
+        return scores
 
 
 @component

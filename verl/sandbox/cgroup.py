@@ -1,8 +1,8 @@
 """Control groups for jails: limits of memory and processes that hold for all processes of a jail together.
 
 The first process of a jail is put into a separate cgroup before it runs a program; its child processes inherit it.
-Groups are made below the group of this process under cgroup v1, and under v2 where a group without processes may have
-limited ones: below or beside the group of this process.
+Under cgroup v1 groups are made below the group of this process. Under v2 they are made below or next to it, since only
+a group without processes may have limited child groups.
 
     v1   /sys/fs/cgroup/{memory,pids}/<own group>/verl-jail-<pid>-<start>-<number>
     v2   /sys/fs/cgroup/<own group, or the one above it>/verl-jail-<pid>-<start>-<number>
@@ -66,10 +66,6 @@ class JailGroup:
         _write(group / "memory.limit_in_bytes", limit)
         if swap.exists():
             _write(swap, limit)
-
-    def limit_processes(self, limit: int) -> None:
-        """Raises CgroupError: it could not be set."""
-        _write(self.paths["pids"] / "pids.max", limit)
 
     def add(self, pid: int) -> None:
         """Put a process into it, with all that it will start.
@@ -157,7 +153,7 @@ class JailGroups:
             for path in set(group.paths.values()):
                 path.mkdir()
             group.limit_memory(memory)
-            group.limit_processes(processes)
+            _write(group.paths["pids"] / "pids.max", processes)
         except (OSError, CgroupError) as error:
             self.remove(group)
             raise CgroupError(f"no cgroup can be made or limited ({error})") from error
@@ -216,7 +212,8 @@ def candidate_directories() -> list[tuple[int, Mapping[str, Path]]]:
         roots += [
             (2, dict.fromkeys(CONTROLLERS, base))
             for base in dict.fromkeys((group, group.parent))
-            if base.is_relative_to(mount) and set(CONTROLLERS) <= set(_words(base / "cgroup.subtree_control"))
+            if base.is_relative_to(mount)
+            and set(CONTROLLERS) <= set(" ".join(_lines(base / "cgroup.subtree_control")).split())
         ]
     if all(name in groups and name in mounts for name in CONTROLLERS):
         roots.append((1, {name: _below(mounts[name][1], mounts[name][0], groups[name]) for name in CONTROLLERS}))
@@ -260,7 +257,3 @@ def _lines(path: Path) -> list[str]:
         return path.read_text().splitlines()
     except OSError:
         return []
-
-
-def _words(path: Path) -> list[str]:
-    return " ".join(_lines(path)).split()

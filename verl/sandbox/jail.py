@@ -39,6 +39,7 @@ MAX_FILES = 128
 
 
 Results = TypeVar("Results", bound=tuple[ExecutionResult, ...])
+PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 class JailFailed(Exception):
@@ -145,12 +146,6 @@ class JailPool(CodeRunner):
             lambda: _JailProcess(described, command, self.groups), described.pool_size, is_used_once=True
         )
 
-    def __enter__(self) -> JailPool:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     @property
     def warm(self) -> list[_JailProcess]:
         """The jails that wait for a program."""
@@ -215,8 +210,7 @@ class _Execution:
         self._described, self._jail, self._program = pool.described, jail, program
         self._timeout_s, self._memory_mib = pool.limits(program)
         self._texts = b"", b""
-        self._cut: Outcome | None = None
-        self._ran_out = False
+        self._cut: Outcome | None = None  # the limit by which it was ended
         assert jail.process.stdin is not None
         self._stdin, jail.process.stdin = jail.process.stdin, None  # `communicate` writes it in its first call alone
 
@@ -226,28 +220,43 @@ class _Execution:
             self._hand_over()
             self._watch(time.monotonic() + self._timeout_s)
             report = self._report()
-            self._ran_out = jail.ran_out_of_memory()
-            if report is None and self._cut is None and not self._ran_out:
+            if jail.ran_out_of_memory():
+                self._cut = "memory"
+            if report is None and self._cut is None:
                 raise JailFailed("a jail ended without a report of its program")
         finally:
             jail.kill()
         stdout, stderr = (text.decode("utf-8", "replace") for text in self._texts)
-        outcome, status = self._outcome(report, stderr)
-        return ExecutionResult(outcome, stdout, stderr, status, seconds=time.perf_counter() - started)
+        outcome, code = self._cut, None
+        if outcome is None and report is not None:
+            status, cpu_s = os.waitstatus_to_exitcode(report[0]), report[1]
+            code = 128 - status if status < 0 else status
+            is_late = status in (-signal.SIGXCPU, -signal.SIGKILL) and cpu_s >= self._timeout_s
+            outcome = "timeout" if is_late else outcome_of(code, stderr)
+        return ExecutionResult(outcome or "infra", stdout, stderr, code, seconds=time.perf_counter() - started)
 
     def _hand_over(self) -> None:
-        channel, control = self._program.channel, self._jail.control
+        channel, control, described = self._program.channel, self._jail.control, self._described
         contents = self._program.contents()
         program = {
             "code": self._program.code,
             "files": [(name, len(content)) for name, content in contents.items()],
-            "limits": self._limits(),
+            "limits": {
+                "RLIMIT_CORE": 0,
+                "RLIMIT_MEMLOCK": 0,
+                "RLIMIT_MSGQUEUE": 0,
+                "RLIMIT_CPU": int(self._timeout_s) + 2,  # of one process, where its clock fails to end it
+                "RLIMIT_FSIZE": described.disk_mib * 2**20,
+                "RLIMIT_NOFILE": MAX_FILES,
+                "RLIMIT_NPROC": described.max_processes + 1,  # the jail's first process counts
+                "RLIMIT_AS": (self._memory_mib + INTERPRETER_MIB) * 2**20,
+            },
             "has_channel": channel is not None,
         }
         text = marshal.dumps(program, 2)  # the form of any Python 3
         try:
             if self._jail.group is not None:
-                self._jail.group.limit_memory(group_bytes(self._described, self._memory_mib))
+                self._jail.group.limit_memory(group_bytes(described, self._memory_mib))
             control.sendall(len(text).to_bytes(8, "little") + text)
             for content in contents.values():
                 control.sendall(content)
@@ -258,46 +267,29 @@ class _Execution:
             self._report()
             raise JailFailed(f"a jail ended before it had its program ({error})") from error
 
-    def _limits(self) -> dict[str, int]:
-        described, mib = self._described, 2**20
-        return {
-            "RLIMIT_CORE": 0,
-            "RLIMIT_MEMLOCK": 0,
-            "RLIMIT_MSGQUEUE": 0,
-            "RLIMIT_CPU": int(self._timeout_s) + 2,  # of one process, where its clock fails to end it
-            "RLIMIT_FSIZE": described.disk_mib * mib,
-            "RLIMIT_NOFILE": MAX_FILES,
-            "RLIMIT_NPROC": described.max_processes + 1,  # the jail's first process counts
-            "RLIMIT_AS": (self._memory_mib + INTERPRETER_MIB) * mib,
-        }
-
     def _watch(self, deadline: float) -> None:
         """Transfer input and output and check limits until the jail ends or must be killed."""
         threading.Thread(target=self._write_input, daemon=True).start()
+        jail, most_mib = self._jail, self._memory_mib + INTERPRETER_MIB
         most, has_ended = self._described.max_output_kib * 1024, False
         while not has_ended and self._cut is None:
             pause_s = min(POLL_INTERVAL_S, max(0.0, deadline - time.monotonic()))
             try:
-                self._texts = self._jail.process.communicate(timeout=pause_s)
+                self._texts = jail.process.communicate(timeout=pause_s)
                 has_ended = True
-            except subprocess.TimeoutExpired as poll:  # the next call goes on from here
+            except subprocess.TimeoutExpired as poll:  # the next call continues from here
                 self._texts = poll.output or self._texts[0], poll.stderr or self._texts[1]
             if max(map(len, self._texts)) > most:
                 self._cut = "output"
             elif not has_ended and time.monotonic() >= deadline:
                 self._cut = "timeout"
-            elif not has_ended and self._is_above_memory():
+            elif not has_ended and (jail.ran_out_of_memory() or memory_mib(jail.first) > most_mib):
                 self._cut = "memory"
         self._texts = self._texts[0][:most], self._texts[1][:most]
 
     def _write_input(self) -> None:
         with contextlib.suppress(OSError), self._stdin as pipe:  # it need not read it
             pipe.write(self._program.stdin.encode("utf-8", "surrogatepass"))
-
-    def _is_above_memory(self) -> bool:
-        if self._jail.ran_out_of_memory():
-            return True
-        return memory_mib(self._jail.first) > self._memory_mib + INTERPRETER_MIB
 
     def _report(self) -> tuple[int, float] | None:
         """Wait status and CPU seconds of the program, reported by the first process; None without a report.
@@ -320,17 +312,6 @@ class _Execution:
         status, _, cpu_s = report.partition(b" ")
         return (int(status), float(cpu_s)) if cpu_s else None
 
-    def _outcome(self, report: tuple[int, float] | None, stderr: str) -> tuple[Outcome, int | None]:
-        if self._ran_out:  # one of its processes was ended
-            return "memory", None
-        if self._cut is not None or report is None:
-            return self._cut or "infra", None
-        status = os.waitstatus_to_exitcode(report[0])
-        code = 128 - status if status < 0 else status
-        if status in (-signal.SIGXCPU, -signal.SIGKILL) and report[1] >= self._timeout_s:
-            return "timeout", code
-        return outcome_of(code, stderr), code
-
 
 def memory_mib(first: int) -> float:
     """Memory of a process and its descendants; shared pages are counted once if the kernel reports them."""
@@ -352,9 +333,6 @@ def memory_mib(first: int) -> float:
     return proportional / 2**20
 
 
-PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
 def descendants_of(first: int) -> list[int]:
     pids, ahead = [], [first]
     while ahead:
@@ -373,7 +351,7 @@ class Jail(JailSettings):
 
     def machine_faults(self) -> Iterator[str]:
         try:
-            with replace(self, pool_size=1).build(BuildContext()) as pool:
+            with contextlib.closing(replace(self, pool_size=1).build(BuildContext())) as pool:
                 result = pool.run("print(6 * 7)")
         except ConfigError as error:
             yield from error.faults

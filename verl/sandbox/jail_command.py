@@ -116,19 +116,9 @@ class JailCommand:
             bwrap_fd: open file of bubblewrap, because the user nobody may not have access to its path.
         """
         prefix = [*_as_nobody(self.setpriv), f"/proc/self/fd/{bwrap_fd}"]
-        namespaces = ["user", "pid", "net", "ipc", "uts", "cgroup-try"]
-        apart = [f"--unshare-{name}" for name in namespaces] + ["--disable-userns", "--hostname", "sandbox"]
-        lone = [
-            "--die-with-parent",
-            "--new-session",
-            "--as-pid-1",
-            "--cap-drop",
-            "ALL",
-            "--uid",
-            "1000",
-            "--gid",
-            "1000",
-        ]
+        namespaces = [f"--unshare-{name}" for name in ("user", "pid", "net", "ipc", "uts", "cgroup-try")]
+        apart = [*namespaces, "--disable-userns", "--hostname", "sandbox", "--uid", "1000", "--gid", "1000"]
+        lone = ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL"]
         environment = ["--clearenv", *(word for item in ENVIRONMENT.items() for word in ("--setenv", *item))]
         work = ["--size", str(disk_mib * 2**20), "--tmpfs", WORK, "--chdir", WORK]
         devices = ["--dev", "/dev", "--size", str(2**20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
@@ -177,17 +167,14 @@ def _find_bwrap(given: str | None) -> str:
 
 def _find_python(given: str | None, setpriv: str | None) -> tuple[str, tuple[str, ...]]:
     """The interpreter of programs, and the directories that it needs in addition to /usr."""
-    candidates = (
-        [given] if given is not None else [getattr(sys, "_base_executable", sys.executable), "/usr/bin/python3"]
-    )
-    fault = ""
-    for candidate in candidates:
-        found = _ask_python(candidate, setpriv)
-        if isinstance(found, tuple):
-            return found
-        fault = fault or found
+    usual = (getattr(sys, "_base_executable", sys.executable), "/usr/bin/python3")
+    answers = []
+    for candidate in usual if given is None else (given,):
+        answers.append(_ask_python(candidate, setpriv))
+        if isinstance(answers[-1], tuple):
+            return answers[-1]
     raise ConfigError(
-        f"python is {given!r}: {fault}. Give the path of a Python of 3.8 or later that "
+        f"python is {given!r}: {answers[0]}. Give the path of a Python of 3.8 or later that "
         f"{'the user nobody, which jails use under root,' if setpriv else 'you'} can read."
     )
 

@@ -92,29 +92,18 @@ def serve(fd: int) -> dict:
     os._exit(0)  # and the kernel ends what the program has left running
 
 
-def limit(program: dict) -> None:
-    """Set hard resource limits for this process and its children."""
+def run(program: dict) -> None:
+    """Run the program as `__main__`, with hard limits; tracebacks start at the program's own lines."""
+    import sys  # a local name: the module's own names are deleted below
+
     for name, value in program["limits"].items():
         resource.setrlimit(getattr(resource, name), (value, value))
-
-
-def begin(program: dict) -> dict:
-    """Prepare this process; returns the globals of the program and its code."""
-    limit(program)
     sys.argv = ["main.py"]
     sys.path.insert(0, os.getcwd())
-    return {"__name__": "__main__", "__builtins__": __builtins__, "__file__": "main.py"}
-
-
-def run(program: dict) -> None:
-    """Run the program as `__main__`; tracebacks start at the program's own lines."""
-    import sys  # a name of this function: the module's own names are the program's from here on
-
     main = globals()
-    namespace = begin(program)
     for name in [name for name in main if name != "__builtins__"]:
         del main[name]
-    main.update(namespace)
+    main.update({"__name__": "__main__", "__file__": "main.py"})
     try:
         exec(compile(program["code"], "main.py", "exec"), main)
     except SystemExit:

@@ -1,8 +1,8 @@
 """`environment=agent_program`: an unchanged program plays an episode against an endpoint that is exact in tokens.
 
-    row, base_url ──> the program, in a process beside ── chat completions ──> endpoint ──> the run's rollout engine
+    row, base_url ──> the program, in another process ── chat completions ──> endpoint ──> the run's rollout engine
     reward        <──┘                                                           │
-    rows          <── requests of its session, joined where their tokens go on ──┘
+    rows          <── requests of its session, joined if one continues another ──┘
 
 Each request is recorded with its token ids and log-probs. Requests become one row only if the prompt of the later one
 begins with exactly the tokens of the earlier one; others are separate rows, and credit is assigned to the episode.
@@ -11,6 +11,7 @@ begins with exactly the tokens of the earlier one; others are separate rows, and
 from __future__ import annotations
 
 import logging
+import math
 import secrets
 import threading
 import time
@@ -46,12 +47,12 @@ class AgentProgram(HostedDescription):
 
     Args:
         path: `file.py:function` or `module:function`, called as `function(row, base_url)`, a coroutine function or not;
-            it gives the reward of the episode, a number, or None where `reward` rates the last turn.
+            returns the reward of the episode, a number, or None if `reward` scores the last turn.
         command: in place of `path`, a program and its arguments: the row is JSON on its standard input, OPENAI_BASE_URL
             and OPENAI_API_KEY are in its environment, and the reward is the last line that it prints.
         program_timeout_s: for one episode.
         turn_timeout_s: for the answer to one request.
-        ignore_sampling: draw as the rollout does where a request asks for another temperature or top_p.
+        ignore_sampling: accept requests with another temperature or top_p, and sample with those of the rollout.
     """
 
     example_values: ClassVar[Mapping[str, str]] = {"path": "agent.py:run"}
@@ -134,16 +135,11 @@ class _Programs:
         calls = engine.calls
         calls.begin_play()
         longest = max(len(episode.prompt) for episode in self.episodes)
+        limits = engine.rollout.max_new_tokens, longest + options.max_tokens
         endpoint = PolicyEndpoint(
-            lambda: turns,
-            engine.tokenizer,
-            engine.chat.template,
-            engine.stop_ids,
-            engine.rollout.max_new_tokens,
-            longest + options.max_tokens,
-            tool_format=options.tool_format,
-            request=self.request,
-        )
+            lambda: turns, engine.tokenizer, engine.chat.template, engine.stop_ids, *limits,
+            tool_format=options.tool_format, request=self.request,
+        )  # fmt: skip
         sampling = {"temperature": engine.rollout.temperature, "top_p": engine.rollout.top_p}
         timeout_s = options.turn_timeout_s
         server = PolicyServer(endpoint, LOOPBACK, 0, "policy", sampling, options.ignore_sampling, timeout_s)
@@ -168,7 +164,7 @@ class _Programs:
             serving.join(10.0)
 
     def samples(self, episode: Episode) -> list[EpisodeSample]:
-        """The rows of an episode: its requests, joined where their tokens go on."""
+        """The rows of an episode: its requests, joined if one continues another."""
         turns = self.sessions[episode.number].recorded[: len(episode.turns)]  # without what ended after the program
         numbers = {turn.request_id: number for number, turn in enumerate(turns)}
         samples = []
@@ -217,7 +213,7 @@ class _Programs:
                 self._failed(server, episode, "program: it ended without a request")
                 return
             self._close(episode, session, "terminated", reward)
-        elif session.cut and session.recorded:  # a limit of the run, and not a fault of ours
+        elif session.cut and session.recorded:  # a limit of the run, not a failure
             self._close(episode, session, session.cut, 0.0)  # type: ignore[arg-type]
         else:
             self._failed(server, episode, f"program: {record.error}", record.fault)
@@ -225,19 +221,11 @@ class _Programs:
     def _close(self, episode: Episode, session: Session, end: End, reward: float) -> None:
         turns = list(session.recorded)
         for number, turn in enumerate(turns):
-            is_last = number == len(turns) - 1
+            tokens, log_probs, observed = list(turn.token_ids), list(turn.log_probs), _new_tokens(turns, number)
             episode.turns.append(
-                Turn(
-                    0,
-                    list(turn.token_ids),
-                    list(turn.log_probs),
-                    text=turn.text,
-                    is_complete=turn.is_complete,
-                    reward=reward if is_last else 0.0,
-                    observation=None,
-                    observed=_new_tokens(turns, number),
-                )
+                Turn(0, tokens, log_probs, text=turn.text, is_complete=turn.is_complete, observed=observed)
             )
+        episode.turns[-1].reward = reward
         self._end(episode, end)
 
     def _end(self, episode: Episode, end: End) -> None:
@@ -245,15 +233,15 @@ class _Programs:
         self.num_open -= 1
 
     def _failed(self, server: PolicyServer, episode: Episode, why: str, fault: Fault = "own") -> None:
-        """Start the program of an episode again after a failure that is not the model's, or drop the episode."""
+        """Restart the program of an episode after a failure that the model did not cause, or drop the episode."""
         if episode.is_restarted(why, fault, self.options, self.request):
-            log.info("The program of prompt %d is begun anew: %s", episode.prompt_id, why)
+            log.info("The program of prompt %d is restarted: %s", episode.prompt_id, why)
             self._start(server, episode)
             return
         log.warning("An episode of prompt %d is left out: %s", episode.prompt_id, why)
         self._end(episode, "dropped")
         for other in dropped_with(episode, self.episodes, self.options, self.request):
-            if not other.end:  # what its program still does is not waited for
+            if not other.end:  # the end of its program is not awaited
                 self.sessions[other.number].is_closed = True
                 other.attempt += 1
                 self.engine.calls.end(other.environment)
@@ -262,11 +250,9 @@ class _Programs:
 
 
 def _reward_of(value: Observation) -> float:
-    """The reward that a program gave, as its adapter writes it; 0 where it gave none."""
-    if value is None:
-        return 0.0
-    reward = float(str(value))
-    if reward != reward or reward in (float("inf"), float("-inf")):
+    """The reward of a program, which its adapter returns as text; 0 for none."""
+    reward = 0.0 if value is None else float(str(value))
+    if not math.isfinite(reward):
         raise ValueError(f"it gave the reward {value}: expected a finite number")
     return reward
 

@@ -155,8 +155,8 @@ def _refuse_fields(
             if value != sampling[name] and not ignores_sampling:
                 raise Refused(
                     400,
-                    f"{field} is {shown}: the policy is drawn with {name} {sampling[name]:g}, as it is trained. Leave "
-                    "it out, or serve with --ignore-sampling.",
+                    f"{field} is {shown}: the policy is sampled with {name} {sampling[name]:g}, as it is trained. "
+                    "Leave it out, or serve with --ignore-sampling.",
                     field,
                 )
         elif value not in NEUTRAL.get(name, ()):

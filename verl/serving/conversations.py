@@ -129,7 +129,7 @@ class KnownConversations:
             if (conversation := self._known.get(key_of(messages[:end], tools))) is not None:
                 new = list(messages[end:])
                 return (conversation, new) if all(message.get("role") != "assistant" for message in new) else None
-            return None  # its last turn is not one of ours
+            return None  # its last turn was not sampled here
         return None
 
     def named(self, name: str) -> list[Message] | None:
@@ -204,14 +204,14 @@ class Session:
         """Noise key of the next turn.
 
         Raises:
-            ConfigError: the session has ended, or has had all of its turns.
+            ConfigError: the session has ended, or has used all of its turns.
         """
         with self._lock:
             if self.is_closed:
                 raise ConfigError("the session has ended")
             if self._num_turns >= self.max_turns:
                 self.cut = "turns"
-                raise ConfigError(f"the episode has had its {self.max_turns} turns (environment.max_turns)")
+                raise ConfigError(f"the episode has used its {self.max_turns} turns (environment.max_turns)")
             self._num_turns += 1
             digest = hashlib.blake2b(array("q", ids).tobytes(), digest_size=8).digest()
             number = self._counts[digest, seed]

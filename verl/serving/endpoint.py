@@ -1,14 +1,15 @@
 """Generates the turns of all requests as one batch, in a separate thread, and records each with its tokens.
 
-request ── messages ──> tokens ──> queue ──> the engine's turns, side by side ──> answer, or its parts
-              ^                                                 |
-              └── tokens of the conversation, as drawn <────────┴──> record: ids and log-probs
+request ── messages ──> tokens ──> queue ──> turns of the engine, as one batch ──> answer, or its parts
+              ^                                               |
+              └── sampled tokens of the conversation <────────┴──> record: ids and log-probs
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import queue
@@ -40,7 +41,7 @@ log = logging.getLogger(__name__)
 
 IDLE_WAIT_S = 0.2
 END_TIMEOUT_S = 10.0
-SHOW_S = 0.05  # between two looks at turns that are not finished
+SHOW_S = 0.05  # interval at which parts of unfinished turns are sent
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class OpenTurn:
 
     Attributes:
         finish: makes the completion, and records the turn.
-        is_over: the engine need not go on.
-        shown: tokens so far and whether they are all, or why there are no more.
+        is_over: the engine may stop its generation.
+        shown: tokens so far and whether they are all, or the error that ended the turn.
     """
 
     request: TurnRequest
@@ -86,7 +87,7 @@ class OpenTurn:
             try:
                 found = self.shown.get(timeout=left_s)
             except queue.Empty:
-                raise RolloutError(f"no turn was drawn within {self.timeout_s:g} s") from None
+                raise RolloutError(f"no turn was generated within {self.timeout_s:g} s") from None
             if isinstance(found, RolloutError):
                 raise found
             sampled, text, stop = self.text.cut(found[0])
@@ -116,7 +117,9 @@ class PolicyEndpoint:
         request: step and stream of the sampling noise; None for step 0 of the evaluation.
     Attributes:
         recorded: all answered requests, in the order of the answers.
-        format_fault: why calls of the model cannot be read, so that requests with tools are refused; None if they can.
+        format_fault: why calls of the model cannot be parsed, so that requests with tools are refused; None if they
+            can.
+        failure: why turns are no longer generated; None while they are.
     """
 
     def __init__(
@@ -150,10 +153,10 @@ class PolicyEndpoint:
         self._noise_of = request or GenerationRequest(0, stream=EVALUATION)
         self.known, self._lock = KnownConversations(), threading.Lock()
         self._begun: Counter[int] = Counter()
-        self._numbers = 0
+        self._numbers = itertools.count(1)
         self._record = None if record is None else open(record, "a", encoding="utf-8")  # noqa: SIM115
         self._waiting: queue.SimpleQueue[OpenTurn | None] = queue.SimpleQueue()
-        self._failure: str | None = None
+        self.failure: str | None = None
         self._is_closed = False
         tokenizer("", add_special_tokens=False)  # resets truncation and padding: later calls only read, in any thread
         self._thread = threading.Thread(
@@ -239,14 +242,9 @@ class PolicyEndpoint:
 
         turn = OpenTurn(request, TurnText(self.tokenizer, stops), finish, timeout_s, is_watched or bool(stops))
         self._waiting.put(turn)
-        if self._failure is not None or self._is_closed:  # asked after it was put: the thread may have looked before
-            raise RolloutError(self._failure or "the endpoint was closed")
+        if self.failure is not None or self._is_closed:  # checked after the put: the thread may have ended before it
+            raise RolloutError(self.failure or "the endpoint was closed")
         return turn
-
-    @property
-    def failure(self) -> str | None:
-        """Why turns are no longer generated; None while they are."""
-        return self._failure
 
     def close(self) -> None:
         """Stop the thread; pending requests fail. Idempotent."""
@@ -261,7 +259,7 @@ class PolicyEndpoint:
     def _conversation_of(
         self, messages: Sequence[Message], tools: Any, sample: int | None, conversations: KnownConversations
     ) -> tuple[KnownConversation, bool]:
-        """The tokens before the turn, and whether they go on from those of an earlier one.
+        """The tokens before the turn, and whether they continue those of an earlier one.
 
         Messages are rendered and tokenised outside of the lock, so that a long one delays no other request.
         """
@@ -270,10 +268,8 @@ class PolicyEndpoint:
             texts = [{**text, "content": self._content(text)} for text in _with_tool_names(messages, new)]
             ids = self.encoder.encode(texts, is_chat=not self._is_text, last=known.ids[-1])
             # A new number: two requests may continue the same turn, and keys and values belong to one of them.
-            number = self._next_number()
-            return KnownConversation(
-                number, known.prompt_id, known.sample_id, (*known.ids, *ids), known.num_turns
-            ), True
+            known = replace(known, number=next(self._numbers), ids=(*known.ids, *ids))
+            return known, True
         ids = self._rendered(messages, tools)
         if not ids:
             raise ConfigError("messages: no token of the policy is in them.")
@@ -282,7 +278,7 @@ class PolicyEndpoint:
             with self._lock:
                 sample = self._begun[prompt_id]
                 self._begun[prompt_id] += 1
-        return KnownConversation(self._next_number(), prompt_id, sample, ids, 0), False
+        return KnownConversation(next(self._numbers), prompt_id, sample, ids, 0), False
 
     def _content(self, message: Message) -> str:
         is_result = self._is_text and message["role"] == "tool"
@@ -295,11 +291,6 @@ class PolicyEndpoint:
         written = None if tools is self.tools and not self.chat.reads_tools else tools
         text = self.chat.render([_for_template(m) for m in messages], "messages", reply_follows=True, tools=written)
         return tuple(self.tokenizer(text, add_special_tokens=False).input_ids)
-
-    def _next_number(self) -> int:
-        with self._lock:
-            self._numbers += 1
-            return self._numbers
 
     def _message(self, turn: RecordedTurn, tools: Any) -> tuple[dict[str, Any], str]:
         text = turn.text
@@ -339,8 +330,8 @@ class PolicyEndpoint:
                 engine.close()
         except BaseException as error:
             log.exception("The policy's endpoint has failed.")
-            self._failure = f"the engine has failed: {error_text(error)}"
-        reason = RolloutError(self._failure or "the endpoint was closed")
+            self.failure = f"the engine has failed: {error_text(error)}"
+        reason = RolloutError(self.failure or "the endpoint was closed")
         while not self._waiting.empty():
             if (left := self._waiting.get()) is not None:
                 pending[left.request.episode] = left
@@ -348,7 +339,7 @@ class PolicyEndpoint:
             turn.shown.put(reason)
 
     def _show(self, engine: TurnEngine, pending: Mapping[int, OpenTurn]) -> None:
-        with contextlib.suppress(RolloutError):  # of an engine that has died, which is for `advance` to mend or raise
+        with contextlib.suppress(RolloutError):  # of an engine that has died: `advance` restarts it or raises
             for sampled in engine.open_turns():
                 turn = pending[sampled.episode]
                 if turn.is_over:

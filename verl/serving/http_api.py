@@ -77,11 +77,6 @@ class PolicyServer(ThreadingHTTPServer):
         """The `base_url` for the requests of one session."""
         return f"{self.url.removesuffix('/v1')}{SESSION}{name}/v1"
 
-    @property
-    def max_body(self) -> int:
-        """Bytes of a body that are read. A longer one cannot fit the context of a conversation."""
-        return BODY_BYTES + BODY_BYTES_PER_TOKEN * self.endpoint.row_tokens
-
     def complete(self, path: str, content: bytes, session: Session | None = None) -> Answer:
         """The answer to the body of a request.
 
@@ -168,7 +163,8 @@ class _Handler(BaseHTTPRequestHandler):
         """
         is_last, self.close_connection = self.close_connection, True  # until it is read
         self.is_unread = True
-        lengths, most = self.headers.get_all("Content-Length") or [], self.server.max_body
+        lengths = self.headers.get_all("Content-Length") or []
+        most = BODY_BYTES + BODY_BYTES_PER_TOKEN * self.server.endpoint.row_tokens  # more cannot fit a conversation
         if "Transfer-Encoding" in self.headers or not lengths:
             raise Refused(411, "the body needs a Content-Length; chunks are not supported")
         length = lengths[0].strip()

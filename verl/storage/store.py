@@ -369,11 +369,11 @@ class ObjectStore:
         """
         return self.retry(f"look at {self.url(key)}", lambda: self.backend.size(key))
 
-    def find(self, key: str) -> StoredObject | None:
-        try:
-            return StoredObject(key, self.size(key))
-        except ObjectNotFound:
-            return None
+    def find(self, key: str) -> int | None:
+        """Size of an object in bytes; None if there is none."""
+        with contextlib.suppress(ObjectNotFound):
+            return self.size(key)
+        return None
 
     def list(self, prefix: str = "") -> list[StoredObject]:
         """All objects whose keys begin with `prefix`, sorted by key. Some stores list a new object after a delay."""

@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
@@ -201,13 +201,24 @@ def termination_signals() -> tuple[signal.Signals, ...]:
 
 
 @contextlib.contextmanager
+def _handled(numbers: Iterable[int], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Within, a handler takes these signals; outside the main thread, where no signal arrives, nothing changes."""
+    if not _is_main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, own in before.items():
+            signal.signal(number, own)
+
+
+@contextlib.contextmanager
 def orderly_termination() -> Iterator[None]:
     """Within, SIGTERM and SIGHUP raise `Terminated`, as Ctrl-C raises KeyboardInterrupt, so that all is closed in
     order.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
 
     def end(number: int, frame: FrameType | None) -> None:
         _leave_closed_terminal()
@@ -215,17 +226,13 @@ def orderly_termination() -> Iterator[None]:
             signal.signal(number, lambda *_: None)
         raise Terminated(number)
 
-    before = {number: signal.signal(number, end) for number in termination_signals()}
-    try:
+    with _handled(termination_signals(), end):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def ignore_interrupts() -> None:
     """Ignore Ctrl-C from now on: the process ends, and a further one would only add a traceback."""
-    if threading.current_thread() is threading.main_thread():
+    if _is_main_thread():
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -256,16 +263,8 @@ class StopRequest:
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
         """Take SIGINT, SIGTERM and SIGHUP within; outside the main thread, where no signal arrives, do nothing."""
-        if threading.current_thread() is not threading.main_thread():
+        with _handled((signal.SIGINT, *termination_signals()), self._take):
             yield self
-            return
-        numbers = (signal.SIGINT, *termination_signals())
-        before: dict[int, Any] = {number: signal.signal(number, self._take) for number in numbers}
-        try:
-            yield self
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
     def _take(self, number: int, frame: FrameType | None) -> None:
         before, self.signal = self.signal, self.signal or number  # at once: a further signal may interrupt what follows

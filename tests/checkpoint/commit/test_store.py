@@ -87,22 +87,6 @@ def test_a_tag_that_is_no_name_of_its_own_is_refused(tag, store):
         store.begin(1, tag=tag)
 
 
-MISSING = {
-    "a participant that did not report": ([], r"participant rank_1 did not report"),
-    "a stranger": (["rank_1", "rank_2"], r"rank_2'\] report, and .* were expected"),
-}
-
-
-@pytest.mark.parametrize("kind", MISSING)
-def test_a_commit_waits_for_nobody_and_misses_nobody(kind, store):
-    names, problem = MISSING[kind]
-    with store.begin(1, rank_names=["rank_1"]) as transaction:
-        reports = [RankWriter(transaction.directory, name).report() for name in names]
-        with pytest.raises(CheckpointIncomplete, match=problem):
-            transaction.commit(reports)
-    assert store.complete() == []
-
-
 def half(rank: int, extent: int = 2) -> RankTensor:
     return RankTensor(
         component="optimizer", name="m", dtype="F32", shape=(4,), start=(2 * rank,), extent=(extent,),

@@ -13,7 +13,7 @@ from safetensors.torch import load as load_torch
 
 from verl.checkpoint.core.hashing import flat_view
 from verl.checkpoint.core.manifest import ITEM_BYTES
-from verl.checkpoint.core.safetensors_format import header_bytes, model_files, read_header
+from verl.checkpoint.core.safetensors_format import header_bytes, read_header
 
 ARRAYS = {
     "matrix": np.arange(6, dtype=np.float32).reshape(2, 3),
@@ -57,18 +57,6 @@ def test_places_are_where_the_bytes_are_and_a_reader_finds_the_same():
     for name, (dtype, _, begin) in places.items():
         assert content[begin : begin + ARRAYS[name].nbytes] == ARRAYS[name].tobytes()
         assert begin % ITEM_BYTES[dtype] == 0
-
-
-def test_the_files_of_a_model_are_those_that_transformers_expects():
-    (files,), index = model_files([{f"w{n}": 40 for n in range(5)}], 80)
-    assert files == {f"model-0000{n}-of-00003.safetensors": names for n, names in enumerate(WEIGHTS, 1)}
-    assert json.loads(index) == {
-        "metadata": {"total_size": 200}, "weight_map": {name: file for file, names in files.items() for name in names}
-    }  # fmt: skip
-    assert model_files([{"w0": 40, "w1": 40}], 80) == ([{"model.safetensors": ["w0", "w1"]}], None)
-
-
-WEIGHTS = [["w0", "w1"], ["w2", "w3"], ["w4"]]
 
 
 WHOLE = joined(render(TENSORS)[0])

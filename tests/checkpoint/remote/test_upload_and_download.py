@@ -13,7 +13,6 @@ from storage.s3_server import BUCKET
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.read.discovery import CheckpointDirectory
-from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.remote_store import RemoteStore, object_key
 from verl.checkpoint.remote.transfer import CheckpointUpload, pull
@@ -67,23 +66,6 @@ def test_what_was_pushed_is_pulled_bit_by_bit(any_objects: ObjectStore, tmp_path
     for file in files:
         assert (pulled.directory / file).read_bytes() == (checkpoint.directory / file).read_bytes()
     assert CheckpointDirectory(tmp_path / "there").newest().step == 3
-
-
-def test_what_checkpoints_share_is_sent_once(objects: ObjectStore, tmp_path: Path) -> None:
-    first = push(objects, save(tmp_path / "here", 1))
-    second = push(objects, save(tmp_path / "here", 2))
-    assert (first.num_sent, second.num_sent) == (3, 2)  # weights, tokenizer, state; then without the tokenizer
-    again = push(objects, CheckpointDirectory(tmp_path / "here").newest())
-    assert again.num_sent == 0
-    assert again.record == second.record
-
-
-def test_a_push_that_was_cut_off_goes_on_where_it_was(objects: ObjectStore, tmp_path: Path) -> None:
-    checkpoint = save(tmp_path / "here", 5)
-    entry = checkpoint.manifest.file("actor/weights.bin")
-    objects.put(object_key(entry), checkpoint.path(entry.path).read_bytes())  # then it was killed
-    assert RemoteStore(objects).records() == []
-    assert push(objects, checkpoint).num_sent == 2
 
 
 @pytest.mark.parametrize("damage", ["altered", "cut", "missing"])
@@ -214,19 +196,3 @@ def test_a_pull_that_was_cut_off_leaves_nothing(objects: ObjectStore, tmp_path: 
         shutil.copytree(transaction.directory, tmp_path / "there/staging/1-killed")
     assert pull(tier, tier.find(), there).step == 1
     assert list((tmp_path / "there/staging").iterdir()) == []
-
-
-def test_a_local_file_that_is_pruned_while_it_is_to_be_linked_is_fetched(objects, tmp_path, monkeypatch) -> None:
-    for step in (1, 2):
-        push(objects, save(tmp_path / "here", step))
-    tier, there = RemoteStore(objects), CheckpointStore(tmp_path / "there")
-    first = pull(tier, tier.records()[0], there)
-    checked = CheckpointReader.check
-
-    def pruned_after_the_check(self: CheckpointReader, path: str) -> None:
-        checked(self, path)
-        shutil.rmtree(first.directory)
-
-    monkeypatch.setattr(CheckpointReader, "check", pruned_after_the_check)
-    second = pull(tier, tier.records()[1], there)
-    assert second.path("actor/tokenizer.json").read_bytes() == TOKENIZER

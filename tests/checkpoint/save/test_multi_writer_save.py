@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from itertools import product
 
 import pytest
 import torch
@@ -15,7 +13,6 @@ from verl.checkpoint.commit.rank_writer import FileImage
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import LogicalTensor, SavedSlice
-from verl.checkpoint.core.safetensors_format import model_files
 from verl.checkpoint.read.reader import CheckpointReader, open_verified
 from verl.checkpoint.save.async_writer import CheckpointWriter
 from verl.checkpoint.save.save_executor import execute_save
@@ -29,7 +26,7 @@ from verl.checkpoint.save.save_request import (
 from verl.checkpoint.save.snapshot import PartialTensor, SavedComponent
 from verl.errors import CheckpointIncomplete
 from verl.ops.resharding.layout import Layout, Mesh, TensorLayout, volume
-from verl.workers.rank_checkpoint import assign_slices, owners
+from verl.workers.rank_checkpoint import assign_slices
 
 CONTENT = b'{"version": 1}'
 VALUES = torch.arange(12.0).view(4, 3)
@@ -200,18 +197,3 @@ def test_every_element_is_written_once_by_one_who_holds_it_and_by_all_alike(size
     assert max(load) <= 1.5 * sum(load) / mesh.size
     backwards = Layout(mesh, dict(reversed(layout.tensors.items())))
     assert set(assign_slices(backwards)) == set(found)
-
-
-@pytest.mark.parametrize(("ranks", "limit"), product((1, 2, 4), (10, 10**6)))
-def test_the_files_of_a_model_hold_every_tensor_once_and_the_index_says_where(ranks, limit):
-    sizes = {name: 4 * volume([(0, n) for n in shape]) for name, shape in SHAPES.items()}
-    owner = owners(sizes, ranks)
-    files, index = model_files([{n: sizes[n] for n in sizes if owner[n] == rank} for rank in range(ranks)], limit)
-    there = {name: file for own in files for file, names in own.items() for name in names}
-    assert sorted(there) == sorted(sizes)
-    assert all(owner[name] == rank for rank, own in enumerate(files) for names in own.values() for name in names)
-    if index is None:
-        assert set(there.values()) == {"model.safetensors"}
-    else:
-        assert json.loads(index) == {"metadata": {"total_size": sum(sizes.values())}, "weight_map": there}
-        assert len(set(there.values())) == sum(map(len, files))

@@ -6,15 +6,14 @@ import dataclasses
 import math
 
 import pytest
-import torch
 from http_client.servers import Say, in_turn, serving
 from refusals import refusal
+from rewards import rated
 from trainer.runs import JSONL, fit, ppo_run, read_lines
 
 from verl.component import BuildContext
 from verl.errors import NonFiniteRewardError, RewardError
 from verl.models.pretrained import Pretrained
-from verl.protocol import DataProto
 from verl.rewards.async_rewards import AsyncRewards
 from verl.rewards.remote.http_reward import HTTPReward
 from verl.rewards.weighted_sum import WeightedSum
@@ -24,11 +23,7 @@ KEY = "sk-abcdef0123456789abcdef"
 
 
 def batch_of(responses=RESPONSES, **columns):
-    count = len(responses)
-    return DataProto.from_dict(
-        tensors={"response_mask": torch.ones(count, 2, dtype=torch.bool)},
-        non_tensors={"prompt_text": [f"prompt {i}" for i in range(count)], "response_text": list(responses), **columns},
-    )
+    return rated.batch_of(responses, **columns)
 
 
 def scored_by_value(asked):
@@ -110,9 +105,7 @@ def test_what_was_scored_once_is_not_asked_again_in_a_later_run(made):
 
 def test_equal_responses_to_a_prompt_are_one_question_where_answers_are_kept(made):
     twins = batch_of(["7", "7", "7"])
-    twins = twins.select(["response_mask"], ["response_text"]).union(
-        DataProto.from_dict(non_tensors={"prompt_text": ["same"] * 3})
-    )
+    twins.non_tensor_batch["prompt_text"][:] = "same"
     with serving(scored_by_value) as server:
         scored = made(server).score_tokens(twins)
         assert list(scored["score"]) == [7, 7, 7]
@@ -144,8 +137,6 @@ def test_a_retry_asks_only_for_the_scores_that_were_missing(made):
         (each_of("1_0"), "'1_0' in place of a number"),
         (each_of([2.0]), "[2.0] in place of a number"),
         (Say(status=500, body="broken"), "HTTP 500"),
-        (Say(content=b"oops"), "not JSON: oops"),
-        (Say(hang_up=True), "RemoteProtocolError"),
     ],
 )
 def test_a_sample_that_fails_for_good_ends_the_run_with_its_texts(bad, why, made):
@@ -186,13 +177,15 @@ def test_a_sample_may_get_a_score_of_its_own_instead_and_is_counted(made, caplog
     assert counted.take_counts() == {}
 
 
-def test_a_server_that_refuses_all_or_is_gone_ends_the_run_whatever_may_fail(made):
+def test_a_server_that_refuses_all_or_is_gone_ends_the_run_whatever_may_fail_and_is_told_before_anything_loads(made):
     with serving(in_turn(Say(status=401, body="who are you"))) as server:
         reward = made(server, on_error="score")
         with pytest.raises(RewardError, match="HTTP 401"):
             reward.score_tokens(batch_of())
     with pytest.raises(RewardError, match="the server seems to be down"):
         reward.score_tokens(batch_of())
+    with refusal("endpoint.base_url"):
+        made(server)
 
 
 @pytest.mark.parametrize("how", ["gone", "silent"])
@@ -219,14 +212,6 @@ def test_a_sample_that_is_never_answered_is_its_own_affair_where_the_others_are_
         reward = made(server, on_error="score", error_score=-1.0, batch_size=1)
         for _ in range(2):  # of the second batch, it is all that is asked
             assert list(reward.score_tokens(batch_of())["score"]) == [0, 1, 2, 3, -1]
-
-
-def test_a_server_that_does_not_answer_is_told_before_anything_loads(tmp_path):
-    with serving(scored_by_value) as server:
-        pass
-    described = HTTPReward(endpoint=server.endpoint(), cache_dir=str(tmp_path))
-    with refusal("endpoint.base_url"):
-        described.build(BuildContext())
 
 
 def test_a_run_asks_logs_and_shows_its_samples_without_the_key(dir32, tmp_path, monkeypatch):

@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 from http_client.servers import Say, in_turn, serving
-from rewards.remote.test_http_reward import batch_of, outcomes
+from rewards.rated import batch_of
+from rewards.remote.test_http_reward import outcomes
+from same_training import course, digest, numbers
+from trainer.runs import fit
 
 from verl.component import BuildContext
-from verl.errors import NonFiniteRewardError, RewardError
+from verl.errors import RewardError
 from verl.http_client.request import RetryableAnswer
 from verl.rewards.remote.llm_judge import LLMJudge
 from verl.rewards.remote.remote_base import by_path
+from verl.rewards.weighted_sum import WeightedSum
 
 TEMPLATE = 'Q: {prompt} A: {response} Say {{score}} as {"score": 1}.'
 SETTINGS = {"model": "judge-1", "template": TEMPLATE, "score_pattern": r"Score: (\S+)"}
@@ -63,7 +67,7 @@ def test_columns_fill_the_template_and_what_they_hold_is_not_read_as_one(made):
         )
         assert server.asked[0].body["messages"] == [{"role": "user", "content": '{answer}|{prompt}|["a", "ä"]'}]
         with pytest.raises(RewardError, match=r"template names \{gold\}, and the data has no such column"):
-            made(server, template="{response}{gold}").score_tokens(batch_of())
+            made(server, template="{response}{gold}").score_tokens(batch_of(["a"]))
 
 
 def test_verdicts_are_kept_by_question_and_read_again_in_another_way(made):
@@ -103,11 +107,6 @@ def test_an_answer_without_a_score_is_asked_for_again_and_then_told(bad, why, ma
     assert "Sample: 0, prompt 'prompt 0', response 'a'" in str(refused.value)
 
 
-def test_a_score_of_nan_is_not_finite(made):
-    with serving(in_turn(says("Score: nan"))) as server, pytest.raises(NonFiniteRewardError):
-        made(server).score_tokens(batch_of(["a"]))
-
-
 def test_a_function_of_ones_own_may_read_the_score_with_columns(made):
     Path("rule.py").write_text("def read(reply, answer):\n    return reply.count(answer) / (reply != 'bad')\n")
     settings = {"score_pattern": None, "score_function": "rule.py:read"}
@@ -118,16 +117,6 @@ def test_a_function_of_ones_own_may_read_the_score_with_columns(made):
     with serving(in_turn(says("bad"))) as server, pytest.raises(RewardError) as refused:
         made(server, **settings).score_tokens(batch_of(["b"], answer=["x"]))
     assert "ZeroDivisionError in score_function: division by zero, of 'bad'" in str(refused.value)
-
-
-def test_one_failing_verdict_may_cost_its_own_sample_only(made):
-    def fails_for_b(asked):
-        return Say(status=500) if "A: b" in asked.body["messages"][0]["content"] else says("Score: 1")
-
-    with serving(fails_for_b) as server:
-        scored = made(server, on_error="score", error_score=-2.0).score_tokens(batch_of(["a", "b", "c"]))
-    assert list(scored["score"]) == [1, -2, 1]
-    assert list(scored["reward/failed"]) == [0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -162,3 +151,39 @@ def test_the_shipped_template_and_pattern_go_together(made):
             scored = made(server, **ours).score_tokens(batch_of([json.dumps(text)], answer=["4"]))
             assert list(scored["score"]) == [score]
     assert "The reference answer is: 4" in server.asked[0].body["messages"][0]["content"]
+
+
+def counted(asked):
+    """A judge that counts letters."""
+    text = asked.body["messages"][0]["content"]
+    return {"choices": [{"message": {"content": f"Score: {len(text) % 7}"}, "finish_reason": "stop"}]}
+
+
+def without_requests(steps):
+    return {step: {k: x for k, x in line.items() if "_remote_" not in k} for step, line in steps.items()}
+
+
+@pytest.mark.exhaustive
+def test_a_run_that_was_cut_goes_on_to_the_same_end_and_asks_nothing_twice(model32, tmp_path):
+    with serving(counted) as server:
+
+        def described(directory, **options):
+            judge = LLMJudge(
+                endpoint=server.endpoint("/v1"),
+                model="judge",  # a name, where a reward model has files that a checkpoint keeps
+                template="{prompt} {response}",
+                score_pattern=r"Score: (\d+)",
+                cache_dir=str(tmp_path / f"{directory}-cache"),
+            )
+            reward = WeightedSum(parts={"judge": judge}, weights={"judge": 0.5})
+            return course(model32, tmp_path / directory, reward=reward, **options)
+
+        fit(described("whole"), tmp_path / "whole/run")
+        asked = [asked.body for asked in server.asked]
+        assert len(asked) == len({str(body) for body in asked})
+        fit(described("cut", stop_after=2), tmp_path / "cut/first")
+        fit(described("cut", resume="latest"), tmp_path / "cut/second")
+    assert len(server.asked) == 2 * len(asked)
+    whole, second = numbers(tmp_path / "whole/run"), numbers(tmp_path / "cut/second")
+    assert without_requests(second) == {step: without_requests(whole)[step] for step in (3, 4)}
+    assert digest(tmp_path / "whole") == digest(tmp_path / "cut")

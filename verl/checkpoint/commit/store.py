@@ -63,7 +63,6 @@ from verl.checkpoint.read.discovery import (
     LATEST,
     RESERVED,
     STAGING,
-    TAG,
     TRASH,
     CheckpointDirectory,
     refuse_inside,
@@ -77,7 +76,7 @@ from verl.errors import (
     FileFault,
     NoSpaceForCheckpoint,
 )
-from verl.utils.external_input import checked_name, plain
+from verl.utils.external_input import NAME, checked_name, plain
 
 log = logging.getLogger(__name__)
 
@@ -417,7 +416,7 @@ class CheckpointStore(CheckpointDirectory):
             CheckpointFenced: another trainer has taken over.
             CheckpointWriteFailed: the directory cannot be written.
         """
-        if tag is not None and (not TAG.fullmatch(tag) or tag in RESERVED or tag.startswith("global_step_")):
+        if tag is not None and (not NAME.fullmatch(tag) or tag in RESERVED or tag.startswith("global_step_")):
             raise ConfigError(
                 f"tag is {tag!r}: it names a directory. Use letters, digits and . _ = + -, and none of the store's own "
                 f"names ({', '.join(sorted(RESERVED))}, global_step_...)."
@@ -433,7 +432,8 @@ class CheckpointStore(CheckpointDirectory):
         with write_errors(f"beginning the save of step {step}"), self.locked():
             self.check_claim()
             try:
-                self._remove_leftovers()
+                for path in self.leftovers():
+                    remove_tree(self.disk, path)
             except OSError as error:  # they take space and do no harm
                 log.warning("leftovers of earlier saves could not be removed: %s", error)
             self.disk.make_directory(directory)
@@ -452,7 +452,8 @@ class CheckpointStore(CheckpointDirectory):
         self.claim_directory()
         with self.locked(), write_errors("removing leftovers"):
             self.check_claim()
-            self._remove_leftovers()
+            for path in self.leftovers():
+                remove_tree(self.disk, path)
 
     def leftovers(self) -> Iterator[Path]:
         """Leftovers of dead processes: the trash, and staged saves without a lock, each locked while it is looked at.
@@ -508,10 +509,6 @@ class CheckpointStore(CheckpointDirectory):
                 f"{self.directory} has {space.inodes} inodes free and the save needs {needed_files + OWN_FILES}; "
                 "nothing was written. Remove files there"
             )
-
-    def _remove_leftovers(self) -> None:
-        for path in self.leftovers():
-            remove_tree(self.disk, path)
 
 
 def readable_size(num_bytes: int) -> str:

@@ -14,7 +14,6 @@ from verl.checkpoint.core.filesystem import FileSystem, is_directory, read_error
 from verl.checkpoint.core.manifest import COMMIT, MANIFEST, is_readable
 from verl.checkpoint.read.reader import Level, open_verified
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointUnsupported, ConfigError
-from verl.utils.external_input import NAME
 
 FORMAT, RUN_LOCK = "format.json", "run.lock"
 
@@ -23,7 +22,6 @@ log = logging.getLogger(__name__)
 STAGING, TRASH, PINS, LATEST = "staging", "trash", "pins", "latest"
 COLD, UPLOADED, FETCHED = "cold.json", "uploaded", "fetched"
 POLICY_RECORD = "policy.json"  # in a run's directory: step, configuration and statistics of the weights in it
-TAG = NAME  # pattern of a tag, which is the name of a directory
 HEAD_BYTES = 512
 HEAD = re.compile(rb'"format":.*?"version": ?"(\d+\.\d+)[^"]*".*?"sequence": ?(\d+)', re.DOTALL)
 RESERVED = {STAGING, TRASH, PINS, LATEST, FORMAT, RUN_LOCK, COLD, UPLOADED, FETCHED}

@@ -105,11 +105,11 @@ class RemoteStore:
         checkpoint = self.open(record)
         missing, others = [], list(tiling_faults(checkpoint))
         for entry in checkpoint.manifest.files:
-            stored = self.store.find(object_key(entry)) if entry.size else None
-            if entry.size and stored is None:
+            size = self.store.find(object_key(entry)) if entry.size else 0
+            if size is None:
                 missing.append(checkpoint.fault(entry.path, "its object is missing"))
-            elif stored is not None and stored.size != entry.size:
-                others.append(checkpoint.fault(entry.path, f"its object has {stored.size} bytes, not {entry.size}"))
+            elif size != entry.size:
+                others.append(checkpoint.fault(entry.path, f"its object has {size} bytes, not {entry.size}"))
             elif level == "full":
                 try:
                     for _ in checkpoint.checked_leaves(entry, fetch_leaves(self.store, entry), " of its object"):

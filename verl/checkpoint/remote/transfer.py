@@ -50,7 +50,7 @@ from verl.errors import (
     StorageRefused,
 )
 from verl.storage.config import Storage, storage_at, storage_from
-from verl.storage.store import ObjectStore, StoredObject
+from verl.storage.store import ObjectStore
 
 SMALL_BYTES, AT_ONCE = 2**20, 4
 log = logging.getLogger(__name__)
@@ -119,7 +119,7 @@ class CheckpointUpload:
     def _put(self, checkpoint: Checkpoint, entry: FileEntry) -> FileEntry | None:
         """Put a file unless it is there."""
         key = object_key(entry)
-        if self.store.find(key) == StoredObject(key, entry.size):
+        if self.store.find(key) == entry.size:
             return None
         self.store.put_pieces(key, lambda: checked_file(self.disk, checkpoint, entry), entry.size)
         return entry

@@ -248,11 +248,6 @@ class CheckpointWriter:
         """Id of the writer process; None if it is not running."""
         return self._writer_client.process_id
 
-    @property
-    def host_buffer_bytes(self) -> int:
-        """Bytes of host memory allocated for copies of the tensors."""
-        return self._host_buffers.num_bytes
-
     # -- in threads ---------------------------------------------------------------------------------------------------
 
     def _reserve(self, host_buffer: HostBuffer, num_bytes: int) -> None:

@@ -119,11 +119,6 @@ class HostBufferPool:
             self._changed.notify()
 
     @property
-    def num_bytes(self) -> int:
-        """Bytes allocated by all buffers."""
-        return sum(host_buffer.num_bytes for host_buffer in self._all)
-
-    @property
     def numbers(self) -> frozenset[int]:
         """Numbers of the current allocations."""
         return frozenset(host_buffer.number for host_buffer in self._all if host_buffer.memory is not None)

@@ -46,7 +46,7 @@ def execute_save(
     multi_writer, files = request.multi_writer, _SaveFiles(store, request, source)
     if multi_writer is not None and not multi_writer.commits:
         return _write_part(store, request, multi_writer, files)
-    files.find_unchanged()
+    files.hash_increment()
     with _begun(store, request, files) as transaction:
         reports: list[RankReport] = []
         checkpoint = None if multi_writer is None else transaction.finish_commit()
@@ -78,7 +78,7 @@ def _write_part(
     """Write this participant's files into a save that another process commits, and report them."""
     _remove_own(store.disk, request, multi_writer)
     writer = RankWriter(multi_writer.directory, multi_writer.name, store.disk)
-    files.find_unchanged()
+    files.hash_increment()
     files.write(writer)
     report = writer.report()
     submit_report(store.disk, multi_writer.directory, report)
@@ -106,23 +106,22 @@ class _SaveFiles:
         self._store, self._request, self._source = store, request, source
         self._hashed: dict[str, tuple[FileEntry, Checkpoint | None]] = {}  # with a checkpoint that holds the same bytes
 
-    def find_unchanged(self) -> None:
-        """Hash constant images, and every image of an incremental save, to find those that did not change.
+    def hash_increment(self) -> None:
+        """Hash every image of an incremental save to find those that did not change; does nothing for other saves.
 
         Called before the save begins, because it determines the disk space that the save needs.
         """
-        for image in self._request.images:
-            if self._request.increment or image.is_constant:
-                entry = FileEntry.of(image.path, _hash(image, self._source))
-                holders = (checkpoint for checkpoint in self._earlier if _holds(self._store.disk, checkpoint, entry))
-                self._hashed[image.path] = entry, next(holders, None)
+        if self._request.increment:
+            self._source.wait(self._request.num_bytes)
+            for image in self._request.images:
+                self._find_unchanged(image)
 
     @property
     def needed_bytes(self) -> int:
         """Bytes of disk space that the save takes."""
         copied = [file.source for file in self._request.existing_files if file.source and file.leaves is None]
         unchanged = {path for path, (_, earlier) in self._hashed.items() if earlier is not None}
-        images = [image for image in self._request.images if image.path not in unchanged]
+        images = [image for image in self._request.images if not image.is_constant and image.path not in unchanged]
         return sum(x.num_bytes for x in images) + sum(path.stat().st_size for path in copied if path.exists())
 
     def write(self, writer: RankWriter) -> None:
@@ -131,7 +130,8 @@ class _SaveFiles:
         Returns once the memory is filled and every file is complete.
         """
         writer.record(*self._request.tensors)
-        large = [image for image in self._request.images if _is_large(image) and image.path not in self._hashed]
+        large = [image for image in self._request.images if _is_large(image) and not image.is_constant]
+        large = [image for image in large if image.path not in self._hashed]
         end = self._request.num_bytes  # hash only once the copy is done: training waits for it, and it needs processors
         with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashers:
             hashed = {image.path: hashers.submit(_hash, image, self._source, end) for image in large}
@@ -146,6 +146,8 @@ class _SaveFiles:
         self._source.wait(self._request.num_bytes)
 
     def _write_image(self, writer: RankWriter, image: FileImage, hashed: dict[str, Future[tuple[Leaf, ...]]]) -> None:
+        if image.is_constant and image.path not in self._hashed:
+            self._find_unchanged(image)
         entry, earlier = self._hashed.get(image.path, (None, None))
         if earlier is not None:
             with contextlib.suppress(CheckpointNotFound):  # it was removed in the meantime: write the file
@@ -173,6 +175,12 @@ class _SaveFiles:
             if newest is not None and earlier is not None and earlier.blake3 == entry.blake3:
                 entry = replace(entry, linked_from=newest.name)
             writer.add_existing(file.path, file.source, entry)
+
+    def _find_unchanged(self, image: FileImage) -> None:
+        """Hash an image, and look for a checkpoint that holds the same bytes under the same path."""
+        entry = FileEntry.of(image.path, _hash(image, self._source))
+        holders = (checkpoint for checkpoint in self._earlier if _holds(self._store.disk, checkpoint, entry))
+        self._hashed[image.path] = entry, next(holders, None)
 
     @cached_property
     def _earlier(self) -> list[Checkpoint]:

@@ -162,7 +162,7 @@ def as_step(result):
         "info": info or {},
     }
     if step["observation"] is None and not (step["terminated"] or step["truncated"]):
-        raise BadAnswer("step gave no observation, and the episode goes on")
+        raise BadAnswer("step gave no observation, and the episode continues")
     return step
 
 
@@ -185,14 +185,14 @@ def text_of(error):
         return f"{type(error).__name__}, whose message cannot be read"
 
 
-def failure(error, method, kind="infra"):
+def failure(error, method):
     """The part of a reply that describes an exception: message, line of the user's file, and traceback.
 
     Args:
         method: name of the called method; None while a file is loaded.
     """
     if isinstance(error, BadAnswer):
-        return {"error": f"{error}, {defined_at(method)}", "trace": "", "kind": kind}
+        return {"error": f"{error}, {defined_at(method)}", "trace": "", "kind": "infra"}
     try:
         begin = error.__traceback__
         while begin is not None and begin.tb_frame.f_code.co_filename == __file__:
@@ -206,7 +206,7 @@ def failure(error, method, kind="infra"):
             trace = f"{trace[: MAX_TRACE // 2]}\n...\n{trace[-MAX_TRACE // 2 :]}"
     except BaseException:  # noqa: BLE001 - the exception is the user's
         where = trace = ""
-    return {"error": text_of(error) + where, "trace": trace, "kind": kind}
+    return {"error": text_of(error) + where, "trace": trace, "kind": "infra"}
 
 
 def defined_at(method):

@@ -59,20 +59,21 @@ class Host(PooledChild):
         super().__init__(child, start_s)
         self.is_alone = is_alone
         self.hung = self.environments = 0
-        self.is_over = False
         self.recovery: Any = None
         self.described: Any = None
         self._ids = itertools.count()
         self._pending: dict[int, tuple[str, Future[dict[str, Any]]]] = {}  # by id: the caller, and its reply
         self._sending = threading.Lock()
         self._why, self._suspects = "", frozenset[str]()
-        self._printed = _PrintedLines(output, self.pid)
+        self._last_line = b""
+        self._output = threading.Thread(target=self._log_output, args=(output,), name="environment output", daemon=True)
+        self._output.start()
         self._send(options)
 
     @property
     def is_usable(self) -> bool:
         """Whether it accepts new environments."""
-        return not self.is_over and not self.hung and super().is_usable
+        return not self.hung and super().is_usable
 
     def await_ready(self) -> None:
         """Wait for the first reply of the process.
@@ -84,7 +85,7 @@ class Host(PooledChild):
             reply = self.first_message()
         except StartFailed as error:
             setting = " (environment.reset_timeout_s)" if isinstance(error.__cause__, TimeoutError) else ""
-            raise InfraError(f"it has not started: {error}{setting}{self._printed.last()}") from error
+            raise InfraError(f"it has not started: {error}{setting}{self._last_output()}") from error
         self.recovery, self.described = reply.get("recovery"), _value(reply)
         threading.Thread(target=self._read, name="environment replies", daemon=True).start()
 
@@ -92,7 +93,7 @@ class Host(PooledChild):
         """Send a request and return the value of the reply.
 
         Args:
-            caller: the environment; None for a call of its own.
+            caller: the environment; None for a call without one.
             limit_s: until the reply.
         Raises:
             InfraError: the process failed, or the call took too long next to others.
@@ -119,7 +120,7 @@ class Host(PooledChild):
                 await asyncio.to_thread(self.end, f"no answer within {limit_s:g} s{self.state()}")
                 raise InfraError(self._why, self._fault(caller)) from None
             if not self.is_alone:
-                raise InfraError(f"no answer within {limit_s:g} s, beside other episodes", "late") from None
+                raise InfraError(f"no answer within {limit_s:g} s, next to other episodes", "late") from None
             raise
         finally:
             self._pending.pop(number, None)  # a later reply is ignored
@@ -163,7 +164,27 @@ class Host(PooledChild):
             why = f"a reply of the environment is not JSON ({error})"
         except Exception as error:  # noqa: BLE001 - of what an environment has written there
             why = f"a reply of the environment is not valid ({type(error).__name__}: {error})"
-        self.end(why + self._printed.last())
+        self.end(why + self._last_output())
+
+    def _log_output(self, output: int) -> None:
+        """Log the lines that its environments print, up to a limit."""
+        begun, count = time.monotonic(), 0
+        with open(output, "rb") as file:
+            for self._last_line in filter(bytes.strip, iter(lambda: file.readline(MAX_PRINTED), b"")):
+                if time.monotonic() - begun > PRINTED_WITHIN_S:
+                    if count > PRINTED_LINES:
+                        left_out = count - PRINTED_LINES
+                        log.info("environment %d: %d lines are left out", self.pid, left_out, extra={"console": False})
+                    begun, count = time.monotonic(), 0
+                count += 1
+                if count <= PRINTED_LINES:
+                    log.info("environment %d: %s", self.pid, _printable(self._last_line), extra={"console": False})
+
+    def _last_output(self) -> str:
+        """The last line that an ended process printed, in parentheses for a message; empty if there is none."""
+        self._output.join(EXIT_S)
+        line = self._last_line
+        return f" (the last line that it wrote: {_printable(line[:300])!r})" if line else ""
 
 
 def _value(reply: Mapping[str, Any]) -> Any:
@@ -172,33 +193,6 @@ def _value(reply: Mapping[str, Any]) -> Any:
             raise ToolError(str(reply["error"]))
         raise InfraError(str(reply["error"]), trace=str(reply.get("trace", "")))
     return reply["value"]
-
-
-class _PrintedLines:
-    """Lines printed by environments of one process: logged up to a limit; the last is kept for messages."""
-
-    def __init__(self, output: int, pid: int):
-        self._last = b""
-        self._thread = threading.Thread(target=self._read, args=(output, pid), name="environment output", daemon=True)
-        self._thread.start()
-
-    def _read(self, output: int, pid: int) -> None:
-        begun, count = time.monotonic(), 0
-        with open(output, "rb") as file:
-            for self._last in filter(bytes.strip, iter(lambda: file.readline(MAX_PRINTED), b"")):
-                if time.monotonic() - begun > PRINTED_WITHIN_S:
-                    if count > PRINTED_LINES:
-                        left_out = count - PRINTED_LINES
-                        log.info("environment %d: %d lines are left out", pid, left_out, extra={"console": False})
-                    begun, count = time.monotonic(), 0
-                count += 1
-                if count <= PRINTED_LINES:
-                    log.info("environment %d: %s", pid, _printable(self._last), extra={"console": False})
-
-    def last(self) -> str:
-        """The last line of a process that has ended, in parentheses for a message; empty if there is none."""
-        self._thread.join(EXIT_S)
-        return f" (the last line that it wrote: {_printable(self._last[:300])!r})" if self._last else ""
 
 
 def _printable(line: bytes) -> str:

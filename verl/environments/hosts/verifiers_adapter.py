@@ -261,9 +261,9 @@ class Service:
         body = json.loads(await http.read())
         run = self.runs.get(http.headers.get("X-Session-ID", ""))
         if run is None:
-            return web.json_response({"error": {"message": "no episode is under way"}}, status=404)
+            return web.json_response({"error": {"message": "no episode is in progress"}}, status=404)
         if body.get("stream") or (body.get("n") or 1) != 1:
-            error = {"message": "stream and n are not understood: one turn is drawn at a time"}
+            error = {"message": "stream and n are not understood: one turn is generated at a time"}
             return web.json_response({"error": error}, status=400)
         request = ModelCall(body)
         run.requests.put_nowait(request)
@@ -350,7 +350,7 @@ class VerifiersTask:
         new = request.messages[len(before) :]
         if not new or not all(map(same, before, request.messages)) or any(m["role"] == "assistant" for m in new):
             raise RuntimeError(
-                "verifiers' environment asks for a turn of a conversation that does not go on from the last one: it "
+                "verifiers' environment asks for a turn of a conversation that does not continue the last one: it "
                 "has several agents, or its harness rewrites what was said"
             )
         self.read = request.messages

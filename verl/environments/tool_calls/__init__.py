@@ -1,8 +1,8 @@
 """Tool calls in the text of a model.
 
-parse       The calls in a turn, for each format: `parse_calls`, `ToolCall`, `ParseFault`
-arguments   Texts of arguments as JSON values: typed by a schema, as Python literals, as Gemma writes them
-round_trip  The format that a chat template writes, proven by rendering calls and parsing them back
+parse       Parser of the calls in a turn, for each format: `parse_calls`, `ToolCall`, `ParseFault`
+arguments   Parsers of arguments: typed by a schema, Python literals, Gemma's notation
+round_trip  Detection of a chat template's format, verified by rendering calls and parsing them back
 """
 
 from verl.environments.tool_calls.parse import ParseFault, ToolCall, ToolFormat, parse_calls

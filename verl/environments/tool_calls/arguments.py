@@ -1,8 +1,8 @@
-"""Texts of arguments as JSON values.
+"""Parsers of tool-call arguments: their text becomes JSON values.
 
-Formats differ in how they write a value: as JSON; as text between tags, where only the tool's schema says whether
-`75001` is a number or a text (`typed_value`); as Python literals (`python_calls`); or as JSON with other quotation
-marks (`gemma_object`). Every function raises ValueError for what cannot be read.
+Formats write a value as JSON, as text between tags whose type is given by the tool's schema (`typed_value`), as Python
+literals (`python_calls`), or as JSON with other quotation marks (`gemma_object`). All functions raise ValueError for
+invalid text.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-MAX_ENDS = 32  # of an argument or a call that are tried
-MAX_BITS = 14_000  # of a whole number: Python writes at most 4300 decimal digits
-MAX_DEPTH = 64  # of nested lists and mappings: deeper ones exceed the recursion limit of what handles them later
+MAX_ENDS = 32  # possible ends of an argument or a call that are tried
+MAX_BITS = 14_000  # of an integer: Python converts at most 4300 decimal digits
+MAX_DEPTH = 64  # of nested lists and mappings; deeper ones would exceed a recursion limit later
 
 
 def json_value(value: Any, depth: int = 0) -> Any:
@@ -61,7 +61,7 @@ def from_json(text: str) -> Any:
 
 
 def json_fault(error: Exception) -> str:
-    """Why a text is not a JSON value, in words."""
+    """Description of why a text is not a JSON value."""
     if isinstance(error, RecursionError):
         return f"nested deeper than {MAX_DEPTH}"
     return f"no JSON ({error})" if isinstance(error, json.JSONDecodeError) else str(error)
@@ -83,11 +83,11 @@ def typed_value(text: str, schema: Mapping[str, Any], root: Mapping[str, Any]) -
     """The value of an argument that is written as plain text.
 
     Args:
-        schema: of the argument; where it allows a text, whatever cannot be read as another of its types is one. An
-            empty schema allows everything.
+        schema: of the argument. If it allows strings, text that cannot be parsed as another of its types is a string.
+            An empty schema allows any type.
         root: the schema that contains it, for `$ref`.
     Raises:
-        ValueError: the schema allows no text, and the text is none of its types.
+        ValueError: the text has none of the types of the schema.
     """
     kinds = _kinds(schema, root, 0)
     if kinds == {"string"}:
@@ -135,7 +135,7 @@ _GEMMA = re.compile(
 
 
 def gemma_object(text: str) -> Any:
-    """The value of an object whose keys are bare and whose texts stand between `<|"|>`."""
+    """The value of a JSON object with unquoted keys, and strings between `<|"|>`."""
 
     def as_json(found: re.Match[str]) -> str:
         if found["text"] is not None:
@@ -159,11 +159,11 @@ _VALUE_END = re.compile(rf",\s*(?={_NAME}\s*=)|\)\s*(?=,\s*{_NAME}\(|\]?\s*\Z)")
 def python_calls(text: str, is_escaped: bool) -> list[tuple[str, dict[str, Any]]]:
     """The calls of a list `[f(a='text', b=[1, 2]), g()]`.
 
-    A value ends where another argument, or the end of the call, may follow and the text before it can be read.
+    A value ends at the first place where another argument, or the end of the call, may follow and the value parses.
 
     Args:
-        is_escaped: texts have the escape sequences of Python; otherwise what is between the quotation marks is
-            the text.
+        is_escaped: strings have the escape sequences of Python; otherwise the text between the quotation marks is taken
+            literally.
     """
     body = text.strip()
     if not (body.startswith("[") and body.endswith("]")):
@@ -215,10 +215,10 @@ def _python_value(text: str, is_escaped: bool) -> Any:
 
 
 def literal(text: str | ast.expr) -> Any:
-    """The value of a Python literal, or of its syntax tree, that consists of JSON values.
+    """The value of a Python literal, given as text or syntax tree, that consists of JSON values.
 
     Raises:
-        ValueError: it is something else, or nested too deep.
+        ValueError: it is not a literal of JSON values, or nested too deep.
     """
     try:
         return json_value(ast.literal_eval(text))

@@ -15,7 +15,7 @@ lfm_unescaped   the same, but what is between quotation marks has no escape sequ
 llama           {"name": "add", "parameters": {"a": 1}}                                              Llama 3, after <|python_tag|> or alone
 plain           add(1, 2)                                                                            a line of its own; the built-in model
 
-Whatever a model writes gives calls and faults, never an exception: nested too deep, not valid Unicode, infinite.
+Any text gives calls and faults, never an exception, also if it is nested too deep or is not valid Unicode.
 """
 
 # ruff: noqa: E501, RUF001 - the table above; marks of DeepSeek have a full-width bar
@@ -90,7 +90,7 @@ class ParseFault:
 
 @dataclass(frozen=True)
 class FoundCall:
-    """A call, or what was meant as one, between two positions of a text."""
+    """A call, or a failed attempt at one, between two positions of a text."""
 
     start: int
     end: int
@@ -105,9 +105,9 @@ class MarkedFormat:
     """A format whose calls stand between two marks.
 
     Attributes:
-        opening, closing: the marks. A closing mark inside of a text is part of it: the first with which the call can be
-            read ends the call.
-        read: the calls between the marks; raises ValueError with the reason.
+        opening, closing: the marks. The call ends at the first closing mark at which it can be parsed, since an
+            argument may contain a closing mark.
+        read: parses the calls between the marks; raises ValueError with the reason.
     """
 
     opening: re.Pattern[str]
@@ -122,7 +122,7 @@ def parse_calls(text: str, style: ToolFormat, tools: Tools) -> list[ToolCall | P
     reasoning are ignored.
 
     Args:
-        text: of a turn that ended by itself.
+        text: of a turn that ended with a stop token.
         tools: JSON schemas of their arguments, by name.
     """
     return [item.call for item in find_calls(text, style, tools)]
@@ -132,21 +132,18 @@ def find_calls(text: str, style: ToolFormat, tools: Tools) -> list[FoundCall]:
     """The calls in a turn with their positions; see `parse_calls`."""
     if not tools:
         return []
-    calls = _without_reasoning(text, list(_scan(text, style, tools)))
+    if style in MARKED:
+        found = _scan_marked(text, MARKED[style], tools)
+    else:
+        found = _scan_plain(text, tools) if style == "plain" else _scan_llama(text, tools)
+    calls = _without_reasoning(text, list(found))
     if not calls and (other := _other_format(text, style, tools)) is not None:
         reason = f"this is a call in the format {other}; the format of calls is {style}"
         calls = [FoundCall(0, len(text), ParseFault(text, reason))]
-    if not calls and (end := _CALL_END.search(text, _end_of_reasoning(text))) is not None:
+    reasoning = _REASONING_END.search(text)
+    if not calls and (end := _CALL_END.search(text, reasoning.end() if reasoning else 0)) is not None:
         calls = [FoundCall(0, len(text), ParseFault(text, f"{end[0]} ends a call that has no beginning"))]
     return [_of_known_tool(item, tools, text) for item in calls]
-
-
-def _scan(text: str, style: ToolFormat, tools: Tools) -> Iterator[FoundCall]:
-    if style == "plain":
-        return _scan_plain(text, tools)
-    if style == "llama":
-        return _scan_llama(text, tools)
-    return _scan_marked(text, MARKED[style], tools)
 
 
 _CALL_END = re.compile(
@@ -157,7 +154,7 @@ _REASONING_END = re.compile(r"</think>|<channel\|>")
 
 
 def _without_reasoning(text: str, found: list[FoundCall]) -> list[FoundCall]:
-    """Calls after the model's reasoning, whose end is a mark that is not within a call."""
+    """Calls after the model's reasoning, which ends at the first end mark that is not within a call."""
     calls = [item for item in found if isinstance(item.call, ToolCall)]
     for end in _REASONING_END.finditer(text):
         if not any(call.start <= end.start() < call.end for call in calls):
@@ -168,13 +165,8 @@ def _without_reasoning(text: str, found: list[FoundCall]) -> list[FoundCall]:
 _BARE_CALL = re.compile(r'(?:.*<\|python_tag\|>)|\s*\{\s*"name"\s*:\s*"([^"]*)"', re.DOTALL)
 
 
-def _end_of_reasoning(text: str) -> int:
-    end = _REASONING_END.search(text)
-    return 0 if end is None else end.end()
-
-
 def _other_format(text: str, style: ToolFormat, tools: Tools) -> ToolFormat | None:
-    """A format with marks, other than `style`, in which the text has a call; first one in which it can be read."""
+    """A format with marks, other than `style`, in which the text has a call; preferably one that can parse it."""
     unreadable: ToolFormat | None = None
     for name, form in MARKED.items():
         calls = [] if name == style else _without_reasoning(text, list(_scan_marked(text, form, tools)))
@@ -221,10 +213,6 @@ def _scan_marked(text: str, style: MarkedFormat, tools: Tools) -> Iterator[Found
             yield FoundCall(start, position, ParseFault(text[start:position], reason))
 
 
-def _hermes_call(body: str, tools: Tools) -> Calls:
-    return [_json_call(from_json(body.strip()), "arguments")]
-
-
 def _json_call(call: Any, key: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise ValueError("expected an object with a text `name`")
@@ -244,12 +232,12 @@ def _json_object(value: Any, what: str) -> dict[str, Any]:
 
 
 def _tagged(name: str, tag: str, remaining: str, form: str) -> Callable[[str, Tools], Calls]:
-    """A reader of calls whose arguments stand as texts between tags.
+    """A parser of calls whose arguments are texts between tags.
 
     Args:
         name: regular expression from the opening mark to the first argument.
         tag, remaining: regular expressions of an argument, with groups `key` and `value`. It ends before another `tag`.
-        form: what was expected, for messages.
+        form: the expected form, for messages.
     """
     start, argument = re.compile(rf"\s*{name}\s*"), re.compile(rf"{tag}{remaining}\s*(?={tag}|\Z)", re.DOTALL)
 
@@ -274,7 +262,7 @@ def _tagged(name: str, tag: str, remaining: str, form: str) -> Callable[[str, To
 
 
 def _invoked(prefix: str) -> Callable[[str, Tools], Calls]:
-    """A reader of calls whose name and keys are attributes of the tags `invoke` and `parameter`."""
+    """A parser of calls whose name and keys are attributes of the tags `invoke` and `parameter`."""
     return _tagged(
         r'name="(?P<name>[^"\n]+)">',
         f"<{prefix}parameter ",
@@ -326,18 +314,6 @@ def _gemma_call(body: str, tools: Tools) -> Calls:
     return [(match["name"], _json_object(gemma_object(match["body"]), "arguments"))]
 
 
-def _functiongemma_call(body: str, tools: Tools) -> Calls:
-    return _gemma_call(body.replace("<escape>", GEMMA_QUOTE), tools)
-
-
-def _lfm_calls(body: str, tools: Tools) -> Calls:
-    return list(python_calls(body, is_escaped=True))
-
-
-def _lfm_unescaped_calls(body: str, tools: Tools) -> Calls:
-    return list(python_calls(body, is_escaped=False))
-
-
 def properties_of(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """The schemas of the arguments of a tool, by name."""
     properties = schema.get("properties")
@@ -349,7 +325,9 @@ def _marked(opening: str, closing: str, read: Callable[[str, Tools], Calls]) -> 
 
 
 MARKED: Mapping[ToolFormat, MarkedFormat] = {
-    "hermes": _marked("<tool_call>", "</tool_call>", _hermes_call),
+    "hermes": _marked(
+        "<tool_call>", "</tool_call>", lambda body, tools: [_json_call(from_json(body.strip()), "arguments")]
+    ),
     "xml": _marked(
         r"<tool_call>\s*<function=|<function=|<tool_call>",
         r"</function>(?:\s*</tool_call>)?|</tool_call>",
@@ -393,17 +371,23 @@ MARKED: Mapping[ToolFormat, MarkedFormat] = {
         _harmony_call,
     ),
     "gemma": _marked(r"<\|tool_call>", r"<tool_call\|>", _gemma_call),
-    "functiongemma": _marked("<start_function_call>", "<end_function_call>", _functiongemma_call),
-    "lfm": _marked(r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", _lfm_calls),
-    "lfm_unescaped": _marked(r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", _lfm_unescaped_calls),
+    "functiongemma": _marked(
+        "<start_function_call>",
+        "<end_function_call>",
+        lambda body, tools: _gemma_call(body.replace("<escape>", GEMMA_QUOTE), tools),
+    ),
+    "lfm": _marked(
+        r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", lambda body, tools: python_calls(body, is_escaped=True)
+    ),
+    "lfm_unescaped": _marked(
+        r"<\|tool_call_start\|>", r"<\|tool_call_end\|>", lambda body, tools: python_calls(body, is_escaped=False)
+    ),
 }
 
 
 # Formats without marks
 
-_LLAMA = re.compile(
-    r"(?P<sure><\|python_tag\|>\s*|\A\s*(?=\{)|(?<=\})\s*;\s*(?=\{))|(?=\{\s*\"name\"\s*:)",
-)
+_LLAMA = re.compile(r"(?P<sure><\|python_tag\|>\s*|\A\s*(?=\{)|(?<=\})\s*;\s*(?=\{))|(?=\{\s*\"name\"\s*:)")
 
 
 def _scan_llama(text: str, tools: Tools) -> Iterator[FoundCall]:

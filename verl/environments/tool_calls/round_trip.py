@@ -1,6 +1,6 @@
-"""The format in which a chat template writes tool calls, proven: calls are rendered and parsed back.
+"""Detection of the format in which a chat template writes tool calls: calls are rendered and parsed back.
 
-Models are trained on what their chat template renders, so a format that reads it back reads what the model writes.
+Models are trained on text that their chat template renders, so a format that parses it also parses the model's calls.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TOOLS = {"standin_find": _PARAMETERS, "standin_store": _PARAMETERS}
 
 @dataclass(frozen=True)
 class _Case:
-    """A turn of the model: what it calls, and what it writes before."""
+    """A turn of the model: its calls, and the text before them."""
 
     name: str
     calls: Sequence[ToolCall]
@@ -67,12 +67,12 @@ CASES = (
 def format_of(chat: ChatTemplate, chosen: ToolFormat = "auto") -> ToolFormat:
     """The format of tool calls.
 
-    `auto` is the first format that reads back every call that the template renders; `plain` where there is no
-    template, or none that knows tools. A chosen format is proven likewise, except `plain`, which no template writes,
-    and where the template renders no calls.
+    `auto` is the first format that parses every call that the template renders; `plain` without a template, or with one
+    that does not support tools. A chosen format is checked in the same way, except `plain`, which no template writes,
+    and except for templates that render no calls.
 
     Raises:
-        ConfigError: the format does not read back what the template renders, or the template shows tools and no calls.
+        ConfigError: the format does not parse what the template renders, or the template shows tools and no calls.
     """
     if chosen == "plain" or chat.source is None:
         return "plain" if chosen == "auto" else chosen
@@ -106,7 +106,7 @@ def _without_calls(chat: ChatTemplate, chosen: ToolFormat) -> ToolFormat:
 
 
 def _rendered(chat: ChatTemplate, case: _Case) -> str | ConfigError:
-    """Text that the model would write, or why the template refuses it."""
+    """The turn as the template renders it, or the error of the template."""
     schemas = [
         {"type": "function", "function": {"name": name, "description": "a stand-in", "parameters": parameters}}
         for name, parameters in TOOLS.items()
@@ -136,9 +136,9 @@ def as_message(call: ToolCall, number: int = 0) -> dict[str, Any]:
 
 
 def _difference(rendered: Mapping[str, str | ConfigError], style: ToolFormat) -> tuple[int, str] | None:
-    """(number of cases that are read back, the first that is not); None if all are.
+    """(number of cases that are parsed back, the first one that is not); None if all are.
 
-    A template may refuse a second call in a turn, or leave it out: the model then writes one.
+    A template may refuse or omit a second call in a turn: the model then writes one.
     """
     faults: list[str] = []
     for case in CASES:

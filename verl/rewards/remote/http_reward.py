@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import PositiveInt
 
@@ -16,14 +16,10 @@ from verl.rewards.remote.remote_base import (
     RemoteDescription,
     RemoteReward,
     RemoteSample,
-    SampleRequest,
     at,
     column,
     number,
 )
-
-if TYPE_CHECKING:
-    from verl.http_client.client import HTTPClient
 
 
 @component
@@ -64,15 +60,13 @@ class HTTPReward(RemoteDescription):
                 yield f"fields.{name} is {source!r}", source
 
     def build(self, context: BuildContext) -> HTTPScorer:
-        return HTTPScorer(self, self.connect(context))
+        return HTTPScorer(self, self.connect(context), self.batch_size)
 
 
 class HTTPScorer(RemoteReward):
     """The reward that `HTTPReward` builds."""
 
-    def __init__(self, described: HTTPReward, client: HTTPClient):
-        super().__init__(described, client)
-        self.described = described
+    described: HTTPReward
 
     def question(self, texts: dict[str, Any]) -> dict[str, Any]:
         """The cache key of a sample: its item and the other fields of the request."""
@@ -86,38 +80,17 @@ class HTTPScorer(RemoteReward):
         except LookupError:
             raise RetryableAnswer(f"no {self.described.score_path} in {shown(text)}") from None
 
-    def asks(self, samples: list[RemoteSample]) -> list[SampleRequest]:
-        size = self.described.batch_size
-        return [_BatchRequest(self, samples[start : start + size]) for start in range(0, len(samples), size)]
-
-
-class _BatchRequest(SampleRequest):
-    """A request for a batch of samples; a retry repeats only samples without a score."""
-
-    def __init__(self, scorer: HTTPScorer, samples: list[RemoteSample]):
-        self.samples, self._scorer = samples, scorer
-
-    def body(self) -> Any:
-        described, items = self._scorer.described, [sample.question["item"] for sample in self._open()]
+    def body(self, samples: Sequence[RemoteSample]) -> Any:
+        described, items = self.described, [sample.question["item"] for sample in samples]
         return items if described.items_key is None else {**described.options, described.items_key: items}
 
-    def read(self, answer: Any) -> None:
-        path, unscored = self._scorer.described.scores_path, self._open()
+    def replies(self, answer: Any, count: int) -> list[str]:
+        path = self.described.scores_path
         try:
-            value = at(answer, path)
+            items = at(answer, path)
         except LookupError:
             raise RetryableAnswer(f"an answer without {path}: {shown(answer)}") from None
-        if not isinstance(value, list) or len(value) != len(unscored):
-            what = f"{len(value)} scores" if isinstance(value, list) else shown(value)
-            raise RetryableAnswer(f"{what} in place of a list of {len(unscored)} scores")
-        faults = []
-        for sample, item in zip(unscored, value, strict=True):
-            try:
-                self._scorer.accept(sample, json.dumps(item))
-            except RetryableAnswer as fault:
-                faults.append(fault)
-        if faults:
-            raise faults[0]
-
-    def _open(self) -> list[RemoteSample]:
-        return [sample for sample in self.samples if sample.score is None]
+        if not isinstance(items, list) or len(items) != count:
+            what = f"{len(items)} scores" if isinstance(items, list) else shown(items)
+            raise RetryableAnswer(f"{what} in place of a list of {count} scores")
+        return [json.dumps(item) for item in items]

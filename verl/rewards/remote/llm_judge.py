@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -17,7 +17,6 @@ from verl.rewards.remote.remote_base import (
     RemoteDescription,
     RemoteReward,
     RemoteSample,
-    SampleRequest,
     by_path,
     by_pattern,
     filled,
@@ -140,10 +139,11 @@ class LLMJudgeReward(RemoteReward):
     """The reward that `LLMJudge` builds."""
 
     path = "/chat/completions"
+    described: LLMJudge
 
     def __init__(self, described: LLMJudge, client: HTTPClient, read: Read):
         super().__init__(described, client)
-        self.described, self._read = described, read
+        self._read = read
 
     def question(self, texts: dict[str, Any]) -> dict[str, Any]:
         system = self.described.system
@@ -159,34 +159,17 @@ class LLMJudgeReward(RemoteReward):
             raise RetryableAnswer(f"the score {score:g}, outside {bounds}, in {shown(text)}")
         return score
 
-    def asks(self, samples: list[RemoteSample]) -> list[SampleRequest]:
-        return [_JudgeRequest(self, sample) for sample in samples]
+    def body(self, samples: Sequence[RemoteSample]) -> Any:
+        return samples[0].question
 
-
-class _JudgeRequest(SampleRequest):
-    def __init__(self, judge: LLMJudgeReward, sample: RemoteSample):
-        self.path, self.samples, self._judge = judge.path, [sample], judge
-
-    def body(self) -> Any:
-        return self.samples[0].question
-
-    def read(self, answer: Any) -> None:
-        self._judge.accept(self.samples[0], reply_of(answer))
-
-
-def reply_of(answer: Any) -> str:
-    """The reply text of a chat completion.
-
-    Raises:
-        RetryableAnswer: there is no text, e.g. because reasoning used up all tokens.
-    """
-    try:
-        choice = answer["choices"][0]
-        text = choice["message"]["content"]
-    except (LookupError, TypeError):
-        raise RetryableAnswer(f"an answer without choices[0].message.content: {shown(answer)}") from None
-    if not isinstance(text, str) or not text.strip():
-        reason = choice.get("finish_reason")
-        hint = "; raise options.max_tokens" if reason == "length" else ""
-        raise RetryableAnswer(f"an answer without a text (finish_reason {reason}{hint})")
-    return text
+    def replies(self, answer: Any, count: int) -> list[str]:
+        try:
+            choice = answer["choices"][0]
+            text = choice["message"]["content"]
+        except (LookupError, TypeError):
+            raise RetryableAnswer(f"an answer without choices[0].message.content: {shown(answer)}") from None
+        if not isinstance(text, str) or not text.strip():  # for example, reasoning has used up all tokens
+            reason = choice.get("finish_reason")
+            hint = "; raise options.max_tokens" if reason == "length" else ""
+            raise RetryableAnswer(f"an answer without a text (finish_reason {reason}{hint})")
+        return [text]

@@ -3,8 +3,8 @@
 samples ──> cache ── miss ─────> requests ──> client ──> texts ──> scores
                └──── hit: text ───────────────────────────┘           └──> cache
 
-Subclasses define the requests, by templates with columns of the data. A score is read from a reply by a pattern, or by
-a path in its JSON.
+Subclasses define the content of requests and replies. A score is read from a reply by a pattern, or by a path in its
+JSON.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import math
 import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -180,9 +180,8 @@ class RemoteSample:
         key: cache key.
         text: reply from which the score was parsed.
         cached: whether the reply came from the cache.
-        failure: why it has no score.
         is_not_finite: whether the last reply had a number that is not finite.
-        report: attempts and latencies of its request.
+        report: of its request; None if it was not sent, or cancelled.
     """
 
     row: int
@@ -192,10 +191,18 @@ class RemoteSample:
     score: float | None = None
     text: str | None = None
     cached: bool = False
-    failure: str | None = None
-    kind: Kind | None = None
     is_not_finite: bool = False
     report: RequestReport | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """Why the request gave it no score."""
+        return None if self.score is not None or self.report is None else self.report.failure
+
+    @property
+    def kind(self) -> Kind | None:
+        """Kind of the failure."""
+        return None if self.failure is None or self.report is None else self.report.kind
 
     @property
     def outcome(self) -> str:
@@ -209,18 +216,6 @@ class RemoteSample:
         if self.score is None:
             return f"failed{again}: {self.failure}"
         return f"scored in {self.report.seconds[-1]:.2f} s{again}"
-
-
-def request_counts(reports: Sequence[RequestReport | None], samples: Sequence[RemoteSample]) -> dict[str, list[float]]:
-    """Counts of requests and of the results of their samples, for `RewardResult.counts`."""
-    asked = [report for report in reports if report is not None]
-    return {
-        "remote_requests": [float(report.attempts) for report in asked],
-        "remote_retries": [float(max(0, report.attempts - 1)) for report in asked],
-        "remote_failures": [float(sum(sample.score is None for sample in samples))],
-        "remote_cache_hits": [float(sum(sample.cached and sample.score is not None for sample in samples))],
-        "remote_latency_s": [second for report in asked for second in report.seconds],
-    }
 
 
 logger = logging.getLogger(__name__)
@@ -266,24 +261,21 @@ class RemoteDescription(RewardDescription):
         return client
 
 
-class SampleRequest(Request):
-    """A request for the scores of one or more samples."""
-
-    samples: Sequence[RemoteSample]
-
-
 class RemoteReward(Reward):
     """The reward that a `RemoteDescription` builds.
 
     Args:
         described: its settings.
         client: sends the requests; `close` closes it too.
+        batch_size: samples per request.
     """
 
     scores_ahead = scores_groups = True
+    described: Any
 
-    def __init__(self, described: RemoteDescription, client: HTTPClient):
-        self.client, self.url = client, described.endpoint.url(self.path)
+    def __init__(self, described: RemoteDescription, client: HTTPClient, batch_size: int = 1):
+        self.described, self.client, self.url = described, client, described.endpoint.url(self.path)
+        self.batch_size = batch_size
         self.error_score = described.error_score if described.on_error == "score" else None
         directory = Path(described.cache_dir).expanduser() if described.cache_dir else cache_root() / "remote"
         self._cache = AnswerCache(directory, described.cache_gib) if described.cache_gib > 0 else None
@@ -307,8 +299,16 @@ class RemoteReward(Reward):
         """
 
     @abstractmethod
-    def asks(self, samples: list[RemoteSample]) -> list[SampleRequest]:
-        """Requests for all samples; their `read` passes each reply to `accept`."""
+    def body(self, samples: Sequence[RemoteSample]) -> Any:
+        """The body of the request for some samples, at most `batch_size`."""
+
+    @abstractmethod
+    def replies(self, answer: Any, count: int) -> Sequence[str]:
+        """The reply for each sample of a request, from the parsed answer.
+
+        Raises:
+            RetryableAnswer: the answer does not have `count` replies.
+        """
 
     def accept(self, sample: RemoteSample, text: str) -> None:
         """Record the reply for a sample, with its score.
@@ -339,14 +339,16 @@ class RemoteReward(Reward):
         ]
         self._recall(samples)
         leaders, followers = self._divided([sample for sample in samples if sample.score is None])
-        asks = self.asks(leaders)
+        size = self.batch_size
+        asks = [_ScoreRequest(self, leaders[start : start + size]) for start in range(0, len(leaders), size)]
         reports = self.client.ask(asks, stop_at_failure=self.error_score is None) if asks else []
         for ask, report in zip(asks, reports, strict=True):
-            _settle(ask.samples, report)
+            for sample in ask.samples:
+                sample.report = report
         for sample, leader in followers:
             self._follow(sample, leader)
         self._judge(samples, prompts, responses)
-        return replace(self._result(samples), counts=request_counts(reports, samples))
+        return self._result(samples, [report for report in reports if report is not None])
 
     def close(self) -> None:
         self.client.close()
@@ -382,13 +384,12 @@ class RemoteReward(Reward):
         return list(first.values()), [(s, first[s.key]) for s in samples if first[s.key] is not s]
 
     def _follow(self, sample: RemoteSample, leader: RemoteSample) -> None:
-        sample.failure, sample.kind, sample.report = leader.failure, leader.kind, leader.report
-        sample.is_not_finite = leader.is_not_finite
+        sample.report, sample.is_not_finite = leader.report, leader.is_not_finite
         if leader.text is not None:
             try:
                 sample.score, sample.cached = self.score_of(sample, leader.text), True
             except RetryableAnswer as error:
-                sample.failure, sample.kind = str(error), "answer"
+                sample.report = RequestReport((), str(error), "answer")
 
     def _judge(self, samples: list[RemoteSample], prompts: list[str], responses: list[str]) -> None:
         """Raise or warn if samples have no score."""
@@ -424,18 +425,40 @@ class RemoteReward(Reward):
         absence = self.client.absence()
         return None if absence is None else f"No request was answered, nor a GET ({absence})"
 
-    def _result(self, samples: list[RemoteSample]) -> RewardResult:
+    def _result(self, samples: list[RemoteSample], reports: list[RequestReport]) -> RewardResult:
         scores = [self.error_score if sample.score is None else sample.score for sample in samples]
         outcomes = np.array([sample.outcome for sample in samples], dtype=object)
         parts = {}
         if self.error_score is not None:
             parts["failed"] = np.array([float(sample.score is None) for sample in samples])
-        return RewardResult(np.array(scores, dtype=np.float64), parts, {"outcome": outcomes})
+        counts = {
+            "remote_requests": [float(report.attempts) for report in reports],
+            "remote_retries": [float(max(0, report.attempts - 1)) for report in reports],
+            "remote_failures": [float(sum(sample.score is None for sample in samples))],
+            "remote_cache_hits": [float(sum(sample.cached and sample.score is not None for sample in samples))],
+            "remote_latency_s": [second for report in reports for second in report.seconds],
+        }
+        return RewardResult(np.array(scores, dtype=np.float64), parts, {"outcome": outcomes}, counts=counts)
 
 
-def _settle(samples: Sequence[RemoteSample], report: RequestReport | None) -> None:
-    """Store the report of a request in its samples; a sample scored by an earlier answer keeps that score."""
-    for sample in samples:
-        sample.report = report
-        if report is not None and sample.score is None:
-            sample.failure, sample.kind = report.failure, report.kind
+class _ScoreRequest(Request):
+    """A request for the scores of some samples; a retry repeats only samples without a score."""
+
+    def __init__(self, reward: RemoteReward, samples: Sequence[RemoteSample]):
+        self.path, self.samples, self._reward = reward.path, samples, reward
+
+    def body(self) -> Any:
+        return self._reward.body(self._unscored())
+
+    def read(self, answer: Any) -> None:
+        faults, unscored = [], self._unscored()
+        for sample, text in zip(unscored, self._reward.replies(answer, len(unscored)), strict=True):
+            try:
+                self._reward.accept(sample, text)
+            except RetryableAnswer as fault:
+                faults.append(fault)
+        if faults:
+            raise faults[0]
+
+    def _unscored(self) -> list[RemoteSample]:
+        return [sample for sample in self.samples if sample.score is None]

@@ -1,4 +1,4 @@
-"""Unit tests of programs: static analysis of what a test asks of the program's names, and one test in a sandbox.
+"""Unit tests of programs: static analysis of the names of the program that a test uses, and one test in a sandbox.
 
 A test whose program runs in another process gets only plain values from it. Methods of an object of the program, its
 classes and its generators need the program in the same process, where it can change the verdict.
@@ -32,7 +32,6 @@ _SEES_INSIDE = frozenset({"mock", "unittest.mock", "inspect"})
 TESTS_PER_TRIAL = 16  # tests that one program of the sandbox tries
 
 
-@dataclass(frozen=True)
 class TestNames:
     """Names that a test uses.
 
@@ -46,79 +45,42 @@ class TestNames:
 
     __test__ = False
 
-    names: tuple[str, ...] = ()
-    modules: tuple[str, ...] = ()
-    calls: bool = False
-    needs_object: str | None = None
-    broken: str | None = None
+    def __init__(self, test: str):
+        self.names, self.modules, self.calls = tuple[str, ...](), tuple[str, ...](), False
+        self.needs_object: str | None = None
+        self.broken: str | None = None
+        try:
+            self._analyse(ast.parse(test), _free_names(symtable.symtable(test, "test", "exec")))
+        except SyntaxError as error:
+            self.broken = f"line {error.lineno} is no Python ({error.msg})"
+        except (ValueError, RecursionError, MemoryError) as error:
+            self.broken = f"it is no Python ({error})"
 
-
-@functools.lru_cache(maxsize=4096)
-def names_of(test: str) -> TestNames:
-    """Analyse a test."""
-    try:
-        tree = ast.parse(test)
-        free = _free_names(symtable.symtable(test, "test", "exec"))
-    except SyntaxError as error:
-        return TestNames(broken=f"line {error.lineno} is no Python ({error.msg})")
-    except (ValueError, RecursionError, MemoryError) as error:
-        return TestNames(broken=f"it is no Python ({error})")
-    use = _Use(tree, free)
-    names, modules = use.names, use.modules
-    if not names:
-        return TestNames(modules=modules, broken="it uses no name of the program")
-    of_nodes = next((reason for node in ast.walk(tree) for reason in use.reasons(node)), None)
-    return TestNames(names, modules, use.calls, use.ambiguous or of_nodes)
-
-
-def _free_names(table: symtable.SymbolTable) -> set[str]:
-    """Names that some scope reads and none at module level binds."""
-    bound = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
-    bound |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_namespace()}
-    read: set[str] = set()
-    ahead = [table]
-    while ahead:
-        scope = ahead.pop()
-        ahead += scope.get_children()
-        for symbol in scope.get_symbols():
-            is_outer = scope is table or symbol.is_global()
-            if is_outer and symbol.is_declared_global() and symbol.is_assigned():
-                bound.add(symbol.get_name())
-            elif is_outer and symbol.is_referenced():
-                read.add(symbol.get_name())
-    return read - bound
-
-
-class _Use:
-    """Use of the names of the program by a test.
-
-    Attributes:
-        names, modules, calls: as of `TestNames`.
-        ambiguous: why it is unknown which names are those of the program.
-    """
-
-    def __init__(self, tree: ast.Module, free: set[str]):
+    def _analyse(self, tree: ast.Module, free: set[str]) -> None:
         self._aliases, imported, renamed = self._imports(tree)
         read = set(filter(None, map(_attribute_of_name, ast.walk(tree))))
-        self.modules = tuple(
-            sorted(name for name in free & {base for base, _ in read} if name in sys.stdlib_module_names)
-        )
+        bases = {base for base, _ in read}
+        self.modules = tuple(sorted(name for name in free & bases if name in sys.stdlib_module_names))
         attributes = {attribute for base, attribute in read if base in self._aliases}
         names = (free - _BUILTINS - set(self.modules)) | imported | attributes
-        self.ambiguous: str | None = None
         if not names:
             called = {n.func.id for n in ast.walk(tree) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)}
             names = called & free & _BUILTINS
             if len(names) > 1:
-                self.ambiguous = f"does not show which of {', '.join(sorted(names))} is of the program"
+                self.needs_object = f"does not show which of {', '.join(sorted(names))} is of the program"
+        if not names:
+            self.broken = "it uses no name of the program"
+            return
         self.names, self._local = tuple(sorted(names)), names | renamed
         self.calls = any(isinstance(n, ast.Call) and self._is_of_program(n.func) for n in ast.walk(tree))
         self._results = set(self._result_names(tree))
         self._own = {n.name for n in ast.walk(tree) if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
         self._modules = {alias.asname or alias.name for n in ast.walk(tree) if isinstance(n, ast.Import)
                          for alias in n.names}  # fmt: skip
+        reasons = (reason for node in ast.walk(tree) for reason in self._reasons(node))
+        self.needs_object = self.needs_object or next(reasons, None)
 
-    def reasons(self, node: ast.AST) -> Iterator[str]:
+    def _reasons(self, node: ast.AST) -> Iterator[str]:
         """Why the program must run in the process of the test, as far as this node shows."""
         yield from self._reasons_of_imports(node)
         if isinstance(node, ast.Attribute):
@@ -203,6 +165,27 @@ class _Use:
 
     def _is_call(self, node: ast.AST | None) -> bool:
         return isinstance(node, ast.Call) and self._is_of_program(node.func)
+
+
+names_of = functools.lru_cache(maxsize=4096)(TestNames)
+
+
+def _free_names(table: symtable.SymbolTable) -> set[str]:
+    """Names that some scope reads and none at module level binds."""
+    bound = {symbol.get_name() for symbol in table.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    bound |= {symbol.get_name() for symbol in table.get_symbols() if symbol.is_namespace()}
+    read: set[str] = set()
+    ahead = [table]
+    while ahead:
+        scope = ahead.pop()
+        ahead += scope.get_children()
+        for symbol in scope.get_symbols():
+            is_outer = scope is table or symbol.is_global()
+            if is_outer and symbol.is_declared_global() and symbol.is_assigned():
+                bound.add(symbol.get_name())
+            elif is_outer and symbol.is_referenced():
+                read.add(symbol.get_name())
+    return read - bound
 
 
 def _attribute_of_name(node: ast.AST) -> tuple[str, str] | None:

@@ -28,7 +28,7 @@ from verl.checkpoint.commit.upload_state import write_upload_target
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import loss_points
 from verl.checkpoint.ownership import Owner, RunLock
-from verl.checkpoint.read.discovery import RESERVED, TAG
+from verl.checkpoint.read.discovery import RESERVED
 from verl.checkpoint.remote.upload_process import Uploader, UploadEvent, UploadSettings
 from verl.checkpoint.resolve import SAVED, ResumePoint, RunCheckpoints
 from verl.checkpoint.save.async_writer import CheckpointWriter
@@ -42,7 +42,7 @@ from verl.trainer.state.lineage import Lineage, ParentCheckpoint, code_version, 
 from verl.trainer.state.save_directory import SaveDirectory, ancestors_of
 from verl.trainer.state.train_state import RankWriters, TrainState
 from verl.trainer.state.training_identity import sources_of
-from verl.utils.external_input import read_text, write_whole
+from verl.utils.external_input import NAME, read_text, write_whole
 from verl.utils.redact import redact_tree
 from verl.workers.load_state import RemoteRoleState, SavedRoleState
 
@@ -222,7 +222,7 @@ class CheckpointSaver:
             _log.warning("%s asks for a checkpoint, and its tag cannot be read: %s", file, error)
             tag = ""
         taken.unlink(missing_ok=True)
-        if not tag or (TAG.fullmatch(tag) and not tag.startswith("global_step_") and tag not in RESERVED):
+        if not tag or (NAME.fullmatch(tag) and not tag.startswith("global_step_") and tag not in RESERVED):
             return True, tag or None
         _log.warning("%s asks for the tag %r: it names a directory; use letters, digits and . _ = + -", file, tag[:80])
         return True, None

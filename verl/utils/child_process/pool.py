@@ -52,11 +52,12 @@ class PooledChild:
 
     def __init__(self, child: ChildProcess, start_s: float):
         self.child, self.pid, self.channel = child, child.pid, child.channel
-        self.start_s, self._is_killed = start_s, False
+        self.start_s = start_s
+        self.is_over = False  # it was killed
 
     @property
     def is_usable(self) -> bool:
-        return not self._is_killed and self.child.is_alive()
+        return not self.is_over and self.child.is_alive()
 
     def first_message(self) -> Any:
         """The message of a process that is ready; raises StartFailed if it has ended, or sends nothing in time."""
@@ -74,12 +75,11 @@ class PooledChild:
 
     def state(self) -> str:
         """State by the operating system, to append to a message."""
-        state = self.child.state()
-        return f" ({state})" if state else ""
+        return f" ({state})" if (state := self.child.state()) else ""
 
     def kill(self) -> None:
         """End it with all that it has started; may be called again, and by another thread."""
-        self._is_killed = True
+        self.is_over = True
         self.child.kill()
 
 

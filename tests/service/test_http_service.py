@@ -1,0 +1,315 @@
+"""The training service with the unchanged SDK of Tinker as its client, and with clients that do what it does not."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+
+pytest.importorskip("tinker", reason="the SDK is not installed: pip install 'verl[serve]'")
+pytest.importorskip("uvicorn")
+
+import tinker
+import uvicorn
+from service.test_session import TEXTS, same_bits
+from tinker import types
+
+from verl import TrainingSession
+from verl.service import service as module
+from verl.service.adapters import BaseModel
+from verl.service.data import Datum
+from verl.service.http_api import application
+from verl.service.service import TrainingService
+
+KEY = "tml-a-key"
+ADAM = types.AdamParams(learning_rate=1e-2)
+
+
+@contextlib.contextmanager
+def running(model, directory: Path, key: str | None = KEY) -> Iterator[tuple[str, TrainingService]]:
+    service = TrainingService(BaseModel(model, "cpu"), ["small", model.path], directory, seed=3)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(application(service, key), "127.0.0.1", port, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{port}", service
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(60)
+
+
+@pytest.fixture(scope="module")
+def served(model32, tmp_path_factory):
+    with running(model32, tmp_path_factory.mktemp("service")) as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch):
+    monkeypatch.setenv("TINKER_TELEMETRY", "0")
+
+
+def client_of(served) -> tinker.ServiceClient:
+    return tinker.ServiceClient(base_url=served[0], api_key=KEY)
+
+
+def datum(ids: list[int], **inputs) -> types.Datum:
+    fields = {"target_tokens": torch.tensor(ids[1:]), **{name: torch.tensor(x) for name, x in inputs.items()}}
+    return types.Datum(model_input=types.ModelInput.from_ints(ids[:-1]), loss_fn_inputs=fields)
+
+
+def rows(tokenizer) -> list[list[int]]:
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+
+
+def test_the_sdk_trains_as_the_session_in_python(served, model32, tokenizer):
+    client = client_of(served).create_lora_training_client("small", rank=4, seed=1).result()
+    session = TrainingSession(model32, 4, seed=1, device="cpu")
+    for _ in range(3):
+        forward = client.forward_backward([datum(ids) for ids in rows(tokenizer)], "cross_entropy")
+        step = client.optim_step(ADAM)
+        output = session.forward_backward([Datum(ids[:-1], {"target_tokens": ids[1:]}) for ids in rows(tokenizer)])
+        metrics = session.optim_step(1e-2)
+        assert forward.result().metrics == {"loss:sum": pytest.approx(output.loss, rel=1e-12)}
+        for found, expected in zip(forward.result().loss_fn_outputs, output.log_probs, strict=True):
+            assert torch.equal(found["logprobs"].to_torch(), expected)
+        assert step.result().metrics == pytest.approx(metrics)
+    assert same_bits(served[1].models[client.model_id].session.weights(), session.weights())
+
+
+def test_reinforcement_learning_by_the_sdk_raises_the_reward(served, tokenizer):
+    """The loop of the cookbook's rl_loop, with a reward for the letter `7`."""
+    client = client_of(served).create_lora_training_client("small", rank=16, seed=0).result()
+    prompt, wanted = tokenizer("1+2=", add_special_tokens=False)["input_ids"], tokenizer.encode("7")[-1]
+    means = []
+    for _ in range(12):
+        sampler = client.save_weights_and_get_sampling_client().result()
+        found = sampler.sample(
+            types.ModelInput.from_ints(prompt), 32, types.SamplingParams(max_tokens=4, stop=[])
+        ).result()
+        rewards = torch.tensor([float(x.tokens.count(wanted)) for x in found.sequences])
+        means.append(float(rewards.mean()))
+        data = []
+        for x, advantage in zip(found.sequences, (rewards - rewards.mean()).tolist(), strict=True):
+            count = len(prompt) - 1
+            data.append(
+                types.Datum(
+                    model_input=types.ModelInput.from_ints([*prompt, *x.tokens[:-1]]),
+                    loss_fn_inputs={
+                        "target_tokens": torch.tensor([*prompt[1:], *x.tokens]),
+                        "logprobs": torch.tensor([0.0] * count + x.logprobs),
+                        "advantages": torch.tensor([0.0] * count + [advantage] * len(x.tokens)),
+                    },
+                )
+            )
+        client.forward_backward(data, "importance_sampling")
+        client.optim_step(types.AdamParams(learning_rate=3e-2)).result()
+    assert sum(means[-3:]) / 3 > 4 * max(sum(means[:3]) / 3, 0.05), means
+
+
+def test_custom_losses_are_computed_by_the_client(served, tokenizer):
+    client = client_of(served).create_lora_training_client("small", rank=4).result()
+    data = [datum(ids) for ids in rows(tokenizer)]
+
+    def squares(_, log_probs):
+        return sum((x**2).sum() for x in log_probs), {"count": float(len(log_probs))}
+
+    result = client.forward_backward_custom(data, squares).result()
+    assert result.metrics["count"] == 4.0
+    assert client.optim_step(ADAM).result().metrics["grad_norm"] > 0
+
+
+def test_samples_have_the_scores_that_are_asked_for(served, tokenizer):
+    client = client_of(served).create_lora_training_client("small", rank=4, seed=5).result()
+    sampler = client.save_weights_and_get_sampling_client().result()
+    prompt = rows(tokenizer)[2]
+    response = sampler.sample(
+        types.ModelInput.from_ints(prompt), 2, types.SamplingParams(max_tokens=4, seed=1, stop=[]),
+        include_prompt_logprobs=True, topk_prompt_logprobs=3, topk_sample_logprobs=2,
+    ).result()  # fmt: skip
+    forward = client.forward([datum(prompt)], "cross_entropy").result()
+    expected = forward.loss_fn_outputs[0]["logprobs"].to_torch()
+    assert response.prompt_logprobs[0] is None
+    assert torch.allclose(torch.tensor(response.prompt_logprobs[1:]), expected, atol=1e-4)
+    assert response.topk_prompt_logprobs[0] is None
+    for (first, *_), own in zip(response.topk_prompt_logprobs[1:], response.prompt_logprobs[1:], strict=True):
+        assert first[1] >= own - 1e-5
+    for sequence in response.sequences:
+        assert len(sequence.tokens) == len(sequence.topk_logprobs) == 4
+        for token, log_prob, best in zip(sequence.tokens, sequence.logprobs, sequence.topk_logprobs, strict=True):
+            assert dict(best).get(token, log_prob) == pytest.approx(log_prob, abs=1e-4)
+    last = sampler.sample(
+        types.ModelInput.from_ints(prompt), 1, types.SamplingParams(max_tokens=1, seed=1),
+        include_prompt_logprobs=True, prompt_logprobs_last_n=2,
+    ).result()  # fmt: skip
+    assert [x is None for x in last.prompt_logprobs] == [True] * (len(prompt) - 2) + [False] * 2
+    assert len({x.sequence_id for x in response.sequences}) == 2
+    assert sampler.compute_logprobs(types.ModelInput.from_ints(prompt)).result()[1:] == pytest.approx(
+        expected.tolist(), abs=1e-4
+    )
+
+
+def test_the_base_model_is_sampled_without_an_adapter(served, tokenizer):
+    prompt = types.ModelInput.from_ints(rows(tokenizer)[0])
+    params = types.SamplingParams(max_tokens=6, seed=4)
+    first = client_of(served).create_sampling_client(base_model="small").result().sample(prompt, 2, params).result()
+    client = client_of(served).create_lora_training_client("small", rank=4).result()
+    untouched = client.save_weights_and_get_sampling_client().result().sample(prompt, 2, params).result()
+    assert [x.tokens for x in first.sequences] == [x.tokens for x in untouched.sequences]
+
+
+def trained(client, tokenizer, steps: int) -> list[float]:
+    losses = []
+    for _ in range(steps):
+        forward = client.forward_backward([datum(ids) for ids in rows(tokenizer)], "cross_entropy")
+        client.optim_step(ADAM)
+        losses.append(forward.result().metrics["loss:sum"])
+    return losses
+
+
+def test_a_service_that_was_started_again_continues_from_what_was_saved(model32, tokenizer, tmp_path):
+    with running(model32, tmp_path / "service") as served:
+        client = client_of(served).create_lora_training_client("small", rank=4, seed=1).result()
+        trained(client, tokenizer, 2)
+        path = client.save_state("second").result().path
+        sampler_path = client.save_weights_for_sampler("second").result().path
+        expected = trained(client, tokenizer, 2)
+        prompt = types.ModelInput.from_ints(rows(tokenizer)[0])
+        params = types.SamplingParams(max_tokens=5, seed=1)
+        sampler = client_of(served).create_sampling_client(model_path=sampler_path).result()
+        samples = [x.tokens for x in sampler.sample(prompt, 2, params).result().sequences]
+    with running(model32, tmp_path / "service") as served:
+        service = client_of(served)
+        again = service.create_training_client_from_state_with_optimizer(path).result()
+        assert trained(again, tokenizer, 2) == expected
+        sampler = service.create_sampling_client(model_path=sampler_path).result()
+        assert [x.tokens for x in sampler.sample(prompt, 2, params).result().sequences] == samples
+        rest = tinker.RestClient(base_url=served[0], api_key=KEY)
+        assert [x.checkpoint_id for x in rest.list_user_checkpoints().result().checkpoints] == [
+            "weights/second",
+            "sampler_weights/second",
+        ]
+        info = rest.get_weights_info_by_tinker_path(path).result()
+        assert (info.base_model, info.is_lora, info.lora_rank) == ("small", True, 4)
+        rest.delete_checkpoint_from_tinker_path(path).result()
+        with pytest.raises(tinker.APIStatusError, match="no such checkpoint"):
+            service.create_training_client_from_state(path).result()
+
+
+def test_an_adapter_is_downloaded_in_the_form_of_peft(served, tokenizer):
+    client = client_of(served).create_lora_training_client("small", rank=4, seed=1).result()
+    trained(client, tokenizer, 1)
+    path = client.save_external_weights("adapter").result().path if hasattr(client, "save_external_weights") else None
+    path = path or client.save_weights_for_sampler("adapter").result().path
+    run, kind, name = path.removeprefix("tinker://").split("/")
+    with httpx.Client(base_url=served[0], headers={"X-API-Key": KEY}) as plain:
+        urls = plain.get(f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls").json()["urls"]
+        assert {"adapter_config.json", "adapter_model.safetensors"} <= urls.keys()
+        content = plain.get(urls["adapter_model.safetensors"]).content
+    from safetensors.torch import load
+
+    assert same_bits(load(content), served[1].models[client.model_id].session.weights())
+
+
+# -- clients that do something else
+
+
+def test_many_requests_at_once_are_each_answered_as_alone(served, tokenizer):
+    """Two clients train and sample at the same time; each has the results that it has alone."""
+    service = client_of(served)
+    sampler = service.create_sampling_client(base_model="small").result()
+    prompts = [types.ModelInput.from_ints(ids) for ids in rows(tokenizer)]
+    alone = [
+        [x.tokens for x in sampler.sample(prompt, 2, types.SamplingParams(max_tokens=4, seed=9)).result().sequences]
+        for prompt in prompts
+    ]
+
+    def train(seed: int) -> list[float]:
+        return trained(client_of(served).create_lora_training_client("small", rank=4, seed=seed).result(), tokenizer, 4)
+
+    expected = [train(seed) for seed in (1, 2)]
+    with ThreadPoolExecutor(2) as pool:
+        trainings = [pool.submit(train, seed) for seed in (1, 2)]
+        futures = [sampler.sample(prompts[i % 4], 2, types.SamplingParams(max_tokens=4, seed=9)) for i in range(200)]
+        for i, future in enumerate(futures):
+            assert [x.tokens for x in future.result().sequences] == alone[i % 4]
+        assert [x.result() for x in trainings] == expected
+
+
+def test_a_client_that_has_gone_is_freed_and_harms_no_other(served, tokenizer):
+    service = client_of(served)
+    client = service.create_lora_training_client("small", rank=4).result()
+    other = client_of(served).create_lora_training_client("small", rank=4, seed=1).result()
+    name = served[1].models[client.model_id].client
+    served[1].clients[name].seen_at -= module.SESSION_TIMEOUT_S + 1
+    served[1].sweep()
+    assert client.model_id not in served[1].models
+    assert len(trained(other, tokenizer, 1)) == 1
+    with pytest.raises(Exception, match="no model"):
+        client.forward([datum(rows(tokenizer)[0])], "cross_entropy").result()
+
+
+def test_refusals_say_what_and_where(served, tokenizer):
+    service = client_of(served)
+    client = service.create_lora_training_client("small", rank=4).result()
+    data = [datum(rows(tokenizer)[0])]
+    for fails, words in (
+        (lambda: client.forward(data, "stable_reinforce").result(), "loss_fn is 'stable_reinforce'"),
+        (lambda: client.forward(data, "cross_entropy", {"x": 1.0}).result(), "loss_fn_config.x"),
+        (lambda: client.optim_step(ADAM).result(), "forward_backward"),
+        (lambda: client.forward([datum([5, 10**6])], "cross_entropy").result(), r"data\[0\]"),
+        (lambda: service.create_lora_training_client("other", rank=4).result(), "base_model is 'other'"),
+        (lambda: service.create_sampling_client(model_path="tinker://a/weights/b").result(), "no such checkpoint"),
+    ):
+        with pytest.raises(Exception, match=words):
+            fails()
+    assert client.forward(data, "cross_entropy").result().metrics["loss:sum"] > 0
+    answer = httpx.post(f"{served[0]}/api/v1/create_session", json={}, headers={"X-API-Key": "tml-another"})
+    assert (answer.status_code, "API key" in answer.json()["detail"]) == (401, True)
+
+
+def test_malformed_requests_are_answered_and_harm_nothing(served, tokenizer):
+    """500 requests: bodies that are cut, of other types, huge numbers, unknown routes and methods."""
+    coin, client = random.Random(1), client_of(served).create_lora_training_client("small", rank=4, seed=1).result()
+    bodies = [
+        {"session_id": "x", "model_seq_id": 0, "base_model": "small"},
+        {"model_id": client.model_id, "seq_id": -1, "adam_params": {"learning_rate": 1e300}},
+        {"model_id": client.model_id, "path": "../../x", "seq_id": 10**18},
+        {"request_id": "\0" * 50},
+        {"sampling_session_id": "x", "seq_id": 1, "prompt": {"chunks": []}, "sampling_params": {}},
+        {"session_id": "x", "model_seq_id": 0, "path": "tinker://../weights/..", "optimizer": True},
+        {"tinker_path": "tinker://a/b"},
+        [1], "text", None, {}, {"model_id": {"a": [1] * 100}},
+    ]  # fmt: skip
+    paths = [
+        "create_session", "create_model", "forward_backward", "optim_step", "save_weights", "load_weights", "asample",
+        "retrieve_future", "cancel_future", "weights_info", "create_sampling_session", "save_weights_for_sampler",
+        "get_info", "session_heartbeat", "nothing", "training_runs/../../x", "sessions/x/finish",
+    ]  # fmt: skip
+    before = set(Path(served[1].directory).parent.iterdir())
+    with httpx.Client(base_url=f"{served[0]}/api/v1/", headers={"X-API-Key": KEY}, timeout=60) as plain:
+        for number in range(500):
+            path, method = coin.choice(paths), coin.choice(["POST"] * 8 + ["GET", "PUT", "DELETE"])
+            if coin.random() < 0.3:
+                answer = plain.request(method, path, content=coin.randbytes(coin.randint(0, 300)))
+            else:
+                answer = plain.request(method, path, json=coin.choice(bodies))
+            assert answer.status_code < 500, (number, method, path, answer.text)
+            if answer.status_code >= 400:
+                assert answer.json()["detail"]
+    assert set(Path(served[1].directory).parent.iterdir()) == before
+    assert len(trained(client, tokenizer, 1)) == 1

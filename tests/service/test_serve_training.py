@@ -1,0 +1,55 @@
+"""`verl serve-training` as a command: it says where it listens, serves the SDK, and ends with Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("tinker", reason="the SDK is not installed: pip install 'verl[serve]'")
+
+import tinker
+from service.test_http_service import datum
+from tinker import types
+from typer.testing import CliRunner
+
+from verl.cli.main import app
+
+
+@pytest.mark.slow
+def test_the_command_serves_the_sdk_until_ctrl_c(dir32, tmp_path):
+    words = ["serve-training", "actor=pretrained", f"actor.model.path={dir32}", "--port", "0", "--name", "small"]
+    command = [sys.executable, "-m", "verl.cli", *words, "--dir", str(tmp_path / "saved")]
+    environment = os.environ | {"VERL_SERVICE_KEY": "tml-own", "TINKER_TELEMETRY": "0", "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as serving:
+        try:
+            assert serving.stdout is not None
+            line = next(line for line in serving.stdout if " at http" in line)
+            url = line.split(" at ")[1].split(",")[0]
+            service = tinker.ServiceClient(base_url=url, api_key="tml-own")
+            client = service.create_lora_training_client("small", rank=2).result()
+            client.forward_backward([datum([5, 6, 7])], "cross_entropy")
+            assert client.optim_step(types.AdamParams(learning_rate=1e-3)).result().metrics["grad_norm"] > 0
+            client.save_state("kept").result()
+        finally:
+            serving.send_signal(signal.SIGINT)
+        assert serving.wait(60) == 0
+    assert list((tmp_path / "saved").glob("*/weights/kept/session.json"))
+
+
+@pytest.mark.parametrize(
+    ("words", "path"),
+    [
+        (["--host", "0.0.0.0"], "--host is 0.0.0.0"),
+        (["port=x"], "port is 'x'"),
+        (["rollout=vllm", "actor=pretrained", "actor.model.path=DIR"], "rollout is"),
+        (["actor.model.pth=x"], "actor.model.pth"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused(words, path, dir32):
+    result = CliRunner().invoke(app, ["serve-training", *(word.replace("DIR", str(dir32)) for word in words)])
+    assert result.exit_code == 2, result.output
+    assert path in result.output

@@ -1,0 +1,96 @@
+"""`verl serve-training`: training as a service, in the protocol of Tinker's SDK.
+
+overrides of the group actor -> base model -> TrainingService -> HTTP on this machine
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from verl.cli.console import echo, faults_reported
+from verl.component import package_fault
+from verl.errors import ConfigError
+
+KEY = "VERL_SERVICE_KEY"  # environment variable: what clients must give as TINKER_API_KEY
+SAMPLERS = ("HFRollout", "AutoRollout")
+
+
+def serve_training(
+    overrides: Annotated[
+        list[str] | None, typer.Argument(help="actor=OPTION, actor.model.path=DIR, trainer.*.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at; others than this machine's need a key.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any free port.")] = 8000,
+    directory: Annotated[Path, typer.Option("--dir", help="Directory of saved weights.")] = Path("training_service"),
+    name: Annotated[list[str] | None, typer.Option(help="Name of the model for clients, besides its path.")] = None,
+) -> None:
+    """Train adapters for clients of Tinker's SDK, until Ctrl-C.
+
+    TINKER_BASE_URL=http://HOST:PORT TINKER_API_KEY=tml-KEY is all that a client needs. Adapters of all clients share
+    one base model. With the environment variable VERL_SERVICE_KEY=tml-KEY clients must give this key.
+    """
+    with faults_reported():
+        words = [word for word in overrides or [] if not word.startswith(("port=", "host="))]
+        given = dict(word.split("=", 1) for word in overrides or [] if word not in words)
+        host = given.get("host", host)
+        try:
+            port = int(given.get("port", port))
+        except ValueError:
+            raise ConfigError(f"port is {given['port']!r}: expected a number.") from None
+        for package in ("tinker", "starlette", "uvicorn"):
+            if fault := package_fault(package, "TrainingSession in Python"):
+                raise ConfigError(f"serve-training {fault}")
+        key = os.environ.get(KEY)
+        if key is None and not (host == "localhost" or ipaddress.ip_address(host).is_loopback):
+            raise ConfigError(
+                f"--host is {host}: another machine could train here. Set {KEY}=tml-KEY, or leave --host out."
+            )
+        _serve(words, host, port, directory, name or [], key)
+
+
+def _serve(words: list[str], host: str, port: int, directory: Path, names: list[str], key: str | None) -> None:
+    import rich
+    import uvicorn
+
+    from verl.component import BuildContext
+    from verl.compose.from_yaml import compose_over_default
+    from verl.compose.validate import refuse_here, validate
+    from verl.compose.warm_start import resolve_warm_starts
+    from verl.service.adapters import BaseModel
+    from verl.service.http_api import application
+    from verl.service.service import TrainingService
+    from verl.trainer.setup import ProcessState, prepare_context
+    from verl.utils.directories import TemporaryDirectory
+    from verl.utils.memory import computes_bfloat16
+
+    composed = compose_over_default({}, ["tracker=none", "checkpoint=off", *words])
+    run = validate(composed.config, composed.faults)
+    if type(run.rollout).__name__ not in SAMPLERS:
+        raise ConfigError(f"rollout is {type(run.rollout).__name__}: the service samples with rollout=hf alone.")
+    refuse_here(run)
+    run = resolve_warm_starts(run, rich.get_console())
+    with TemporaryDirectory("verl-service-") as temporary:
+        context = prepare_context(BuildContext(run_dir=Path(temporary)), run.trainer)
+        state = ProcessState(run.trainer)
+        try:
+            actor = run.actor.on_device(computes_bfloat16(context.device))
+            base = BaseModel(
+                actor.model, context.device, actor.decided_autocast, actor.micro_batch_tokens, actor.packing
+            )
+            path = str(getattr(actor.model, "path", type(actor.model).__name__))
+            service = TrainingService(base, [*names, path], directory.absolute(), run.trainer.seed)
+            server = uvicorn.Server(uvicorn.Config(application(service, key), host, port, log_level="warning"))
+            with contextlib.suppress(KeyboardInterrupt):
+                socket = server.config.bind_socket()
+                echo(f"{service.names[0]} at http://{host}:{socket.getsockname()[1]}, saved weights in {directory}")
+                server.run(sockets=[socket])
+        finally:
+            state.restore()

@@ -1,0 +1,229 @@
+"""Several adapters on one base model in memory: each is trained by an engine of its own, or frozen and sampled from.
+
+base model ── peft ──┬── adapter A   TrainingEngine, AdamW over the parameters of A alone
+                     ├── adapter B   TrainingEngine, ...
+                     └── snapshots   frozen copies, from which responses are sampled
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from verl.component import Description, component
+from verl.engines.engine import Packs, TrainingEngine
+from verl.engines.optimizer import AdamW
+from verl.engines.parallel_dims import Parallelism
+from verl.errors import ConfigError
+from verl.models.heads import LMHead
+from verl.models.parallel_info import Autocast
+from verl.models.pretrained import ModelSource
+from verl.models.structure import unwrapped
+from verl.rollout.hf import HFEngine, HFRollout
+from verl.utils.seeding import derive_seed
+
+NO_ADAPTER = "none"  # peft needs one; it is never active
+Part = Literal["attention", "mlp", "unembedding"]
+_ATTENTION, _MLP = ("attn", "attention"), ("mlp", "feed_forward", "ffn", "experts", "moe")
+
+
+@component
+class AdapterShape(Description):
+    """A low-rank adapter: W + alpha / rank * B A on the chosen linear layers (Hu et al. 2021, arXiv:2106.09685, eq. 3).
+
+    Args:
+        rank: of the update of each layer.
+        alpha: scale of the update.
+        attention, mlp, unembedding: which layers have one.
+        seed: of A; B begins at zero.
+    """
+
+    rank: int = 32
+    alpha: float = 32.0
+    attention: bool = True
+    mlp: bool = True
+    unembedding: bool = True
+    seed: int = 0
+
+    def faults(self) -> Iterator[str]:
+        if not 1 <= self.rank <= 1024:
+            yield f"rank is {self.rank}: must lie between 1 and 1024."
+        if not (self.attention or self.mlp or self.unembedding):
+            yield "attention, mlp and unembedding are false: no layer would be trained."
+
+    def layers(self, model: Any) -> list[str]:
+        """`target_modules` of peft: last names of layers, or whole names where a last name is of several parts."""
+        chosen = {"attention": self.attention, "mlp": self.mlp, "unembedding": self.unembedding}
+        parts = _parts(model)
+        names = {name for name, part in parts.items() if chosen[part]}
+        if not names:
+            raise ConfigError(
+                f"no linear layer of the model is of the chosen parts; it has {sorted({*parts.values()})}."
+            )
+        last = {name.rpartition(".")[2] for name in names}
+        others = {name.rpartition(".")[2] for name in parts.keys() - names}
+        return sorted(names if last & others else last)
+
+
+def _parts(model: Any) -> dict[str, Part]:
+    """The part of each linear layer, by the name within the model without adapters."""
+    head, parts = model.get_output_embeddings(), dict[str, Part]()
+    for name, module in model.named_modules():
+        if module is head:
+            parts[name] = "unembedding"
+        elif isinstance(module, nn.Linear):
+            path = name.lower()
+            if any(word in path for word in _ATTENTION):
+                parts[name] = "attention"
+            elif any(word in path for word in _MLP):
+                parts[name] = "mlp"
+    return parts
+
+
+class BaseModel:
+    """A model in memory, with adapters by name.
+
+    Args:
+        source: the model with its tokenizer.
+        device, autocast: of computation.
+        micro_batch_tokens, packing: see `TrainingEngine`.
+    Attributes:
+        tokenizer: of the model.
+        vocabulary: number of token ids.
+        longest: tokens of a row that the model reads; None if unknown.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        device: str,
+        autocast: Autocast = None,
+        micro_batch_tokens: int = 16384,
+        packing: Packs = "auto",
+    ):
+        from peft import LoraConfig, get_peft_model
+
+        self.source, self.device = source, torch.device(device)
+        self._of_engines: dict[str, Any] = {"autocast": autocast, "packing": packing}
+        self._micro_batch_tokens = micro_batch_tokens
+        self.tokenizer = source.load_tokenizer()
+        model: Any = source.load_causal_lm(device)
+        plain = sorted(name for name, part in _parts(model).items() if part != "unembedding")[:1]
+        self.model: Any = get_peft_model(model, LoraConfig(r=1, target_modules=plain), adapter_name=NO_ADAPTER)
+        self.model.requires_grad_(False)
+        self.vocabulary = int(model.config.get_text_config().vocab_size)
+        self.longest = source.max_positions()
+        self._engines: dict[str, TrainingEngine] = {}
+        self._head: LMHead | None = None
+        self.sampler = HFEngine(HFRollout(), self.model, self.tokenizer, 0, autocast)
+        self.scorer = TrainingEngine(self.model, Parallelism(), micro_batch_tokens, **self._of_engines)
+
+    @property
+    def core(self) -> Any:
+        """The Hugging Face model, without peft's wrapper."""
+        return unwrapped(self.model)
+
+    # Adapters
+
+    def add(self, name: str, shape: AdapterShape) -> TrainingEngine:
+        """Make an adapter that is trained."""
+        self._make(name, shape)
+        self.model.set_adapter(name)
+        optimizer = AdamW(lr=0.0, betas=(0.9, 0.95), eps=1e-12, max_grad_norm=None)
+        engine = TrainingEngine(self.model, Parallelism(), self._micro_batch_tokens, optimizer, **self._of_engines)
+        engine.parameters = self._parameters(name)  # not those of other adapters; by names that do not have its own
+        self._engines[name] = engine
+        return engine
+
+    def add_frozen(self, name: str, shape: AdapterShape, weights: Mapping[str, Tensor]) -> None:
+        """Make an adapter of given weights, from which responses are sampled."""
+        self._make(name, shape)
+        self.set_weights(name, weights)
+        for parameter in self._parameters(name).values():
+            parameter.requires_grad_(False)
+
+    def _make(self, name: str, shape: AdapterShape) -> None:
+        from peft import LoraConfig
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(derive_seed(shape.seed, "adapter"))
+            config = LoraConfig(
+                r=shape.rank,
+                lora_alpha=shape.alpha,  # pyright: ignore[reportArgumentType] - a factor in use
+                target_modules=shape.layers(_Unwrapped(self.core)),
+                task_type="CAUSAL_LM",
+            )
+            self.model.add_adapter(name, config)
+
+    def remove(self, name: str) -> None:
+        """Free an adapter."""
+        self._engines.pop(name, None)
+        self.model.set_adapter(NO_ADAPTER)
+        self.model.delete_adapter(name)
+
+    def engine_of(self, name: str) -> TrainingEngine:
+        """The training engine of an adapter, which is made the active one."""
+        self.model.set_adapter(name)
+        return self._engines[name]
+
+    @property
+    def head(self) -> LMHead:
+        if self._head is None or self._head.head is not self.model.get_output_embeddings():  # an adapter replaced it
+            self._head = LMHead(self.model)
+        return self._head
+
+    def _parameters(self, name: str) -> dict[str, nn.Parameter]:
+        """Parameters of an adapter, by their names without that of the adapter."""
+        mark = f".{name}."
+        found = {n: p for n, p in self.model.named_parameters() if mark in n and "lora_" in n}
+        return {n.replace(mark, "."): p for n, p in found.items()}
+
+    def weights(self, name: str) -> dict[str, Tensor]:
+        """Copies of the weights of an adapter in main memory, by their names in peft's file."""
+        return {n: p.detach().cpu().clone() for n, p in self._parameters(name).items()}
+
+    @torch.no_grad()
+    def set_weights(self, name: str, weights: Mapping[str, Tensor]) -> None:
+        """Replace the weights of an adapter, in place.
+
+        Raises:
+            ConfigError: names or shapes are those of another adapter.
+        """
+        held = self._parameters(name)
+        if held.keys() != weights.keys() or any(held[n].shape != x.shape for n, x in weights.items()):
+            raise ConfigError("the weights are those of an adapter of another shape, or on another model.")
+        for n, x in weights.items():
+            held[n].copy_(x)
+
+    # Sampling
+
+    @contextlib.contextmanager
+    def sampling_from(self, name: str | None) -> Iterator[HFEngine]:
+        """The sampling engine with an adapter active; None for the base model."""
+        if name is None:
+            with self.model.disable_adapter():
+                yield self.sampler
+        else:
+            self.model.set_adapter(name)
+            yield self.sampler
+
+
+class _Unwrapped:
+    """Names of the modules of a model as they are without peft's layers."""
+
+    def __init__(self, core: Any):
+        self._core = core
+
+    def get_output_embeddings(self) -> Any:
+        head = self._core.get_output_embeddings()
+        return getattr(head, "base_layer", head)
+
+    def named_modules(self) -> Iterator[tuple[str, Any]]:
+        for name, module in self._core.named_modules():
+            if ".lora_" in name:
+                continue
+            yield name.removesuffix(".base_layer"), module

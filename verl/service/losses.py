@@ -1,0 +1,116 @@
+"""Losses of training sessions, by name: sums over target tokens of a function of log-probabilities and inputs.
+
+With l the log-probability of a target token, q that of the policy that sampled it, A its advantage and r = exp(l - q),
+the loss of a token is
+
+    cross_entropy        -w l                                          any targets, weighted; [N K] for K of them each
+    importance_sampling  -r A
+    ppo                  -min(r A, clip(r, low, high) A)
+    cispo                -sg(clip(r, low, high)) A l                   sg: without gradient
+    gspo                 -min(s A, clip(s, low, high) A)               s: ratio of the sequence, see `_gspo`
+    dro                  -(A l - beta / 2 (l - q)^2)
+
+Sums, not means, as in the protocol of Tinker: the caller scales weights and advantages.
+
+Sources: Schulman et al. 2017, arXiv:1707.06347, eq. 7 (ppo); MiniMax 2025, arXiv:2506.13585, eq. 4-5 (cispo); Zheng et
+al. 2025, arXiv:2507.18071, eq. 13-15 (gspo); Richemond et al. 2024, arXiv:2405.19107 (dro).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl.component import hint, nearest
+from verl.errors import ConfigError
+
+Inputs = Mapping[str, Tensor]
+Settings = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A loss per target token.
+
+    Attributes:
+        per_token: from log-probs [b T] (or [b T K]), the inputs of the same shape and the settings.
+        inputs: names of the inputs that a datum must have, besides the targets.
+        optional: further inputs, with the value of a datum without them.
+        settings: names and defaults.
+    """
+
+    per_token: Callable[[Tensor, Inputs, Settings], Tensor]
+    inputs: tuple[str, ...] = ("logprobs", "advantages")
+    optional: Mapping[str, float] | None = None
+    settings: Mapping[str, float] | None = None
+
+
+def _cross_entropy(log_probs: Tensor, x: Inputs, _: Settings) -> Tensor:
+    return -log_probs * x["weights"]
+
+
+def _importance_sampling(log_probs: Tensor, x: Inputs, _: Settings) -> Tensor:
+    return -(log_probs - x["logprobs"]).exp() * x["advantages"]
+
+
+def _clipped(ratio: Tensor, advantages: Tensor, settings: Settings) -> Tensor:
+    clipped = ratio.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"])
+    return -torch.minimum(ratio * advantages, clipped * advantages)
+
+
+def _ppo(log_probs: Tensor, x: Inputs, settings: Settings) -> Tensor:
+    return _clipped((log_probs - x["logprobs"]).exp(), x["advantages"], settings)
+
+
+def _cispo(log_probs: Tensor, x: Inputs, settings: Settings) -> Tensor:
+    ratio = (log_probs.detach() - x["logprobs"]).exp()
+    return -ratio.clamp(settings["clip_low_threshold"], settings["clip_high_threshold"]) * x["advantages"] * log_probs
+
+
+def _gspo(log_probs: Tensor, x: Inputs, settings: Settings) -> Tensor:
+    """s = exp(mean of l - q over the tokens of `sequence_ratio_mask`), with the gradient of each token's l (eq. 14)."""
+    mask = x["sequence_ratio_mask"]
+    total = ((log_probs.detach() - x["logprobs"]) * mask).sum(dim=1, keepdim=True)
+    mean = total / mask.sum(dim=1, keepdim=True).clamp_min(1)
+    return _clipped((mean + log_probs - log_probs.detach()).exp(), x["advantages"], settings)
+
+
+def _dro(log_probs: Tensor, x: Inputs, settings: Settings) -> Tensor:
+    return -(log_probs * x["advantages"] - 0.5 * settings["beta"] * (log_probs - x["logprobs"]).square())
+
+
+_CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+LOSSES: Mapping[str, Loss] = {
+    "cross_entropy": Loss(_cross_entropy, inputs=(), optional={"weights": 1.0}),
+    "importance_sampling": Loss(_importance_sampling),
+    "ppo": Loss(_ppo, settings=_CLIP),
+    "cispo": Loss(_cispo, settings=_CLIP),
+    "gspo": Loss(
+        _gspo,
+        optional={"sequence_ratio_mask": 1.0},
+        settings={"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+    ),
+    "dro": Loss(_dro, settings={"beta": 0.05}),
+}
+
+
+def loss_of(name: str, settings: Mapping[str, object] | None) -> tuple[Loss, Settings]:
+    """A loss by its name, with its settings.
+
+    Raises:
+        ConfigError: there is no such loss or setting, or a value is no number.
+    """
+    if (loss := LOSSES.get(name)) is None:
+        raise ConfigError(f"loss_fn is {name!r}: there are {', '.join(LOSSES)}.{hint(nearest(name, LOSSES))}")
+    known = dict(loss.settings or {})
+    for key, value in (settings or {}).items():
+        if key not in known:
+            names = ", ".join(known) or "none"
+            raise ConfigError(f"loss_fn_config.{key} is not a setting of {name}, which has: {names}.")
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ConfigError(f"loss_fn_config.{key} is {value!r}: expected a number.")
+        known[key] = float(value)
+    return loss, known

@@ -1,0 +1,395 @@
+"""The training service: sessions of clients, their models and samplers, and saved weights below one directory.
+
+    DIRECTORY/MODEL_ID/weights/NAME              saved sessions, to continue from
+                       sampler_weights/NAME      adapters to sample from
+                       external_weights/NAME     adapters to download
+
+`tinker://MODEL_ID/weights/NAME` is the address of the first. What a client has not saved ends with the service.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import shutil
+import threading
+import time
+import uuid
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl.errors import ConfigError
+from verl.service import saved
+from verl.service.adapters import AdapterShape, BaseModel
+from verl.service.data import checked_tokens
+from verl.service.jobs import Jobs
+from verl.service.sampling import PromptRequest, Sample, SamplingOptions, TokenScores, sample, token_scores
+from verl.service.session import TrainingSession
+from verl.service.wire import sample_response
+from verl.utils.external_input import checked_name
+from verl.utils.seeding import derive_seed
+
+SESSION_TIMEOUT_S = 600.0  # without a sign of life of a client, which sends one every 10 s
+MAX_MODELS = 64
+RESIDENT_SAMPLERS = 8  # adapters in memory that are sampled from; others are read from disk when they are asked for
+KEPT_SNAPSHOTS = 8  # without a name, for each model
+MOST_SAMPLES = 1024  # of one request
+KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+SCHEME = "tinker://"
+
+
+class NotFound(ConfigError):
+    """There is no such session, model, sampler, checkpoint or request."""
+
+
+@dataclass
+class Client:
+    """A session of a client."""
+
+    seen_at: float
+    models: list[str] = field(default_factory=list)
+    samplers: list[str] = field(default_factory=list)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Model:
+    """A model in training."""
+
+    session: TrainingSession
+    client: str
+    metadata: Mapping[str, Any]
+    asked_at: float
+    snapshots: list[Path] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """A sampling session, on a saved adapter or on the base model."""
+
+    client: str
+    number: int
+    directory: Path | None
+    address: str | None
+
+
+@dataclass(frozen=True)
+class PendingSample:
+    """A prompt, with what is asked for besides its samples."""
+
+    prompt: PromptRequest
+    topk_samples: int = 0
+    scores_prompt: bool = False
+    topk_prompt: int = 0
+    targets: Tensor | None = None
+    first_scored: int = 1
+
+
+def run_of(directory: Path) -> str:
+    """The id of the model of a `run_directory`."""
+    return directory.name.replace("-train-", ":train:")
+
+
+class TrainingService:
+    """Models in training and samplers on one base model, for several clients.
+
+    Args:
+        base: the model.
+        names: under which clients may ask for it; the first is told to them.
+        directory: of saved weights.
+        seed: of adapters and samples for which a client gives none.
+    """
+
+    def __init__(self, base: BaseModel, names: Sequence[str], directory: Path, seed: int = 0):
+        self.base, self.names, self.directory, self.seed = base, list(names), directory, seed
+        self.clients: dict[str, Client] = {}
+        self.models: dict[str, Model] = {}
+        self.samplers: dict[str, Sampler] = {}
+        self._resident: dict[Path, str] = {}  # names of frozen adapters; the last one was used last
+        self._lock, self._state = threading.RLock(), threading.RLock()
+        self.jobs = Jobs(self._sample_batch)
+
+    # Clients
+
+    def create_client(self, metadata: Mapping[str, Any]) -> str:
+        name = uuid.uuid4().hex
+        with self._state:
+            self.clients[name] = Client(time.monotonic(), metadata=metadata)
+        return name
+
+    def client(self, name: str) -> Client:
+        """A session, which has shown a sign of life.
+
+        Raises:
+            NotFound: it has ended.
+        """
+        with self._state:
+            if (client := self.clients.get(name)) is None:
+                raise NotFound(f"there is no session {name[:80]!r}: it has ended, or the service was started again.")
+            client.seen_at = time.monotonic()
+            return client
+
+    def end_client(self, name: str) -> None:
+        """End a session: its models, samplers and unsaved snapshots are freed."""
+        with self._state:
+            client = self.clients.pop(name, None)
+            if client is None:
+                return
+            models = [model for x in client.models if (model := self.models.pop(x, None)) is not None]
+            for x in client.samplers:
+                self.samplers.pop(x, None)
+        self.jobs.forget(name)
+
+        def free() -> None:
+            for model in models:
+                model.session.close()
+                for path in model.snapshots:
+                    self._drop(path)
+
+        self.jobs.run_now(free)
+
+    def sweep(self) -> None:
+        """End sessions whose clients have gone, and drop old results."""
+        with self._state:
+            gone = [n for n, x in self.clients.items() if x.seen_at < time.monotonic() - SESSION_TIMEOUT_S]
+        for name in gone:
+            self.end_client(name)
+        self.jobs.sweep()
+
+    def close(self) -> None:
+        for name in [*self.clients]:
+            self.end_client(name)
+        self.jobs.close()
+
+    # Models
+
+    def model(self, name: str) -> Model:
+        with self._state:
+            if (model := self.models.get(name)) is None:
+                raise NotFound(
+                    f"there is no model {name[:80]!r}: its session has ended, or the service was started again."
+                )
+            self.client(model.client)
+            model.asked_at = time.time()
+            return model
+
+    def check_base(self, name: str | None) -> None:
+        if name is not None and name not in self.names:
+            raise ConfigError(f"base_model is {name[:200]!r}: this service has {', '.join(self.names)}.")
+
+    def create_model(self, client: str, number: int, shape: AdapterShape, metadata: Mapping[str, Any]) -> str:
+        """Queue a new adapter; returns the id of its model, which is that of the request too."""
+        self.client(client)
+        name = self._model_id(client, number)
+
+        def work() -> dict[str, Any]:
+            self._add_model(name, client, number, shape, metadata)
+            return {"model_id": name, "type": "create_model"}
+
+        return self.jobs.add(name, client, work)
+
+    def create_model_from(
+        self, client: str, number: int, address: str, optimizer: bool, metadata: Mapping[str, Any]
+    ) -> str:
+        """Queue a new model with saved weights; returns the id of the request."""
+        self.client(client)
+        name, directory = self._model_id(client, number), self.saved_at(address)
+
+        def work() -> dict[str, Any]:
+            shape = saved.read(directory).shape
+            model = self._add_model(name, client, number, shape, metadata)
+            model.session.load(directory, optimizer)
+            return {"path": address, "model_id": name, "type": "load_weights"}
+
+        return self.jobs.add(name, client, work)
+
+    def _model_id(self, client: str, number: int) -> str:
+        return f"{client}:train:{number}"  # which the SDK makes too
+
+    def _add_model(
+        self, name: str, client: str, number: int, shape: AdapterShape, metadata: Mapping[str, Any]
+    ) -> Model:
+        with self._state:
+            owner = self.client(client)
+            if len(self.models) >= MAX_MODELS:
+                raise ConfigError(f"{MAX_MODELS} models are in training: end a session first.")
+        session = TrainingSession.on(self.base, shape, derive_seed(self.seed, "model", number), self._lock)
+        model = Model(session, client, metadata, time.time())
+        with self._state:
+            self.models[name] = model
+            owner.models.append(name)
+        return model
+
+    def in_order(self, name: str, number: int | None, work: Callable[[Model], Any]) -> str:
+        """Queue a request of a model; returns its id."""
+        if not number:
+            raise ConfigError("seq_id is missing: requests of a model are numbered from 1.")
+        model = self.model(name)
+        return self.jobs.add(f"{name}:{number}", model.client, lambda: work(model), name, number)
+
+    # Saved weights
+
+    def save(self, name: str, kind: str, path: str | None, *, overwrites: bool = False) -> str:
+        """Save a model, and return its address. Called by a job.
+
+        Args:
+            kind: a key of `KINDS`.
+            path: name; None for one that no other has.
+        """
+        model = self.model(name)
+        chosen = checked_name(path) if path is not None else f"snapshot_{uuid.uuid4().hex[:12]}"
+        directory = self.run_directory(name) / kind / chosen
+        if overwrites and (directory / saved.RECORD).is_file():
+            self._drop(directory)
+        model.session.save(directory) if kind == "weights" else self._save_for_sampling(model, directory)
+        if path is None:
+            model.snapshots.append(directory)
+            while len(model.snapshots) > KEPT_SNAPSHOTS:
+                self._drop(model.snapshots.pop(0))
+        return f"{SCHEME}{name}/{kind}/{chosen}"
+
+    def _save_for_sampling(self, model: Model, directory: Path) -> None:
+        session = model.session
+        state = saved.SavedSession(session.shape, session.weights(), {}, session.updates, 0, self.names[0])
+        saved.write(state, directory, self.base, session.name, optimizer=False)
+
+    def run_directory(self, name: str) -> Path:
+        """The directory of a model: its id, without what is not in names of files."""
+        return self.directory / checked_name(name.replace(":train:", "-train-"))
+
+    def saved_at(self, address: str) -> Path:
+        """The directory of saved weights.
+
+        Raises:
+            NotFound: there are none at the address.
+            ConfigError: it is no address.
+        """
+        parts = address.removeprefix(SCHEME).split("/")
+        if not address.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
+            raise ConfigError(f"path is {address[:200]!r}: expected {SCHEME}MODEL_ID/weights/NAME.")
+        directory = self.run_directory(parts[0]) / parts[1] / checked_name(parts[2])
+        if not (directory / saved.RECORD).is_file():
+            raise NotFound(f"path is {address[:200]!r}: there is no such checkpoint.")
+        return directory
+
+    def checkpoints(self, name: str | None = None) -> list[dict[str, Any]]:
+        """The named checkpoints of a model, or of all, oldest first, in the form of the SDK."""
+        found = []
+        top = self.directory.glob("*") if name is None else [self.run_directory(name)]
+        for record in [file for run in top for file in run.glob(f"*/*/{saved.RECORD}")]:
+            directory, kind = record.parent, record.parent.parent.name
+            if kind not in KINDS or directory.name.startswith(("snapshot_", ".")):
+                continue
+            moment = datetime.datetime.fromtimestamp(record.stat().st_mtime, datetime.UTC)
+            found.append(
+                {
+                    "checkpoint_id": f"{kind}/{directory.name}",
+                    "checkpoint_type": KINDS[kind],
+                    "time": moment.isoformat(),
+                    "tinker_path": f"{SCHEME}{run_of(directory.parents[1])}/{kind}/{directory.name}",
+                    "size_bytes": sum(file.stat().st_size for file in directory.iterdir()),
+                }
+            )
+        return sorted(found, key=lambda x: (x["time"], x["tinker_path"]))
+
+    def delete(self, address: str) -> None:
+        directory = self.saved_at(address)
+        self.jobs.run_now(lambda: self._drop(directory))
+
+    def _drop(self, directory: Path) -> None:
+        """Remove saved weights, in the thread that computes."""
+        if (name := self._resident.pop(directory, None)) is not None:
+            self.base.remove(name)
+        shutil.rmtree(directory, ignore_errors=True)
+
+    # Samples
+
+    def create_sampler(self, client: str, number: int, address: str | None) -> str:
+        """A sampling session; returns its id."""
+        owner, name = self.client(client), f"{client}:sample:{number}"
+        directory = None if address is None else self.saved_at(address)
+        with self._state:
+            self.samplers[name] = Sampler(client, number, directory, address)
+            owner.samplers.append(name)
+        return name
+
+    def sampler(self, name: str) -> Sampler:
+        with self._state:
+            if (sampler := self.samplers.get(name)) is None:
+                raise NotFound(f"there is no sampling session {name[:80]!r}: its session has ended.")
+            self.client(sampler.client)
+            return sampler
+
+    def sample(
+        self, sampler_id: str, number: int, tokens: Sequence[int], count: int, options: SamplingOptions,
+        seed: int | None, **further: Any,
+    ) -> str:  # fmt: skip
+        """Queue a sample request; returns its id.
+
+        Raises:
+            ConfigError: a value is out of its range.
+            Busy: too many wait.
+        """
+        sampler = self.sampler(sampler_id)
+        if not 1 <= count <= MOST_SAMPLES:
+            raise ConfigError(f"num_samples is {count}: must lie between 1 and {MOST_SAMPLES}.")
+        chosen = options.checked("sampling_params", self.base.vocabulary)
+        checked_tokens(tokens, "prompt", self.base.vocabulary, self.base.longest)
+        noise = (seed,) if seed is not None else (self.seed, sampler.number, number)
+        request = PendingSample(PromptRequest(tokens, count, noise), **further)
+        return self.jobs.add_sample(
+            f"{sampler_id}:{number}", sampler.client, (sampler.directory, chosen), count, request
+        )
+
+    def _sample_batch(self, kind: Hashable, requests: Sequence[PendingSample]) -> list[Any]:
+        """Samples of requests of one kind, in the thread that computes."""
+        directory, options = kind  # type: ignore[misc]
+        with self._lock, self.base.sampling_from(self._resident_adapter(directory)) as engine:
+            prompts = [request.prompt for request in requests]
+            samples = sample(engine, self.base.tokenizer, prompts, options, self.base.longest)
+            return [self._answer(request, found) for request, found in zip(requests, samples, strict=True)]
+
+    def _answer(self, request: PendingSample, samples: list[Sample]) -> bytes:
+        """Samples, with the scores that the request asks for, as they are sent."""
+        engine, head, prompt = self.base.scorer, self.base.head, [*request.prompt.tokens]
+        of_samples: list[TokenScores | None] = [None] * len(samples)
+        if k := request.topk_samples:
+            for index, one in enumerate(samples):
+                scores = token_scores(engine, head, prompt + one.tokens, k)
+                at = slice(len(prompt) - 1, None)
+                assert scores.likeliest is not None
+                assert scores.of_likeliest is not None
+                of_samples[index] = dataclasses.replace(
+                    scores, log_probs=scores.log_probs[at], likeliest=scores.likeliest[at],
+                    of_likeliest=scores.of_likeliest[at],
+                )  # fmt: skip
+        asked = request.scores_prompt or request.topk_prompt or request.targets is not None
+        of_prompt = None
+        if asked and len(prompt) > 1:
+            of_prompt = token_scores(engine, head, prompt, request.topk_prompt, request.targets)
+        elif asked:
+            of_prompt = TokenScores(torch.zeros(0))
+        wants = {
+            "logprobs": request.scores_prompt,
+            "topk": request.topk_prompt > 0,
+            "targets": request.targets is not None,
+        }
+        return sample_response(samples, of_samples, of_prompt, request.first_scored, wants)
+
+    def _resident_adapter(self, directory: Path | None) -> str | None:
+        """The name of the frozen adapter of a directory, read if it is not in memory; None for the base model."""
+        if directory is None:
+            return None
+        if (name := self._resident.pop(directory, None)) is None:
+            state = saved.read(directory)
+            while len(self._resident) >= RESIDENT_SAMPLERS:
+                self.base.remove(self._resident.pop(next(iter(self._resident))))
+            name = f"sampler_{uuid.uuid4().hex[:12]}"
+            self.base.add_frozen(name, state.shape, state.weights)
+        self._resident[directory] = name
+        return name
