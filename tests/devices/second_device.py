@@ -44,7 +44,7 @@ from verl.models.parallel_info import compute_device
 from verl.ops.resharding.dtensor import local
 from verl.rollout import model_log_probs
 from verl.rollout.model_log_probs import trainer_log_probs
-from verl.rollout.proof.fingerprints import ProbeVectors
+from verl.rollout.proof.fingerprints import HostCopies, ProbeVectors
 from verl.rollout.proof.probe import probe_rows
 from verl.rollout.weight_sync import state_dict
 from verl.rollout.weight_sync.transfer import RankTransfer, WeightTransfer
@@ -270,8 +270,15 @@ def checked(offload: bool) -> dict[str, str]:
     return checks.found
 
 
+def copied_without_numbers(copies: HostCopies) -> None:
+    waiting, copies._waiting = copies._waiting, []
+    if waiting:
+        torch.cat([x.reshape(-1) for x, _ in waiting]).to("cpu")
+
+
 def main() -> None:
     model_log_probs.as_array = lambda x: x.detach().float().to("cpu")
+    HostCopies.finish = copied_without_numbers
     found = planted() if "planted" in sys.argv else {"on the device": checked(False), "offloaded": checked(True)}
     with open(sys.argv[1], "w") as file:
         json.dump(found, file)
