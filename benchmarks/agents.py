@@ -66,21 +66,13 @@ class Sleeping:
         return StepResult(RESULT)
 
 
-class SleepingFactory(EnvironmentFactory):
-    def __init__(self, options: Sleeper):
-        self.options = options
-
-    def make(self) -> Sleeping:
-        return Sleeping(self.options)
-
-
 @component
 class Sleeper(EnvironmentDescription):
     turns: int = 4
     tool_s: float = 0.5
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
-        return SleepingFactory(self)
+        return EnvironmentFactory(lambda: Sleeping(self))
 
 
 def prompts_of(tokenizer: Any, number: int) -> DataProto:

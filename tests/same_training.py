@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trainer.runs import GRPO_ALGORITHM, JSONL, ppo_run, step_lines, weights, without_times
+from trainer.runs import GRPO_ALGORITHM, JSONL, every_step, ppo_run, step_lines, weights, without_times
 
 from verl.algorithms.algorithm import Algorithm
-from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader
@@ -114,10 +113,9 @@ def course(
     **options: Any,
 ) -> Any:
     """A run of four steps that saves each of them, in `directory`."""
-    saving = {"save_dir": str(directory / "checkpoints"), "save_interval": 1, "keep_last_n": None, "save_async": False}
     options = {"total_steps": STEPS, "tracker": JSONL, "save_final": False, **options}
     run = ppo_run(model, algorithm, **options)
-    checkpoint = Checkpointing(**saving | (save or {}))
+    checkpoint = every_step(directory, **(save or {}))
     return dataclasses.replace(run, checkpoint=checkpoint, resume=None if resume is None else str(resume))
 
 

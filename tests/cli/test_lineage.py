@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from verl.checkpoint.config import Checkpointing
 from verl.cli.main import app
-from verl.trainer.state.lineage import FILE, Lineage, forest, read_events, walk
+from verl.trainer.state.lineage import FILE, Lineage, LineageRun, forest, read_events
 
 runner = CliRunner()
 
@@ -33,6 +34,12 @@ def family(model32, tmp_path_factory) -> Path:
     train(model32, directory, "second", resume=str(directory / "saved/global_step_2"), lr=1e-3)
     train(model32, directory, "third", resume="latest", stop_after=4)
     return directory
+
+
+def walk(runs: list[LineageRun]) -> Iterator[LineageRun]:
+    for run in runs:
+        yield run
+        yield from walk(run.children)
 
 
 def told(directory: Path, *options) -> str:

@@ -33,6 +33,7 @@ needs_two_cores = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="n
             [(FIRST, ("actor", "reference")), (SECOND, ("critic", "rm")), (FIRST, ALONE)],
         ),
         ({"rollout": ["cpu:1"]}, [(FIRST, ROLES), (SECOND, ALONE)]),
+        ({"rm": ["cpu:2"]}, [(TWO, ("actor", "critic", "reference")), (("cpu:2",), ("rm",)), (FIRST, ALONE)]),
         ({"rm": ["cpu:0"], "critic": TWO}, [(TWO, ("actor", "critic", "reference")), (FIRST, ("rm",)), (FIRST, ALONE)]),
     ],
 )

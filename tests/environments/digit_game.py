@@ -52,12 +52,4 @@ class DigitGames(EnvironmentDescription):
     fatal: str = ""
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
-        return _Factory(self)
-
-
-class _Factory(EnvironmentFactory):
-    def __init__(self, games: DigitGames):
-        self.games = games
-
-    def make(self) -> DigitGame:
-        return DigitGame(self.games)
+        return EnvironmentFactory(lambda: DigitGame(self))

@@ -43,12 +43,4 @@ class WaitingGames(EnvironmentDescription):
     directory: str = ""
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
-        return _Factory(self)
-
-
-class _Factory(EnvironmentFactory):
-    def __init__(self, games: WaitingGames):
-        self.games = games
-
-    def make(self) -> WaitingGame:
-        return WaitingGame(self.games)
+        return EnvironmentFactory(lambda: WaitingGame(self))

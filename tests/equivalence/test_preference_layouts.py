@@ -6,12 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from cases import short_where
 from equivalence.one_update import Float64Alone
 from random_models import save_random_model
 from same_training import same_training
 from trainer.preference_runs import preference_run, trained
 
-from verl.algorithms.preference_losses import DPO, BradleyTerry
+from verl.algorithms.preference_losses import DPO, KTO, ORPO, BradleyTerry
 from verl.engines.sharding import DDP, FSDP, TP, Parallel
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
@@ -36,6 +37,8 @@ CASES = {
     "dpo, lora": (DPO(), LoRA(rank=2, target_modules=("q_proj", "v_proj"))),
     "reward model": (BradleyTerry(centre_coef=0.1), None),
     "reward model, lora": (BradleyTerry(), LoRA(rank=2, target_modules=("q_proj", "v_proj"))),
+    "kto": (KTO(), None),
+    "orpo": (ORPO(), None),
 }
 
 
@@ -49,7 +52,7 @@ def models(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", short_where(CASES, lambda case: case not in ("kto", "orpo")))
 @pytest.mark.parametrize(
     "layout", [name if name in IN_SHORT else pytest.param(name, marks=pytest.mark.exhaustive) for name in LAYOUTS]
 )

@@ -25,7 +25,7 @@ from verl.checkpoint.core.safetensors_format import lay_out
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.remote_store import RemoteStore
-from verl.checkpoint.remote.transfer import CheckpointUpload, pull
+from verl.checkpoint.remote.transfer import pull, upload
 from verl.checkpoint.retention import Retention, pin, prune
 from verl.checkpoint.save import save_executor
 from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
@@ -114,9 +114,7 @@ def save_before_a_pull(store: CheckpointStore, step: int, version: int) -> Check
         shutil.rmtree(left, ignore_errors=True)
     shutil.copytree(store.directory, elsewhere, symlinks=True)
     with LocalStorage(path=str(bucket)).connect() as objects:
-        CheckpointUpload(objects, CommitLog(objects)).push(
-            save(CheckpointStore(elsewhere, "first"), step + 100, version + 1)
-        )
+        upload(CommitLog(objects), save(CheckpointStore(elsewhere, "first"), step + 100, version + 1))
     return checkpoint
 
 

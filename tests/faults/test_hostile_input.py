@@ -22,7 +22,7 @@ from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import MANIFEST, STATE, commit_line
 from verl.checkpoint.remote.commit_log import CommitLog
-from verl.checkpoint.remote.transfer import CheckpointTier, CheckpointUpload
+from verl.checkpoint.remote.transfer import CheckpointTier, upload
 from verl.checkpoint.resolve import resolve
 from verl.cli.main import app
 from verl.errors import VerlError
@@ -168,7 +168,7 @@ def test_paths_lead_downwards(path):
 def test_a_record_of_a_store_cannot_name_a_place_outside(name, whole, tmp_path):
     storage = LocalStorage(path=str(tmp_path / "bucket"), retries=0)
     with storage.connect() as objects:
-        record = CheckpointUpload(objects, CommitLog(objects)).push(newest(whole)).record
+        record = upload(CommitLog(objects), newest(whole))[0]
     log = tmp_path / "bucket/log/000000000001.json"
     log.write_text(json.dumps({**vars(record), "name": name}))
     (tmp_path / "here").mkdir()
@@ -280,7 +280,7 @@ RECORDS += [(FIRST, {"kind": None}), (FIRST, {"by": []})]
 def test_the_log_of_a_store_may_hold_anything(number, key, data, thorough, whole, tmp_path):
     storage = LocalStorage(path=str(tmp_path / "bucket"), retries=0)
     with storage.connect() as objects:
-        record = CheckpointUpload(objects, CommitLog(objects)).push(newest(whole)).record
+        record = upload(CommitLog(objects), newest(whole))[0]
     changed = json.dumps({**vars(record), **data}).encode() if isinstance(data, dict) else data
     (tmp_path / "bucket" / key).write_bytes(changed)
     for command in COMMANDS[:5] if thorough else COMMANDS[number % 5 :][:1]:
@@ -292,7 +292,7 @@ def test_the_log_of_a_store_may_hold_anything(number, key, data, thorough, whole
 def test_every_place_of_a_manifest_in_a_store_may_hold_anything(every, whole, tmp_path):
     storage = LocalStorage(path=str(tmp_path / "bucket"), retries=0)
     with storage.connect() as objects:
-        record = CheckpointUpload(objects, CommitLog(objects)).push(newest(whole)).record
+        record = upload(CommitLog(objects), newest(whole))[0]
     manifest = json.loads((newest(whole).directory / MANIFEST).read_text())
     for number, path in enumerate(paths_in(manifest)):
         for value in VALUES[number % every :: every]:

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_models import save_random_model
+from http_client.servers import serving
+from refusals import refused
 from roles import start_actor
+from rollout.speaking import Speaker
 
 import verl
 from verl.errors import ConfigError
@@ -18,6 +20,7 @@ from verl.hybrid.parallel import HybridConfig, sizes_of
 from verl.models.pretrained import Pretrained
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
+from verl.rollout.server.config import ServerRollout
 
 TEXTS = ["1+2=", "what is 6*7? ", "9-"]
 
@@ -39,20 +42,23 @@ def encoded(tokenizer):
     return tokenizer(TEXTS, padding=True, return_tensors="pt")
 
 
-def faults_of(call, *args, **kwargs) -> str:
-    with pytest.raises(ConfigError) as caught:
-        call(*args, **kwargs)
-    return str(caught.value)
-
-
 # The numbers of Hugging Face
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"max_new_tokens": 9}, {"max_length": 20}, {"min_new_tokens": 6, "max_new_tokens": 8}]
+    "options",
+    [
+        {},
+        {"max_new_tokens": 9},
+        {"max_length": 20},
+        {"min_new_tokens": 6, "max_new_tokens": 8},
+        {"max_new_tokens": 4, "min_new_tokens": 2, "eos_token_id": [1, 100_000], "do_sample": False},  # no such token
+        {"max_new_tokens": 4, "attention_mask": None},  # pad tokens are padding
+    ],
 )
 def test_greedy_responses_are_those_of_transformers(options, loaded, encoded):
-    assert torch.equal(loaded.generate(**encoded, **options), loaded.model.generate(**encoded, **options))
+    asked = {**encoded, **options}
+    assert torch.equal(loaded.generate(**asked), loaded.model.generate(**asked))
 
 
 def test_other_tokens_may_end_and_pad_a_response_as_in_transformers(loaded, encoded):
@@ -63,32 +69,11 @@ def test_other_tokens_may_end_and_pad_a_response_as_in_transformers(loaded, enco
     assert loaded.model.generation_config.eos_token_id == 1
 
 
-def test_an_end_that_the_model_cannot_draw_ends_nothing_as_in_transformers(loaded, encoded):
-    asked = {"max_new_tokens": 4, "min_new_tokens": 2, "eos_token_id": [1, 100_000]}
-    assert torch.equal(loaded.generate(**encoded, **asked), loaded.model.generate(**encoded, **asked, do_sample=False))
-
-
-def test_without_a_mask_pad_tokens_are_padding_as_in_transformers(loaded, encoded):
-    ids = encoded["input_ids"]
-    assert torch.equal(loaded.generate(ids, max_new_tokens=4), loaded.model.generate(ids, max_new_tokens=4))
-
-
 def test_the_likeliest_of_one_is_drawn_as_the_greedy_one_and_samples_stand_side_by_side(loaded, encoded):
     drawn = loaded.generate(**encoded, do_sample=True, top_k=1, num_return_sequences=2, max_new_tokens=6)
     greedy = loaded.generate(**encoded, max_new_tokens=6)
     assert drawn.shape[0] == 2 * len(TEXTS)
     assert torch.equal(drawn, greedy.repeat_interleave(2, dim=0))
-
-
-def test_samples_have_the_distribution_of_the_model(loaded, tokenizer):
-    ids = tokenizer(["1+2="], return_tensors="pt")["input_ids"]
-    drawn = loaded.generate(
-        ids, do_sample=True, top_k=0, temperature=1.5, num_return_sequences=4000, max_new_tokens=1, seed=3
-    )
-    counts = torch.bincount(drawn[:, -1], minlength=len(tokenizer)) / 4000
-    with torch.no_grad():
-        wanted = (loaded(input_ids=ids).logits[0, -1] / 1.5).softmax(-1)
-    assert float((counts - wanted).abs().sum()) < 2.5 * float((wanted * (1 - wanted) / 4000).sqrt().sum())
 
 
 def test_only_the_fifty_likeliest_are_drawn_unless_told_otherwise_as_in_transformers(loaded, tokenizer):
@@ -166,20 +151,14 @@ def test_generating_leaves_the_state_as_it_was_module_by_module(is_training, act
     assert [module.training for module in actor.model.modules()] == before
 
 
-def test_a_forward_with_labels_trains_in_either_state(actor, encoded):
+def test_a_forward_with_labels_trains_in_either_state_and_its_gradients_survive_generating(actor, encoded):
     ids = encoded["input_ids"]
     for state in (actor.eval(), actor.train()):
         state(input_ids=ids, labels=ids).loss.backward()
-        assert all(p.grad is not None for p in actor.parameters())
+        before = [p.grad.clone() for p in actor.parameters()]
+        actor.generate(**encoded, max_new_tokens=3)
+        assert all(torch.equal(p.grad, g) for p, g in zip(actor.parameters(), before, strict=True))
         actor.model.zero_grad()
-
-
-def test_gradients_that_wait_for_their_step_survive_generating(actor, encoded):
-    ids = encoded["input_ids"]
-    actor.train()(input_ids=ids, labels=ids).loss.backward()
-    before = [p.grad.clone() for p in actor.parameters()]
-    actor.generate(**encoded, max_new_tokens=3)
-    assert all(torch.equal(p.grad, g) for p, g in zip(actor.parameters(), before, strict=True))
 
 
 def test_nothing_is_copied_and_the_next_sample_is_of_the_new_weights(actor, encoded):
@@ -223,28 +202,30 @@ def test_keys_values_and_all_else_that_generating_took_are_gone_when_it_is_done(
 # Settings
 
 
-def test_settings_that_cannot_be_are_refused_by_their_keys(dir32):
-    def load(**config):
-        return faults_of(HybridActor.from_pretrained, dir32, hybrid_config=config)
+def load(**config):
+    return lambda dir32: HybridActor.from_pretrained(dir32, hybrid_config=config)
 
-    assert load(tp_size=4) == (
-        "hybrid_config.tp_size is 4: it needs a multiple of 4 processes, and there is 1. Start them with `torchrun "
-        "--nproc_per_node=4 SCRIPT.py`, or leave it out."
-    )
-    assert load(dp_size=2).startswith("hybrid_config.dp_size is 2: it needs 2 processes, and there is 1.")
-    assert load(tp_size=0) == "hybrid_config.tp_size is 0: must be at least 1."
-    assert "fsdp_sharding is 'HALF': expected" in load(fsdp_sharding="HALF")
-    assert (
-        load(tp_sise=2)
-        == "hybrid_config.tp_sise is not a known key: HybridConfig has no such field. Did you mean tp_size?"
-    )
-    assert "expected a whole number" in load(dp_size="2")
-    assert "expected a mapping" in faults_of(HybridActor.from_pretrained, dir32, hybrid_config="NO_SHARD")
+
+def of_whole(**source):
+    return lambda dir32: HybridActor.from_pretrained(dir32, **source)
+
+
+test_settings_that_cannot_be_are_refused_by_their_keys = refused(
+    ("hybrid_config.tp_size", "torchrun --nproc_per_node=4", load(tp_size=4)),
+    ("hybrid_config.dp_size", 2, load(dp_size=2)),
+    ("hybrid_config.tp_size", 0, load(tp_size=0)),
+    ("hybrid_config.fsdp_sharding", "HALF", load(fsdp_sharding="HALF")),
+    ("hybrid_config.tp_sise", "tp_size?", load(tp_sise=2)),
+    ("hybrid_config.dp_size", "2", load(dp_size="2")),
+    ("hybrid_config", "mapping", of_whole(hybrid_config="NO_SHARD")),
+)
 
 
 def test_in_one_process_nothing_is_divided(dir32):
     actor = HybridActor.from_pretrained(dir32, {"fsdp_sharding": "FULL_SHARD", "tp_size": 1}, device="cpu")
     assert actor.process_group is None
+    loaded = HybridActor.from_pretrained(dir32, contiguous=True, auto_cache_clear=True, device="cpu")
+    assert (loaded.contiguous, loaded.auto_cache_clear) == (True, True)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +261,8 @@ def test_parameters_that_are_views_are_refused_or_laid_out_anew(model32, encoded
         model.lm_head.weight = torch.nn.Parameter(head.detach().t().contiguous().t())
         return model
 
-    assert "not contiguous in memory: lm_head.weight. Give contiguous=True to" in faults_of(HybridActor, made())
+    with pytest.raises(ConfigError, match=r"not contiguous in memory: lm_head.weight. Give contiguous=True to"):
+        HybridActor(made())
     with caplog.at_level(logging.INFO):
         mended = HybridActor(made(), **setting)
     assert "made contiguous: lm_head.weight" in caplog.text
@@ -306,53 +288,49 @@ def test_what_is_saved_is_what_transformers_loads(actor, tmp_path):
     assert (tmp_path / "saved/tokenizer.json").is_file()
 
 
-def test_what_cannot_be_an_actor_is_refused_in_words(dir32, model32, tmp_path):
-    assert "HybridActor.from_pretrained loads one" in faults_of(HybridActor, str(dir32))
-    assert "has no generate: an actor needs forward and generate" in faults_of(
-        HybridActor, model32.load_backbone("cpu")
-    )
-    assert "no such directory" in faults_of(HybridActor.from_pretrained, "/nowhere/at/all")
+def of_architecture(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert faults_of(HybridActor.from_pretrained, str(tmp_path)).startswith("from_pretrained.path is ")
-    assert "from_pretrained.dtyp is not a known key: Pretrained has no such field. Did you mean dtype?" in faults_of(
-        HybridActor.from_pretrained, dir32, dtyp="bfloat16"
-    )
-    assert "rollout is 'vlm': this version has" in faults_of(HybridActor, model32.load_causal_lm("cpu"), rollout="vlm")
+    return HybridActor.from_pretrained(str(tmp_path))
 
 
-def test_what_cannot_be_generated_is_refused_in_words(loaded, encoded):
-    def told(**options):
-        return faults_of(loaded.generate, **{**encoded, **options})
-
-    assert told(num_beam=2).startswith("generate.num_beam is not a known key.")
-    assert told(temperatur=1.0) == "generate.temperatur is not a known key. Did you mean temperature?"
-    assert "temperature is 0.0: must be above 0" in told(do_sample=True, temperature=0.0)
-    assert "temperature is 'hot': expected a number" in told(do_sample=True, temperature="hot")
-    assert "top_p is 1.5: must lie in (0, 1]" in told(do_sample=True, top_p=1.5)
-    assert "but the context length is 64" in told(max_new_tokens=60)
-    assert "max_length leaves -8 new tokens" in told(max_length=5)
-    assert "num_return_sequences is 0: must be a whole number, at least 1" in told(num_return_sequences=0)
-    assert "min_new_tokens is '3': must be a whole number" in told(min_new_tokens="3")
-    assert "padded on the left" in told(attention_mask=encoded["attention_mask"].flip(1))
-    assert "has another shape" in told(attention_mask=encoded["attention_mask"][:, 1:])
-    assert "expected token ids [B P]" in told(input_ids="1+2=", attention_mask=None)
+test_what_cannot_be_an_actor_is_refused_by_name = refused(
+    ("model", "HybridActor.from_pretrained", lambda dir32: HybridActor(str(dir32))),
+    ("model", "generate", lambda model32: HybridActor(model32.load_backbone("cpu"))),
+    ("from_pretrained.path", "/nowhere/at/all", lambda: HybridActor.from_pretrained("/nowhere/at/all")),
+    ("from_pretrained.path", "weights", of_architecture),
+    ("from_pretrained.dtyp", "dtype?", of_whole(dtyp="bfloat16")),
+    ("rollout", "vlm", lambda model32: HybridActor(model32.load_causal_lm("cpu"), rollout="vlm")),
+)
 
 
-def test_what_the_generation_configuration_asks_for_beyond_us_is_told(model32, caplog):
-    model = model32.load_causal_lm("cpu")
-    model.generation_config.repetition_penalty = 1.05
-    HybridActor(model)
-    assert "has repetition_penalty=1.05, which is not supported here" in caplog.text
+def asked(**options):
+    return lambda loaded, encoded: loaded.generate(**{**encoded, **options})
 
 
-def test_another_engine_is_taken_by_name_or_as_a_description(dir32, encoded, tokenizer):
-    scripted = HybridActor.from_pretrained(dir32, rollout="scripted", device="cpu")
-    out = scripted.generate(**encoded, max_new_tokens=4)
-    assert tokenizer.batch_decode(out, skip_special_tokens=True) == ["1+2=1", "what is 6*7? 2", "9-1"]
-    without = HybridActor(scripted.model, rollout="scripted")
-    assert "tokenizer is missing: this rollout engine needs one" in faults_of(
-        without.generate, **encoded, pad_token_id=0
-    )
+test_what_cannot_be_generated_is_refused_by_name = refused(
+    ("generate.num_beam", "num_return_sequences", asked(num_beam=2)),
+    ("generate.temperatur", "temperature?", asked(temperatur=1.0)),
+    ("temperature", 0.0, asked(do_sample=True, temperature=0.0)),
+    ("temperature", "hot", asked(do_sample=True, temperature="hot")),
+    ("top_p", 1.5, asked(do_sample=True, top_p=1.5)),
+    ("max_new_tokens", 64, asked(max_new_tokens=60)),
+    ("max_length", -8, asked(max_length=5)),
+    ("num_return_sequences", 0, asked(num_return_sequences=0)),
+    ("min_new_tokens", "3", asked(min_new_tokens="3")),
+    ("attention_mask", "left", lambda loaded, encoded: loaded.generate(**_with_mask(encoded, lambda x: x.flip(1)))),
+    ("attention_mask", "shape", lambda loaded, encoded: loaded.generate(**_with_mask(encoded, lambda x: x[:, 1:]))),
+    ("input_ids", "[B P]", asked(input_ids="1+2=", attention_mask=None)),
+)
+
+
+def _with_mask(encoded, changed):
+    return {**encoded, "attention_mask": changed(encoded["attention_mask"])}
+
+
+def test_an_engine_that_needs_a_tokenizer_is_refused_without_one(model32, encoded):
+    without = HybridActor(model32.load_causal_lm("cpu"), rollout="scripted")
+    with pytest.raises(ConfigError, match="tokenizer is missing: this rollout engine needs one"):
+        without.generate(**encoded, pad_token_id=0)
 
 
 def test_one_engine_serves_calls_of_any_options_until_responses_end_otherwise(dir32, encoded):
@@ -365,19 +343,29 @@ def test_one_engine_serves_calls_of_any_options_until_responses_end_otherwise(di
     assert actor.rollout_engine is not engine
 
 
-def test_a_model_that_ignores_padding_is_never_shown_any(tmp_path, encoded):
-    directory = save_random_model(tmp_path / "model", "qwen2", torch.float32)
-    model = Pretrained(path=str(directory)).load_causal_lm("cpu")
-    plain = model.forward
+# Engines of its own, and elsewhere
 
-    def blind(*args, attention_mask=None, position_ids=None, **kwargs):
-        return plain(*args, **kwargs)
 
-    model.forward = blind
-    actor = HybridActor(model)
-    width = encoded["input_ids"].shape[1]
-    together = actor.generate(**encoded, max_new_tokens=4, do_sample=False)[:, width:]
-    for ids, mask, found in zip(encoded["input_ids"], encoded["attention_mask"], together, strict=True):
-        text = ids[mask.bool()][None]
-        alone = actor.generate(text, max_new_tokens=4, do_sample=False)[0, text.shape[1] :]
-        assert torch.equal(found[: len(alone)], alone)
+def test_auto_draws_what_the_engine_draws_that_it_takes(dir32, encoded):
+    chosen = HybridActor.from_pretrained(dir32, rollout="auto", device="cpu")
+    own = HybridActor(chosen.model, chosen.tokenizer)
+    for asked in ({"max_new_tokens": 3}, {"max_new_tokens": 6, "do_sample": True, "top_p": 0.9, "seed": 3}):
+        assert torch.equal(chosen.generate(**encoded, **asked), own.generate(**encoded, **asked))
+    engine = chosen.rollout_engine
+    chosen.generate(**encoded, max_new_tokens=2)
+    assert chosen.rollout_engine is engine
+
+
+def test_a_server_is_asked_for_what_each_call_asks_for(dir32, encoded):
+    speaker = Speaker(dir32)
+    with serving(speaker.post, speaker.page) as server:
+        rollout = ServerRollout(endpoint=server.endpoint(), model="the-actor")
+        actor = HybridActor.from_pretrained(dir32, rollout=rollout, device="cpu")
+        own = HybridActor(actor.model, actor.tokenizer)
+        for length in (2, 5, 3):
+            greedy = {"max_new_tokens": length, "min_new_tokens": length}
+            assert torch.equal(actor.generate(**encoded, **greedy), own.generate(**encoded, **greedy))
+        for temperature in (0.5, 2.0):
+            actor.generate(**encoded, do_sample=True, temperature=temperature, max_new_tokens=2)
+            assert [asked.body["temperature"] for asked in server.asked if "seed" in asked.body][-1] == temperature
+        actor.close()

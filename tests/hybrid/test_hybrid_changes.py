@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -229,7 +229,10 @@ def test_what_is_no_actor_cannot_be_set_and_the_former_model_stays(actor, source
     assert torch.equal(actor.generate(**encoded, **ASKED), before)
 
 
-def test_settings_of_generation_that_are_set_later_are_told_once(actor, encoded, caplog):
+def test_settings_of_generation_that_are_not_supported_are_told_once(actor, encoded, caplog):
+    actor.model.generation_config.repetition_penalty = 1.05
+    HybridActor(actor.model)
+    assert "has repetition_penalty=1.05, which is not supported here" in caplog.text
     actor.model.generation_config.repetition_penalty = 1.5
     for _ in range(2):
         actor.generate(**encoded, **ASKED)
@@ -259,30 +262,12 @@ def test_calls_of_threads_wait_for_each_other_and_keep_their_settings(actor, enc
     expected = [actor.generate(**encoded, **call) for call in calls]
     labels = encoded["input_ids"]
     loss = actor.train()(**encoded, labels=labels).loss.detach()
-    found: dict = {}
 
     def run(number: int) -> None:
         for _ in range(3):
-            found[number] = actor.generate(**encoded, **calls[number])
-            assert torch.equal(found[number], expected[number])
+            assert torch.equal(actor.generate(**encoded, **calls[number]), expected[number])
             assert torch.equal(actor(**encoded, labels=labels).loss.detach(), loss)
             assert actor.training
 
-    failed: list = []
-    threads = [threading.Thread(target=_kept(run, failed), args=(number,)) for number in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
-    assert len(found) == len(calls)
-
-
-def _kept(function, failed):
-    def run(*args):
-        try:
-            function(*args)
-        except BaseException as error:  # noqa: BLE001 - told to the test
-            failed.append(error)
-
-    return run
+    with ThreadPoolExecutor(len(calls)) as threads:
+        list(threads.map(run, range(len(calls))))

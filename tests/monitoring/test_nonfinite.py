@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import logging
 import math
+import random
 import shutil
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 import torch
 from cases import each_value_once, exhaustive, short_where
 from safetensors.torch import load_file, save_file
+from torch.utils._pytree import tree_leaves
 from trainer.runs import (
     GRPO_ALGORITHM,
     JSONL,
@@ -38,7 +41,7 @@ from verl.engines.sharding import DDP
 from verl.errors import NonFiniteError, NonFiniteRewardError
 from verl.models.pretrained import Pretrained
 from verl.monitoring.config import Monitoring
-from verl.monitoring.nonfinite import StepSkipped
+from verl.monitoring.nonfinite import SpikeDetector, StepSkipped
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription, RewardResult
 from verl.rollout.base import GenerationRequest
@@ -173,16 +176,6 @@ def test_credit_that_overflows_leaves_the_coefficient_of_the_kl_as_it_was(model3
     assert row["advantages"]["not_finite"] > 0
 
 
-@pytest.mark.exhaustive
-def test_a_run_goes_on_after_a_skipped_step_and_counts_it(model32, tmp_path):
-    reward = WrongAt(calls=(2,), value=math.inf)
-    result = fit(ppo_run(model32, reward=reward, total_steps=3, safety=skipping(), **QUICK), tmp_path)
-    assert (result.status, result.steps) == ("finished", 3)
-    lines = steps_of(tmp_path)
-    assert [line.get("safety/skipped_steps") for line in lines] == [None, 1, None]
-    assert [line["perf/samples"] for line in lines] == [6, 0, 6]
-
-
 @pytest.mark.parametrize("checked", [True, *exhaustive(False)], ids=["by a function", "past the check"])
 def test_too_many_skips_in_a_row_stop_the_run_after_all(model32, tmp_path, checked):
     reward = WrongAt(calls=(2, 4, 5, 6, 7), value=math.nan, checked=checked)
@@ -275,38 +268,20 @@ def test_an_update_that_is_left_out_leaves_the_optimizer_and_its_schedule_as_the
         batch = trainer.train_data.collate([0, 1, 2])
         trainer.step(batch, 1)
         engines = [trainer.cluster.worker(role).engine for role in ("actor", "critic")]
-        before = [
-            (engine.updates, clone(engine.optimizer.state_dict()), clone(engine.model.state_dict()))
-            for engine in engines
-        ]
+
+        def tensors(engine: Any) -> list[Any]:
+            return copy.deepcopy(tree_leaves([engine.optimizer.state_dict(), engine.model.state_dict()]))
+
+        before = [tensors(engine) for engine in engines]
         metrics = trainer.step(batch, 2)
-        for engine, (updates, state, tensors) in zip(engines, before, strict=True):
-            assert engine.updates == updates == 2
-            assert same(engine.optimizer.state_dict(), state)
-            assert same(engine.model.state_dict(), tensors)
+        for engine, expected in zip(engines, before, strict=True):
+            assert engine.updates == 2
+            torch.testing.assert_close(tensors(engine), expected, rtol=0, atol=0)
         assert math.isnan(metrics["actor/loss"])
         assert math.isnan(metrics["critic/loss"])
         assert trainer.guards.monitor.take() == {"safety/skipped_updates": 4.0}
         trainer.step(batch, 3)
         assert [engine.updates for engine in engines] == [4, 4]
-
-
-def clone(tree: Any) -> Any:
-    if isinstance(tree, torch.Tensor):
-        return tree.clone()
-    if isinstance(tree, dict):
-        return {key: clone(value) for key, value in tree.items()}
-    return [clone(value) for value in tree] if isinstance(tree, (list, tuple)) else tree
-
-
-def same(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor):
-        return torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(same(left[key], right[key]) for key in left)
-    if isinstance(left, (list, tuple)):
-        return len(left) == len(right) and all(map(same, left, right))
-    return left == right
 
 
 @pytest.mark.parametrize("sharding", ["none", *exhaustive("ddp")])
@@ -389,3 +364,57 @@ def test_a_batch_that_cannot_be_written_stops_nothing(model32, tmp_path, caplog)
         result = fit(ppo_run(model32, reward=reward, total_steps=2, safety=skipping(), **QUICK), tmp_path)
     assert result.status == "finished"
     assert "could not be written" in caplog.text
+
+
+# Bands of metrics
+
+
+def band(factor: float = 10.0, history: int = 20, window: int = 100) -> SpikeDetector:
+    return SpikeDetector("actor/loss", factor, history, window)
+
+
+def noise(count: int, mean: float = 1.0, spread: float = 0.1) -> list[float]:
+    generator = random.Random(0)
+    return [generator.gauss(mean, spread) for _ in range(count)]
+
+
+def test_the_limit_is_the_median_and_a_multiple_of_the_deviation():
+    watched = band(factor=2.0, history=5)
+    assert [watched.add(x) for x in (1.0, 2.0, 3.0, 4.0, 5.0)] == [None] * 5
+    spike = watched.add(-6.0)  # by size, so below zero as well
+    assert spike == f"actor/loss -6 (median 3, limit {3 + 2 * 1.4826 * 1:.4g}, 5 steps)"
+
+
+def test_a_sound_course_has_no_spike_even_if_it_drifts_or_starts_wild():
+    for course in (noise(500), [x + step / 100 for step, x in enumerate(noise(500))], [100.0, 1e6, 50.0, *noise(200)]):
+        watched = band()
+        assert [spike for x in course if (spike := watched.add(x)) is not None] == []
+
+
+def test_nothing_is_told_before_there_is_a_history():
+    watched = band(history=20)
+    assert [watched.add(x) for x in [0.0] * 10 + [1e9] * 9] == [None] * 19
+
+
+def test_a_metric_that_stays_beyond_its_band_is_told_once_until_it_was_back():
+    watched = band(history=5)
+    course = [1.0] * 30 + [50.0] * 4 + [1.0] * 3 + [50.0]
+    assert [step for step, x in enumerate(course) if watched.add(x) is not None] == [30, 37]
+
+
+def test_the_band_follows_to_a_new_level():
+    watched = band(history=5, window=20)
+    told = [step for step, x in enumerate([1.0] * 20 + [9.0] * 30 + [9.5] * 10) if watched.add(x) is not None]
+    assert told == [20]
+
+
+def test_rounding_around_zero_is_no_spike():
+    watched = band(history=5)
+    assert [watched.add(x) for x in [0.0] * 20 + [1e-6, -1e-4, 5e-3]] == [None] * 23
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+def test_what_is_not_finite_is_left_to_others_and_does_not_enter_the_band(wrong):
+    watched = band(history=3)
+    assert [watched.add(x) for x in (1.0, wrong, 1.0, wrong, wrong, 1.0)] == [None] * 6
+    assert "3 steps" in (watched.add(9.0) or "")

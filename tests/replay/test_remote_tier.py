@@ -153,6 +153,22 @@ def test_a_store_that_does_not_answer_costs_a_moment_and_a_warning(tmp_path, mon
     buffer.close()
 
 
+def test_what_the_store_does_not_take_stays_here(tmp_path, monkeypatch):
+    buffer = tiered(tmp_path / "here", tmp_path / "store")
+
+    def refuses(*_):
+        raise StorageUnreachable("no answer")
+
+    monkeypatch.setattr(buffer.cold.store, "put_file", refuses)
+    for step in range(1, 13):
+        buffer.append(scored_rows(24, seed=step, version=step), step)
+        buffer.state_dict()
+    assert buffer.stats()["replay/rows_cold"] == 0
+    found = buffer.sample(ALL)
+    assert len(found) == 288
+    buffer.close()
+
+
 def test_rows_that_expire_in_the_store_leave_no_file_here(tmp_path):
     buffer = with_cold_rows(tmp_path / "here", tmp_path / "store")
     assert len([*(tmp_path / "here").glob("*.index.arrow")]) == 1

@@ -366,6 +366,15 @@ def test_a_closed_pool_refuses_programs_and_leaves_no_process():
         made.run("print(1)")
 
 
+def test_a_pool_that_is_closed_while_jails_start_leaves_none():
+    for number in range(20):
+        made = Jail(pool_size=4, disk_mib=13).build(BuildContext())
+        time.sleep(0.004 * (number % 10))
+        made.close()
+    pids = [int(name) for name in os.listdir("/proc") if name.isdigit()]
+    assert wait_until_gone([pid for pid in pids if str(13 << 20) in _command(pid).split("\0")], 5.0) == []
+
+
 def test_jails_end_with_the_process_that_made_them():
     code = (
         "from verl.sandbox.jail import Jail; from verl.component import BuildContext; import os, time\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import socket
 import threading
@@ -24,6 +25,8 @@ from service.test_session import TEXTS, same_bits
 from tinker import types
 
 from verl import TrainingSession
+from verl.cli.report.page import report
+from verl.cli.report.read import read_run
 from verl.service import service as module
 from verl.service.adapters import BaseModel
 from verl.service.data import Datum
@@ -89,6 +92,9 @@ def test_the_sdk_trains_as_the_session_in_python(served, model32, tokenizer):
             assert torch.equal(found["logprobs"].to_torch(), expected)
         assert step.result().metrics == pytest.approx(metrics)
     assert same_bits(served[1].models[client.model_id].session.weights(), session.weights())
+    record = read_run(served[1].run_directory(client.model_id))
+    assert list(record.column("actor/loss").steps) == [1, 2, 3]
+    assert "actor/grad_norm" in report([record.directory])
 
 
 def test_reinforcement_learning_by_the_sdk_raises_the_reward(served, tokenizer):
@@ -313,3 +319,34 @@ def test_malformed_requests_are_answered_and_harm_nothing(served, tokenizer):
                 assert answer.json()["detail"]
     assert set(Path(served[1].directory).parent.iterdir()) == before
     assert len(trained(client, tokenizer, 1)) == 1
+
+
+def test_a_checkpoint_is_overwritten_whole_or_not_at_all(served, tokenizer, monkeypatch):
+    client = client_of(served).create_lora_training_client("small", rank=4, seed=1).result()
+    first = client.save_state("same").result().path
+    trained(client, tokenizer, 1)
+    with pytest.raises(Exception, match="something already"):
+        client.save_state("same").result()
+    with monkeypatch.context() as patch:
+        patch.setattr(module.TrainingService, "_write", lambda *_, **__: 1 / 0)
+        with pytest.raises(Exception, match="ZeroDivisionError"):
+            client.save_state("same", overwrite=True).result()
+    updates = [json.loads((served[1].saved_at(first) / "session.json").read_text())["updates"]]
+    client.save_state("same", overwrite=True).result()
+    updates.append(json.loads((served[1].saved_at(first) / "session.json").read_text())["updates"])
+    assert updates == [0, 1]
+    assert [x.name for x in served[1].saved_at(first).parent.iterdir()] == ["same"]
+
+
+def test_snapshots_are_removed_with_their_session(served):
+    service = client_of(served)
+    client = service.create_lora_training_client("small", rank=2).result()
+    samplers = [client.save_weights_and_get_sampling_client().result() for _ in range(module.KEPT_SNAPSHOTS + 2)]
+    prompt, params = types.ModelInput.from_ints([5, 6]), types.SamplingParams(max_tokens=2)
+    assert len(samplers[-1].sample(prompt, 1, params).result().sequences) == 1
+    with pytest.raises(Exception, match="no saved session"):
+        samplers[0].sample(prompt, 1, params).result()
+    snapshots = list(served[1].models[client.model_id].snapshots)
+    assert len(snapshots) == module.KEPT_SNAPSHOTS
+    service.close("success").result()
+    assert not any(path.exists() for path in snapshots)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from pathlib import Path
 
@@ -10,12 +11,19 @@ import pytest
 import torch
 from peft import PeftModel
 from refusals import refusal
+from trainer.runs import fit, ppo_run
 from transformers import AutoModelForCausalLM
 
 from verl import TrainingSession
+from verl.algorithms.advantages import GRPO
+from verl.algorithms.algorithm import Algorithm
+from verl.algorithms.losses import PPOClip
+from verl.engines.optimizer import AdamW
 from verl.errors import ConfigError
+from verl.models.lora import LoRA
 from verl.service.data import Datum
 from verl.service.losses import LOSSES
+from verl.workers.actor import Actor, ActorWorker
 
 TEXTS = ("1+2=3", "34+5=39", "what is 6*7? 42", "9-")
 
@@ -107,6 +115,50 @@ def test_forward_backward_and_optim_step_make_the_step_of_plain_torch(loss, widt
     assert after.keys() == weights.keys()
     assert max(float((after[name] - weights[name]).abs().max()) for name in after) < 1e-9
     assert any(not torch.equal(after[name], start[name]) for name in after)
+
+
+def test_a_step_of_grpo_is_that_of_the_trainer(model64, tmp_path, monkeypatch):
+    """The session gets what the actor of the trainer has sampled and scored, each token with its share in the mean."""
+    seen: dict = {}
+    update = ActorWorker.update
+
+    def adapter(worker) -> dict:
+        return {n.replace(".default.", "."): p for n, p in worker.model.named_parameters() if "lora_" in n}
+
+    @functools.wraps(update)
+    def noting(worker, batch):
+        seen["before"] = {name: p.detach().clone() for name, p in adapter(worker).items()}
+        seen["metrics"], seen["batch"] = update(worker, batch), batch
+        seen["after"] = {name: p.detach().clone() for name, p in adapter(worker).items()}
+        return seen["metrics"]
+
+    monkeypatch.setattr(ActorWorker, "update", noting)
+    optimizer = AdamW(lr=1e-2, max_grad_norm=0.5)
+    lora = LoRA(rank=4, alpha=8.0, target_modules=("q_proj", "v_proj"))
+    algorithm = Algorithm(advantage=GRPO(), policy_loss=PPOClip(), aggregation="seq-mean-token-mean")
+    actor = Actor(model=model64, optimizer=optimizer, lora=lora)
+    fit(ppo_run(model64, algorithm, actor=actor, critic=None, reference=None, total_steps=1), tmp_path / "run")
+    x, data = seen["batch"].batch, []
+    for row, mask in enumerate(x["response_mask"]):
+        width = x["input_ids"].shape[1] - len(mask)
+        prompt = x["input_ids"][row][:width][x["attention_mask"][row][:width].bool()].tolist()
+        response, zeros = x["responses"][row][mask].tolist(), [0.0] * (len(prompt) - 1)
+        share = x["advantages"][row][mask].double() / int(mask.sum()) / len(x["responses"])
+        old = x["old_log_probs" if "old_log_probs" in x else "rollout_log_probs"][row][mask].tolist()
+        inputs = {"target_tokens": [*prompt[1:], *response], "logprobs": zeros + old}
+        data.append(Datum([*prompt, *response[:-1]], inputs | {"advantages": zeros + share.tolist()}))
+    one = session(model64, alpha=8.0, mlp=False, unembedding=False)
+    weights = one.weights()
+    assert seen["before"].keys() < weights.keys()
+    for name in weights.keys() - seen["before"].keys():
+        weights[name].zero_()  # layers that the trainer's adapter has not
+    one.base.set_weights(one.name, {**weights, **seen["before"]})
+    output = one.forward_backward(data, "ppo")
+    metrics = one.optim_step(lr=1e-2, betas=optimizer.betas, eps=optimizer.eps, max_grad_norm=0.5)
+    assert output.loss == pytest.approx(seen["metrics"]["loss"], abs=1e-12)
+    assert metrics["grad_norm"] == pytest.approx(seen["metrics"]["grad_norm"], rel=1e-9)
+    found = one.weights()
+    assert max(float((found[name] - x).abs().max()) for name, x in seen["after"].items()) < 1e-9
 
 
 def test_gradients_of_several_calls_are_added_and_micro_batches_change_nothing(model64):

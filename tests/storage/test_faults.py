@@ -134,6 +134,13 @@ def test_a_create_whose_answer_is_lost_finds_its_own_content(store: ObjectStore,
     assert bytes(store.get("once")) == b"mine"
 
 
+def test_two_creates_at_once_of_which_none_succeeded_are_repeated(store: ObjectStore, proxy: Proxy) -> None:
+    conflict = Fault(status=409, body=b"<Error><Code>ConditionalRequestConflict</Code></Error>")
+    proxy.misbehave = after(1, conflict, method="PUT")
+    assert store.create("once", b"mine")
+    assert bytes(store.get("once")) == b"mine"
+
+
 def test_closing_ends_the_waiting_of_others(proxy: Proxy) -> None:
     proxy.misbehave = lambda request: Fault(status=503)
     store = S3Storage(bucket=BUCKET, endpoint_url=proxy.url, retries=50, backoff_s=30.0).connect()

@@ -25,6 +25,13 @@ def shown(console: RichConsole) -> str:
     return console.file.getvalue()
 
 
+def started(settings: Console) -> tuple[ConsoleTracker, RichConsole]:
+    """The tracker of a run of nine steps, whose output is no terminal."""
+    tracker = ConsoleTracker(settings, console := screen(terminal=False))
+    tracker.start("verl/ppo", {}, Path("/out"), 9)
+    return tracker, console
+
+
 def run(console: RichConsole, settings: Console | None = None, total_steps: int | None = 2) -> str:
     tracker = ConsoleTracker(settings or Console(), console)
     tracker.start("quickstart", {}, Path("/out"), total_steps)
@@ -79,9 +86,7 @@ def test_every_line_of_a_step_fits_the_width_and_holds_whole_numbers(width, term
 
 
 def test_the_stage_times_of_a_step_stand_below_it_without_what_came_between_steps():
-    console = screen(terminal=False)
-    tracker = ConsoleTracker(Console(stage_lines=True), console)
-    tracker.start("verl/ppo", {}, Path("/out"), 9)
+    tracker, console = started(Console(stage_lines=True))
     tracker.stage("eval", 4.0, "")
     for name in ("gen", "reward", "update_actor"):
         tracker.stage(name, STAGES.get(name, 0.71), "")
@@ -90,9 +95,7 @@ def test_the_stage_times_of_a_step_stand_below_it_without_what_came_between_step
 
 
 def test_of_fast_steps_the_first_the_last_and_those_before_an_evaluation_have_a_line():
-    console = screen(terminal=False)
-    tracker = ConsoleTracker(Console(every_s=60), console)
-    tracker.start("verl/ppo", {}, Path("/out"), 9)
+    tracker, console = started(Console(every_s=60))
     for step in range(1, 10):
         tracker.log({"reward/mean": 1.0}, step)
         if step == 4:
@@ -102,8 +105,7 @@ def test_of_fast_steps_the_first_the_last_and_those_before_an_evaluation_have_a_
     assert [line.split("/")[0] for line in shown(console).splitlines()[1:]] == [
         "step 1", "step 4", "eval 4", "step 8", "step 9",
     ]  # fmt: skip
-    tracker = ConsoleTracker(Console(every_s=60), stopped := screen(terminal=False))
-    tracker.start("verl/ppo", {}, Path("/out"), 9)
+    tracker, stopped = started(Console(every_s=60))
     for step in range(1, 4):
         tracker.log({"reward/mean": 1.0}, step)
     tracker.close("stopped")
@@ -243,9 +245,7 @@ def test_of_a_chat_the_last_turn_and_the_response_share_the_line():
     [("rollout/clipped_ratio", (0.1, 0.25), "clipped 0.25"), ("reward/unscored", (0.0, 3.0), "unscored 3")],
 )
 def test_cut_responses_above_a_tenth_and_responses_without_a_reward_have_a_column(metric, values, expected):
-    console = screen(terminal=False)
-    tracker = ConsoleTracker(Console(every_s=0), console)
-    tracker.start("verl/ppo", {}, Path("/out"), 9)
+    tracker, console = started(Console(every_s=0))
     for step, value in enumerate(values, start=1):
         tracker.log({"reward/mean": 1.0, metric: value}, step)
     assert [expected in line for line in shown(console).splitlines()[1:3]] == [False, True]

@@ -13,6 +13,7 @@ from verl.algorithms.advantages import GAE, GRPO, AdvantageEstimator, per_respon
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KLInLoss, KLInReward
 from verl.algorithms.losses import PPOClip
+from verl.checkpoint.config import Checkpointing
 from verl.component import BuildContext, component
 from verl.data.base import DataSplits, PromptSource
 from verl.data.rlhf_dataset import RLHFDataset
@@ -167,6 +168,12 @@ def ppo_run(
     described |= {name: parts.pop(name) for name in list(parts) if name in described}
     settings = {"prompts_per_step": 3, "group_size": 2, "num_threads": 1, "device": "cpu", "eval_samples": 2}
     return PPORun(**described, algorithm=algorithm, trainer=PPOSettings(**(settings | parts)))
+
+
+def every_step(directory: Path, **options: Any) -> Checkpointing:
+    """Each step is saved below a directory, and kept."""
+    saving = {"save_dir": str(directory / "checkpoints"), "save_interval": 1, "keep_last_n": None, "save_async": False}
+    return Checkpointing(**saving | options)
 
 
 def fit(run: Any, run_dir: Path) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 
 import pytest
 import torch
@@ -19,6 +20,10 @@ from verl.errors import RewardError
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription
 from verl.rollout.base import GenerationRequest
+from verl.rollout.hf import HFRollout
+from verl.trainer.guards import STAGES
+from verl.trainer.ppo import PPOTrainer
+from verl.trainer.sampling import Sampling
 
 REMAX = dataclasses.replace(PPO_ALGORITHM, advantage=ReMax(), epochs=1)
 TEXTS = ("a", "9-", "1+2=", "12+", "34+5=", "77+1=")  # of 1, 2, 4, 3, 5 and 5 characters
@@ -131,3 +136,31 @@ def test_every_update_of_a_run_with_an_entropy_bonus_has_its_entropy(mini_batche
     fit(ppo_run(model32, algorithm, tracker=tracker, total_steps=2), tmp_path)
     lines = step_lines(tmp_path)
     assert ["actor/entropy" in line for line in lines] == [True, True]
+
+
+@pytest.mark.parametrize("algorithm", [PPO_ALGORITHM, GRPO_ALGORITHM], ids=["ppo", "grpo"])
+@pytest.mark.parametrize("share", [1, 2], ids=["every response", "about every second one"])
+def test_the_reward_of_an_empty_answer_lies_on_its_end(algorithm, share, model32, tmp_path):
+    vocabulary = len(model32.load_tokenizer())
+    rollout = HFRollout(max_new_tokens=7, stop_token_ids=tuple(range(0, vocabulary, share)))
+    with ppo_run(model32, algorithm, rollout=rollout).build(BuildContext(run_dir=tmp_path)) as trainer:
+        batch = trainer.train_data.collate(range(3))
+        rows = trainer.score(trainer.sampling.generate(batch, GenerationRequest(1, 2)))
+        mask, lengths = rows["response_mask"], rows["response_mask"].sum(dim=1)
+        assert (lengths == 1).any()
+        assert (lengths == 1).all() or share > 1
+        last = torch.nn.functional.one_hot(lengths - 1, mask.shape[1]).bool()
+        scores = torch.tensor(rows["score"].astype(float), dtype=rows["token_level_scores"].dtype)
+        assert torch.equal(rows["token_level_scores"][last], scores)
+        assert not rows["token_level_scores"][~last].any()
+        experience, _ = trainer.advantages(rows)
+        assert not experience["advantages"][~mask].any()
+        metrics = trainer.step(batch, 1)
+        assert metrics["actor/grad_norm"] >= 0
+        assert metrics["rollout/response_length_tokens"] >= 1
+
+
+def test_every_stage_is_a_method_and_the_step_names_no_guard():
+    assert all(hasattr(PPOTrainer, name) or hasattr(Sampling, name) for name in STAGES)
+    source = inspect.getsource(PPOTrainer.step).lower()
+    assert not any(word in source for word in ("guard", "monitor", "plant", "queue", "inspect"))

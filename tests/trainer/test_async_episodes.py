@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import signal
 from typing import Any
 
 import pytest
@@ -14,11 +12,11 @@ from cluster.processes_of import wait_until_gone
 from cluster.ray_here import placed
 from environments.digit_game import DigitGames
 from same_training import ROUNDING, compared, course, numbers, same_training, saved
-from trainer.runs import GRPO_ALGORITHM, fit, read_lines, step_lines, weights
+from trainer.runs import GRPO_ALGORITHM, fit, step_lines
+from trainer.test_async_training import same_at_staleness_0
 
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.cluster.placement import DeviceMesh
-from verl.cluster.ray.ray_worker_group import RayWorkerGroup
 from verl.component import BuildContext
 from verl.data.files import PromptFiles
 from verl.engines.sharding import FSDP, TP
@@ -76,19 +74,9 @@ def test_staleness_0_is_the_synchronous_training(history, model32, tmp_path):
     for mode in ("sync", "async"):
         run = playing(model32, tmp_path / mode, 0, games, mode=mode, eval_interval=2)
         fit(run, tmp_path / mode / "run")
-    runs = [tmp_path / "sync/run", tmp_path / "async/run"]
-    one, other = map(numbers, runs)
-    assert one.keys() == other.keys()
-    for step, line in one.items():
-        assert {key: other[step][key] for key in line} == line
+    for line in same_at_staleness_0(tmp_path, timeless).values():
         assert line["episode/turns"] > 1
-        assert other[step]["async/lag_0_share"] == 1
-    texts = [{file.relative_to(run): timeless(read_lines(file)) for file in run.glob("*/step_*.jsonl")} for run in runs]
-    assert texts[0] == texts[1]
-    assert {file.parts[0] for file in texts[0]} == {"samples", "evals", "tokens"}
-    left, right = weights(tmp_path / "sync"), weights(tmp_path / "async")
-    assert left.keys() == right.keys()
-    assert all(x.equal(right[name]) for name, x in left.items())
+        assert line["async/lag_0_share"] == 1
 
 
 @pytest.mark.slow
@@ -229,34 +217,3 @@ def test_roles_anywhere_train_what_one_process_with_a_sampler_does(where, local,
         trainer.fit()
     assert wait_until_gone(pids, 30.0) == []
     same_training(compared(tmp_path), local, ROUNDING if "n_gpus_per_node" in options[where] else 0.0)
-
-
-@RAY
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("ray_here")
-def test_a_sampler_killed_in_ray_is_named_and_the_run_restarts_and_ends_the_same(local, model64, tmp_path, monkeypatch):
-    submit, killed = RayWorkerGroup.submit, []
-
-    def submit_and_kill(group, role, method, args):
-        future = submit(group, role, method, args)
-        if role == "rollout" and method == "generate" and group.step == 4 and not killed:
-            killed.extend(group.pids)
-            os.kill(killed[0], signal.SIGKILL)
-        return future
-
-    monkeypatch.setattr(RayWorkerGroup, "submit", submit_and_kill)
-    result = fit(playing(model64, tmp_path, placement=placed(max_restarts=1)), tmp_path / "run")
-    assert [*result.restarts] == ["the rollout worker failed in rollout.generate at step 4"]
-    same_training(compared(tmp_path), local)
-
-
-@RAY
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("ray_here")
-def test_staleness_0_in_ray_is_the_synchronous_training_in_ray(model64, tmp_path):
-    for mode in ("sync", "async"):
-        fit(playing(model64, tmp_path / mode, 0, mode=mode, placement=placed()), tmp_path / mode / "run")
-    sync, asynchronous = compared(tmp_path / "sync"), compared(tmp_path / "async")
-    for step, line in asynchronous.metrics.items():
-        asynchronous.metrics[step] = {key: x for key, x in line.items() if key in sync.metrics[step]}
-    same_training(asynchronous, sync)

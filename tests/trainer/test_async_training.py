@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from cluster.ray_here import placed
-from same_training import ROUNDING, Training, compared, course, numbers, same_training, saved
+from same_training import ROUNDING, compared, course, numbers, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, fit, weights
+from trainer.runs import read_lines as lines_of
 
 from verl.algorithms.advantages import GRPO
 from verl.algorithms.algorithm import Algorithm
@@ -57,18 +58,24 @@ def test_staleness_0_is_the_synchronous_training(algorithm, lora, model32, tmp_p
     for mode in ("sync", "async"):
         run = asynchronous(model32, tmp_path / mode, 0, algorithm, mode=mode, eval_interval=2)
         fit(dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=lora)), tmp_path / mode / "run")
-    runs = [tmp_path / "sync/run", tmp_path / "async/run"]
+    for line in same_at_staleness_0(tmp_path).values():
+        assert line["async/lag_0_share"] == 1
+
+
+def same_at_staleness_0(directory, timeless=lambda record: record):
+    """Assert that the runs `sync` and `async` have the same numbers, records and weights; returns those of `async`."""
+    runs = [directory / "sync/run", directory / "async/run"]
     one, other = map(numbers, runs)
     assert one.keys() == other.keys()
     for step, line in one.items():
         assert {key: other[step][key] for key in line} == line
-        assert other[step]["async/lag_0_share"] == 1
-    texts = [{file.relative_to(run): file.read_text() for file in run.glob("*/step_*.jsonl")} for run in runs]
-    assert texts[0] == texts[1]
-    assert {file.parts[0] for file in texts[0]} == {"samples", "evals", "tokens"}
-    left, right = weights(tmp_path / "sync"), weights(tmp_path / "async")
+    rows = [{file.relative_to(run): timeless(lines_of(file)) for file in run.glob("*/step_*.jsonl")} for run in runs]
+    assert rows[0] == rows[1]
+    assert {file.parts[0] for file in rows[0]} == {"samples", "evals", "tokens"}
+    left, right = weights(directory / "sync"), weights(directory / "async")
     assert left.keys() == right.keys()
     assert all(x.equal(right[name]) for name, x in left.items())
+    return other
 
 
 def noted_updates(monkeypatch):
@@ -187,16 +194,6 @@ def test_behaviour_log_probs_weigh_older_responses_by_the_ratio_of_the_loss(mode
     assert [loss for _, _, loss in losses] == pytest.approx([loss for _, loss, _ in losses], rel=1e-6, abs=1e-9)
     assert [largest > 1.001 for largest, *_ in losses] == [False, True, True, True]
     assert "rollout/off_policy_gap_nats" in numbers(tmp_path / "run")[2]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.xdist_group("two processes")
-@pytest.mark.parametrize("sharding", [FSDP(timeout_s=60.0), TP(timeout_s=60.0)])
-def test_the_weights_of_a_sharded_actor_reach_the_sampler_whole(sharding, model64, tmp_path):
-    fit(asynchronous(model64, tmp_path / "one"), tmp_path / "one/run")
-    fit(asynchronous(model64, tmp_path / "two", sharding=sharding, n_gpus_per_node=2), tmp_path / "two/run")
-    alone, together = (Training(numbers(tmp_path / name / "run")) for name in ("one", "two"))
-    same_training(alone, together, ROUNDING)
 
 
 @pytest.mark.parametrize(

@@ -101,19 +101,6 @@ def test_a_worker_that_is_lost_while_the_run_is_built_anew_costs_one_more_restar
     assert result.restarts == ["rank 0 failed in actor.update at step 3", "rank 0 failed in start"]
 
 
-def test_without_restarts_the_loss_is_told_as_it_was(model32, tmp_path):
-    error = WorkerDied(0, "actor.update", 3, "the process ended")
-
-    def lose(may_restart):
-        assert not may_restart
-        raise error
-
-    with course(model32, tmp_path).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        with pytest.raises(WorkerDied) as caught:
-            fit_with_restarts(trainer, lose, max_restarts=0)
-        assert caught.value is error
-
-
 def _as_it_is(trainer, may_restart):
     """One fit; after a loss the trainer's own step is back."""
     try:

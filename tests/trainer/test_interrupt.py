@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from cluster.processes_of import wait_until_gone, workers_of
-from faults.fork_server import Child
 from trainer.runs import read_lines
 
 from verl.models.pretrained import Pretrained
@@ -38,7 +41,7 @@ def test_an_interrupted_run_writes_what_is_finished_and_leaves_nothing_running(
     quiet = ["trainer.num_threads=1", "tracker.tensorboard=null", "tracker.curves=null"]
     process = fork_server.start(tmp_path, "run", [*choices, *length, *sizes, *quiet, *SHARDINGS[sharding]])
     try:
-        _wait_for_steps(run_dir / "metrics.jsonl", 3, process)
+        _wait_for_steps(run_dir / "metrics.jsonl", 3, process.is_running)
         workers = workers_of(process.pid)
         assert len(workers) == (2 if sharding == "ddp" else 0)
         process.kill(number)
@@ -63,10 +66,64 @@ def test_an_interrupted_run_writes_what_is_finished_and_leaves_nothing_running(
     assert (run_dir / "critic" / "config.json").is_file()
 
 
-def _wait_for_steps(file: Path, count: int, process: Child) -> None:
-    """Until so many lines of metrics are there; the run must not end before."""
-    end = time.monotonic() + 120
-    while not (file.is_file() and file.read_bytes().count(b"\n") > count):
-        assert process.is_running(), "the run ended by itself"
+def _wait_for_steps(file: Path, count: int, is_running: Callable[[], bool], limit_s: float = 120) -> None:
+    """Until so many steps are in the metrics; the run must not end before."""
+    end = time.monotonic() + limit_s
+    while not (file.is_file() and file.read_text().count("actor/loss") >= count):
+        assert is_running(), "the run ended by itself"
         assert time.monotonic() < end, "no steps were made"
         time.sleep(0.1)
+
+
+# In Ray: a terminal sends Ctrl-C to every process of the job, Ray's among them
+
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def of_session(leader: int) -> list[int]:
+    """Processes of a session, zombies left out."""
+    found = []
+    for directory in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, _, session = (directory / "stat").read_text().rpartition(")")[2].split()[:4]
+        except OSError:
+            continue
+        if state != "Z" and int(session) == leader:
+            found.append(int(directory.name))
+    return found
+
+
+@pytest.mark.exhaustive
+@pytest.mark.xdist_group("ray")
+def test_ctrl_c_to_the_whole_job_saves_the_step_and_leaves_no_process_of_ray(model32, tmp_path):
+    run_dir = tmp_path / "run"
+    choices = ["trainer=ray", "algorithm=grpo", "actor=pretrained", f"actor.model.path={model32.path}"]
+    length = ["trainer.total_steps=100000", "data.held_out=4", "trainer.eval_samples=0", "trainer.save_final=false"]
+    sizes = ["trainer.prompts_per_step=4", "trainer.group_size=2", "rollout.max_new_tokens=6"]
+    quiet = ["trainer.num_threads=1", "tracker.tensorboard=null", "tracker.curves=null", f"hydra.run.dir={run_dir}"]
+    small = ["trainer.placement.object_store_mib=80"]
+    command = [sys.executable, ROOT / "main_ppo.py", *choices, *length, *sizes, *quiet, *small]
+    with (tmp_path / "output").open("w") as output:
+        driver = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, cwd=tmp_path, start_new_session=True
+        )
+    try:
+        _wait_for_steps(run_dir / "metrics.jsonl", 1, lambda: driver.poll() is None, 240)
+        processes = of_session(driver.pid)
+        assert len(processes) > 4  # the driver, a worker, and Ray's own
+        os.killpg(driver.pid, signal.SIGINT)
+        status = driver.wait(timeout=240)
+    finally:
+        driver.kill()
+        driver.wait()
+    told = (tmp_path / "output").read_text()
+    assert status == 130, told
+    assert "Interrupted after step" in told
+    assert "Traceback" not in told
+    assert wait_until_gone(processes) == []
+    assert of_session(driver.pid) == []
+    steps = [line["step"] for line in read_lines(run_dir / "metrics.jsonl") if "actor/loss" in line]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["restarts"]) == ("interrupted", steps[-1], [])
+    assert summary["checkpoints"] == [f"global_step_{steps[-1]}"]

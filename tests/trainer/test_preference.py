@@ -12,11 +12,10 @@ from peft import AutoPeftModelForSequenceClassification
 from refusals import refusal
 from same_training import ROUNDING, Training, digest, numbers, same_training
 from trainer.preference_runs import DATA, preference_run, trained
-from trainer.runs import weights
+from trainer.runs import every_step, weights
 from typer.testing import CliRunner
 
 from verl.algorithms.preference_losses import DPO, IPO, KTO, ORPO, BradleyTerry, SimPO
-from verl.checkpoint.config import Checkpointing
 from verl.cli.checkpoint import app
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
@@ -24,7 +23,7 @@ from verl.compose.load_policy import locate_policy
 from verl.compose.validate import validate
 from verl.data.files import PreferenceFiles
 from verl.engines.optimizer import AdamW
-from verl.engines.sharding import DDP, FSDP, NoSharding
+from verl.engines.sharding import FSDP, NoSharding
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
@@ -59,10 +58,6 @@ def test_the_first_step_has_the_loss_of_a_policy_that_is_its_reference(model32, 
     assert result.samples == 4 * 2 * 6
 
 
-def saves(directory: Path) -> Checkpointing:
-    return Checkpointing(save_dir=str(directory), save_interval=1, keep_last_n=None, save_async=False)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss", "lora"),
@@ -74,7 +69,7 @@ def test_a_run_resumed_from_a_checkpoint_ends_as_the_uninterrupted_one(loss, lor
     whole, again = tmp_path / "whole", tmp_path / "again"
 
     def run(directory, **options):
-        checkpoint = replace(saves(directory / "checkpoints"), use_safetensors=safetensors)
+        checkpoint = every_step(directory, use_safetensors=safetensors)
         return preference_run(model32, loss, lora, checkpoint=checkpoint, **options)
 
     fit(run(whole), whole / "run")
@@ -107,37 +102,18 @@ def fitted(run, directory: Path) -> dict:
 def test_a_resumed_run_has_them_from_the_checkpoint_and_loads_no_reference(sharding, model32, tmp_path):
     whole, again = tmp_path / "whole", tmp_path / "again"
     processes = {"sharding": sharding, "n_gpus_per_node": 2 if isinstance(sharding, FSDP) else 1, "total_steps": 6}
-    run = precomputing(preference_run(model32, DPO(), checkpoint=saves(whole / "checkpoints"), **processes))
+    run = precomputing(preference_run(model32, DPO(), checkpoint=every_step(whole), **processes))
     with run.build(BuildContext(run_dir=whole / "run")) as trainer:
         if isinstance(sharding, NoSharding):
             assert not hasattr(trainer.cluster.worker("reference"), "engine")  # freed
         trainer.fit()
     point = str(whole / "checkpoints/global_step_2")
-    run = replace(run, checkpoint=saves(again / "checkpoints"), resume=point)
+    run = replace(run, checkpoint=every_step(again), resume=point)
     with run.build(BuildContext(run_dir=again / "run")) as trainer:
         assert trainer.reference is None
         trainer.fit()
     left, right = (Training(numbers(x / "run"), digest=digest(x)) for x in (again, whole))
     same_training(left, right, after=2)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("loss", "sharding"),
-    [
-        pytest.param(DPO(label_smoothing=0.1), FSDP(timeout_s=60.0), id="dpo, fsdp"),
-        pytest.param(KTO(), DDP(timeout_s=60.0), id="kto, ddp", marks=pytest.mark.exhaustive),
-        pytest.param(ORPO(), FSDP(timeout_s=60.0), id="orpo, fsdp", marks=pytest.mark.exhaustive),
-        pytest.param(BradleyTerry(), DDP(timeout_s=60.0), id="reward model, ddp", marks=pytest.mark.exhaustive),
-        pytest.param(
-            BradleyTerry(centre_coef=0.1), FSDP(timeout_s=60.0), id="reward model, fsdp", marks=pytest.mark.exhaustive
-        ),
-    ],
-)
-def test_two_processes_train_as_one_does(loss, sharding, model64, tmp_path):
-    alone = trained(preference_run(model64, loss), tmp_path / "one")
-    shared = preference_run(model64, loss, sharding=sharding, n_gpus_per_node=2)
-    same_training(alone, trained(shared, tmp_path / "two"), ROUNDING)
 
 
 def test_micro_batches_and_packing_change_no_number(model64, tmp_path):
@@ -179,7 +155,7 @@ def test_the_directory_of_a_reward_model_gives_its_scores_to_a_reward(lora, mode
 def adapted(model64, tmp_path):
     """The trainer of a float64 reward model with an adapter after two steps, a batch, and the final directory."""
     directory = tmp_path / "adapted"
-    run = preference_run(model64, BradleyTerry(), LoRA(rank=2), total_steps=2, checkpoint=saves(directory / "saved"))
+    run = preference_run(model64, BradleyTerry(), LoRA(rank=2), total_steps=2, checkpoint=every_step(directory))
     run = replace(run, actor=replace(run.actor, optimizer=AdamW(lr=3e-3, max_grad_norm=None)))
     with run.build(BuildContext(run_dir=directory / "run")) as trainer:
         trainer.fit()
@@ -231,7 +207,7 @@ def test_a_saved_adapter_has_the_head_in_full_and_merges_into_a_whole_reward_mod
     scores = trainer.learner.row_scores(batch).result()["row_scores"]
     config = json.loads((directory / "adapter_config.json").read_text())
     assert (config["task_type"], config["modules_to_save"]) == ("SEQ_CLS", ["score"])
-    point, out = directory.parents[1] / "saved/global_step_2", tmp_path / "merged"
+    point, out = directory.parents[1] / "checkpoints/global_step_2", tmp_path / "merged"
     export = ["export", str(point), "--component", "reward_model"]
     assert CliRunner().invoke(app, [*export, str(out), "--merge"]).exit_code == 0
     assert not (out / "adapter_config.json").exists()

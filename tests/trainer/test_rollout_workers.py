@@ -7,7 +7,6 @@ import itertools
 import logging
 import os
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -16,8 +15,7 @@ from environments.waiting_game import WaitingGames
 from refusals import refusal
 from same_training import ROUNDING, compared, same_training, saved
 from trainer.runs import Prompts, fit
-from trainer.test_async_episodes import in_flight as playing_in_flight
-from trainer.test_async_rewards import Counted, Waiting, ahead, engine_of
+from trainer.test_async_rewards import Waiting, ahead, engine_of
 from trainer.test_async_training import asynchronous, in_flight
 
 from verl.cluster.placement import DeviceMesh
@@ -86,19 +84,6 @@ def test_replayed_and_resumed_runs_of_two_engines_have_the_bits_of_the_first(whe
     assert schedules(tmp_path / "cut/run") == lines
     same_training(saved(tmp_path / "cut"), first, after=3)
     assert "random generators" not in caplog.text  # they are those of the actor's one process
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("where", ANYWHERE)
-def test_episodes_of_two_engines_are_repeated_and_resumed_bit_by_bit(where, model32, tmp_path, request):
-    options: dict[str, Any] = {"prompts_per_step": 3, **where_options(where, request)}
-    fit(playing_in_flight(model32, tmp_path / "first", **options), tmp_path / "first/run")
-    first, lines = saved(tmp_path / "first"), schedules(tmp_path / "first/run")
-    options["replay_schedule"] = str(tmp_path / "first/run")
-    resume = tmp_path / "first/checkpoints/global_step_2"
-    fit(playing_in_flight(model32, tmp_path / "cut", resume=resume, **options), tmp_path / "cut/run")
-    assert schedules(tmp_path / "cut/run") == lines
-    same_training(saved(tmp_path / "cut"), first, after=2)
 
 
 @TWO
@@ -185,43 +170,3 @@ def test_wrong_weights_in_the_second_engine_stop_the_run(model32, tmp_path, monk
     run = in_flight(model32, tmp_path, placement=mesh(*ENGINES))
     with refusal("rollout worker 1", "weights of version 0: 1 of", kind=RolloutError):
         fit(run, tmp_path / "run")
-
-
-class DyingHost(rollout_worker.RolloutHost):
-    def build(self, context):
-        if context.rank == 1:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().build(context)
-
-
-@TWO
-@needs_two_cores
-@pytest.mark.exhaustive
-def test_an_engine_that_dies_while_it_starts_is_named_by_role_and_rank(model32, tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.trainer.build.RolloutHost", DyingHost)
-    with refusal("start", 1, value="SIGKILL", kind=WorkerDied):
-        fit(in_flight(model32, tmp_path, placement=mesh(*ENGINES)), tmp_path / "run")
-
-
-class HangingHost(rollout_worker.RolloutHost):
-    """The second engine hangs in its tenth step, in a process that answers."""
-
-    def build(self, context):
-        host = super().build(context)
-        loop = host.workers["rollout"].loop
-        if context.rank == 1:
-            advance = loop._advance
-            loop._advance = lambda: time.sleep(1e9) if loop.engine_step == 10 else advance()
-        return host
-
-
-@TWO
-@needs_two_cores
-@pytest.mark.exhaustive
-def test_an_engine_that_hangs_beside_one_that_goes_on_is_named_by_its_rank(model32, tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.trainer.build.RolloutHost", HangingHost)
-    run = in_flight(model32, tmp_path, placement=mesh(*ENGINES), reward=Counted())  # whose groups are asked for
-    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        trainer.rollout_workers._call_timeout_s = 3.0
-        with refusal("rollout.finished_groups", 1, kind=WorkerHung, varies=True):
-            trainer.fit()

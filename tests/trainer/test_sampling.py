@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 from collections import deque
 from concurrent.futures import Future
@@ -13,13 +14,19 @@ from typing import Any
 import pytest
 import torch
 from refusals import refusal
+from same_training import course, digest, newest
+from trainer.runs import fit
 
+from verl.checkpoint.read.reader import CheckpointReader
 from verl.data.sampler import DataSampler
+from verl.engines.sharding import DDP
 from verl.errors import RolloutError, WorkerDied
+from verl.ops.batching import BatchPartition
 from verl.protocol import DataProto
 from verl.rewards.async_rewards import AsyncRewards
 from verl.rollout.base import GenerationRequest, SyncResult
-from verl.trainer.sampling import RolloutQueue, Sampling
+from verl.trainer import sampling
+from verl.trainer.sampling import LengthPredictor, RolloutQueue, Sampling
 from verl.workers.rollout_worker import weight_digests
 
 
@@ -286,64 +293,48 @@ class Schedule:
                 self.group.work()
 
 
-@pytest.mark.slow
+def run_with_kills(schedule: Schedule, chance: random.Random) -> tuple[int, list[dict[str, float]]]:
+    """To the end, with saves and up to two kills; their number, and the metrics of all steps made."""
+    saved, kills, killed, metrics = None, chance.randrange(3), 0, []
+    while len(schedule.trained) < schedule.num_steps:
+        metrics.append(schedule.step(chance))
+        if chance.random() < 0.4:
+            saved = schedule.save()
+        if kills and chance.random() < 0.3:
+            kills, killed = kills - 1, killed + 1
+            schedule.start(saved)
+    return killed, metrics
+
+
+def some_steps(chance: random.Random, num_steps: int) -> frozenset[int]:
+    return frozenset(step for step in range(1, num_steps + 1) if chance.random() < 0.1)
+
+
 @pytest.mark.parametrize("schedules", [500, pytest.param(10_000, marks=pytest.mark.exhaustive)])
-def test_any_schedule_in_flight_trains_on_each_ticket_once_in_order_and_within_the_bound(schedules):
+@pytest.mark.parametrize("in_flight", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_any_schedule_with_saves_and_kills_trains_on_each_ticket_once_in_order_and_within_the_bound(
+    in_flight, schedules
+):
     killed = mixed = 0
     for seed in range(schedules):
         chance = random.Random(seed)
-        staleness, prompts, steps = chance.randint(1, 4), chance.randint(1, 3), chance.randint(1, 6)
-        skipped = frozenset(step for step in range(1, steps + 1) if chance.random() < 0.1)
-        engines = chance.randint(1, prompts)
-        schedule = Schedule(staleness, prompts, steps, True, skipped, in_flight=True, num_engines=engines)
-        saved, kills = None, chance.randrange(3)
-        while len(schedule.trained) < steps:
-            metrics = schedule.step(chance)
-            mixed += sum(0 < x < 1 for name, x in metrics.items() if name.startswith("async/lag"))
-            if chance.random() < 0.4:
-                saved = schedule.save()
-            if kills and chance.random() < 0.3:
-                kills, killed = kills - 1, killed + 1
-                schedule.start(saved)
+        staleness, prompts, steps = chance.randint(in_flight, 4), chance.randint(1, 3), chance.randint(1, 6)
+        skipped, has_worker = some_steps(chance, steps), in_flight or chance.random() < 0.7
+        engines = chance.randint(1, prompts) if in_flight else 1
+        schedule = Schedule(staleness, prompts, steps, has_worker, skipped, in_flight=in_flight, num_engines=engines)
+        kills, metrics = run_with_kills(schedule, chance)
+        killed += kills
+        mixed += sum(0 < x < 1 for line in metrics for name, x in line.items() if name.startswith("async/lag"))
         order = DataSampler(7, prompts, seed=3)
         synced = [sum(step not in skipped for step in range(1, s)) for s in range(1, steps + 1)]
+        assert len(schedule.trained) == steps
         for index, (prompt_ids, version, trained_at) in enumerate(schedule.trained):
             assert prompt_ids == order.next_batch().tolist(), seed
             assert trained_at == synced[index], seed
-            assert synced[max(0, index - staleness)] <= version <= trained_at, seed
-        assert len(schedule.trained) == steps
+            oldest = synced[max(0, index - staleness)]
+            assert oldest <= version <= trained_at if in_flight else version == oldest, seed
     assert killed > schedules / 3
-    assert mixed > schedules
-
-
-def random_schedule(seed: int) -> tuple[Schedule, random.Random]:
-    chance = random.Random(seed)
-    has_rollout_worker, num_steps = chance.random() < 0.7, chance.randint(1, 6)
-    skipped = frozenset(step for step in range(1, num_steps + 1) if chance.random() < 0.1)
-    return Schedule(chance.randint(0, 4), chance.randint(1, 3), num_steps, has_rollout_worker, skipped), chance
-
-
-@pytest.mark.parametrize("schedules", [500, pytest.param(10_000, marks=pytest.mark.exhaustive)])
-def test_any_schedule_with_saves_and_kills_trains_on_each_ticket_once_in_order_and_within_the_bound(schedules):
-    killed = 0
-    for seed in range(schedules):
-        schedule, chance = random_schedule(seed)
-        saved, kills = None, chance.randrange(3)
-        while len(schedule.trained) < schedule.num_steps:
-            schedule.step(chance)
-            if chance.random() < 0.4:
-                saved = schedule.save()
-            if kills and chance.random() < 0.3:
-                kills, killed = kills - 1, killed + 1
-                schedule.start(saved)
-        order = DataSampler(7, schedule.prompts_per_step, seed=3)
-        synced = [sum(step not in schedule.skipped for step in range(1, s)) for s in range(1, schedule.num_steps + 1)]
-        expected = [
-            (order.next_batch().tolist(), synced[max(0, index - schedule.staleness)], synced[index])
-            for index in range(schedule.num_steps)
-        ]
-        assert schedule.trained == expected, seed
-    assert killed > schedules / 3
+    assert not in_flight or mixed > schedules
 
 
 @pytest.mark.parametrize("has_rollout_worker", [True, False])
@@ -375,26 +366,10 @@ class Paced(random.Random):
         return next(self.calls)
 
 
-@pytest.mark.parametrize("staleness", [0, 1, 3])
-def test_an_engine_that_is_slow_fast_or_stalls_draws_the_same_batches(staleness):
-    trained = []
-    for pace in ([0], [99], [0] * 10 + [99]):  # only when waited for; at once; nothing for three steps
-        schedule = Schedule(staleness, 2, 9, True, frozenset())
-        schedule.run(Paced(*pace))
-        trained.append(schedule.trained)
-    assert trained[0] == trained[1] == trained[2]
-
-
 def test_a_sync_does_not_wait_for_an_engine_that_has_begun_nothing_yet():
     schedule, never = Schedule(3, 2, 9, True, frozenset()), Paced(0)
     schedule.step(never)
     assert [method for _, method, _ in schedule.group.calls] == ["generate"] * 3 + ["load"]
-
-
-def test_steps_without_an_update_give_their_place_back():
-    schedule = Schedule(2, 2, 9, True, frozenset(range(1, 10)))
-    schedule.run(Paced(0))
-    assert {version for _, version, _ in schedule.trained} == {0}
 
 
 @pytest.mark.parametrize("has_rollout_worker", [True, False])
@@ -506,3 +481,65 @@ def planted(group: FakeSampler, work: Any) -> None:
         answer, method, _ = group.calls[0]
         group.calls[0] = answer, method, (1, {"w": torch.tensor([7])})
     work()
+
+
+# Lengths of responses
+
+
+STATE = "scheduler/state.json"
+
+
+def rows(**lengths_of):
+    """A row for each length of each prompt, which are named p0, p1, ..."""
+    each = [(int(name[1:]), length) for name, lengths in lengths_of.items() for length in lengths]
+    ids, lengths = torch.tensor(each).T
+    return DataProto.from_dict({"prompt_ids": ids, "response_mask": torch.arange(20) < lengths[:, None]})
+
+
+def prompts(*ids, width=2):
+    mask = torch.ones(len(ids), width, dtype=torch.bool)
+    return DataProto.from_dict({"prompt_ids": torch.tensor(ids), "prompt_mask": mask})
+
+
+def expected(lengths, *ids, samples=2):
+    return lengths.with_expected(prompts(*ids), samples)["expected_tokens"].tolist()
+
+
+def test_a_prompt_is_expected_to_be_answered_as_last_and_a_new_one_as_others_are():
+    lengths = LengthPredictor()
+    assert expected(lengths, 3, 4) == [0, 0]
+    lengths.note(rows(p3=[4, 6], p8=[1, 2]))
+    assert expected(lengths, 3, 8, 5) == [10, 3, 6]  # of two responses: 2 * 5, 2 * 1.5, 2 * 3.25 to even
+    lengths.note(rows(p3=[9]))
+    assert expected(lengths, 3, samples=1) == [9]
+
+
+def test_what_is_known_is_saved_and_the_prompts_that_were_seen_last_are_kept(monkeypatch):
+    monkeypatch.setattr(sampling, "MOST", 2)
+    lengths, other = LengthPredictor(), LengthPredictor()
+    for name in ("p1", "p2", "p1", "p3"):
+        lengths.note(rows(**{name: [int(name[1:])]}))
+    assert lengths.state_dict() == {"prompts": [1, 3], "means": [1.0, 3.0]}
+    other.load_state_dict(json.loads(json.dumps(lengths.state_dict())))
+    assert expected(other, 1, 2, 3, samples=1) == [1, 2, 3]
+
+
+def test_shares_are_of_like_length_and_like_number():
+    lengths = LengthPredictor()
+    lengths.note(rows(p0=[19], p1=[18], p2=[2], p3=[1]))
+    assert [part.tolist() for part in BatchPartition(prompts(0, 1, 2, 3), 2).rows] == [[0, 2], [1, 3]]
+    by_length = BatchPartition(lengths.with_expected(prompts(0, 1, 2, 3), 1), 2).rows
+    assert [part.tolist() for part in by_length] == [[0, 3], [1, 2]]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.xdist_group("two processes")
+def test_processes_that_go_on_divide_prompts_as_they_would_have(model32, tmp_path):
+    parts = {"sharding": DDP(), "n_gpus_per_node": 2}
+    fit(course(model32, tmp_path / "whole", **parts), tmp_path / "whole/run")  # most prompts come twice
+    resume = str(tmp_path / "whole/checkpoints/global_step_2")
+    fit(course(model32, tmp_path, resume=resume, **parts), tmp_path / "run")
+    assert digest(tmp_path) == digest(tmp_path / "whole")
+    known = [json.loads(CheckpointReader(newest(at)).read(STATE).tobytes()) for at in (tmp_path / "whole", tmp_path)]
+    assert known[0]["lengths"] == known[1]["lengths"]
+    assert len(known[0]["lengths"]["prompts"]) == 7

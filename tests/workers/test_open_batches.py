@@ -62,15 +62,7 @@ class LateGames(DigitGames):
     gate: str = ""
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
-        return _LateFactory(self)
-
-
-class _LateFactory(EnvironmentFactory):
-    def __init__(self, games: LateGames):
-        self.games = games
-
-    def make(self) -> LateGame:
-        return LateGame(self.games)
+        return EnvironmentFactory(lambda: LateGame(self))
 
 
 class AtSteps(Schedule):

@@ -19,8 +19,8 @@ from verl.checkpoint.manager import CheckpointManager
 from verl.checkpoint.read.compare import compare
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.read.reader import Level
-from verl.checkpoint.remote.remote_store import RemoteStore
-from verl.checkpoint.remote.transfer import CheckpointUpload, find_at
+from verl.checkpoint.remote.commit_log import CommitLog
+from verl.checkpoint.remote.transfer import find_at, upload
 from verl.checkpoint.remote.transfer import pull as pull_one
 from verl.checkpoint.resolve import ResolvedPath, directories_below, resolve_path
 from verl.checkpoint.retention import Retention, clean, plan
@@ -96,11 +96,10 @@ def push(
     if not chosen:
         raise CheckpointNotFound(f"{path} holds no complete checkpoint")
     with storage_at(address.rstrip("/")).connect() as store:
-        tier = RemoteStore(store)
-        pusher = CheckpointUpload(store, tier.log)
+        log = CommitLog(store)
         for checkpoint in chosen:
-            pushed = pusher.push(checkpoint)
-            echo(f"{checkpoint.name} is in {store.address}: {size(pushed.sent_bytes)} sent")
+            _, sent_bytes = upload(log, checkpoint)
+            echo(f"{checkpoint.name} is in {store.address}: {size(sent_bytes)} sent")
 
 
 @app.command("ls")

@@ -11,7 +11,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from verl.cli.console import CONFIG_DIR, FOUND, echo, faults_reported
-from verl.compose.schema import ROOTS, RootName
+from verl.compose.schema import RootName
 from verl.errors import ConfigError, VerlError
 
 DEVICE = "plan.device="
@@ -90,13 +90,8 @@ def _validated(root: str, arguments: list[str], config_dir: Path | None) -> Any:
     sys.path.append(str(Path.cwd()))  # user modules are in the working directory
     flags = [] if config_dir is None else [f"--config-dir={config_dir}"]
     words, assigned = command_line(root, [*flags, *arguments])
-    words = words[len(flags) :]
-    if further := [word for word in words if word.startswith("-")]:
-        raise ConfigError(
-            f"{further[0]} is a flag of `verl {ROOTS[root].command}`: verl plan takes group=option and key=value."
-        )
     try:
-        config = compose_root(root, words)
+        config = compose_root(root, words[len(flags) :])
     except Exception as error:
         raise ConfigError([*assigned.faults, composition_fault(root, error)]) from error
     return with_architectures(validate(config, assigned.faults))

@@ -182,7 +182,7 @@ def lineage(
     _require(directory, "checkpoints")
     roots = forest(directory)
     if as_json:
-        print_json([run.as_json() for run in roots])
+        print_json([asdict(run) for run in roots])
         return
     if not roots:
         echo(f"There are no checkpoints below {directory}.")

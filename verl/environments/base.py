@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -146,18 +146,24 @@ class Environment:
 class EnvironmentFactory:
     """Creates the environments of one process and owns their shared resources.
 
+    Args:
+        make: creates an environment; None for a subclass that overrides the method.
     Attributes:
         tool_parameters: JSON schemas of the arguments of the tools that a turn may call, by tool name.
     """
 
     tool_parameters: Mapping[str, Mapping[str, Any]] = {}
 
+    def __init__(self, make: Callable[[], Any] | None = None):
+        self._make = make
+
     async def start(self) -> None:
         """Open shared resources, in the event loop that runs the environments."""
 
     def make(self) -> Any:
         """A new environment."""
-        raise NotImplementedError
+        assert self._make is not None
+        return self._make()
 
     def make_alone(self) -> Any:
         """A new environment in its own process, if environments run in other processes."""

@@ -32,14 +32,6 @@ class _Game(Environment):
         return StepResult(hint, truncated=self.guesses >= self.options.max_guesses)
 
 
-class _GuessNumberFactory(EnvironmentFactory):
-    def __init__(self, options: GuessNumber):
-        self.options = options
-
-    def make(self) -> _Game:
-        return _Game(self.options)
-
-
 @component
 class GuessNumber(EnvironmentDescription):
     """Reward 1 for the guess that is the column `secret`; anything else is answered by `higher`, `lower` or `?`.
@@ -54,4 +46,4 @@ class GuessNumber(EnvironmentDescription):
         return ("secret",)
 
     def factory(self, context: BuildContext) -> EnvironmentFactory:
-        return _GuessNumberFactory(self)
+        return EnvironmentFactory(lambda: _Game(self))

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import os
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import field
 from typing import Any, ClassVar
 
@@ -80,7 +80,7 @@ class _McpConnection:
     async def _serve(self) -> None:
         try:
             async with contextlib.AsyncExitStack() as stack:
-                self._session = await stack.enter_async_context(_opened(self.options, stack))
+                self._session = await _opened(self.options, stack)
                 self.tools = list((await self._session.list_tools()).tools)
                 self.is_open = True
                 if not self._ready.done():
@@ -146,8 +146,8 @@ class _Server(ToolFactory):
             await self._connections.pop().close()
 
 
-@contextlib.asynccontextmanager
-async def _opened(options: MCPTools, stack: contextlib.AsyncExitStack) -> AsyncIterator[Any]:
+async def _opened(options: MCPTools, stack: contextlib.AsyncExitStack) -> Any:
+    """A session of the package `mcp`, which ends with the stack."""
     import mcp
 
     if options.command is not None:
@@ -168,7 +168,7 @@ async def _opened(options: MCPTools, stack: contextlib.AsyncExitStack) -> AsyncI
         streams = await stack.enter_async_context(streamable_http_client(options.url, http_client=client))
     session = await stack.enter_async_context(mcp.ClientSession(streams[0], streams[1]))
     await session.initialize()
-    yield session
+    return session
 
 
 def _reason(error: BaseException) -> str:

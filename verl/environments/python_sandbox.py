@@ -12,8 +12,13 @@ from verl.component import BuildContext, component
 from verl.environments.base import EnvironmentDescription, EnvironmentFactory, InfraError, ToolError
 from verl.environments.tools import Tool, ToolFactory
 from verl.errors import faults_below
-from verl.sandbox.base import CodeRunner, ExecutionResult, Sandbox
+from verl.sandbox.base import CodeRunner, Sandbox
 
+NOTES = {  # the last line of a tool result
+    "timeout": "the program ran out of time",
+    "memory": "the program ran out of memory",
+    "output": "the program wrote too much",
+}
 SPARE_S = 10.0  # for a place in the sandbox, in addition to the program's own time
 
 
@@ -33,7 +38,9 @@ class _PythonSandboxFactory(ToolFactory):
         result = await asyncio.to_thread(self._runner.run, code)
         if result.outcome == "infra":
             raise InfraError(f"the sandbox failed: {result.detail}")
-        text = answer_of(result)
+        notes = {**NOTES, "error": f"exit status {result.exit_status}"}
+        output = (result.stdout + result.stderr).rstrip("\n")
+        text = "\n".join(part for part in (output, notes.get(result.outcome)) if part)
         if result.outcome != "ok":
             raise ToolError(text)
         return text
@@ -42,18 +49,6 @@ class _PythonSandboxFactory(ToolFactory):
         if self._runner is not None:
             await asyncio.to_thread(self._runner.close)
             self._runner = None
-
-
-def answer_of(result: ExecutionResult) -> str:
-    """The tool result: the program's output, and how it ended if it failed."""
-    text = result.stdout + result.stderr
-    note = {
-        "error": f"exit status {result.exit_status}",
-        "timeout": "the program ran out of time",
-        "memory": "the program ran out of memory",
-        "output": "the program wrote too much",
-    }.get(result.outcome)
-    return "\n".join(part for part in (text.rstrip("\n"), note) if part)
 
 
 @component

@@ -36,9 +36,6 @@ class Endpoint(EndpointSettings):
             )
         if not _HEADER_NAME.fullmatch(self.key_header):
             yield f"key_header is {self.key_header!r}: not the name of a header."
-        yield from self._header_faults()
-
-    def _header_faults(self) -> Iterator[str]:
         for name, value in self.headers.items():
             if looks_secret(name) or redact(line := f"{name}: {value}") != line:
                 yield f"headers.{name} looks like a secret, which no configuration may hold. Use key_variable."

@@ -28,7 +28,6 @@ from verl.hybrid.generate_options import (
     read_options,
     sampling_options,
     seed_of_call,
-    stop_tokens_of_call,
     warn_unsupported_settings,
 )
 from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_parallelism
@@ -377,9 +376,13 @@ class HybridActor:
             context = BuildContext(device=str(self.device))
             if (mesh := self._parallelism) is not None:
                 context = BuildContext(device=str(mesh.device), rank=mesh.rank, world_size=mesh.world_size)
-            with stop_tokens_of_call(model, config):
+            own_stops = model.generation_config.eos_token_id
+            model.generation_config.eos_token_id = config.eos_token_id  # an engine reads its stop tokens there
+            try:
                 tokenizer = CallTokenizer(self.tokenizer, pad)
                 self._engine = (key, described.attach(model, tokenizer, self.seed, None, context))
+            finally:
+                model.generation_config.eos_token_id = own_stops
         engine = self._engine[1]
         if hasattr(engine, "seed"):
             engine.seed = self.seed  # type: ignore[attr-defined]

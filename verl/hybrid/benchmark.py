@@ -6,7 +6,8 @@ import gc
 import statistics
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from verl.component import hint, nearest
@@ -50,53 +51,55 @@ def measure_switch_overhead(
         actor.eval()
         for module in was_training:
             module.training = True
-    times = [1e3 * timer.seconds for timer in costs]
+    times = [1e3 * cost.seconds for cost in costs]
     low, _, high = statistics.quantiles(times * 2 if repeats == 1 else times, n=4, method="inclusive")
     return {
         "latency_ms": statistics.median(times),
-        "mem_increase_mb": max(0.0, statistics.median(timer.bytes / MIB for timer in costs)),
+        "mem_increase_mb": max(0.0, statistics.median(cost.bytes / MIB for cost in costs)),
         "latency_ms_quartiles": [low, high],
         "mode": mode,
         "repeats": repeats,
     }
 
 
-def _switch(actor: HybridActor, mode: str) -> _Timer:
+def _switch(actor: HybridActor, mode: str) -> _Cost:
     """A switch in place: mode of the modules, and synchronisation of the engine."""
-    timer, sampling = _Timer(actor), ExitStack()
+    cost, sampling = _Cost(actor.device), ExitStack()
     actor.train()
-    with timer.running(mode != "generate_to_train"):
+    with nullcontext() if mode == "generate_to_train" else cost.added():
         sampling.enter_context(actor.sampling())
         actor.sync()
-    with timer.running(mode != "train_to_generate"):
+    with nullcontext() if mode == "train_to_generate" else cost.added():
         sampling.close()
-    return timer
+    return cost
 
 
-def _reload(actor: HybridActor) -> _Timer:
+def _reload(actor: HybridActor) -> _Cost:
     """Saving the weights and loading them as a second model."""
-    timer, dtype = _Timer(actor), str(next(actor.parameters()).dtype).removeprefix("torch.")
+    cost, dtype = _Cost(actor.device), str(next(actor.parameters()).dtype).removeprefix("torch.")
     with TemporaryDirectory("verl-reload-") as directory:
-        with timer.running(True):
+        with cost.added():
             actor.save_pretrained(directory)
             second = Pretrained(path=directory, dtype=dtype).load_causal_lm(str(actor.device))  # type: ignore[arg-type]
         del second
         gc.collect()
-    return timer
+    return cost
 
 
-class _Timer:
-    """Measures seconds and additional bytes of blocks of code."""
+@dataclass
+class _Cost:
+    """Seconds, and additional bytes on a device or in this process."""
 
-    def __init__(self, actor: HybridActor):
-        self.device, self.seconds, self.bytes = actor.device, 0.0, 0
+    device: Any
+    seconds: float = 0.0
+    bytes: int = 0
 
     @contextmanager
-    def running(self, is_counted: bool) -> Iterator[None]:
+    def added(self) -> Iterator[None]:
+        """Add those of a block of code."""
         settle(self.device)
         before, began = used_bytes(self.device), time.perf_counter()
         yield
         settle(self.device)
-        if is_counted:
-            self.seconds += time.perf_counter() - began
-            self.bytes += used_bytes(self.device) - before
+        self.seconds += time.perf_counter() - began
+        self.bytes += used_bytes(self.device) - before

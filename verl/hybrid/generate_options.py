@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,8 +45,6 @@ NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "begin_suppress_tokens": (None, []),
     "forced_eos_token_id": (None,),
 }
-
-
 LEAST = {"max_new_tokens": 1, "max_length": 1, "num_return_sequences": 1, "min_new_tokens": 0}
 
 
@@ -83,12 +80,10 @@ def read_options(options: Mapping[str, Any], model: Any, tokenizer: Any, prompt_
         raise ConfigError(f"eos_token_id is {config.eos_token_id}: expected token ids, which are not negative.")
     config.max_new_tokens = _new_tokens(config, model, prompt_width)
     config.min_new_tokens = min(config.min_new_tokens, config.max_new_tokens)
+    pads = (config.pad_token_id, getattr(tokenizer, "pad_token_id", None), *config.eos_token_id)
+    config.pad_token_id = next((pad for pad in pads if pad is not None), None)
     if config.pad_token_id is None:
-        config.pad_token_id = getattr(tokenizer, "pad_token_id", None)
-    if config.pad_token_id is None and not config.eos_token_id:
         raise ConfigError("pad_token_id is missing: neither the model nor a tokenizer has one. Pass pad_token_id.")
-    if config.pad_token_id is None:
-        config.pad_token_id = config.eos_token_id[0]
     return config
 
 
@@ -158,17 +153,6 @@ def prompt_rows(input_ids: Any, attention_mask: Tensor | None, config: Generatio
         )
     rows = torch.arange(len(ids))
     return DataProto.from_dict({"prompts": ids, "prompt_mask": mask, "prompt_ids": rows, "group_ids": rows})
-
-
-@contextmanager
-def stop_tokens_of_call(model: Any, config: GenerationConfig) -> Iterator[None]:
-    """Inside this context the model's generation configuration has the stop tokens of the call only."""
-    before = model.generation_config.eos_token_id
-    model.generation_config.eos_token_id = config.eos_token_id
-    try:
-        yield
-    finally:
-        model.generation_config.eos_token_id = before
 
 
 class CallTokenizer:

@@ -25,6 +25,7 @@ from verl.protocol import DataProto
 from verl.tracking.jsonl import json_line
 from verl.utils.redact import redact, redact_tree
 
+_log = logging.getLogger(__name__)
 # What training reads of an experience. Entropies are not among it: of a token that cannot be sampled they may be nan.
 TRAINED_ON = (
     "token_level_scores", "greedy_scores", "old_log_probs", "ref_log_probs", "values",
@@ -46,15 +47,12 @@ class Attribution:
 
     def worst(self, count: int) -> list[int]:
         """The first rows, at most this many."""
-        return self._order()[:count].tolist()
+        return torch.argsort(self._sizes(), descending=True, stable=True)[:count].tolist()
 
     def guilty(self, count: int) -> list[int]:
         """The same, without rows that weigh nothing."""
         sizes = self._sizes()
-        return [int(row) for row in self._order()[:count] if sizes[row] > 0]
-
-    def _order(self) -> Tensor:
-        return torch.argsort(self._sizes(), descending=True, stable=True)
+        return [row for row in self.worst(count) if sizes[row] > 0]
 
     def _sizes(self) -> Tensor:
         return torch.nan_to_num(self.weights.double(), nan=float("inf"), posinf=float("inf"))
@@ -121,8 +119,6 @@ def _mean(x: Tensor, mask: Tensor) -> Tensor:
     return masked_mean(x.double(), mask, dim=-1)
 
 
-_log = logging.getLogger(__name__)
-
 _README = """# {title}
 
 {story}
@@ -157,7 +153,10 @@ class BatchDump:
         if self.is_full:
             return None
         self._left -= 1
-        directory = self._free(name)
+        directory, number = self._directory / name, 1
+        while directory.exists():
+            number += 1
+            directory = self._directory / f"{name}_{number}"
         unfinished = directory.with_name(f"{directory.name}.{os.getpid()}.unfinished")
         try:
             unfinished.mkdir(parents=True)
@@ -173,11 +172,4 @@ class BatchDump:
             shutil.rmtree(unfinished, ignore_errors=True)
             _log.warning("The batch of %s could not be written: %s", directory, redact(error_text(error)))
             return None
-        return directory
-
-    def _free(self, name: str) -> Path:
-        directory, number = self._directory / name, 1
-        while directory.exists():
-            number += 1
-            directory = self._directory / f"{name}_{number}"
         return directory

@@ -70,8 +70,6 @@ class Excess:
         reason: what the limit is made of.
         first: mean of the first sound step; None where there was none yet.
         numerics: of trainer and engine.
-        is_news: the step before was within the limit.
-        stops: the settings end the run.
     """
 
     gap: float
@@ -80,8 +78,6 @@ class Excess:
     reason: str
     first: float | None
     numerics: Numerics | None
-    is_news: bool
-    stops: bool
 
     def __str__(self) -> str:
         first = "" if self.first is None else f", and the first step had {self.first:.3g}"
@@ -136,11 +132,6 @@ class GapWatch:
         self._of: list[Any] | None = None  # what that one was computed with
         self.is_beyond = False
 
-    @property
-    def stops(self) -> bool:
-        """Whether a gap beyond the limit ends the run."""
-        return self.settings.on_excess == "stop"
-
     def add(self, metrics: Mapping[str, float], numerics: Numerics | None) -> Excess | None:
         """Look at a step; a gap that is not there, or not finite, is none: the latter has a check of its own.
 
@@ -162,8 +153,7 @@ class GapWatch:
     def excess_of(self, gap: float, largest: float, numerics: Numerics | None) -> Excess | None:
         """The excess of a gap that no step is measured by; None within the limit."""
         limit, reason = self._limit(numerics)
-        is_news = not self.is_beyond
-        return None if gap <= limit else Excess(gap, largest, limit, reason, self.first, numerics, is_news, self.stops)
+        return None if gap <= limit else Excess(gap, largest, limit, reason, self.first, numerics)
 
     def state_dict(self) -> dict[str, Any]:
         """The first gap and what it was computed with, and whether the last one was beyond the limit; plain values."""

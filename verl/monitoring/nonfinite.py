@@ -12,7 +12,6 @@ import statistics
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,27 +34,6 @@ _log = logging.getLogger(__name__)
 Ranking = Callable[[str, DataProto], Attribution]
 
 
-@dataclass(frozen=True)
-class Spike:
-    """A value beyond its band.
-
-    Attributes:
-        value: of the metric.
-        median: of the sizes before it.
-        limit: above which a size counts as a spike.
-        steps: that the band was made of.
-    """
-
-    metric: str
-    value: float
-    median: float
-    limit: float
-    steps: int
-
-    def __str__(self) -> str:
-        return f"{self.metric} {self.value:.4g} (median {self.median:.4g}, limit {self.limit:.4g}, {self.steps} steps)"
-
-
 class SpikeDetector:
     """Median and median absolute deviation of the size of a metric over the last steps.
 
@@ -75,8 +53,9 @@ class SpikeDetector:
         self._sizes: deque[float] = deque(maxlen=window)
         self._is_beyond = False
 
-    def add(self, value: float) -> Spike | None:
-        """Take in the next value; returns a spike if it left the band with it. Values that are not finite are none."""
+    def add(self, value: float) -> str | None:
+        """Add the next value; describes the spike if the metric left its band with it. Values that are not finite are
+        none."""
         if not math.isfinite(value):
             return None
         spike = self._spike(value)
@@ -94,13 +73,15 @@ class SpikeDetector:
         self._sizes.extend(state["sizes"])
         self._is_beyond = state["is_beyond"]
 
-    def _spike(self, value: float) -> Spike | None:
+    def _spike(self, value: float) -> str | None:
         if len(self._sizes) < self.history:
             return None
         median = statistics.median(self._sizes)
         mad = statistics.median(abs(size - median) for size in self._sizes)
         limit = median + self.factor * max(MAD_TO_DEVIATION * mad, LEAST_SHARE * median, LEAST)
-        return Spike(self.metric, value, median, limit, len(self._sizes)) if abs(value) > limit else None
+        if abs(value) <= limit:
+            return None
+        return f"{self.metric} {value:.4g} (median {median:.4g}, limit {limit:.4g}, {len(self._sizes)} steps)"
 
 
 class StepSkipped(Exception):
@@ -140,8 +121,7 @@ class NonFiniteGuard:
         """The batch of an update, which the settings may want to have a loss of nan."""
         if self.step != self.settings.plant_nan_at:
             return rows
-        marked = DataProto.from_dict(meta_info={"plant_nan": True})
-        return rows.union(marked)
+        return rows.union(DataProto.from_dict(meta_info={"plant_nan": True}))
 
     @contextmanager
     def reward_errors(self, rows: DataProto) -> Iterator[None]:
@@ -173,10 +153,8 @@ class NonFiniteGuard:
         if not wrong:
             self._in_a_row[what] = 0
             return
-        story = "; ".join(
-            f"{name} at {_rows(torch.nonzero(count).flatten().tolist())}" for name, count in wrong.items()
-        )
-        story = f"not finite: {story}"
+        places = (f"{name} at {_rows(torch.nonzero(count).flatten().tolist())}" for name, count in wrong.items())
+        story = f"not finite: {'; '.join(places)}"
         dump = self._dump(what, story, batch, [self._ranking(what, batch)])
         if self._skips(what, story, dump):
             raise StepSkipped
@@ -214,7 +192,7 @@ class NonFiniteGuard:
             gaps = beyond_noise(gaps, row_gaps(plain(chosen, True)["old_log_probs"], trainer, mask))
             excess = self._gap.excess_of(float(gaps.max()), largest, self.numerics)
         if excess is not None:
-            self._tell_gap(excess, chosen)
+            self._tell_gap(excess, chosen, is_news=not self._gap.is_beyond)
             self._gap.is_beyond = True
 
     def check_update(self, role: str, metrics: Mapping[str, float], batch: Callable[[], DataProto]) -> None:
@@ -241,19 +219,22 @@ class NonFiniteGuard:
         Raises:
             LogProbGapError: the engine's log-probs are further from the trainer's than rounding explains.
         """
-        excess = None if self._gap is None else self._gap.add(metrics, self.numerics)
-        if excess is not None:
-            self._counts["log_prob_gaps"] += 1
-            self._tell_gap(excess, batch)
+        if self._gap is not None:
+            is_news = not self._gap.is_beyond
+            if (excess := self._gap.add(metrics, self.numerics)) is not None:
+                self._counts["log_prob_gaps"] += 1
+                self._tell_gap(excess, batch, is_news)
         self._watch_bands(metrics, batch)
 
-    def _tell_gap(self, excess: Excess, batch: DataProto) -> None:
-        if not (excess.is_news or excess.stops):
+    def _tell_gap(self, excess: Excess, batch: DataProto, is_news: bool) -> None:
+        assert self._gap is not None
+        stops = self._gap.settings.on_excess == "stop"
+        if not (is_news or stops):
             return
         where = where_gaps_lie(batch)
         dump = self._dump("log_prob_gap", f"{excess}{where}", batch, [self._ranking(GAP, batch)])
         message = f"Step {self.step}: {excess}{where} {excess.causes(where)}{_at(dump)}"
-        if excess.stops:
+        if stops:
             raise LogProbGapError(message, excess.gap, excess.limit)
         _log.warning("%s", message)
 
@@ -264,13 +245,13 @@ class NonFiniteGuard:
             for key in self._bands.keys() - metrics.keys() - set(WATCHED):
                 suggestion = hint(nearest(key, metrics))
                 _log.warning("trainer.safety.watched has %r: the first step has no such metric.%s", key, suggestion)
-        added = [self._bands[key].add(metrics[key]) for key in self._bands if key in metrics]
-        spikes = [spike for spike in added if spike is not None]
+        added = {key: band.add(metrics[key]) for key, band in self._bands.items() if key in metrics}
+        spikes = {key: spike for key, spike in added.items() if spike is not None}
         if not spikes:
             return
         self._counts["spikes"] += len(spikes)
-        story = "; ".join(map(str, spikes))
-        blames = [] if self._anomalies.is_full else [self._ranking(spike.metric, batch) for spike in spikes]
+        story = "; ".join(spikes.values())
+        blames = [] if self._anomalies.is_full else [self._ranking(key, batch) for key in spikes]
         dump = self._dump("spike", story, batch, blames) if blames else None
         rows = [f"{_rows(guilty)} by {blame.reason}" for blame in blames if (guilty := blame.guilty(4))]
         most = f" Most behind it: {'; '.join(rows)}." if rows else ""
@@ -314,8 +295,7 @@ class NonFiniteGuard:
     def _dump(self, what: str, story: str, batch: DataProto, blames: list[Attribution]) -> Path | None:
         count, rows = max(1, self.settings.dump_rows // len(blames)), []
         for blame in blames:
-            worst = blame.worst(count)
-            rows += [described(batch, row, float(blame.weights[row]), self._decode) for row in worst]
+            rows += [described(batch, row, float(blame.weights[row]), self._decode) for row in blame.worst(count)]
         reason = "; ".join(dict.fromkeys(blame.reason for blame in blames))
         title = f"Step {self.step}: {what}"
         return self._anomalies.write(f"step_{self.step}_{what}", title, story, batch, rows, reason)

@@ -28,7 +28,7 @@ DECIMALS = 6
 
 def experience_metrics(batch: DataProto) -> dict[str, float]:
     """Metrics of the responses of a step, before the update; keys are explained in docs/metrics.md."""
-    mask, scores = batch["response_mask"], _scores(batch)
+    mask, scores = batch["response_mask"], torch.tensor(batch["score"].astype(float))
     lengths = mask.sum(dim=1).double()
     metrics = {
         "reward/mean": float(scores.mean()),
@@ -164,10 +164,6 @@ def mean_of(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
     metrics = [m for m in metrics if is_finite(m)] or metrics
     values = {name: [m[name] for m in metrics if name in m] for step_metrics in metrics for name in step_metrics}
     return {name: sum(numbers) / len(numbers) for name, numbers in values.items()}
-
-
-def _scores(batch: DataProto) -> Tensor:
-    return torch.tensor(batch["score"].astype(float))
 
 
 def _mean(x: Tensor, mask: Tensor) -> float:

@@ -85,15 +85,10 @@ class JailGroup:
 
     def remove(self) -> bool:
         """Remove it; False where a process of it has not ended yet."""
-        is_gone = True
         for path in set(self.paths.values()):
-            try:
+            with contextlib.suppress(OSError):
                 path.rmdir()
-            except FileNotFoundError:
-                continue
-            except OSError:
-                is_gone = False
-        return is_gone
+        return not any(path.exists() for path in self.paths.values())
 
 
 class JailGroups:

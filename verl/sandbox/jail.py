@@ -12,6 +12,7 @@ import json
 import logging
 import marshal
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -19,7 +20,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TypeVar
 
 from verl.component import BuildContext, component
 from verl.errors import ConfigError
@@ -27,6 +27,7 @@ from verl.sandbox.base import CodeRunner, ExecutionResult, Outcome, Program, clo
 from verl.sandbox.cgroup import CgroupError, JailGroups
 from verl.sandbox.jail_command import ELSE, JailCommand, JailSettings, seccomp_filter
 from verl.utils.child_process.pool import PoolClosed, ProcessPool
+from verl.utils.orphan_cleanup import CLEANUP
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +37,8 @@ ATTEMPTS = 3  # of one program, each in a fresh jail, where a jail ends without 
 POLL_INTERVAL_S = 0.05  # at the memory of a jail
 INTERPRETER_MIB = 32  # of address space, in addition to the program's own
 MAX_FILES = 128
-
-
-Results = TypeVar("Results", bound=tuple[ExecutionResult, ...])
 PAGE = os.sysconf("SC_PAGE_SIZE")
+MARK_VARIABLE = "VERL_JAILS"  # in the environment of bubblewrap
 
 
 class JailFailed(Exception):
@@ -56,7 +55,7 @@ class _JailProcess:
         group: its cgroup; None without.
     """
 
-    def __init__(self, described: JailSettings, command: JailCommand, groups: JailGroups | None):
+    def __init__(self, described: JailSettings, command: JailCommand, groups: JailGroups | None, mark: str):
         self._described, self._groups, self.group = described, groups, None
         self.control, theirs = socket.socketpair()
         info, info_writer = os.pipe()
@@ -76,9 +75,10 @@ class _JailProcess:
                 stdout=pipe,
                 stderr=pipe,
                 pass_fds=(*fds, *libraries),
-                env=preloaded,
+                env={MARK_VARIABLE: mark, **preloaded},
                 cwd="/",
                 bufsize=0,
+                process_group=0,
             )
         finally:
             theirs.close()
@@ -118,12 +118,9 @@ class _JailProcess:
     def kill(self) -> None:
         """Kill the whole jail and wait for its end."""
         self.control.close()
-        for pid in (self.first, self.process.pid):  # the second where the first one's end does not end it
-            if self.process.poll() is None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, signal.SIGKILL)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    self.process.wait(END_TIMEOUT_S / 2)
+        if self.first != self.process.pid:
+            self._kill(os.kill, self.first)
+        self._kill(os.killpg, self.process.pid)  # before a jail is ready, bubblewrap's child waits for it forever
         for stream in (self.process.stdin, self.process.stdout, self.process.stderr):
             if stream is not None:
                 with contextlib.suppress(OSError):
@@ -131,6 +128,13 @@ class _JailProcess:
         group, self.group = self.group, None
         if self._groups is not None and group is not None:
             self._groups.remove(group)
+
+    def _kill(self, kill: Callable[[int, int], None], number: int) -> None:
+        if self.process.poll() is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                kill(number, signal.SIGKILL)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(END_TIMEOUT_S / 2)
 
 
 class JailPool(CodeRunner):
@@ -142,8 +146,10 @@ class JailPool(CodeRunner):
         super().__init__(described)
         self.groups = _groups_for(described)
         self._slots = threading.BoundedSemaphore(described.max_concurrency)
+        mark = secrets.token_hex(8)
+        self._registered = CLEANUP.register(environment=[f"{MARK_VARIABLE}={mark}"])
         self._jails = ProcessPool(
-            lambda: _JailProcess(described, command, self.groups), described.pool_size, is_used_once=True
+            lambda: _JailProcess(described, command, self.groups, mark), described.pool_size, is_used_once=True
         )
 
     @property
@@ -156,9 +162,10 @@ class JailPool(CodeRunner):
         return result
 
     def execute_linked(self, first: Program, second: Program) -> tuple[ExecutionResult, ExecutionResult]:
-        return self._attempted(lambda: run_linked(self._attempt, first, second))
+        one, other = self._attempted(lambda: run_linked(self._attempt, first, second))
+        return one, other
 
-    def _attempted(self, attempt: Callable[[], Results]) -> Results:
+    def _attempted(self, attempt: Callable[[], tuple[ExecutionResult, ...]]) -> tuple[ExecutionResult, ...]:
         with self._slots:
             results = attempt()
             for _ in range(ATTEMPTS - 1):
@@ -178,6 +185,7 @@ class JailPool(CodeRunner):
 
     def close(self) -> None:
         self._jails.close()
+        CLEANUP.withdraw(self._registered)
         if self.groups is not None:
             self.groups.close()
 

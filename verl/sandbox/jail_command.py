@@ -43,6 +43,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
+INIT = Path(__file__).parent / "jail_init.py"
 FIND_S = 20.0
 BUBBLEWRAP = "https://github.com/containers/bubblewrap"
 
@@ -123,18 +124,13 @@ class JailCommand:
         work = ["--size", str(disk_mib * 2**20), "--tmpfs", WORK, "--chdir", WORK]
         devices = ["--dev", "/dev", "--size", str(2**20), "--tmpfs", "/dev/shm", "--remount-ro", "/dev"]
         passed = ["--seccomp", str(filter_fd), "--info-fd", str(info_fd)]
-        program = [self.python, "-I", "-X", "utf8", "-c", _init_source(), str(control_fd)]
+        program = [self.python, "-I", "-X", "utf8", "-c", INIT.read_text(), str(control_fd)]
         mounts = [*_system_mounts(), *(word for path in self.prefixes for word in ("--ro-bind", path, path))]
         return [*prefix, *apart, *lone, *environment, *mounts, *devices, *work, "--remount-ro", "/", *passed, *program]
 
 
 def _as_nobody(setpriv: str | None) -> list[str]:
     return [] if setpriv is None else [setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-
-
-@functools.cache
-def _init_source() -> str:
-    return (Path(__file__).parent / "jail_init.py").read_text()
 
 
 @functools.cache

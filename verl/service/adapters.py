@@ -8,6 +8,7 @@ base model ── peft ──┬── adapter A   TrainingEngine, AdamW over th
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
@@ -149,7 +150,8 @@ class BaseModel:
     def _make(self, name: str, shape: AdapterShape) -> None:
         from peft import LoraConfig
 
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")  # nothing is merged
             torch.manual_seed(derive_seed(shape.seed, "adapter"))
             config = LoraConfig(
                 r=shape.rank,

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -146,7 +147,7 @@ def checked_tokens(tokens: Sequence[int], name: str, vocabulary: int, longest: i
 
 def _tensor(value: Any, name: str) -> Tensor:
     try:
-        return torch.as_tensor(value)
+        return value if isinstance(value, Tensor) else torch.from_numpy(np.array(value))
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{name} is no tensor of numbers ({error}).") from error
 

@@ -2,7 +2,7 @@
 
     POST /api/v1/create_session, session_heartbeat, create_model, forward_backward, optim_step, save_weights,
          load_weights, save_weights_for_sampler, create_sampling_session, asample, retrieve_future, cancel_future, ...
-    GET  /api/v1/healthz, get_server_capabilities, training_runs, checkpoints, samplers/ID, ...
+    GET  /api/v1/healthz, get_server_capabilities, checkpoints, samplers/ID, ...
 
 Work is answered at once with the id of a request, whose result is fetched by `retrieve_future`. A failure is a result
 too, of the category `user` or `server`; a request that cannot be accepted is a status of HTTP with a `detail`.
@@ -18,6 +18,7 @@ import hmac
 import inspect
 import json
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -34,9 +35,9 @@ from tinker import types
 from verl.errors import ConfigError, VerlError
 from verl.service import saved
 from verl.service.adapters import AdapterShape
-from verl.service.jobs import Busy, Result
+from verl.service.jobs import Busy
 from verl.service.sampling import SamplingOptions
-from verl.service.service import KINDS, SCHEME, NotFound, TrainingService, run_of
+from verl.service.service import SCHEME, NotFound, TrainingService
 from verl.service.wire import dense_of, forward_backward_output, forward_backward_request
 from verl.utils.external_input import checked_name
 
@@ -86,8 +87,6 @@ class _Api:
         get = {
             "healthz": self.health,
             "get_server_capabilities": self.capabilities,
-            "training_runs": self.training_runs,
-            "training_runs/{run}": self.training_run,
             "training_runs/{run}/checkpoints": self.run_checkpoints,
             "training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls": self.urls,
             "checkpoints": self.all_checkpoints,
@@ -124,10 +123,9 @@ class _Api:
         @functools.wraps(handler)
         async def answer(request: Request) -> Response:
             try:
-                if self.token is not None and not hmac.compare_digest(
-                    request.headers.get("x-api-key", "").encode(), self.token.encode()
-                ):
-                    return _failure(401, "the API key is not that of this service.")
+                key = request.headers.get("x-api-key", "")  # which a page of a browser cannot send without being asked
+                if not key or not hmac.compare_digest(key.encode(), (self.token or key).encode()):
+                    return _failure(401, "the API key (X-API-Key) is not that of this service.")
                 if kind is None:
                     found = handler(request)
                 else:
@@ -151,8 +149,8 @@ class _Api:
 
     # Sessions
 
-    def create_session(self, _: Request, body: types.CreateSessionRequest) -> dict[str, Any]:
-        return {"type": "create_session", "session_id": self.service.create_client(body.user_metadata or {})}
+    def create_session(self, _: Request) -> dict[str, Any]:
+        return {"type": "create_session", "session_id": self.service.create_client()}
 
     def heartbeat(self, _: Request, body: types.SessionHeartbeatRequest) -> Any:
         try:
@@ -197,13 +195,12 @@ class _Api:
             rank=lora.rank, attention=lora.train_attn, mlp=lora.train_mlp, unembedding=lora.train_unembed,
             seed=body.model_seq_id if lora.seed is None else lora.seed,
         )  # fmt: skip
-        metadata = body.user_metadata or {}
-        return {"request_id": self.service.create_model(body.session_id, body.model_seq_id, shape, metadata)}
+        return {"request_id": self.service.create_model(body.session_id, body.model_seq_id, shape)}
 
     def get_info(self, _: Request, body: types.GetInfoRequest) -> dict[str, Any]:
         session, name = self.service.model(body.model_id).session, self.service.names[0]
         rank = session.shape.rank
-        tokenizer = getattr(self.service.base.source, "path", name)
+        tokenizer = str(self.service.tokenizer_directory)
         data = {"arch": type(self.service.base.core).__name__, "model_name": name, "tokenizer_id": tokenizer}
         return {
             "type": "get_info", "model_data": data, "model_id": body.model_id, "is_lora": True,
@@ -231,15 +228,17 @@ class _Api:
                 values.learning_rate, (values.beta1, values.beta2), values.eps, values.weight_decay,
                 values.grad_clip_norm if values.grad_clip_norm > 0 else None,
             )  # fmt: skip
-            return {"metrics": {name: x for name, x in metrics.items() if x == x and abs(x) != float("inf")}}
+            self.service.note(body.model_id, metrics)
+            return {"metrics": {name: x for name, x in metrics.items() if math.isfinite(x)}}
 
         return {"request_id": self.service.in_order(body.model_id, body.seq_id, work)}
 
     # Saved weights
 
     def save_weights(self, _: Request, body: types.SaveWeightsRequest) -> dict[str, Any]:
-        def work(_: Any) -> dict[str, Any]:
-            path = self.service.save(body.model_id, "weights", body.path, overwrites=body.overwrite)
+        def work(model: Any) -> dict[str, Any]:
+            name = body.path if body.path is not None else f"step_{model.session.updates}_{body.seq_id}"
+            path = self.service.save(body.model_id, "weights", name, overwrites=body.overwrite)
             return {"path": path, "type": "save_weights"}
 
         return {"request_id": self.service.in_order(body.model_id, body.seq_id, work)}
@@ -257,22 +256,22 @@ class _Api:
         if body.kind != "snapshot":
             raise ConfigError(f"kind is {body.kind!r}: this service samples from snapshots.")
 
-        def work(model: Any) -> dict[str, Any]:
-            address = self.service.save(body.model_id, "sampler_weights", body.path)
-            answer = {"path": address if body.path is not None else None, "type": "save_weights_for_sampler"}
-            if body.path is None and body.sampling_session_seq_id is not None:
-                answer["sampling_session_id"] = self.service.create_sampler(
-                    model.client, body.sampling_session_seq_id, address
-                )
-            return answer
+        path, number = body.path, body.sampling_session_seq_id
+        if path is None and number is None:
+            raise ConfigError("path and sampling_session_seq_id are missing: expected one of them.")
+
+        def work(_: Any) -> dict[str, Any]:
+            answer: dict[str, Any] = {"path": None, "type": "save_weights_for_sampler"}
+            if path is not None:
+                return answer | {"path": self.service.save(body.model_id, "sampler_weights", path)}
+            return answer | {"sampling_session_id": self.service.snapshot(body.model_id, number or 0)}
 
         return {"request_id": self.service.in_order(body.model_id, body.seq_id, work)}
 
     def load_weights(self, _: Request, body: types.LoadWeightsRequest) -> dict[str, Any]:
         self.service.check_base(body.base_model)
         if body.session_id is not None and body.model_seq_id is not None:
-            metadata = body.user_metadata or {}
-            arguments = body.session_id, body.model_seq_id, body.path, body.optimizer, metadata
+            arguments = body.session_id, body.model_seq_id, body.path, body.optimizer
             return {"request_id": self.service.create_model_from(*arguments)}
         directory = self.service.saved_at(body.path)
 
@@ -299,29 +298,6 @@ class _Api:
     async def delete_checkpoint(self, request: Request) -> Response:
         await anyio.to_thread.run_sync(self.service.delete, _address(request))
         return Response(status_code=204)
-
-    def training_runs(self, request: Request) -> dict[str, Any]:
-        names = sorted({*self.service.models, *(run_of(x) for x in self.service.directory.glob("*") if x.is_dir())})
-        shown, cursor = _page(request, names)
-        return {"training_runs": [self._run(name) for name in shown], "cursor": cursor}
-
-    def training_run(self, request: Request) -> dict[str, Any]:
-        return self._run(request.path_params["run"])
-
-    def _run(self, name: str) -> dict[str, Any]:
-        model, found = self.service.models.get(name), self.service.checkpoints(name)
-        if model is None and not self.service.run_directory(name).is_dir():
-            raise NotFound(f"there is no training run {name[:80]!r}.")
-        moment = time.time() if model is None else model.asked_at
-        last = {
-            kind: next((x for x in reversed(found) if x["checkpoint_type"] == kind), None) for kind in KINDS.values()
-        }
-        return {
-            "training_run_id": name, "base_model": self.service.names[0], "model_owner": "verl", "is_lora": True,
-            "lora_rank": model.session.shape.rank if model else None, "last_checkpoint": last["training"],
-            "last_request_time": datetime.datetime.fromtimestamp(moment, datetime.UTC).isoformat(),
-            "last_sampler_checkpoint": last["sampler"], "user_metadata": dict(model.metadata) if model else None,
-        }  # fmt: skip
 
     def urls(self, request: Request) -> dict[str, Any]:
         directory, values = self.service.saved_at(_address(request)), request.path_params
@@ -388,23 +364,32 @@ class _Api:
     # Results
 
     async def retrieve_future(self, _: Request, body: types.FutureRetrieveRequest) -> Response:
-        result = self.service.jobs.result(body.request_id)
-        if result is None:
-            raise NotFound(
-                f"request_id is {body.request_id[:120]!r}: there is no such request, or its session has ended."
-            )
-        if not await _is_done(result):
+        job = self.service.jobs.job(body.request_id)
+        if job is None:
+            raise NotFound(f"request_id is {body.request_id[:120]!r}: no such request, or its session has ended.")
+        waiting = asyncio.wrap_future(job.future)
+        await asyncio.wait([waiting], timeout=POLL_S)
+        if not waiting.done():
             waits = {"type": "try_again", "request_id": body.request_id, "queue_state": "active"}
             return JSONResponse(waits, status_code=408)
-        result.fetched_at = time.monotonic()
-        if result.error is not None:
-            return JSONResponse({"error": result.error, "category": result.category})
-        if isinstance(result.content, bytes):
-            return Response(result.content, media_type="application/x-protobuf")
-        return JSONResponse(result.content)
+        job.fetched_at = time.monotonic()
+        if waiting.cancelled():
+            return JSONResponse({"error": "the request was cancelled.", "category": "user"})
+        error = waiting.exception()
+        if isinstance(error, VerlError):
+            return JSONResponse({"error": str(error), "category": "user"})
+        if error is not None:
+            _log.error("Request %s failed.", body.request_id, exc_info=error)
+            return JSONResponse({"error": f"{type(error).__name__}: {error}", "category": "server"})
+        result = waiting.result()
+        if isinstance(result, bytes):
+            return Response(result, media_type="application/x-protobuf")
+        return JSONResponse(result)
 
     def cancel_future(self, _: Request, body: types.FutureRetrieveRequest) -> Response:
-        self.service.jobs.cancel(body.request_id)
+        job = self.service.jobs.job(body.request_id)
+        if job is not None and job.work is None:  # other requests of a model wait for its steps
+            job.future.cancel()
         return Response(status_code=204)
 
 
@@ -443,17 +428,6 @@ def _parsed(kind: Any, content: bytes) -> Any:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "the body"
         raise _Refused(422, f"{where}: {first['msg']}.") from error
-
-
-async def _is_done(result: Result) -> bool:
-    """Wait for a result, without a thread for each."""
-    end, pause = time.monotonic() + POLL_S, 0.002
-    while not result.done.is_set():
-        if time.monotonic() > end:
-            return False
-        await asyncio.sleep(pause)
-        pause = min(2 * pause, 0.05)
-    return True
 
 
 def _address(request: Request) -> str:

@@ -1,6 +1,6 @@
 """The work of a training service: requests of a model in order, samples of several requests as one batch, results.
 
-    handlers (any thread) ── add ──> Jobs ──> one thread that computes ──> Result, fetched by its id
+    handlers (any thread) ── add ──> Jobs ──> one thread that computes ──> Job.future, fetched by the job's id
 
 The requests of a model have numbers, and run in their order: one that comes early waits for those before it. Requests
 of several models take turns. Sample requests that are there together and sample alike are one batch.
@@ -9,19 +9,19 @@ of several models take turns. Sample requests that are there together and sample
 from __future__ import annotations
 
 import collections
-import logging
+import itertools
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from verl.errors import ConfigError, VerlError
 
-_log = logging.getLogger(__name__)
-
 KEPT_S = 120.0  # that a result is kept after it was fetched: its answer may have been lost
 MAX_SAMPLES = 512  # of one batch
+GATHER_S = 0.005  # a batch begins when no further sample request comes for so long
 MAX_WAITING = 4096  # sample requests; more are refused for a while
 
 
@@ -29,166 +29,102 @@ class Busy(VerlError, RuntimeError):
     """Too many requests wait."""
 
 
-@dataclass
-class Result:
-    """The result of a request, or its failure.
+@dataclass(eq=False)
+class Job:
+    """A request and its result.
 
     Attributes:
-        content: JSON values, or bytes of a protobuf.
-        error, category: of a failure: what the client did (`user`), or the service (`server`).
+        owner: session that it belongs to.
+        work: computes the result; None for a sample request.
+        kind, request, num_samples: of a sample request; those of one kind may be one batch.
     """
 
-    content: Any = None
-    error: str | None = None
-    category: Literal["user", "server"] = "server"
-    done: threading.Event = field(default_factory=threading.Event)
-    owner: str = ""
+    owner: str
+    work: Callable[[], Any] | None = None
+    kind: Hashable = None
+    request: Any = None
+    num_samples: int = 0
+    future: Future[Any] = field(default_factory=Future)
     fetched_at: float | None = None
 
-    def fail(self, error: BaseException) -> None:
-        is_user = isinstance(error, ConfigError | VerlError)
-        if not is_user:
-            _log.error("A request failed.", exc_info=error)
-        self.error = str(error) if is_user else f"{type(error).__name__}: {error}"
-        self.category = "user" if is_user else "server"
-        self.done.set()
-
 
 @dataclass
-class SampleJob:
-    """A sample request.
-
-    Attributes:
-        kind: requests of one kind may be one batch.
-        count: of samples.
-        request: for the function that computes.
-    """
-
-    kind: Hashable
-    count: int
-    request: Any
-    result: Result
-
-
-@dataclass
-class _Model:
+class _Order:
     next_number: int = 1
-    early: dict[int, tuple[Callable[[], Any], Result]] = field(default_factory=dict)
+    early: dict[int, Job] = field(default_factory=dict)
 
 
 class Jobs:
     """Requests and results of a service.
 
     Args:
-        sample: computes the contents of a batch of sample requests of one kind.
+        sample: results of a batch of sample requests of one kind.
     """
 
     def __init__(self, sample: Callable[[Hashable, Sequence[Any]], Sequence[Any]]):
         self._sample, self._changed = sample, threading.Condition()
-        self._results: dict[str, Result] = {}
-        self._models: dict[str, _Model] = {}
-        self._ready: collections.deque[tuple[Callable[[], Any], Result]] = collections.deque()
-        self._samples: list[SampleJob] = []
+        self._jobs: dict[str, Job] = {}
+        self._orders: dict[str, _Order] = {}
+        self._ready: collections.deque[Job] = collections.deque()
+        self._samples: list[Job] = []
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="training service", daemon=True)
         self._thread.start()
 
-    def add(self, request_id: str, owner: str, work: Callable[[], Any], model: str = "", number: int = 0) -> str:
-        """Queue work; a request that was added before is not added again, since clients repeat what they got no answer
-        to.
+    def add(self, job_id: str, job: Job, model: str = "", number: int = 0) -> str:
+        """Queue a job, and return its id. One that was added before is not added again: clients repeat a request to
+        which they got no answer.
 
         Args:
-            request_id: under which its result is fetched.
-            owner: session that it belongs to.
-            model, number: the model whose requests run in order, and its place from 1; 0 runs it as it comes.
-        """
-        with self._changed:
-            if request_id in self._results:
-                return request_id
-            result = self._results[request_id] = Result(owner=owner)
-            if not number:
-                self._ready.append((work, result))
-            else:
-                state = self._models.setdefault(model, _Model())
-                if number < state.next_number:
-                    result.fail(
-                        ConfigError(f"seq_id is {number}: this model has done {state.next_number - 1} already.")
-                    )
-                state.early[number] = work, result
-                while state.next_number in state.early:
-                    self._ready.append(state.early.pop(state.next_number))
-                    state.next_number += 1
-            self._changed.notify_all()
-        return request_id
-
-    def add_sample(self, request_id: str, owner: str, kind: Hashable, count: int, request: Any) -> str:
-        """Queue a sample request.
-
+            model, number: the model whose requests run in order, and the place among them from 1; 0 for none.
         Raises:
-            Busy: too many wait.
+            Busy: too many sample requests wait.
         """
         with self._changed:
-            if request_id in self._results:
-                return request_id
-            if len(self._samples) >= MAX_WAITING:
+            if job_id in self._jobs:
+                return job_id
+            if job.work is None and len(self._samples) >= MAX_WAITING:
                 raise Busy(f"{MAX_WAITING} sample requests wait: ask again later.")
-            result = self._results[request_id] = Result(owner=owner)
-            self._samples.append(SampleJob(kind, count, request, result))
+            order = self._orders.setdefault(model, _Order()) if number else None
+            if order is not None and number < order.next_number:
+                raise ConfigError(f"seq_id is {number}: this model has done {order.next_number - 1} already.")
+            self._jobs[job_id] = job
+            if job.work is None:
+                self._samples.append(job)
+            elif order is None:
+                self._ready.append(job)
+            else:
+                order.early[number] = job
+                while order.next_number in order.early:
+                    self._ready.append(order.early.pop(order.next_number))
+                    order.next_number += 1
             self._changed.notify_all()
-        return request_id
+        return job_id
 
-    def result(self, request_id: str) -> Result | None:
+    def job(self, job_id: str) -> Job | None:
         with self._changed:
-            return self._results.get(request_id)
-
-    def cancel(self, request_id: str) -> None:
-        """Drop a sample request that has not begun."""
-        with self._changed:
-            result = self._results.get(request_id)
-            waiting = [job for job in self._samples if job.result is result]
-            self._samples = [job for job in self._samples if job.result is not result]
-        for job in waiting:
-            job.result.fail(ConfigError("the request was cancelled."))
+            return self._jobs.get(job_id)
 
     def forget(self, owner: str) -> None:
-        """Drop what a session has queued, and its results."""
+        """Drop the jobs of a session and their results; what waits is cancelled."""
         with self._changed:
-            dropped = {name: x for name, x in self._results.items() if x.owner == owner}
-            for name in dropped:
-                del self._results[name]
-            gone = {id(x) for x in dropped.values()}
-            self._samples = [job for job in self._samples if id(job.result) not in gone]
-            self._ready = collections.deque(x for x in self._ready if id(x[1]) not in gone)
-        for result in dropped.values():
-            if not result.done.is_set():
-                result.fail(ConfigError("the session has ended."))
+            for job_id in [name for name, job in self._jobs.items() if job.owner == owner]:
+                self._jobs.pop(job_id).future.cancel()
+            self._orders = {name: x for name, x in self._orders.items() if not name.startswith(owner)}
 
     def sweep(self) -> None:
         """Drop results that were fetched a while ago."""
         with self._changed:
             before = time.monotonic() - KEPT_S
-            for name in [n for n, x in self._results.items() if x.fetched_at is not None and x.fetched_at < before]:
-                del self._results[name]
+            self._jobs = {n: x for n, x in self._jobs.items() if x.fetched_at is None or x.fetched_at > before}
 
     def run_now(self, work: Callable[[], Any]) -> Any:
-        """Run work between others, in the thread that computes; returns what it returns, raises what it raises."""
-        done: list[Any] = []
-        raised: list[BaseException] = []
-
-        def kept() -> None:
-            try:
-                done.append(work())
-            except Exception as error:  # noqa: BLE001 - raised again below
-                raised.append(error)
-
-        result = Result()
+        """Run work in the thread that computes; returns what it returns, raises what it raises."""
+        job = Job("", work)
         with self._changed:
-            self._ready.append((kept, result))
+            self._ready.append(job)
             self._changed.notify_all()
-        result.done.wait()
-        if raised:
-            raise raised[0]
-        return done[0]
+        return job.future.result()
 
     def close(self) -> None:
         with self._changed:
@@ -197,49 +133,50 @@ class Jobs:
         self._thread.join()
 
     def _run(self) -> None:
-        samples_next = False
-        while True:
+        for turn in itertools.count():
             with self._changed:
                 while not (self._ready or self._samples or self._is_closed):
                     self._changed.wait()
                 if self._is_closed:
                     return
-                takes_samples = bool(self._samples) and (samples_next or not self._ready)
-                batch = self._take_samples() if takes_samples else []
-                job = None if takes_samples else self._ready.popleft()
-            samples_next = not takes_samples
-            if job is None:
+                takes_samples = bool(self._samples) and (turn % 2 == 1 or not self._ready)
+                while takes_samples and self._is_growing():
+                    pass
+                batch = self._take_samples() if takes_samples else [self._ready.popleft()]
+            batch = [job for job in batch if job.future.set_running_or_notify_cancel()]
+            if batch and takes_samples:
                 self._compute_samples(batch)
-                continue
-            work, result = job
-            if result.done.is_set():
-                continue
-            try:
-                result.content = work()
-                result.done.set()
-            except Exception as error:  # noqa: BLE001 - told to the client
-                result.fail(error)
+            for job in () if takes_samples else batch:
+                assert job.work is not None
+                try:
+                    job.future.set_result(job.work())
+                except Exception as error:  # noqa: BLE001 - told to the client
+                    job.future.set_exception(error)
 
-    def _take_samples(self) -> list[SampleJob]:
-        kind, batch, count = self._samples[0].kind, list[SampleJob](), 0
+    def _is_growing(self) -> bool:
+        """Whether sample requests come one after another, as clients send the prompts of a step."""
+        count = len(self._samples)
+        self._changed.wait(GATHER_S)
+        return count < len(self._samples) and not self._is_closed
+
+    def _take_samples(self) -> list[Job]:
+        kind, batch, count = self._samples[0].kind, list[Job](), 0
         for job in self._samples:
-            if job.kind == kind and (not batch or count + job.count <= MAX_SAMPLES):
+            if job.kind == kind and (not batch or count + job.num_samples <= MAX_SAMPLES):
                 batch.append(job)
-                count += job.count
-        taken = {id(job) for job in batch}
-        self._samples = [job for job in self._samples if id(job) not in taken]
+                count += job.num_samples
+        self._samples = [job for job in self._samples if job not in batch]
         return batch
 
-    def _compute_samples(self, batch: list[SampleJob]) -> None:
+    def _compute_samples(self, batch: list[Job]) -> None:
         try:
-            contents = self._sample(batch[0].kind, [job.request for job in batch])
+            results = self._sample(batch[0].kind, [job.request for job in batch])
         except Exception as error:  # noqa: BLE001 - told to the client
-            if len(batch) > 1:  # one of them may be at fault
-                for job in batch:
-                    self._compute_samples([job])
+            if len(batch) == 1:
+                batch[0].future.set_exception(error)
                 return
-            batch[0].result.fail(error)
+            for job in batch:  # one of them may be at fault
+                self._compute_samples([job])
             return
-        for job, content in zip(batch, contents, strict=True):
-            job.result.content = content
-            job.result.done.set()
+        for job, result in zip(batch, results, strict=True):
+            job.future.set_result(result)

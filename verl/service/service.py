@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import shutil
 import threading
 import time
@@ -27,17 +28,19 @@ from verl.errors import ConfigError
 from verl.service import saved
 from verl.service.adapters import AdapterShape, BaseModel
 from verl.service.data import checked_tokens
-from verl.service.jobs import Jobs
+from verl.service.jobs import Job, Jobs
 from verl.service.sampling import PromptRequest, Sample, SamplingOptions, TokenScores, sample, token_scores
 from verl.service.session import TrainingSession
 from verl.service.wire import sample_response
+from verl.tracking.jsonl import plain
+from verl.utils.directories import TemporaryDirectory
 from verl.utils.external_input import checked_name
 from verl.utils.seeding import derive_seed
 
 SESSION_TIMEOUT_S = 600.0  # without a sign of life of a client, which sends one every 10 s
 MAX_MODELS = 64
 RESIDENT_SAMPLERS = 8  # adapters in memory that are sampled from; others are read from disk when they are asked for
-KEPT_SNAPSHOTS = 8  # without a name, for each model
+KEPT_SNAPSHOTS = 8  # of each model
 MOST_SAMPLES = 1024  # of one request
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 SCHEME = "tinker://"
@@ -54,7 +57,6 @@ class Client:
     seen_at: float
     models: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -63,8 +65,7 @@ class Model:
 
     session: TrainingSession
     client: str
-    metadata: Mapping[str, Any]
-    asked_at: float
+    begun_at: float = field(default_factory=time.monotonic)
     snapshots: list[Path] = field(default_factory=list)
 
 
@@ -110,16 +111,19 @@ class TrainingService:
         self.clients: dict[str, Client] = {}
         self.models: dict[str, Model] = {}
         self.samplers: dict[str, Sampler] = {}
+        self.tokenizer_directory = directory / "tokenizer"  # a model's own may be in a file that clients cannot read
+        base.tokenizer.save_pretrained(self.tokenizer_directory)
+        self._scratch = TemporaryDirectory("verl-service-")
         self._resident: dict[Path, str] = {}  # names of frozen adapters; the last one was used last
         self._lock, self._state = threading.RLock(), threading.RLock()
         self.jobs = Jobs(self._sample_batch)
 
     # Clients
 
-    def create_client(self, metadata: Mapping[str, Any]) -> str:
+    def create_client(self) -> str:
         name = uuid.uuid4().hex
         with self._state:
-            self.clients[name] = Client(time.monotonic(), metadata=metadata)
+            self.clients[name] = Client(time.monotonic())
         return name
 
     def client(self, name: str) -> Client:
@@ -165,6 +169,7 @@ class TrainingService:
         for name in [*self.clients]:
             self.end_client(name)
         self.jobs.close()
+        self._scratch.cleanup()
 
     # Models
 
@@ -175,51 +180,46 @@ class TrainingService:
                     f"there is no model {name[:80]!r}: its session has ended, or the service was started again."
                 )
             self.client(model.client)
-            model.asked_at = time.time()
             return model
 
     def check_base(self, name: str | None) -> None:
         if name is not None and name not in self.names:
             raise ConfigError(f"base_model is {name[:200]!r}: this service has {', '.join(self.names)}.")
 
-    def create_model(self, client: str, number: int, shape: AdapterShape, metadata: Mapping[str, Any]) -> str:
+    def create_model(self, client: str, number: int, shape: AdapterShape) -> str:
         """Queue a new adapter; returns the id of its model, which is that of the request too."""
         self.client(client)
         name = self._model_id(client, number)
 
         def work() -> dict[str, Any]:
-            self._add_model(name, client, number, shape, metadata)
+            self._add_model(name, client, number, shape)
             return {"model_id": name, "type": "create_model"}
 
-        return self.jobs.add(name, client, work)
+        return self.jobs.add(name, Job(client, work))
 
-    def create_model_from(
-        self, client: str, number: int, address: str, optimizer: bool, metadata: Mapping[str, Any]
-    ) -> str:
+    def create_model_from(self, client: str, number: int, address: str, optimizer: bool) -> str:
         """Queue a new model with saved weights; returns the id of the request."""
         self.client(client)
         name, directory = self._model_id(client, number), self.saved_at(address)
 
         def work() -> dict[str, Any]:
             shape = saved.read(directory).shape
-            model = self._add_model(name, client, number, shape, metadata)
+            model = self._add_model(name, client, number, shape)
             model.session.load(directory, optimizer)
             return {"path": address, "model_id": name, "type": "load_weights"}
 
-        return self.jobs.add(name, client, work)
+        return self.jobs.add(name, Job(client, work))
 
     def _model_id(self, client: str, number: int) -> str:
         return f"{client}:train:{number}"  # which the SDK makes too
 
-    def _add_model(
-        self, name: str, client: str, number: int, shape: AdapterShape, metadata: Mapping[str, Any]
-    ) -> Model:
+    def _add_model(self, name: str, client: str, number: int, shape: AdapterShape) -> Model:
         with self._state:
             owner = self.client(client)
             if len(self.models) >= MAX_MODELS:
                 raise ConfigError(f"{MAX_MODELS} models are in training: end a session first.")
         session = TrainingSession.on(self.base, shape, derive_seed(self.seed, "model", number), self._lock)
-        model = Model(session, client, metadata, time.time())
+        model = Model(session, client)
         with self._state:
             self.models[name] = model
             owner.models.append(name)
@@ -230,33 +230,67 @@ class TrainingService:
         if not number:
             raise ConfigError("seq_id is missing: requests of a model are numbered from 1.")
         model = self.model(name)
-        return self.jobs.add(f"{name}:{number}", model.client, lambda: work(model), name, number)
+        return self.jobs.add(f"{name}:{number}", Job(model.client, lambda: work(model)), name, number)
+
+    def note(self, name: str, metrics: Mapping[str, float]) -> None:
+        """Append the metrics of a step to `metrics.jsonl` of a model, of which `verl report` and `verl watch` make
+        curves."""
+        model, directory = self.model(name), self.run_directory(name)
+        directory.mkdir(parents=True, exist_ok=True)
+        line = {"step": model.session.updates, "time_s": round(time.monotonic() - model.begun_at, 3)}
+        line |= {f"actor/{key}": x for key, x in metrics.items()}
+        with (directory / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(plain(line)) + "\n")
 
     # Saved weights
 
-    def save(self, name: str, kind: str, path: str | None, *, overwrites: bool = False) -> str:
-        """Save a model, and return its address. Called by a job.
+    def save(self, name: str, kind: str, path: str, *, overwrites: bool = False) -> str:
+        """Save a model under a name, and return its address. Called by a job.
 
         Args:
             kind: a key of `KINDS`.
-            path: name; None for one that no other has.
+            overwrites: one of the same name goes when the new one is whole.
+        """
+        directory = self.run_directory(name) / kind / checked_name(path)
+        former = directory.with_name(f".{path}-{uuid.uuid4().hex}")
+        if overwrites and directory.is_dir():
+            directory.rename(former)
+        try:
+            self._write(self.model(name), directory, has_optimizer=kind == "weights")
+        except BaseException:
+            if former.is_dir():
+                former.rename(directory)
+            raise
+        if former.is_dir():
+            self._forget(directory)
+            shutil.rmtree(former, ignore_errors=True)
+        return f"{SCHEME}{name}/{kind}/{path}"
+
+    def snapshot(self, name: str, number: int) -> str:
+        """Save a model for sampling until its session ends; returns the id of a sampling session. Called by a job.
+
+        Args:
+            number: of the sampling session.
         """
         model = self.model(name)
-        chosen = checked_name(path) if path is not None else f"snapshot_{uuid.uuid4().hex[:12]}"
-        directory = self.run_directory(name) / kind / chosen
-        if overwrites and (directory / saved.RECORD).is_file():
-            self._drop(directory)
-        model.session.save(directory) if kind == "weights" else self._save_for_sampling(model, directory)
-        if path is None:
-            model.snapshots.append(directory)
-            while len(model.snapshots) > KEPT_SNAPSHOTS:
-                self._drop(model.snapshots.pop(0))
-        return f"{SCHEME}{name}/{kind}/{chosen}"
+        directory = Path(self._scratch.name) / uuid.uuid4().hex
+        self._write(model, directory, has_optimizer=False)
+        model.snapshots.append(directory)
+        while len(model.snapshots) > KEPT_SNAPSHOTS:
+            self._drop(model.snapshots.pop(0))
+        return self.create_sampler(model.client, number, None, directory)
 
-    def _save_for_sampling(self, model: Model, directory: Path) -> None:
+    def _write(self, model: Model, directory: Path, has_optimizer: bool) -> None:
         session = model.session
+        if has_optimizer:
+            session.save(directory)
+            return
         state = saved.SavedSession(session.shape, session.weights(), {}, session.updates, 0, self.names[0])
         saved.write(state, directory, self.base, session.name, optimizer=False)
+
+    def runs(self) -> list[Path]:
+        """Directories of models with saved weights."""
+        return sorted(self.directory.glob("*-train-*"))
 
     def run_directory(self, name: str) -> Path:
         """The directory of a model: its id, without what is not in names of files."""
@@ -280,10 +314,10 @@ class TrainingService:
     def checkpoints(self, name: str | None = None) -> list[dict[str, Any]]:
         """The named checkpoints of a model, or of all, oldest first, in the form of the SDK."""
         found = []
-        top = self.directory.glob("*") if name is None else [self.run_directory(name)]
+        top = self.runs() if name is None else [self.run_directory(name)]
         for record in [file for run in top for file in run.glob(f"*/*/{saved.RECORD}")]:
             directory, kind = record.parent, record.parent.parent.name
-            if kind not in KINDS or directory.name.startswith(("snapshot_", ".")):
+            if kind not in KINDS or directory.name.startswith("."):
                 continue
             moment = datetime.datetime.fromtimestamp(record.stat().st_mtime, datetime.UTC)
             found.append(
@@ -303,16 +337,19 @@ class TrainingService:
 
     def _drop(self, directory: Path) -> None:
         """Remove saved weights, in the thread that computes."""
+        self._forget(directory)
+        shutil.rmtree(directory, ignore_errors=True)
+
+    def _forget(self, directory: Path) -> None:
         if (name := self._resident.pop(directory, None)) is not None:
             self.base.remove(name)
-        shutil.rmtree(directory, ignore_errors=True)
 
     # Samples
 
-    def create_sampler(self, client: str, number: int, address: str | None) -> str:
-        """A sampling session; returns its id."""
+    def create_sampler(self, client: str, number: int, address: str | None, directory: Path | None = None) -> str:
+        """A sampling session on a saved adapter, or on the base model; returns its id."""
         owner, name = self.client(client), f"{client}:sample:{number}"
-        directory = None if address is None else self.saved_at(address)
+        directory = directory if address is None else self.saved_at(address)
         with self._state:
             self.samplers[name] = Sampler(client, number, directory, address)
             owner.samplers.append(name)
@@ -342,9 +379,8 @@ class TrainingService:
         checked_tokens(tokens, "prompt", self.base.vocabulary, self.base.longest)
         noise = (seed,) if seed is not None else (self.seed, sampler.number, number)
         request = PendingSample(PromptRequest(tokens, count, noise), **further)
-        return self.jobs.add_sample(
-            f"{sampler_id}:{number}", sampler.client, (sampler.directory, chosen), count, request
-        )
+        job = Job(sampler.client, None, (sampler.directory, chosen), request, count)
+        return self.jobs.add(f"{sampler_id}:{number}", job)
 
     def _sample_batch(self, kind: Hashable, requests: Sequence[PendingSample]) -> list[Any]:
         """Samples of requests of one kind, in the thread that computes."""

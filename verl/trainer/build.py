@@ -61,7 +61,7 @@ from verl.trainer.sampling import RolloutQueue, Sampling, rollout_worker_errors
 from verl.trainer.setup import prepare_saving, rank_writers_of, restore_of, start_cluster
 from verl.trainer.state.driver_state import GeneratorStates, LossStates, RewardStats, Stateful
 from verl.trainer.state.lineage import environment_record
-from verl.trainer.state.run_date import go_on_from, run_date, with_day
+from verl.trainer.state.run_date import RunDate, with_day
 from verl.trainer.state.training_identity import replay_identity
 from verl.trainer.timers import StageTimers
 from verl.trainer.train_loop import LoopTrainer
@@ -226,7 +226,7 @@ class PolicyTrainer(LoopTrainer):
             tools=() if run.environment is None else run.environment.tool_schemas(),
             prompts=None if run.environment is None else run.environment.prompts,
         )
-        self.date = run_date(context, context.chat_template)
+        self.date = RunDate(context, context.chat_template)
         return context
 
     def load_data(self, run: PPODescription, context: BuildContext) -> None:
@@ -274,7 +274,7 @@ class PolicyTrainer(LoopTrainer):
         self.saving = prepare_saving(
             run, context, "actor/loss", uses, is_restart=bool(self.restarts), data=self.settled_data
         )
-        if go_on_from(self.date, self.saving.resumed, self.tokenizer):
+        if self.date.go_on_from(self.saving.resumed, self.tokenizer):
             context = replace(context, day=self.date.day)
             self.context = replace(self.context, day=self.date.day)
             self.load_data(run, context)

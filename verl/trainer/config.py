@@ -77,9 +77,7 @@ class LoopSettings(Description):
         for name in ("project_name", "experiment_name"):
             if (fault := _name_fault(getattr(self, name))) is not None:
                 yield f"{name} is {getattr(self, name)!r}: {fault}, and directories are called after it."
-        if (fault := _device_fault(self.device)) is not None:
-            yield f"device is {self.device!r}: {fault}. Set auto, cpu, cuda or cuda:N."
-        if self.device not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", self.device):
+        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
             yield f"device is {self.device!r}: expected auto, cpu, cuda or one GPU such as cuda:1."
 
     def machine_faults(self) -> Iterator[str]:
@@ -187,16 +185,6 @@ def _name_fault(name: str) -> str | None:
         return f"it is longer than {LONGEST_NAME} bytes"
     if not name.isprintable():
         return "it has characters that cannot be printed"
-    return None
-
-
-def _device_fault(device: str) -> str | None:
-    """Why torch does not accept a device name, independent of the devices of this machine."""
-    try:
-        if device != "auto":
-            torch.device(device)
-    except RuntimeError as error:
-        return str(error).splitlines()[0].rstrip(".") or "no name of a device"
     return None
 
 

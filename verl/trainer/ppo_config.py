@@ -18,7 +18,7 @@ from verl.rollout.data_responses import missing_completions
 from verl.trainer.build import PPODescription
 from verl.trainer.config import unused_settings
 from verl.trainer.plan.workload import role_processes
-from verl.trainer.setup import metric_faults, placement_faults, saving_faults, sharding_faults
+from verl.trainer.setup import metric_faults, placement_faults, preflight_faults, sharding_faults
 
 if TYPE_CHECKING:
     from verl.trainer.ppo import PPOTrainer
@@ -299,10 +299,7 @@ class PPORun(PPODescription):
                 yield from error.faults
 
     def preflight(self, context: BuildContext) -> Iterator[str]:
-        placement, settings = self.trainer.placement, self.trainer
-        if placement is not None:
-            yield from placement.lacks(self.placed_roles, settings.nnodes, settings.n_gpus_per_node, settings.device)
-        yield from saving_faults(self, context, self.replay is not None)
+        yield from preflight_faults(self, context, self.placed_roles, self.replay is not None)
 
     def preflight_fields(self) -> Iterator[str]:
         away = () if self.trainer.placement is None else ("rollout",)  # checked on the machine of the actor

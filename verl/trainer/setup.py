@@ -7,9 +7,10 @@ import functools
 import logging
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
@@ -39,44 +40,42 @@ from verl.workers.base import TrainedRole
 from verl.workers.load_state import RestoreSource
 
 _log = logging.getLogger(__name__)
+STRICT = "VERL_STRICT_DATA_CHECK"
 
 
 class ProcessState:
     """Process-wide settings that a run changes; `restore` resets them when the last run in this process has ended."""
 
     _alive: ClassVar[list[ProcessState]] = []
-    _before: ClassVar[tuple[int, Literal["mkl", "onednn"], bool, bool, str | None]]
+    _undo: ClassVar[ExitStack] = ExitStack()
 
     def __init__(self, settings: LoopSettings):
         if not self._alive:
-            variable = os.environ.get("VERL_STRICT_DATA_CHECK")
-            deterministic = torch.are_deterministic_algorithms_enabled()
-            before = (torch.get_num_threads(), active_library(), deterministic, config.strict_data_check, variable)
-            type(self)._before = before
+            self._undo.callback(torch.set_num_threads, torch.get_num_threads())
+            self._undo.callback(use_library, active_library())
+            self._undo.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+            self._undo.callback(_set_strict_data_check, config.strict_data_check, os.environ.get(STRICT))
         self._alive.append(self)
         if isinstance(settings.num_threads, int):
             torch.set_num_threads(settings.num_threads)
         use_library(chosen_library(settings.cpu_matmul))
         if settings.strict_data_check:
-            config.strict_data_check = True
-            os.environ["VERL_STRICT_DATA_CHECK"] = "1"  # workers read it
+            _set_strict_data_check(True, "1")
         seed_everything(derive_seed(settings.seed, "driver"))
 
     def restore(self) -> None:
         """Restore the settings. Idempotent."""
-        if self not in self._alive:
-            return
-        self._alive.remove(self)
-        if self._alive:
-            return
-        threads, library, deterministic, config.strict_data_check, variable = self._before
-        torch.set_num_threads(threads)
-        use_library(library)
-        torch.use_deterministic_algorithms(deterministic)
-        if variable is None:
-            os.environ.pop("VERL_STRICT_DATA_CHECK", None)
-        else:
-            os.environ["VERL_STRICT_DATA_CHECK"] = variable
+        if self in self._alive:
+            self._alive.remove(self)
+            if not self._alive:
+                self._undo.close()
+
+
+def _set_strict_data_check(value: bool, variable: str | None) -> None:
+    """Set the check of this process, and of workers, which read the variable."""
+    config.strict_data_check = value
+    os.environ.pop(STRICT, None)
+    os.environ |= {} if variable is None else {STRICT: variable}
 
 
 def prepare_context(context: BuildContext, settings: LoopSettings) -> BuildContext:
@@ -157,13 +156,19 @@ def metric_faults(run: Any, evaluated: Sequence[str]) -> Iterator[str]:
         yield f"checkpoint.{name} is {key!r}: {where} {', '.join(evaluated)}.{hint(nearest(key, evaluated))}"
 
 
-def saving_faults(run: Any, context: BuildContext, uses_storage: bool = False) -> Iterator[str]:
-    """Faults of the run directory, the save directory and `resume` that can be found without locking or downloading
-    anything.
+def preflight_faults(
+    run: Any, context: BuildContext, roles: Collection[str], uses_storage: bool = False
+) -> Iterator[str]:
+    """Faults of machines, of the run directory, the save directory and `resume` that can be found without locking or
+    downloading anything.
 
     Args:
+        roles: that `trainer.placement` places.
         uses_storage: `run.storage` holds other data than checkpoints too.
     """
+    placement, settings = run.trainer.placement, run.trainer
+    if placement is not None:
+        yield from placement.lacks(roles, settings.nnodes, settings.n_gpus_per_node, settings.device)
     config = as_plain(run)
     unknown = {"tokenizer", *paths_of_texts(config, WARM_START)}
     unknown |= {f"data.{name}" for name in getattr(run.data, "settled_fields", ())}

@@ -35,10 +35,10 @@ from verl.trainer.guards import Guards, stage
 from verl.trainer.setup import (
     metric_faults,
     placement_faults,
+    preflight_faults,
     prepare_saving,
     rank_writers_of,
     restore_of,
-    saving_faults,
     sharding_faults,
     start_cluster,
 )
@@ -99,12 +99,7 @@ class SFTRun(Description):
         return unused_settings(self, changed)
 
     def preflight(self, context: BuildContext) -> Iterator[str]:
-        placement, settings = self.trainer.placement, self.trainer
-        if placement is not None:
-            yield from placement.lacks(
-                tuple(self.shardings()), settings.nnodes, settings.n_gpus_per_node, settings.device
-            )
-        yield from saving_faults(self, context)
+        yield from preflight_faults(self, context, self.shardings())
 
     def host(self, total_updates: int, restore: RestoreSource | None) -> SFTHost:
         """The roles of this run."""

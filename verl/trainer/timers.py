@@ -16,9 +16,11 @@ from verl.tracking.base import TrackerSet
 from verl.utils.external_input import write_text
 from verl.utils.progress import report
 
+_log = logging.getLogger(__name__)
+
 
 class StageNote:
-    """Text and metrics that a stage reports."""
+    """Text that a stage reports."""
 
     text = ""
 
@@ -48,9 +50,6 @@ class StageTimers:
         """The seconds of each stage since the last call, as metrics."""
         taken, self.seconds = self.seconds, {}
         return {f"timing/{name}_s": seconds for name, seconds in taken.items()}
-
-
-_log = logging.getLogger(__name__)
 
 
 @component
@@ -90,14 +89,10 @@ class Profiler:
         try:
             yield
         except BaseException:
-            self._end()
+            self.close()
             raise
         if settings is not None and step == settings.first_step + settings.num_steps - 1:
-            self._end()
-
-    def close(self) -> None:
-        """Stop profiling, if the run ended before the last step to profile."""
-        self._end()
+            self.close()
 
     def _start(self, settings: Profile) -> None:
         import torch
@@ -107,7 +102,8 @@ class Profiler:
         self._running = profile(activities=activities, record_shapes=settings.shapes, profile_memory=settings.memory)
         self._running.__enter__()
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """Write what was profiled; nothing to do if that was done. A run may end before the last step to profile."""
         running, self._running = self._running, None
         if running is None or self.settings is None:
             return

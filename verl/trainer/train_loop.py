@@ -13,7 +13,6 @@ fit ──> WorkerDied (WorkerHung included) ──> the last checkpoint ──>
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import re
@@ -524,9 +523,11 @@ class TrainLoop:
         self.is_over = True
         trainer, result = self.trainer, self.result
         result.wall_s += time.perf_counter() - self._started
+        saved = result.checkpoints
+        last = {"last_checkpoint": str(Path(trainer.saving.directory) / saved[-1])} if saved else {}
         with ExitStack() as ending:
             ending.callback(lambda: trainer.tracker.close(result.status))
-            ending.callback(lambda: trainer.tracker.result(result.as_plain() | self._last_checkpoint()))
+            ending.callback(lambda: trainer.tracker.result(result.as_plain() | last))
             ending.callback(lambda: trainer.saving.close(result.status, result.steps))
             ending.callback(self._write_result)
             ending.callback(self._save_final)
@@ -592,10 +593,6 @@ class TrainLoop:
                 result.saves.append({"step": outcome.step, **cost})
                 _log.info("checkpoint %s is published, %.2f s after it began", outcome.name, outcome.total_s)
 
-    def _last_checkpoint(self) -> dict[str, str]:
-        saved = self.result.checkpoints
-        return {"last_checkpoint": str(Path(self.trainer.saving.directory) / saved[-1])} if saved else {}
-
     def _write_result(self) -> None:
         file = self.result.run_dir / "summary.json"
         try:
@@ -635,14 +632,11 @@ def _whole_or_nothing(run_dir: Path) -> Iterator[None]:
         ):
             try:
                 yield
-            except OSError:
-                raise
-            except Exception as error:
-                # safetensors and torch raise their own errors for those of the file system
-                if isinstance(error, VerlError) or "os error" not in str(error).lower():
-                    raise
+            except Exception as error:  # safetensors and torch raise their own for those of the file system
                 number = re.search(r"os error (\d+)", str(error), re.IGNORECASE)
-                raise OSError(int(number[1]) if number else errno.EIO, str(error)) from error
+                if isinstance(error, (OSError, VerlError)) or number is None:
+                    raise
+                raise OSError(int(number[1]), str(error)) from error
     except BaseException:
         for path in run_dir.iterdir() if run_dir.is_dir() else ():
             if path.name in ("actor", "critic", "reward_model") and path.name not in there:

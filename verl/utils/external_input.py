@@ -310,13 +310,13 @@ def refuse_irregular(directory: str | Path) -> None:
             raise OSError(errno.EINVAL, "it is not a regular file", entry.path)
 
 
-def whole_number(value: object, most: int = LARGEST_FILE) -> int:
-    """Check and return an integer in [0, most].
+def whole_number(value: object) -> int:
+    """Check and return an integer in [0, LARGEST_FILE].
 
     Raises:
         ExternalInputError: it is not one.
     """
-    if type(value) is not int or not 0 <= value <= most:
+    if type(value) is not int or not 0 <= value <= LARGEST_FILE:
         raise ExternalInputError(f"{_shown(value)} is not a size")
     return value
 

@@ -14,7 +14,7 @@ from storage.s3_server import BUCKET, Fault, Proxy, after
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.remote.commit_log import CommitLog
-from verl.checkpoint.remote.transfer import CheckpointTier, CheckpointUpload
+from verl.checkpoint.remote.transfer import CheckpointTier, upload
 from verl.checkpoint.resolve import resolve
 from verl.storage.config import S3Storage
 
@@ -31,7 +31,7 @@ def tier(proxy: Proxy, tmp_path: Path) -> CheckpointTier:
 
 def push(tier: CheckpointTier, checkpoint: Checkpoint) -> None:
     with tier.storage.connect() as objects:
-        CheckpointUpload(objects, CommitLog(objects)).push(checkpoint)
+        upload(CommitLog(objects), checkpoint)
 
 
 def assert_fetched_whole(tier: CheckpointTier, directory: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,10 @@ from storage.s3_server import BUCKET
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.read.discovery import CheckpointDirectory
+from verl.checkpoint.remote import transfer
 from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.remote_store import RemoteStore, object_key
-from verl.checkpoint.remote.transfer import CheckpointUpload, pull
+from verl.checkpoint.remote.transfer import pull, upload
 from verl.errors import (
     CheckpointCorrupt,
     CheckpointFenced,
@@ -52,7 +52,7 @@ def save(directory: Path, step: int, weight: bytes = b"", tag: str | None = None
 
 
 def push(objects: ObjectStore, checkpoint: Checkpoint, claim: str = ""):
-    return CheckpointUpload(objects, CommitLog(objects, claim)).push(checkpoint)
+    return upload(CommitLog(objects, claim), checkpoint)
 
 
 def test_what_was_pushed_is_pulled_bit_by_bit(any_objects: ObjectStore, tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_a_damaged_object_is_named_and_not_published(objects: ObjectStore, tmp_p
 
 
 def test_a_manifest_that_is_not_the_one_of_the_log_is_refused(objects: ObjectStore, tmp_path: Path) -> None:
-    record = push(objects, save(tmp_path / "here", 5)).record
+    record = push(objects, save(tmp_path / "here", 5))[0]
     key = f"manifests/{record.manifest}.json"
     objects.put(key, bytes(objects.get(key)).replace(b'"step": 5', b'"step": 6'))
     with refusal("manifest.json", kind=CheckpointCorrupt):
@@ -130,11 +130,11 @@ def test_a_reader_fetches_what_is_asked_for_alone(objects: ObjectStore, tmp_path
 def test_the_later_of_two_trainers_fences_the_earlier_one_out(any_objects: ObjectStore, tmp_path: Path) -> None:
     one, two = CommitLog(any_objects, "one"), CommitLog(any_objects, "two")
     one.take_claim()
-    CheckpointUpload(any_objects, one).push(save(tmp_path / "one", 1))
+    upload(one, save(tmp_path / "one", 1))
     two.take_claim()
     with pytest.raises(CheckpointFenced, match="taken over"):
-        CheckpointUpload(any_objects, one).push(save(tmp_path / "one", 2))
-    CheckpointUpload(any_objects, two).push(save(tmp_path / "two", 3))
+        upload(one, save(tmp_path / "one", 2))
+    upload(two, save(tmp_path / "two", 3))
     with pytest.raises(CheckpointFenced):
         CommitLog(any_objects, "one").take_claim()
     again = CommitLog(any_objects, "two")
@@ -142,20 +142,18 @@ def test_the_later_of_two_trainers_fences_the_earlier_one_out(any_objects: Objec
     assert [record.step for record in RemoteStore(any_objects).records()] == [1, 3]
 
 
-def test_a_claim_between_the_last_look_and_the_commit_wins(objects: ObjectStore, tmp_path: Path) -> None:
+def test_a_claim_between_the_last_look_and_the_commit_wins(objects: ObjectStore, tmp_path: Path, monkeypatch) -> None:
     one = CommitLog(objects, "one")
     one.take_claim()
-    pusher, checkpoint = CheckpointUpload(objects, one), save(tmp_path / "one", 1)
-    put_objects = pusher.put_objects
+    put_objects = transfer.put_objects
 
-    def then_another_claims(what: Checkpoint):
-        sent = put_objects(what)
+    def then_another_claims(*given):
         CommitLog(objects, "two").take_claim()
-        return sent
+        return put_objects(*given)
 
-    pusher.put_objects = then_another_claims  # type: ignore[method-assign]
+    monkeypatch.setattr(transfer, "put_objects", then_another_claims)
     with pytest.raises(CheckpointFenced):
-        pusher.push(checkpoint)
+        upload(one, save(tmp_path / "one", 1))
     assert RemoteStore(objects).records() == []
 
 
@@ -163,7 +161,7 @@ def test_somebody_who_pushes_by_hand_disturbs_no_trainer(objects: ObjectStore, t
     trainer = CommitLog(objects, "trainer")
     trainer.take_claim()
     push(objects, save(tmp_path / "hand", 1))
-    CheckpointUpload(objects, trainer).push(save(tmp_path / "trainer", 2))
+    upload(trainer, save(tmp_path / "trainer", 2))
     assert len(RemoteStore(objects).records()) == 2
 
 
@@ -184,15 +182,3 @@ def test_a_store_that_replaces_what_it_should_not_is_found_out(objects: ObjectSt
     with pytest.raises(ConfigError, match="conditional_put=false"):
         log.take_claim()
     assert [record.claim for record in CommitLog(objects).records()] == ["one"], "the log is as it was"
-
-
-def test_a_pull_that_was_cut_off_leaves_nothing(objects: ObjectStore, tmp_path: Path) -> None:
-    push(objects, save(tmp_path / "here", 1))
-    tier, there = RemoteStore(objects), CheckpointStore(tmp_path / "there")
-    with there.begin(1) as transaction:
-        (transaction.directory / "actor").mkdir()
-        (transaction.directory / "actor/weights.bin").write_bytes(b"half")
-        assert CheckpointDirectory(tmp_path / "there").candidates() == []
-        shutil.copytree(transaction.directory, tmp_path / "there/staging/1-killed")
-    assert pull(tier, tier.find(), there).step == 1
-    assert list((tmp_path / "there/staging").iterdir()) == []

@@ -142,7 +142,7 @@ def test_an_uploader_that_is_killed_is_started_again_and_goes_on_where_it_was(
     uploading = uploader(tier, tmp_path / "here")
     save(tmp_path / "here", 1)
     wait_until(lambda: proxy.count("PUT", "objects/") >= 3, 60)
-    os.kill(uploading.process_id, signal.SIGKILL)
+    os.kill(uploading.child.pid, signal.SIGKILL)
     proxy.over.set()
     proxy.misbehave = lambda request: None
     put_before = [request.path for request in proxy.seen if request.method == "PUT" and "objects/" in request.path]
@@ -188,7 +188,7 @@ def test_an_uploader_that_is_stopped_is_named_and_started_again(
     save(tmp_path / "here", 1)
     uploading = uploader(near, tmp_path / "here", timeout_s=2.0)
     until(uploading, "uploaded")
-    stopped = uploading.process_id
+    stopped = uploading.child.pid
     os.kill(stopped, signal.SIGSTOP)
     save(tmp_path / "here", 2)
     if when == "idle":

@@ -19,9 +19,9 @@ from verl.checkpoint.save.save_executor import execute_save
 from verl.checkpoint.save.save_request import (
     MultiWriterSave,
     SaveRequest,
-    abandon_missing,
     open_report_directory,
     sees_nonce,
+    submit_failure,
 )
 from verl.checkpoint.save.snapshot import PartialTensor, SavedComponent
 from verl.errors import CheckpointIncomplete
@@ -99,7 +99,7 @@ def test_a_participant_that_is_late_lost_or_wrong_ends_the_save_and_nothing_else
     joint = two.begin(1)
     two.write(joint, 0)
     if happens == "lost":
-        abandon_missing(FileSystem(), joint.directory, joint.others, "the worker died")
+        submit_failure(FileSystem(), joint.directory, "rank_1", "the worker died")
     elif happens == "wrong half":
         two.write(joint, 1, offset=-1)
     with pytest.raises(CheckpointIncomplete, match=message):
@@ -153,7 +153,7 @@ def test_a_report_is_kept_and_a_failure_after_it_changes_nothing(tmp_path):
     two = Two(tmp_path / "c")
     joint = two.begin(1)
     two.write(joint, 0)
-    abandon_missing(FileSystem(), joint.directory, ["rank_0"], "too late")
+    submit_failure(FileSystem(), joint.directory, "rank_0", "too late")
     two.write(joint, 1)
     two.main.drain()
     assert two.store.newest().step == 1

@@ -9,7 +9,7 @@ import torch
 from refusals import refusal, refused
 from transformers import AutoTokenizer
 
-from verl import DataPipeline, DeviceMesh, HybridActor, RLTrainer, measure_switch_overhead
+from verl import DeviceMesh
 from verl.checkpoint.config import Checkpointing
 from verl.checkpoint.remote.transfer import tier_of
 from verl.compose.compose import compose_root
@@ -34,64 +34,7 @@ def r(prompts, responses):
     return [len(set(text)) / 9 for text in responses]
 
 
-# DataPipeline and RLTrainer
-
-
-@pytest.mark.exhaustive
-def test_a_pipeline_takes_its_data_when_it_is_run_and_lengths_and_epochs_by_their_usual_names(dir32):
-    m = c = dir32
-    rows = ROWS[:5]  # which two mini-batches do not divide
-    pipeline = DataPipeline(
-        actors=[m],
-        reward_models=[r],
-        critics=[c],
-        rollout_config={"max_length": 512},
-        train_config={"num_epochs": 2},
-        overrides=[*QUIET, "trainer.eval_samples=0"],
-    )
-    result = RLTrainer(pipeline=pipeline, data=rows).run()
-    assert (result.status, result.steps) == ("finished", 3)  # two epochs of five rows, four prompts a step
-    assert result.data == {"train_rows": 5, "train_duplicates": 0}
-    assert "critic/loss" in result.last_metrics
-    within = DataPipeline(
-        actors=[m], reward_models=[r], critics=[c], data=rows, rollout_config={"max_length": 512},
-        train_config={"num_epochs": 2}, overrides=[*QUIET, "trainer.eval_samples=0"],
-    )  # fmt: skip
-    assert RLTrainer(pipeline=within).run().last_metrics["actor/loss"] == result.last_metrics["actor/loss"]
-
-
-@pytest.mark.exhaustive
-def test_a_pipeline_without_data_trains_on_the_built_in_sums_and_says_so(dir32, capsys, tmp_path):
-    sums = ["data.digits=1", "data.held_out=4"]
-    parts = {"actors": [dir32], "reward_models": [r], "rollout_config": {"max_new_tokens": 4, "n": 2}}
-    parts["train_config"] = {"prompts_per_step": 3, "total_steps": 1}
-    quiet = [*QUIET, "trainer.eval_samples=0"]
-    pipeline = DataPipeline(**parts, data_config={"max_prompt_length": 12}, overrides=[*quiet, *sums])
-    result = RLTrainer(pipeline).run()
-    assert (result.status, result.data["eval_rows"]) == ("finished", 4)
-    assert "No prompts are given: the run trains on the built-in sums" in capsys.readouterr().out
-    file = tmp_path / "train.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    pipeline = DataPipeline(**parts, overrides=[*quiet, "data.max_prompt_length=12", f"data.train_files=[{file}]"])
-    assert RLTrainer(pipeline).run().data["train_rows"] == len(ROWS)
-    assert "No prompts are given" not in capsys.readouterr().out
-
-
-def piped(**parts):
-    """What runs a pipeline with these parts."""
-    given = {"reward_models": [r], "overrides": QUIET} | parts
-    return lambda dir32: RLTrainer(DataPipeline(**{"actors": [dir32]} | given)).run()
-
-
-NO_KL = [*QUIET, "rollout.max_new_tokens=4", "data.max_prompt_length=12", "algorithm.kl.coef=0"]
-test_faults_in_the_parts_of_a_pipeline_are_those_of_a_trainer = refused(
-    ("train_dataset", "int", piped(data=3)),
-    ("train_dataset.train_files[0]", "no.jsonl", piped(data="no.jsonl")),
-    ("eval_dataset", "train_dataset", piped(eval_data=[{"prompt": "1"}])),
-    ("ref_model", "ref_model", piped(data=ROWS, references=["m"], overrides=NO_KL)),
-    ("model", "int", piped(data=ROWS, actors=[3])),
-    ("critic_model", "int", piped(data=ROWS, critics=[3])),
-)
+# Lengths
 
 
 @pytest.mark.parametrize(
@@ -125,24 +68,6 @@ test_a_length_that_cannot_be_divided_is_refused = refused(
 # Devices
 
 
-def test_sub_meshes_may_name_devices_of_their_own():
-    mesh = DeviceMesh(
-        devices=["cuda:0", "cuda:1", "cuda:2", "cuda:3"],
-        sub_meshes={"rm": ["cuda:4", "cuda:5"], "critic": ["cuda:6", "cuda:7"]},
-    )
-    assert mesh.groups(("actor", "critic", "reference", "rm")) == [
-        (("cuda:0", "cuda:1", "cuda:2", "cuda:3"), ("actor", "reference")),
-        (("cuda:6", "cuda:7"), ("critic",)),
-        (("cuda:4", "cuda:5"), ("rm",)),
-    ]
-    assert mesh.sizes(("actor", "rm"), 1) == {"actor": 4, "rm": 2}
-    there = torch.cuda.device_count()
-    faults = list(mesh.machine_faults())
-    for path, names in (("devices", mesh.devices), *((f"sub_meshes.{k}", v) for k, v in mesh.sub_meshes.items())):
-        if missing := [name for name in names if int(name.split(":")[1]) >= there]:
-            assert f"{path} has {', '.join(missing)}: this machine has {there} GPUs, numbered from 0." in faults
-
-
 @pytest.mark.exhaustive
 @pytest.mark.skipif(num_cores() < 2, reason="two cores")
 def test_a_role_on_a_device_that_its_sub_mesh_alone_names_trains(dir32, capsys):
@@ -151,36 +76,6 @@ def test_a_role_on_a_device_that_its_sub_mesh_alone_names_trains(dir32, capsys):
     overrides += ["data.max_prompt_length=12", "checkpoint=off", "algorithm.mini_batches=1"]
     with LocalPPOTrainer(None, ROWS, r, overrides=overrides, device_mesh=mesh) as made:
         assert made.fit().status == "finished"
-
-
-# HybridActor
-
-
-def test_views_are_laid_out_anew_on_an_argument_of_its_own(model32, dir32):
-    def scattered():
-        model = model32.load_causal_lm("cpu")
-        weight = model.model.embed_tokens.weight
-        wide = torch.empty(weight.shape[0], 2 * weight.shape[1])
-        wide[:, ::2] = weight.detach()
-        model.model.embed_tokens.weight = torch.nn.Parameter(wide[:, ::2])
-        return model
-
-    with refusal("model", value="contiguous"):
-        HybridActor(model=scattered())
-    actor = HybridActor(model=scattered(), contiguous=True)
-    assert all(parameter.is_contiguous() for parameter in actor.parameters())
-    loaded = HybridActor.from_pretrained(dir32, contiguous=True, auto_cache_clear=True)
-    assert (loaded.contiguous, loaded.auto_cache_clear) == (True, True)
-    assert HybridActor(scattered(), hybrid_config={"tp_size": 1}, contiguous=True).contiguous
-
-
-@pytest.mark.parametrize(("mode", "canonical"), [("train", "generate_to_train"), ("eval", "train_to_generate")])
-def test_a_switch_is_named_by_the_state_that_it_ends_in(mode, canonical, dir32):
-    actor = HybridActor.from_pretrained(dir32)
-    found = measure_switch_overhead(actor, mode=mode, repeats=2)
-    assert found["latency_ms"] >= 0
-    assert found["mem_increase_mb"] >= 0
-    assert found["mode"] == canonical
 
 
 # Object storage

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from random_models import save_random_classifier
@@ -43,7 +45,7 @@ def declared(model, **changes) -> DataPipeline:
 
 @pytest.mark.exhaustive
 def test_it_comes_to_what_the_trainer_comes_to_and_can_be_run_again(dir32):
-    trainer = RLTrainer(pipeline=declared(dir32))
+    trainer = RLTrainer(pipeline=declared(dir32, data=None), data=ROWS)
     results = [trainer.run() for _ in range(2)]
     arguments = {"model": dir32, "reward_model": digits, "train_dataset": ROWS, "overrides": ["tracker=none"]}
     with Trainer(**arguments, rollout_config=ROLLOUT, train_config=TRAINING) as stepped:
@@ -51,6 +53,24 @@ def test_it_comes_to_what_the_trainer_comes_to_and_can_be_run_again(dir32):
     for result in results:
         assert (result.status, result.steps) == ("finished", 2)
         assert result.last_metrics["actor/loss"] == losses[-1]
+    by_epochs = {name: x for name, x in TRAINING.items() if name not in ("prompts_per_step", "total_steps")}
+    lengths = {"rollout_config": {"max_length": 512}, "train_config": {**by_epochs, "num_epochs": 2}}
+    result = RLTrainer(declared(dir32, critics=[dir32], data=ROWS[:5], **lengths)).run()
+    assert (result.status, result.steps) == ("finished", 3)  # of five rows, which two mini-batches do not divide
+    assert result.data == {"train_rows": 5, "train_duplicates": 0}
+
+
+@pytest.mark.exhaustive
+def test_a_pipeline_without_data_trains_on_the_built_in_sums_and_says_so(dir32, capsys, tmp_path):
+    quiet = ["tracker=none", "data.max_prompt_length=12"]
+    result = RLTrainer(declared(dir32, data=None, overrides=[*quiet, "data.digits=1", "data.held_out=4"])).run()
+    assert (result.status, result.data["eval_rows"]) == ("finished", 4)
+    assert "No prompts are given: the run trains on the built-in sums" in capsys.readouterr().out
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    result = RLTrainer(declared(dir32, data=None, overrides=[*quiet, f"data.train_files=[{file}]"])).run()
+    assert result.data["train_rows"] == len(ROWS)
+    assert "No prompts are given" not in capsys.readouterr().out
 
 
 def test_a_critic_makes_it_ppo_unless_something_else_is_named(dir32):
@@ -81,8 +101,13 @@ def of(**parts):
     return lambda dir32: declared(dir32, **parts)
 
 
+def ran(**parts):
+    """What runs it."""
+    return lambda dir32: RLTrainer(declared(dir32, **parts)).run()
+
+
 NAN = [{"reward": digits, "weight": float("nan")}]
-MISSPELT = {"rollout_config": {"max_tokens": 5}}
+NO_KL = ["tracker=none", "algorithm.kl.coef=0"]
 test_what_a_run_cannot_have_is_refused_in_words = refused(
     ("actors", ["a", "b"], of(actors=["a", "b"])),
     ("critics", ["a", "b"], of(critics=["a", "b"])),
@@ -92,8 +117,14 @@ test_what_a_run_cannot_have_is_refused_in_words = refused(
     ("reward_models", "<function digits", of(reward_models=digits)),
     ("reward_models[1]", 3, of(reward_models=[digits, 3])),
     ("reward_models[0].wieght", "weight", of(reward_models=[{"reward": digits, "wieght": 1}])),
-    ("reward_models.weights.digits", "nan", lambda dir32: RLTrainer(declared(dir32, reward_models=NAN)).run()),
-    ("rollout.max_tokens", "rollout.max_new_tokens?", lambda dir32: RLTrainer(declared(dir32, **MISSPELT)).run()),
+    ("reward_models.weights.digits", "nan", ran(reward_models=NAN)),
+    ("rollout.max_tokens", "rollout.max_new_tokens?", ran(rollout_config={"max_tokens": 5})),
+    ("train_dataset", "int", ran(data=3)),
+    ("train_dataset.train_files[0]", "no.jsonl", ran(data="no.jsonl")),
+    ("eval_dataset", "train_dataset", ran(data=None, eval_data=[{"prompt": "1"}])),
+    ("ref_model", "ref_model", ran(references=["m"], overrides=NO_KL)),
+    ("model", "int", ran(actors=[3])),
+    ("critic_model", "int", ran(critics=[3])),
 )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import logging
 import shutil
@@ -27,7 +26,6 @@ from verl.rewards.normalization import RewardNormalization
 from verl.rewards.reward_model import RewardModel
 from verl.rewards.rules import ExactMatch
 from verl.trainer.api.trainer import Trainer
-from verl.trainer.ppo import PPOTrainer
 from verl.trainer.state import driver_state
 
 ROWS = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(4) for b in range(3)]
@@ -366,35 +364,6 @@ def test_the_statistics_of_a_reward_are_saved_loaded_and_reset(dir32, tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_a_part_of_a_trainer_is_saved_and_loaded_by_being_one_of_its_parts(dir32, tmp_path, monkeypatch):
-    class Curriculum:
-        level = 1
-
-        def state_dict(self):
-            return {"level": self.level}
-
-        def load_state_dict(self, state):
-            self.level = state.get("level", 1)
-
-    own, parts = Curriculum(), PPOTrainer.parts.fget
-    monkeypatch.setattr(PPOTrainer, "parts", property(lambda self: {**parts(self), "curriculum": own}))
-    with trainer(dir32) as made:
-        made.step()
-        old = made.save_checkpoint("aside")  # at level 1
-        own.level = 5
-        saved = made.save_checkpoint("aside", tag="later")
-        made.load_checkpoint(old)
-        assert own.level == 1
-        made.load_checkpoint(saved, load_components=["actor", "dataloader", "rng"])
-        assert own.level == 1  # it belongs to `scheduler`
-        made.load_checkpoint(saved)
-        assert own.level == 5
-    own.level = 1
-    with trainer(dir32, overrides=[*QUIET, f"resume={saved}"]):
-        assert own.level == 5
-
-
-@pytest.mark.exhaustive
 def test_the_statistics_of_another_reward_are_not_taken_over(dir32, tmp_path, monkeypatch):
     told = []
     monkeypatch.setattr(
@@ -531,11 +500,3 @@ def test_a_short_file_lies_below_the_arguments_and_overrides_above(dir32):
         run = made.run
         assert (run.trainer.seed, run.trainer.prompts_per_step, run.rollout.temperature) == (5, 2, 0.5)
         assert (run.trainer.total_steps, run.trainer.eval_before) == (9, False)
-
-
-def test_the_description_of_a_run_names_what_was_passed(model32, tokenizer):
-    with trainer(model32.load_causal_lm("cpu"), tokenizer=tokenizer, reward_model=digits) as made:
-        config = (made.run_dir / "config.yaml").read_text()
-    assert "kind: Qwen2ForCausalLM" in config
-    assert "name: digits" in config
-    assert dataclasses.asdict(made.run.data)["num_rows"] == len(ROWS)

@@ -56,73 +56,56 @@ SMALL_BYTES, AT_ONCE = 2**20, 4
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class UploadResult:
-    """Result of a push.
+def upload(log: CommitLog, checkpoint: Checkpoint, disk: FileSystem | None = None) -> tuple[LogRecord, int]:
+    """Put a checkpoint into a tier; what the store has already is not sent again. May be killed, and done again.
 
-    Attributes:
-        record: of the log.
-        sent_bytes, num_sent: of objects that the store did not have.
-    """
-
-    record: LogRecord
-    sent_bytes: int = 0
-    num_sent: int = 0
-
-
-@dataclass
-class CheckpointUpload:
-    """Puts checkpoints into one tier.
+    Every byte is hashed on its way: what differs from what was written is never uploaded.
 
     Args:
-        log: of the tier, with the claim of this trainer, or with none to push beside it.
+        log: of the tier, with the claim of this trainer, or with none to upload beside it.
+    Returns:
+        Its record in the log, and the number of bytes that were sent.
+    Raises:
+        CheckpointCorrupt: a file is not what was written.
+        CheckpointIncomplete: a file is gone.
+        CheckpointFenced: another trainer has claimed the tier.
+        StorageError: the store does not answer, or refuses.
+    """
+    disk = disk or FileSystem()
+    data = disk.read(checkpoint.path(MANIFEST), 2**31)
+    digest = digest_of(data)
+    for record in log.records():
+        if record.manifest == digest:
+            return record, 0
+    sent_bytes = put_objects(log.store, checkpoint, disk)
+    log.store.put(f"{MANIFESTS}{digest}.json", data)
+    record = log.append(
+        name=checkpoint.name, manifest=digest, manifest_bytes=len(data), sequence=checkpoint.sequence,
+        step=checkpoint.step,
+    )  # fmt: skip
+    return record, sent_bytes
+
+
+def put_objects(store: ObjectStore, checkpoint: Checkpoint, disk: FileSystem) -> int:
+    """Upload small files concurrently, since each costs a round trip, and large ones one by one in parts.
+
+    Returns:
+        The number of bytes that were sent.
     """
 
-    store: ObjectStore
-    log: CommitLog
-    disk: FileSystem = field(default_factory=FileSystem)
-
-    def push(self, checkpoint: Checkpoint) -> UploadResult:
-        """Put a checkpoint, of which what the store has already is not sent again. May be killed, and done again.
-
-        Every byte is hashed on its way: what differs from what was written is never uploaded.
-
-        Raises:
-            CheckpointCorrupt: a file is not what was written.
-            CheckpointIncomplete: a file is gone.
-            CheckpointFenced: another trainer has claimed the tier.
-            StorageError: the store does not answer, or refuses.
-        """
-        data = self.disk.read(checkpoint.path(MANIFEST), 2**31)
-        digest = digest_of(data)
-        for record in self.log.records():
-            if record.manifest == digest:
-                return UploadResult(record)
-        sent = self.put_objects(checkpoint)
-        self.store.put(f"{MANIFESTS}{digest}.json", data)
-        record = self.log.append(
-            name=checkpoint.name, manifest=digest, manifest_bytes=len(data), sequence=checkpoint.sequence,
-            step=checkpoint.step,
-        )  # fmt: skip
-        return UploadResult(record, sent_bytes=sum(entry.size for entry in sent), num_sent=len(sent))
-
-    def put_objects(self, checkpoint: Checkpoint) -> list[FileEntry]:
-        """Upload small files concurrently, since each costs a round trip, and large ones one by one in parts."""
-        entries = {object_key(entry): entry for entry in checkpoint.manifest.files if entry.size}
-        unsent = sorted(entries.values(), key=lambda entry: entry.size)
-        num_small = sum(entry.size <= SMALL_BYTES for entry in unsent)
-        with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="push") as threads:  # an error cancels those to come
-            sent = [*threads.map(lambda entry: self._put(checkpoint, entry), unsent[:num_small])]
-        sent += [self._put(checkpoint, entry) for entry in unsent[num_small:]]
-        return [entry for entry in sent if entry is not None]
-
-    def _put(self, checkpoint: Checkpoint, entry: FileEntry) -> FileEntry | None:
-        """Put a file unless it is there."""
+    def put(entry: FileEntry) -> int:
         key = object_key(entry)
-        if self.store.find(key) == entry.size:
-            return None
-        self.store.put_pieces(key, lambda: checked_file(self.disk, checkpoint, entry), entry.size)
-        return entry
+        if store.find(key) == entry.size:
+            return 0
+        store.put_pieces(key, lambda: checked_file(disk, checkpoint, entry), entry.size)
+        return entry.size
+
+    entries = {object_key(entry): entry for entry in checkpoint.manifest.files if entry.size}
+    unsent = sorted(entries.values(), key=lambda entry: entry.size)
+    num_small = sum(entry.size <= SMALL_BYTES for entry in unsent)
+    with ThreadPoolExecutor(AT_ONCE, thread_name_prefix="upload") as threads:  # an error cancels those to come
+        sent_bytes = sum(threads.map(put, unsent[:num_small]))
+    return sent_bytes + sum(map(put, unsent[num_small:]))
 
 
 def pull(tier: RemoteStore, record: LogRecord, store: CheckpointStore, anew: bool = False) -> Checkpoint:

@@ -29,7 +29,7 @@ from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.remote.commit_log import CommitLog
-from verl.checkpoint.remote.transfer import CheckpointUpload
+from verl.checkpoint.remote.transfer import upload
 from verl.errors import BadCheckpoint, CheckpointError, CheckpointFenced, StorageError, StorageRefused, VerlError
 from verl.storage.config import Storage
 from verl.storage.store import ObjectStore
@@ -94,7 +94,6 @@ class UploadWorker:
         self._cold, self._tell = setting.cold, tell
         self._directory = CheckpointDirectory(Path(setting.directory))
         self._log = CommitLog(store, setting.claim)
-        self._pusher = CheckpointUpload(store, self._log, self._directory.disk)
         self._has_claim = False
         self._bad: set[tuple[str, int]] = set()  # with their numbers: a name may be used again
 
@@ -155,8 +154,8 @@ class UploadWorker:
     def _upload(self, checkpoint: Checkpoint, others: int) -> None:
         began = time.monotonic()
         try:
-            pushed = self._pusher.push(checkpoint)
-            confirm_upload(self._directory.disk, checkpoint, pushed.record.manifest, self._cold.address)
+            record, sent_bytes = upload(self._log, checkpoint, self._directory.disk)
+            confirm_upload(self._directory.disk, checkpoint, record.manifest, self._cold.address)
         except (BadCheckpoint, FileNotFoundError) as error:  # damaged on the local disk, or dropped meanwhile
             if isinstance(error, StorageError):
                 raise
@@ -165,12 +164,10 @@ class UploadWorker:
                 self._tell(UploadEvent(kind="failed", name=checkpoint.name, error=redact(str(error)), waiting=others))
             return
         with contextlib.suppress(OSError):  # the lineage that this directory knows is for people: a failure is ignored
-            self._pusher.store.put(LINEAGE, FileSystem().read(self._directory.directory / LINEAGE, 2**26))
+            self._log.store.put(LINEAGE, FileSystem().read(self._directory.directory / LINEAGE, 2**26))
         took_s = time.monotonic() - began
         self._tell(
-            UploadEvent(
-                kind="uploaded", name=checkpoint.name, waiting=others, sent_bytes=pushed.sent_bytes, took_s=took_s
-            )
+            UploadEvent(kind="uploaded", name=checkpoint.name, waiting=others, sent_bytes=sent_bytes, took_s=took_s)
         )
 
 
@@ -259,11 +256,6 @@ class Uploader:
         self.child = self._started()
         self._supervisor = threading.Thread(target=self._supervise, name="uploader", daemon=True)
         self._supervisor.start()
-
-    @property
-    def process_id(self) -> int | None:
-        """None where there is no process just now."""
-        return self.child.pid if self.child.is_alive() else None
 
     def heard(self) -> list[UploadEvent]:
         """Events since the last call."""

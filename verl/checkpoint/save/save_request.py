@@ -9,7 +9,7 @@ import contextlib
 import json
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -75,7 +75,7 @@ def submit_report(disk: FileSystem, directory: Path, report: RankReport) -> None
 
 
 def submit_failure(disk: FileSystem, directory: Path, name: str, error: str) -> None:
-    """Report that a participant failed, unless it has already reported or the save was abandoned."""
+    """Report that a participant failed or is lost, unless it has already reported or the save was abandoned."""
     path = directory / REPORTS / name
     with contextlib.suppress(OSError):
         if name not in disk.names(directory / REPORTS):
@@ -112,12 +112,6 @@ def collect_reports(
             problem = f"it has not reported within {late_s:g} s"
             raise CheckpointIncomplete(directory, [FileFault(x, problem) for x in sorted({*names} - {*reports})])
         time.sleep(POLL_INTERVAL_S)
-
-
-def abandon_missing(disk: FileSystem, directory: Path, names: Collection[str], reason: str) -> None:
-    """Report failure for participants that are lost, so that the save ends."""
-    for name in names:
-        submit_failure(disk, directory, name, reason)
 
 
 def _report(name: str, data: bytes, directory: Path) -> RankReport:

@@ -46,13 +46,7 @@ class WriteOrder:
     host_buffers_in_use: frozenset[int]
 
 
-@dataclass(frozen=True)
-class WriteReply:
-    """Reply to an order: its outcome, or the error and its traceback."""
-
-    outcome: SaveOutcome | None = None
-    error: Exception | None = None
-    trace: str = ""
+WriteReply = SaveOutcome | tuple[Exception, str]  # to an order: its outcome, or the error and its traceback
 
 
 def serve(channel: Channel, setting: tuple[CheckpointStore, Retention | None], progress: Progress) -> None:
@@ -61,7 +55,7 @@ def serve(channel: Channel, setting: tuple[CheckpointStore, Retention | None], p
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
     store, retention = setting
-    channel.send(WriteReply())
+    channel.send("started")
     mapped: dict[int, mmap.mmap] = {}
     while True:
         report("idle")
@@ -88,14 +82,14 @@ def _mapped(mapped: dict[int, mmap.mmap], order: WriteOrder, fd: int) -> mmap.mm
 
 def _answer(store: CheckpointStore, order: WriteOrder, source: ImageSource, retention: Retention | None) -> WriteReply:
     try:
-        return WriteReply(execute_save(store, order.request, source, retention))
+        return execute_save(store, order.request, source, retention)
     except Exception as error:  # noqa: BLE001 - the trainer's to handle
         trace = traceback.format_exc()
         try:
             pickle.loads(pickle.dumps(error))
         except Exception:  # noqa: BLE001 - an error of others' code, which is sent as text
             error = RuntimeError(f"{type(error).__name__}: {error}")
-        return WriteReply(error=error, trace=trace)
+        return error, trace
 
 
 START_TIMEOUT_S = 60.0
@@ -229,11 +223,11 @@ class WriterClient:
                 f"the checkpoint writer {progress}; it was ended, and step {request.step} not saved. Does the disk "
                 "answer?"
             ) from error
-        if answer.outcome is None:
-            assert answer.error is not None
-            answer.error.add_note(f"In the checkpoint writer:\n{answer.trace}")
-            raise answer.error
-        return answer.outcome
+        if isinstance(answer, tuple):
+            error, trace = answer
+            error.add_note(f"In the checkpoint writer:\n{trace}")
+            raise error
+        return answer
 
     def _kill(self) -> str:
         """Kill the process, even a stopped one. Returns its exit or prior state, for a message."""

@@ -32,6 +32,7 @@ from verl.errors import ConfigError
 from verl.utils.child_process.pool import ProcessPool
 
 MAX_ALONE = 8  # maximum episodes with their own process, per process of the actor
+PLAIN = (str, int, float, bool, list, dict, type(None))  # values of columns that are sent to environments
 
 
 class HostPool(EnvironmentFactory):
@@ -124,7 +125,7 @@ class HostedEnvironment(Environment):
         self.host = host
 
     async def reset(self, row: Mapping[str, Any], seed: int) -> Any:
-        plain = {name: value for name, value in row.items() if _is_plain(value)}
+        plain = {name: value for name, value in row.items() if isinstance(value, PLAIN)}
         return await self._request("reset", self.pool.options.reset_timeout_s, self.host, row=plain, seed=seed)
 
     async def step(self, action: Action) -> StepResult:
@@ -148,10 +149,6 @@ class HostedEnvironment(Environment):
     async def _request(self, op: str, limit_s: float, host: Host | None, **fields: Any) -> Any:
         assert host is not None
         return await host.request(op, f"env {self.number}", limit_s=limit_s, env=self.number, **fields)
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, (str, int, float, bool, list, dict, type(None)))
 
 
 @component

@@ -35,8 +35,14 @@ class ProgramEpisode:
             self.process.kill()
         if self.process.returncode:
             raise RuntimeError(f"it ended with {self.process.returncode}: {errors.strip()[-ERROR_CHARS:]}")
-        lines = out.strip().splitlines()
-        return as_text(number_in(lines[-1])) if lines else None
+        if not (lines := out.strip().splitlines()):
+            return None
+        try:
+            return as_text(float(lines[-1]))
+        except ValueError:
+            raise __main__.BadAnswer(
+                f"the last line that the program printed is {lines[-1][:60]!r}: expected a number"
+            ) from None
 
     def step(self, action):
         raise RuntimeError("a program has no steps")
@@ -44,15 +50,6 @@ class ProgramEpisode:
     def close(self):
         if self.process is not None:
             self.process.kill()
-
-
-def number_in(line):
-    try:
-        return float(line)
-    except ValueError:
-        raise __main__.BadAnswer(
-            f"the last line that the program printed is {line[:60]!r}: expected a number"
-        ) from None
 
 
 async def awaited(found):

@@ -100,39 +100,8 @@ class LLMJudge(RemoteDescription):
                 yield f"score_function is {self.score_function!r}, which takes {name}", name
 
     def build(self, context: BuildContext) -> LLMJudgeReward:
-        read = reader_of(self)
-        return LLMJudgeReward(self, self.connect(context), read)
-
-
-Read = Callable[[str, dict[str, Any]], Any]  # (reply of the judge, texts of the sample) -> a number
-
-
-def reader_of(described: LLMJudge) -> Read:
-    """The function that parses the score from a reply.
-
-    Raises:
-        RewardError: the user's function cannot be loaded.
-    """
-    if described.score_pattern is not None:
-        pattern = re.compile(described.score_pattern)
-        return lambda reply, texts: by_pattern(reply, pattern)
-    if (path := described.score_path) is not None:
-        return lambda reply, texts: by_path(reply, path)
-    assert described.score_function is not None
-    function = load_function(described.score_function)
-    accepted = signature_of(function).accepted
-
-    def read(reply: str, texts: dict[str, Any]) -> Any:
-        check_columns(accepted, {name: [] for name in texts}, ("reply",), function)
-        columns = {name: value for name, value in texts.items() if accepted is None or name in accepted}
-        try:
-            return function(reply=reply, **columns)
-        except BaseException as error:
-            if not raised_by_code(error):
-                raise
-            raise RetryableAnswer(f"{type(error).__name__} in score_function: {error}, of {shown(reply)}") from error
-
-    return read
+        function = None if self.score_function is None else load_function(self.score_function)
+        return LLMJudgeReward(self, self.connect(context), function)
 
 
 class LLMJudgeReward(RemoteReward):
@@ -141,9 +110,10 @@ class LLMJudgeReward(RemoteReward):
     path = "/chat/completions"
     described: LLMJudge
 
-    def __init__(self, described: LLMJudge, client: HTTPClient, read: Read):
+    def __init__(self, described: LLMJudge, client: HTTPClient, function: Callable | None):
         super().__init__(described, client)
-        self._read = read
+        self._function = function
+        self._accepted = None if function is None else signature_of(function).accepted
 
     def question(self, texts: dict[str, Any]) -> dict[str, Any]:
         system = self.described.system
@@ -152,12 +122,28 @@ class LLMJudgeReward(RemoteReward):
         return {**self.described.options, "model": self.described.model, "messages": messages}
 
     def score_of(self, sample: RemoteSample, text: str) -> float:
-        score = number(self._read(text, sample.texts))
+        score = number(self._score_in(text, sample.texts))
         low, high = self.described.min_score, self.described.max_score
         if (low is not None and score < low) or (high is not None and score > high):
             bounds = f"[{'-inf' if low is None else f'{low:g}'}, {'inf' if high is None else f'{high:g}'}]"
             raise RetryableAnswer(f"the score {score:g}, outside {bounds}, in {shown(text)}")
         return score
+
+    def _score_in(self, reply: str, texts: dict[str, Any]) -> Any:
+        if self.described.score_pattern is not None:
+            return by_pattern(reply, re.compile(self.described.score_pattern))
+        if self.described.score_path is not None:
+            return by_path(reply, self.described.score_path)
+        function, accepted = self._function, self._accepted
+        assert function is not None
+        check_columns(accepted, {name: [] for name in texts}, ("reply",), function)
+        columns = {name: value for name, value in texts.items() if accepted is None or name in accepted}
+        try:
+            return function(reply=reply, **columns)
+        except BaseException as error:
+            if not raised_by_code(error):
+                raise
+            raise RetryableAnswer(f"{type(error).__name__} in score_function: {error}, of {shown(reply)}") from error
 
     def body(self, samples: Sequence[RemoteSample]) -> Any:
         return samples[0].question

@@ -60,7 +60,10 @@ def load_checkpoint(
     if components is None and point.state.get("identity"):
         identity = trainer.saving.identity or identity_of(as_plain(trainer.description), trainer.tokenizer)
         _refuse_with_path(point, identity)
-    _verify(point, chosen)
+    reader, read = CheckpointReader(point.checkpoint), {*chosen, *["scheduler"] * ("optimizer" in chosen)}
+    for component in sorted(read):
+        for entry in reader.files(component):
+            reader.check(entry.path)
     loop.begin(evaluates=False)
     for name in trainer.trained:
         source = CheckpointSelection(
@@ -106,11 +109,3 @@ def _refuse_with_path(point: ResumePoint, identity: Mapping[str, Any]) -> None:
     except ConfigError as error:
         hint = "To take over weights alone, give load_components=['actor']."
         raise ConfigError([*error.faults, f"path is {point.checkpoint.directory}: another training. {hint}"]) from error
-
-
-def _verify(point: ResumePoint, chosen: Sequence[str]) -> None:
-    reader = CheckpointReader(point.checkpoint)
-    components: set[str] = {*chosen, *(["scheduler"] if "optimizer" in chosen else [])}
-    for component in sorted(components):
-        for entry in reader.files(component):
-            reader.check(entry.path)

@@ -128,7 +128,9 @@ class Trainer:
         config: str | Path | Mapping[str, Any] | None = None,
         overrides: Sequence[str] = (),
     ):
-        _refuse_missing(model=model, reward_model=reward_model)
+        needed = {"model": model, "reward_model": reward_model}
+        if missing := [name for name, value in needed.items() if value is None]:
+            raise ConfigError([f"{name} is missing. Give Trainer({name}=...)." for name in missing])
         if train_dataset is None and eval_dataset is not None:
             raise ConfigError("eval_dataset is given without train_dataset. Give both, or neither.")
         self._reward_tokenizer = reward_tokenizer
@@ -159,7 +161,9 @@ class Trainer:
         below = _defaults(replacements, checkpoint_config is not None, algorithm)
         above = _arguments(algorithm, rollout_config, checkpoint_config, train_config)
         above |= {f"data.{key}": value for key, value in data_config.items() if key not in own}
-        composed = _compose(below, config, above, replacements, overrides)
+        short = read_short_file(config) if isinstance(config, (str, Path)) else dict(config or {})
+        nodes = {key: as_plain(item) for key, item in replacements.items()}
+        composed = compose_over_default({**below, **dict(flatten(short)), **above}, overrides, nodes)
         run = run_with_objects(composed, replacements)
         _refuse_unused(run, ref_model, critic_model)
         _refuse_objects_elsewhere(run, replacements)
@@ -352,12 +356,6 @@ class Trainer:
         return self._opened()
 
 
-def _refuse_missing(**arguments: Any) -> None:
-    missing = [name for name, value in arguments.items() if value is None]
-    if missing:
-        raise ConfigError([f"{name} is missing. Give Trainer({name}=...)." for name in missing])
-
-
 def _defaults(replacements: Mapping[str, Description], saves: bool, algorithm: str | Algorithm) -> dict[str, Any]:
     """Defaults for library use: options of groups, and values by path."""
     options = {
@@ -381,12 +379,12 @@ def _defaults(replacements: Mapping[str, Description], saves: bool, algorithm: s
 
 def _arguments(
     algorithm: str | Algorithm,
-    rollout: Mapping[str, Any] | None,
+    rollout: Mapping[str, Any],
     checkpoint: Mapping[str, Any] | None,
     train: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
     chosen: dict[str, Any] = {} if isinstance(algorithm, Algorithm) else {"algorithm": algorithm}
-    for key, value in (rollout or {}).items():
+    for key, value in rollout.items():
         if key == "engine":
             chosen["rollout"] = value
         else:
@@ -394,18 +392,6 @@ def _arguments(
             chosen["trainer.group_size" if key == "n" else f"rollout.{key}"] = plain
     chosen |= {f"checkpoint.{key}": value for key, value in (checkpoint or {}).items()}
     return chosen | {OF_TRAINING.get(key, f"trainer.{key}"): value for key, value in (train or {}).items()}
-
-
-def _compose(
-    below: Mapping[str, Any],
-    config: str | Path | Mapping[str, Any] | None,
-    above: Mapping[str, Any],
-    replacements: Mapping[str, Description],
-    overrides: Sequence[str],
-) -> ComposedConfig:
-    short = read_short_file(config) if isinstance(config, (str, Path)) else dict(config or {})
-    nodes = {key: as_plain(item) for key, item in replacements.items()}
-    return compose_over_default({**below, **dict(flatten(short)), **above}, overrides, nodes)
 
 
 def _refuse_unused(run: Any, ref_model: Any, critic_model: Any) -> None:
@@ -460,11 +446,10 @@ def _with_lengths(
     return {**rollout, "max_new_tokens": response}, {**data, "max_prompt_length": prompt}
 
 
-def _room(model: Description, rollout: Mapping[str, Any] | None, data: Mapping[str, Any] | None) -> dict[str, Any]:
+def _room(model: Description, rollout: Mapping[str, Any], options: Mapping[str, Any]) -> Mapping[str, Any]:
     """The data options, with a limit on prompts that leaves room for responses in a short context."""
-    options = dict(data or {})
     context = model.max_positions() if isinstance(model, ModelSource) else None
-    response = (rollout or {}).get("max_new_tokens")
+    response = rollout.get("max_new_tokens")
     if context is None or not isinstance(response, int) or "max_prompt_length" in options or context <= response:
         return options
     usual = PromptOptions().max_prompt_length

@@ -1,7 +1,7 @@
 """Memory of a run: bytes of each part in each phase of a step, and of checkpoints, from configurations alone.
 
 roles (`Sharding.cost`, traced activations) ──┐
-engine, or the key-value cache of the actor ──┼─ PARTS ──> bytes by phase in each group of processes
+engine, or the key-value cache of the actor ──┼──> bytes by part and phase in each group of processes
 copies for saves and rollout workers ─────────┘
 
 Memory used by libraries themselves, and unused memory held by allocators, are not included.
@@ -9,7 +9,7 @@ Memory used by libraries themselves, and unused memory held by allocators, are n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
@@ -34,6 +34,7 @@ from verl.trainer.plan.workload import (
 from verl.utils.memory import DeviceMemory
 from verl.workers.base import TrainedRole, roles_on_device
 
+ASLEEP = "sleeping engine"  # what it keeps while the trainer works
 AWAKE_SHARE = 0.9  # of the limit, for a run whose engine never sleeps; the rest covers what the plan leaves out
 NOT_TRACED = Activations()
 _HEADS = {"critic": "backbone", "reward": "classifier"}  # models that give no logits over the vocabulary
@@ -65,77 +66,6 @@ class RoleMemory(ShardingCost):
     micro_batches: int = 1
     recomputed: bool = False
     activations: Activations = NOT_TRACED
-
-
-@dataclass(frozen=True)
-class _Group:
-    """Processes with the same roles.
-
-    Attributes:
-        fixed: bytes in every phase, by part.
-        engine: bytes of generation, by part; empty if these processes do not generate.
-        chunks: bytes of the buffers of a weight sync.
-    """
-
-    run: Any
-    roles: Sequence[RoleMemory]
-    fixed: dict[str, int]
-    engine: Mapping[str, int]
-    chunks: int
-    on_gpu: bool
-
-    def phases(self) -> Iterator[PhaseMemory]:
-        """The phases of a step, with the bytes of `PARTS`."""
-        has_engine, first = "engine weights" in self.engine, self.roles[0]
-        largest = max(self.roles, key=lambda role: role.activations.scoring + role.gathered)
-        computing = [("rest", first), *[("generate", first)] * bool(self.engine)]
-        computing += [("score", largest)] * workload(self.run).generates
-        computing += [(f"update {role.name}", role) for role in self.roles if role.gradients]
-        computing += [("sync", first)] * has_engine
-        for phase, role in computing:
-            has = {phase.split()[0], *["awake"] * (has_engine and ASLEEP not in self.engine)}
-            parts = ((name, formula(self, role)) for name, phases, formula in PARTS if has & set(phases.split()))
-            sizes = self.fixed | {name: size for name, size in parts if size}
-            yield PhaseMemory(phase, tuple(role.name for role in self.roles), sizes)
-
-
-def _of_engine(part: str) -> Callable[[_Group, RoleMemory], int]:
-    return lambda group, role: group.engine.get(part, 0)
-
-
-def _packed(group: _Group, role: RoleMemory) -> int:
-    """Packed copies of the weights by oneDNN, if responses are generated from them."""
-    own = "engine weights" not in group.engine and not group.on_gpu
-    return max(role.weights, role.generating) * (own and chosen_library(group.run.trainer.cpu_matmul) == "onednn")
-
-
-def _logits(group: _Group, role: RoleMemory) -> int:
-    """Logits of an update beyond its peak: with recomputed layers, the backward pass needs more than the logits."""
-    of = role.activations
-    return max(0, of.after_forward + of.logits - of.training)
-
-
-# Parts of the memory of a process: name, phases, and bytes for a group and the role that computes in the phase (of all
-# roles the actor, if none does). `awake`: every phase, if the engine keeps its memory. Weights and optimizer states are
-# in `_Group.fixed`.
-ASLEEP = "sleeping engine"
-PARTS: tuple[tuple[str, str, Callable[[_Group, RoleMemory], int]], ...] = (
-    (ASLEEP, "rest score update sync", _of_engine(ASLEEP)),
-    ("engine weights", "generate sync awake", _of_engine("engine weights")),
-    ("keys and values", "generate awake", _of_engine("keys and values")),
-    ("engine working", "generate awake", _of_engine("engine working")),
-    ("sampling", "generate", _of_engine("sampling")),
-    ("gathered weights", "generate", lambda group, role: role.generating),
-    ("packed weights", "generate", _packed),
-    ("activations", "score", lambda group, role: role.activations.scoring),
-    ("activations", "update", lambda group, role: role.activations.training),
-    ("logits", "score", lambda group, role: role.activations.logits),
-    ("logits", "update", _logits),
-    ("gathered weights", "score update sync", lambda group, role: role.gathered),
-    ("gradients", "update", lambda group, role: 0 if group.on_gpu and role.is_offloaded else role.gradients),
-    ("whole gradients", "update", lambda group, role: role.whole_gradients * (role.micro_batches > 1)),
-    ("chunks", "sync", lambda group, role: group.chunks),
-)
 
 
 @dataclass(frozen=True)
@@ -338,22 +268,20 @@ def _with_phases(run: Any, plan: MemoryPlan, device: DeviceRates, on_host: Mappi
     """
     phases: list[PhaseMemory] = []
     trainer_bytes, actor, context = 0, plan.roles[0], {"context": device.context}
-    chunks = 2 * getattr(getattr(run, "rollout", None), "chunk_mib", 0) * 2**20
     for number in sorted({role.group for role in plan.roles}):
-        members = [role for role in plan.roles if role.group == number]
+        members, engine = [role for role in plan.roles if role.group == number], dict[str, int]()
         fixed = dict(context)
         for role in members:
             if not (device.is_gpu and role.is_offloaded):
                 fixed |= {f"{role.name} weights": role.weights, f"{role.name} optimizer": role.optimizer}
         fixed |= {} if device.is_gpu or actor not in members else {"weights for rollout workers": sent}
-        fixed = {part: size for part, size in {**fixed, **on_host}.items() if size}
-        group = _Group(run, members, fixed, {}, chunks, device.is_gpu)
+        fixed |= on_host
         if workload(run).generates and actor in members and getattr(run, "actor_generates", True):
-            alone = [phase.total for phase in group.phases()]  # without an engine
+            alone = [phase.total for phase in _phases(run, members, fixed, {}, device)]
             gathered = alone[0] + max(role.gathered for role in members)  # weights that a sync gathers
             trainer_bytes = max([gathered, *alone] if plan.stays_awake else [gathered])
-            group = replace(group, engine=_engine_parts(run, actor, plan, device, trainer_bytes))
-        phases += group.phases()
+            engine = _engine_parts(run, actor, plan, device, trainer_bytes)
+        phases += _phases(run, members, fixed, engine, device)
     if getattr(run, "has_rollout_worker", False):  # a process with a whole copy of the actor's model
         worker = _role_memory(run, "actor", RoleLayout.of(NoSharding(), run.num_rollout_workers))
         # without computing with the copy there is none in the dtype of computation
@@ -365,6 +293,47 @@ def _with_phases(run: Any, plan: MemoryPlan, device: DeviceRates, on_host: Mappi
         parts |= _engine_parts(run, worker, plan, device, sum(parts.values()))
         phases.append(PhaseMemory("generate", ("rollout",), parts))
     return replace(plan, phases=tuple(phases), trainer_bytes=trainer_bytes)
+
+
+def _phases(
+    run: Any, roles: Sequence[RoleMemory], fixed: Mapping[str, int], engine: Mapping[str, int], device: DeviceRates
+) -> Iterator[PhaseMemory]:
+    """The phases of a step in processes with the same roles, by part.
+
+    Args:
+        fixed: bytes in every phase: weights and optimizer states among them.
+        engine: of generation; empty if these processes do not generate.
+    """
+    first, has_engine = roles[0], "engine weights" in engine
+    awake = {part: size for part, size in engine.items() if part != ASLEEP}
+    kept = {part: size for part, size in awake.items() if part != "sampling"} if has_engine else {}
+    if ASLEEP in engine:
+        kept = {ASLEEP: engine[ASLEEP]}
+    phases = {"rest": kept}
+    if engine:
+        packs = not (has_engine or device.is_gpu) and chosen_library(run.trainer.cpu_matmul) == "onednn"
+        packed = max(first.weights, first.generating) * packs  # copies of the weights by oneDNN
+        phases["generate"] = awake | {"gathered weights": first.generating, "packed weights": packed}
+    if workload(run).generates:
+        role = max(roles, key=lambda role: role.activations.scoring + role.gathered)
+        of = role.activations
+        phases["score"] = kept | {"activations": of.scoring, "logits": of.logits, "gathered weights": role.gathered}
+    for role in (role for role in roles if role.gradients):
+        of = role.activations
+        phases[f"update {role.name}"] = kept | {
+            "activations": of.training,
+            # beyond the peak of the layers: with recomputed ones, their backward pass needs more than the logits
+            "logits": max(0, of.after_forward + of.logits - of.training),
+            "gathered weights": role.gathered,
+            "gradients": 0 if device.is_gpu and role.is_offloaded else role.gradients,
+            "whole gradients": role.whole_gradients * (role.micro_batches > 1),
+        }
+    if has_engine:
+        weights = {"engine weights": engine["engine weights"], "gathered weights": first.gathered}
+        phases["sync"] = kept | weights | {"chunks": 2 * getattr(run.rollout, "chunk_mib", 0) * 2**20}
+    for name, parts in phases.items():
+        sizes = {part: size for part, size in (dict(fixed) | parts).items() if size}
+        yield PhaseMemory(name, tuple(role.name for role in roles), sizes)
 
 
 def _engine_parts(

@@ -56,7 +56,7 @@ class FittingChange:
     peak_bytes: int
     relative_time: float
 
-    def words(self) -> str:
+    def __str__(self) -> str:
         return f"{' '.join(self.settings)} -> {self.peak_bytes / GIB:.1f} GiB, {self.relative_time - 1:+.0%} time"
 
 
@@ -197,7 +197,7 @@ class RunPlan:
 
     def _what_helps(self) -> list[str]:
         none = "no setting alone, and no two, help: take a smaller model or more devices"
-        return [change.words() for change in self.changes] or [none]
+        return [str(change) for change in self.changes] or [none]
 
     def warnings(self, disk: int | None, host: int | None) -> Iterator[str]:
         """Warnings about insufficient memory or disk space.

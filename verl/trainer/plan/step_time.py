@@ -72,7 +72,8 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
         per_row = step.tokens_per_row(run, role.name, is_whole, new)
         tokens = max(1, int(times * step.rows / role.layout.token_shares * per_row))
         calls = max(least_calls, -(-tokens // role.tokens))
-        return calls, *pass_time(role, device, _ways(role), tokens, step.prompt + new, calls)
+        ways = role.layout.siblings * role.layout.sharding.pipeline_ways(role.layout.processes)
+        return calls, *pass_time(role, device, ways, tokens, step.prompt + new, calls)
 
     if step.generates and run.rollout.location != "server":
         stages.append(engine_of(run, memory, device).stage(run, new))
@@ -96,10 +97,6 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
         size = memory.roles[0].sizes.parameters * memory.roles[0].dtype.itemsize
         stages.append(StageTime("sync", size / (device.link if device.is_gpu else device.reads()), "memory"))
     return stages
-
-
-def _ways(role: RoleMemory) -> float:
-    return role.layout.siblings * role.layout.sharding.pipeline_ways(role.layout.processes)
 
 
 @dataclass(frozen=True)

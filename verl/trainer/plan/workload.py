@@ -292,6 +292,4 @@ def free_memory(device: str, processes: int) -> int | None:
 
 def free_disk(directory: Path) -> int:
     """Free bytes on the file system of a directory, which may not exist yet."""
-    while not directory.exists():
-        directory = directory.parent
-    return shutil.disk_usage(directory).free
+    return shutil.disk_usage(next(path for path in (directory, *directory.parents) if path.exists())).free

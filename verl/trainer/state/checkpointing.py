@@ -165,7 +165,10 @@ class CheckpointSaver:
             timeout_s=self.settings.writer_timeout_s,
         )
         self._run_dir = run_dir
-        self._record_directory(run_dir)
+        relative = os.path.relpath(self.directory, run_dir.absolute())
+        directory = str(self.directory)
+        record = RunCheckpoints(save_dir=directory, relative=relative, run_id=self.run_id, ancestors=self.ancestors)
+        write_whole(run_dir / SAVED, json.dumps(asdict(record), indent=2).encode() + b"\n")  # others may read it
         if self.rank_writers is not None and (fault := self.rank_writers.check_shared_directory(store)) is not None:
             later = "is refused" if self._tier is None else f"fetches it from {self._tier.address}"
             _log.warning(
@@ -185,13 +188,6 @@ class CheckpointSaver:
                 cold=upload_target,
             )
             self._uploader = Uploader(setting, self.settings.upload_timeout_s)
-
-    def _record_directory(self, run_dir: Path) -> None:
-        relative = os.path.relpath(self.directory, run_dir.absolute())
-        record = RunCheckpoints(
-            save_dir=str(self.directory), relative=relative, run_id=self.run_id, ancestors=self.ancestors
-        )
-        write_whole(run_dir / SAVED, json.dumps(asdict(record), indent=2).encode() + b"\n")  # others may read it
 
     def due(self, step: int, took_s: float, is_last: bool, is_stopping: bool) -> str | None:
         """Why a checkpoint is to be saved after this step, or None."""

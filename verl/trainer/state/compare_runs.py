@@ -215,25 +215,20 @@ def num_compared(checkpoint: Checkpoint, near: Tolerance) -> int:
 
 
 def _tensors_apart(first: CheckpointReader, second: CheckpointReader, near: Tolerance) -> Iterator[str]:
-    others = {tensor.full_name: tensor for tensor in second.checkpoint.manifest.tensors}
-    for tensor in first.checkpoint.manifest.tensors:
-        other = others.pop(tensor.full_name, None)
-        if _left_out(tensor.component, near):
+    named = [{t.full_name: t for t in reader.checkpoint.manifest.tensors} for reader in (first, second)]
+    for name in named[0] | named[1]:
+        a, b = (tensors.get(name) for tensors in named)
+        if _left_out(name.partition("/")[0], near):
             continue
-        if other is None:
-            yield f"tensor {tensor.full_name} is in the first run's checkpoint alone"
-            continue
-        if (tensor.dtype, tensor.shape) != (other.dtype, other.shape):
-            shapes = f"{tensor.dtype} {list(tensor.shape)} in the first run and {other.dtype} {list(other.shape)}"
-            yield f"tensor {tensor.full_name} is {shapes} in the second"
-            continue
-        x = as_tensor(first.tensor(tensor.component, tensor.name), tensor)
-        y = as_tensor(second.tensor(other.component, other.name), other)
-        if (difference := _difference(x, y, near)) is not None:
-            yield f"tensor {tensor.full_name}: {difference}"
-    for name, other in others.items():
-        if not _left_out(other.component, near):
-            yield f"tensor {name} is in the second run's checkpoint alone"
+        if a is None or b is None:
+            yield f"tensor {name} is in the {'second' if a is None else 'first'} run's checkpoint alone"
+        elif (a.dtype, a.shape) != (b.dtype, b.shape):
+            shapes = f"{a.dtype} {list(a.shape)} in the first run and {b.dtype} {list(b.shape)}"
+            yield f"tensor {name} is {shapes} in the second"
+        else:
+            x, y = (as_tensor(r.tensor(t.component, t.name), t) for r, t in ((first, a), (second, b)))
+            if (difference := _difference(x, y, near)) is not None:
+                yield f"tensor {name}: {difference}"
 
 
 def _difference(x: Tensor, y: Tensor, near: Tolerance) -> str | None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -56,12 +55,9 @@ class Stateful(Protocol):
         ...
 
 
-PartStates = dict[str, Mapping[str, Any]]
-"""What `state_dict` gave, by part."""
-
-
+PartStates = dict[str, Mapping[str, Any]]  # by part
+# Components that a resumed trainer loads when it is built; `rng` follows when its first step begins.
 WHEN_BUILT = ("dataloader", "scheduler", "replay_buffer")
-"""Components that a resumed trainer loads when it is built; `rng` follows when its first step begins."""
 
 
 def load_parts(point: ResumePoint, parts: Mapping[str, Stateful], components: Collection[str] | None = None) -> None:
@@ -72,113 +68,82 @@ def load_parts(point: ResumePoint, parts: Mapping[str, Stateful], components: Co
     Raises:
         CheckpointCorrupt: a part cannot load its saved state.
     """
-    saved = _SavedParts(point)
     for name, part in parts.items():
-        part_place = place_of(name)
-        if components is None or part_place.loaded_with in components:
-            with point.understanding(part_place.path):
-                part.load_state_dict(part_place.read(saved))
+        place = place_of(name)
+        if components is None or place.loaded_with in components:
+            with point.understanding(place.path):
+                part.load_state_dict(place.read(name, point))
 
 
 @dataclass(frozen=True)
 class CheckpointDraft:
-    """Components of a checkpoint that is being put together, files that are there already, and what becomes
-    `scheduler/state.json`."""
+    """Components of a checkpoint that is being saved, files that are there already, and `scheduler/state.json`."""
 
     components: dict[str, SavedComponent] = field(default_factory=dict)
     existing_files: list[ExistingFile] = field(default_factory=list)
     schedule: dict[str, Any] = field(default_factory=dict)
 
 
-class _SavedParts:
-    """A checkpoint whose `scheduler/state.json` is read once for all parts."""
-
-    def __init__(self, point: ResumePoint):
-        self.point = point
-
-    @cached_property
-    def schedule(self) -> Mapping[str, Any]:
-        return self.point.read_json(ScheduleEntry().path)
-
-
 @dataclass(frozen=True)
-class PartPlace(ABC):
-    """Place of the state of a part in a checkpoint.
+class PartPlace:
+    """Place of the state of a part in a checkpoint: an entry of `scheduler/state.json`, unless a subclass has another.
 
     Args:
-        path: of the file or directory; messages name it.
+        path: of the file or directory, for messages.
         loaded_with: the component that a load names to have it.
-    """
-
-    path: str
-    loaded_with: str
-
-    @abstractmethod
-    def write(self, state: Mapping[str, Any], draft: CheckpointDraft) -> None:
-        """Add a state to a checkpoint."""
-
-    @abstractmethod
-    def read(self, saved: _SavedParts) -> Mapping[str, Any]:
-        """The state, hashed while it is read; empty if the checkpoint has none."""
-
-
-@dataclass(frozen=True)
-class ScheduleEntry(PartPlace):
-    """Entry of `scheduler/state.json`: under a name, or beside the others under the keys that the state itself has.
-
-    Args:
-        keys: of the state, where they are the file's own.
+        keys: of the state, where they are the file's own; otherwise its key is the name of the part.
     """
 
     path: str = "scheduler/state.json"
     loaded_with: str = "scheduler"
-    name: str = ""
     keys: tuple[str, ...] = ()
 
-    def write(self, state: Mapping[str, Any], draft: CheckpointDraft) -> None:
-        draft.schedule.update(state if self.keys else {self.name: state})
+    def write(self, name: str, state: Mapping[str, Any], draft: CheckpointDraft) -> None:
+        """Add the state of the part of this name to a checkpoint."""
+        draft.schedule.update(state if self.keys else {name: state})
 
-    def read(self, saved: _SavedParts) -> Mapping[str, Any]:
-        schedule = saved.schedule
+    def read(self, name: str, point: ResumePoint) -> Mapping[str, Any]:
+        """The state, hashed while it is read; empty if the checkpoint has none."""
+        schedule = point.read_json(self.path)
         if self.keys:
             return {key: schedule[key] for key in self.keys if key in schedule}
-        return schedule.get(self.name, {})
+        return schedule.get(name, {})
 
 
 class JsonFile(PartPlace):
     """A separate file."""
 
-    def write(self, state: Mapping[str, Any], draft: CheckpointDraft) -> None:
+    def write(self, name: str, state: Mapping[str, Any], draft: CheckpointDraft) -> None:
         component, file = self.path.split("/")
         draft.components[component] = SavedComponent(files={file: json_bytes(state)})
 
-    def read(self, saved: _SavedParts) -> Mapping[str, Any]:
-        return saved.point.read_json(self.path)
+    def read(self, name: str, point: ResumePoint) -> Mapping[str, Any]:
+        return point.read_json(self.path)
 
 
 class TensorFile(PartPlace):
     """Tensors by name in a file of their own; no file where there are none."""
 
-    def write(self, state: Mapping[str, Tensor], draft: CheckpointDraft) -> None:
+    def write(self, name: str, state: Mapping[str, Tensor], draft: CheckpointDraft) -> None:
         component, file = self.path.split("/")
         if state:
             draft.components[component] = SavedComponent(tensors=state, file=file)
 
-    def read(self, saved: _SavedParts) -> Mapping[str, Tensor]:
-        return saved.point.read_tensors(self.path.split("/")[0])
+    def read(self, name: str, point: ResumePoint) -> Mapping[str, Tensor]:
+        return point.read_tensors(self.path.split("/")[0])
 
 
 class FileSet(PartPlace):
     """Files by name: small ones as bytes, and ones that lie on the disk and are linked. Read, each is a path."""
 
-    def write(self, state: Mapping[str, bytes | ExistingFile], draft: CheckpointDraft) -> None:
+    def write(self, name: str, state: Mapping[str, bytes | ExistingFile], draft: CheckpointDraft) -> None:
         if state:
             small = {name: data for name, data in state.items() if isinstance(data, bytes)}
             draft.components[self.path] = SavedComponent(files=small)
             draft.existing_files.extend(file for file in state.values() if isinstance(file, ExistingFile))
 
-    def read(self, saved: _SavedParts) -> Mapping[str, Any]:
-        directory = saved.point.checkpoint.directory / self.path
+    def read(self, name: str, point: ResumePoint) -> Mapping[str, Any]:
+        directory = point.checkpoint.directory / self.path
         return {path.name: path for path in sorted(directory.iterdir())} if directory.is_dir() else {}
 
 
@@ -198,7 +163,7 @@ class RngFiles(PartPlace):
         references = {"torch": f"rng/{self.tensors}", **{name: f"rng/{name}.json" for name in self.plain}}
         return references | {f"rank_{rank}": f"rng/rank_{rank}.json" for rank in range(num_ranks)}
 
-    def write(self, state: Mapping[str, Any], draft: CheckpointDraft) -> None:
+    def write(self, name: str, state: Mapping[str, Any], draft: CheckpointDraft) -> None:
         tensors, plain = dict(state["driver"][0]), state["driver"][1]
         files = {f"{name}.json": plain[name] for name in self.plain}
         for rank, (theirs, values) in enumerate(state["ranks"]):
@@ -207,8 +172,8 @@ class RngFiles(PartPlace):
         small = {name: json_bytes(value) for name, value in files.items()}
         draft.components["rng"] = SavedComponent(tensors=tensors, file=self.tensors, files=small)
 
-    def read(self, saved: _SavedParts) -> Mapping[str, Any]:
-        point, tensors = saved.point, saved.point.read_tensors("rng")
+    def read(self, name: str, point: ResumePoint) -> Mapping[str, Any]:
+        tensors = point.read_tensors("rng")
         names = [PurePosixPath(entry.path).name for entry in CheckpointReader(point.checkpoint).files("rng")]
         count = sum(name.startswith("rank_") for name in names)
         ranks = [(_below(tensors, f"rank_{rank}."), point.read_json(f"rng/rank_{rank}.json")) for rank in range(count)]
@@ -222,14 +187,14 @@ PLACES: dict[str, PartPlace] = {
     "sampler": JsonFile("dataloader/state.json", "dataloader"),
     "drawn_ahead": TensorFile("drawn_ahead/rows.safetensors", "dataloader"),
     "reference_scores": TensorFile("reference_scores/scores.safetensors", "scheduler"),
-    "reward": ScheduleEntry(keys=("reward", "reward_of")),
+    "reward": PartPlace(keys=("reward", "reward_of")),
     "replay_buffer": FileSet(REPLAY_BUFFER, REPLAY_BUFFER),
     "rng": RNG,
 }
 
 
 def place_of(part: str) -> PartPlace:
-    return PLACES.get(part) or ScheduleEntry(name=part)
+    return PLACES.get(part, PartPlace())
 
 
 def json_bytes(value: Any) -> bytes:
@@ -250,7 +215,6 @@ class RewardStats:
 
     def __init__(self, description: RewardDescription, reward: Reward):
         self._description, self._reward = description, reward
-        self._known: dict[str, Any] | None = None
 
     def state_dict(self) -> dict[str, Any]:
         learned = self._reward.state_dict()
@@ -270,12 +234,10 @@ class RewardStats:
         else:
             self._reward.load_state_dict(learned)
 
-    @property
+    @cached_property
     def identity(self) -> dict[str, Any]:
         """Plain values that tell this reward from others."""
-        if self._known is None:
-            self._known = reward_identity(as_plain(self._description))
-        return self._known
+        return reward_identity(as_plain(self._description))
 
 
 class LossStates:

@@ -15,9 +15,9 @@ import logging
 import os
 import platform
 import subprocess
-import time
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -91,7 +91,8 @@ class Lineage:
 
     def add(self, event: str, **facts: Any) -> None:
         """Append a line; a directory that cannot be written costs the record, not the run."""
-        line = {"event": event, "run_id": self.run_id, "time": _now(), **facts}
+        now = f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%S.%fZ}"
+        line = {"event": event, "run_id": self.run_id, "time": now, **facts}
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with open(self.file, "ab+", opener=regular_opener) as file:
@@ -161,12 +162,9 @@ def events_of(saved: RunCheckpoints, run_dir: Path) -> list[dict[str, Any]]:
 def code_version() -> dict[str, Any]:
     """Version of verl and, where the code lies in a git repository, its commit and whether files differ from it."""
     version: dict[str, Any] = {"verl": verl.__version__}
-    where = Path(verl.__file__).parent
-    try:
-        commit = _git(where, "rev-parse", "HEAD")
-        version |= {"commit": commit, "modified": bool(_git(where, "status", "--porcelain", "--untracked-files=no"))}
-    except (OSError, subprocess.SubprocessError):
-        pass
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        commit, changed = _git("rev-parse", "HEAD"), _git("status", "--porcelain", "--untracked-files=no")
+        version |= {"commit": commit, "modified": bool(changed)}
     return version
 
 
@@ -202,14 +200,10 @@ def environment_record() -> dict[str, Any]:
     }
 
 
-def _git(where: Path, *arguments: str) -> str:
+def _git(*arguments: str) -> str:
+    where = Path(verl.__file__).parent
     done = subprocess.run(["git", "-C", where, *arguments], capture_output=True, text=True, check=True, timeout=10)
     return done.stdout.strip()
-
-
-def _now() -> str:
-    seconds, rest = divmod(time.time_ns(), 10**9)
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds)) + f".{rest // 1000:06d}Z"
 
 
 RunStatus = Literal["there", "pruned", "damaged"]
@@ -256,10 +250,6 @@ class LineageRun:
     data_changes: dict[str, list[Any]] = field(default_factory=dict)
     children: list[LineageRun] = field(default_factory=list)
 
-    def as_json(self) -> dict[str, Any]:
-        """Nested mappings, children within."""
-        return asdict(self)
-
 
 def forest(directory: Path) -> list[LineageRun]:
     """The runs recorded in a directory and below it: those without a parent there, in order of time.
@@ -287,7 +277,11 @@ def _runs(directory: Path) -> dict[str, LineageRun]:
     for event in read_events(directory):
         run_id, kind = event["run_id"], event["event"]
         if kind == "run":
-            runs[run_id] = _begun(event)
+            parent = None if event.get("parent") is None else checked_as(ParentCheckpoint, event["parent"])
+            runs[run_id] = LineageRun(
+                run_id, event["directory"], event.get("run_dir", ""), event["time"], event.get("code") or {},
+                event.get("identity") or {}, parent, steps=0 if parent is None else parent.step,
+            )  # fmt: skip
         elif run_id not in runs:
             continue
         elif kind == "checkpoint":
@@ -313,21 +307,6 @@ def _add_unrecorded(runs: dict[str, LineageRun]) -> None:
             run.steps = max(run.steps, saved.step)
 
 
-def _begun(event: dict[str, Any]) -> LineageRun:
-    parent = None if event.get("parent") is None else checked_as(ParentCheckpoint, event["parent"])
-    steps = 0 if parent is None else parent.step
-    return LineageRun(
-        event["run_id"],
-        event["directory"],
-        event.get("run_dir", ""),
-        event["time"],
-        code=event.get("code") or {},
-        identity=event.get("identity") or {},
-        parent=parent,
-        steps=steps,
-    )
-
-
 def _state(checkpoint: Path, run_id: str) -> RunStatus:
     """State of a checkpoint by that name; another run may have saved under it since."""
     if not checkpoint.is_dir():
@@ -342,10 +321,3 @@ def is_content(value: Any) -> bool:
     """Whether a value of an identity is the digest of a file or directory, or has one among its items."""
     values = value if isinstance(value, list) else [value]
     return any(isinstance(item, dict) and DIGEST in item for item in values)
-
-
-def walk(runs: list[LineageRun]) -> Iterator[LineageRun]:
-    """Every run of some trees, parents first."""
-    for run in runs:
-        yield run
-        yield from walk(run.children)

@@ -29,8 +29,10 @@ class RunDate:
         is_read: whether the chat template of the run reads it.
     """
 
-    def __init__(self, day: str, is_read: bool):
-        self.day, self.is_read = day, is_read
+    def __init__(self, context: BuildContext, template: str | None):
+        self.day, self.is_read = context.day, ChatTemplate(context.tokenizer, template).is_dated
+        if self.is_read:
+            _log.info("The chat template writes the current date: %s, for the whole run and its resumes.", self.day)
 
     @property
     def parts(self) -> dict[str, RunDate]:
@@ -41,37 +43,27 @@ class RunDate:
         return {"day": self.day}
 
     def load_state_dict(self, state: Any) -> None:
-        """The day was taken over before prompts were rendered."""
+        """`go_on_from` has taken the day, before prompts were rendered."""
+
+    def go_on_from(self, point: ResumePoint | None, tokenizer: Any) -> bool:
+        """Use the day of a checkpoint; returns whether it differs, so that prompts must be rendered again."""
+        if point is None or not self.is_read:
+            return False
+        day = (point.read_json(FILE).get(PART) or {}).get("day")
+        if day is None:
+            _log.warning(
+                "The chat template writes the day's date, and the checkpoint does not hold the day of its run: prompts "
+                "now have %s, and may have had another.",
+                self.day,
+            )
+        if day in (None, self.day):
+            return False
+        _log.info("The chat template writes the day's date: %s, as before this run was interrupted.", day)
+        self.day = day
+        pin_date(tokenizer, day)
+        return True
 
 
 def with_day(context: BuildContext) -> BuildContext:
     """The context with a day: today, unless it has one."""
     return context if context.day else replace(context, day=chat_template.today())
-
-
-def run_date(context: BuildContext, template: str | None) -> RunDate:
-    """The day of a run that begins, said once where its chat template reads it."""
-    date = RunDate(context.day, ChatTemplate(context.tokenizer, template).is_dated)
-    if date.is_read:
-        _log.info("The chat template writes the current date: %s, for the whole run and its resumes.", date.day)
-    return date
-
-
-def go_on_from(date: RunDate, point: ResumePoint | None, tokenizer: Any) -> bool:
-    """Use the date of a checkpoint; returns whether it differs, so that prompts must be rendered again."""
-    if point is None or not date.is_read:
-        return False
-    day = (point.read_json(FILE).get(PART) or {}).get("day")
-    if day is None:
-        _log.warning(
-            "The chat template writes the day's date, and the checkpoint does not hold the day of its run: prompts now "
-            "have %s, and may have had another.",
-            date.day,
-        )
-        return False
-    if day == date.day:
-        return False
-    _log.info("The chat template writes the day's date: %s, as before this run was interrupted.", day)
-    date.day = day
-    pin_date(tokenizer, day)
-    return True

@@ -27,8 +27,8 @@ from verl.checkpoint.save.save_request import (
     MultiWriterSave,
     SaveOutcome,
     SaveRequest,
-    abandon_missing,
     open_report_directory,
+    submit_failure,
 )
 from verl.checkpoint.save.snapshot import SavedComponent
 from verl.checkpoint.save.writer_process import START_TIMEOUT_S
@@ -85,7 +85,7 @@ class TrainState:
         draft.components["optimizer"] = SavedComponent(tensors=moments, file=OPTIMIZER_FILE)
         draft.schedule["updates"] = {name: role.updates for name, role in roles.items()}
         for name, part in state.items():
-            place_of(name).write(part, draft)
+            place_of(name).write(name, part, draft)
         draft.components["scheduler"] = SavedComponent(files={"state.json": json_bytes(draft.schedule)})
         return draft.components, draft.existing_files
 
@@ -111,10 +111,8 @@ class TrainState:
         if not self.settings.save_frozen or not directory.is_dir():
             return []
         names = sorted(path.relative_to(directory).as_posix() for path in directory.rglob("*") if path.is_file())
-        names = [file for file in names if file != IDENTITY]
-        if self._is_published:
-            return [ExistingFile(path=f"{name}/{file}") for file in names]
-        return [ExistingFile(path=f"{name}/{file}", source=directory / file) for file in names]
+        sources = {file: None if self._is_published else directory / file for file in names if file != IDENTITY}
+        return [ExistingFile(path=f"{name}/{file}", source=source) for file, source in sources.items()]
 
 
 def _frozen_models(config: Mapping[str, Any], uses: Collection[str]) -> dict[str, str]:
@@ -242,7 +240,8 @@ class RankWriters:
         while time.monotonic() < end and any(multi_writer.directory.exists() for multi_writer in self._under_way):
             time.sleep(0.05)
         for multi_writer in self._under_way:
-            abandon_missing(FileSystem(), multi_writer.directory, multi_writer.others, reason)
+            for name in multi_writer.others:
+                submit_failure(FileSystem(), multi_writer.directory, name, reason)
 
     def _begin(
         self, store: CheckpointStore, step: int, tag: str | None, num_bytes: int
@@ -285,13 +284,13 @@ class RankWriters:
 
     def _message_if_directory_invisible(self, see: Collection[bool], directory: Path) -> str | None:
         """Who of all processes does not see a directory."""
-        invisible_to = [who for who, sees in zip(self._who(), see, strict=True) if not sees]
+        who = (
+            f"{name} ({', '.join(info.roles)}) on {info.host}"
+            for group in self._groups
+            for name, info in zip(group.names, group.rank_infos, strict=True)
+        )
+        invisible_to = [process for process, sees in zip(who, see, strict=True) if not sees]
         if not invisible_to:
             return None
         more = f" and {len(invisible_to) - 3} more" if len(invisible_to) > 3 else ""
         return f"{', '.join(invisible_to[:3])}{more} cannot see {directory} as the driver does"
-
-    def _who(self) -> Iterator[str]:
-        for group in self._groups:
-            for name, rank_info in zip(group.names, group.rank_infos, strict=True):
-                yield f"{name} ({', '.join(rank_info.roles)}) on {rank_info.host}"

@@ -244,8 +244,8 @@ def difference_messages(point: ResumePoint, config: Mapping[str, Any]) -> list[s
     before, now = point.state.get("sources"), sources_of(config)
     if isinstance(before, Mapping):
         edited = [path for path in now if path in before and before[path] != now[path] and path not in differing]
-        named = {path: _at(config, path) for path in edited}
-        messages += [f"{path}: the source of {name} was edited since the save" for path, name in named.items()]
+        named = dict(_flat(config))
+        messages += [f"{path}: the source of {named[path]} was edited since the save" for path in edited]
     threads, here = point.state.get("num_threads"), torch.get_num_threads()
     if isinstance(threads, int) and threads != here and "trainer.num_threads" not in differing:
         messages.append(
@@ -261,17 +261,8 @@ def difference_messages(point: ResumePoint, config: Mapping[str, Any]) -> list[s
     return messages
 
 
-def _at(config: Mapping[str, Any], path: str) -> Any:
-    node: Any = config
-    for key in path.split("."):
-        node = node[int(key)] if isinstance(node, (list, tuple)) else node[key]
-    return node
-
-
 # Settings of the end of a run and of the checkpoint location, which do not affect training.
 OF_THIS_START = ("resume", "trainer.stop_after")
-
-
 # Settings of what is recorded, saved and evaluated, which do not affect training either.
 OF_RECORDS = (
     "checkpoint",

@@ -1,6 +1,6 @@
 """A child process: starting it, messages, watching and ending it; and the child's main program.
 
-    parent: ChildProcess(MODULE) ──ChildStart, messages, files──> child: run_child(MODULE) ─> serve(channel, ...)
+    parent: ChildProcess(MODULE) ──setting, messages, files──> child: run_child(MODULE) ─> serve(channel, ...)
                                  <──messages, Progress──
 
 A child is started by `subprocess` as `python -m MODULE`, not by multiprocessing, so that it does not import the
@@ -221,19 +221,6 @@ def _counters() -> Iterable[Path]:
     yield Path("/proc/vmstat")
 
 
-@dataclass(frozen=True)
-class ChildStart:
-    """First message to a child.
-
-    Attributes:
-        sys_path: of the parent, for imports.
-        setting: pickled, and unpickled after `sys_path` is set.
-    """
-
-    sys_path: tuple[str, ...]
-    setting: bytes
-
-
 class ChildLog:
     """The output of a child in a file, which may be unnamed and temporary.
 
@@ -341,7 +328,8 @@ class ChildProcess:
         Raises:
             ChannelClosed: the process has ended.
         """
-        self.channel.send(ChildStart(tuple(map(os.path.abspath, sys.path)), pickle.dumps(setting)), on_poll=on_poll)
+        # pickled apart, since it is unpickled after the paths of imports are set
+        self.channel.send((tuple(map(os.path.abspath, sys.path)), pickle.dumps(setting)), on_poll=on_poll)
 
     def exit_code(self) -> int | None:
         """`subprocess.Popen.returncode`; None while the process runs or is suspended.
@@ -503,9 +491,9 @@ def run_child(module: str, *, outlives_parent: bool = False) -> None:
     with rare_garbage_collection():
         serve = importlib.import_module(module).serve
     with contextlib.suppress(ChannelClosed):
-        start: ChildStart = channel.receive()
-        sys.path[:] = [*start.sys_path, *(path for path in sys.path if path not in start.sys_path)]
-        serve(channel, pickle.loads(start.setting), progress)
+        sys_path, setting = channel.receive()
+        sys.path[:] = [*sys_path, *(path for path in sys.path if path not in sys_path)]
+        serve(channel, pickle.loads(setting), progress)
     exit_without_freeing()
 
 
