@@ -271,7 +271,7 @@ class HybridActor:
         """
         with self._lock, quiet_transformers():
             if self._parallelism is not None:
-                self._parallelism.save(self.model, self.tokenizer, directory)
+                self._parallelism.save(self._settled(), self.tokenizer, directory)
                 return
             self.model.save_pretrained(directory)
         if self.tokenizer is not None:

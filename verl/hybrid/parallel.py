@@ -23,7 +23,6 @@ from verl.engines.parallel_dims import TENSOR, ShardedParallelism
 from verl.engines.tensor_parallel import heads_fault
 from verl.errors import ConfigError
 from verl.models.hf_state_dict import live_tensors
-from verl.models.parallel_info import release_gathered
 from verl.ops.resharding.dtensor import is_divided, local
 from verl.workers.rank_checkpoint import whole_on_first
 
@@ -182,8 +181,7 @@ class HybridParallelism(ShardedParallelism):
             )
 
     def save(self, model: Any, tokenizer: Any, directory: str | Path) -> None:
-        """Gather the model and save it by `save_pretrained` in the first process; all processes wait."""
-        release_gathered(model)
+        """Gather a model of local parts and save it by `save_pretrained` in the first process; all processes wait."""
         whole = whole_on_first(live_tensors(model), self)
         if self.rank == 0:
             model.save_pretrained(directory, state_dict=whole)
