@@ -83,21 +83,15 @@ class ComponentSummary:
 
 
 def summaries(store: CheckpointStore, name: str | None = None, level: Level = "quick") -> list[CheckpointSummary]:
-    """All checkpoints of a directory in order of publication, then those that do not verify; or the one named.
-
-    Raises:
-        CheckpointNotFound: there is none of this name.
-    """
+    """All checkpoints of a directory in order of publication, then those that do not verify; or only the one named."""
     good, bad = store.survey()
     newest = good[-1].name if good and not any(isinstance(error, CheckpointUnsupported) for error in bad) else None
     reasons, seen = pins(store), set()
     added = {checkpoint.name: _added_bytes(store.disk, checkpoint, seen) for checkpoint in good}
-    described = {checkpoint.name: _summarize(store.disk, checkpoint) for checkpoint in good}
-    described |= {error.directory.name: summary_of(store.disk, error.directory) for error in bad}
     directories = [*(checkpoint.directory for checkpoint in good), *(error.directory for error in bad)]
     return [
         dataclasses.replace(
-            described[directory.name] if level == "quick" else summary_of(store.disk, directory, level),
+            summary_of(store.disk, directory, level),
             added_bytes=added.get(directory.name, 0),
             pinned=reasons.get(directory.name),
             is_newest=directory.name == newest,

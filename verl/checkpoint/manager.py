@@ -44,10 +44,9 @@ class CheckpointManager:
         BadCheckpoint: by the same methods, if the path names a checkpoint that does not verify.
     """
 
-    def __init__(self, path: str | Path, disk: FileSystem | None = None):
+    def __init__(self, path: str | Path):
         self.address = path if isinstance(path, str) and is_address(path) else None
         self.path = Path(path).absolute()
-        self._disk = disk or FileSystem()
 
     def __repr__(self) -> str:
         return f"CheckpointManager({self.address or str(self.path)!r})"
@@ -70,7 +69,7 @@ class CheckpointManager:
         """All of `trainer_state.json`."""
         if isinstance(self.checkpoint, RemoteCheckpoint):
             return self._tier[0].state(self.checkpoint)
-        return read_state(self._disk, self.checkpoint)
+        return read_state(FileSystem(), self.checkpoint)
 
     # -- identity -----------------------------------------------------------------------------------------------------
 
@@ -134,23 +133,23 @@ class CheckpointManager:
                 return [self]
             return [CheckpointManager(f"{tier.store.address}/{checkpoint.name}") for checkpoint in tier.survey()[0]]
         try:
-            where = resolve_path(self.path, self._disk)
+            where = resolve_path(self.path)
         except CheckpointNotFound:
             return []
         if where.name is not None:
             return [self]
-        complete = CheckpointDirectory(where.directory, self._disk).complete()
-        return [CheckpointManager(checkpoint.directory, self._disk) for checkpoint in filter(where.covers, complete)]
+        complete = CheckpointDirectory(where.directory).complete()
+        return [CheckpointManager(checkpoint.directory) for checkpoint in filter(where.covers, complete)]
 
     def latest(self) -> CheckpointManager:
         """The newest complete checkpoint, by a new search; for the path of one checkpoint, that one."""
         if self.address is not None:
             tier, record = self._tier
             return self if record is not None else CheckpointManager(f"{tier.store.address}/{tier.newest().name}")
-        where = resolve_path(self.path, self._disk)
+        where = resolve_path(self.path)
         if where.name not in (None, LATEST):
             return self
-        return CheckpointManager(where.open(self._disk).directory, self._disk)
+        return CheckpointManager(where.open().directory)
 
     # -- content ------------------------------------------------------------------------------------------------------
 
@@ -220,14 +219,14 @@ class CheckpointManager:
         checkpoint = self.checkpoint
         if isinstance(checkpoint, RemoteCheckpoint):  # what is fetched is always hashed
             return self._tier[0].reader(checkpoint, writable)
-        return CheckpointReader(checkpoint, self._disk, verify=verify, writable=writable)
+        return CheckpointReader(checkpoint, verify=verify, writable=writable)
 
     def _open(self, level: Level = "quick") -> Checkpoint:
         """Search and verify the checkpoint."""
         if self.address is not None:
             tier, record = self._tier
             return tier.verified(record or tier.newest().record, level)
-        return resolve_path(self.path, self._disk).open(self._disk, level)
+        return resolve_path(self.path).open(level)
 
 
 def _arrow_rows(file: memoryview) -> int:

@@ -70,14 +70,14 @@ class RunCheckpoints:
     ancestors: dict[str, int] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, run_dir: Path, disk: FileSystem | None = None) -> RunCheckpoints | None:
+    def of(cls, run_dir: Path) -> RunCheckpoints | None:
         """The record in a directory; None if there is none.
 
         Raises:
             CheckpointNotFound: it is invalid.
         """
         try:
-            record = parse_as(cls, (disk or FileSystem()).read(run_dir / SAVED, SAVED_LIMIT_BYTES))
+            record = parse_as(cls, FileSystem().read(run_dir / SAVED, SAVED_LIMIT_BYTES))
             paths = f"{record.save_dir}/{record.relative}".encode("utf-8", "replace")
             if b"\0" in paths or max(map(len, paths.split(b"/"))) > LONGEST_NAME:
                 raise ExternalInputError("save_dir is not a path")
@@ -116,15 +116,15 @@ class ResolvedPath:
         """Whether a checkpoint of the directory is meant."""
         return Retention(lineage=self.lineage).covers(checkpoint)
 
-    def open(self, disk: FileSystem | None = None, level: Level = "quick") -> Checkpoint:
+    def open(self, level: Level = "quick") -> Checkpoint:
         """The checkpoint that is meant: the named one, else the newest. Raises as `CheckpointDirectory.open`."""
-        directory, name = CheckpointDirectory(self.directory, disk), self.name
+        directory, name = CheckpointDirectory(self.directory), self.name
         if name in (None, LATEST):
             name = directory.newest(is_meant=self.covers).name
         return directory.open(name, level)
 
 
-def resolve_path(path: str | Path, disk: FileSystem | None = None) -> ResolvedPath:
+def resolve_path(path: str | Path) -> ResolvedPath:
     """Resolve the path of a checkpoint, a directory of checkpoints or a run directory. It may be relative, end in a
     slash, and contain symbolic links.
 
@@ -141,21 +141,20 @@ def resolve_path(path: str | Path, disk: FileSystem | None = None) -> ResolvedPa
             f"{path} is in object storage: this works on a disk. Fetch it with `verl checkpoint pull {path} DIR`, and "
             "give DIR"
         )
-    disk = disk or FileSystem()
     absolute = Path(path).expanduser().absolute()
     with read_errors(f"looking at {path}"):
-        if absolute.name == LATEST and _holds_checkpoints(disk, absolute.parent):
+        if absolute.name == LATEST and _holds_checkpoints(absolute.parent):
             return ResolvedPath(absolute.parent, LATEST)
         real = Path(os.path.realpath(absolute))
-        parent = CheckpointDirectory(real.parent, disk)
+        parent = CheckpointDirectory(real.parent)
         if parent.exists(real) and parent.is_candidate(real):
             return ResolvedPath(real.parent, real.name)
-        if (run := RunCheckpoints.of(real, disk)) is not None:
-            return _saved_by(disk, real, run)
+        if (run := RunCheckpoints.of(real)) is not None:
+            return _saved_by(real, run)
         for directory in (real, real / OF_A_RUN):
-            if _holds_checkpoints(disk, directory):
+            if _holds_checkpoints(directory):
                 return ResolvedPath(directory)
-        raise CheckpointNotFound(f"{path} {_instead(disk, absolute, real)}")
+        raise CheckpointNotFound(f"{path} {_instead(absolute, real)}")
 
 
 def directories_below(directory: Path) -> list[Path]:
@@ -163,10 +162,10 @@ def directories_below(directory: Path) -> list[Path]:
     return [file.parent for below in ("*", "*/*") for file in sorted(directory.glob(f"{below}/{FORMAT}"))]
 
 
-def _saved_by(disk: FileSystem, run_dir: Path, run: RunCheckpoints) -> ResolvedPath:
-    there = [ResolvedPath(x, lineage=run.lineage) for x in run.places(run_dir) if _holds_checkpoints(disk, x)]
+def _saved_by(run_dir: Path, run: RunCheckpoints) -> ResolvedPath:
+    there = [ResolvedPath(x, lineage=run.lineage) for x in run.places(run_dir) if _holds_checkpoints(x)]
     if there:
-        own = (x for x in there if any(map(x.covers, CheckpointDirectory(x.directory, disk).survey()[0])))
+        own = (x for x in there if any(map(x.covers, CheckpointDirectory(x.directory).survey()[0])))
         return next(own, there[0])
     raise CheckpointNotFound(
         f"{run_dir} is of a run that saved in {run.save_dir}, and there are no checkpoints in "
@@ -174,20 +173,20 @@ def _saved_by(disk: FileSystem, run_dir: Path, run: RunCheckpoints) -> ResolvedP
     )
 
 
-def _holds_checkpoints(disk: FileSystem, directory: Path) -> bool:
-    checkpoints = CheckpointDirectory(directory, disk)
+def _holds_checkpoints(directory: Path) -> bool:
+    checkpoints = CheckpointDirectory(directory)
     with contextlib.suppress(NotADirectoryError):
         return checkpoints.exists(directory / FORMAT) or bool(checkpoints.candidates())
     return False
 
 
-def _instead(disk: FileSystem, given: Path, real: Path) -> str:
+def _instead(given: Path, real: Path) -> str:
     """Hint for an error: what is there, and what to pass."""
-    if not CheckpointDirectory(real.parent, disk).exists(real):
+    if not CheckpointDirectory(real.parent).exists(real):
         link = f"is a symbolic link to {os.readlink(given)}, which " if given.is_symlink() else ""
         return f"{link}does not exist"
     for parent in real.parents:
-        if CheckpointDirectory(parent.parent, disk).is_candidate(parent):
+        if CheckpointDirectory(parent.parent).is_candidate(parent):
             return f"is inside the checkpoint {parent}: give that directory"
     if not real.is_dir():
         return "is a file: give a directory of checkpoints, or one checkpoint"

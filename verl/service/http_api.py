@@ -2,7 +2,7 @@
 
     POST /api/v1/create_session, session_heartbeat, create_model, forward_backward, optim_step, save_weights,
          load_weights, save_weights_for_sampler, create_sampling_session, asample, retrieve_future, cancel_future, ...
-    GET  /api/v1/healthz, get_server_capabilities, training_runs, checkpoints, samplers/ID, ...
+    GET  /api/v1/healthz, get_server_capabilities, checkpoints, samplers/ID, ...
 
 Work is answered at once with the id of a request, whose result is fetched by `retrieve_future`. A failure is a result
 too, of the category `user` or `server`; a request that cannot be accepted is a status of HTTP with a `detail`.
@@ -37,7 +37,7 @@ from verl.service import saved
 from verl.service.adapters import AdapterShape
 from verl.service.jobs import Busy
 from verl.service.sampling import SamplingOptions
-from verl.service.service import KINDS, SCHEME, NotFound, TrainingService, run_of
+from verl.service.service import SCHEME, NotFound, TrainingService
 from verl.service.wire import dense_of, forward_backward_output, forward_backward_request
 from verl.utils.external_input import checked_name
 
@@ -87,8 +87,6 @@ class _Api:
         get = {
             "healthz": self.health,
             "get_server_capabilities": self.capabilities,
-            "training_runs": self.training_runs,
-            "training_runs/{run}": self.training_run,
             "training_runs/{run}/checkpoints": self.run_checkpoints,
             "training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls": self.urls,
             "checkpoints": self.all_checkpoints,
@@ -151,8 +149,8 @@ class _Api:
 
     # Sessions
 
-    def create_session(self, _: Request, body: types.CreateSessionRequest) -> dict[str, Any]:
-        return {"type": "create_session", "session_id": self.service.create_client(body.user_metadata or {})}
+    def create_session(self, _: Request) -> dict[str, Any]:
+        return {"type": "create_session", "session_id": self.service.create_client()}
 
     def heartbeat(self, _: Request, body: types.SessionHeartbeatRequest) -> Any:
         try:
@@ -197,8 +195,7 @@ class _Api:
             rank=lora.rank, attention=lora.train_attn, mlp=lora.train_mlp, unembedding=lora.train_unembed,
             seed=body.model_seq_id if lora.seed is None else lora.seed,
         )  # fmt: skip
-        metadata = body.user_metadata or {}
-        return {"request_id": self.service.create_model(body.session_id, body.model_seq_id, shape, metadata)}
+        return {"request_id": self.service.create_model(body.session_id, body.model_seq_id, shape)}
 
     def get_info(self, _: Request, body: types.GetInfoRequest) -> dict[str, Any]:
         session, name = self.service.model(body.model_id).session, self.service.names[0]
@@ -274,8 +271,7 @@ class _Api:
     def load_weights(self, _: Request, body: types.LoadWeightsRequest) -> dict[str, Any]:
         self.service.check_base(body.base_model)
         if body.session_id is not None and body.model_seq_id is not None:
-            metadata = body.user_metadata or {}
-            arguments = body.session_id, body.model_seq_id, body.path, body.optimizer, metadata
+            arguments = body.session_id, body.model_seq_id, body.path, body.optimizer
             return {"request_id": self.service.create_model_from(*arguments)}
         directory = self.service.saved_at(body.path)
 
@@ -302,29 +298,6 @@ class _Api:
     async def delete_checkpoint(self, request: Request) -> Response:
         await anyio.to_thread.run_sync(self.service.delete, _address(request))
         return Response(status_code=204)
-
-    def training_runs(self, request: Request) -> dict[str, Any]:
-        names = sorted({*self.service.models, *map(run_of, self.service.runs())})
-        shown, cursor = _page(request, names)
-        return {"training_runs": [self._run(name) for name in shown], "cursor": cursor}
-
-    def training_run(self, request: Request) -> dict[str, Any]:
-        return self._run(request.path_params["run"])
-
-    def _run(self, name: str) -> dict[str, Any]:
-        model, found = self.service.models.get(name), self.service.checkpoints(name)
-        if model is None and not self.service.run_directory(name).is_dir():
-            raise NotFound(f"there is no training run {name[:80]!r}.")
-        moment = time.time() if model is None else model.asked_at
-        last = {
-            kind: next((x for x in reversed(found) if x["checkpoint_type"] == kind), None) for kind in KINDS.values()
-        }
-        return {
-            "training_run_id": name, "base_model": self.service.names[0], "model_owner": "verl", "is_lora": True,
-            "lora_rank": model.session.shape.rank if model else None, "last_checkpoint": last["training"],
-            "last_request_time": datetime.datetime.fromtimestamp(moment, datetime.UTC).isoformat(),
-            "last_sampler_checkpoint": last["sampler"], "user_metadata": dict(model.metadata) if model else None,
-        }  # fmt: skip
 
     def urls(self, request: Request) -> dict[str, Any]:
         directory, values = self.service.saved_at(_address(request)), request.path_params

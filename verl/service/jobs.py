@@ -21,6 +21,7 @@ from verl.errors import ConfigError, VerlError
 
 KEPT_S = 120.0  # that a result is kept after it was fetched: its answer may have been lost
 MAX_SAMPLES = 512  # of one batch
+GATHER_S = 0.005  # a batch begins when no further sample request comes for so long
 MAX_WAITING = 4096  # sample requests; more are refused for a while
 
 
@@ -139,6 +140,8 @@ class Jobs:
                 if self._is_closed:
                     return
                 takes_samples = bool(self._samples) and (turn % 2 == 1 or not self._ready)
+                while takes_samples and self._is_growing():
+                    pass
                 batch = self._take_samples() if takes_samples else [self._ready.popleft()]
             batch = [job for job in batch if job.future.set_running_or_notify_cancel()]
             if batch and takes_samples:
@@ -149,6 +152,12 @@ class Jobs:
                     job.future.set_result(job.work())
                 except Exception as error:  # noqa: BLE001 - told to the client
                     job.future.set_exception(error)
+
+    def _is_growing(self) -> bool:
+        """Whether sample requests come one after another, as clients send the prompts of a step."""
+        count = len(self._samples)
+        self._changed.wait(GATHER_S)
+        return count < len(self._samples) and not self._is_closed
 
     def _take_samples(self) -> list[Job]:
         kind, batch, count = self._samples[0].kind, list[Job](), 0

@@ -16,12 +16,14 @@ from verl.engines.engine import TrainingEngine
 from verl.errors import ConfigError
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
+from verl.ops.sampling import NO_TURN
 from verl.protocol import DataProto
 from verl.rollout.base import TurnLimits, TurnRequest, TurnResult, stop_tokens
 from verl.rollout.hf import HFEngine
 from verl.service.data import CANDIDATES, checked_tokens, finite
 
 LONGEST_STOP = 256  # characters of a stop text
+UNKNOWN_ROOM = 4096  # tokens of a response, where the context of the model is not known
 
 
 @dataclass(frozen=True)
@@ -110,27 +112,23 @@ def sample(
     if options.stop is None or len(options.stop):
         ids |= {*stop_tokens(engine.model, tokenizer, ()).tolist()}
     requests: list[TurnRequest] = []
-    for number, prompt in enumerate(prompts):
+    for prompt in prompts:
         tokens = checked_tokens(prompt.tokens, "prompt", vocabulary, longest).tolist()
-        room = (longest or len(tokens) + 4096) - len(tokens)
+        room = (longest or len(tokens) + UNKNOWN_ROOM) - len(tokens)
         if room < 1:
             raise ConfigError(f"prompt has {len(tokens)} tokens: the model reads {longest}, which leaves no response.")
         limit = room if options.max_new_tokens is None else min(room, options.max_new_tokens)
-        step = _number(*prompt.noise)
-        requests += [
-            TurnRequest(
-                len(requests) + sample_id, tokens, number, sample_id, -1, limit, step, greedy=not options.temperature
-            )
-            for sample_id in range(prompt.num_samples)
-        ]
-    keyed = [dataclasses.replace(x, prompt_id=_number(*x.tokens) % 2**31) for x in requests]
+        of_prompt, step = _number(*tokens) % 2**31, _number(*prompt.noise)
+        for index in range(prompt.num_samples):
+            key = of_prompt, index, NO_TURN, limit, step
+            requests.append(TurnRequest(len(requests), tokens, *key, greedy=not options.temperature))
     engine.options = dataclasses.replace(
         engine.options, temperature=options.temperature or 1.0, top_k=options.top_k, top_p=float(options.top_p)
     )
     engine.stop_ids = torch.tensor(sorted(ids), dtype=torch.int64, device=engine.device)
-    limits = TurnLimits(max(len(x.tokens) + x.max_new_tokens for x in keyed), is_single=not texts)
-    found = _generate(engine, limits, keyed, tokenizer, texts)
-    samples = iter([_cut(found[x.episode], tokenizer, texts) for x in keyed])
+    limits = TurnLimits(max(len(x.tokens) + x.max_new_tokens for x in requests), is_single=not texts)
+    found = _generate(engine, limits, requests, tokenizer, texts)
+    samples = iter([_cut(found[x.episode], tokenizer, texts) for x in requests])
     return [[next(samples) for _ in range(prompt.num_samples)] for prompt in prompts]
 
 
@@ -138,6 +136,7 @@ def _generate(
     engine: HFEngine, limits: TurnLimits, requests: Sequence[TurnRequest], tokenizer: Any, texts: Sequence[str]
 ) -> dict[int, TurnResult]:
     found: dict[int, TurnResult] = {}
+    tail_tokens = max(map(len, texts), default=0) + 4  # a token has a character, but for the few of a split one
     turns = engine.turns(limits)
     try:
         for request in requests:
@@ -146,10 +145,10 @@ def _generate(
             for result in turns.advance():
                 found[result.episode] = result
                 turns.forget(result.episode)
-            if texts:
-                for result in turns.open_turns():
-                    if result.tokens and _stop_in(result.tokens, tokenizer, texts) is not None:
-                        turns.end(result.episode)
+            for result in turns.open_turns() if texts else ():  # a stop text ends in the last token, or ended it before
+                tail = tokenizer.decode(result.tokens[-tail_tokens:])
+                if any(text in tail for text in texts):
+                    turns.end(result.episode)
     finally:
         turns.close()
     return found

@@ -57,7 +57,6 @@ class Client:
     seen_at: float
     models: list[str] = field(default_factory=list)
     samplers: list[str] = field(default_factory=list)
-    metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -66,8 +65,6 @@ class Model:
 
     session: TrainingSession
     client: str
-    metadata: Mapping[str, Any]
-    asked_at: float
     begun_at: float = field(default_factory=time.monotonic)
     snapshots: list[Path] = field(default_factory=list)
 
@@ -123,10 +120,10 @@ class TrainingService:
 
     # Clients
 
-    def create_client(self, metadata: Mapping[str, Any]) -> str:
+    def create_client(self) -> str:
         name = uuid.uuid4().hex
         with self._state:
-            self.clients[name] = Client(time.monotonic(), metadata=metadata)
+            self.clients[name] = Client(time.monotonic())
         return name
 
     def client(self, name: str) -> Client:
@@ -183,34 +180,31 @@ class TrainingService:
                     f"there is no model {name[:80]!r}: its session has ended, or the service was started again."
                 )
             self.client(model.client)
-            model.asked_at = time.time()
             return model
 
     def check_base(self, name: str | None) -> None:
         if name is not None and name not in self.names:
             raise ConfigError(f"base_model is {name[:200]!r}: this service has {', '.join(self.names)}.")
 
-    def create_model(self, client: str, number: int, shape: AdapterShape, metadata: Mapping[str, Any]) -> str:
+    def create_model(self, client: str, number: int, shape: AdapterShape) -> str:
         """Queue a new adapter; returns the id of its model, which is that of the request too."""
         self.client(client)
         name = self._model_id(client, number)
 
         def work() -> dict[str, Any]:
-            self._add_model(name, client, number, shape, metadata)
+            self._add_model(name, client, number, shape)
             return {"model_id": name, "type": "create_model"}
 
         return self.jobs.add(name, Job(client, work))
 
-    def create_model_from(
-        self, client: str, number: int, address: str, optimizer: bool, metadata: Mapping[str, Any]
-    ) -> str:
+    def create_model_from(self, client: str, number: int, address: str, optimizer: bool) -> str:
         """Queue a new model with saved weights; returns the id of the request."""
         self.client(client)
         name, directory = self._model_id(client, number), self.saved_at(address)
 
         def work() -> dict[str, Any]:
             shape = saved.read(directory).shape
-            model = self._add_model(name, client, number, shape, metadata)
+            model = self._add_model(name, client, number, shape)
             model.session.load(directory, optimizer)
             return {"path": address, "model_id": name, "type": "load_weights"}
 
@@ -219,15 +213,13 @@ class TrainingService:
     def _model_id(self, client: str, number: int) -> str:
         return f"{client}:train:{number}"  # which the SDK makes too
 
-    def _add_model(
-        self, name: str, client: str, number: int, shape: AdapterShape, metadata: Mapping[str, Any]
-    ) -> Model:
+    def _add_model(self, name: str, client: str, number: int, shape: AdapterShape) -> Model:
         with self._state:
             owner = self.client(client)
             if len(self.models) >= MAX_MODELS:
                 raise ConfigError(f"{MAX_MODELS} models are in training: end a session first.")
         session = TrainingSession.on(self.base, shape, derive_seed(self.seed, "model", number), self._lock)
-        model = Model(session, client, metadata, time.time())
+        model = Model(session, client)
         with self._state:
             self.models[name] = model
             owner.models.append(name)

@@ -163,6 +163,7 @@ def read_state(disk: FileSystem, checkpoint: Checkpoint) -> dict[str, Any]:
         CheckpointCorrupt: its bytes differ from what was written.
     """
     entry = checkpoint.manifest.contents[STATE]
+    disk.contain(checkpoint.directory)
     data = _read_own(disk, checkpoint.directory, STATE, MANIFEST_LIMIT_BYTES)
     if len(data) != entry.size or digest_of(data) != entry.blake3:
         raise CheckpointCorrupt(checkpoint.directory, [FileFault(STATE, "its bytes are not those that were written")])

@@ -42,9 +42,7 @@ class CheckpointDifference:
     max_abs: float | None = None
 
 
-def compare(
-    first: Checkpoint, second: Checkpoint, disk: FileSystem | None = None, numbers: bool = False
-) -> list[CheckpointDifference]:
+def compare(first: Checkpoint, second: Checkpoint, numbers: bool = False) -> list[CheckpointDifference]:
     """All differences between two checkpoints, except times and loss history.
 
     Tensors are compared by the digests in the manifests; if those are not comparable, because the slices differ, the
@@ -53,13 +51,12 @@ def compare(
     Args:
         numbers: also compute the largest difference of elements of each tensor that differs; reads both tensors.
     """
-    disk = disk or FileSystem()
-    readers = CheckpointReader(first, disk, writable=True), CheckpointReader(second, disk, writable=True)
+    readers = CheckpointReader(first, writable=True), CheckpointReader(second, writable=True)
     differences = [*_tensor_differences(*readers, numbers), *_file_differences(first, second)]
     for path in sorted(_documents(first) & _documents(second)):
         if _digest(first, path) != _digest(second, path):
             differences += _key_differences(path, *(_parsed(path, bytes(reader.read(path))) for reader in readers))
-    states = [read_state(disk, checkpoint) for checkpoint in (first, second)]
+    states = [read_state(FileSystem(), checkpoint) for checkpoint in (first, second)]
     states = [{key: value for key, value in state.items() if key not in PASSED_OVER} for state in states]
     return differences + list(_key_differences(STATE, *states))
 
