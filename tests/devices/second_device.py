@@ -44,7 +44,7 @@ from verl.models.parallel_info import compute_device
 from verl.ops.resharding.dtensor import local
 from verl.rollout import model_log_probs
 from verl.rollout.model_log_probs import trainer_log_probs
-from verl.rollout.proof.fingerprints import ProbeVectors
+from verl.rollout.proof.fingerprints import HostCopies, ProbeVectors
 from verl.rollout.proof.probe import probe_rows
 from verl.rollout.weight_sync import state_dict
 from verl.rollout.weight_sync.transfer import RankTransfer, WeightTransfer
@@ -56,48 +56,31 @@ CONFIG = LlamaConfig(
 )  # fmt: skip
 
 
+def nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
 class Stream:
-    def __init__(self, *_: Any, **__: Any):
-        pass
-
-    def wait_stream(self, other: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
+    __init__ = wait_stream = wait_event = synchronize = record = wait = nothing
 
     def record_event(self, event: Any = None) -> Any:
         return Event()
 
-    def synchronize(self) -> None:
-        pass
-
 
 class Event(Stream):
-    def record(self, stream: Any = None) -> None:
-        pass
-
-    def wait(self, stream: Any = None) -> None:
-        pass
-
     def query(self) -> bool:
         return True
 
 
 class Backend(backend_registration._DummyBackendModule):
     Stream, Event = Stream, Event
+    set_device = synchronize = nothing
 
     def current_stream(self, device: Any = None) -> Stream:
         return Stream()
 
     def stream(self, stream: Any) -> Any:
         return contextlib.nullcontext()
-
-    def set_device(self, device: Any) -> None:
-        pass
-
-    def synchronize(self, device: Any = None) -> None:
-        pass
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16]
@@ -287,8 +270,15 @@ def checked(offload: bool) -> dict[str, str]:
     return checks.found
 
 
+def copied_without_numbers(copies: HostCopies) -> None:
+    waiting, copies._waiting = copies._waiting, []
+    if waiting:
+        torch.cat([x.reshape(-1) for x, _ in waiting]).to("cpu")
+
+
 def main() -> None:
     model_log_probs.as_array = lambda x: x.detach().float().to("cpu")
+    HostCopies.finish = copied_without_numbers
     found = planted() if "planted" in sys.argv else {"on the device": checked(False), "offloaded": checked(True)}
     with open(sys.argv[1], "w") as file:
         json.dump(found, file)

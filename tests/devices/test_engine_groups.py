@@ -193,15 +193,17 @@ class RecordedEngine:
         return {}
 
 
+def sync_of(model, parallel_info, engine):
+    options = {"may_slice": True, "may_repeat": lambda error: False}
+    return WeightSync(model, parallel_info, engine, torch.float32, None, 1 << 20, **options)
+
+
 def test_an_engine_over_two_gpus_allocates_after_all_its_ranks_have_met_without_cached_memory(monkeypatch):
     events: list[str] = []
     monkeypatch.setattr(weight_sync, "release_cached", lambda device: events.append("release"))
     monkeypatch.setattr(weight_sync, "meet", lambda parallel_info: events.append("meet"))
     model = TinyModel(hidden_size=32, intermediate_size=64).load_causal_lm("cpu")
-    sync = WeightSync(
-        model, parallel_info_of(model), RecordedEngine(events), torch.float32, None, 1 << 20,
-        may_slice=True, may_repeat=lambda error: False,
-    )  # fmt: skip
+    sync = sync_of(model, parallel_info_of(model), RecordedEngine(events))
     try:
         for _ in range(2):
             events.clear()
@@ -238,32 +240,19 @@ def streams(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("readers", "reads_peers", "device"),
+    ("fed_by", "readers", "reads_peers", "device"),
     [
-        ((0, 1), True, "cuda:1"),  # of a mixture, one process feeds all workers
-        ((0, 1), False, "cpu"),
-        ((1,), False, "cuda:1"),  # the worker on its own GPU
-        ((0,), False, "cpu"),
-        ((0,), True, "cuda:1"),
+        (divided_of(1, 2), (0, 1), True, "cuda:1"),  # of a mixture, one process feeds all workers
+        (divided_of(1, 2), (0, 1), False, "cpu"),
+        (divided_of(1, 2), (1,), False, "cuda:1"),  # the worker on its own GPU
+        (divided_of(1, 2), (0,), False, "cpu"),
+        (divided_of(1, 2), (0,), True, "cuda:1"),
+        (divided_of(0, ranks=1), (0, 1), True, "cuda:0"),  # a single process, and an engine of two GPUs
+        (divided_of(0, ranks=1), (0, 1), False, "cpu"),
     ],
 )
-def test_workers_without_peer_access_read_weights_from_main_memory(readers, reads_peers, device, streams):
-    sync = WeightSync(
-        torch.nn.Linear(2, 2), divided_of(1, 2), None, torch.float32, None, 1 << 20,
-        may_slice=True, may_repeat=lambda error: False,
-    )  # fmt: skip
+def test_workers_without_peer_access_read_weights_from_main_memory(fed_by, readers, reads_peers, device, streams):
+    sync = sync_of(torch.nn.Linear(2, 2), fed_by, None)
     sync.feed, sync.info = Feed({}, readers, [[]], 1 << 20), EngineInfo(64, 2, reads_peers)
-    sync._opened_stream()
-    assert streams == [device]
-
-
-@pytest.mark.parametrize(("reads_peers", "device"), [(True, "cuda:0"), (False, "cpu")])
-def test_a_single_process_feeds_an_engine_of_two_gpus_by_main_memory_too(reads_peers, device, streams):
-    alone = divided_of(0, ranks=1)
-    sync = WeightSync(
-        torch.nn.Linear(2, 2), alone, None, torch.float32, None, 1 << 20,
-        may_slice=True, may_repeat=lambda error: False,
-    )  # fmt: skip
-    sync.feed, sync.info = Feed({}, (0, 1), [[]], 1 << 20), EngineInfo(64, 2, reads_peers)
     sync._opened_stream()
     assert streams == [device]

@@ -48,16 +48,9 @@ def micro_batch(vocabulary, rows=6, prompt=5, response=7):
     mask = torch.arange(response) < lengths
     attention = torch.cat([torch.ones(rows, prompt, dtype=torch.bool), mask], dim=1).long()
     ids = torch.randint(3, vocabulary, attention.shape, generator=generator) * attention
-    batch = DataProto.from_dict(
-        {
-            "input_ids": ids,
-            "attention_mask": attention,
-            "position_ids": (attention.cumsum(dim=1) - 1).clamp_min(0),
-            "responses": ids[:, prompt:].contiguous(),
-            "response_mask": mask,
-        }
-    )
-    return next(iter(cut_into_micro_batches(batch, 10_000)))
+    rows = {"input_ids": ids, "attention_mask": attention, "responses": ids[:, prompt:].contiguous()}
+    rows |= {"position_ids": (attention.cumsum(dim=1) - 1).clamp_min(0), "response_mask": mask}
+    return next(iter(cut_into_micro_batches(DataProto.from_dict(rows), 10_000)))
 
 
 def plain_scores(model, micro, temperature):
@@ -111,17 +104,14 @@ def test_candidates_and_likeliest_tokens_are_those_of_the_whole_logits(loaded, a
         torch.testing.assert_close(own, other, rtol=0, atol=1e-10)
 
 
+def small(vocabulary, **options):
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    options = {"num_hidden_layers": 1, "tie_word_embeddings": False, **options}
+    return Qwen2ForCausalLM(Qwen2Config(vocab_size=vocabulary, **sizes, **options))
+
+
 def test_no_more_than_a_part_of_the_logits_ever_exists_forward_or_backward(monkeypatch):
-    config = Qwen2Config(
-        vocab_size=20_000,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    model = Qwen2ForCausalLM(config)
+    model = small(20_000)
     micro = micro_batch(100, rows=40)
     tokens, weight = int(micro.tensors["response_mask"].sum()), 20_000 * 16
     monkeypatch.setattr(chunked_logprobs, "LOGITS_AT_A_TIME", 4 * 20_000)
@@ -162,17 +152,8 @@ def test_the_model_is_whole_again_after_its_head_was_left_out(loaded):
 
 def head_gradient(dtype, at_a_time, monkeypatch, *, autocast=None, tied=False, is_sharded=False):
     """Of the output head of one small model, from 400 tokens with advantages that mostly agree."""
-    config = Qwen2Config(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        tie_word_embeddings=tied,
-    )
     torch.manual_seed(0)
-    model = Qwen2ForCausalLM(config).double().to(dtype)
+    model = small(64, tie_word_embeddings=tied).double().to(dtype)
     if is_sharded:
         mesh = init_device_mesh("cpu", (1,))
         shard_fully(model, mesh, reshard=True, compute_dtype=autocast, offload=False, pin=False)

@@ -21,35 +21,16 @@ from verl.models.pretrained import Pretrained
 from verl.models.tiny import character_tokenizer
 from verl.rewards.reward_model import ModelReward, RewardModel
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0, 1.1, 1.2, 1.3],
-    "long_factor": [2.0, 4.0, 8.0, 16.0],
-    "original_max_position_embeddings": 16,
-}
+TURNS = {"rope_theta": 10000.0, "factor": 4.0}
+LONGEST = {"original_max_position_embeddings": 16}
+FACTORS = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 4.0, 8.0, 16.0]}
+LONGROPE = {"rope_type": "longrope", "rope_theta": 10000.0, **FACTORS, **LONGEST}
 BY_LENGTH: dict[str, tuple[str, dict[str, Any]]] = {
-    "longrope": ("phi3", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 16}),
-    "dynamic": (
-        "llama",
-        {
-            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
-            "max_position_embeddings": 16,
-        },
-    ),
+    "longrope": ("phi3", {"rope_parameters": LONGROPE, **LONGEST}),
+    "dynamic": ("llama", {"rope_parameters": {"rope_type": "dynamic", **TURNS}, "max_position_embeddings": 16}),
 }
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
-    "yarn": (
-        "llama",
-        {
-            "rope_parameters": {
-                "rope_type": "yarn",
-                "rope_theta": 10000.0,
-                "factor": 4.0,
-                "original_max_position_embeddings": 16,
-            }
-        },
-    ),
+    "yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", **TURNS, **LONGEST}}),
     "window": ("mistral", {"sliding_window": 8}),
     "bert": ("bert", {}),
     "roberta": ("roberta", {}),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import pytest
@@ -17,21 +16,16 @@ from verl.model_paths import check
 from verl.model_paths.check import finding_for, paths_for
 from verl.model_paths.families import PLAIN, UNTRIED, family_table
 from verl.models.model_stats import known_shapes
-from verl.models.pretrained import Pretrained
 from verl.models.structure import call_model
 from verl.models.tiny import TinyModel
 
 SMALL = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-}
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "head_dim": 8,
+}  # fmt: skip
 WINDOWED = {"mistral": "sliding_window", "gemma3_text": "sliding_window", "llama4_text": "attention_chunk_size"}
 ROPE = {"rope_theta": 10000.0, "factor": 4.0}
+DYNAMIC = {"rope_parameters": {**ROPE, "rope_type": "dynamic"}, "max_position_embeddings": 40}
 
 
 def small(family: str, kind: Any = AutoModelForCausalLM, **settings: Any) -> Any:
@@ -54,6 +48,7 @@ def test_common_models_and_the_embedded_one_take_the_fast_paths():
         else:
             assert paths_for(model, 4096) == FAST, name
     assert paths_for(TinyModel().load_causal_lm("cpu"), 40) == FAST
+    assert paths_for(small("llama", **DYNAMIC), 40) == FAST  # up to the length at which frequencies change
 
 
 @pytest.mark.parametrize(
@@ -91,38 +86,26 @@ def test_an_own_class_is_padded_and_uses_its_own_cache_where_that_is_right(caplo
     assert paths_for(small("llama", OwnWithoutCache), 30).cache == "none"
 
 
-class Later(OwnLlama):
-    """Each token sees those that come after it."""
+def adding(name: str, more: Any) -> type:
+    """A model that adds this function of its logits to them."""
 
-    def forward(self, input_ids: Any, **inputs: Any) -> Any:
-        output = super().forward(input_ids=input_ids, **inputs)
-        output.logits = output.logits + output.logits.mean(dim=1, keepdim=True)
+    def forward(model: Any, *given: Any, **inputs: Any) -> Any:
+        output = OwnLlama.forward(model, *given, **inputs)
+        output.logits = output.logits + more(output.logits)
         return output
 
-
-class Drawing(OwnLlama):
-    """Numbers that differ from one forward pass to the next."""
-
-    def forward(self, *given: Any, **inputs: Any) -> Any:
-        output = super().forward(*given, **inputs)
-        output.logits = output.logits + torch.randn(1)
-        return output
+    return type(name, (OwnLlama,), {"forward": forward})
 
 
-class Mixing(OwnLlama):
-    """Rows that depend on those beside them."""
-
-    def forward(self, *given: Any, **inputs: Any) -> Any:
-        output = super().forward(*given, **inputs)
-        output.logits = output.logits + output.logits.mean(dim=0, keepdim=True)
-        return output
+Later = adding("Later", lambda logits: logits.mean(dim=1, keepdim=True))  # each token sees those that come after it
+Drawing = adding("Drawing", lambda logits: torch.randn(1))  # other numbers in each forward pass
+Mixing = adding("Mixing", lambda logits: logits.mean(dim=0, keepdim=True))  # rows depend on those beside them
 
 
 def paths(family, kind=AutoModelForCausalLM, tokens=30, **settings):
     return lambda: paths_for(small(family, kind, **settings), tokens)
 
 
-DYNAMIC = {"rope_parameters": {**ROPE, "rope_type": "dynamic"}, "max_position_embeddings": 40}
 test_what_no_path_is_right_for_is_refused_by_name = refused(
     ("model", check.NOT_A_POLICY, paths("llama", Later)),
     ("model", check.NOT_REPEATABLE, paths("llama", Drawing)),
@@ -138,10 +121,6 @@ def test_eager_attention_leaves_out_packed_rows():
     eager = paths_for(small("qwen2", attention="eager"), 30)
     assert (eager.scoring, eager.cache, eager.own_attention) == ("padded", "in_place", False)
     assert paths_for(small("gemma2", attention="eager"), 30).scoring == "padded"
-
-
-def test_rows_up_to_a_length_at_which_frequencies_change_take_the_fast_paths():
-    assert paths_for(small("llama", **DYNAMIC), 40) == FAST
 
 
 def test_a_finding_is_kept_until_the_configuration_changes_or_it_is_forgotten(monkeypatch):
@@ -188,13 +167,8 @@ def test_every_record_names_paths_of_the_table_or_says_why_there_are_none():
     assert all((record.paths in table.paths) is not bool(record.refusal or record.fault) for record in records)
     names = [record.paths for record in records if record.paths]
     assert set(names) == table.paths.keys()
-
-
-def test_the_length_of_a_record_is_an_entry_of_its_configuration():
-    limited = functools.partial(filter, lambda record: record.longest is not None)
-    for family, records in family_table().families.items():
-        for record in limited(records):
-            assert getattr(CONFIG_MAPPING[family](), record.longest) > 1
+    longest = {(family, x.longest) for family, records in table.families.items() for x in records if x.longest}
+    assert all(getattr(CONFIG_MAPPING[family](), entry) > 1 for family, entry in longest)
 
 
 @pytest.mark.parametrize("family", ["mpt", "gpt2", *exhaustive("opt", "gptj", "openai-gpt", "bart", "whisper")])
@@ -207,10 +181,6 @@ def test_rows_beyond_the_positions_that_a_model_has_are_refused_before_it_is_cal
     with refusal("model"):
         paths_for(model, 41)
     assert check.tail_for(model, 40) == 0 < check.tail_for(model, 30)
-
-
-def test_a_model_loaded_by_a_run_takes_the_same_paths(dir32):
-    assert paths_for(Pretrained(path=str(dir32)).load_causal_lm("cpu"), 30) == FAST
 
 
 def test_a_build_of_the_tried_versions_is_one_of_them(monkeypatch, caplog):

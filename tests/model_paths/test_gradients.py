@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import pytest
 import torch
+from cases import exhaustive
 from model_paths.families import prompts, save_family, start_family
 from roles import gradients, with_experience
 
 from verl.model_paths.families import PLAIN
 from verl.rollout.base import GenerationRequest
 
-FAMILIES = (
-    "llama4_text",
-    "phimoe",
-    "deepseek_v3",
-    "qwen3_next",
-    "bart",
-    "gemma3n_text",
-    "mamba",
-    "qwen2_moe",
-    "hrm_text",
-)
+FAMILIES = "phimoe", "deepseek_v3", "qwen3_next", "bart", "gemma3n_text", "mamba", "qwen2_moe", "hrm_text"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [*FAMILIES[:1], *(pytest.param(name, marks=pytest.mark.exhaustive) for name in FAMILIES[1:])]
-)
+@pytest.mark.parametrize("name", ["llama4_text", *exhaustive(*FAMILIES)])
 def test_an_update_has_the_gradient_of_rows_one_by_one(name, tmp_path):
     path = save_family(tmp_path / "model", name)
     found = []

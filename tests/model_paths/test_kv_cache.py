@@ -47,18 +47,13 @@ def test_a_new_token_moves_nothing_while_there_is_memory():
     assert len(places) == 1
 
 
-def test_slots_that_change_places_keep_what_they_hold():
-    cache = SlotCache(CONFIG, 3, 40)
-    keys, values = written(cache, CacheCall(0, torch.arange(5).expand(3, 5), 3, 5, 5), states(3, 5, 0))
+def test_slots_that_change_places_keep_what_they_hold_also_where_no_memory_was_before():
+    cache = SlotCache(CONFIG, 9, 40)
+    keys, values = written(cache, CacheCall(0, torch.arange(5).expand(2, 5), 2, 5, 5), states(2, 5, 0))
     before = keys.clone(), values.clone()
-    cache.copy([0, 2], [2, 0], 5)
+    cache.copy([0, 1], [1, 0], 5)
     for mine, theirs in zip((keys, values), before, strict=True):
         assert torch.equal(mine, theirs.flip(0))
-
-
-def test_a_slot_may_move_to_where_no_memory_is_yet():
-    cache = SlotCache(CONFIG, 9, 40)
-    keys, _ = written(cache, CacheCall(0, slice(0, 5), 2, 5, 5), states(2, 5, 0))
     before = keys.clone()
     cache.copy([0], [7], 5)
     keys, _ = written(cache, CacheCall(0, slice(5, 6), 8, 6, 6), states(8, 1, 1))

@@ -50,40 +50,30 @@ def run(model, rows, weight, share=None):
     return found.detach(), {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.slow
+WINDOWS = {"sliding_window": 5, "head_dim": 8}
+OPTIONS = {"mistral": WINDOWS, "gemma3_text": {**WINDOWS, "num_key_value_heads": 1}}
+FAMILIES = ["qwen2", "qwen3", "llama", "mistral", "phi3", "gpt_neox", "olmo2", "gpt2"]
+KERNELS = [pytest.param(family, "blocks", marks=pytest.mark.slow) for family in FAMILIES]
+KERNELS += [(family, "flash") for family in ("qwen3", "mistral", "gemma3_text")]
+
+
 @pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama", "mistral", "phi3", "gpt_neox", "olmo2", "gpt2"])
-def test_packed_and_padded_rows_agree(family, share, tmp_path):
-    window = {"sliding_window": 5} if family == "mistral" else {}
-    save_random_model(tmp_path, family, torch.float64, **window)
+@pytest.mark.parametrize(("family", "kernel"), KERNELS)
+def test_packed_and_padded_rows_agree(family, kernel, share, tmp_path, monkeypatch):
+    """By blocks, as on a CPU, and by the kernel of a GPU, which is called again going backward."""
+    save_random_model(tmp_path, family, torch.float64, **OPTIONS.get(family, {}))
     model, rows = Pretrained(path=str(tmp_path), dtype="float64").load_causal_lm("cpu").train(), padded_rows()
     weight = torch.randn(model.config.vocab_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     expected, gradients = run(model, rows, weight)
     assert packed_attention.enable(model) is None
     assert torch.equal(run(model, rows, weight)[0], expected)  # rows as before
-    found, packed_gradients = run(model, rows, weight, share)
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(packed_gradients[name], gradient, rtol=1e-4, atol=1e-4)
-
-
-WINDOWS = {"sliding_window": 5, "head_dim": 8}
-OF_GPU = [("qwen3", {}), ("mistral", WINDOWS), ("gemma3_text", {**WINDOWS, "num_key_value_heads": 1})]
-
-
-@pytest.mark.parametrize("share", [True, False])
-@pytest.mark.parametrize(("family", "options"), OF_GPU, ids=[family for family, _ in OF_GPU])
-def test_rows_packed_for_the_kernel_of_a_gpu_agree_with_padded_ones(family, options, share, tmp_path, monkeypatch):
-    save_random_model(tmp_path, family, torch.float64, **options)
-    model, rows = Pretrained(path=str(tmp_path), dtype="float64").load_causal_lm("cpu").train(), padded_rows()
-    weight = torch.randn(model.config.vocab_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    expected, gradients = run(model, rows, weight)
-    assert packed_attention.enable(model) is None
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    with flash_on_cpu(monkeypatch) as calls:
+    if kernel == "flash":
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    with flash_on_cpu(monkeypatch, kernel == "flash") as calls:
         found, packed_gradients = run(model, rows, weight, share)
-    layers = model.config.num_hidden_layers
-    assert 2 * layers <= calls.forward <= (4 if share else 2) * layers  # again going backward
+    if kernel == "flash":
+        layers = model.config.num_hidden_layers
+        assert 2 * layers <= calls.forward <= (4 if share else 2) * layers
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)  # norms pass through float32
     for name, gradient in gradients.items():
         torch.testing.assert_close(packed_gradients[name], gradient, rtol=1e-4, atol=1e-4)
@@ -112,12 +102,12 @@ def test_gradients_repeat_bit_for_bit(tmp_path):
     assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-@pytest.mark.parametrize(("family", "attention", "why"), [("gemma2", "eager", "sdpa"), ("bloom", "eager", "sdpa")])
-def test_a_model_that_cannot_be_packed_says_why_and_stays_as_it_was(family, attention, why, tmp_path):
+@pytest.mark.parametrize("family", ["gemma2", "bloom"])
+def test_a_model_that_cannot_be_packed_says_why_and_stays_as_it_was(family, tmp_path):
     save_random_model(tmp_path, family, torch.float32)
-    model = Pretrained(path=str(tmp_path), attention=attention).load_causal_lm("cpu")
-    assert why in (packed_attention.enable(model) or "")
-    assert model.config._attn_implementation == attention
+    model = Pretrained(path=str(tmp_path), attention="eager").load_causal_lm("cpu")
+    assert "sdpa" in (packed_attention.enable(model) or "")
+    assert model.config._attn_implementation == "eager"
 
 
 def test_a_saved_model_knows_nothing_of_it(tmp_path):
@@ -135,45 +125,26 @@ def blocks(length: int) -> torch.Tensor:
     return ids
 
 
-@pytest.mark.parametrize(
-    ("mask_function", "shape"),
-    [
-        (masking_utils.causal_mask_function, MaskShape()),
-        (masking_utils.sliding_window_causal_mask_function(7), MaskShape(7)),
-        (masking_utils.sliding_window_causal_mask_function(151), MaskShape()),
-        (masking_utils.chunked_causal_mask_function(64, torch.zeros(1, dtype=torch.long)), None),
-        (masking_utils.chunked_causal_mask_function(10, torch.zeros(1, dtype=torch.long)), None),
-        (
-            masking_utils.or_masks(masking_utils.causal_mask_function, masking_utils.blockwise_overlay(blocks(151))),
-            None,
-        ),
-        (masking_utils.bidirectional_mask_function, None),
-        (masking_utils.sliding_window_bidirectional_mask_function(7), None),
-        (
-            masking_utils.and_masks(
-                masking_utils.causal_mask_function,
-                masking_utils.packed_sequence_mask_function((torch.arange(151) // 50)[None]),
-            ),
-            None,
-        ),
-        (lambda batch, head, query, key: (key <= query) & ((query - key) % 2 == 0), None),
-        (lambda batch, head, query, key: bool(query >= key), None),  # cannot be asked of many at a time
-    ],
-    ids=[
-        "causal",
-        "sliding",
-        "wide",
-        "chunked",
-        "chunks-of-10",
-        "blockwise",
-        "bidirectional",
-        "around",
-        "packed",
-        "strided",
-        "scalar",
-    ],
-)
-def test_a_mask_is_known_by_what_it_shows(mask_function, shape):
+CAUSAL = masking_utils.causal_mask_function
+TEXTS = masking_utils.packed_sequence_mask_function((torch.arange(151) // 50)[None])
+MASKS = {
+    "causal": (CAUSAL, MaskShape()),
+    "sliding": (masking_utils.sliding_window_causal_mask_function(7), MaskShape(7)),
+    "wide": (masking_utils.sliding_window_causal_mask_function(151), MaskShape()),
+    "chunked": (masking_utils.chunked_causal_mask_function(64, torch.zeros(1, dtype=torch.long)), None),
+    "chunks of 10": (masking_utils.chunked_causal_mask_function(10, torch.zeros(1, dtype=torch.long)), None),
+    "blockwise": (masking_utils.or_masks(CAUSAL, masking_utils.blockwise_overlay(blocks(151))), None),
+    "bidirectional": (masking_utils.bidirectional_mask_function, None),
+    "around": (masking_utils.sliding_window_bidirectional_mask_function(7), None),
+    "packed": (masking_utils.and_masks(CAUSAL, TEXTS), None),
+    "strided": (lambda batch, head, query, key: (key <= query) & ((query - key) % 2 == 0), None),
+    "scalar": (lambda batch, head, query, key: bool(query >= key), None),  # cannot be asked of many at a time
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_is_known_by_what_it_shows(name):
+    mask_function, shape = MASKS[name]
     assert describe_mask(mask_function, 151) == shape
 
 

@@ -15,7 +15,6 @@ from roles import experience, gap_from_plain_rows, start_actor, start_critic
 
 from verl.component import component
 from verl.model_paths.check import paths_for
-from verl.model_paths.families import PLAIN
 from verl.models.pretrained import Pretrained
 from verl.rollout.hf import HFRollout
 
@@ -92,9 +91,3 @@ def test_looking_draws_no_random_number_and_leaves_the_model_as_it_was(model32):
     assert not model.training
     assert all(torch.equal(x, before[name]) for name, x in model.state_dict().items())
     assert not any(x.requires_grad is False for x in model.parameters())
-
-
-def test_the_plain_path_is_what_an_unknown_model_gets():
-    assert PLAIN.scoring == "equal_lengths"
-    assert PLAIN.cache == "none"
-    assert not any((PLAIN.pads_prompts, PLAIN.repeats_rows, PLAIN.drops_rows, PLAIN.shares_prefix))

@@ -19,7 +19,6 @@ from verl.models.model_stats import has_shipped_shapes, known_shapes, model_stat
 from verl.models.pretrained import Pretrained
 
 ENTRIES = json.loads(files("verl.models").joinpath("known_shapes.json").read_text())
-FSDP = ["sharding=fsdp", "trainer.n_gpus_per_node=8"]
 CONF = Path(__file__).parents[2] / "conf"
 
 
@@ -56,19 +55,14 @@ def test_every_model_of_the_configuration_is_shipped():
     assert not [path for path in named if not is_local(path) and path not in known_shapes()]
 
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("no_hub")
-def test_a_plan_without_a_network_takes_shipped_shapes():
-    roles = ["actor=llama8b", "critic=none", "algorithm=grpo"]
-    printed = CliRunner().invoke(app, ["plan", *roles, *FSDP, "--device", "h100"]).output
-    assert "GiB of each process" in printed
+ROLES = ["actor=llama8b", "critic=none", "algorithm=grpo", "sharding=fsdp", "trainer.n_gpus_per_node=8"]
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("no_hub")
-def test_the_recipe_of_gsm8k_is_planned_without_network():
-    result = CliRunner().invoke(app, ["plan", "experiment=gsm8k_qwen2_5_0_5b", "--device", "h100"])
-    assert "GiB of each process" in result.output
+@pytest.mark.parametrize("words", [ROLES, ["experiment=gsm8k_qwen2_5_0_5b"]])
+def test_a_plan_without_a_network_takes_shipped_shapes(words):
+    assert "GiB of each process" in CliRunner().invoke(app, ["plan", *words, "--device", "h100"]).output
 
 
 @pytest.mark.usefixtures("no_hub")

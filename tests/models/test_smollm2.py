@@ -42,7 +42,6 @@ def first(smollm2: Pretrained, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_few_steps_teach_it_the_answer_that_is_asked_for(first: tuple[Path, list[dict[str, Any]]]) -> None:
     rewards = [line["reward/mean"] for line in first[1]]
     assert len(rewards) == STEPS

@@ -26,7 +26,7 @@ from verl.model_paths.expert_routing import ExpertLoad, defines_balance_loss, ro
 from verl.model_paths.families import PLAIN, ModelPaths, Scoring
 from verl.model_paths.micro_batch import MicroBatch, cut_into_micro_batches, empty_micro_batch
 from verl.models.heads import LMHead
-from verl.models.parallel_info import Autocast, compute_device, computing_in
+from verl.models.parallel_info import Autocast, compute_device, computing_in, release_gathered
 from verl.models.structure import call_model, unwrapped
 from verl.ops.masking import LossTotals
 from verl.ops.resharding.dtensor import ReadableTensor, at_stage_of, is_on_other_stage, read_slice_like
@@ -72,7 +72,7 @@ class TrainingEngine:
         self.updates = 0
         self.total_updates = total_updates
         self.optimizer_config: Any = optimizer
-        parallel.free_gathered_parameters(model)
+        release_gathered(model)
         named = dict(model.named_parameters())  # a forward pass replaces sharded parameters by gathered ones
         self.parameters = {name: p for name, p in named.items() if not is_on_other_stage(p)}
         self._elsewhere = {name: p for name, p in named.items() if is_on_other_stage(p)}
@@ -123,7 +123,7 @@ class TrainingEngine:
 
         micros = self.micro_batches(batch, alone)
         self.parallel.run_micro_batches(micros, infer_one, self._computing, model=self.model)
-        self.parallel.free_gathered_parameters(self.model)
+        release_gathered(self.model)
         if self.routing is not None:
             self.routing.end(self.device)
         return {name: x.to(mask.device) for name, x in self.parallel.from_last_stage(results).items()}
@@ -352,7 +352,7 @@ class TrainingEngine:
                 micro.predict(last_states)
 
         self.parallel.run_micro_batches(self.micro_batches(batch), count_one, self._computing, model=self.model)
-        self.parallel.free_gathered_parameters(self.model)
+        release_gathered(self.model)
         return self.parallel.sum_of_tokens(routing.end(self.device).tensors())
 
     def limit(self, scoring: Scoring) -> None:

@@ -86,9 +86,6 @@ class Parallelism:
     def shard_model(self, model: nn.Module, autocast: Autocast = None) -> None:
         """Shard a model, in place. `autocast` is the dtype that it will compute in; None for that of its weights."""
 
-    def free_gathered_parameters(self, model: nn.Module) -> None:
-        """Free the weights that the last forward pass gathered; parameters are the local shards again."""
-
     def sums(self, values: Mapping[str, float]) -> dict[str, float]:
         """Sums of named numbers over the data-parallel processes; a name may be missing in some of them."""
         return dict(values)
@@ -425,10 +422,6 @@ class ShardedParallelism(DataParallelism):
     def _gathered(self, core: nn.Module, experts: list[nn.Module]) -> Iterator[None]:
         with gathered(core, self.reshard), experts_gathered(experts):
             yield
-
-    def free_gathered_parameters(self, model: nn.Module) -> None:
-        if self.fully:
-            free_gathered_parameters(model)
 
     def sum_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
         """See `Parallelism.sum_gradients`; FSDP has reduced those of its weights already."""

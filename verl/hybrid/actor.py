@@ -34,7 +34,7 @@ from verl.hybrid.parallel import HybridConfig, HybridParallelism, hybrid_paralle
 from verl.model_paths.check import forget
 from verl.models.interfaces import check_interface
 from verl.models.lora import LoRA
-from verl.models.parallel_info import compute_device, parallel_info_of
+from verl.models.parallel_info import compute_device, parallel_info_of, release_gathered
 from verl.models.pretrained import Pretrained, quiet_transformers
 from verl.rollout.base import SAME_TENSORS, GenerationRequest, Rollout, RolloutEngine, SyncResult
 from verl.rollout.generation_group import from_first
@@ -261,7 +261,7 @@ class HybridActor:
     def _settled(self) -> Any:
         if self._parallelism is not None:
             with self._lock:
-                self._parallelism.free_gathered_parameters(self.model)
+                release_gathered(self.model)
         return self.model
 
     def save_pretrained(self, directory: str | Path) -> None:
@@ -271,7 +271,7 @@ class HybridActor:
         """
         with self._lock, quiet_transformers():
             if self._parallelism is not None:
-                self._parallelism.save(self.model, self.tokenizer, directory)
+                self._parallelism.save(self._settled(), self.tokenizer, directory)
                 return
             self.model.save_pretrained(directory)
         if self.tokenizer is not None:

@@ -181,8 +181,7 @@ class HybridParallelism(ShardedParallelism):
             )
 
     def save(self, model: Any, tokenizer: Any, directory: str | Path) -> None:
-        """Gather the model and save it by `save_pretrained` in the first process; all processes wait."""
-        self.free_gathered_parameters(model)
+        """Gather a model of local parts and save it by `save_pretrained` in the first process; all processes wait."""
         whole = whole_on_first(live_tensors(model), self)
         if self.rank == 0:
             model.save_pretrained(directory, state_dict=whole)

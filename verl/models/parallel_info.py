@@ -120,7 +120,8 @@ def casts_weights(model: Any) -> bool:
 
 
 def release_gathered(model: Any) -> None:
-    """Free weights that a forward pass has gathered; otherwise embedding and head, the largest, stay in memory."""
+    """Free weights that a forward pass has gathered: parameters are the local shards again. Otherwise embedding and
+    head, the largest, stay in memory."""
     if (parallel_info := getattr(model, "parallel_info", None)) is not None:
         parallel_info.free_gathered_parameters()
 
@@ -137,22 +138,14 @@ def weights_gathered(model: Any) -> AbstractContextManager[None]:
 
 def layers_gathered(model: Any) -> AbstractContextManager[None]:
     """Inside this context the process has all layers of a model; calls stay collective with its siblings."""
-    parallel_info = getattr(model, "parallel_info", None)
-    return (
-        parallel_info.gathered()
-        if parallel_info is not None and parallel_info.stage_group is not None
-        else contextlib.nullcontext()
-    )
+    info = getattr(model, "parallel_info", None)
+    return contextlib.nullcontext() if info is None or info.stage_group is None else info.gathered()
 
 
 def through_stages(model: Any, ids: Tensor, function: Callable[[], Tensor]) -> Tensor:
     """Result of a function that calls the model once on token ids [b s]. Collective over the processes that hold it."""
-    parallel_info = getattr(model, "parallel_info", None)
-    return (
-        function()
-        if parallel_info is None or parallel_info.through_stages is None
-        else parallel_info.through_stages(ids, function)
-    )
+    info = getattr(model, "parallel_info", None)
+    return function() if info is None or info.through_stages is None else info.through_stages(ids, function)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

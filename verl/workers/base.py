@@ -25,7 +25,7 @@ from verl.models.heads import head_of
 from verl.models.hf_state_dict import HFStateDict, hf_state_dict, live_tensors, load_adapter, tokenizer_files
 from verl.models.lora import LoRA
 from verl.models.own_module import ModuleModel
-from verl.models.parallel_info import Autocast
+from verl.models.parallel_info import Autocast, release_gathered
 from verl.models.pretrained import ModelSource, quiet_transformers
 from verl.protocol.dispatch import on_all, on_each
 from verl.utils.seeding import RngState, derive_seed, rng_state, seed_everything, set_rng_state
@@ -326,7 +326,7 @@ class TrainedWorker:
 
     def _whole_weights(self) -> dict[str, Tensor]:
         """Full weights on rank 0, empty on other ranks; collective."""
-        self.engine.parallel.free_gathered_parameters(self.engine.model)
+        release_gathered(self.engine.model)
         return whole_on_first(live_tensors(self.engine.model), self.engine.parallel)
 
 

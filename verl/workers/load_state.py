@@ -25,6 +25,7 @@ from verl.engines.parallel_dims import Parallelism
 from verl.errors import CheckpointCorrupt, CheckpointNotFound, ConfigError, FileFault
 from verl.models.heads import head_of
 from verl.models.hf_state_dict import ADAPTER_BIN, ADAPTER_FILE, HFStateDict, live_tensors, names_in_files
+from verl.models.parallel_info import release_gathered
 from verl.models.pretrained import ModelSource, Pretrained
 from verl.ops.resharding.dtensor import ReadableTensor, local, own_part
 from verl.storage.config import Storage
@@ -188,7 +189,7 @@ def load_weights(model: Any, component: str, source: CheckpointSelection, parall
     Raises:
         ConfigError: the weights are those of another model.
     """
-    parallel.free_gathered_parameters(model)
+    release_gathered(model)
     live, names = live_tensors(model), names_in_files(model)
     saved: Mapping[str, ReadableTensor]
     saved = source.saved(component) if parallel.divides_weights else source.tensors(component)

@@ -39,6 +39,7 @@ from verl.models.hf_state_dict import (
     saved_tensors,
     small_files,
 )
+from verl.models.parallel_info import release_gathered
 from verl.ops.resharding.dtensor import layout_of, local
 from verl.ops.resharding.execute import reshard
 from verl.ops.resharding.layout import Box, Layout, Mesh, TensorLayout, volume, within
@@ -228,11 +229,9 @@ class RankCheckpointWriter:
         if not sees_nonce(disk, transaction, nonce):
             return False
         name = f"rank_{setting.first_rank + self._parallel.rank}"
-        multi_writer = MultiWriterSave(directory=transaction, name=name)
+        part = MultiWriterSave(directory=transaction, name=name)
         try:
-            request = SaveRequest(
-                step=step, components=components, multi_writer=multi_writer, increment=setting.increment
-            )
+            request = SaveRequest(step=step, components=components, multi_writer=part, increment=setting.increment)
             if self._writer is None or setting.store.directory == self._writer.store.directory:
                 self._kept(setting).save(request)
             else:  # a save in another directory
@@ -264,9 +263,8 @@ class RankCheckpointWriter:
     def _components(self, setting: RankSaveSettings) -> dict[str, SavedComponent]:
         optimizer: dict[str, PartialTensor] = {}
         components = {}
-        for worker in self._trained.values():
-            worker.engine.parallel.free_gathered_parameters(worker.engine.model)
         for name, worker in self._trained.items():
+            release_gathered(worker.engine.model)
             components[name] = self._model(worker, setting)
             optimizer |= _slices(f"{name}.", worker.engine.optimizer_tensors(), worker.engine.parallel)
         components["optimizer"] = SavedComponent(tensors=optimizer, file=self._file(setting))

@@ -23,14 +23,13 @@ from verl.tracking.base import Trackers
 pytestmark = pytest.mark.xdist_group("vllm")
 
 
-def adapted(directory, rank):
-    source = save_family(directory / "model", "qwen2")
-    return LoRA(rank=rank).apply(source.load_causal_lm("cpu"), causal_lm=True).eval(), source.load_tokenizer()
-
-
 @pytest.mark.exhaustive
 def test_adapters_follow_one_another_and_closing_leaves_no_file_and_no_process(tmp_path):
-    model, tokenizer = adapted(tmp_path, rank=4)
+    source = save_family(tmp_path / "model", "qwen2")
+    model, tokenizer = (
+        LoRA(rank=4).apply(source.load_causal_lm("cpu"), causal_lm=True).eval(),
+        source.load_tokenizer(),
+    )
     options = VLLMRollout(max_new_tokens=10, kv_cache_gib=0.05, max_num_seqs=16, lora="adapter")
     engine = options.attach(model, tokenizer, 0, None, BuildContext(run_dir=tmp_path))
     ours = HFRollout(max_new_tokens=10).attach(model, tokenizer, 0)
@@ -73,6 +72,13 @@ def sharded(model, lora, name=None, adapter=LoRA(rank=8), **parts):  # noqa: B00
     return replace(run, actor=replace(run.actor, lora=adapter))
 
 
+def same_course(found, expected):
+    assert found.texts == expected.texts
+    for step, line in found.metrics.items():
+        for key in ("actor/loss", "actor/grad_norm"):
+            assert line[key] == pytest.approx(expected.metrics[step][key], rel=2e-5, abs=2e-5)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", SHARDINGS)
 def test_the_adapter_of_a_sharded_actor_draws_what_that_of_one_process_does(name, tmp_path):
@@ -83,10 +89,7 @@ def test_the_adapter_of_a_sharded_actor_draws_what_that_of_one_process_does(name
         run = sharded(model, *parts, directory=tmp_path / kind, tracker=Trackers())
         found[kind] = run_course(replace(run, checkpoint=None), ROWS, tmp_path / kind / "run")
     for other in ("alone", "merged"):
-        assert found["adapter"].texts == found[other].texts
-        for step, line in found["adapter"].metrics.items():
-            for key in ("actor/loss", "actor/grad_norm"):
-                assert line[key] == pytest.approx(found[other].metrics[step][key], rel=2e-5, abs=2e-5)
+        same_course(found["adapter"], found[other])
     size = {kind: [line["sync/bytes"] for line in x.metrics.values()] for kind, x in found.items()}
     assert size["adapter"] == size["alone"]
     assert max(size["adapter"]) < min(size["merged"]) / 5
@@ -102,12 +105,6 @@ def test_a_sharded_run_that_sends_its_adapter_alone_resumes_bit_by_bit(tmp_path)
     same_training(saved(tmp_path / "again"), saved(tmp_path / "whole"), after=1)
 
 
-def test_a_rank_that_vllm_has_no_room_for_is_refused_before_it_starts(tmp_path):
-    model, tokenizer = adapted(tmp_path, rank=600)
-    with pytest.raises(ConfigError, match="actor.lora.rank is 600: .* at most rank 512. Set rollout.lora=merged"):
-        VLLMRollout(lora="adapter").attach(model, tokenizer, 0)
-
-
 @pytest.mark.parametrize("layer", ["embed_tokens", "lm_head"])
 def test_an_adapter_of_a_layer_that_vllm_takes_none_of_is_refused_before_it_starts(layer, tmp_path):
     source = save_family(tmp_path / "model", "qwen2")
@@ -120,24 +117,6 @@ EMBEDDINGS = ("embed_tokens", "lm_head", "q_proj")
 
 
 @pytest.mark.exhaustive
-def test_adapters_of_embeddings_and_head_reach_the_engine_merged(tmp_path):
-    source = save_family(tmp_path / "model", "qwen2")
-    adapter = LoRA(rank=4, target_modules=EMBEDDINGS)
-    model, tokenizer = adapter.apply(source.load_causal_lm("cpu"), causal_lm=True).eval(), source.load_tokenizer()
-    options = VLLMRollout(max_new_tokens=10, kv_cache_gib=0.05, max_num_seqs=16)
-    engine = options.attach(model, tokenizer, 0, None, BuildContext(run_dir=tmp_path))
-    ours = HFRollout(max_new_tokens=10).attach(model, tokenizer, 0)
-    try:
-        shake(model, 0.1, 0)
-        engine.sync()
-        same, gap = agreement(*(generate(e, random_prompts(), GenerationRequest(0, 4)) for e in (engine, ours)))
-        assert same >= 0.95
-        assert gap < 5e-4
-    finally:
-        engine.close()
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["fsdp", "tp", "tp fsdp"])
 def test_sharded_adapters_of_embeddings_and_head_draw_what_those_of_one_process_do(name, tmp_path):
     model, found = save_family(tmp_path / "model", "qwen2"), {}
@@ -145,7 +124,6 @@ def test_sharded_adapters_of_embeddings_and_head_draw_what_those_of_one_process_
         adapter = LoRA(rank=8, target_modules=EMBEDDINGS)
         run = sharded(model, "merged", kind, adapter, directory=tmp_path / str(kind), tracker=Trackers())
         found[kind] = run_course(replace(run, checkpoint=None), ROWS, tmp_path / str(kind) / "run")
-    assert found[name].texts == found[None].texts
-    for step, line in found[None].metrics.items():
-        for key in ("actor/loss", "actor/grad_norm"):
-            assert line[key] == pytest.approx(found[name].metrics[step][key], rel=2e-5, abs=2e-5)
+    same_course(found[name], found[None])
+    for one in found.values():
+        assert all(line["rollout/log_prob_gap_nats"] < 5e-4 for line in one.metrics.values())

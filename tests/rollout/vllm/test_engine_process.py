@@ -51,6 +51,13 @@ def alone(model, tmp_path_factory):
     return drawn(model, tmp_path_factory.mktemp("one"), HFRollout(max_new_tokens=8))
 
 
+def same_draws(expected, found) -> None:
+    for rows, others in list(zip(expected, found, strict=False))[:2]:
+        same, gap = agreement(rows, others)
+        assert same == 1
+        assert gap < 1e-3
+
+
 def size_of(model) -> int:
     """Bytes of its weights."""
     return sum(p.nbytes for p in model.load_causal_lm("cpu").parameters())
@@ -87,10 +94,7 @@ def test_several_processes_and_their_engines_draw_as_one_does(case, model, alone
     assert len(list((tmp_path / "workers").glob("vllm_*.log"))) == engines
     if traffic is not None:
         assert metrics["sync/traffic_mib"] * 2**20 == pytest.approx(traffic * size_of(model), abs=0.06 * size_of(model))
-    for expected, rows in zip(alone, found, strict=False):
-        same, gap = agreement(expected, rows)
-        assert same == 1
-        assert gap < 1e-3
+    same_draws(alone, found)
     assert metrics.get("sync/probe_gap_nats", 0.0) < 1e-4  # an engine alone is probed in its first sync
     assert metrics["sync/unproven_tensors"] == 0
     assert metrics["actor/loss"] == pytest.approx(alone[2]["actor/loss"], abs=1e-4)
@@ -106,10 +110,7 @@ def test_a_mixture_of_experts_reaches_its_engines_from_all_that_hold_a_part_of_i
     model = save_family(tmp_path / "model", "qwen3_moe")
     *expected, alone = drawn(model, tmp_path / "one", HFRollout(max_new_tokens=8))
     *found, metrics = drawn(model, tmp_path / "many", sharding=sharding, n_gpus_per_node=processes)
-    for rows, others in zip(expected, found, strict=True):
-        same, gap = agreement(rows, others)
-        assert same == 1
-        assert gap < 1e-3
+    same_draws(expected, found)
     assert metrics["sync/probe_gap_nats"] < 1e-4
     assert metrics["sync/traffic_mib"] > 0
     assert metrics["actor/loss"] == pytest.approx(alone["actor/loss"], abs=1e-4)
@@ -126,35 +127,12 @@ def kill_soon(pid: int) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("sharding", [FSDP(), TP(), Parallel(pp=2)], ids=["fsdp", "tp", "pp"])
-def test_an_engine_that_is_killed_beside_a_divided_model_is_made_anew_and_draws_the_same(sharding, model, tmp_path):
-    algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=1)
-    run = ppo_run(model, algorithm, rollout=ROLLOUT, prompts_per_step=4, sharding=sharding, n_gpus_per_node=2)
-    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
-        batch = trainer.train_data.collate(trainer.sampler.next_batch())
-        prompts = batch.union(DataProto.from_dict({"group_ids": torch.arange(4)}))
-        expected = trainer.sampling.generate(prompts, GenerationRequest(1, 2))
-        first = engines_of(os.getpid())
-        os.kill(first[0], signal.SIGKILL)  # while it waits
-        assert agreement(expected, trainer.sampling.generate(prompts, GenerationRequest(1, 2)))[0] == 1
-        second = engines_of(os.getpid())
-        assert first[0] not in second
-        assert len(second) == len(first)
-        killer = threading.Thread(target=kill_soon, args=(second[-1],))  # while it draws, or thereabouts
-        killer.start()
-        assert agreement(expected, trainer.sampling.generate(prompts, GenerationRequest(1, 2)))[0] == 1
-        killer.join()
-        assert agreement(expected, trainer.sampling.generate(prompts, GenerationRequest(1, 2)))[0] == 1
-        assert engines_of(os.getpid()) != second
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("sharding", "workers"),
     [(DDP(), ONE), (FSDP(), ONE), (TP(), ONE), (TP(), HALVES), (Parallel(pp=2), ONE), (Parallel(pp=2), STAGES)],
     ids=["ddp", "fsdp", "tp", "tp, engine too", "pp", "pp, engine too"],
 )
-def test_an_engine_that_is_stopped_beside_several_processes_is_made_anew_and_draws_the_same(
+def test_an_engine_that_is_killed_or_stopped_beside_several_processes_is_made_anew_and_draws_the_same(
     sharding, workers, model, tmp_path
 ):
     """Siblings that feed the engine, or wait for the process that leads it, wait on."""
@@ -165,16 +143,27 @@ def test_an_engine_that_is_stopped_beside_several_processes_is_made_anew_and_dra
         batch = trainer.train_data.collate(trainer.sampler.next_batch())
         prompts = batch.union(DataProto.from_dict({"group_ids": torch.arange(4)}))
         expected = trainer.sampling.generate(prompts, GenerationRequest(1, 2))
-        first = engines_of(os.getpid())
-        os.kill(first[-1], signal.SIGSTOP)  # while it waits: found when it is asked to draw
-        assert agreement(expected, trainer.sampling.generate(prompts, GenerationRequest(1, 2)))[0] == 1
-        second = engines_of(os.getpid())
-        assert first[-1] not in second
-        assert len(second) == len(first)
+
+        def draws_the_same() -> list[int]:
+            """The engines that do."""
+            assert agreement(expected, trainer.sampling.generate(prompts, GenerationRequest(1, 2)))[0] == 1
+            return engines_of(os.getpid())
+
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            first = engines_of(os.getpid())
+            os.kill(first[-1], number)  # while it waits: found when it is asked to draw
+            second = draws_the_same()
+            assert first[-1] not in second
+            assert len(second) == len(first)
         os.kill(second[0], signal.SIGSTOP)  # found when it is given weights
         assert trainer.sync()["sync/probe_gap_nats"] < 1e-4
-        assert second[0] not in engines_of(os.getpid())
-        assert agreement(expected, trainer.sampling.generate(prompts, GenerationRequest(1, 2)))[0] == 1
+        third = draws_the_same()
+        assert second[0] not in third
+        killer = threading.Thread(target=kill_soon, args=(third[-1],))  # while it draws, or thereabouts
+        killer.start()
+        draws_the_same()
+        killer.join()
+        assert draws_the_same() != third
 
 
 @pytest.mark.exhaustive
@@ -183,9 +172,6 @@ def test_an_adapter_divided_over_two_processes_reaches_their_engine(model, tmp_p
         return drawn(model, tmp_path / directory, lora=LoRA(rank=8), **parts)
 
     expected, found = run("one"), run("two", sharding=TP(), n_gpus_per_node=2)
-    for rows, others in zip(expected[:2], found[:2], strict=True):
-        same, gap = agreement(rows, others)
-        assert same == 1
-        assert gap < 1e-3
+    same_draws(expected, found)
     assert found[2]["sync/probe_gap_nats"] < 1e-4
     assert found[2]["sync/unproven_tensors"] == 0
