@@ -156,13 +156,12 @@ class CallRunner:
         self.on_result: Callable[[], object] = lambda: None
         self.results: queue.SimpleQueue[CallResult] = queue.SimpleQueue()
         self._loop = EventLoopThread("environments")
-        self._slots: asyncio.Semaphore | None = None
+        self._slots = asyncio.Semaphore(options.max_concurrent)
         self._play = self.num_pending = 0
         self._waiting: list[Coroutine[Any, Any, None]] = []  # not submitted yet
         self._tasks: set[asyncio.Task[None]] = set()  # the loop itself keeps only weak references
-        start = self._loop.begin(self._start())
         try:
-            self._loop.wait(start, options.reset_timeout_s + STUCK_S)
+            self._loop.wait(self._loop.begin(factory.start()), options.reset_timeout_s + STUCK_S)
         except (InfraError, TimeoutError) as error:
             self.close()
             raise RolloutError(f"environment: it did not start: {error or type(error).__name__}") from error
@@ -171,10 +170,6 @@ class CallRunner:
         """Start new episodes with the same numbers: results of earlier calls are dropped."""
         self._play += 1
         self.num_pending = 0
-
-    async def _start(self) -> None:
-        self._slots = asyncio.Semaphore(self.options.max_concurrent)
-        await self.factory.start()
 
     def reset(self, episode: int, attempt: int, call_id: str, environment: Any, row: Any, seed: int) -> None:
         """Begin an episode."""
@@ -239,7 +234,6 @@ class CallRunner:
             task.add_done_callback(self._tasks.discard)
 
     async def _made(self, call: _Call) -> None:
-        assert self._slots is not None
         call.begin = time.monotonic()
         try:
             if call.name == "reset" and hasattr(call.environment, "acquire_process"):

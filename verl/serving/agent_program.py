@@ -24,7 +24,7 @@ from pydantic import PositiveFloat
 
 from verl.component import BuildContext, component
 from verl.environments.base import Fault, Observation
-from verl.environments.calls import CallResult, CallRunner
+from verl.environments.calls import CallResult
 from verl.environments.episode import End, Episode, EpisodeSample, Turn, dropped_with
 from verl.environments.episode_loop import EpisodeGenerator
 from verl.environments.hosts.host_pool import HostedDescription
@@ -88,7 +88,8 @@ class AgentProgram(HostedDescription):
     def response_generator(
         self, engine: RolloutEngine, rollout: Rollout, tokenizer: Any, stop_ids: tuple[int, ...], context: BuildContext
     ) -> AgentProgramGenerator:
-        return AgentProgramGenerator(self, engine, rollout, tokenizer, stop_ids, context)
+        options = replace(self, reset_timeout_s=self.program_timeout_s)  # a program runs in `reset`
+        return AgentProgramGenerator(options, engine, rollout, tokenizer, stop_ids, context)
 
 
 class AgentProgramGenerator(EpisodeGenerator):
@@ -99,14 +100,6 @@ class AgentProgramGenerator(EpisodeGenerator):
     @property
     def has_rows(self) -> bool:
         return True
-
-    @property
-    def calls(self) -> CallRunner:
-        """The processes of the programs, started with the first episode."""
-        if self._calls is None:
-            options = replace(self.options, reset_timeout_s=self.options.program_timeout_s)
-            self._calls = CallRunner(options.factory(self._context), options)
-        return self._calls
 
     def play(self, turns: TurnEngine, episodes: list[Episode], request: GenerationRequest) -> None:
         self._runs = _Programs(self, request, episodes)
