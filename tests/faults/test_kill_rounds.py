@@ -147,21 +147,3 @@ def test_a_training_killed_in_many_rounds_is_the_one_that_was_never_killed(
     record_property("fault_cases", sum(kills.values()))
     told = ", ".join(f"{count} {when}" for when, count in kills.most_common())
     record_property("told", f"{killed} kills of a trainer in {len(lives)} trainings: {told}")
-
-
-@pytest.mark.exhaustive
-def test_a_writer_killed_and_stopped_beside_a_trainer_loses_nothing(server, dir32, whole, base):
-    directory = base / "disturbed"
-    child = started(server, dir32, directory, "run_1", "async")
-    done, disturbed = directory / "run_1/metrics.jsonl", 0
-    while child.is_running():
-        steps = done.read_bytes().count(b"actor/loss") if done.is_file() else 0
-        for pid in writers_of(child) if steps >= 2 * (disturbed + 1) else []:
-            disturbed += 1
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL) if disturbed % 2 else stop_for_a_while(pid)
-        time.sleep(0.005)
-    assert child.wait() == 0, child.said()
-    assert disturbed >= 2
-    assert first_difference(whole, directory) is None
-    assert steps_saved(directory) == list(range(1, STEPS + 1))

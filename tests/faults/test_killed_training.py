@@ -17,12 +17,10 @@ from faults.fork_server import Child, ForkServer
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.trainer.state.compare_runs import steps_of
-from verl.trainer.state.lineage import read_events
 
 pytestmark = pytest.mark.slow
 
 STEPS = 12
-KILLS = 3
 ASYNC_STEPS = 60
 CORRECTION = "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}"
 ASYNC = ["trainer.mode=async", CORRECTION, f"trainer.total_steps={ASYNC_STEPS}", "rollout.max_new_tokens=24"]
@@ -62,27 +60,6 @@ def uninterrupted(server, model32, tmp_path_factory) -> str:
     process = started(server, model32, directory, "run", "checkpoint=sync")
     assert process.wait(240) == 0, (directory / "run.log").read_text()
     return digest(directory)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("mode", "seed"), [("async", 0), ("sync", 1), ("async", 2), ("async", 3)])
-def test_a_training_killed_at_random_moments_until_it_ends_has_the_digest_of_one_that_was_not(
-    mode, seed, uninterrupted, server, model32, tmp_path
-):
-    moments = random.Random(seed)
-    for attempt in range(KILLS):
-        process = started(server, model32, tmp_path, f"run_{attempt}", f"checkpoint={mode}")
-        try:
-            wait_for_training(process, tmp_path / f"run_{attempt}")
-            time.sleep(moments.uniform(0.0, 0.8))
-        finally:
-            process.kill()
-            process.wait()
-    last = started(server, model32, tmp_path, "last", f"checkpoint={mode}")
-    assert last.wait(240) == 0, (tmp_path / "last.log").read_text()
-    assert digest(tmp_path) == uninterrupted
-    events = read_events(tmp_path / "checkpoints")
-    assert sum(event["event"] == "end" and event["status"] == "finished" for event in events) >= 1
 
 
 def killed_twenty_times(
