@@ -27,6 +27,7 @@ from tinker import types
 from verl import TrainingSession
 from verl.cli.report.page import report
 from verl.cli.report.read import read_run
+from verl.service import jobs
 from verl.service import service as module
 from verl.service.adapters import BaseModel
 from verl.service.data import Datum
@@ -167,6 +168,27 @@ def test_samples_have_the_scores_that_are_asked_for(served, tokenizer):
     assert sampler.compute_logprobs(types.ModelInput.from_ints(prompt)).result()[1:] == pytest.approx(
         expected.tolist(), abs=1e-4
     )
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_chosen_tokens_of_a_prompt_are_scored(served, tokenizer, sparse):
+    sampler = client_of(served).create_sampling_client(base_model="small").result()
+    prompt = rows(tokenizer)[2]
+    chosen = torch.full((len(prompt) - 1, 8), -1)
+    chosen[:, 0] = torch.tensor(prompt[1:])
+    chosen[1, 5] = prompt[1]
+    asked = (types.TensorData.from_torch_sparse if sparse else lambda x, pad_value: types.TensorData.from_torch(x))(
+        chosen, pad_value=-1
+    )
+    assert (asked.sparse_crow_indices is not None) == sparse
+    found = sampler.sample(
+        types.ModelInput.from_ints(prompt), 1, types.SamplingParams(max_tokens=1, seed=1),
+        include_prompt_logprobs=True, topk_prompt_logprobs=3, target_prompt_logprobs=asked,
+    ).result()  # fmt: skip
+    scores = found.target_prompt_logprobs.to_torch()
+    assert scores[:, 0].tolist() == pytest.approx(found.prompt_logprobs[1:], abs=1e-5)
+    assert scores[1, 5] < 0
+    assert (scores[chosen < 0] == 0).all()
 
 
 def test_the_base_model_is_sampled_without_an_adapter(served, tokenizer):
@@ -344,9 +366,76 @@ def test_snapshots_are_removed_with_their_session(served):
     samplers = [client.save_weights_and_get_sampling_client().result() for _ in range(module.KEPT_SNAPSHOTS + 2)]
     prompt, params = types.ModelInput.from_ints([5, 6]), types.SamplingParams(max_tokens=2)
     assert len(samplers[-1].sample(prompt, 1, params).result().sequences) == 1
-    with pytest.raises(Exception, match="no saved session"):
+    with pytest.raises(Exception, match="weights of this sampler are gone"):
         samplers[0].sample(prompt, 1, params).result()
     snapshots = list(served[1].models[client.model_id].snapshots)
     assert len(snapshots) == module.KEPT_SNAPSHOTS
     service.close("success").result()
     assert not any(path.exists() for path in snapshots)
+
+
+def test_a_checkpoint_outlives_a_service_that_was_killed_while_it_overwrote_it(model32, tmp_path):
+    with running(model32, tmp_path) as found:
+        client = client_of(found).create_lora_training_client("small", rank=4, seed=1).result()
+        directory = found[1].saved_at(client.save_state("same").result().path)
+    directory.rename(directory.with_name(".same.old"))  # as between the two renames
+    directory.with_name(".same.new").mkdir()
+    with running(model32, tmp_path):
+        assert [x.name for x in directory.parent.iterdir()] == ["same"]
+
+
+def test_a_refused_request_does_not_hold_up_those_after_it(served, tokenizer):
+    client = client_of(served).create_lora_training_client("small", rank=4, seed=1).result()
+    with httpx.Client(base_url=f"{served[0]}/api/v1/", headers={"X-API-Key": KEY}) as plain:
+        body = {"model_id": client.model_id, "seq_id": 1, "path": "x", "age_encryption_recipients": ["y"]}
+        assert plain.post("save_weights_external", json=body).status_code == 200
+        body = {"model_id": client.model_id, "seq_id": 2, "path": "x"}
+        number = plain.post("save_weights", json=body).json()["request_id"]
+        assert plain.post("retrieve_future", json={"request_id": number}).json()["path"].endswith("/weights/x")
+
+
+def test_requests_after_a_lost_one_are_told_so(served, monkeypatch):
+    client = client_of(served).create_lora_training_client("small", rank=4, seed=1).result()
+    monkeypatch.setattr(jobs, "MISSING_S", 0.0)
+    with httpx.Client(base_url=f"{served[0]}/api/v1/", headers={"X-API-Key": KEY}) as plain:
+        ask = lambda number: plain.post(  # noqa: E731
+            "save_weights", json={"model_id": client.model_id, "seq_id": number, "path": f"x{number}"}
+        ).json()["request_id"]
+        waits = ask(2)
+        served[1].sweep()
+        answer = plain.post("retrieve_future", json={"request_id": waits}).json()
+        assert "seq_id 1 of this model never came" in answer["error"]
+        later = plain.post("retrieve_future", json={"request_id": ask(3)}).json()
+        assert later["path"].endswith("/x3")
+
+
+def test_a_step_without_a_part_of_its_gradients_is_refused(served, tokenizer):
+    client = client_of(served).create_lora_training_client("small", rank=4, seed=1).result()
+    data = [datum(ids) for ids in rows(tokenizer)]
+    before = served[1].models[client.model_id].session.weights()
+    client.forward_backward(data[:2], "cross_entropy").result()
+    with pytest.raises(Exception, match="ids that are no tokens"):
+        client.forward_backward([datum([5, 10**6])], "cross_entropy").result()
+    with pytest.raises(Exception, match="has failed"):
+        client.optim_step(ADAM).result()
+    assert same_bits(served[1].models[client.model_id].session.weights(), before)
+    other = client_of(served).create_lora_training_client("small", rank=4, seed=1).result()
+    assert trained(client, tokenizer, 2) == trained(other, tokenizer, 2)
+
+
+def test_without_a_key_a_name_that_leads_here_is_refused(model32, tmp_path):
+    with running(model32, tmp_path, key=None) as (address, _), httpx.Client(base_url=f"{address}/api/v1/") as plain:
+        port = address.rsplit(":", 1)[1]
+        for host, status in ((f"rebound.example:{port}", 403), (f"localhost:{port}", 200), (f"[::1]:{port}", 200)):
+            assert plain.get("healthz", headers={"Host": host, "X-API-Key": "any"}).status_code == status
+        assert plain.get("healthz").status_code == 401
+
+
+def test_log_probs_of_a_prompt_that_fills_the_context(served, model32, tokenizer):
+    base = served[1].base
+    assert base.longest is not None
+    sampler = client_of(served).create_sampling_client(base_model="small").result()
+    full = [5] * base.longest
+    assert len(sampler.compute_logprobs(types.ModelInput.from_ints(full)).result()) == base.longest
+    with pytest.raises(Exception, match="leaves no response"):
+        sampler.sample(types.ModelInput.from_ints(full), 1, types.SamplingParams(max_tokens=2)).result()

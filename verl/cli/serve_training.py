@@ -6,7 +6,6 @@ overrides of the group actor -> base model -> TrainingService -> HTTP on this ma
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 from pathlib import Path
 from typing import Annotated
@@ -31,6 +30,9 @@ def serve_training(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any free port.")] = 8000,
     directory: Annotated[Path, typer.Option("--dir", help="Directory of saved weights.")] = Path("training_service"),
     name: Annotated[list[str] | None, typer.Option(help="Name of the model for clients, besides its path.")] = None,
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Sample each prompt by itself: slower, with the same bits every time.")
+    ] = False,
 ) -> None:
     """Train adapters for clients of Tinker's SDK, until Ctrl-C.
 
@@ -48,15 +50,10 @@ def serve_training(
         for package in ("tinker", "starlette", "uvicorn"):
             if fault := package_fault(package, "TrainingSession in Python"):
                 raise ConfigError(f"serve-training {fault}")
-        key = os.environ.get(KEY)
-        if key is None and not (host == "localhost" or ipaddress.ip_address(host).is_loopback):
-            raise ConfigError(
-                f"--host is {host}: another machine could train here. Set {KEY}=tml-KEY, or leave --host out."
-            )
-        _serve(words, host, port, directory, name or [], key)
+        _serve(words, host, port, directory, name or [], exact)
 
 
-def _serve(words: list[str], host: str, port: int, directory: Path, names: list[str], key: str | None) -> None:
+def _serve(words: list[str], host: str, port: int, directory: Path, names: list[str], exact: bool) -> None:
     import rich
     import uvicorn
 
@@ -65,13 +62,16 @@ def _serve(words: list[str], host: str, port: int, directory: Path, names: list[
     from verl.compose.validate import refuse_here, validate
     from verl.compose.warm_start import resolve_warm_starts
     from verl.service.adapters import BaseModel
-    from verl.service.http_api import application
+    from verl.service.http_api import application, is_this_machine
     from verl.service.service import TrainingService
     from verl.trainer.setup import ProcessState, prepare_context
     from verl.utils.directories import TemporaryDirectory
     from verl.utils.memory import computes_bfloat16
     from verl.utils.threads import choose_threads
 
+    key = os.environ.get(KEY) or None
+    if key is None and not is_this_machine(host):
+        raise ConfigError(f"--host is {host}: another machine could train here. Set {KEY}=tml-KEY, or leave it out.")
     composed = compose_over_default({}, ["tracker=none", "checkpoint=off", *words])
     run = validate(composed.config, composed.faults)
     if type(run.rollout).__name__ not in SAMPLERS:
@@ -92,7 +92,7 @@ def _serve(words: list[str], host: str, port: int, directory: Path, names: list[
                     or ""
                 )
             path = str(getattr(actor.model, "path", type(actor.model).__name__))
-            service = TrainingService(base, [*names, path], directory.absolute(), run.trainer.seed)
+            service = TrainingService(base, [*names, path], directory.absolute(), run.trainer.seed, joins=not exact)
             server = uvicorn.Server(uvicorn.Config(application(service, key), host, port, log_level="warning"))
             with contextlib.suppress(KeyboardInterrupt):
                 socket = server.config.bind_socket()

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from verl.checkpoint.core.hashing import digest_of
 from verl.component import Description, component
 from verl.engines.engine import Packs, TrainingEngine
 from verl.engines.optimizer import AdamW
@@ -27,6 +28,7 @@ from verl.models.structure import unwrapped
 from verl.rollout.hf import HFEngine, HFRollout
 from verl.utils.seeding import derive_seed
 
+DIGEST_ROWS = 512  # of the embedding
 NO_ADAPTER = "none"  # peft needs one; it is never active
 Part = Literal["attention", "mlp", "unembedding"]
 _ATTENTION, _MLP = ("attn", "attention"), ("mlp", "feed_forward", "ffn", "experts", "moe")
@@ -95,6 +97,7 @@ class BaseModel:
     Attributes:
         tokenizer: of the model.
         vocabulary: number of token ids.
+        digest: of some weights, by which saved adapters know their base model.
         longest: tokens of a row that the model reads; None if unknown.
     """
 
@@ -116,6 +119,8 @@ class BaseModel:
         plain = sorted(name for name, part in _parts(model).items() if part != "unembedding")[:1]
         self.model: Any = get_peft_model(model, LoraConfig(r=1, target_modules=plain), adapter_name=NO_ADAPTER)
         self.model.requires_grad_(False)
+        rows = model.get_input_embeddings().weight[:DIGEST_ROWS].detach().to("cpu", torch.bfloat16)
+        self.digest = digest_of(rows.contiguous().view(torch.int16).numpy().tobytes())
         self.vocabulary = int(model.config.get_text_config().vocab_size)
         self.longest = source.max_positions()
         self._engines: dict[str, TrainingEngine] = {}
@@ -143,7 +148,11 @@ class BaseModel:
     def add_frozen(self, name: str, shape: AdapterShape, weights: Mapping[str, Tensor]) -> None:
         """Make an adapter of given weights, from which responses are sampled."""
         self._make(name, shape)
-        self.set_weights(name, weights)
+        try:
+            self.set_weights(name, weights)
+        except BaseException:
+            self.remove(name)
+            raise
         for parameter in self._parameters(name).values():
             parameter.requires_grad_(False)
 

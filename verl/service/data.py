@@ -21,6 +21,7 @@ from verl.protocol import DataProto
 from verl.service.losses import Loss
 
 TARGETS = "target_tokens"
+MAX_ENTRIES = 2**27  # of padded rows
 CANDIDATES = "ref_candidates"  # the field of a batch [B T K] with further tokens whose log-probs are computed
 
 
@@ -71,6 +72,9 @@ def loss_rows(data: Sequence[Datum], loss: Loss, vocabulary: int, longest: int |
         raise ConfigError(f"data has target_tokens with {widths} targets a token: expected one number for all.")
     (num_targets,) = widths
     lengths = [len(tokens) for tokens, _ in rows]
+    entries = len(rows) * max(lengths) * (num_targets or 1)
+    if entries > MAX_ENTRIES:
+        raise ConfigError(f"data have {entries} entries when padded: at most {MAX_ENTRIES} are computed at once.")
     width, shape = max(lengths), [] if num_targets is None else [num_targets]
     input_ids = torch.zeros(len(rows), width + 1, dtype=torch.int64)
     padded = {name: x.new_zeros(len(rows), width, *shape) for name, x in rows[0][1].items()}

@@ -16,6 +16,7 @@ import datetime
 import functools
 import hmac
 import inspect
+import ipaddress
 import json
 import logging
 import math
@@ -37,13 +38,14 @@ from verl.service import saved
 from verl.service.adapters import AdapterShape
 from verl.service.jobs import Busy
 from verl.service.sampling import SamplingOptions
-from verl.service.service import SCHEME, NotFound, TrainingService
-from verl.service.wire import dense_of, forward_backward_output, forward_backward_request
-from verl.utils.external_input import checked_name
+from verl.service.service import SCHEME, NotFound, PendingSample, TrainingService
+from verl.service.wire import data_of, forward_backward_message, forward_backward_output, settings_of, targets_of
+from verl.utils.external_input import ExternalInputError, checked_name
+from verl.utils.seeding import derive_seed
 
 _log = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 << 20
+MAX_BODY_BYTES, MAX_JSON_BYTES = 64 << 20, 8 << 20  # of training data, and of other requests
 POLL_S = 30.0  # that a request for a result is held open
 SWEEP_S = 10.0
 URL_S = 3600  # that a download is announced for
@@ -106,7 +108,10 @@ class _Api:
         async def sweep() -> None:
             while True:
                 await asyncio.sleep(SWEEP_S)
-                await anyio.to_thread.run_sync(self.service.sweep)
+                try:
+                    await anyio.to_thread.run_sync(self.service.sweep)
+                except Exception:  # noqa: BLE001 - the next time it may succeed
+                    _log.error("Sessions that have ended could not be freed.", exc_info=True)
 
         task = asyncio.create_task(sweep())
         try:
@@ -126,10 +131,12 @@ class _Api:
                 key = request.headers.get("x-api-key", "")  # which a page of a browser cannot send without being asked
                 if not key or not hmac.compare_digest(key.encode(), (self.token or key).encode()):
                     return _failure(401, "the API key (X-API-Key) is not that of this service.")
+                if self.token is None and not is_this_machine(request.url.hostname):
+                    return _failure(403, "without a key this service is for this machine alone, by its own names.")
                 if kind is None:
                     found = handler(request)
                 else:
-                    content = await _body(request)
+                    content = await _body(request, MAX_BODY_BYTES if kind is bytes else MAX_JSON_BYTES)
                     found = handler(request, content if kind is bytes else _parsed(kind, content))
                 found = await found if inspect.isawaitable(found) else found
                 return found if isinstance(found, Response) else JSONResponse(found)
@@ -139,7 +146,7 @@ class _Api:
                 return _failure(429, str(error))
             except _Refused as error:
                 return _failure(error.status, str(error))
-            except VerlError as error:
+            except (VerlError, ExternalInputError) as error:
                 return _failure(422, f"{request.url.path}: {error}")
             except Exception as error:  # noqa: BLE001 - answered
                 _log.error("%s failed.", request.url.path, exc_info=True)
@@ -186,14 +193,13 @@ class _Api:
 
     def create_model(self, _: Request, body: types.CreateModelRequest) -> dict[str, Any]:
         self.service.check_base(body.base_model)
-        if body.optimizer_config.type != "adamw":
-            raise ConfigError(f"optimizer_config.type is {body.optimizer_config.type!r}: this service has adamw.")
+        _check_optimizer(body.optimizer_config)
         if body.lora_config is None:
             raise ConfigError("lora_config is missing: this service trains adapters.")
         lora = body.lora_config
         shape = AdapterShape(
             rank=lora.rank, attention=lora.train_attn, mlp=lora.train_mlp, unembedding=lora.train_unembed,
-            seed=body.model_seq_id if lora.seed is None else lora.seed,
+            seed=derive_seed(self.service.seed, "adapter", body.model_seq_id) if lora.seed is None else lora.seed,
         )  # fmt: skip
         return {"request_id": self.service.create_model(body.session_id, body.model_seq_id, shape)}
 
@@ -210,20 +216,30 @@ class _Api:
     async def forward_backward(self, request: Request, body: bytes) -> dict[str, Any]:
         if request.headers.get("content-encoding") == "zstd":
             body = _decompressed(body)
-        message, data, settings = await anyio.to_thread.run_sync(forward_backward_request, body)
+        message = await anyio.to_thread.run_sync(forward_backward_message, body)
 
         def work(model: Any) -> bytes:
-            run = model.session.forward if message.forward_only else model.session.forward_backward
-            return forward_backward_output(run(data, message.loss_fn, **settings))
+            session = model.session
+            if message.forward_only:
+                return forward_backward_output(session.forward(*data_of(message), **settings_of(message)))
+            try:
+                return forward_backward_output(session.forward_backward(*data_of(message), **settings_of(message)))
+            except BaseException as error:
+                model.failed = str(error)
+                raise
 
         return {"request_id": self.service.in_order(message.model_id, message.seq_id, work)}
 
     def optim_step(self, _: Request, body: types.OptimStepRequest) -> dict[str, Any]:
         values = body.optim_params
-        if not isinstance(values, types.AdamParams):
-            raise ConfigError(f"optim_params.type is {getattr(values, 'type', None)!r}: this service has AdamW.")
 
         def work(model: Any) -> dict[str, Any]:
+            if not isinstance(values, types.AdamParams):
+                raise ConfigError(f"optim_params.type is {getattr(values, 'type', None)!r}: this service has AdamW.")
+            if (failed := model.failed) is not None:  # a part of the gradients would be another step than was asked for
+                model.failed = None
+                model.session.drop_gradients()
+                raise ConfigError(f"a forward_backward since the last step has failed ({failed}): nothing was changed.")
             metrics = model.session.optim_step(
                 values.learning_rate, (values.beta1, values.beta2), values.eps, values.weight_decay,
                 values.grad_clip_norm if values.grad_clip_norm > 0 else None,
@@ -244,23 +260,21 @@ class _Api:
         return {"request_id": self.service.in_order(body.model_id, body.seq_id, work)}
 
     def save_weights_external(self, _: Request, body: types.SaveWeightsExternalRequest) -> dict[str, Any]:
-        if body.age_encryption_recipients:
-            raise ConfigError("age_encryption_recipients: this service does not encrypt.")
-
         def work(_: Any) -> dict[str, Any]:
+            if body.age_encryption_recipients:
+                raise ConfigError("age_encryption_recipients: this service does not encrypt.")
             return {"path": self.service.save(body.model_id, "external_weights", body.path)}
 
         return {"request_id": self.service.in_order(body.model_id, body.seq_id, work)}
 
     def save_weights_for_sampler(self, _: Request, body: types.SaveWeightsForSamplerRequest) -> dict[str, Any]:
-        if body.kind != "snapshot":
-            raise ConfigError(f"kind is {body.kind!r}: this service samples from snapshots.")
-
         path, number = body.path, body.sampling_session_seq_id
-        if path is None and number is None:
-            raise ConfigError("path and sampling_session_seq_id are missing: expected one of them.")
 
         def work(_: Any) -> dict[str, Any]:
+            if body.kind != "snapshot":
+                raise ConfigError(f"kind is {body.kind!r}: this service samples from snapshots.")
+            if path is None and number is None:
+                raise ConfigError("path and sampling_session_seq_id are missing: expected one of them.")
             answer: dict[str, Any] = {"path": None, "type": "save_weights_for_sampler"}
             if path is not None:
                 return answer | {"path": self.service.save(body.model_id, "sampler_weights", path)}
@@ -269,14 +283,15 @@ class _Api:
         return {"request_id": self.service.in_order(body.model_id, body.seq_id, work)}
 
     def load_weights(self, _: Request, body: types.LoadWeightsRequest) -> dict[str, Any]:
-        self.service.check_base(body.base_model)
         if body.session_id is not None and body.model_seq_id is not None:
+            self.service.check_base(body.base_model)
+            _check_optimizer(body.optimizer_config)
             arguments = body.session_id, body.model_seq_id, body.path, body.optimizer
             return {"request_id": self.service.create_model_from(*arguments)}
-        directory = self.service.saved_at(body.path)
 
         def work(model: Any) -> dict[str, Any]:
-            model.session.load(directory, body.optimizer)
+            self.service.check_base(body.base_model)
+            model.session.load(self.service.saved_at(body.path), body.optimizer)
             return {"path": body.path, "model_id": body.model_id, "type": "load_weights"}
 
         return {"request_id": self.service.in_order(body.model_id or "", body.seq_id, work)}
@@ -331,18 +346,12 @@ class _Api:
             raise ConfigError("prompt_alt_tokens_k: this service draws no tokens at places of a prompt.")
         if any(not isinstance(chunk, types.EncodedTextChunk) for chunk in body.prompt.chunks):
             raise ConfigError("prompt has a chunk that is no text: text alone is supported.")
-        params, targets = body.sampling_params, None
+        params, targets, layout = body.sampling_params, None, None
         tokens = body.prompt.to_ints()
         if body.target_prompt_logprobs is not None:
-            targets = dense_of(body.target_prompt_logprobs, "target_prompt_logprobs")
-            if (
-                targets.dim() != 2
-                or len(targets) != len(tokens) - 1
-                or int(targets.max()) >= self.service.base.vocabulary
-            ):
-                raise ConfigError(
-                    f"target_prompt_logprobs has shape {[*targets.shape]}: expected [{len(tokens) - 1}, K] ids."
-                )
+            targets, layout = targets_of(body.target_prompt_logprobs, "target_prompt_logprobs", len(tokens) - 1)
+            if targets.numel() and int(targets.max()) >= self.service.base.vocabulary:
+                raise ConfigError("target_prompt_logprobs has ids that are no tokens.")
         for name in ("topk_prompt_logprobs", "topk_sample_logprobs"):
             if not 0 <= getattr(body, name) <= self.service.base.vocabulary:
                 raise ConfigError(
@@ -353,12 +362,13 @@ class _Api:
             raise ConfigError(f"prompt_logprobs_last_n is {last}: must lie between 1 and {len(tokens) - 1}.")
         stop = params.stop if params.stop is None or isinstance(params.stop, str) else tuple(params.stop)
         options = SamplingOptions(params.max_tokens, params.temperature, max(params.top_k, 0), params.top_p, stop)
-        name = self.service.sample(
-            body.sampling_session_id, body.seq_id, tokens, body.num_samples, options, params.seed,
+        further = PendingSample(
             topk_samples=body.topk_sample_logprobs, scores_prompt=bool(body.prompt_logprobs),
-            topk_prompt=body.topk_prompt_logprobs, targets=targets,
+            topk_prompt=body.topk_prompt_logprobs, targets=targets, layout=layout,
             first_scored=1 if last is None else len(tokens) - last,
         )  # fmt: skip
+        sampler, number = body.sampling_session_id, body.seq_id
+        name = self.service.sample(sampler, number, tokens, body.num_samples, options, params.seed, further)
         return {"request_id": name, "sample_sequence_ids": [f"{name}:{i}" for i in range(body.num_samples)]}
 
     # Results
@@ -376,7 +386,7 @@ class _Api:
         if waiting.cancelled():
             return JSONResponse({"error": "the request was cancelled.", "category": "user"})
         error = waiting.exception()
-        if isinstance(error, VerlError):
+        if isinstance(error, VerlError | ExternalInputError):
             return JSONResponse({"error": str(error), "category": "user"})
         if error is not None:
             _log.error("Request %s failed.", body.request_id, exc_info=error)
@@ -388,9 +398,14 @@ class _Api:
 
     def cancel_future(self, _: Request, body: types.FutureRetrieveRequest) -> Response:
         job = self.service.jobs.job(body.request_id)
-        if job is not None and job.work is None:  # other requests of a model wait for its steps
-            job.future.cancel()
+        if job is not None and job.is_sample and job.future.cancel():  # later steps of a model wait for the others
+            job.fetched_at = time.monotonic()
         return Response(status_code=204)
+
+
+def _check_optimizer(config: Any) -> None:
+    if config is not None and config.type != "adamw":
+        raise ConfigError(f"optimizer_config.type is {config.type!r}: this service has adamw.")
 
 
 class _Address(BaseModel):
@@ -403,12 +418,19 @@ class _Refused(Exception):
         self.status = status
 
 
-async def _body(request: Request) -> bytes:
+def is_this_machine(host: str | None) -> bool:
+    """Whether a request names this machine: a page of a name that was bound to it anew does not."""
+    with contextlib.suppress(ValueError):
+        return host == "localhost" or ipaddress.ip_address(host or "").is_loopback
+    return False
+
+
+async def _body(request: Request, most: int) -> bytes:
     parts, size = [], 0
     async for part in request.stream():
         size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise _Refused(413, f"the body has more than {MAX_BODY_BYTES} bytes.")
+        if size > most:
+            raise _Refused(413, f"the body has more than {most} bytes.")
         parts.append(part)
     return b"".join(parts)
 

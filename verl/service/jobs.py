@@ -20,9 +20,11 @@ from typing import Any
 from verl.errors import ConfigError, VerlError
 
 KEPT_S = 120.0  # that a result is kept after it was fetched: its answer may have been lost
+UNFETCHED_S = 3600.0  # that a result is kept for which nobody comes
+MISSING_S = 60.0  # that requests of a model wait for one with a smaller number that never came
 MAX_SAMPLES = 512  # of one batch
 GATHER_S = 0.005  # a batch begins when no further sample request comes for so long
-MAX_WAITING = 4096  # sample requests; more are refused for a while
+MAX_WAITING = 4096  # sample requests, and others of one session; more are refused for a while
 
 
 class Busy(VerlError, RuntimeError):
@@ -35,8 +37,8 @@ class Job:
 
     Attributes:
         owner: session that it belongs to.
-        work: computes the result; None for a sample request.
-        kind, request, num_samples: of a sample request; those of one kind may be one batch.
+        work: computes the result.
+        kind, request, num_samples: of a sample request, which has no `work`; those of one kind may be one batch.
     """
 
     owner: str
@@ -44,14 +46,31 @@ class Job:
     kind: Hashable = None
     request: Any = None
     num_samples: int = 0
+    is_sample: bool = False
     future: Future[Any] = field(default_factory=Future)
+    done_at: float | None = None
     fetched_at: float | None = None
+
+    def run(self) -> None:
+        """Compute the result, and free what it was computed from."""
+        work, self.work = self.work, None
+        assert work is not None
+        try:
+            self.finish(work())
+        except BaseException as error:  # noqa: BLE001 - told to the client; also a panic of a library in Rust
+            self.finish(error=error)
+
+    def finish(self, result: Any = None, error: BaseException | None = None) -> None:
+        self.work = self.request = None
+        self.done_at = time.monotonic()
+        self.future.set_result(result) if error is None else self.future.set_exception(error)
 
 
 @dataclass
 class _Order:
     next_number: int = 1
     early: dict[int, Job] = field(default_factory=dict)
+    waits_since: float = 0.0
 
 
 class Jobs:
@@ -59,10 +78,11 @@ class Jobs:
 
     Args:
         sample: results of a batch of sample requests of one kind.
+        joins: whether sample requests are joined to batches; else each is computed alone, with the same bits each time.
     """
 
-    def __init__(self, sample: Callable[[Hashable, Sequence[Any]], Sequence[Any]]):
-        self._sample, self._changed = sample, threading.Condition()
+    def __init__(self, sample: Callable[[Hashable, Sequence[Any]], Sequence[Any]], joins: bool = True):
+        self._sample, self._joins, self._changed = sample, joins, threading.Condition()
         self._jobs: dict[str, Job] = {}
         self._orders: dict[str, _Order] = {}
         self._ready: collections.deque[Job] = collections.deque()
@@ -78,18 +98,22 @@ class Jobs:
         Args:
             model, number: the model whose requests run in order, and the place among them from 1; 0 for none.
         Raises:
-            Busy: too many sample requests wait.
+            Busy: too many requests wait.
         """
         with self._changed:
             if job_id in self._jobs:
                 return job_id
-            if job.work is None and len(self._samples) >= MAX_WAITING:
-                raise Busy(f"{MAX_WAITING} sample requests wait: ask again later.")
+            self._refuse_closed()
+            waiting = (
+                self._samples if job.is_sample else [x for x in self._jobs.values() if x.owner == job.owner and x.work]
+            )
+            if len(waiting) >= MAX_WAITING:
+                raise Busy(f"{MAX_WAITING} requests wait: ask again later.")
             order = self._orders.setdefault(model, _Order()) if number else None
             if order is not None and number < order.next_number:
                 raise ConfigError(f"seq_id is {number}: this model has done {order.next_number - 1} already.")
             self._jobs[job_id] = job
-            if job.work is None:
+            if job.is_sample:
                 self._samples.append(job)
             elif order is None:
                 self._ready.append(job)
@@ -98,6 +122,7 @@ class Jobs:
                 while order.next_number in order.early:
                     self._ready.append(order.early.pop(order.next_number))
                     order.next_number += 1
+                order.waits_since = time.monotonic()
             self._changed.notify_all()
         return job_id
 
@@ -113,15 +138,28 @@ class Jobs:
             self._orders = {name: x for name, x in self._orders.items() if not name.startswith(owner)}
 
     def sweep(self) -> None:
-        """Drop results that were fetched a while ago."""
+        """Drop results that were fetched a while ago, or for which nobody comes; fail what waits for a lost request."""
+        now, lost = time.monotonic(), list[tuple[int, Job]]()
         with self._changed:
-            before = time.monotonic() - KEPT_S
-            self._jobs = {n: x for n, x in self._jobs.items() if x.fetched_at is None or x.fetched_at > before}
+            for order in self._orders.values():
+                if order.early and order.waits_since < now - MISSING_S:
+                    lost += [(order.next_number, job) for job in order.early.values()]
+                    order.next_number = max(order.early) + 1
+                    order.early.clear()
+            self._jobs = {
+                name: job
+                for name, job in self._jobs.items()
+                if (job.fetched_at or now) > now - KEPT_S and (job.done_at or now) > now - UNFETCHED_S
+            }
+        for number, job in lost:
+            if job.future.set_running_or_notify_cancel():
+                job.finish(error=ConfigError(f"the request with seq_id {number} of this model never came."))
 
     def run_now(self, work: Callable[[], Any]) -> Any:
         """Run work in the thread that computes; returns what it returns, raises what it raises."""
         job = Job("", work)
         with self._changed:
+            self._refuse_closed()
             self._ready.append(job)
             self._changed.notify_all()
         return job.future.result()
@@ -129,8 +167,14 @@ class Jobs:
     def close(self) -> None:
         with self._changed:
             self._is_closed = True
+            for job in (*self._ready, *self._samples):
+                job.future.cancel()
             self._changed.notify_all()
         self._thread.join()
+
+    def _refuse_closed(self) -> None:
+        if self._is_closed:
+            raise ConfigError("the service ends.")
 
     def _run(self) -> None:
         for turn in itertools.count():
@@ -147,11 +191,7 @@ class Jobs:
             if batch and takes_samples:
                 self._compute_samples(batch)
             for job in () if takes_samples else batch:
-                assert job.work is not None
-                try:
-                    job.future.set_result(job.work())
-                except Exception as error:  # noqa: BLE001 - told to the client
-                    job.future.set_exception(error)
+                job.run()
 
     def _is_growing(self) -> bool:
         """Whether sample requests come one after another, as clients send the prompts of a step."""
@@ -162,7 +202,7 @@ class Jobs:
     def _take_samples(self) -> list[Job]:
         kind, batch, count = self._samples[0].kind, list[Job](), 0
         for job in self._samples:
-            if job.kind == kind and (not batch or count + job.num_samples <= MAX_SAMPLES):
+            if job.kind == kind and (not batch or (self._joins and count + job.num_samples <= MAX_SAMPLES)):
                 batch.append(job)
                 count += job.num_samples
         self._samples = [job for job in self._samples if job not in batch]
@@ -171,12 +211,12 @@ class Jobs:
     def _compute_samples(self, batch: list[Job]) -> None:
         try:
             results = self._sample(batch[0].kind, [job.request for job in batch])
-        except Exception as error:  # noqa: BLE001 - told to the client
+        except BaseException as error:  # noqa: BLE001 - told to the client
             if len(batch) == 1:
-                batch[0].future.set_exception(error)
+                batch[0].finish(error=error)
                 return
             for job in batch:  # one of them may be at fault
                 self._compute_samples([job])
             return
         for job, result in zip(batch, results, strict=True):
-            job.future.set_result(result)
+            job.finish(result)

@@ -22,6 +22,7 @@ from verl.rollout.base import TurnLimits, TurnRequest, TurnResult, stop_tokens
 from verl.rollout.hf import HFEngine
 from verl.service.data import CANDIDATES, checked_tokens, finite
 
+MOST_STOPS = 256
 LONGEST_STOP = 256  # characters of a stop text
 UNKNOWN_ROOM = 4096  # tokens of a response, where the context of the model is not known
 
@@ -59,6 +60,8 @@ class SamplingOptions:
         if not 0 < finite(self.top_p, f"{name}.top_p") <= 1:
             raise ConfigError(f"{name}.top_p is {self.top_p!r}: must lie in (0, 1].")
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        if len(stop or ()) > MOST_STOPS:
+            raise ConfigError(f"{name}.stop has {len(stop or ())} items: at most {MOST_STOPS} are allowed.")
         for item in stop or ():
             if isinstance(item, str) and not 0 < len(item) <= LONGEST_STOP:
                 raise ConfigError(f"{name}.stop has a text of {len(item)} characters: 1 to {LONGEST_STOP} are allowed.")
@@ -92,13 +95,19 @@ class PromptRequest:
 
 
 def sample(
-    engine: HFEngine, tokenizer: Any, prompts: Sequence[PromptRequest], options: SamplingOptions, longest: int | None
+    engine: HFEngine,
+    tokenizer: Any,
+    prompts: Sequence[PromptRequest],
+    options: SamplingOptions,
+    longest: int | None,
+    may_be_full: bool = False,
 ) -> list[list[Sample]]:
     """Sample responses to several prompts as one batch. A response does not depend on the others.
 
     Args:
         engine: with the weights to sample from.
         longest: tokens of a row that the model reads.
+        may_be_full: a prompt without room for a response has empty ones; else it is refused.
     Raises:
         ConfigError: a prompt cannot be read, or leaves no room for a response.
     """
@@ -115,20 +124,22 @@ def sample(
     for prompt in prompts:
         tokens = checked_tokens(prompt.tokens, "prompt", vocabulary, longest).tolist()
         room = (longest or len(tokens) + UNKNOWN_ROOM) - len(tokens)
-        if room < 1:
+        if room < 1 and not may_be_full:
             raise ConfigError(f"prompt has {len(tokens)} tokens: the model reads {longest}, which leaves no response.")
         limit = room if options.max_new_tokens is None else min(room, options.max_new_tokens)
         of_prompt, step = _number(*tokens) % 2**31, _number(*prompt.noise)
         for index in range(prompt.num_samples):
             key = of_prompt, index, NO_TURN, limit, step
             requests.append(TurnRequest(len(requests), tokens, *key, greedy=not options.temperature))
+    turns = [x for x in requests if x.max_new_tokens > 0]
     engine.options = dataclasses.replace(
         engine.options, temperature=options.temperature or 1.0, top_k=options.top_k, top_p=float(options.top_p)
     )
     engine.stop_ids = torch.tensor(sorted(ids), dtype=torch.int64, device=engine.device)
-    limits = TurnLimits(max(len(x.tokens) + x.max_new_tokens for x in requests), is_single=not texts)
-    found = _generate(engine, limits, requests, tokenizer, texts)
-    samples = iter([_cut(found[x.episode], tokenizer, texts) for x in requests])
+    limits = TurnLimits(max((len(x.tokens) + x.max_new_tokens for x in turns), default=1), is_single=not texts)
+    found = _generate(engine, limits, turns, tokenizer, texts) if turns else {}
+    empty = Sample([], [], False)
+    samples = iter([_cut(found[x.episode], tokenizer, texts) if x.episode in found else empty for x in requests])
     return [[next(samples) for _ in range(prompt.num_samples)] for prompt in prompts]
 
 

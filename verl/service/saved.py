@@ -42,7 +42,8 @@ class SavedSession:
         shape: of the adapter.
         weights, optimizer: tensors by name.
         updates, samplings: optimizer steps made, and calls of `sample`.
-        base: path or name of the base model.
+        base: digest of the base model.
+        has_optimizer: whether the optimizer was saved.
     """
 
     shape: AdapterShape
@@ -51,6 +52,7 @@ class SavedSession:
     updates: int
     samplings: int
     base: str
+    has_optimizer: bool = True
 
 
 def write(state: SavedSession, directory: Path, base: BaseModel, name: str, *, optimizer: bool = True) -> None:
@@ -113,9 +115,8 @@ def read(directory: Path) -> SavedSession:
         shape, weights = AdapterShape(**record["shape"]), _verified(directory, ADAPTER, record["digests"])
         has_optimizer = OPTIMIZER in record["digests"]
         optimizer = _verified(directory, OPTIMIZER, record["digests"]) if has_optimizer else {}
-        return SavedSession(
-            shape, weights, optimizer, int(record["updates"]), int(record["samplings"]), str(record["base"])
-        )
+        counters = int(record["updates"]), int(record["samplings"])
+        return SavedSession(shape, weights, optimizer, *counters, str(record["base"]), has_optimizer)
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{directory / RECORD} is damaged: {type(error).__name__}: {error}.") from error
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import logging
 import shutil
 import threading
 import time
@@ -29,19 +30,30 @@ from verl.service import saved
 from verl.service.adapters import AdapterShape, BaseModel
 from verl.service.data import checked_tokens
 from verl.service.jobs import Job, Jobs
-from verl.service.sampling import PromptRequest, Sample, SamplingOptions, TokenScores, sample, token_scores
+from verl.service.sampling import (
+    UNKNOWN_ROOM,
+    PromptRequest,
+    Sample,
+    SamplingOptions,
+    TokenScores,
+    sample,
+    token_scores,
+)
 from verl.service.session import TrainingSession
 from verl.service.wire import sample_response
 from verl.tracking.jsonl import plain
 from verl.utils.directories import TemporaryDirectory
-from verl.utils.external_input import checked_name
+from verl.utils.external_input import ExternalInputError, checked_name
 from verl.utils.seeding import derive_seed
+
+_log = logging.getLogger(__name__)
 
 SESSION_TIMEOUT_S = 600.0  # without a sign of life of a client, which sends one every 10 s
 MAX_MODELS = 64
 RESIDENT_SAMPLERS = 8  # adapters in memory that are sampled from; others are read from disk when they are asked for
-KEPT_SNAPSHOTS = 8  # of each model
+KEPT_SNAPSHOTS = 64  # of each model
 MOST_SAMPLES = 1024  # of one request
+MOST_SCORES = 2**24  # log-probs of one request
 KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 SCHEME = "tinker://"
 
@@ -61,12 +73,17 @@ class Client:
 
 @dataclass
 class Model:
-    """A model in training."""
+    """A model in training.
+
+    Attributes:
+        failed: why a `forward_backward` since the last step has no gradients.
+    """
 
     session: TrainingSession
     client: str
     begun_at: float = field(default_factory=time.monotonic)
     snapshots: list[Path] = field(default_factory=list)
+    failed: str | None = None
 
 
 @dataclass(frozen=True)
@@ -81,14 +98,34 @@ class Sampler:
 
 @dataclass(frozen=True)
 class PendingSample:
-    """A prompt, with what is asked for besides its samples."""
+    """A prompt, with what is asked for besides its samples.
 
-    prompt: PromptRequest
+    Attributes:
+        topk_samples, topk_prompt: numbers of likeliest tokens at each place.
+        targets: [n K] tokens to score at each place of the prompt after the first, -1 for none; with the rows and
+            columns of `layout`, if they came as a sparse matrix.
+        first_scored: number of tokens of the prompt before those with scores.
+    """
+
+    prompt: PromptRequest = field(default_factory=lambda: PromptRequest((), 0))
     topk_samples: int = 0
     scores_prompt: bool = False
     topk_prompt: int = 0
     targets: Tensor | None = None
+    layout: tuple[Tensor, Tensor] | None = None
     first_scored: int = 1
+
+    @property
+    def scores(self) -> bool:
+        """Whether log-probs of the prompt are asked for."""
+        return self.scores_prompt or self.topk_prompt > 0 or self.targets is not None
+
+
+def _name(name: str) -> str:
+    try:
+        return checked_name(name)
+    except ExternalInputError as error:
+        raise ConfigError(f"path: {error}.") from error
 
 
 def run_of(directory: Path) -> str:
@@ -104,9 +141,10 @@ class TrainingService:
         names: under which clients may ask for it; the first is told to them.
         directory: of saved weights.
         seed: of adapters and samples for which a client gives none.
+        joins: see `Jobs`.
     """
 
-    def __init__(self, base: BaseModel, names: Sequence[str], directory: Path, seed: int = 0):
+    def __init__(self, base: BaseModel, names: Sequence[str], directory: Path, seed: int = 0, joins: bool = True):
         self.base, self.names, self.directory, self.seed = base, list(names), directory, seed
         self.clients: dict[str, Client] = {}
         self.models: dict[str, Model] = {}
@@ -116,7 +154,8 @@ class TrainingService:
         self._scratch = TemporaryDirectory("verl-service-")
         self._resident: dict[Path, str] = {}  # names of frozen adapters; the last one was used last
         self._lock, self._state = threading.RLock(), threading.RLock()
-        self.jobs = Jobs(self._sample_batch)
+        self._recover()
+        self.jobs = Jobs(self._sample_batch, joins)
 
     # Clients
 
@@ -151,9 +190,9 @@ class TrainingService:
 
         def free() -> None:
             for model in models:
-                model.session.close()
                 for path in model.snapshots:
                     self._drop(path)
+                model.session.close()
 
         self.jobs.run_now(free)
 
@@ -205,7 +244,13 @@ class TrainingService:
         def work() -> dict[str, Any]:
             shape = saved.read(directory).shape
             model = self._add_model(name, client, number, shape)
-            model.session.load(directory, optimizer)
+            try:
+                model.session.load(directory, optimizer)
+            except BaseException:
+                with self._state:
+                    self.models.pop(name, None)
+                model.session.close()
+                raise
             return {"path": address, "model_id": name, "type": "load_weights"}
 
         return self.jobs.add(name, Job(client, work))
@@ -216,14 +261,19 @@ class TrainingService:
     def _add_model(self, name: str, client: str, number: int, shape: AdapterShape) -> Model:
         with self._state:
             owner = self.client(client)
+            if (former := self.models.get(name)) is not None:  # the client repeats a request of a while ago
+                return former
             if len(self.models) >= MAX_MODELS:
                 raise ConfigError(f"{MAX_MODELS} models are in training: end a session first.")
         session = TrainingSession.on(self.base, shape, derive_seed(self.seed, "model", number), self._lock)
         model = Model(session, client)
         with self._state:
-            self.models[name] = model
-            owner.models.append(name)
-        return model
+            if self.clients.get(client) is owner:
+                self.models[name] = model
+                owner.models.append(name)
+                return model
+        session.close()
+        raise NotFound(f"the session {client[:80]!r} has ended.")
 
     def in_order(self, name: str, number: int | None, work: Callable[[Model], Any]) -> str:
         """Queue a request of a model; returns its id."""
@@ -236,11 +286,14 @@ class TrainingService:
         """Append the metrics of a step to `metrics.jsonl` of a model, of which `verl report` and `verl watch` make
         curves."""
         model, directory = self.model(name), self.run_directory(name)
-        directory.mkdir(parents=True, exist_ok=True)
         line = {"step": model.session.updates, "time_s": round(time.monotonic() - model.begun_at, 3)}
         line |= {f"actor/{key}": x for key, x in metrics.items()}
-        with (directory / "metrics.jsonl").open("a") as file:
-            file.write(json.dumps(plain(line)) + "\n")
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            with (directory / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(plain(line)) + "\n")
+        except OSError as error:  # the step was made
+            _log.warning("%s cannot be written: %s.", directory / "metrics.jsonl", error.strerror)
 
     # Saved weights
 
@@ -251,20 +304,26 @@ class TrainingService:
             kind: a key of `KINDS`.
             overwrites: one of the same name goes when the new one is whole.
         """
-        directory = self.run_directory(name) / kind / checked_name(path)
-        former = directory.with_name(f".{path}-{uuid.uuid4().hex}")
-        if overwrites and directory.is_dir():
-            directory.rename(former)
-        try:
+        directory = self.run_directory(name) / kind / _name(path)
+        new, old = (directory.with_name(f".{path}.{word}") for word in ("new", "old"))
+        if not (overwrites and directory.is_dir()):
             self._write(self.model(name), directory, has_optimizer=kind == "weights")
-        except BaseException:
-            if former.is_dir():
-                former.rename(directory)
-            raise
-        if former.is_dir():
+        else:  # `_recover` brings back the old one, if this process is killed between the renames
+            shutil.rmtree(new, ignore_errors=True)
+            self._write(self.model(name), new, has_optimizer=kind == "weights")
+            directory.rename(old)
+            new.rename(directory)
             self._forget(directory)
-            shutil.rmtree(former, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
         return f"{SCHEME}{name}/{kind}/{path}"
+
+    def _recover(self) -> None:
+        """Finish what a killed service has begun to overwrite."""
+        for old in self.directory.glob("*-train-*/*/.*.old"):
+            directory = old.with_name(old.name[1 : -len(".old")])
+            shutil.rmtree(old, ignore_errors=True) if directory.is_dir() else old.rename(directory)
+        for new in self.directory.glob("*-train-*/*/.*.new"):
+            shutil.rmtree(new, ignore_errors=True)
 
     def snapshot(self, name: str, number: int) -> str:
         """Save a model for sampling until its session ends; returns the id of a sampling session. Called by a job.
@@ -285,7 +344,7 @@ class TrainingService:
         if has_optimizer:
             session.save(directory)
             return
-        state = saved.SavedSession(session.shape, session.weights(), {}, session.updates, 0, self.names[0])
+        state = saved.SavedSession(session.shape, session.weights(), {}, session.updates, 0, self.base.digest)
         saved.write(state, directory, self.base, session.name, optimizer=False)
 
     def runs(self) -> list[Path]:
@@ -294,7 +353,7 @@ class TrainingService:
 
     def run_directory(self, name: str) -> Path:
         """The directory of a model: its id, without what is not in names of files."""
-        return self.directory / checked_name(name.replace(":train:", "-train-"))
+        return self.directory / _name(name.replace(":train:", "-train-"))
 
     def saved_at(self, address: str) -> Path:
         """The directory of saved weights.
@@ -306,7 +365,7 @@ class TrainingService:
         parts = address.removeprefix(SCHEME).split("/")
         if not address.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
             raise ConfigError(f"path is {address[:200]!r}: expected {SCHEME}MODEL_ID/weights/NAME.")
-        directory = self.run_directory(parts[0]) / parts[1] / checked_name(parts[2])
+        directory = self.run_directory(parts[0]) / parts[1] / _name(parts[2])
         if not (directory / saved.RECORD).is_file():
             raise NotFound(f"path is {address[:200]!r}: there is no such checkpoint.")
         return directory
@@ -319,14 +378,18 @@ class TrainingService:
             directory, kind = record.parent, record.parent.parent.name
             if kind not in KINDS or directory.name.startswith("."):
                 continue
-            moment = datetime.datetime.fromtimestamp(record.stat().st_mtime, datetime.UTC)
+            try:
+                moment = datetime.datetime.fromtimestamp(record.stat().st_mtime, datetime.UTC)
+                num_bytes = sum(file.stat().st_size for file in directory.iterdir())
+            except FileNotFoundError:  # it is being removed
+                continue
             found.append(
                 {
                     "checkpoint_id": f"{kind}/{directory.name}",
                     "checkpoint_type": KINDS[kind],
                     "time": moment.isoformat(),
                     "tinker_path": f"{SCHEME}{run_of(directory.parents[1])}/{kind}/{directory.name}",
-                    "size_bytes": sum(file.stat().st_size for file in directory.iterdir()),
+                    "size_bytes": num_bytes,
                 }
             )
         return sorted(found, key=lambda x: (x["time"], x["tinker_path"]))
@@ -364,10 +427,12 @@ class TrainingService:
 
     def sample(
         self, sampler_id: str, number: int, tokens: Sequence[int], count: int, options: SamplingOptions,
-        seed: int | None, **further: Any,
+        seed: int | None, further: PendingSample,
     ) -> str:  # fmt: skip
         """Queue a sample request; returns its id.
 
+        Args:
+            further: what is asked for besides samples.
         Raises:
             ConfigError: a value is out of its range.
             Busy: too many wait.
@@ -377,9 +442,20 @@ class TrainingService:
             raise ConfigError(f"num_samples is {count}: must lie between 1 and {MOST_SAMPLES}.")
         chosen = options.checked("sampling_params", self.base.vocabulary)
         checked_tokens(tokens, "prompt", self.base.vocabulary, self.base.longest)
+        asked = len(tokens) * (further.topk_prompt + (0 if further.targets is None else further.targets.shape[-1]))
+        longest = self.base.longest or UNKNOWN_ROOM
+        asked += count * min(chosen.max_new_tokens or longest, longest) * further.topk_samples
+        if asked > MOST_SCORES:
+            raise ConfigError(
+                f"the request asks for {asked} log-probs: at most {MOST_SCORES} are given. Ask for fewer."
+            )
+        if self.base.longest is not None and len(tokens) >= self.base.longest and not further.scores:
+            raise ConfigError(
+                f"prompt has {len(tokens)} tokens: the model reads {self.base.longest}, which leaves no response."
+            )
         noise = (seed,) if seed is not None else (self.seed, sampler.number, number)
-        request = PendingSample(PromptRequest(tokens, count, noise), **further)
-        job = Job(sampler.client, None, (sampler.directory, chosen), request, count)
+        request = dataclasses.replace(further, prompt=PromptRequest(tokens, count, noise))
+        job = Job(sampler.client, None, (sampler.directory, chosen), request, count, is_sample=True)
         return self.jobs.add(f"{sampler_id}:{number}", job)
 
     def _sample_batch(self, kind: Hashable, requests: Sequence[PendingSample]) -> list[Any]:
@@ -387,7 +463,7 @@ class TrainingService:
         directory, options = kind  # type: ignore[misc]
         with self._lock, self.base.sampling_from(self._resident_adapter(directory)) as engine:
             prompts = [request.prompt for request in requests]
-            samples = sample(engine, self.base.tokenizer, prompts, options, self.base.longest)
+            samples = sample(engine, self.base.tokenizer, prompts, options, self.base.longest, may_be_full=True)
             return [self._answer(request, found) for request, found in zip(requests, samples, strict=True)]
 
     def _answer(self, request: PendingSample, samples: list[Sample]) -> bytes:
@@ -404,24 +480,28 @@ class TrainingService:
                     scores, log_probs=scores.log_probs[at], likeliest=scores.likeliest[at],
                     of_likeliest=scores.of_likeliest[at],
                 )  # fmt: skip
-        asked = request.scores_prompt or request.topk_prompt or request.targets is not None
         of_prompt = None
-        if asked and len(prompt) > 1:
+        if request.scores and len(prompt) > 1:
             of_prompt = token_scores(engine, head, prompt, request.topk_prompt, request.targets)
-        elif asked:
+        elif request.scores:
             of_prompt = TokenScores(torch.zeros(0))
         wants = {
             "logprobs": request.scores_prompt,
             "topk": request.topk_prompt > 0,
             "targets": request.targets is not None,
         }
-        return sample_response(samples, of_samples, of_prompt, request.first_scored, wants)
+        return sample_response(samples, of_samples, of_prompt, request.first_scored, wants, request.layout)
 
     def _resident_adapter(self, directory: Path | None) -> str | None:
         """The name of the frozen adapter of a directory, read if it is not in memory; None for the base model."""
         if directory is None:
             return None
         if (name := self._resident.pop(directory, None)) is None:
+            if not directory.is_dir():
+                raise ConfigError(
+                    f"the weights of this sampler are gone: a model keeps its last {KEPT_SNAPSHOTS} snapshots without "
+                    "a name, and others until they are deleted."
+                )
             state = saved.read(directory)
             while len(self._resident) >= RESIDENT_SAMPLERS:
                 self.base.remove(self._resident.pop(next(iter(self._resident))))

@@ -245,11 +245,11 @@ class TrainingSession:
         Returns:
             For each prompt its samples.
         """
-        self._samplings += 1
-        noise = (self.seed, "call", self._samplings) if seed is None else (seed,)
         chosen = SamplingOptions(**options).checked("sampling_params", self.base.vocabulary)
-        requests = [PromptRequest(tokens, num_samples, noise) for tokens in prompts]
         with self._lock, self.base.sampling_from(self.name) as engine:
+            self._samplings += 1
+            noise = (self.seed, "call", self._samplings) if seed is None else (seed,)
+            requests = [PromptRequest(tokens, num_samples, noise) for tokens in prompts]
             return sample(engine, self.tokenizer, requests, chosen, self.base.longest)
 
     # State
@@ -268,10 +268,15 @@ class TrainingSession:
             ConfigError: the directory exists.
         """
         with self._lock:
+            optimizer = dict(self.engine.optimizer_tensors())
             state = saved.SavedSession(
-                self.shape, self.base.weights(self.name), dict(self.engine.optimizer_tensors()), self.engine.updates,
-                self._samplings, str(getattr(self.base.source, "path", "")),
-            )  # fmt: skip
+                self.shape,
+                self.base.weights(self.name),
+                optimizer,
+                self.engine.updates,
+                self._samplings,
+                self.base.digest,
+            )
             saved.write(state, Path(directory), self.base, self.name)
 
     def load(self, directory: str | Path, optimizer: bool = True) -> None:
@@ -287,6 +292,10 @@ class TrainingSession:
         state = saved.read(Path(directory))
         if dataclasses.replace(state.shape, seed=0) != dataclasses.replace(self.shape, seed=0):
             raise ConfigError(f"{directory} holds a session of {state.shape}, and this one is of {self.shape}.")
+        if optimizer and not state.has_optimizer:
+            raise ConfigError(f"{directory} holds weights for sampling, without an optimizer: load the weights alone.")
+        if state.base != self.base.digest:
+            raise ConfigError(f"{directory} holds an adapter of another base model.")
         with self._lock:
             engine = self._active()
             self.base.set_weights(self.name, state.weights)
@@ -298,6 +307,12 @@ class TrainingSession:
                 self._samplings = state.samplings
             else:
                 engine.updates = 0
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients since the last step."""
+        with self._lock:
+            self._active().release()
+            self._has_gradients = False
 
     def close(self) -> None:
         """Free the adapter."""
