@@ -73,6 +73,16 @@ def test_a_bad_checkpoint_counts_for_nothing_and_is_left_alone(tmp_path):
     assert (store.directory / "global_step_4").exists()
 
 
+@pytest.mark.parametrize("ancestors", [[], "", 0])
+def test_ancestors_of_no_use_count_as_unknown(tmp_path, ancestors):
+    store = CheckpointStore(tmp_path)
+    for step in (1, 2, 3):
+        with store.begin(step) as transaction:
+            transaction.main.write("actor/weights.bin", [b"%d" % step])
+            transaction.commit(state={"lineage": {"ancestors": ancestors}})
+    assert retention_module.plan(store, Retention(keep_last_n=2)).removed == ("global_step_1",)
+
+
 def test_pins_are_files_with_a_reason(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
     for version in range(1, 4):

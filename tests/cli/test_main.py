@@ -133,6 +133,11 @@ def test_groups_of_ones_own_are_planned_as_they_are_trained(flag, own_groups, mo
     assert end.value.code == 0
 
 
+def test_a_flag_of_training_is_refused_by_plan():
+    found = runner.invoke(app, ["plan", "--", "--multirun"])
+    assert "--multirun is a flag of training" in found.output
+
+
 def test_groups_of_ones_own_evaluate_a_policy(own_groups, model32, monkeypatch):
     monkeypatch.syspath_prepend(str(own_groups.parent))
     file = own_groups / "rows.jsonl"

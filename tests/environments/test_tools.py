@@ -17,7 +17,8 @@ import pytest
 import torch
 from pydantic import BaseModel
 
-from verl.environments.base import Action
+from verl.environments.base import Action, EnvironmentDescription, EnvironmentFactory
+from verl.environments.calls import CallRunner
 from verl.environments.hosted import PythonTools
 from verl.environments.hosts.python_tools import PythonTool, as_text
 from verl.environments.tool_calls import ToolCall
@@ -191,3 +192,38 @@ def test_a_file_with_an_unnamed_function_is_refused_before_the_run(tmp_path):
     (tmp_path / "tools.py").write_text("def add(a: int): return a\ndouble = lambda x: 2 * x")
     with pytest.raises((ConfigError, RolloutError), match="double is a lambda: write a tool as `def double"):
         PythonTools(path=str(tmp_path / "tools.py")).tool_schemas()
+
+
+async def leaves():
+    await asyncio.sleep(0)
+    raise SystemExit(3)
+
+
+def stops():
+    raise KeyboardInterrupt
+
+
+async def answers_later():
+    return "later"
+
+
+@pytest.mark.parametrize(
+    ("function", "at_once", "outcome", "said"),
+    [
+        (leaves, False, "tool_error", "SystemExit"),
+        (stops, False, "tool_error", "KeyboardInterrupt"),
+        (answers_later, True, "infra", "answers at once"),
+    ],
+)
+def test_a_tool_that_breaks_the_rules_is_an_error_of_its_call_and_ends_no_other(function, at_once, outcome, said):
+    tools = {"tool": Tool("tool", "", {}, function), "good": Tool("good", "", {}, lambda: "fine")}
+    runner = CallRunner(EnvironmentFactory(), EnvironmentDescription())
+    runner.begin_play()
+    for name, expected in (("tool", outcome), ("good", "ok")):
+        environment = ToolEnvironment(tools, timeout_s=60.0)
+        environment.answers_at_once = at_once
+        runner.step(0, 0, name, environment, Action("x", (ToolCall(name, {}),), name))
+        (result,) = runner.take(60.0)
+        (call,) = result.value.calls
+        assert call.outcome == expected
+        assert said in call.error or name == "good"

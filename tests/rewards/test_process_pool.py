@@ -244,6 +244,7 @@ def test_a_number_comes_in_many_forms_a_tensor_among_them(made):
         ("'1'", "'1' of type str"),
         ("[1, 2]", "a list of 2 items"),
         ("[]", "a list of 0 items"),
+        ("__import__('pandas').Series([1.0, 2.0])", "a Series of 2 items"),
         pytest.param("np.zeros((1, 3))", "a ndarray of 3 items", marks=pytest.mark.exhaustive),
         pytest.param("__import__('torch').zeros(1, 3)", "a Tensor of 3 items", marks=pytest.mark.exhaustive),
         ("float('nan')", "nan"),

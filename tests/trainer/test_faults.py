@@ -89,7 +89,7 @@ REFUSED = [  # what is blamed, the value, and a run with that fault; then runs t
     ("sharding.replicas", 3, on(4, HSDP(replicas=3))),
     ("sharding.tensor_parallel", 4, on(4, TP()), on(4, TP(tensor_parallel=2))),
     ("trainer.n_gpus_per_node", 2, on(2, DDP(), reference=Reference(sharding=NoSharding()))),
-    *(("device", given, {"device": given}) for given in ("gpu", "cuda:x", "")),
+    *(("device", given, {"device": given}) for given in ("gpu", "cuda:x", "cuda:01", "cuda:200", "")),
     (("critic", "reference", "trainer.n_gpus_per_node"), 2, {"critic": None, "reference": None, "n_gpus_per_node": 2}),
 ]  # fmt: skip
 

@@ -91,7 +91,8 @@ class Retention(Description):
 
 def recorded_ancestors(state: Mapping[str, Any]) -> dict[str, int] | None:
     """The runs that the run of a `trainer_state.json` was resumed from; None if it has no record of them."""
-    return state.get("lineage", {}).get("ancestors")  # whose types `parse_state` has checked
+    ancestors = state.get("lineage", {}).get("ancestors")  # whose values `parse_state` has checked
+    return ancestors if isinstance(ancestors, dict) else None
 
 
 def lineages_of(store: CheckpointStore, complete: list[Checkpoint]) -> list[dict[str, int]]:

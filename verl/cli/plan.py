@@ -90,8 +90,11 @@ def _validated(root: str, arguments: list[str], config_dir: Path | None) -> Any:
     sys.path.append(str(Path.cwd()))  # user modules are in the working directory
     flags = [] if config_dir is None else [f"--config-dir={config_dir}"]
     words, assigned = command_line(root, [*flags, *arguments])
+    words = words[len(flags) :]
+    if further := [word for word in words if word.startswith("-")]:
+        raise ConfigError(f"{further[0]} is a flag of training: verl plan takes group=option and key=value.")
     try:
-        config = compose_root(root, words[len(flags) :])
+        config = compose_root(root, words)
     except Exception as error:
         raise ConfigError([*assigned.faults, composition_fault(root, error)]) from error
     return with_architectures(validate(config, assigned.faults))

@@ -47,6 +47,8 @@ def serve_training(
             port = int(given.get("port", port))
         except ValueError:
             raise ConfigError(f"port is {given['port']!r}: expected a number.") from None
+        if not 0 <= port <= 65535:
+            raise ConfigError(f"port is {port}: expected 0 to 65535.")
         for package in ("tinker", "starlette", "uvicorn"):
             if fault := package_fault(package, "TrainingSession in Python"):
                 raise ConfigError(f"serve-training {fault}")

@@ -26,6 +26,7 @@ from verl.environments.base import (
 from verl.environments.hosts.python_tools import PythonTool, as_text
 from verl.environments.tool_calls import ParseFault, ToolCall
 from verl.errors import error_text
+from verl.utils.signals import raised_by_code
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,15 @@ class ToolEnvironment(Environment):
         try:
             result = tool.function(**call.arguments)
             if inspect.isawaitable(result):
+                if self.answers_at_once:
+                    if inspect.iscoroutine(result):
+                        result.close()
+                    raise InfraError("a tool waits for something, and its environment says that it answers at once")
                 result = await (result if tool.keeps_deadline else within(self.timeout_s, result))
             text = as_text(result)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - of the tool, on the model's arguments
+        except BaseException as error:
+            if not raised_by_code(error):
+                raise
             outcome, text = self._failure(call, error)
             fault = getattr(error, "fault", "own")
         reason = "" if outcome == "ok" else text[:MAX_ERROR]

@@ -9,6 +9,7 @@ import contextlib
 import faulthandler
 import hashlib
 import importlib
+import math
 import os
 import pickle
 import random
@@ -129,10 +130,10 @@ def plain_number(result: Any) -> float | str:
     """A number as a float, also from a list, array or tensor of one element; else a description of the value."""
     number = result
     if isinstance(result, (list, tuple)) or getattr(result, "ndim", 0):
-        items = result if isinstance(result, (list, tuple)) else result.reshape(-1)
-        if len(items) != 1:
-            return f"a {type(result).__name__} of {len(items)} items"
-        number = items[0]
+        is_list = isinstance(result, (list, tuple))
+        if (count := len(result) if is_list else math.prod(result.shape)) != 1:
+            return f"a {type(result).__name__} of {count} items"
+        number = result[0] if is_list else result.reshape(-1)[0]
     if not isinstance(number, (bool, int, float)) and getattr(number, "ndim", None) == 0 and hasattr(number, "item"):
         number = number.item()
     if isinstance(number, (bool, int, float)):

@@ -144,7 +144,12 @@ def refuse_wrong_responses(rows: DataProto, num_tokens: int | None = None) -> No
     Raises:
         RolloutError: see `assemble`.
     """
-    mask, tokens, log_probs = (rows.batch[name] for name in ("response_mask", "responses", "rollout_log_probs"))
+    names = ("response_mask", "responses", "rollout_log_probs")
+    if missing := [name for name in names if name not in rows.batch]:
+        raise RolloutError(
+            f"The rollout engine gives rows without {', '.join(missing)}: see verl.rollout.rows.assemble."
+        )
+    mask, tokens, log_probs = (rows.batch[name] for name in names)
     if not bool(mask.any()):
         return
     lowest, highest = log_probs[mask].aminmax()  # one pass: nan propagates

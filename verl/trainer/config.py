@@ -77,7 +77,7 @@ class LoopSettings(Description):
         for name in ("project_name", "experiment_name"):
             if (fault := _name_fault(getattr(self, name))) is not None:
                 yield f"{name} is {getattr(self, name)!r}: {fault}, and directories are called after it."
-        if not re.fullmatch(r"auto|cpu|cuda(:\d{1,3})?", self.device):
+        if not re.fullmatch(r"auto|cpu|cuda(:(0|[1-9][0-9]?))?", self.device):
             yield f"device is {self.device!r}: expected auto, cpu, cuda or one GPU such as cuda:1."
 
     def machine_faults(self) -> Iterator[str]:

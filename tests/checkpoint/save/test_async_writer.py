@@ -6,7 +6,9 @@ import contextlib
 import json
 import os
 import re
+import threading
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -220,6 +222,16 @@ def test_an_interrupt_during_a_save_in_this_process_leaves_the_writer_usable(tmp
             writer.drain()
         writer.save(request(2, {"weight": torch.ones(2)}))
         assert [outcome.error for outcome in writer.drain()] == [None]
+
+
+def test_a_checkpoint_is_saved_where_no_thread_can_be_started(store, monkeypatch):
+    """As at the end of the interpreter, or at the limit of processes."""
+    weights = {"weight": torch.randn(1 << 20)}
+    with CheckpointWriter(store, mode="sync") as writer, monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", Mock(side_effect=RuntimeError("can't start new thread")))
+        writer.save(request(1, weights))
+        assert [outcome.error for outcome in writer.drain()] == [None]
+    assert same_bits(tensors_of(store.newest(), "actor")["weight"], weights["weight"])
 
 
 def test_a_forked_child_neither_holds_the_memory_nor_disturbs_the_writer(store):

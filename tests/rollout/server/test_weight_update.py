@@ -14,6 +14,7 @@ from refusals import refusal
 from roles import experience
 from rollout.speaking import gap
 from trainer.runs import GRPO_ALGORITHM, JSONL, fit, ppo_run, read_lines
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from verl.component import BuildContext
 from verl.engines.sharding import DDP, FSDP, TP, Parallel
@@ -26,6 +27,7 @@ from verl.rollout.base import GenerationRequest
 from verl.rollout.server.config import ServerRollout
 from verl.rollout.server.protocols import OpenAIProtocol
 from verl.rollout.server.weight_update import ServerWeightUpdate
+from verl.rollout.weight_sync.transfer import TransferToFirst
 
 
 def train(actor, prompts):
@@ -49,6 +51,17 @@ def test_the_server_follows_the_trained_weights_and_proves_it(actor, attached, s
     assert [path for path in (tmp_path / "seen by both").rglob("*") if path.is_file()] == []
     actor.close()
     assert list((tmp_path / "seen by both").iterdir()) == []
+
+
+def test_tensors_that_a_model_keeps_in_float32_are_sent_so():
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
+    model.model.norm.float()
+    types = {name: x.dtype for name, x in TransferToFirst(model, None).tensors()}
+    assert {name for name, dtype in types.items() if dtype == torch.float32} == {"model.norm.weight"}
+    assert {x.dtype for _, x in TransferToFirst(model, "bfloat16").tensors()} == {torch.bfloat16}
 
 
 class Load(Request):

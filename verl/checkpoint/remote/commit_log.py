@@ -77,14 +77,16 @@ class CommitLog:
         last = max(numbers, default=0)
         if last > 2 * (len(numbers) + len(self._records)) + UNLISTED:
             raise ObjectDamaged(f"{self.store.url(LOG)} lacks most of the records before {_key(last)}")
+        records = list(self._records)  # another thread may read too
         with ThreadPoolExecutor(READERS) as readers:
-            for record in readers.map(self._read, range(len(self._records) + 1, last + 1)):
+            for record in readers.map(self._read, range(len(records) + 1, last + 1)):
                 if record is None:
                     raise ObjectDamaged(f"{self.store.url(LOG)} lacks a record among those that are there")
-                self._records.append(record)
-        while (record := self._read(len(self._records) + 1)) is not None:  # not in the store's listing yet
-            self._records.append(record)
-        return list(self._records)
+                records.append(record)
+        while (record := self._read(len(records) + 1)) is not None:  # not in the store's listing yet
+            records.append(record)
+        self._records = records
+        return list(records)
 
     def take_claim(self) -> None:
         """Become the owner of the tier, unless this claim is already recorded; see `append`.

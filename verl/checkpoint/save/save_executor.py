@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from verl.checkpoint.commit.rank_writer import FEWEST_DIRECT_BYTES, FileImage, ImageSource, RankReport, RankWriter
@@ -134,7 +135,10 @@ class _SaveFiles:
         large = [image for image in large if image.path not in self._hashed]
         end = self._request.num_bytes  # hash only once the copy is done: training waits for it, and it needs processors
         with ThreadPoolExecutor(1, thread_name_prefix="hash") as hashers:
-            hashed = {image.path: hashers.submit(_hash, image, self._source, end) for image in large}
+            try:
+                hashed = {image.path: hashers.submit(_hash, image, self._source, end).result for image in large}
+            except RuntimeError:  # no thread can be started: the interpreter ends, or a limit is reached
+                hashed = {image.path: partial(_hash, image, self._source, end) for image in large}
             try:
                 for image in self._request.images:
                     self._write_image(writer, image, hashed)
@@ -145,7 +149,9 @@ class _SaveFiles:
             self._add_existing(writer, file)
         self._source.wait(self._request.num_bytes)
 
-    def _write_image(self, writer: RankWriter, image: FileImage, hashed: dict[str, Future[tuple[Leaf, ...]]]) -> None:
+    def _write_image(
+        self, writer: RankWriter, image: FileImage, hashed: Mapping[str, Callable[[], tuple[Leaf, ...]]]
+    ) -> None:
         if image.is_constant and image.path not in self._hashed:
             self._find_unchanged(image)
         entry, earlier = self._hashed.get(image.path, (None, None))
@@ -156,7 +162,7 @@ class _SaveFiles:
         if not _is_large(image):
             writer.write(image.path, list(image.buffers(self._source)))
         else:
-            writer.write_image(image, self._source, lambda: entry.leaves if entry else hashed[image.path].result())
+            writer.write_image(image, self._source, lambda: entry.leaves if entry else hashed[image.path]())
 
     def _add_existing(self, writer: RankWriter, file: ExistingFile) -> None:
         newest = self._newest

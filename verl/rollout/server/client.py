@@ -34,7 +34,6 @@ from verl.rollout.server.options import ServerOptions
 from verl.rollout.server.protocols import GenerateRequest, SamplingRequest, ServerProtocol, ServerResponse
 from verl.rollout.server.weight_update import ServerWeightUpdate
 from verl.rollout.token_sampler import noise_keys
-from verl.rollout.weight_sync.state_dict import dtype_of
 from verl.rollout.weight_sync.transfer import TransferToFirst
 from verl.utils.progress import report
 
@@ -243,7 +242,7 @@ class ServerEngine(RolloutEngine):
         self.autocast: Autocast = autocast
         self._before: np.ndarray | None = None  # the trainer's log-probs of the probe at the last sync
         self.compute_type = self._compute_type(gap_nats)
-        self._transfer, parallel_info = TransferToFirst(model, dtype_of(model, autocast)), parallel_info_of(model)
+        self._transfer, parallel_info = TransferToFirst(model, autocast), parallel_info_of(model)
         self._is_alone = parallel_info.mesh.size == 1
         # one of the processes with the same rows sends the requests
         if len(parallel_info.siblings) > 1:

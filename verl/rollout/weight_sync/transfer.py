@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from verl.models.hf_state_dict import live_tensors
-from verl.models.parallel_info import ParallelInfo, parallel_info_of
+from verl.models.parallel_info import Autocast, ParallelInfo, parallel_info_of
 from verl.ops.resharding.dtensor import is_on_other_stage
 from verl.ops.resharding.execute import LIMIT_BYTES, reshard, reshard_plans
 from verl.ops.resharding.layout import Box, Layout, TensorLayout, volume
@@ -32,7 +32,7 @@ from verl.rollout.proof.fingerprints import (
     own_part,
     transpose_to_out_in,
 )
-from verl.rollout.weight_sync.state_dict import NamedWeight, weights_of
+from verl.rollout.weight_sync.state_dict import NamedWeight, dtype_of, weights_of
 from verl.rollout.weight_sync.stream import ChunkPlan, Feed, WantedSlices, plan_chunks
 
 MIB = 1 << 20
@@ -194,16 +194,23 @@ class TransferToFirst:
     """Gathers the weights of a model in its first process, tensor by tensor, by a constant plan.
 
     Args:
-        dtype: that they are cast to before they are sent.
+        autocast: type of computation, to which they are cast before they are sent. Without one a model in one process
+            keeps the type of each tensor, and a sharded one sends all in the type of the model.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype):
-        self.model, self.dtype = model, dtype
+    def __init__(self, model: Any, autocast: Autocast):
+        self.model, self.autocast, self.dtype = model, autocast, dtype_of(model, autocast)
         self._transfer: WeightTransfer | None = None
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every checkpoint tensor in the first process, none in others. Collective, until exhausted."""
         parallel_info, weights = parallel_info_of(self.model), list(weights_of(self.model))
+        if parallel_info.mesh.size == 1:
+            for weight in weights:
+                tensor = weight.make().detach()
+                is_cast = self.autocast is not None and tensor.is_floating_point()
+                yield weight.name, tensor.to(self.dtype) if is_cast else tensor
+            return
         if self._transfer is None:
             whole: WantedSlices = {w.source: _all_of(w.tensor.shape) for w in weights}
             wants = [whole if rank == 0 else {} for rank in range(parallel_info.mesh.size)]
