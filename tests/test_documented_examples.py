@@ -307,6 +307,7 @@ INSTEAD = {
 }
 PYTHON_ELSEWHERE = {  # by page, and the tests that run its blocks
     "README.md": "test_the_example_of_the_readme_learns",
+    "serving.md": "tests/service/test_session.py",
     "extending.md": "tests/test_extending.py",
     "quickstart.md": "tests/examples/test_examples.py",
 }
