@@ -360,6 +360,21 @@ def test_a_checkpoint_is_overwritten_whole_or_not_at_all(served, tokenizer, monk
     assert [x.name for x in served[1].saved_at(first).parent.iterdir()] == ["same"]
 
 
+def test_more_snapshots_than_are_in_memory_are_each_of_their_own_weights(served, tokenizer):
+    prompt = rows(tokenizer)[2]
+    clients = [client_of(served).create_lora_training_client("small", rank=rank, seed=1).result() for rank in (4, 2)]
+    samplers, expected = [], []
+    for number in range(module.RESIDENT_SAMPLERS + 4):
+        client = clients[number % 5 == 4]  # adapters of two shapes
+        trained(client, tokenizer, 1)
+        samplers.append(client.save_weights_and_get_sampling_client().result())
+        expected.append(client.forward([datum(prompt)], "cross_entropy").result().loss_fn_outputs[0]["logprobs"].data)
+        scores = [sampler.compute_logprobs(types.ModelInput.from_ints(prompt)).result()[1:] for sampler in samplers]
+    assert len(served[1]._resident) == module.RESIDENT_SAMPLERS
+    for found, own in zip(scores, expected, strict=True):
+        assert found == pytest.approx(list(own), abs=1e-4)
+
+
 def test_snapshots_are_removed_with_their_session(served):
     service = client_of(served)
     client = service.create_lora_training_client("small", rank=2).result()

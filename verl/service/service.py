@@ -152,7 +152,7 @@ class TrainingService:
         self.tokenizer_directory = directory / "tokenizer"  # a model's own may be in a file that clients cannot read
         base.tokenizer.save_pretrained(self.tokenizer_directory)
         self._scratch = TemporaryDirectory("verl-service-")
-        self._resident: dict[Path, str] = {}  # names of frozen adapters; the last one was used last
+        self._resident: dict[Path, tuple[str, AdapterShape]] = {}  # frozen adapters; the last one was used last
         self._lock, self._state = threading.RLock(), threading.RLock()
         self._recover()
         self.jobs = Jobs(self._sample_batch, joins)
@@ -404,8 +404,8 @@ class TrainingService:
         shutil.rmtree(directory, ignore_errors=True)
 
     def _forget(self, directory: Path) -> None:
-        if (name := self._resident.pop(directory, None)) is not None:
-            self.base.remove(name)
+        if (found := self._resident.pop(directory, None)) is not None:
+            self.base.remove(found[0])
 
     # Samples
 
@@ -496,16 +496,28 @@ class TrainingService:
         """The name of the frozen adapter of a directory, read if it is not in memory; None for the base model."""
         if directory is None:
             return None
-        if (name := self._resident.pop(directory, None)) is None:
+        if (found := self._resident.pop(directory, None)) is None:
             if not directory.is_dir():
                 raise ConfigError(
                     f"the weights of this sampler are gone: a model keeps its last {KEPT_SNAPSHOTS} snapshots without "
                     "a name, and others until they are deleted."
                 )
-            state = saved.read(directory)
-            while len(self._resident) >= RESIDENT_SAMPLERS:
-                self.base.remove(self._resident.pop(next(iter(self._resident))))
-            name = f"sampler_{uuid.uuid4().hex[:12]}"
-            self.base.add_frozen(name, state.shape, state.weights)
-        self._resident[directory] = name
-        return name
+            found = self._made_resident(saved.read(directory))
+        self._resident[directory] = found
+        return found[0]
+
+    def _made_resident(self, state: saved.SavedSession) -> tuple[str, AdapterShape]:
+        """A frozen adapter with these weights: the one that was not used for longest, or a new one."""
+        shape = dataclasses.replace(state.shape, seed=0)
+        if len(self._resident) >= RESIDENT_SAMPLERS:
+            oldest = next(iter(self._resident))
+            name, of_oldest = self._resident[oldest]
+            if of_oldest == shape:  # peft takes far longer to make one
+                self.base.set_weights(name, state.weights)
+            del self._resident[oldest]
+            if of_oldest == shape:
+                return name, shape
+            self.base.remove(name)
+        name = f"sampler_{uuid.uuid4().hex[:12]}"
+        self.base.add_frozen(name, shape, state.weights)
+        return name, shape
