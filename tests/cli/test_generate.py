@@ -80,7 +80,7 @@ def test_latest_is_the_newest_below_checkpoints_and_the_table_says_which(run, tm
     assert "there is no complete checkpoint below checkpoints/" in refused("eval", "latest")
     shutil.copytree(run[0] / "checkpoints", tmp_path / "checkpoints/project/name", symlinks=True)
     told = asked("eval", "latest", *OWN)
-    assert f"{tmp_path}/checkpoints/project/name/global_step_2, step 2, on 3 rows" in told
+    assert f"{tmp_path}/checkpoints/project/name/global_step_2/actor, step 2, on 3 rows" in told
     assert "eval/accuracy" in told
 
 
@@ -202,7 +202,9 @@ def test_a_fine_tuned_policy_is_evaluated_on_its_own_held_out_text_and_answers(d
     told = json.loads(asked("eval", tmp_path / "checkpoints", "--json"))
     assert told["metrics"] == evaluations[told["step"]]
     said = asked("generate", tmp_path / "run", "--prompt", "5+1=", "--max-new-tokens", "3", "trainer.num_threads=1")
-    assert said.startswith("5+1=\n  -> ")
+    prompt, response = said.splitlines()
+    assert "5+1=" in prompt
+    assert response.startswith("  -> ")
 
 
 EVIL = """
