@@ -434,6 +434,10 @@ def test_a_step_without_a_part_of_its_gradients_is_refused(served, tokenizer):
     with pytest.raises(Exception, match="has failed"):
         client.optim_step(ADAM).result()
     assert same_bits(served[1].models[client.model_id].session.weights(), before)
+    state = client.save_state("before").result().path
+    with pytest.raises(Exception, match="ids that are no tokens"):
+        client.forward_backward([datum([5, 10**6])], "cross_entropy").result()
+    client.load_state_with_optimizer(state).result()
     other = client_of(served).create_lora_training_client("small", rank=4, seed=1).result()
     assert trained(client, tokenizer, 2) == trained(other, tokenizer, 2)
 

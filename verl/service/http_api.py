@@ -292,6 +292,7 @@ class _Api:
         def work(model: Any) -> dict[str, Any]:
             self.service.check_base(body.base_model)
             model.session.load(self.service.saved_at(body.path), body.optimizer)
+            model.failed = None  # the gradients are gone
             return {"path": body.path, "model_id": body.model_id, "type": "load_weights"}
 
         return {"request_id": self.service.in_order(body.model_id or "", body.seq_id, work)}
