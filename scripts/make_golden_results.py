@@ -39,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 KEPT_STEP = 2
 REWARD = "def variety(prompts, responses):\n    return [len(set(response)) for response in responses]\n"
 COMMON = [
-    *("trainer.num_threads=1", "trainer.device=cpu", "tracker.tensorboard=null", "tracker.curves=null"),
+    *("trainer.num_threads=1", "trainer.device=cpu", "tracker.tensorboard=null"),
     "tracker.console.progress_bar=false",
 ]
 TINY = [

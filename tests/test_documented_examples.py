@@ -207,7 +207,7 @@ def finished(model32, tmp_path_factory) -> Path:
     """A working directory with a run that has finished, and a batch that it wrote, where the documents have theirs."""
     directory = tmp_path_factory.mktemp("finished")
     words = [*small_run(model32, directory), "trainer.total_steps=2", "trainer.eval_interval=1"]
-    words += ["tracker.tensorboard=null", "tracker.curves=null"]
+    words += ["tracker.tensorboard=null"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         for name, more in (("outputs/quickstart/ppo", []), ("outputs/nan", ["debug=nan", "checkpoint=off"])):

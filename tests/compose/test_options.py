@@ -105,7 +105,7 @@ COMBINATIONS = [  # that go together: `make test` composes these, and `make exha
     "reward=code_tests algorithm=cispo environment=agent_program critic=llama1b tracker=console sharding=cp "
     "actor=llama1b data=arithmetic rollout=auto checkpoint=async sandbox=none storage=local trainer=local "
     "reference=none replay=off sweep=saving",
-    "reward=environment algorithm=dr_grpo critic=llama8b tracker=curves sharding=ddp actor=llama8b rollout=hf "
+    "reward=environment algorithm=dr_grpo critic=llama8b sharding=ddp actor=llama8b rollout=hf "
     "checkpoint=incremental sandbox=jail storage=none trainer=mesh reference=same_as_actor",
     "reward=exact_match algorithm=dapo critic=own_model tracker=default sharding=fsdp actor=pretrained "
     "data=calculator rollout=scripted checkpoint=off sandbox=remote storage=s3 trainer=ray replay=tiered "
@@ -126,7 +126,6 @@ COMBINATIONS = [  # that go together: `make test` composes these, and `make exha
     "environment=guess_number data=guess_number",
     "actor=smollm2_135m critic=smollm2_135m data=chat_task",
 ]
-OPTIONAL_TRACKERS = {"tensorboard": "tensorboard", "matplotlib": "plots"}
 
 
 IDENTITIES = json.loads((Path(__file__).parents[1] / "golden/identities.json").read_text())
@@ -370,9 +369,8 @@ def test_an_option_names_the_extra_that_brings_what_it_needs_and_is_not_installe
     refuse_here(validate(compose_root("ppo")))  # which does not ask for it
 
 
-@pytest.mark.parametrize("package", ["tensorboard", "matplotlib"])
-def test_the_default_trackers_do_without_what_is_not_installed_and_say_so(package, tmp_path, monkeypatch, caplog):
-    find = importlib.util.find_spec
+def test_the_default_trackers_do_without_what_is_not_installed_and_say_so(tmp_path, monkeypatch, caplog):
+    find, package = importlib.util.find_spec, "tensorboard"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, of=None: None if name == package else find(name, of))
     run = validate(compose_root("ppo"))
     refuse_here(run)
@@ -380,9 +378,9 @@ def test_the_default_trackers_do_without_what_is_not_installed_and_say_so(packag
         trackers = run.tracker.build(BuildContext(run_dir=tmp_path))
     trackers.start("run", {}, tmp_path, 1)
     trackers.close("finished")
-    assert f'pip install "verl[{OPTIONAL_TRACKERS[package]}]"' in caplog.text
-    asked = validate(compose_root("ppo", command_line("ppo", ["tracker=[console,tensorboard,curves]"])[0]))
-    with refusal("tracker.tensorboard" if package == "tensorboard" else "tracker.curves", value=package):
+    assert 'pip install "verl[tensorboard]"' in caplog.text
+    asked = validate(compose_root("ppo", command_line("ppo", ["tracker=[console,tensorboard]"])[0]))
+    with refusal("tracker.tensorboard", value=package):
         refuse_here(asked)
 
 

@@ -5,7 +5,6 @@ console        Console output of a run: a progress bar, one line per step, a lin
 jsonl          Metrics and samples as JSON lines in the run directory
 logging_setup  Logging of a run: the console, and run.log in the run directory, both without secrets
 mlflow         Metrics to MLflow: a tracking server, or files in a directory
-plots          `curves.png`: the panels of a run over steps
 sweep_table    The jobs of a sweep compared, on the terminal and as CSV
 tensorboard    Metrics as TensorBoard event files in the run directory
 trackio        Metrics to Trackio: a local database, or a Space of Hugging Face

@@ -145,7 +145,7 @@ class Trackers(Description):
     `more.mine`.
 
     Args:
-        console, jsonl, tensorboard, wandb, curves, report: the trackers of verl.
+        console, jsonl, tensorboard, wandb, report: the trackers of verl.
         more: user-defined trackers by name.
     """
 
@@ -155,7 +155,6 @@ class Trackers(Description):
     jsonl: TrackerDescription | None = None
     tensorboard: TrackerDescription | None = None
     wandb: TrackerDescription | None = None
-    curves: TrackerDescription | None = None
     report: TrackerDescription | None = None
     more: dict[str, TrackerDescription] = field(default_factory=dict)
 

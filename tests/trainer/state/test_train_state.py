@@ -32,7 +32,6 @@ from verl.storage.store import MIB
 from verl.tracking.base import Tracker, TrackerDescription, Trackers
 from verl.tracking.console import Console
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.plots import Curves
 from verl.tracking.tensorboard import TensorBoard
 from verl.trainer.state.driver_state import RNG, CheckpointDraft, GeneratorStates, load_parts
 from verl.utils.seeding import rng_state, seed_everything
@@ -189,9 +188,7 @@ def test_a_run_with_all_of_it_ends_with_the_random_numbers_of_one_with_none(mode
         fit(run, tmp_path / name / f"run_{resume}")
         return states()
 
-    trackers = Trackers(
-        console=Console(), jsonl=JsonLines(), curves=Curves(), tensorboard=TensorBoard(), wandb=DrawingTracker()
-    )
+    trackers = Trackers(console=Console(), jsonl=JsonLines(), tensorboard=TensorBoard(), wandb=DrawingTracker())
     plain = ended("none", None, tracker=Trackers())
     first = ended("all", None, tracker=trackers, stop_after=2)
     assert sum(request.method == "PUT" for request in proxy.seen) > 10, "it was uploaded"

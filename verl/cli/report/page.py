@@ -10,6 +10,7 @@ seeds.
 from __future__ import annotations
 
 import base64
+import fnmatch
 import hashlib
 import html
 import itertools
@@ -31,7 +32,6 @@ from verl.cli.console import duration
 from verl.cli.report.read import KILLED, MetricColumn, RunRecord, as_number, diagnosis, read_run, step_files
 from verl.cli.report.samples import read_tables
 from verl.tracking.base import HEADLINE
-from verl.tracking.plots import PANELS, panel_of
 from verl.utils.external_input import plain
 from verl.utils.redact import redact_tree
 
@@ -44,6 +44,23 @@ STUDENT_T = (
 )  # fmt: skip
 T = TypeVar("T")
 
+PANELS: dict[str, list[str]] = {
+    "reward": ["reward/mean"],
+    "accuracy": ["*accuracy", "*/accuracy_*_call", "*/accuracy_without_tools", "*/mean@*", "*/best@*"],
+    "episodes": ["*/call_share", "*/turns"],
+    "KL (nats)": ["kl/*_nats", "actor/approx_kl*"],
+    "response length (tokens)": ["*response_length_tokens"],
+    "policy loss": ["actor/loss"],
+    "value loss": ["critic/loss"],
+    "loss (nats per token)": ["sft/loss", "eval/loss"],
+    "entropy (nats)": ["rollout/entropy_nats", "actor/entropy"],
+    "clip share": ["*/clip_fraction"],
+    "gradient norm": ["*/grad_norm"],
+    "gap of log-probs (nats)": ["rollout/log_prob_gap_nats", "rollout/off_policy_gap_nats", "sync/probe_gap_nats"],
+    "effective share": ["*/effective_share"],
+    "staleness (versions)": ["*staleness*"],
+    "samples per second": ["perf/samples_per_s"],
+}  # of the page, by title: metric keys with * as wildcard, each in the first that matches
 MAX_VALUES = 400_000  # of the curves of a page
 MAX_TEXT = 20_000  # characters of a prompt or response
 MAX_TEXTS = 4_000_000  # characters of all samples
@@ -52,6 +69,11 @@ MAX_PROMPTS = 5_000  # listed by pass rate
 SEED = "trainer.seed"
 # Settings that name a run or where it writes, in which runs of one group may differ
 NAMES = (SEED, "trainer.experiment_name", "trainer.project_name", "checkpoint.save_dir", "resume")
+
+
+def panel_of(key: str) -> str | None:
+    """The title of the panel that shows a metric, or None."""
+    return next((t for t, patterns in PANELS.items() if any(fnmatch.fnmatchcase(key, p) for p in patterns)), None)
 
 
 @dataclass(frozen=True)
@@ -113,7 +135,7 @@ def report(directories: Sequence[str | Path], status: str | None = None) -> str:
     grids = _Grids()
     content: dict[str, Any] = {"runs": [_run(run, grids, MAX_VALUES // len(runs)) for run in runs], "panels": []}
     for key in dict.fromkeys(key for run in runs for key in run.keys()):  # noqa: SIM118 - not a mapping
-        content["panels"].append((key, panel_of(key, PANELS)))
+        content["panels"].append((key, panel_of(key)))
     if len(runs) > 1:
         content["comparison"] = _comparison(runs)
     else:
