@@ -37,8 +37,6 @@ REQUIRED = [
 ]
 OPTIONAL = {
     "wandb": ["wandb>=0.31.0,<1"],
-    "trackio": ["trackio>=0.43.0,<0.44"],
-    "mlflow": ["mlflow-skinny>=3.17.2,<3.18"],
     "tensorboard": ["tensorboard>=2.21.0,<3"],
     "hub": ["datasets>=5.2.0,<6"],
     "gguf": ["gguf>=0.19.0,<0.20"],

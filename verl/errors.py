@@ -50,8 +50,6 @@ from verl import __distribution__
 
 _EXTRA_OF = {  # optional packages by their import names, and the extra of setup.py that brings each
     "wandb": "wandb",
-    "trackio": "trackio",
-    "mlflow": "mlflow",
     "tensorboard": "tensorboard",
     "math_verify": "math",
     "ray": "ray",

@@ -55,8 +55,6 @@ OWNERS = [  # options, and the roots that they are for; others are for every roo
 OPTIONS = [f"{group}={option}" for group, options in group_options().items() for option in options]
 OPTIONAL = {  # an option that asks for a package, and the extra of setup.py that brings it
     "tracker=wandb": ("wandb", "wandb"),
-    "tracker=trackio": ("trackio", "trackio"),
-    "tracker=mlflow": ("mlflow", "mlflow"),
     "reward=math": ("math_verify", "math"),
     "storage=s3": ("obstore", "s3"),
 }
@@ -112,13 +110,13 @@ COMBINATIONS = [  # that go together: `make test` composes these, and `make exha
     "sweep=sharding_checkpoint",
     "reward=format algorithm=grpo environment=calculator critic=none tracker=jsonl sharding=hsdp actor=qwen2_0_5b "
     "data=files rollout=server checkpoint=sync",
-    "reward=function algorithm=gspo environment=function critic=pretrained tracker=mlflow sharding=none "
+    "reward=function algorithm=gspo environment=function critic=pretrained sharding=none "
     "actor=qwen3_1_7b rollout=vllm",
     "reward=length algorithm=opo environment=gymnasium critic=qwen2_0_5b tracker=none sharding=parallel actor=tiny",
     "reward=math algorithm=ppo environment=mcp critic=qwen3_1_7b tracker=report sharding=pp",
     "reward=model algorithm=ppo_adaptive_kl environment=none critic=same_as_actor tracker=tensorboard sharding=tp "
     "actor=tiny_scratch",
-    "reward=normalized algorithm=reinforce_pp environment=python_sandbox critic=tiny tracker=trackio sharding=tp_fsdp",
+    "reward=normalized algorithm=reinforce_pp environment=python_sandbox critic=tiny sharding=tp_fsdp",
     "reward=overlong algorithm=reinforce_pp_baseline environment=python_tools critic=tiny_scratch tracker=wandb",
     "reward=remote_chat algorithm=remax data=hub",
     "reward=remote_http algorithm=rloo environment=reasoning_gym",
