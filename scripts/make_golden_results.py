@@ -38,10 +38,7 @@ from verl.trainer.state.compare_runs import steps_of
 ROOT = Path(__file__).resolve().parents[1]
 KEPT_STEP = 2
 REWARD = "def variety(prompts, responses):\n    return [len(set(response)) for response in responses]\n"
-COMMON = [
-    *("trainer.num_threads=1", "trainer.device=cpu", "tracker.tensorboard=null"),
-    "tracker.console.progress_bar=false",
-]
+COMMON = ["trainer.num_threads=1", "trainer.device=cpu", "tracker.tensorboard=null"]
 TINY = [
     *COMMON,
     *("actor=pretrained", "actor.model.path=model", "actor.optimizer.lr=1e-3", "data.digits=1", "data.held_out=2"),

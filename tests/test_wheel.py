@@ -158,9 +158,7 @@ def test_own_groups_and_components_of_the_working_directory_are_found(commands):
 @pytest.mark.exhaustive
 def test_every_other_command_works_without_the_checkout(commands):
     run(commands, "verl", "sft", "actor.model.hidden_size=16", "debug=smoke", "hydra.run.dir=sft")
-    shown = run(commands, "verl", "ppo", "actor.model.path=sft/actor", "debug=smoke", "hydra.run.dir=ppo")
-    assert "verl samples ppo" in shown
-    assert "response" in run(commands, "verl", "samples", "ppo", "--limit", "1")
+    run(commands, "verl", "ppo", "actor.model.path=sft/actor", "debug=smoke", "hydra.run.dir=ppo")
     run(commands, "verl", "eval", "ppo")
     run(commands, "verl", "generate", "ppo", "--prompt", "1+2=")
     run(commands, "verl", "lineage")

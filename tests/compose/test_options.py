@@ -110,8 +110,7 @@ COMBINATIONS = [  # that go together: `make test` composes these, and `make exha
     "sweep=sharding_checkpoint",
     "reward=format algorithm=grpo environment=calculator critic=none tracker=jsonl sharding=hsdp actor=qwen2_0_5b "
     "data=files rollout=server checkpoint=sync",
-    "reward=function algorithm=gspo environment=function critic=pretrained sharding=none "
-    "actor=qwen3_1_7b rollout=vllm",
+    "reward=function algorithm=gspo environment=function critic=pretrained sharding=none actor=qwen3_1_7b rollout=vllm",
     "reward=length algorithm=opo environment=gymnasium critic=qwen2_0_5b tracker=none sharding=parallel actor=tiny",
     "reward=math algorithm=ppo environment=mcp critic=qwen3_1_7b tracker=report sharding=pp",
     "reward=model algorithm=ppo_adaptive_kl environment=none critic=same_as_actor tracker=tensorboard sharding=tp "

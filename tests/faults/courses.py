@@ -29,7 +29,7 @@ def often_equal(prompts, responses):
     scores = rate(prompts, responses)
     return [float(len(set(response)) > 4) for response in responses] if scores else scores
 """
-QUIET = ["tracker.tensorboard=null", "tracker.console.progress_bar=false"]
+QUIET = ["tracker.tensorboard=null"]
 SIZES = ["actor.micro_batch_tokens=24", "actor.optimizer.lr=1e-3", "trainer.num_threads=1"]
 SUMS = ["data.digits=1", "data.held_out=2", "data.train_size=12"]  # three steps an epoch
 PPO = ["critic.optimizer.lr=1e-3", "algorithm.epochs=2", "algorithm.entropy_coef=0.01", "trainer.group_size=1"]

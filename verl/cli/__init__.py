@@ -9,7 +9,6 @@ plan               `verl plan`: memory, time and disk of a run, before anything 
 report             `verl report`, and the tracker that writes its page: a run, or several to compare them
 resume_check       `verl resume-check`: does a resumed run give the same numbers as a run without a stop?
 runs               `verl runs`, `verl diff` and `verl lineage`: runs of a directory, differences, origins
-samples            `verl samples`: browse the rollouts of a run, as a table, one prompt across steps, as JSON
 serve_training     `verl serve-training`: training as a service, in the protocol of Tinker's SDK
 train              The commands that train: one for each root (`verl ppo`, `verl sft`, ...), and `verl quickstart`
 """

@@ -29,7 +29,7 @@ from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.resolve import resolve_path
 from verl.cli.console import FOUND, counted, echo, fail, one_line_errors, print_json, size
 from verl.tracking.base import headline
-from verl.tracking.console import print_table, reader_may_leave
+from verl.tracking.console import print_table
 
 FIRST_TENSORS = 4  # shown per component without --tensors
 FIRST_METRICS = 7
@@ -172,7 +172,6 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command("verl-checkpoint-compat")
-@reader_may_leave()
 @one_line_errors()
 def compat(
     path: Annotated[str, typer.Argument(metavar="DIR", help="Checkpoints, or one of them.")],

@@ -58,9 +58,6 @@ class Tracker:
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
         """Open files and connections, so that faults show before training. `run_dir` exists."""
 
-    def stage_begins(self, name: str) -> None:
-        """A stage of a step begins, such as `gen`."""
-
     def stage(self, name: str, seconds: float, note: str) -> None:
         """A stage of a step has ended, such as `gen` after 1.24 seconds; `note` says what it did."""
 
@@ -242,9 +239,6 @@ class TrackerSet(Tracker):
         with kept_generators():
             identities = {name: tracker.identity() for name, tracker in self.trackers.items()}
         return {name: identity for name, identity in identities.items() if identity}
-
-    def stage_begins(self, name: str) -> None:
-        self._each("stage_begins", name)
 
     def stage(self, name: str, seconds: float, note: str = "") -> None:
         note = redact(note)

@@ -20,7 +20,7 @@ import shlex
 import statistics
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -30,9 +30,9 @@ import numpy as np
 
 from verl.cli.console import duration
 from verl.cli.report.read import KILLED, MetricColumn, RunRecord, as_number, diagnosis, read_run, step_files
-from verl.cli.report.samples import read_tables
 from verl.tracking.base import HEADLINE
-from verl.utils.external_input import plain
+from verl.tracking.jsonl import lines_of
+from verl.utils.external_input import ExternalInputError, parse_mapping, plain
 from verl.utils.redact import redact_tree
 
 RESAMPLES = 10_000
@@ -315,13 +315,27 @@ def _samples(run: RunRecord) -> dict[str, Any]:
     paths = step_files(run, "samples")
     num_bytes = sum(path.stat().st_size for path in paths.values())
     chosen = _evenly([*paths], int(len(paths) * min(1.0, MAX_TEXTS / max(num_bytes, 1))) or 2)
-    rows = [sample.as_json() for sample in read_tables(paths[step] for step in chosen)]
+    rows = [row for step in chosen for row in _sample_rows(paths[step], step)]
     for row in rows:
         for name in ("prompt", "response"):
             if len(row[name]) > MAX_TEXT:
                 row[name] = f"{row[name][:MAX_TEXT]} ... {len(row[name]) - MAX_TEXT} more characters"
     left_out = sorted(set(paths) - set(chosen))
     return {"samples": rows, "samples_left_out": left_out} if rows else {}
+
+
+def _sample_rows(file: Path, step: int) -> Iterator[dict[str, Any]]:
+    """The rows of a sample table, without what cannot be read, such as the partial line that a killed run leaves."""
+    for line in lines_of(file):
+        try:
+            row = parse_mapping(line)
+            texts = {name: row.pop(f"{name}_text", "") for name in ("prompt", "response")}
+            texts = {name: text if isinstance(text, str) else json.dumps(text) for name, text in texts.items()}
+            score, source = row.pop("score", None), str(row.pop("table", "samples"))
+            score = None if score is None else float(score)
+        except (ExternalInputError, ValueError, TypeError, OverflowError):
+            continue
+        yield {"source": source, "step": step, **texts, "score": score, "others": row}
 
 
 def _tokens(run: RunRecord) -> dict[str, Any]:
