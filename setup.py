@@ -99,6 +99,6 @@ setup(
         **DEVELOPMENT,
     },
     entry_points={
-        "console_scripts": ["verl = verl.cli.main:run", "verl-checkpoint-compat = verl.cli.checkpoint_report:app"]
+        "console_scripts": ["verl = verl.cli.main:run", "verl-checkpoint-compat = verl.cli.checkpoint_compat:app"]
     },
 )

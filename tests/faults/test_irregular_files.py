@@ -205,9 +205,6 @@ def test_names_do_not_reach_the_terminal_as_commands_to_it(run):
         ("checkpoint", "health", directory),
         ("checkpoint", "inspect", directory / "global_step_2"),
         ("lineage", directory),
-        ("samples", run),
-        ("samples", run, "--turns"),
-        ("samples", run, "--json"),
     ):
         said = command(*words)
         assert not {"\x1b", "\x07", "\x9b"} & set(said), words

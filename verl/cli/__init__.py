@@ -1,7 +1,7 @@
 """The console command `verl`.
 
-checkpoint         `verl checkpoint`: list, inspect, verify, compare, pin, clean, export
-checkpoint_report  The output of `verl checkpoint inspect` and `diff`
+checkpoint         `verl checkpoint`: list, inspect, verify, pin, clean, export
+checkpoint_compat  `verl-checkpoint-compat`: which checkpoints another version could not read
 console            Console output of commands: JSON, sizes, one line for an error, and the exit status
 generate           `verl eval`, `verl generate` and `verl serve-policy`: evaluates, samples or serves a saved policy
 main               The console command `verl`, and `verl env`
