@@ -2,7 +2,6 @@
 
 Counted on the CPU with narrow layers: the numbers depend on layers, weights, micro-batches and chunks of logits alone.
 A call for a list of tensors counts once; a GPU starts a kernel for each 64 tensors or 21 million numbers of it.
-
 """
 
 from __future__ import annotations
