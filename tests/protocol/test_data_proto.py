@@ -95,9 +95,9 @@ def test_a_union_of_several_is_that_of_each_in_turn_and_looks_at_every_number_on
     looked: list[str] = []
     whole = data_proto.check_content
 
-    def counted(batch, bound, sources, new=None):
+    def counted(batch, bound, sources, new=None, ragged=None):
         looked.extend(batch if new is None else new)
-        whole(batch, bound, sources, new)
+        whole(batch, bound, sources, new, ragged or {})
 
     base = rollout(4, 3, 5)
     others = [

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from any_batches import DTYPES, NAMES, any_batches, assert_identical, exact, objects, tensors, values
+from any_batches import DTYPES, NAMES, any_batches, assert_identical, exact, objects, rows_of, tensors, values
 from batches import rollout
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -72,7 +72,7 @@ def test_a_batch_is_the_same_after_every_journey_and_joins_with_what_arrives(tmp
         assert all(found.producer(name) == data.producer(name) for name in data.batch), journey
         joined = data.union(found)
         assert_identical(joined, data, journey)
-        assert all(joined[name] is data[name] for name in [*data.batch, *data.non_tensor_batch]), journey
+        assert all(joined[name] is data[name] for name in [*data.batch, *data.non_tensor_batch, *data.ragged]), journey
 
 
 @settings(few, max_examples=20)
@@ -103,6 +103,8 @@ def test_rows_are_chosen_repeated_and_joined_as_a_list_of_them_would_be(data, dr
             assert exact(found[name]) == exact(torch.stack([data[name][r] for r in wanted])) if wanted else True, name
         for name, column in data.non_tensor_batch.items():
             assert exact(found[name].tolist()) == exact([column[r] for r in wanted])
+        for name, field in data.ragged.items():
+            assert [exact(x) for x in rows_of(found[name])] == [exact(field[r]) for r in wanted]
 
 
 def copied(value):
