@@ -116,7 +116,7 @@ class Ragged:
         return next(iter((self.index == item).nonzero().flatten().tolist()), None)
 
     def fault(self) -> str | None:
-        """What breaks the rules of `offsets` and `index` above, or None."""
+        """The rule of `offsets` or `index` above that is broken, or None."""
         offsets, index = self.offsets, self.index
         if any(x.dtype != torch.int64 or x.ndim != 1 or x.device.type != "cpu" for x in (offsets, index)):
             return "offsets or index that are not int64 in one dim on the CPU"
