@@ -71,7 +71,7 @@ def test_rows_outside_the_batch_are_refused():
 
 def test_one_row_is_a_batch_of_one_and_iterating_gives_the_rows():
     data = rollout(3)
-    assert_same(DataProto.concat(list(data)), data)
+    assert_same(DataProto.concat(list(data)), data)  # type: ignore[arg-type]
     assert_same(data[-1], data[2:3])
     assert_same(data[torch.tensor(1)], data[[1]])
 
