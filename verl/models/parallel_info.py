@@ -233,7 +233,7 @@ def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]
     """Copies of tensors in another dtype, by one call for all: on a GPU in few launches."""
     copies = [torch.empty_like(x, dtype=dtype) for x in tensors]
     if copies:
-        torch._foreach_copy_([local(x) for x in copies], [local(x) for x in tensors])
+        torch.ops.aten._foreach_copy_([local(x) for x in copies], [local(x) for x in tensors])
     return copies
 
 
@@ -274,4 +274,4 @@ class _WideGradients:
                 else:
                     sums.append((weight.grad, gradient))
             if sums:
-                torch._foreach_add_(*map(list, zip(*sums, strict=True)))
+                torch.ops.aten._foreach_add_.List(*map(list, zip(*sums, strict=True)))
