@@ -65,6 +65,7 @@ def summary(steps: list[dict[str, float]]) -> tuple[float, float]:
 def one_round(options: argparse.Namespace, overrides: list[str], progress: Progress) -> dict[str, Any]:
     """Each setting once, with what is predicted for it."""
     results: dict[str, Any] = {}
+    in_turn: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as directory:
         for bound in (None, *BOUNDS):
             name = "sync" if bound is None else f"S={bound}"

@@ -220,7 +220,7 @@ def write_model(directory: Path, hidden: int) -> None:
     """A random Qwen2 of one layer with two heads for keys and values, and the character tokenizer."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    tokenizer = character_tokenizer()
+    tokenizer: Any = character_tokenizer()
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False,

@@ -192,6 +192,7 @@ def test_a_command_that_trains_composes_and_passes_the_check(command, users_file
     raw = shlex.split(command.text, posix=False)
     assert [word for word in raw if re.search(r"^[^'\"]*\{[^'\"]*,", word)] == [], "a shell divides what is in braces"
     found = TRAINING.match(command.text)
+    assert found is not None
     words = [filled(word) for word in shlex.split(command.text[found.end() :])]
     for job in single_jobs(words):
         if re.match(r"\d+ faults", command.output):

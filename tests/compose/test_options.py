@@ -8,6 +8,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -135,7 +136,7 @@ WRITTEN_OUT = ("ppo experiment=arithmetic_grpo", "sft experiment=arithmetic_sft"
 def unresolved(config) -> dict:
     """All values and references of a configuration; a whole number is one of floats."""
 
-    def plain(node):
+    def plain(node: Any) -> Any:
         if isinstance(node, dict):
             return {str(key): plain(item) for key, item in sorted(node.items(), key=lambda pair: str(pair[0]))}
         if isinstance(node, list):

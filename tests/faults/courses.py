@@ -92,7 +92,7 @@ COURSES = {
 def write_files(directory: Path) -> None:
     """Two files of eight and five rows, with one that cannot be used in each."""
     for name, count in (("a", 8), ("b", 5)):
-        rows = [{"prompt": f"{name}{i}+{i}=", "completion": str(2 * i)} for i in range(count)]
+        rows: list[dict[str, object]] = [{"prompt": f"{name}{i}+{i}=", "completion": str(2 * i)} for i in range(count)]
         rows.insert(2, {"prompt": "", "completion": "no question"} if name == "a" else {"prompt": 7, "completion": "7"})
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

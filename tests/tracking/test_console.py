@@ -22,6 +22,7 @@ def screen(terminal: bool) -> RichConsole:
 
 
 def shown(console: RichConsole) -> str:
+    assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
@@ -195,6 +196,8 @@ undo()
 """
     pipe = subprocess.PIPE
     with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
         assert process.stdout.readline().startswith("run run, 3 steps")
         process.stdout.close()
         process.stdin.write("\n")

@@ -62,7 +62,7 @@ class ExitingData(Prompts):
             calls.append(rows)
             return made(rows) if len(calls) < 2 else stop("sys.exit")
 
-        splits.train.collate = collate
+        splits.train.collate = collate  # pyright: ignore[reportAttributeAccessIssue]
         return splits
 
 

@@ -144,14 +144,20 @@ def test_a_changed_learning_rate_is_logged_recorded_and_used(whole, model32, tmp
 # What a run's directory leads to
 
 
+def checkpoint_at(copied):
+    found = resolve(str(copied / "run"), copied / "nowhere")
+    assert found is not None
+    return found.checkpoint
+
+
 def test_a_run_that_was_moved_with_its_checkpoints_is_found_where_it_lies_now_and_one_without_them_is_told(
     copied, whole
 ):
-    assert resolve(str(copied / "run"), copied / "nowhere").checkpoint.directory.parent == whole / "checkpoints"
+    assert checkpoint_at(copied).directory.parent == whole / "checkpoints"
     record = json.loads((copied / "run/checkpoints.json").read_text())
     record["save_dir"] = "/was/once/checkpoints"
     (copied / "run/checkpoints.json").write_text(json.dumps(record))
-    assert resolve(str(copied / "run"), copied / "nowhere").checkpoint.directory == copied / "checkpoints/global_step_4"
+    assert checkpoint_at(copied).directory == copied / "checkpoints/global_step_4"
     (copied / "deep/er").mkdir(parents=True)
     shutil.move(copied / "run", copied / "deep/er/run")
     with refusal("resume") as refused:
@@ -187,6 +193,7 @@ def test_a_checkpoint_of_a_run_answers_its_losses(whole):
 
 def test_a_loss_that_is_no_number_is_no_point_of_the_curve_nor_one_that_an_earlier_version_saved(whole):
     point = resolve(str(whole / "checkpoints"), whole)
+    assert point is not None
     history = [[step, "nan" if step % 7 == 0 else 1.0 + 0.01 * (step % 3)] for step in range(1, 41)]
     earlier = dataclasses.replace(point, state={**point.state, "loss_history": history})
     saver = CheckpointSaver(None, SaveDirectory(whole, None, resumed=earlier), {}, {}, "actor/loss")

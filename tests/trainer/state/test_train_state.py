@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -140,7 +141,7 @@ class Drawing(Tracker):
         random.random(), np.random.rand(), torch.rand(1)
         return super().__getattribute__(name)
 
-    def start(self, *_: Any) -> None:
+    def start(self, run_name: str, config: dict, run_dir: Path, total_steps: int | None) -> None:
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)

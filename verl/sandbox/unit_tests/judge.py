@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 import types
+from types import MappingProxyType
 
 from verl.sandbox.unit_tests.values import Messages, NotPlain, decode, encode, overwrite
 
@@ -38,7 +39,7 @@ class JudgedProgram:
         self._messages = Messages()
 
     def named(self, name):
-        """What the program defines by a name: a function, or a copy of a value.
+        """The function or a copy of the value that the program defines by a name.
 
         Raises:
             KeyError: it defines no such name, or imports a module of Python by it.
@@ -73,7 +74,7 @@ class JudgedProgram:
             raise error
         return result
 
-    def _ask(self, request, args=(), kwargs=None):
+    def _ask(self, request, args=(), kwargs=MappingProxyType({})):
         """The answer, with the result and the exception that it holds; changes arguments as the program did."""
         try:
             with self._lock:
