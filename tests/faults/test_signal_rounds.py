@@ -67,7 +67,7 @@ KINDS = {
         ("trainer", "cluster.worker", "cluster.worker", "writer_process"),
     ),
     "reward server": Kind(
-        ("reward=remote_http", "reward.endpoint.base_url=SERVER", "reward.cache_gib=0", "reward.endpoint.timeout_s=2",
+        ("reward=remote_http", "reward.endpoint.base_url=SERVER", "reward.endpoint.timeout_s=2",
          "reward.endpoint.retries=1", "reward.endpoint.backoff_s=0.01"),
         ("trainer", "server", "server", "server"),
     ),
