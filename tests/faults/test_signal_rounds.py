@@ -52,10 +52,10 @@ class Kind:
 
 
 SAMPLES = "def score(prompt, response):\n    return float(len(set(response)))\n"
-ASIDE = ("checkpoint.writer_timeout_s=3", "checkpoint.upload_timeout_s=3")
+ASIDE = ("checkpoint.writer_timeout_s=3",)
 KINDS = {
     "alone": Kind(
-        ("storage=local", "storage.path=HERE/bucket"), ("trainer", "writer_process", "upload_process", "orphan_cleanup")
+        ("storage=local", "storage.path=HERE/bucket"), ("trainer", "writer_process", "orphan_cleanup")
     ),
     "rewards in processes": Kind(
         ("reward=function", "reward.path=HERE/samples.py:score", "reward.per_sample=true", "reward.num_workers=2",

@@ -85,9 +85,9 @@ class BatchReader:
             tokens, attention = tokens[repeat], attention[repeat]
         self.tokens, self.attention, self.is_padded = tokens, attention, not bool(attention.all())
         if self.paths.cache == "in_place":
-            from verl.model_paths.kv_cache import growing_cache  # brings transformers
+            from transformers import DynamicCache
 
-            self.cache = growing_cache(self.model.config)
+            self.cache = DynamicCache(config=self.model.config)
         following = self._forward(tokens, self._positions())
         if self.repeats and n > 1:
             following = following.select(repeat)
