@@ -1,5 +1,6 @@
 """Language models: where they come from, their heads, adapters and checks.
 
+images            Image-text models: the processor of their images, and their vision tower
 gguf           GGUF files as models, and models that come in Python packages
 heads          Heads on a backbone: the critic's value head, a reward model's score
 hf_state_dict  A model's Hugging Face state dict in memory: tensors and their names
