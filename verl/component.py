@@ -58,8 +58,8 @@ class BuildContext:
         journal_dir: directory of the journal of episodes, or None.
         swept: overrides in which this job differs from others of its sweep.
         shares_device: whether other processes of the run have roles on the same device.
-        gap_stops: a step in which log-probs of the responses are too far from the engine's ends the run, before it is
-            saved (`trainer.safety.log_prob_gap`).
+        gap_stops: log-probs of responses that are too far from the engine's end the run before the policy is updated
+            (`trainer.safety.log_prob_gap`).
         cpu_matmul: library of large float32 products on a CPU: mkl or onednn (`verl/ops/cpu_matmul.py`).
     """
 

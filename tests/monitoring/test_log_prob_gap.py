@@ -64,6 +64,10 @@ def faulty(model, fault, algorithm=ONE_UPDATE, says=None, **options):
     return ppo_run(model, algorithm, rollout=rollout, **{**QUICK, **options})
 
 
+def updates_of(trainer: Any) -> int:
+    return trainer.cluster.worker("actor").version
+
+
 WHEN = pytest.mark.parametrize(
     "algorithm",
     [
@@ -89,8 +93,10 @@ WHEN = pytest.mark.parametrize(
 def test_an_engine_that_draws_from_another_policy_stops_the_run_with_the_likely_cause(
     fault, step, likeliest, model32, tmp_path
 ):
-    with pytest.raises(LogProbGapError, match=f"Step {step}: {GAP} is") as caught:
-        fit(faulty(model32, fault), tmp_path)
+    with faulty(model32, fault).build(BuildContext(run_dir=tmp_path)) as trainer:
+        with pytest.raises(LogProbGapError, match=f"Step {step}: {GAP} is") as caught:
+            trainer.fit()
+        assert updates_of(trainer) == step - 1  # nothing has learned from such rows
     assert f"Likely causes, the likeliest first: {likeliest}" in str(caught.value)
     assert "trainer.safety.log_prob_gap.on_excess=warn" in str(caught.value)
     assert caught.value.gap_nats > caught.value.limit_nats == LIMITS["float32"]
@@ -99,6 +105,13 @@ def test_an_engine_that_draws_from_another_policy_stops_the_run_with_the_likely_
     rows = DataProto.load(tmp_path / f"anomalies/step_{step}_log_prob_gap/batch.safetensors")
     assert 1 < len(rows) <= 6
     assert json.loads((tmp_path / "summary.json").read_text())["status"] == "failed"
+
+
+def test_where_log_probs_are_computed_before_the_updates_the_step_makes_none_of_them(model32, tmp_path):
+    with faulty(model32, "stale", GRPO_ALGORITHM).build(BuildContext(run_dir=tmp_path)) as trainer:
+        with pytest.raises(LogProbGapError, match=f"Step 2: {GAP} is .* weights are as they were"):
+            trainer.fit()
+        assert updates_of(trainer) == GRPO_ALGORITHM.mini_batches > 1
 
 
 @WHEN
@@ -131,7 +144,7 @@ def test_a_fault_of_long_rows_stops_the_run_before_the_first_of_them_is_trained_
     with run.build(BuildContext(run_dir=tmp_path)) as trainer:
         with pytest.raises(LogProbGapError, match=f"Step 3: {GAP} is"):
             trainer.fit()
-        assert trainer.cluster.worker("actor").version == 2 * mini_batches
+        assert updates_of(trainer) == 2 * mini_batches
 
 
 def test_a_server_that_draws_by_a_temperature_of_its_own_stops_the_run(model32, dir32, tmp_path):

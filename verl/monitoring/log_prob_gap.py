@@ -2,6 +2,9 @@
 
     gap of the step  <=  max(limit of the type, min(factor * first gap, CAP_NATS))
 
+The gap is known before anything is trained on the rows where the trainer computes log-probs before the update; where
+the update itself does (one optimizer step for each batch), after its backward passes and before its optimizer step.
+
 Before the first update, and before that of a batch with a row longer than all before it, the gap of single rows from a
 plain forward pass of each is held to the same limit: trainer and engine may be wrong in the same way.
 
@@ -141,9 +144,7 @@ class GapWatch:
         gap = metrics.get(GAP)
         if gap is None or not math.isfinite(gap):
             return None
-        of = None if numerics is None else list(dataclasses.astuple(numerics))
-        if of != self._of:  # resumed with another engine or type, whose rounding is another
-            self.first, self._of = None, of
+        self._start_over_if_other(numerics)
         excess = self.excess_of(gap, metrics.get(LARGEST, math.nan), numerics)
         self.is_beyond = excess is not None
         if excess is None and self.first is None:
@@ -163,6 +164,17 @@ class GapWatch:
         """Go on from what `state_dict` gave; from nothing, the next step is the first."""
         self.first, self._of = state.get("first_nats"), state.get("of")
         self.is_beyond = state.get("is_beyond", False)
+
+    def limit(self, numerics: Numerics | None) -> float:
+        """The limit of the next gap that `add` gets, in nats."""
+        self._start_over_if_other(numerics)
+        return self._limit(numerics)[0]
+
+    def _start_over_if_other(self, numerics: Numerics | None) -> None:
+        """A run resumed with another engine or type has another rounding."""
+        of = None if numerics is None else list(dataclasses.astuple(numerics))
+        if of != self._of:
+            self.first, self._of = None, of
 
     def _limit(self, numerics: Numerics | None) -> tuple[float, str]:
         limit, reason = limit_of(numerics)

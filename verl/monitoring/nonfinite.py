@@ -23,7 +23,7 @@ from verl.model_paths.check import beyond_noise, chosen_rows, longest_row, row_g
 from verl.models.parallel_info import Numerics
 from verl.monitoring.batch_dump import Attribution, BatchDump, blame_for, described, non_finite_fields
 from verl.monitoring.config import WATCHED, Monitoring
-from verl.monitoring.log_prob_gap import GAP, Excess, GapWatch, where_gaps_lie
+from verl.monitoring.log_prob_gap import GAP, LARGEST, Excess, GapWatch, where_gaps_lie
 from verl.protocol import DataProto
 
 MAD_TO_DEVIATION = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
@@ -213,18 +213,38 @@ class NonFiniteGuard:
         if not self._skips(role, story, dump):
             raise NonFiniteError(f"Step {self.step}: {story}. The weights are as they were before.{_at(dump)}")
 
-    def watch(self, metrics: Mapping[str, float], batch: DataProto) -> None:
-        """Look at the metrics of a whole step, with its batch.
+    def watch_gap(self, metrics: Mapping[str, float], batch: DataProto) -> None:
+        """Look at the log-prob gap of a step, with its batch.
 
         Raises:
             LogProbGapError: the engine's log-probs are further from the trainer's than rounding explains.
         """
-        if self._gap is not None:
-            is_news = not self._gap.is_beyond
-            if (excess := self._gap.add(metrics, self.numerics)) is not None:
-                self._counts["log_prob_gaps"] += 1
-                self._tell_gap(excess, batch, is_news)
-        self._watch_bands(metrics, batch)
+        if self._gap is None:
+            return
+        is_news = not self._gap.is_beyond
+        if (excess := self._gap.add(metrics, self.numerics)) is not None:
+            self._counts["log_prob_gaps"] += 1
+            self._tell_gap(excess, batch, is_news)
+
+    @property
+    def stopping_gap(self) -> float:
+        """The gap in nats beyond which an update is not made; infinite where no gap stops the run."""
+        stops = self._gap is not None and self._gap.settings.on_excess == "stop"
+        return self._gap.limit(self.numerics) if stops and self._gap is not None else math.inf
+
+    def refuse_gap(self, metrics: Mapping[str, float], batch: Callable[[], DataProto]) -> None:
+        """Stop where an actor has made no update because of the gap that is in its metrics.
+
+        Args:
+            batch: gives the rows of the update.
+        Raises:
+            LogProbGapError: likewise.
+        """
+        gap = metrics.get(GAP, 0.0)
+        if self._gap is not None and gap > self.stopping_gap:
+            excess = self._gap.excess_of(gap, metrics[LARGEST], self.numerics)
+            assert excess is not None
+            self._tell_gap(excess, batch(), is_news=True)
 
     def _tell_gap(self, excess: Excess, batch: DataProto, is_news: bool) -> None:
         assert self._gap is not None
@@ -235,10 +255,10 @@ class NonFiniteGuard:
         dump = self._dump("log_prob_gap", f"{excess}{where}", batch, [self._ranking(GAP, batch)])
         message = f"Step {self.step}: {excess}{where} {excess.causes(where)}{_at(dump)}"
         if stops:
-            raise LogProbGapError(message, excess.gap, excess.limit)
+            raise LogProbGapError(f"{message} The actor's weights are as they were.", excess.gap, excess.limit)
         _log.warning("%s", message)
 
-    def _watch_bands(self, metrics: Mapping[str, float], batch: DataProto) -> None:
+    def watch(self, metrics: Mapping[str, float], batch: DataProto) -> None:
         """Take the metrics into their bands; tell of each that left its band, with the rows behind it."""
         if not self._has_watched:
             self._has_watched = True

@@ -148,7 +148,8 @@ class LogProbGap:
         if not self._pieces:
             return dict.fromkeys((*SUMS, LARGEST), 0.0)
         pieces = torch.stack(self._pieces)
-        return dict(zip((*SUMS, LARGEST), [*pieces[:, :-1].sum(dim=0).tolist(), float(pieces[:, -1].amax())]))
+        found = torch.cat([pieces[:, :-1].sum(dim=0), pieces[:, -1:].amax(dim=0)])
+        return dict(zip((*SUMS, LARGEST), found.tolist(), strict=True))
 
     @staticmethod
     def metrics(*shares: Mapping[str, float]) -> dict[str, float]:

@@ -56,7 +56,7 @@ from verl.sandbox.base import Sandbox
 from verl.storage.config import Storage
 from verl.tracking.base import Trackers
 from verl.trainer.config import PPOSettings
-from verl.trainer.guards import PPOGuards
+from verl.trainer.guards import PPOGuards, stage
 from verl.trainer.sampling import RolloutQueue, Sampling, rollout_worker_errors
 from verl.trainer.setup import prepare_saving, rank_writers_of, restore_of, start_cluster
 from verl.trainer.state.driver_state import GeneratorStates, LossStates, RewardStats, Stateful
@@ -390,6 +390,7 @@ class PolicyTrainer(LoopTrainer):
             raise ConfigError("trainer: the actor lives in another process. Set trainer=local, with one process.")
         return worker("actor")
 
+    @stage
     def observe(self, experience: DataProto, step: int) -> dict[str, float]:
         """Metrics of the responses of a step; the first step and steps with an evaluation also record tokens."""
         rows = self.replay.new(experience)

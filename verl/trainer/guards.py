@@ -6,13 +6,15 @@ stage. A yielded value other than None replaces the first argument. A trainer re
 first one innermost:
 
 stage             guards
-step              before: the number of the step; after: the log-prob gap of the whole step, and spikes
+step              before: the number of the step; after: the log-prob gap where updates measured it, and spikes
 compute_rewards   around: a reward that raises because a number is not finite
 reward_rows       after: rewards that are not finite
 run_roles         before: log-probs of the rollout engine against a plain forward pass
 score             after: log-probs and values that are not finite
 advantages        after: advantages that are not finite; the state of KL control and estimator is restored
-optimizer_step    before: an injected fault; after: a step that the engine skipped because a number was not finite
+observe           after: the log-prob gap of the step where it is known before the updates
+optimizer_step    before: an injected fault, the log-prob gap that an update may have; after: a step that the engine
+                  skipped because a number was not finite, or the gap too large
 
 The checks and their reports are in `verl.monitoring.nonfinite`.
 """
@@ -30,7 +32,7 @@ from verl.errors import NonFiniteError
 from verl.monitoring.nonfinite import NonFiniteGuard, StepSkipped
 from verl.protocol import DataProto
 
-STAGES = ("step", "compute_rewards", "reward_rows", "run_roles", "score", "advantages", "optimizer_step")
+STAGES = ("step", "compute_rewards", "reward_rows", "run_roles", "score", "advantages", "observe", "optimizer_step")
 
 Guard = Callable[..., Generator[Any, Any, None]]
 T = TypeVar("T")
@@ -87,6 +89,8 @@ class Guards:
         self.trained_on = batch
         metrics = yield
         if metrics["perf/samples"]:
+            if "entropies" not in self.trained_on:  # otherwise `observe` has seen it
+                self.monitor.watch_gap(metrics, self.trained_on)
             self.monitor.watch(metrics, self.trained_on)
         self.trained_on = None
 
@@ -104,7 +108,7 @@ class PPOGuards(Guards):
 
     def __init__(self, trainer: Any, monitor: NonFiniteGuard):
         super().__init__(trainer, monitor)
-        for name in ("compute_rewards", "reward_rows", "run_roles", "score", "advantages"):
+        for name in ("compute_rewards", "reward_rows", "run_roles", "score", "advantages", "observe", "optimizer_step"):
             self.of_stage[name].append(getattr(self, name))
 
     def compute_rewards(self, rows: DataProto, step: int) -> Generator[None, DataProto, None]:
@@ -131,3 +135,13 @@ class PPOGuards(Guards):
             trainer.kl, trainer.advantage = before
             raise
         self.trained_on = experience
+
+    def observe(self, experience: DataProto, step: int) -> Generator[None, dict[str, float], None]:
+        self.monitor.watch_gap((yield), experience)
+
+    def optimizer_step(
+        self, rows: DataProto, name: str, role: Any, described: Callable[[], DataProto]
+    ) -> Generator[DataProto | None, dict[str, float], None]:
+        limit = DataProto.from_dict(meta_info={"stopping_gap_nats": self.monitor.stopping_gap})
+        metrics = yield rows.union(limit) if name == "actor" else None
+        self.monitor.refuse_gap(metrics, described)

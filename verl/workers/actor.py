@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -36,6 +37,7 @@ from verl.workers.first_batch_check import FirstBatchCheck, with_tail
 from verl.workers.load_state import RestoreSource
 
 UNREPLAYED_ROWS = 8  # per process, whose log-probs are also computed without router replay
+STOPPING = "stopping_gap_nats"
 REPLAYED, UNREPLAYED = "rollout/log_prob_gap_nats", "rollout/log_prob_gap_without_replay_nats"
 
 
@@ -202,17 +204,21 @@ class ActorWorker(TrainedWorker):
     def update(self, batch: DataProto) -> dict[str, float]:
         """One optimizer step on a mini-batch of experience; returns metrics of the whole mini-batch.
 
-        If `compute_log_probs` was not called for the batch, this measures the log-prob gap instead.
+        If `compute_log_probs` was not called for the batch, this measures the log-prob gap instead. Where that is above
+        `stopping_gap_nats` of `meta_info`, the step is not made, and the gap alone is returned.
         """
         self.generator.offload()
         self.first_batch.check(batch)
         self._gap, measures = LogProbGap(), self._measures(batch.batch)
         if measures:
             self._unreplayed = self._gap_without_replay(batch)
-        metrics = self.engine.update(batch, self.micro_batch_loss)
-        if measures:
-            metrics |= LogProbGap.metrics(*self.engine.parallel.of_each(self._gap.sums()))
-        return metrics | self._unreplayed
+        self.engine.forward_backward(batch, self.micro_batch_loss)
+        gap = LogProbGap.metrics(*self.engine.parallel.of_each(self._gap.sums())) if measures else {}
+        is_beyond = gap.get(REPLAYED, 0.0) > batch.meta_info.get(STOPPING, math.inf)
+        if measures and self.engine.parallel.most(int(is_beyond)):  # all processes decide alike
+            self.engine.release()
+            return gap
+        return self.engine.optim_step() | gap | self._unreplayed
 
     def _gap_without_replay(self, batch: DataProto) -> dict[str, float]:
         """Log-prob gap between trainer and engine without router replay, measured on some rows."""
