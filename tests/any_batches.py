@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import strategies as st
 
 from verl.protocol import DataProto
+from verl.protocol.ragged import Ragged
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.bool,
@@ -57,10 +59,16 @@ def _number(x: Any) -> Any:
 def assert_identical(found: DataProto, expected: DataProto, told: str = "") -> None:
     """The same fields in the same order, with values of the same types, dtypes and numbers."""
     assert list(found.batch) == list(expected.batch)
+    assert list(found.ragged) == list(expected.ragged)
     assert list(found.non_tensor_batch) == list(expected.non_tensor_batch)
     assert len(found) == len(expected)
     for name in expected.batch:
         assert exact(found[name]) == exact(expected[name]), (told, name)
+    for name, field in expected.ragged.items():
+        assert [exact(found[name][row]) for row in range(len(found))] == [exact(x) for x in rows_of(field)], (
+            told,
+            name,
+        )
     for name in expected.non_tensor_batch:
         assert exact(found[name].tolist()) == exact(expected[name].tolist()), (told, name, found[name], expected[name])
     assert exact(found.meta_info) == exact(expected.meta_info), (told, found.meta_info, expected.meta_info)
@@ -97,6 +105,20 @@ def tensors(draw, rows: int, dtypes: list[torch.dtype] = DTYPES) -> torch.Tensor
     return made(*shape)
 
 
+def rows_of(field: Ragged) -> list[torch.Tensor]:
+    """A ragged field as what it is a short form of."""
+    return [field[row] for row in range(len(field))]
+
+
+@st.composite
+def ragged_rows(draw, rows: int, **options: Any) -> list[torch.Tensor]:
+    """[n_i ...] for each row, alike but for n_i; some rows are the very same tensor."""
+    whole = draw(tensors(12, **options)).detach()
+    ends = sorted(draw(st.lists(st.integers(0, 12), min_size=2, max_size=6)))
+    items = [whole[a:b] for a, b in itertools.pairwise(ends)]
+    return draw(st.lists(st.sampled_from(items), min_size=rows, max_size=rows))
+
+
 _SCALARS = (
     st.none() | st.booleans() | st.integers(-3, 3) | st.integers() | st.floats() | st.text(max_size=4)
     | st.sampled_from([0.0, -0.0, 1.0, float("nan"), 2**4100, ""])
@@ -127,5 +149,7 @@ def any_batches(draw, min_rows: int = 0) -> DataProto:
     rows = draw(st.integers(min_rows, 5))
     names = draw(st.lists(NAMED, max_size=4, unique=True))
     of_rows = st.lists(values(), min_size=rows, max_size=rows).map(objects)
-    given = {name: draw(tensors(rows) | of_rows) for name in names or (["x"] if min_rows else [])}
+    kinds = tensors(rows) | of_rows
+    kinds = kinds | ragged_rows(rows).map(Ragged.of) if rows else kinds
+    given = {name: draw(kinds) for name in names or (["x"] if min_rows else [])}
     return DataProto.from_single_dict(given, draw(st.dictionaries(NAMED, values(), max_size=2)))

@@ -71,7 +71,7 @@ def test_rows_outside_the_batch_are_refused():
 
 def test_one_row_is_a_batch_of_one_and_iterating_gives_the_rows():
     data = rollout(3)
-    assert_same(DataProto.concat(list(data)), data)
+    assert_same(DataProto.concat(list(data)), data)  # type: ignore[arg-type]
     assert_same(data[-1], data[2:3])
     assert_same(data[torch.tensor(1)], data[[1]])
 
@@ -95,9 +95,9 @@ def test_a_union_of_several_is_that_of_each_in_turn_and_looks_at_every_number_on
     looked: list[str] = []
     whole = data_proto.check_content
 
-    def counted(batch, bound, sources, new=None):
+    def counted(batch, bound, sources, new=None, ragged=None):
         looked.extend(batch if new is None else new)
-        whole(batch, bound, sources, new)
+        whole(batch, bound, sources, new, ragged or {})
 
     base = rollout(4, 3, 5)
     others = [

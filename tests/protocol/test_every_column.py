@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from any_batches import DTYPES, NAMES, any_batches, assert_identical, exact, objects, tensors, values
+from any_batches import DTYPES, NAMES, any_batches, assert_identical, exact, objects, rows_of, tensors, values
 from batches import rollout
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
@@ -27,7 +27,7 @@ from verl.protocol import DataProto
 from verl.replay.arrow_rows import DeviceRows, SelectedRows, rows_from_arrow, rows_to_arrow
 from verl.utils.child_process.channel import Channel
 
-few = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+few = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))  # type: ignore[arg-type]
 
 
 def saved(data: DataProto, directory: Path) -> DataProto:
@@ -72,7 +72,7 @@ def test_a_batch_is_the_same_after_every_journey_and_joins_with_what_arrives(tmp
         assert all(found.producer(name) == data.producer(name) for name in data.batch), journey
         joined = data.union(found)
         assert_identical(joined, data, journey)
-        assert all(joined[name] is data[name] for name in [*data.batch, *data.non_tensor_batch]), journey
+        assert all(joined[name] is data[name] for name in [*data.batch, *data.non_tensor_batch, *data.ragged]), journey
 
 
 @settings(few, max_examples=20)
@@ -103,6 +103,8 @@ def test_rows_are_chosen_repeated_and_joined_as_a_list_of_them_would_be(data, dr
             assert exact(found[name]) == exact(torch.stack([data[name][r] for r in wanted])) if wanted else True, name
         for name, column in data.non_tensor_batch.items():
             assert exact(found[name].tolist()) == exact([column[r] for r in wanted])
+        for name, field in data.ragged.items():
+            assert [exact(x) for x in rows_of(found[name])] == [exact(field[r]) for r in wanted]
 
 
 def copied(value):
@@ -148,7 +150,7 @@ def test_rows_of_the_replay_buffer_are_the_same(draw):
     extra = {n: draw.draw(tensors(4) | st.lists(values(), min_size=4, max_size=4).map(objects)) for n in names}
     batch = rows.union(DataProto.from_single_dict(extra))
     index = dict.fromkeys(("group", "step", "score", "advantage"), np.zeros(4))
-    record = rows_to_arrow(batch, index)
+    record = rows_to_arrow(batch, index)  # type: ignore[arg-type]
     chosen, on_device = np.array([2, 0]), DeviceRows(record, torch.device("cpu"))
     for found, wanted in [
         (rows_from_arrow([SelectedRows(record, chosen)], 0), batch[[2, 0]]),
@@ -322,13 +324,13 @@ def test_a_copy_has_memory_and_facts_of_its_own_and_requires_gradients_where_its
 
 def test_tensors_that_are_no_rows_of_numbers_are_refused_when_a_batch_is_made():
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
-    others = [torch.empty(2, dtype=kind) for kind in (torch.uint4, torch.uint16, torch.complex64)]
+    others = [torch.empty(2, dtype=kind) for kind in (torch.uint4, torch.uint16, torch.complex64)]  # type: ignore[attr-defined]
     for tensor in (torch.eye(2).to_sparse(), nested, *others):
         with refusal("x", kind=DataProtoValidationError):
             DataProto.from_dict({"x": tensor})
     for name in (3, None, "\ud800"):
         with pytest.raises(DataProtoValidationError):
-            DataProto.from_dict(non_tensors={name: [1]})
+            DataProto.from_dict(non_tensors={name: [1]})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("key", [True, np.bool_(True), torch.tensor(1.5), np.float64(1.0), torch.tensor(True)])
@@ -351,7 +353,7 @@ def test_indices_of_any_array_choose_rows():
         objects([1.5]),
     ):
         with pytest.raises(DataProtoValidationError):
-            data[empty]
+            data[empty]  # type: ignore[arg-type]
 
 
 def test_one_name_may_stand_for_a_list_of_one():

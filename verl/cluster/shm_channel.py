@@ -138,11 +138,12 @@ class _BatchPickler(pickle.Pickler):
 
 
 def _fields(batch: DataProto) -> tuple[Any, ...]:
-    return dict(batch.batch), dict(batch.non_tensor_batch), batch.meta_info, batch._sources, batch._bound
+    tensors, arrays, meta_info, sources, bound, ragged = batch._fields()
+    return dict(tensors), dict(arrays), meta_info, sources, bound, {name: x.compact() for name, x in ragged.items()}
 
 
 def _fields_of_rows(batch: DataProto, rows: Tensor) -> tuple[Any, ...]:
-    tensors, arrays, meta_info, sources, bound = _fields(batch)
+    tensors, arrays, meta_info, sources, bound, ragged = batch._fields()
     positions = rows.numpy()
     return (
         {name: RowSelection(tensor, rows) for name, tensor in tensors.items()},
@@ -150,6 +151,7 @@ def _fields_of_rows(batch: DataProto, rows: Tensor) -> tuple[Any, ...]:
         meta_info,
         sources,
         {**bound, "B": (len(rows), bound["B"][1])} if "B" in bound else {},
+        {name: field.take(rows).compact() for name, field in ragged.items()},
     )
 
 

@@ -354,7 +354,8 @@ def training_rows(episodes: DataProto) -> DataProto:
     fields |= {name: x for name, x in of_prompts.items() if name in episodes}
     fields |= sequence_fields(of_prompts["prompts"], mask, fields["responses"], attended)
     columns = {name: values[index.episode.numpy()] for name, values in episodes.non_tensor_batch.items()}
-    return DataProto.from_dict(fields, non_tensors=columns, meta_info=episodes.meta_info)
+    ragged = {name: field.take(index.episode) for name, field in episodes.ragged.items()}
+    return DataProto.from_dict(fields, non_tensors=columns, meta_info=episodes.meta_info, ragged=ragged)
 
 
 def per_episode(values: DataProto, episodes: DataProto) -> DataProto:

@@ -5,6 +5,7 @@ data_proto     DataProto: the batch that roles exchange
 dispatch       Decorators that declare how a call of a role's method is distributed over the processes of the role
 fields         The table of batch fields: name, dims, dtype, unit, meaning, producer and padding
 provenance     The function that produced a field of a batch, for errors about it
+ragged         Ragged: a field whose rows differ in length, such as the patches of images; rows may share an item
 serialization  Serialization of batches: raw buffers for other processes, JSON values, files
 user_function  Functions of a user by their path: checks of the source, import, signature
 validation     Validation of batch fields: column types and row indices always; finite values, masks

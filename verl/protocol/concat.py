@@ -19,6 +19,7 @@ import torch
 from verl.errors import DataProtoValidationError, end_cut
 from verl.protocol.fields import FIELDS, Bound, Field
 from verl.protocol.provenance import Source, contract_error
+from verl.protocol.ragged import Ragged
 from verl.protocol.serialization import raw_bytes
 
 WORTH_THREADS = 2**22  # bytes above which copies run in threads
@@ -242,6 +243,24 @@ def join_arrays(arrays: Sequence[np.ndarray], indices: Sequence[torch.Tensor] | 
     """Join the rows of a column from all parts; `indices` as in `join_tensors`."""
     joined = np.concatenate(arrays)
     return joined if indices is None else joined[torch.cat(list(indices)).argsort().numpy()]
+
+
+def join_ragged(
+    name: str, columns: Sequence[tuple[Ragged | None, int, Source | None]], order: torch.Tensor | None
+) -> Ragged:
+    """Join the rows of a ragged field from all parts.
+
+    Args:
+        columns: of each part the field or None for a part without it, the number of rows, and the producer.
+        order: indices of the joined rows, in the order of the result; None for that of the parts.
+    """
+    first, maker = next((field, source) for field, _, source in columns if field is not None)
+    for field, _, source in columns:
+        if field is not None and _kind(field.values[:0]) != _kind(first.values[:0]):
+            by = f" by {maker}" if maker else ""
+            raise contract_error(name, f"{first} as in another part{by}", str(field), source)
+    joined = Ragged.concat(Ragged.empty(first, rows) if field is None else field for field, rows, _ in columns)
+    return joined if order is None else joined.take(order)
 
 
 def _pad_value(field: Field | None, meta_info: Mapping[str, Any]) -> Any:

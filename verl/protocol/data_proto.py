@@ -27,13 +27,15 @@ from verl.protocol.concat import (
     column_difference,
     in_threads,
     join_arrays,
+    join_ragged,
     join_tensors,
     lengths_of,
     merged_meta,
     tensor_difference,
 )
-from verl.protocol.fields import Bound, bound_dims, check_rows, check_tensor
+from verl.protocol.fields import Bound, bound_dims, check_ragged, check_rows, check_tensor
 from verl.protocol.provenance import Source, contract_error, source_of, source_of_caller
+from verl.protocol.ragged import Ragged, flattened, pop_ragged
 from verl.protocol.serialization import copied, from_buffers, read_file, to_buffers, write_file
 from verl.protocol.validation import (
     Indices,
@@ -46,9 +48,11 @@ from verl.protocol.validation import (
     row_number,
 )
 
+_NO_RAGGED = ReadOnlyFields()
+
 
 class DataProto:
-    """A batch: named tensors and columns of JSON values with equal numbers of rows, and `meta_info`.
+    """A batch: named tensors, columns of JSON values and ragged fields with equal numbers of rows, and `meta_info`.
 
     Batches are made by `from_dict`. Presence, type, dtype and dims of fields are checked when a batch is made and when
     two are joined; with `VERL_STRICT_DATA_CHECK=1` or `verl.config.strict_data_check` the content is checked too.
@@ -58,18 +62,26 @@ class DataProto:
     Attributes:
         batch: tensors by name, read-only.
         non_tensor_batch: object arrays `[B]` of JSON values by name, read-only.
+        ragged: `Ragged` fields by name, read-only; those of images are `media.KEY`, with the model's own keyword.
         meta_info: a dict of values for the whole batch.
     """
 
-    __slots__ = ("_arrays", "_bound", "_sources", "_tensors", "meta_info")
+    __slots__ = ("_arrays", "_bound", "_ragged", "_sources", "_tensors", "meta_info")
 
     def __init__(self):
         self._fill({}, {}, {}, {}, {})
 
     def _fill(
-        self, tensors: dict, arrays: dict, meta_info: dict, sources: dict[str, Source], bound: Bound
+        self,
+        tensors: dict,
+        arrays: dict,
+        meta_info: dict,
+        sources: dict[str, Source],
+        bound: Bound,
+        ragged: Mapping[str, Ragged] = {},
     ) -> DataProto:
         self._tensors, self._arrays = ReadOnlyFields(tensors), ReadOnlyFields(arrays)
+        self._ragged = ReadOnlyFields(ragged) if ragged else _NO_RAGGED
         self.meta_info, self._sources, self._bound = meta_info, sources, bound
         return self
 
@@ -82,6 +94,7 @@ class DataProto:
         non_tensors: Mapping[str, np.ndarray | Sequence] | None = None,
         meta_info: Mapping[str, Any] | None = None,
         producer: Callable | None = None,
+        ragged: Mapping[str, Ragged] | None = None,
     ) -> DataProto:
         """Make a batch and check it.
 
@@ -92,28 +105,31 @@ class DataProto:
                 strings as keys. Numbers and arrays of NumPy become Python numbers and lists, tuples become lists.
             meta_info: values for the whole batch.
             producer: the function that errors name; by default the caller.
+            ragged: fields whose rows differ in length.
         Raises:
             DataProtoValidationError: a field breaks its contract.
         """
         source = source_of_caller() if producer is None else source_of(producer)
-        return cls()._made(dict(tensors or {}), dict(non_tensors or {}), dict(meta_info or {}), source)
+        fields = dict(tensors or {}), dict(non_tensors or {}), dict(meta_info or {})
+        return cls()._made(*fields, dict(ragged or {}), source)
 
     @classmethod
     def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
         """Make a batch from tensors and arrays in one dict, and check it."""
         tensors = {name: value for name, value in data.items() if isinstance(value, torch.Tensor)}
-        others = {name: value for name, value in data.items() if name not in tensors}
-        return cls()._made(tensors, others, dict(meta_info or {}), source_of_caller())
+        ragged = {name: value for name, value in data.items() if isinstance(value, Ragged)}
+        others = {name: value for name, value in data.items() if name not in tensors and name not in ragged}
+        return cls()._made(tensors, others, dict(meta_info or {}), ragged, source_of_caller())
 
-    def _made(self, tensors: dict, columns: dict, meta_info: dict, source: Source) -> DataProto:
-        for name in columns.keys() & tensors.keys():
+    def _made(self, tensors: dict, columns: dict, meta_info: dict, ragged: dict, source: Source) -> DataProto:
+        for name in columns.keys() & tensors.keys() or (ragged and ragged.keys() & {**tensors, **columns}.keys()):
             raise contract_error(name, "one kind of field", "both a tensor and a column", source)
-        sources = dict.fromkeys([*tensors, *columns], source)
+        sources = dict.fromkeys([*tensors, *columns, *ragged], source)
         arrays = {name: object_array(name, column, source) for name, column in columns.items()}
-        bound = bound_dims(tensors, arrays, sources)
+        bound = bound_dims(tensors, arrays, sources, ragged)
         if config.strict_data_check:
-            check_content(tensors, bound, sources)
-        return self._fill(tensors, arrays, meta_info, sources, bound)
+            check_content(tensors, bound, sources, ragged=ragged)
+        return self._fill(tensors, arrays, meta_info, sources, bound, ragged)
 
     # Reading
 
@@ -125,6 +141,10 @@ class DataProto:
     def non_tensor_batch(self) -> Mapping[str, np.ndarray]:
         return self._arrays
 
+    @property
+    def ragged(self) -> Mapping[str, Ragged]:
+        return self._ragged
+
     def __len__(self) -> int:
         return self._bound["B"][0] if "B" in self._bound else 0
 
@@ -132,7 +152,7 @@ class DataProto:
         return True  # a batch with zero rows is true, too
 
     def __contains__(self, name: str) -> bool:
-        return name in self._tensors or name in self._arrays
+        return name in self._tensors or name in self._arrays or name in self._ragged
 
     def __getitem__(self, key: str | Indices) -> Any:
         """A field by its name, or the rows by an index, a slice, a list of indices or a bool mask `[B]`.
@@ -142,20 +162,16 @@ class DataProto:
             IndexError: a row outside the batch.
         """
         if isinstance(key, str):
-            return (
-                self._tensors[key]
-                if key in self._tensors
-                else self._arrays[key]
-                if key in self._arrays
-                else self._missing(key)
-            )
+            fields = self._tensors if key in self._tensors else self._arrays if key in self._arrays else self._ragged
+            return fields[key] if key in fields else self._missing(key)
         if (number := row_number(key)) is not None:
             row = number + len(self) if number < 0 else number
             if not 0 <= row < len(self):
                 raise IndexError(f"row {number} of a batch of {len(self)} rows")
             key = slice(row, row + 1)
         if isinstance(key, slice) and (key.step is None or key.step > 0):
-            return self._rows(lambda tensor: tensor[key], lambda array: array[key], len(range(*key.indices(len(self)))))
+            count = len(range(*key.indices(len(self))))
+            return self._rows(lambda tensor: tensor[key], lambda array: array[key], lambda x: x.take(key), count)
         return self._take(row_indices(key, len(self)))
 
     def __setitem__(self, name: str, value: Any):
@@ -163,7 +179,8 @@ class DataProto:
 
     def __repr__(self) -> str:
         tensors = [f"{name} {list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for name, t in self._tensors.items()]
-        return f"DataProto({len(self)} rows: {', '.join([*tensors, *self._arrays]) or 'no fields'})"
+        ragged = [f"{name} {field}" for name, field in self._ragged.items()]
+        return f"DataProto({len(self)} rows: {', '.join([*tensors, *self._arrays, *ragged]) or 'no fields'})"
 
     def producer(self, name: str) -> Source:
         """The function that made a field, with line and file."""
@@ -175,9 +192,9 @@ class DataProto:
         Raises:
             DataProtoValidationError: naming field, expected, found, the first offending row and the producer.
         """
-        self._bound = bound_dims(self._tensors, self._arrays, self._sources)
+        self._bound = bound_dims(self._tensors, self._arrays, self._sources, self._ragged)
         if strict or config.strict_data_check:
-            check_content(self._tensors, self._bound, self._sources)
+            check_content(self._tensors, self._bound, self._sources, ragged=self._ragged)
         return self
 
     # Choosing and joining fields
@@ -187,25 +204,29 @@ class DataProto:
         batch_keys: Sequence[str] | None = None,
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
+        ragged_keys: Sequence[str] | None = None,
     ) -> DataProto:
         """A batch with the named fields only; None keeps all of that kind."""
         tensors, arrays = only(self._tensors, batch_keys), only(self._arrays, non_tensor_batch_keys)
-        return self._with_fields(tensors, arrays, only(self.meta_info, meta_info_keys))
+        ragged = self._ragged if ragged_keys is None else only(self._ragged, ragged_keys)
+        return self._with_fields(tensors, arrays, only(self.meta_info, meta_info_keys), ragged)
 
     def pop(
         self,
         batch_keys: Sequence[str] = (),
         non_tensor_batch_keys: Sequence[str] = (),
         meta_info_keys: Sequence[str] = (),
+        ragged_keys: Sequence[str] = (),
     ) -> DataProto:
         """Remove the named fields from this batch and return them as a new batch."""
-        popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or ())
+        popped = self.select(batch_keys or (), non_tensor_batch_keys or (), meta_info_keys or (), ragged_keys or ())
         remaining = self._with_fields(
             {name: tensor for name, tensor in self._tensors.items() if name not in popped._tensors},
             {name: array for name, array in self._arrays.items() if name not in popped._arrays},
             {key: value for key, value in self.meta_info.items() if key not in popped.meta_info},
+            {name: field for name, field in self._ragged.items() if name not in popped._ragged},
         )
-        self._fill(remaining._tensors, remaining._arrays, remaining.meta_info, remaining._sources, remaining._bound)
+        self._fill(*remaining._fields())
         return popped
 
     def rename(self, old: str | Sequence[str], new: str | Sequence[str]) -> DataProto:
@@ -214,7 +235,7 @@ class DataProto:
         news = [new] if isinstance(new, str) else list(new)
         for name in olds:
             self.producer(name)  # raises for a missing field
-        names: dict[str, str] = {name: name for name in (*self._tensors, *self._arrays)} | dict(zip(olds, news))
+        names: dict[str, str] = {name: name for name in self._names()} | dict(zip(olds, news))
         if len(set(names.values())) < len(names) or len(olds) != len(news):
             raise DataProtoValidationError(
                 f"rename of {olds} to {news}: expected one new name for each, different from the others of "
@@ -222,8 +243,9 @@ class DataProto:
             )
         tensors = {names[name]: tensor for name, tensor in self._tensors.items()}
         arrays = {names[name]: array for name, array in self._arrays.items()}
+        ragged = {names[name]: field for name, field in self._ragged.items()}
         sources = {names[name]: source for name, source in self._sources.items() if name in names}
-        return DataProto()._fill(tensors, arrays, dict(self.meta_info), sources, {}).check()
+        return DataProto()._fill(tensors, arrays, dict(self.meta_info), sources, {}, ragged).check()
 
     def union(self, *others: DataProto) -> DataProto:
         """A batch with the fields of all batches.
@@ -235,7 +257,7 @@ class DataProto:
                 differs, both values and both producers.
         """
         tensors, arrays, bound = dict(self._tensors), dict(self._arrays), dict(self._bound)
-        sources = dict(self._sources)
+        ragged, sources = dict(self._ragged), dict(self._sources)
         for other in others:
             sources = {**other._sources, **sources}
             for name, tensor in other._tensors.items():
@@ -243,23 +265,30 @@ class DataProto:
                     if (difference := tensor_difference(tensors[name], tensor)) is not None:
                         raise _conflict(name, tensors[name], sources, other, difference)
                     continue
-                if name in arrays:
-                    raise _conflict(name, arrays[name], sources, other)
+                if name in arrays or name in ragged:
+                    raise _conflict(name, arrays.get(name, ragged.get(name)), sources, other)
                 check_tensor(name, tensor, bound, sources)
                 tensors[name] = tensor
             for name, array in other._arrays.items():
-                if name in tensors:
-                    raise _conflict(name, tensors[name], sources, other)
+                if name in tensors or name in ragged:
+                    raise _conflict(name, tensors.get(name, ragged.get(name)), sources, other)
                 if name in arrays:
                     if (differing := column_difference(arrays[name], array)) is not None:
                         raise _conflict(name, arrays[name], sources, other, differing[1], differing[0])
                     continue
                 check_rows(name, len(array), bound, sources)
                 arrays[name] = array
+            for name, field in other._ragged.items():
+                if name in tensors or name in arrays:
+                    raise _conflict(name, tensors.get(name, arrays.get(name)), sources, other)
+                check_ragged(name, field, bound, sources)
+                if (row := ragged.setdefault(name, field).first_difference(field)) is not None:
+                    raise _conflict(name, ragged[name], sources, other, row=row)
         meta_info = merged_meta([self.meta_info, *(other.meta_info for other in others)], "union")
         if config.strict_data_check:
-            check_content(tensors, bound, sources, new=tensors.keys() - self._tensors.keys())
-        return DataProto()._fill(tensors, arrays, meta_info, sources, bound)
+            new = (tensors.keys() | ragged.keys()) - self._tensors.keys() - self._ragged.keys()
+            check_content(tensors, bound, sources, new, ragged)
+        return DataProto()._fill(tensors, arrays, meta_info, sources, bound, ragged)
 
     # Choosing and joining rows
 
@@ -305,7 +334,8 @@ class DataProto:
     ) -> DataProto:
         """Concatenate batches, re-padded to the longest: P on the left, T on the right, S on both sides.
 
-        Parts without rows need no fields. Padding is that of each field.
+        Parts without rows need no fields. Padding is that of each field; rows of a part without a ragged field are
+        empty in it.
 
         Args:
             parts: the batches.
@@ -322,7 +352,7 @@ class DataProto:
         for part in filled[1:]:
             first._same_fields(part)
         if len(filled) == 1:
-            whole = first._with_fields(first._tensors, first._arrays, meta_info)
+            whole = first._with_fields(first._tensors, first._arrays, meta_info, first._ragged)
             return whole if indices is None else whole._take(torch.cat(list(indices)).argsort())
         at = None if indices is None else [rows for rows in indices if len(rows)]
         assert at is None or [*map(len, at)] == [*map(len, filled)], "places do not match the parts"
@@ -334,7 +364,17 @@ class DataProto:
         num_bytes = sum(tensor.nbytes for part in filled for tensor in part._tensors.values())
         tensors = dict(zip(first._tensors, in_threads(jobs, 0 if at is None else num_bytes)))
         arrays = {name: join_arrays([part._arrays[name] for part in filled], at) for name in first._arrays}
-        return first._with_fields(tensors, arrays, meta_info)
+        order = None if at is None else torch.cat(at).argsort()
+        ragged = {
+            name: join_ragged(
+                name, [(part._ragged.get(name), len(part), part._sources.get(name)) for part in filled], order
+            )
+            for name in dict.fromkeys(name for part in filled for name in part._ragged)
+        }
+        sources = (
+            {name: source for part in reversed(filled) for name, source in part._sources.items()} if ragged else None
+        )
+        return first._with_fields(tensors, arrays, meta_info, ragged, sources)
 
     def make_iterator(
         self, mini_batch_size: int, epochs: int = 1, seed: int | None = None, shuffle: bool | None = None
@@ -366,7 +406,7 @@ class DataProto:
 
     def to(self, device: str | torch.device) -> DataProto:
         """Move the tensors to `device`; returns a new batch."""
-        return self._rows(lambda tensor: tensor.to(device), lambda array: array, len(self))
+        return self._rows(lambda tensor: tensor.to(device), lambda array: array, lambda x: x.to(device), len(self))
 
     def save(self, path: str | Path) -> None:
         """Save to a file: tensors as safetensors, everything else as JSON in it, without pickle and without gradients.
@@ -374,7 +414,7 @@ class DataProto:
         Raises:
             DataProtoValidationError: `meta_info` has a part that is not a JSON value (see `from_dict`).
         """
-        write_file(Path(path), self._tensors, self._arrays, self.meta_info, self._sources)
+        write_file(Path(path), self._tensors | flattened(self._ragged), self._arrays, self.meta_info, self._sources)
 
     @staticmethod
     def load(path: str | Path) -> DataProto:
@@ -384,47 +424,65 @@ class DataProto:
             DataProtoValidationError: there is no such file, or `save` did not write it.
         """
         tensors, arrays, meta_info, sources = read_file(Path(path))
-        return DataProto()._fill(tensors, arrays, meta_info, sources, {}).check()
+        ragged = pop_ragged(tensors)
+        return DataProto()._fill(tensors, arrays, meta_info, sources, {}, ragged).check()
 
     def __getstate__(self):
-        return to_buffers(self._tensors), dict(self._arrays), self.meta_info, self._sources, self._bound
+        tensors = self._tensors | flattened(self._ragged) if self._ragged else self._tensors
+        return to_buffers(tensors), dict(self._arrays), self.meta_info, self._sources, self._bound
 
     def __setstate__(self, state):
         packed, arrays, meta_info, sources, bound = state
-        self._fill(from_buffers(packed), arrays, meta_info, sources, bound)
+        tensors = from_buffers(packed)
+        ragged = pop_ragged(tensors)
+        self._fill(tensors, arrays, meta_info, sources, bound, ragged)
 
     def __copy__(self) -> DataProto:
-        return self._rows(lambda tensor: tensor, lambda array: array, len(self))
+        return self._rows(lambda tensor: tensor, lambda array: array, lambda x: x, len(self))
 
     def __deepcopy__(self, memo: dict) -> DataProto:
         tensors = {name: copied(tensor) for name, tensor in self._tensors.items()}
         arrays = {name: copy.deepcopy(array, memo) for name, array in self._arrays.items()}
         meta_info = copy.deepcopy(self.meta_info, memo)
-        return DataProto()._fill(tensors, arrays, meta_info, dict(self._sources), dict(self._bound))
+        ragged = {name: copy.deepcopy(field, memo) for name, field in self._ragged.items()}
+        return DataProto()._fill(tensors, arrays, meta_info, dict(self._sources), dict(self._bound), ragged)
 
     # Inner steps
 
-    def _with_fields(self, tensors: Mapping, arrays: Mapping, meta_info: Mapping) -> DataProto:
-        """A batch with these fields, and the dims that they bind."""
-        bound = bound_dims(tensors, arrays, self._sources)
-        sources = {name: source for name, source in self._sources.items() if name in tensors or name in arrays}
-        return DataProto()._fill(dict(tensors), dict(arrays), dict(meta_info), sources, bound)
+    def _fields(self) -> tuple[Any, ...]:
+        """The arguments of `_fill`."""
+        return self._tensors, self._arrays, self.meta_info, self._sources, self._bound, self._ragged
 
-    def _rows(self, of_tensor: Callable, of_array: Callable, count: int) -> DataProto:
+    def _names(self) -> dict[str, Any]:
+        return {**self._tensors, **self._arrays, **self._ragged}
+
+    def _with_fields(
+        self, tensors: Mapping, arrays: Mapping, meta_info: Mapping, ragged: Mapping, sources: Mapping | None = None
+    ) -> DataProto:
+        """A batch with these fields, and the dims that they bind."""
+        known = self._sources if sources is None else sources
+        bound = bound_dims(tensors, arrays, known, ragged)
+        kept = {name: source for name, source in known.items() if name in tensors or name in arrays or name in ragged}
+        return DataProto()._fill(dict(tensors), dict(arrays), dict(meta_info), kept, bound, ragged)
+
+    def _rows(self, of_tensor: Callable, of_array: Callable, of_ragged: Callable, count: int) -> DataProto:
         """Apply a function that returns `count` rows to every field."""
         bound = {**self._bound, "B": (count, self._bound["B"][1])} if "B" in self._bound else {}
         tensors = {name: of_tensor(tensor) for name, tensor in self._tensors.items()}
         arrays = {name: of_array(array) for name, array in self._arrays.items()}
-        return DataProto()._fill(tensors, arrays, dict(self.meta_info), self._sources, bound)
+        ragged = self._ragged and {name: of_ragged(field) for name, field in self._ragged.items()}
+        return DataProto()._fill(tensors, arrays, dict(self.meta_info), self._sources, bound, ragged)
 
     def _take(self, rows: torch.Tensor) -> DataProto:
         """Copy rows by index, int64 on the CPU, all within the batch."""
         on = {device: rows.to(device) for device in {tensor.device for tensor in self._tensors.values()}}
         positions = rows.numpy()
-        return self._rows(lambda t: t.index_select(0, on[t.device]), lambda array: array[positions], len(rows))
+        return self._rows(
+            lambda t: t.index_select(0, on[t.device]), lambda array: array[positions], lambda x: x.take(rows), len(rows)
+        )
 
     def _missing(self, name: str) -> Any:
-        raise absent_error(name, {**self._tensors, **self._arrays})
+        raise absent_error(name, self._names())
 
     def _same_fields(self, other: DataProto) -> None:
         if differing := sorted(
@@ -458,7 +516,7 @@ def _conflict(
 
 
 def _described(value: Any, source: Source | None) -> str:
-    kind = f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    kind = str(value) if isinstance(value, Ragged) else f"{list(value.shape)} {str(value.dtype).removeprefix('torch.')}"
     return f"{kind} by {source}" if source else kind
 
 

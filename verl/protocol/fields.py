@@ -15,6 +15,7 @@ import torch
 
 from verl.errors import DataProtoValidationError
 from verl.protocol.provenance import Source, contract_error
+from verl.protocol.ragged import Ragged
 
 DIMS = {
     "B": "responses",
@@ -152,13 +153,35 @@ def check_rows(name: str, rows: int, bound: Bound, sources: Mapping[str, Source]
         raise _size_error(name, ("B",), "B", [rows], bound, sources)
 
 
-def bound_dims(tensors: Mapping[str, Any], columns: Mapping[str, Any], sources: Mapping[str, Source]) -> Bound:
+def check_ragged(name: str, field: Any, bound: Bound, sources: Mapping[str, Source]) -> None:
+    """Check a ragged field, and bind B by its rows.
+
+    Raises:
+        DataProtoValidationError: another type or dtype, or offsets or an index that break the rules of `Ragged`.
+    """
+    if not isinstance(field, Ragged):
+        raise contract_error(name, "a Ragged", type(field).__name__, sources.get(name))
+    check_rows(name, len(field.index), bound, sources)
+    values: Bound = {}
+    check_tensor(f"{name}.values", field.values, values, sources)
+    if (fault := field.fault()) is not None:
+        raise contract_error(name, "offsets and an index of Ragged", fault, sources.get(name))
+
+
+def bound_dims(
+    tensors: Mapping[str, Any],
+    columns: Mapping[str, Any],
+    sources: Mapping[str, Source],
+    ragged: Mapping[str, Any] = {},
+) -> Bound:
     """Check all fields of a batch, and return the dims that they bind."""
     bound: Bound = {}
     for name, tensor in tensors.items():
         check_tensor(name, tensor, bound, sources)
     for name, column in columns.items():
         check_rows(name, len(column), bound, sources)
+    for name, field in ragged.items():
+        check_ragged(name, field, bound, sources)
     return bound
 
 
@@ -274,3 +297,4 @@ _add("ref_scores", "B", "float", "nats", "log-probability of the response by the
 _add("row_coefs", "B", "float", "", "gradient of the loss with respect to `row_scores`", "trainer")
 _add("labels", "BS", "int64", "token id", "the token to learn at each place; -100 is ignored", "SFT data", -100)
 _add("loss_mask", "BS", "bool", "", "places that count in the SFT loss", "SFT data", False)
+_add("media_keys", "B", "int64", "", "digest of the images of a prompt; 0 without images", "data")

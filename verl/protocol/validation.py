@@ -14,6 +14,7 @@ import torch
 from verl.errors import DataProtoValidationError
 from verl.protocol.fields import FIELDS, Bound
 from verl.protocol.provenance import Source, contract_error
+from verl.protocol.ragged import Ragged
 from verl.protocol.serialization import JSON_VALUES, PLAIN, NotJson, json_value
 
 Indices = int | slice | Sequence[int] | Sequence[bool] | np.ndarray | torch.Tensor
@@ -153,7 +154,11 @@ _COUNTS = {
 
 
 def check_content(
-    batch: Tensors, bound: Bound, sources: Mapping[str, Source], new: Collection[str] | None = None
+    batch: Tensors,
+    bound: Bound,
+    sources: Mapping[str, Source],
+    new: Collection[str] | None = None,
+    ragged: Mapping[str, Ragged] = {},
 ) -> None:
     """Check the content of a batch with checked shapes and dtypes.
 
@@ -162,10 +167,16 @@ def check_content(
         bound: sizes of its dims.
         sources: producers of the fields.
         new: check only rules about these fields; None for all.
+        ragged: ragged fields by name.
     Raises:
         DataProtoValidationError: naming the field, its first offending row and its producer.
     """
-    new = batch.keys() if new is None else new
+    new = batch.keys() | ragged.keys() if new is None else new
+    for name in ragged.keys() & new:
+        if (offence := _own_offence(name, ragged[name].values)) is not None:
+            found = f"{int(offence[2].sum())} others of {offence[2].numel()}"
+            row = ragged[name].row_of(int(offence[2].nonzero()[0, 0]))
+            raise contract_error(name, offence[1], found, sources.get(name), row)
     for name in batch:
         if name in new and (offence := _own_offence(name, batch[name])) is not None:
             _raise(offence, batch, sources)

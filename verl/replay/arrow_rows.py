@@ -111,8 +111,11 @@ def rows_to_arrow(batch: DataProto, index: Mapping[str, np.ndarray]) -> pa.Recor
             `meta_info`, are not stored.
         index: the columns of `INDEX` that the batch does not have, [B] each.
     Raises:
-        DataProtoValidationError: a registered field has dims other than [B], [B P ...] or [B T ...].
+        DataProtoValidationError: a registered field has dims other than [B], [B P ...] or [B T ...], or there are
+            images.
     """
+    for name in batch.ragged:
+        raise contract_error(name, "no ragged field: the replay buffer keeps no images", str(batch[name]), None)
     prompts = batch["prompts"].shape[1]
     lengths = {"P": batch["prompt_mask"].sum(1), "T": batch["attention_mask"][:, prompts:].sum(1)}
     counts = {kind: x.cpu().numpy() for kind, x in lengths.items()}

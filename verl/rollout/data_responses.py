@@ -86,7 +86,7 @@ class DataResponses:
         known["policy_version"] = torch.full((len(rows),), -1)
         shape = rows["responses"].shape
         tensors = {name: known.get(name, _filled(name, x, shape)).to(x) for name, x in experience.batch.items()}
-        of_data = DataProto.from_dict(tensors, meta_info=experience.meta_info)
+        of_data = DataProto.from_dict(tensors, meta_info=experience.meta_info, ragged=rows.ragged)
         return of_data if self._fraction == 1 else DataProto.concat([experience.select(None, []), of_data])
 
     def _count(self, prompts: DataProto) -> int:

@@ -43,6 +43,7 @@ from verl.environments.episode import response_texts, without_dropped
 from verl.errors import RolloutError, VerlError, WorkerError
 from verl.ops.sampling import TRAINING
 from verl.protocol import DataProto
+from verl.protocol.ragged import flattened, pop_ragged
 from verl.protocol.serialization import json_text
 from verl.rewards.async_rewards import AsyncRewards
 from verl.rollout.base import GenerationRequest, SyncResult
@@ -375,7 +376,7 @@ class RolloutQueue:
             rows, prefix = self._wait(batch), f"{index}." if index else ""
             columns = {name: bytearray(json_text(name, list(x)).encode()) for name, x in rows.non_tensor_batch.items()}
             texts = {f"{name}{JSON}": torch.frombuffer(text, dtype=torch.uint8) for name, text in columns.items()}
-            state |= {f"{prefix}{name}": x for name, x in (dict(rows.batch) | texts).items()}
+            state |= {f"{prefix}{name}": x for name, x in {**rows.batch, **flattened(rows.ragged), **texts}.items()}
         return state | {SYNC_VERSIONS: torch.tensor(self._versions)} if state else {}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -392,7 +393,8 @@ class RolloutQueue:
         self._queue.clear()
         for part in _numbered(state, "."):
             texts = {name.removesuffix(JSON): part.pop(name).numpy() for name in list(part) if name.endswith(JSON)}
-            rows = DataProto.from_dict(part, {name: json.loads(text.tobytes()) for name, text in texts.items()})
+            columns, ragged = {name: json.loads(text.tobytes()) for name, text in texts.items()}, pop_ragged(part)
+            rows = DataProto.from_dict(part, columns, ragged=ragged)
             self._queue.append(_BegunBatch(lambda rows=rows: rows, is_loaded=True))
         self._load_versions(state.get(SYNC_VERSIONS, state["policy_version"].unique()).tolist() if state else [])
 
