@@ -28,6 +28,9 @@ PIXELS, GRIDS = "pixel_values", "image_grid_thw"
 FEATURES = ("pooler_output", "deepstack_features")  # of the output of `get_image_features`, one entry per placeholder
 
 
+RowMedia = tuple[int, Mapping[str, Tensor] | None]  # digest and tensors of the images of a row; 0 and None without
+
+
 @dataclass(frozen=True)
 class RowImages:
     """The images of the rows of a forward pass.
@@ -39,6 +42,7 @@ class RowImages:
         stray: [b S] placeholders without an image; None if there are none.
         placeholder: token id of placeholders.
         positions: [3 b S] of rotary embeddings; None if the model counts them from the tokens alone.
+        shifts: [b] by how much the position of the next token differs from the number of tokens.
         keyword: under which the model is told which tokens are of images; None if it need not know.
     """
 
@@ -48,6 +52,7 @@ class RowImages:
     stray: Tensor | None
     placeholder: int
     positions: Tensor | None = None
+    shifts: Sequence[int] = ()
     keyword: str | None = None
 
     def to(self, device: torch.device) -> RowImages:
@@ -177,40 +182,57 @@ class ImageRows:
         if bool((found < needed).any()):
             row = int((found < needed).nonzero()[0])
             raise ConfigError(
-                f"A prompt has {int(found[row])} placeholders of images and {int(needed[row])} features of them. Make "
-                "its tokens with the processor of the model."
+                f"actor.model makes {int(needed[row])} features of the images of a prompt with {int(found[row])} "
+                "placeholders for them. Make its tokens with the processor of the model."
             )
         stray = is_placeholder & (slots < 0)
         values = {name: torch.cat([item[name] for item in items]) for name in items[0]}
         keyword = positions = None
+        shifts = [0] * len(ids)
         if self.merge is not None:
             keyword = "mm_token_type_ids"
             grids = [items[item][GRIDS] for item in item_of if item >= 0]
             types = (slots >= 0).to(torch.int32)
-            positions = self.base.get_rope_index(
+            positions, deltas = self.base.get_rope_index(
                 ids, mm_token_type_ids=types, image_grid_thw=torch.cat(grids), attention_mask=attention
-            )[0]
-        elif self.config.model_type.startswith("gemma3"):
+            )
+            shifts = deltas.flatten().tolist()
+        elif sees_ahead(self.config):
             keyword = "token_type_ids"
         strays = stray if bool(stray.any()) else None
-        return RowImages(values, slots, slots[slots >= 0], strays, int(self.placeholder), positions, keyword)
+        placeholder = int(self.placeholder)
+        return RowImages(values, slots, slots[slots >= 0], strays, placeholder, positions, shifts, keyword)
 
     def of_batch(self, batch: DataProto, rows: Tensor, ids: Tensor, attention: Tensor) -> RowImages | None:
         """The images of some rows of a batch, whose tokens [b S] are `ids`."""
         fields = {name.removeprefix(MEDIA): x for name, x in batch.ragged.items() if name.startswith(MEDIA)}
-        keys = batch.batch[KEYS][rows].tolist()
-        first = {key: row for key, row in reversed(list(zip(keys, rows.tolist(), strict=True))) if key}
-        number = {key: place for place, key in enumerate(first)}
-        items = [{name: x[row] for name, x in fields.items()} for row in first.values()]
-        return self.insert(items, [number.get(key, -1) for key in keys], ids, attention)
+        numbered = zip(rows.tolist(), batch.batch[KEYS][rows].tolist(), strict=True)
+        media = [(key, {name: x[row] for name, x in fields.items()} if key else None) for row, key in numbered]
+        return self.of_media(media, ids, attention)
+
+    def of_media(self, media: Sequence[RowMedia], ids: Tensor, attention: Tensor) -> RowImages | None:
+        """The images of rows [b S] of token ids; equal digests are one item."""
+        items = {key: x for key, x in media if x is not None}
+        number = {key: place for place, key in enumerate(items)}
+        return self.insert([*items.values()], [number.get(key, -1) for key, _ in media], ids, attention)
 
 
 def with_images(paths: ModelPaths, model: Any) -> ModelPaths:
-    """The execution paths of a model for rows with images: packed where tokens see earlier tokens alone."""
+    """The execution paths of a model for rows with images: a packed line knows causal masks alone."""
     if paths.scoring == "right_padded":
         return paths.limited_to("equal_lengths")
-    sees_ahead = unwrapped(model).config.model_type.startswith("gemma3")  # within an image
-    return replace(paths.limited_to("padded"), shares_prompts=False) if sees_ahead else paths
+    ahead = sees_ahead(unwrapped(model).config)
+    return replace(paths.limited_to("padded"), shares_prompts=False) if ahead else paths
+
+
+def sees_ahead(config: Any) -> bool:
+    """Whether tokens of an image see later ones of it."""
+    return config.model_type.startswith("gemma3") and getattr(config, "vision_config", None) is not None
+
+
+def with_media(names: Sequence[str], batch: DataProto) -> list[str]:
+    """Names of tensors, with that of the digests of images if the batch has it."""
+    return [*names, *([KEYS] if KEYS in batch.batch else [])]
 
 
 def has_images(batch: DataProto) -> bool:
