@@ -79,6 +79,7 @@ def _config(family: str, number: Any) -> dict[str, Any]:
 
 def image_processor(family: str) -> tuple[str, Any, dict[str, Any]]:
     """The class of the processor of a family, a small image processor, and the other arguments of the processor."""
+    sizes: Any
     if "qwen" in family:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -88,7 +89,8 @@ def image_processor(family: str) -> tuple[str, Any, dict[str, Any]]:
     if family == "gemma3":
         from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
-        return "Gemma3Processor", Gemma3ImageProcessorPil(size={"height": 16, "width": 16}), {"image_seq_length": 4}
+        square: Any = {"height": 16, "width": 16}
+        return "Gemma3Processor", Gemma3ImageProcessorPil(size=square), {"image_seq_length": 4}
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
     sizes = {"size": {"longest_edge": 32}, "max_image_size": {"longest_edge": 16}}

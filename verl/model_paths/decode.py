@@ -143,6 +143,7 @@ class BatchReader:
         images, self._shifts = None, 0
         if has_images and self.media:
             images = ImageRows(self.model).of_media(self.media, tokens.cpu(), self.attention.cpu())
+            assert images is not None
             self._shifts = torch.tensor(images.shifts, device=tokens.device)
             images = images.to(tokens.device)
         out = call_model(self.model, images, **inputs)

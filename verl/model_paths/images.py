@@ -62,14 +62,14 @@ class RowImages:
         return replace(self, values=moved, **rest)
 
     def on_line(self, tokens: Tensor) -> RowImages:
-        """For a packed line of some tokens [N], by their index in the flattened rows."""
+        """The images of a packed line of tokens [N], given by their index in the flattened rows."""
         stray = None if self.stray is None else self.stray.flatten()[tokens][None]
         positions = None if self.positions is None else self.positions.flatten(1)[:, tokens][:, None]
         slots = self.slots.flatten()[tokens]
         return replace(self, slots=slots[None], index=slots[slots >= 0], stray=stray, positions=positions)
 
     def alone(self, tail: int) -> RowImages:
-        """For rows without padding whose positions the model counts itself, with `tail` tokens appended."""
+        """The images of rows without padding, whose positions the model counts itself, with `tail` tokens appended."""
         stray = None if self.stray is None else F.pad(self.stray, (0, tail))
         return replace(self, slots=F.pad(self.slots, (0, tail), value=-1), stray=stray, positions=None)
 
@@ -124,7 +124,7 @@ def _chosen(features: Any, index: Tensor) -> Any:
 
 
 class ImageRows:
-    """How a model reads the images of rows.
+    """Places the images of rows for a model.
 
     Raises:
         ConfigError: it is a text model, or of a family that was not tried with images.
@@ -134,11 +134,11 @@ class ImageRows:
         config = unwrapped(model).config
         self.base, self.config = unwrapped(model).base_model, config
         vision = getattr(config, "vision_config", None)
-        self.placeholder = getattr(config, "image_token_id", None)
+        self.placeholder: Any = getattr(config, "image_token_id", None)
         self.merge: int | None = (
             getattr(vision, "spatial_merge_size", None) if hasattr(self.base, "get_rope_index") else None
         )
-        self.per_image: int | None = getattr(config, "mm_tokens_per_image", None)
+        self.per_image: Any = getattr(config, "mm_tokens_per_image", None)
         if hasattr(config, "scale_factor") and vision is not None:
             self.per_image = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
         if vision is None or self.placeholder is None or (self.merge is None and self.per_image is None):
@@ -200,8 +200,7 @@ class ImageRows:
         elif sees_ahead(self.config):
             keyword = "token_type_ids"
         strays = stray if bool(stray.any()) else None
-        placeholder = int(self.placeholder)
-        return RowImages(values, slots, slots[slots >= 0], strays, placeholder, positions, shifts, keyword)
+        return RowImages(values, slots, slots[slots >= 0], strays, self.placeholder, positions, shifts, keyword)
 
     def of_batch(self, batch: DataProto, rows: Tensor, ids: Tensor, attention: Tensor) -> RowImages | None:
         """The images of some rows of a batch, whose tokens [b S] are `ids`."""

@@ -43,7 +43,7 @@ def freeze(model: Any, names: Sequence[str] | None, path: str) -> None:
     """Leave parts of a model out of training.
 
     Args:
-        names: of modules, each a part of the path of a module such as `visual.blocks`, or `vision` for the vision
+        names: of modules, each the end of the path of a module, such as blocks.0, or `vision` for the vision
             tower; None for that of an image-text model.
         path: configuration path of the model, for messages.
     Raises:
@@ -98,12 +98,13 @@ class ImageProcessor:
         if not {*PROCESSOR_FILES[:2]} & files.keys():
             return None
         from transformers import AutoConfig, AutoImageProcessor
-        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+        from transformers.models.auto import processing_auto
 
         whole = json.loads(files.get(PROCESSOR_FILES[0], b"{}"))
         images = json.loads(files.get(PROCESSOR_FILES[1], b"{}")) or whole.get("image_processor", {})
+        names: Any = vars(processing_auto)["PROCESSOR_MAPPING_NAMES"]
         kind = AutoConfig.from_pretrained(directory).model_type
-        name = whole.get("processor_class") or images.get("processor_class") or PROCESSOR_MAPPING_NAMES.get(kind)
+        name: Any = whole.get("processor_class") or images.get("processor_class") or names.get(kind)
         try:
             image_processor = AutoImageProcessor.from_pretrained(directory, backend="pil")
         except Exception as error:
@@ -139,7 +140,7 @@ class ImageProcessor:
 
     @property
     def placeholder(self) -> str:
-        """What a rendered chat has in the place of each image."""
+        """The text that stands in a rendered chat for each image."""
         return self.processor.image_token
 
     def encode(self, text: str, images: Sequence[Image]) -> tuple[list[int], dict[str, Tensor]]:

@@ -186,7 +186,7 @@ class HFEngine(RolloutEngine):
 
     @functools.cache  # noqa: B019 - lives as long as the engine
     def images(self) -> ImageRows:
-        """How the model reads images.
+        """Placement of images in rows.
 
         Raises:
             ConfigError: it does not.

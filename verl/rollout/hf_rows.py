@@ -357,6 +357,7 @@ class SlotRows:
         images, positions = None, (starts + offset).clamp_min(0)
         if self.images is not None and any(key for key, _ in media):
             images = self.images().of_media(media, ids.cpu(), (offset >= 0).cpu())
+            assert images is not None
             for row, shift in zip(rows, images.shifts, strict=True):
                 row.shift = shift
             images = images.to(self.device)
