@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 import verl
+from verl.model_paths.micro_batch import MicroBatch
 
 PACKAGE = Path(verl.__file__).resolve().parent
 aten = torch.ops.aten
 DATA_DEPENDENT = {"nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
+NOT_LAUNCHED = {"_local_scalar_dense", "empty_like", "new_empty", "empty_strided", "detach", "alias"}
 TO_HOST = {"cpu", "numpy", "tolist"}
 
 
@@ -31,6 +34,7 @@ class DeviceSyncs(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
+        self.names: Counter[str] = Counter()
         self.launches = 0
         self._there = WeakTensorKeyDictionary()
         self._calls = _Calls(self)
@@ -59,7 +63,9 @@ class DeviceSyncs(TorchDispatchMode):
         if is_there:
             name = func.overloadpacket.__name__
             is_view = torch.Tag.core in func.tags and func.is_view
-            self.launches += not is_view and name != "_local_scalar_dense"
+            is_launch = not is_view and name not in NOT_LAUNCHED
+            self.launches += is_launch
+            self.names[name] += is_launch
             if name == "_local_scalar_dense":
                 self.counts["item"] += 1
             elif name in DATA_DEPENDENT:
@@ -101,3 +107,28 @@ def _asked_by_verl() -> bool:
 def is_in_package(file: str, package: Path = PACKAGE) -> bool:
     """Whether a file of code belongs to the package: the checkout and its environment may be below a `verl` too."""
     return Path(file).resolve().is_relative_to(package)
+
+
+def pretend_micro_batches(monkeypatch: Any) -> DeviceSyncs:
+    """What `MicroBatch.to` puts on a device counts as there, from then on."""
+    syncs = DeviceSyncs()
+
+    def to(micro: MicroBatch, device: torch.device) -> MicroBatch:
+        packing: Any = micro.packing
+        if packing is not None:
+            how, slots = packing.predictors, packing.slots()
+            packing = replace(
+                packing,
+                tokens=packing.tokens.clone(),
+                positions=packing.positions.clone(),
+                predictors=replace(how, index=how.index.clone(), uses=tuple(x.clone() for x in how.uses)),
+            )
+            syncs.on_device([packing.tokens, packing.positions])
+            for taken in (packing.predictors, slots.queries, slots.keys, slots.out):
+                syncs.on_device((taken.index, *taken.uses))
+        places = tuple(syncs.on_device(x.clone()) for x in micro.on_mask)
+        tensors = {name: syncs.on_device(x.clone()) for name, x in micro.tensors.items()}
+        return replace(micro, tensors=tensors, packing=packing, positions=places)
+
+    monkeypatch.setattr(MicroBatch, "to", to)
+    return syncs

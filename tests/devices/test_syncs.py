@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from devices.device_syncs import DeviceSyncs, is_in_package
+from devices.device_syncs import DeviceSyncs, is_in_package, pretend_micro_batches
 from devices.flash_kernel import flash_on_cpu
 from random_models import save_random_model
 from roles import experience, start_actor, start_critic, with_experience
 from trial_rows import TrialRow, as_batch
 
-from verl.model_paths.micro_batch import MicroBatch, cut_into_micro_batches
+from verl.model_paths.micro_batch import cut_into_micro_batches
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import TinyModel
@@ -27,28 +27,7 @@ PER_UPDATE = 3  # metrics in one question, the norm, and the scale of the gradie
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """What `MicroBatch.to` puts on a device counts as there, from then on."""
-    syncs = DeviceSyncs()
-
-    def to(micro, device):
-        packing = micro.packing
-        if packing is not None:
-            how, slots = packing.predictors, packing.slots()
-            packing = replace(
-                packing,
-                tokens=packing.tokens.clone(),
-                positions=packing.positions.clone(),
-                predictors=replace(how, index=how.index.clone(), uses=tuple(x.clone() for x in how.uses)),
-            )
-            syncs.on_device([packing.tokens, packing.positions])
-            for taken in (packing.predictors, slots.queries, slots.keys, slots.out):
-                syncs.on_device((taken.index, *taken.uses))
-        places = tuple(syncs.on_device(x.clone()) for x in micro.on_mask)
-        tensors = {name: syncs.on_device(x.clone()) for name, x in micro.tensors.items()}
-        return replace(micro, tensors=tensors, packing=packing, positions=places)
-
-    monkeypatch.setattr(MicroBatch, "to", to)
-    return syncs
+    return pretend_micro_batches(monkeypatch)
 
 
 def counted(syncs, work):

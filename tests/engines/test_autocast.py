@@ -11,6 +11,7 @@ from roles import experience, gradients, start_actor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl.model_paths.micro_batch import cut_into_micro_batches
+from verl.models import parallel_info
 from verl.models.lora import LoRA
 from verl.models.parallel_info import computing_in
 from verl.models.tiny import TinyModel
@@ -19,18 +20,23 @@ MODEL = TinyModel(hidden_size=32, intermediate_size=64)
 
 
 class Casts(TorchDispatchMode):
-    """Counts casts of weights to bfloat16."""
+    """Counts casts of weights to bfloat16, and the calls that make them."""
 
     def __init__(self, model):
         super().__init__()
         self.names = {p.data_ptr(): name for name, p in model.named_parameters()}
-        self.found = Counter()
+        self.found, self.calls = Counter(), 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         options = kwargs or {}
-        casts = func is torch.ops.aten._to_copy.default and options.get("dtype") == torch.bfloat16
-        if casts and (name := self.names.get(args[0].data_ptr())) is not None:
-            self.found[name] += 1
+        cast = ()
+        if func is torch.ops.aten._to_copy.default and options.get("dtype") == torch.bfloat16:
+            cast = args[:1]
+        elif func is torch.ops.aten._foreach_copy_.default and args[0][0].dtype == torch.bfloat16:
+            cast = args[1]
+        names = [name for x in cast if (name := self.names.get(x.data_ptr())) is not None]
+        self.found.update(names)
+        self.calls += bool(names)
         return func(*args, **options)
 
 
@@ -46,9 +52,12 @@ def test_an_update_of_many_micro_batches_casts_each_weight_once(options, prompts
         actor.update(rows)
     assert casts.found.keys() == set(casts.names.values())
     assert set(casts.found.values()) == {1}
+    assert casts.calls == 1
 
 
-def test_gradients_of_several_backward_passes_are_those_of_weights_cast_for_each(prompts):
+@pytest.mark.parametrize("held", [0, 2000, parallel_info.GRADIENT_BYTES], ids=["each", "some", "all of a pass"])
+def test_gradients_of_several_backward_passes_are_those_of_weights_cast_for_each(held, monkeypatch):
+    monkeypatch.setattr(parallel_info, "GRADIENT_BYTES", held)
     model = MODEL.load_causal_lm("cpu")
     ids = torch.randint(4, 60, (5, 9), generator=torch.Generator().manual_seed(0))
 
@@ -60,6 +69,7 @@ def test_gradients_of_several_backward_passes_are_those_of_weights_cast_for_each
             backward(row)
     wanted = gradients(model)
     model.zero_grad()
+    monkeypatch.setattr(parallel_info, "compute_device", lambda model: torch.device("meta"))  # not a CPU
     with computing_in("bfloat16", model):
         for row in ids:
             backward(row)

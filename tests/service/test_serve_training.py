@@ -17,6 +17,7 @@ from tinker import types
 from typer.testing import CliRunner
 
 from verl.cli.main import app
+from verl.cli.serve_training import PLANNED_RANK
 
 
 @pytest.mark.slow
@@ -47,7 +48,7 @@ def test_the_command_serves_the_sdk_until_ctrl_c(dir32, tmp_path):
         (["--host", "a-name"], "--host is a-name"),
         (["port=x"], "port is 'x'"),
         (["port=99999"], "port is 99999"),
-        (["rollout=vllm", "actor=pretrained", "actor.model.path=DIR"], "rollout is"),
+        (["rollout=server", "rollout.endpoint.base_url=http://127.0.0.1:1"], "rollout is ServerRollout"),
         (["actor.model.pth=x"], "actor.model.pth"),
     ],
 )
@@ -56,3 +57,11 @@ def test_what_it_cannot_serve_is_refused(words, path, dir32, monkeypatch):
     result = CliRunner().invoke(app, ["serve-training", *(word.replace("DIR", str(dir32)) for word in words)])
     assert result.exit_code == 2, result.output
     assert path in result.output
+
+
+def test_its_plan_counts_a_micro_batch_and_each_further_adapter(dir32):
+    words = ["actor=pretrained", f"actor.model.path={dir32}", "rollout.max_new_tokens=16"]
+    result = CliRunner().invoke(app, ["serve-training", *words, "--plan"])
+    assert result.exit_code == 0, result.output
+    assert "update" in result.output
+    assert f"adapter of rank {PLANNED_RANK}" in result.output

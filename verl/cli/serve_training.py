@@ -6,9 +6,11 @@ overrides of the group actor -> base model -> TrainingService -> HTTP on this ma
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,12 +19,13 @@ from verl.component import package_fault
 from verl.errors import ConfigError
 
 KEY = "VERL_SERVICE_KEY"  # environment variable: what clients must give as TINKER_API_KEY
-SAMPLERS = ("HFRollout", "AutoRollout")
+SAMPLERS = ("HFRollout", "AutoRollout", "VLLMRollout")
+PLANNED_RANK = 32  # the default of the SDK
 
 
 def serve_training(
     overrides: Annotated[
-        list[str] | None, typer.Argument(help="actor=OPTION, actor.model.path=DIR, trainer.*.")
+        list[str] | None, typer.Argument(help="actor=OPTION, actor.model.path=DIR, rollout=OPTION, trainer.*.")
     ] = None,
     host: Annotated[
         str, typer.Option(help="Address to listen at; others than this machine's need a key.")
@@ -33,6 +36,7 @@ def serve_training(
     exact: Annotated[
         bool, typer.Option("--exact", help="Sample each prompt by itself: slower, with the same bits every time.")
     ] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Print the memory that it would need, and end.")] = False,
 ) -> None:
     """Train adapters for clients of Tinker's SDK, until Ctrl-C.
 
@@ -52,16 +56,48 @@ def serve_training(
         for package in ("tinker", "starlette", "uvicorn"):
             if fault := package_fault(package, "TrainingSession in Python"):
                 raise ConfigError(f"serve-training {fault}")
-        _serve(words, host, port, directory, name or [], exact)
+        from verl.compose.from_yaml import compose_over_default
+        from verl.compose.validate import validate
+
+        composed = compose_over_default({}, ["tracker=none", "checkpoint=off", "algorithm=grpo", *words])
+        run = validate(composed.config, composed.faults)
+        if type(run.rollout).__name__ not in SAMPLERS:
+            raise ConfigError(f"rollout is {type(run.rollout).__name__}: the service samples with hf, vllm or auto.")
+        if plan:
+            for line in _plan_lines(run):
+                echo(line)
+            return
+        _serve(run, host, port, directory, name or [], exact)
 
 
-def _serve(words: list[str], host: str, port: int, directory: Path, names: list[str], exact: bool) -> None:
+def _plan_lines(run: Any) -> Iterator[str]:
+    """Memory with one adapter in training, a full micro-batch and the samples of a batch, and of further adapters."""
+    import torch
+
+    from verl.compose.warm_start import with_architectures
+    from verl.models.lora import LoRA
+    from verl.service.jobs import MAX_SAMPLES
+    from verl.trainer.plan.memory import memory_plan
+    from verl.trainer.plan.workload import GIB, device_named, gpu_here
+
+    rows = dataclasses.replace(run.trainer, prompts_per_step=MAX_SAMPLES // 2, group_size=2)
+    actor = dataclasses.replace(run.actor, lora=LoRA(rank=PLANNED_RANK, alpha=float(PLANNED_RANK)))
+    planned = with_architectures(dataclasses.replace(run, trainer=rows, actor=actor))
+    is_on_gpu = torch.cuda.is_available() and run.trainer.device != "cpu"
+    memory = memory_plan(planned, gpu_here() if is_on_gpu else device_named("cpu"))
+    (role,) = memory.roles
+    yield from memory.lines()
+    yield "it fits" if memory.fits else f"it does not fit: {memory.peak.name}"
+    each = role.optimizer * 3 // 2 + role.gradients  # the moments are two copies of its weights
+    yield f"{each / GIB:.3g} GiB for each further adapter of rank {PLANNED_RANK} in training"
+
+
+def _serve(run: Any, host: str, port: int, directory: Path, names: list[str], exact: bool) -> None:
     import rich
     import uvicorn
 
     from verl.component import BuildContext
-    from verl.compose.from_yaml import compose_over_default
-    from verl.compose.validate import refuse_here, validate
+    from verl.compose.validate import refuse_here
     from verl.compose.warm_start import resolve_warm_starts
     from verl.service.adapters import BaseModel
     from verl.service.http_api import application, is_this_machine
@@ -74,10 +110,6 @@ def _serve(words: list[str], host: str, port: int, directory: Path, names: list[
     key = os.environ.get(KEY) or None
     if key is None and not is_this_machine(host):
         raise ConfigError(f"--host is {host}: another machine could train here. Set {KEY}=tml-KEY, or leave it out.")
-    composed = compose_over_default({}, ["tracker=none", "checkpoint=off", *words])
-    run = validate(composed.config, composed.faults)
-    if type(run.rollout).__name__ not in SAMPLERS:
-        raise ConfigError(f"rollout is {type(run.rollout).__name__}: the service samples with rollout=hf alone.")
     refuse_here(run)
     run = resolve_warm_starts(run, rich.get_console())
     with TemporaryDirectory("verl-service-") as temporary:
@@ -86,8 +118,9 @@ def _serve(words: list[str], host: str, port: int, directory: Path, names: list[
         try:
             actor = run.actor.on_device(computes_bfloat16(context.device))
             base = BaseModel(
-                actor.model, context.device, actor.decided_autocast, actor.micro_batch_tokens, actor.packing
-            )
+                actor.model, context.device, actor.decided_autocast, actor.micro_batch_tokens, actor.packing,
+                run.rollout, context,
+            )  # fmt: skip
             if run.trainer.num_threads == "auto" and context.device == "cpu":
                 echo(
                     choose_threads(int(base.core.config.get_text_config().hidden_size), actor.decided_autocast, None)

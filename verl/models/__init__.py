@@ -1,6 +1,7 @@
 """Language models: where they come from, their heads, adapters and checks.
 
 images            Image-text models: the processor of their images, and their vision tower
+fused_norms    RMS norms by torch's fused kernel
 gguf           GGUF files as models, and models that come in Python packages
 heads          Heads on a backbone: the critic's value head, a reward model's score
 hf_state_dict  A model's Hugging Face state dict in memory: tensors and their names

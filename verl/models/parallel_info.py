@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from verl.ops.resharding.dtensor import local, tensor_layout
+from verl.ops.resharding.dtensor import is_divided, local, tensor_layout
 from verl.ops.resharding.layout import Mesh, TensorLayout
 
 
@@ -155,6 +155,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 Autocast = Literal["bfloat16"] | None
+GRADIENT_BYTES = 2**26  # of gradients in a narrow dtype that are held on a GPU, to be cast and added up together
 
 
 @dataclass(frozen=True)
@@ -194,8 +195,9 @@ def computing_in(dtype: Autocast, model: nn.Module) -> Iterator[None]:
     """Inside this context `model` computes in `dtype`, weights and activations; None changes nothing.
 
     Every weight is replaced by a copy in that dtype, made once per context, where torch.autocast would cast at every
-    product. A gradient of a copy is added to that of its weight, in the weight's dtype, as soon as a backward pass has
-    it; so there may be several. They must be inside too, since gradient checkpointing repeats the forward pass.
+    product. Gradients of the copies are added to those of their weights, in the weights' dtype, at the latest when the
+    context ends; there may be several backward passes. They must be inside too, since gradient checkpointing repeats
+    the forward pass.
 
     Submodules in `model.computes_in_own_type` (a value head) keep their dtype. A sharded model may cast its weights
     itself when it gathers them.
@@ -205,34 +207,71 @@ def computing_in(dtype: Autocast, model: nn.Module) -> Iterator[None]:
         return
     narrow = getattr(torch, dtype)
     excluded = {id(p) for part in getattr(model, "computes_in_own_type", ()) for p in part.parameters()}
-    copies: dict[int, torch.Tensor] = {}  # tied weights stay tied
-    replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []
+    replaced = [
+        (module._parameters, name, weight)
+        for module in model.modules()
+        for name, weight in module._parameters.items()
+        if weight is not None and weight.is_floating_point() and weight.dtype != narrow and id(weight) not in excluded
+    ]
+    weights = {id(weight): weight for _, _, weight in replaced}  # tied weights stay tied
+    copies = dict(zip(weights, cast_together([weight.detach() for weight in weights.values()], narrow), strict=True))
+    gradients = _WideGradients(compute_device(model))
+    for number, copy in copies.items():
+        if weights[number].requires_grad and torch.is_grad_enabled():
+            copy.requires_grad_().register_post_accumulate_grad_hook(functools.partial(gradients.take, weights[number]))
     try:
-        for module in model.modules():
-            for name, weight in module._parameters.items():
-                if weight is None or weight.dtype == narrow or not weight.is_floating_point() or id(weight) in excluded:
-                    continue
-                if id(weight) not in copies:
-                    copies[id(weight)] = _narrow_copy(weight, narrow)
-                replaced.append((module._parameters, name, weight))
-                module._parameters[name] = copies[id(weight)]  # type: ignore[assignment]
+        for parameters, name, weight in replaced:
+            parameters[name] = copies[id(weight)]  # type: ignore[assignment]
         yield
+        gradients.hand_over()
     finally:
         for parameters, name, weight in replaced:
             parameters[name] = weight
 
 
-def _narrow_copy(weight: nn.Parameter, dtype: torch.dtype) -> Tensor:
-    copy = weight.detach().to(dtype)
-    if weight.requires_grad and torch.is_grad_enabled():
-        copy.requires_grad_().register_post_accumulate_grad_hook(functools.partial(_give_gradient, weight))
-    return copy
+def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """Copies of tensors in another dtype, by one call for all: on a GPU in few launches."""
+    copies = [torch.empty_like(x, dtype=dtype) for x in tensors]
+    if copies:
+        torch.ops.aten._foreach_copy_([local(x) for x in copies], [local(x) for x in tensors])
+    return copies
 
 
-def _give_gradient(weight: nn.Parameter, copy: Tensor) -> None:
-    assert copy.grad is not None
-    gradient, copy.grad = copy.grad, None
-    if weight.grad is None:
-        weight.grad = gradient.to(weight.dtype)
-    else:
-        weight.grad += gradient  # in the dtype of the weight
+class _WideGradients:
+    """Adds gradients of narrow copies to those of their weights, on a GPU many together."""
+
+    def __init__(self, device: torch.device):
+        self._most_bytes = 0 if device.type == "cpu" else GRADIENT_BYTES
+        self._pending: dict[int, tuple[nn.Parameter, Tensor]] = {}
+        self._bytes = 0
+
+    def take(self, weight: nn.Parameter, copy: Tensor) -> None:
+        assert copy.grad is not None
+        gradient, copy.grad = copy.grad, None
+        if is_divided(gradient):  # which may have to be summed over processes before it is added
+            wide = gradient.to(weight.dtype)
+            weight.grad = wide if weight.grad is None else weight.grad + wide
+            return
+        if id(weight) in self._pending:  # of the micro-batch before
+            self.hand_over()
+        self._pending[id(weight)] = weight, gradient
+        self._bytes += gradient.nbytes
+        if self._bytes >= self._most_bytes:
+            self.hand_over()
+
+    @torch.no_grad()
+    def hand_over(self) -> None:
+        pending, self._pending, self._bytes = list(self._pending.values()), {}, 0
+        of_dtype: dict[torch.dtype, list[tuple[nn.Parameter, Tensor]]] = {}
+        for weight, gradient in pending:
+            of_dtype.setdefault(weight.dtype, []).append((weight, gradient))
+        for dtype, pairs in of_dtype.items():
+            wide = cast_together([gradient for _, gradient in pairs], dtype)
+            sums: list[tuple[Tensor, Tensor]] = []
+            for (weight, _), gradient in zip(pairs, wide, strict=True):
+                if weight.grad is None:
+                    weight.grad = gradient
+                else:
+                    sums.append((weight.grad, gradient))
+            if sums:
+                torch.ops.aten._foreach_add_.List(*map(list, zip(*sums, strict=True)))

@@ -8,6 +8,7 @@ base model ── peft ──┬── adapter A   TrainingEngine, AdamW over th
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from verl.checkpoint.core.hashing import digest_of
-from verl.component import Description, component
+from verl.component import BuildContext, Description, component
 from verl.engines.engine import Packs, TrainingEngine
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
@@ -25,11 +26,13 @@ from verl.models.heads import LMHead
 from verl.models.parallel_info import Autocast
 from verl.models.pretrained import ModelSource
 from verl.models.structure import unwrapped
-from verl.rollout.hf import HFEngine, HFRollout
+from verl.rollout.base import ALONE, Rollout, RolloutEngine
+from verl.rollout.hf import HFRollout
 from verl.utils.seeding import derive_seed
 
 DIGEST_ROWS = 512  # of the embedding
 NO_ADAPTER = "none"  # peft needs one; it is never active
+NOTHING = ""  # name of no adapter
 Part = Literal["attention", "mlp", "unembedding"]
 _ATTENTION, _MLP = ("attn", "attention"), ("mlp", "feed_forward", "ffn", "experts", "moe")
 
@@ -94,6 +97,8 @@ class BaseModel:
         source: the model with its tokenizer.
         device, autocast: of computation.
         micro_batch_tokens, packing: see `TrainingEngine`.
+        rollout: engine that samples; None for the tensors that train.
+        context: of this process.
     Attributes:
         tokenizer: of the model.
         vocabulary: number of token ids.
@@ -108,6 +113,8 @@ class BaseModel:
         autocast: Autocast = None,
         micro_batch_tokens: int = 16384,
         packing: Packs = "auto",
+        rollout: Rollout | None = None,
+        context: BuildContext = ALONE,
     ):
         from peft import LoraConfig, get_peft_model
 
@@ -122,11 +129,28 @@ class BaseModel:
         rows = model.get_input_embeddings().weight[:DIGEST_ROWS].detach().to("cpu", torch.bfloat16)
         self.digest = digest_of(rows.contiguous().view(torch.int16).numpy().tobytes())
         self.vocabulary = int(model.config.get_text_config().vocab_size)
-        self.longest = source.max_positions()
         self._engines: dict[str, TrainingEngine] = {}
         self._head: LMHead | None = None
-        self.sampler = HFEngine(HFRollout(), self.model, self.tokenizer, 0, autocast)
+        chosen = (rollout or HFRollout()).chosen_for(self.model, autocast)
+        self._has_copy = chosen.location != "trainer"  # the engine has weights of its own
+        if getattr(chosen, "sleep", None) == "auto":
+            chosen = dataclasses.replace(chosen, sleep=False)  # type: ignore[call-arg]
+        if self._has_copy:
+            self._untie()
+        context = dataclasses.replace(context, device=device)
+        self._sampler = chosen.attach(self.model, self.tokenizer, 0, autocast, context)
+        self._in_sampler: str | None = NOTHING  # whose current weights the engine has
+        limits = [x for x in (source.max_positions(), self._sampler.row_tokens) if x is not None]
+        self.longest = min(limits, default=None)
         self.scorer = TrainingEngine(self.model, Parallelism(), micro_batch_tokens, **self._of_engines)
+
+    def _untie(self) -> None:
+        """Give the head weights of its own: in an engine's copy an adapter of the head is merged into them. They are
+        not trained, so the model stays the same."""
+        head, config = self.core.get_output_embeddings(), self.core.config
+        if head.weight is self.core.get_input_embeddings().weight:
+            head.weight = nn.Parameter(head.weight.detach().clone(), requires_grad=False)
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = False
 
     @property
     def core(self) -> Any:
@@ -177,7 +201,10 @@ class BaseModel:
         self.model.delete_adapter(name)
 
     def engine_of(self, name: str) -> TrainingEngine:
-        """The training engine of an adapter, which is made the active one."""
+        """The training engine of an adapter, which is made the active one. Its weights may change from here on."""
+        self._sampler.offload()
+        if name == self._in_sampler:
+            self._in_sampler = NOTHING
         self.model.set_adapter(name)
         return self._engines[name]
 
@@ -209,18 +236,32 @@ class BaseModel:
             raise ConfigError("the weights are those of an adapter of another shape, or on another model.")
         for n, x in weights.items():
             held[n].copy_(x)
+        if name == self._in_sampler:
+            self._in_sampler = NOTHING
 
     # Sampling
 
     @contextlib.contextmanager
-    def sampling_from(self, name: str | None) -> Iterator[HFEngine]:
-        """The sampling engine with an adapter active; None for the base model."""
-        if name is None:
-            with self.model.disable_adapter():
-                yield self.sampler
-        else:
-            self.model.set_adapter(name)
-            yield self.sampler
+    def sampling_from(self, name: str | None) -> Iterator[RolloutEngine]:
+        """The sampling engine with an adapter active; None for the base model. An engine with weights of its own gets
+        base and adapter as one model, verified, unless it has them."""
+        with self.model.disable_adapter() if name is None else contextlib.nullcontext():
+            if name is not None:
+                self.model.set_adapter(name)
+            if self._has_copy and name != self._in_sampler:
+                self._in_sampler = NOTHING
+                self._sampler.sync()
+                self._in_sampler = name
+            yield self._sampler
+
+    @property
+    def has_engines(self) -> bool:
+        """Whether an adapter is in training."""
+        return bool(self._engines)
+
+    def close(self) -> None:
+        """End the process of a sampling engine."""
+        self._sampler.close()
 
 
 class _Unwrapped:

@@ -18,7 +18,7 @@ from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
 from verl.ops.sampling import NO_TURN
 from verl.protocol import DataProto
-from verl.rollout.base import TurnLimits, TurnRequest, TurnResult, stop_tokens
+from verl.rollout.base import RolloutEngine, TurnLimits, TurnRequest, TurnResult, stop_tokens
 from verl.rollout.hf import HFEngine
 from verl.service.data import CANDIDATES, checked_tokens, finite
 
@@ -95,7 +95,7 @@ class PromptRequest:
 
 
 def sample(
-    engine: HFEngine,
+    engine: Any,
     tokenizer: Any,
     prompts: Sequence[PromptRequest],
     options: SamplingOptions,
@@ -105,7 +105,7 @@ def sample(
     """Sample responses to several prompts as one batch. A response does not depend on the others.
 
     Args:
-        engine: with the weights to sample from.
+        engine: a `RolloutEngine` whose options may change, with the weights to sample from.
         longest: tokens of a row that the model reads.
         may_be_full: a prompt without room for a response has empty ones; else it is refused.
     Raises:
@@ -133,9 +133,14 @@ def sample(
             requests.append(TurnRequest(len(requests), tokens, *key, greedy=not options.temperature))
     turns = [x for x in requests if x.max_new_tokens > 0]
     engine.options = dataclasses.replace(
-        engine.options, temperature=options.temperature or 1.0, top_k=options.top_k, top_p=float(options.top_p)
-    )
-    engine.stop_ids = torch.tensor(sorted(ids), dtype=torch.int64, device=engine.device)
+        engine.options, temperature=options.temperature or 1.0, top_k=options.top_k, top_p=float(options.top_p),
+        max_new_tokens=max((x.max_new_tokens for x in turns), default=1),
+    )  # fmt: skip
+    stops = sorted(ids)
+    if isinstance(engine, HFEngine):
+        engine.stop_ids = torch.tensor(stops, dtype=torch.int64, device=engine.device)
+    else:
+        engine.stop_ids = tuple(stops)
     limits = TurnLimits(max((len(x.tokens) + x.max_new_tokens for x in turns), default=1), is_single=not texts)
     found = _generate(engine, limits, turns, tokenizer, texts) if turns else {}
     empty = Sample([], [], False)
@@ -144,7 +149,7 @@ def sample(
 
 
 def _generate(
-    engine: HFEngine, limits: TurnLimits, requests: Sequence[TurnRequest], tokenizer: Any, texts: Sequence[str]
+    engine: RolloutEngine, limits: TurnLimits, requests: Sequence[TurnRequest], tokenizer: Any, texts: Sequence[str]
 ) -> dict[int, TurnResult]:
     found: dict[int, TurnResult] = {}
     tail_tokens = max(map(len, texts), default=0) + 4  # a token has a character, but for the few of a split one

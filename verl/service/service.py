@@ -208,6 +208,7 @@ class TrainingService:
         for name in [*self.clients]:
             self.end_client(name)
         self.jobs.close()
+        self.base.close()
         self._scratch.cleanup()
 
     # Models

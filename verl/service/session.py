@@ -28,6 +28,7 @@ from verl.model_paths.micro_batch import MicroBatch
 from verl.models.parallel_info import Autocast
 from verl.models.pretrained import ModelSource, Pretrained
 from verl.ops.masking import LossTotals
+from verl.rollout.base import Rollout
 from verl.service import saved
 from verl.service.adapters import AdapterShape, BaseModel
 from verl.service.data import CANDIDATES, Datum, LossRows, finite, loss_rows
@@ -67,6 +68,8 @@ class TrainingSession:
         device: `auto` for a GPU if there is one.
         autocast: `bfloat16` to compute in it; None for the dtype of the weights.
         micro_batch_tokens: the most tokens of a forward pass; bounds memory and affects results by rounding only.
+        rollout: engine that samples, such as `VLLMRollout`; None for the tensors that train. One with weights of its
+            own gets those of a session before it samples from them, and they are verified.
         shape: which layers the adapter has; see `AdapterShape`.
     Attributes:
         updates: optimizer steps made.
@@ -83,13 +86,15 @@ class TrainingSession:
         device: str = "auto",
         autocast: Autocast = None,
         micro_batch_tokens: int = 16384,
+        rollout: Rollout | None = None,
         **shape: Any,
     ):
         source = model if isinstance(model, ModelSource) else Pretrained(path=str(model))
         if device == "auto":
             device = "cuda:0" if torch.cuda.is_available() else "cpu"
-        base = BaseModel(source, device, autocast, micro_batch_tokens)
+        base = BaseModel(source, device, autocast, micro_batch_tokens, rollout=rollout)
         self._start(base, AdapterShape(rank=rank, seed=seed, **shape), seed, threading.RLock())
+        self._closes_base = True
 
     @classmethod
     def on(cls, base: BaseModel, shape: AdapterShape, seed: int, lock: Any) -> TrainingSession:
@@ -99,6 +104,7 @@ class TrainingSession:
         return session
 
     _numbers = itertools.count()
+    _closes_base = False
 
     def _start(self, base: BaseModel, shape: AdapterShape, seed: int, lock: Any) -> None:
         self.base, self.shape, self.seed, self._lock = base, shape, seed, lock
@@ -108,7 +114,9 @@ class TrainingSession:
 
     def another(self, rank: int = 32, *, seed: int = 0, **shape: Any) -> TrainingSession:
         """One more adapter on the same base model, independent of this one."""
-        return self.on(self.base, AdapterShape(rank=rank, seed=seed, **shape), seed, self._lock)
+        session = self.on(self.base, AdapterShape(rank=rank, seed=seed, **shape), seed, self._lock)
+        session._closes_base = self._closes_base
+        return session
 
     @property
     def updates(self) -> int:
@@ -315,9 +323,11 @@ class TrainingSession:
             self._has_gradients = False
 
     def close(self) -> None:
-        """Free the adapter."""
+        """Free the adapter, and with the last one the process of a sampling engine."""
         with self._lock:
             self.base.remove(self.name)
+            if self._closes_base and not self.base.has_engines:
+                self.base.close()
 
     def __enter__(self) -> TrainingSession:
         return self

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
+import torch
 from pydantic import PositiveInt
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from verl.engines.parallel_dims import Parallelism
 from verl.engines.sharding import Sharding
 from verl.errors import faults_below
 from verl.model_paths.check import paths_for
+from verl.models.fused_norms import fuse_rms_norms
 from verl.models.heads import head_of
 from verl.models.hf_state_dict import HFStateDict, hf_state_dict, live_tensors, load_adapter, tokenizer_files
 from verl.models.images import freeze, images_of
@@ -191,7 +193,7 @@ def load_unsharded(
     source: ModelSource, kind: Literal["causal_lm", "backbone"], device: str, parallel: Parallelism, sliced: bool = True
 ) -> Any:
     """Load a model for `parallel.shard_model`: on the meta device if slices of its weights can be read, else in full.
-    Compiles its layers with `source.compile`.
+    On a GPU its norms use a fused kernel; layers are compiled with `source.compile`.
 
     Args:
         device: device of the full model if weights are not sharded; otherwise main memory is used.
@@ -206,6 +208,8 @@ def load_unsharded(
         if parallel.divides_weights:
             _log.info("every process loads the whole model before it keeps its part: weights cannot be read in slices")
         model = getattr(source, f"load_{kind}")("cpu" if parallel.divides_weights else device)
+    if torch.device(device).type != "cpu" and parallel.mesh.extent("tensor") == 1:
+        fuse_rms_norms(model)
     if source.compile:
         compile_layers(model, parallel)
     return model
