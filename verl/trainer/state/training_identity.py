@@ -53,6 +53,8 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "rollout.pipeline_parallel_size": 1,
     "rollout.router_replay": False,
     "actor.model.compile": False,
+    **{f"{role}.model.freeze": None for role in ("actor", "critic", "reference")},
+    **{f"{role}.model.images": False for role in ("actor", "critic", "reference")},
     "sharding.reduce_gradients": "micro_batch",
     "trainer.cpu_matmul": "mkl",
     "trainer.mode": "sync",
