@@ -17,7 +17,7 @@ from torch import Tensor
 from verl.component import BuildContext, Description, component
 from verl.data.chat_template import FinalAssistant
 from verl.data.curriculum import Curriculum
-from verl.data.images import RowImages
+from verl.data.images import ImagesOfRows
 from verl.data.readers import DataRows, OnBadRow
 from verl.data.sampler import Mixture
 from verl.errors import ConfigError
@@ -316,7 +316,7 @@ class RaggedTokens:
     def __getitem__(self, index: int) -> Tensor:
         return self._flat[self._starts[index] : self._starts[index] + self.lengths[index]]
 
-    def digests(self, images: RowImages | None = None) -> list[bytes]:
+    def digests(self, images: ImagesOfRows | None = None) -> list[bytes]:
         """A hash of each row: equal for equal tokens and images."""
         rows = [self[index].numpy().tobytes() for index in range(len(self))]
         keys = [b""] * len(self) if images is None else [key.numpy().tobytes() for key in images.keys]

@@ -2,7 +2,7 @@
 
     row: content parts, column of images ── with_images ──> placeholders, CheckedImage (digest, size)
     rendered chat, sizes ── ImageTokens.expanded ──> token ids       before the run, without the pixels
-    rendered chat, pixels ── RowImages.fields ──> `media.*`         in `collate`, where the batch is used
+    rendered chat, pixels ── ImagesOfRows.fields ──> `media.*`         in `collate`, where the batch is used
 
 A picture becomes RGB by one rule: rotated as its EXIF data say; 16 bits scaled to 8; transparent pixels on white;
 palettes, grey, CMYK and other modes by Pillow's conversion. Several frames, and 32 bits, are refused.
@@ -64,7 +64,7 @@ class CheckedImage:
 
 
 def source_of(value: Any, directory: Path) -> Any:
-    """Where an image is: a path, the bytes of a file, or an image of Pillow.
+    """The path, the bytes or the image of Pillow that a value of a row means.
 
     Args:
         value: a path, relative to `directory`; a URL of `file:` or `data:`; bytes; a mapping with `bytes` or `path`, as
@@ -383,7 +383,7 @@ class ImageTokens:
 
 
 @dataclass(frozen=True)
-class RowImages:
+class ImagesOfRows:
     """The images of the rows of a data set.
 
     Attributes:
@@ -401,15 +401,15 @@ class RowImages:
     @classmethod
     def of(
         cls, images: Sequence[Sequence[CheckedImage]] | None, texts: Sequence[str], tokenizer: Any
-    ) -> RowImages | None:
+    ) -> ImagesOfRows | None:
         """None if no row has an image."""
         if images is None or not any(images):
             return None
         return cls(images, texts, tokenizer, torch.tensor([media_key([x.digest for x in row]) for row in images]))
 
-    def take(self, rows: Sequence[int]) -> RowImages:
+    def take(self, rows: Sequence[int]) -> ImagesOfRows:
         images, texts = [self.images[row] for row in rows], [self.texts[row] for row in rows]
-        return RowImages(images, texts, self.tokenizer, self.keys[torch.tensor(rows, dtype=torch.int64)])
+        return ImagesOfRows(images, texts, self.tokenizer, self.keys[torch.tensor(rows, dtype=torch.int64)])
 
     def fields(self, rows: Tensor, tokens: Callable[[int], Tensor]) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
         """`media_keys` [B] and the ragged fields `media.*` of a batch.

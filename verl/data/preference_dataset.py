@@ -19,7 +19,7 @@ from torch import Tensor
 
 from verl.data.base import PreferenceOptions, RaggedTokens, fit_lengths, pad_id_of
 from verl.data.chat_template import ChatTemplate, messages_fault, shortened, text_fault, text_tokens, with_chats
-from verl.data.images import BadImage, RowImages, with_images
+from verl.data.images import BadImage, ImagesOfRows, with_images
 from verl.data.readers import DataRows, RowErrors
 from verl.errors import ConfigError
 from verl.protocol import DataProto
@@ -92,7 +92,7 @@ class PreferenceDataset:
         pad_id: int,
         sources: list[int] | None = None,
         has_chats: bool = False,
-        images: RowImages | None = None,
+        images: ImagesOfRows | None = None,
     ):
         self.sources, self._pad_id, self.has_chats, self._images = sources, pad_id, has_chats, images
         self._prompts = RaggedTokens([row.prompt for row in rows])
@@ -128,7 +128,7 @@ class PreferenceDataset:
             fitting = fit_lengths(lengths, bound, limit, options.truncation, locations.__getitem__, others="drop")
             kept = [kept[position] for position in fitting]
         has_chats, rows = any(row.is_chat for row in parsed.values()), rows.only(kept)
-        images = RowImages.of(rows.images, [parsed[i].prompt for i in kept], tokenizer)
+        images = ImagesOfRows.of(rows.images, [parsed[i].prompt for i in kept], tokenizer)
         return cls([tokens[i] for i in kept], pad_id_of(tokenizer), rows.sources, has_chats, images)
 
     @property

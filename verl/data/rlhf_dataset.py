@@ -24,7 +24,7 @@ from verl.data.base import (
     refuse_cuts,
 )
 from verl.data.chat_template import ChatTemplate, render_prompts, with_chats, without_final_assistant
-from verl.data.images import RowImages, with_images
+from verl.data.images import ImagesOfRows, with_images
 from verl.data.readers import DataRows, RowErrors, read_rows
 from verl.errors import ConfigError
 from verl.protocol import DataProto
@@ -122,7 +122,7 @@ class RLHFDataset:
                 texts[index] = tokenizer.decode(tokens[index])
         rows = rows.only(remaining)
         self.sources = rows.sources
-        self._images = RowImages.of(rows.images, [texts[index] for index in remaining], tokenizer)
+        self._images = ImagesOfRows.of(rows.images, [texts[index] for index in remaining], tokenizer)
         self.tokens = RaggedTokens([tokens[index] for index in remaining])
         self._prompt_ids = torch.tensor([rows.number(index) for index in range(len(rows))], dtype=torch.int64)
         self._columns = {name: column for name in columns if (column := _column(rows, name)) is not None}

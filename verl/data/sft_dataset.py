@@ -20,7 +20,7 @@ from verl.data.chat_template import (
     text_fault,
     with_chats,
 )
-from verl.data.images import RowImages, with_images
+from verl.data.images import ImagesOfRows, with_images
 from verl.data.readers import DataRows, RowErrors, read_rows
 from verl.errors import ConfigError
 from verl.protocol import DataProto
@@ -230,7 +230,7 @@ class SFTDataset:
                 )
         rows = rows.only(kept)
         self.sources = rows.sources
-        self._images = RowImages.of(rows.images, [text.text for text in cuts], tokenizer)
+        self._images = ImagesOfRows.of(rows.images, [text.text for text in cuts], tokenizer)
         self._tokens = RaggedTokens([text.tokens for text in cuts])
         self._learned = RaggedTokens([[False, *text.learned[1:]] for text in cuts], dtype=torch.bool)
 
