@@ -201,7 +201,7 @@ class TinyImageText(TinyModel):
         return "idefics3", None
 
     def load_config(self) -> Any:
-        from transformers import CONFIG_MAPPING
+        from transformers import Idefics3Config
 
         text = super().load_config()
         tokens = len(text_tokens := cast(Any, character_tokenizer()))
@@ -215,7 +215,7 @@ class TinyImageText(TinyModel):
             "initializer_range": INITIALIZER_RANGE,
         }
         text.vocab_size = tokens + len(IMAGE_TOKENS)
-        return CONFIG_MAPPING["idefics3"](
+        return Idefics3Config(
             text_config=text.to_dict(),
             vision_config=vision,
             scale_factor=1,
