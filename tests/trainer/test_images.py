@@ -90,7 +90,8 @@ def test_scores_of_preferences_are_those_of_transformers_for_each_row_with_its_i
     with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         batch = trainer.train_data.collate(range(4))
         found = trainer.learner.row_scores(batch).result()["row_scores"]
-        reference = trainer.reference.compute_log_probs(batch).result()["ref_log_probs"].sum(1)
+        role: Any = trainer.reference
+        reference = role.compute_log_probs(batch).result()["ref_log_probs"].sum(1)
         assert trainer.fit().steps == 2
     expected = []
     for row in range(8):
