@@ -190,7 +190,7 @@ def test_the_first_difference_of_steps_is_the_earliest_and_an_absent_metric_is_o
     assert first_step_apart(whole, {3: {"a": 2.0}, 2: {"a": 1.0, "b": 3.0}}, exact) == (
         "step 2: b is 2.0 in the first run and 3.0 in the second"
     )
-    assert "step 2: b is 2.0 in the first run and absent" in first_step_apart(whole, {2: {"a": 1.0}}, exact)
+    assert "step 2: b is 2.0 in the first run and absent" in str(first_step_apart(whole, {2: {"a": 1.0}}, exact))
 
 
 def test_what_the_check_itself_sets_takes_the_place_of_what_was_given():

@@ -147,7 +147,8 @@ def serving() -> Iterator[tuple[int, int]]:
     finally:
         process.kill()
         process.wait()
-        process.stdout.close()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 @pytest.fixture(scope="module")
@@ -231,8 +232,8 @@ def round_of(place: Place, number: int, coin: random.Random, directory: Path) ->
 def test_whatever_process_is_struck_the_run_goes_on_or_ends_in_words_and_leaves_nothing(
     number, rounds, seed, place, record_property
 ):
-    rounds = int(os.environ.get("VERL_SIGNAL_ROUNDS", rounds))
-    coin, found = random.Random(int(os.environ.get("VERL_SIGNAL_SEED", seed))), Counter[tuple[str, str]]()
+    rounds = int(os.environ.get("VERL_SIGNAL_ROUNDS", str(rounds)))
+    coin, found = random.Random(int(os.environ.get("VERL_SIGNAL_SEED", str(seed)))), Counter[tuple[str, str]]()
     for attempt in range(3 * rounds):
         if sum(found.values()) == rounds:
             break

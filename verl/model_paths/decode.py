@@ -95,14 +95,9 @@ class BatchReader:
         if self.paths.cache == "in_place":
             from transformers import DynamicCache
 
-<<<<<<< HEAD
             self.cache = DynamicCache(config=self.model.config)
-        following = self._forward(tokens, self._positions())
-=======
-            self.cache = growing_cache(self.model.config)
         following = self._forward(tokens, self._positions(), has_images=True)
         self.position = self.attention.sum(dim=1) + self._shifts
->>>>>>> main
         if self.repeats and n > 1:
             following = following.select(repeat)
             self.position = self.position[repeat]

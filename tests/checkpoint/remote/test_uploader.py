@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from checkpoint.remote.test_upload_and_download import save
@@ -92,7 +93,7 @@ def test_within_an_interval_of_time_the_newest_goes_once_and_what_has_a_tag_and_
     assert [record.step for record in near.connect().records()] == [1, 4]
     save(tmp_path / "here", 5)
     for recorded in (tmp_path / "here/uploaded").iterdir():  # an hour later
-        os.utime(recorded, (time.time() - 3600,) * 2)
+        os.utime(recorded, (time.time() - 3600, time.time() - 3600))
     until(uploading, "uploaded")
     assert [record.step for record in near.connect().records()] == [1, 4, 5]
     for step in (6, 7):
@@ -236,13 +237,20 @@ def upload(tier: CheckpointTier, directory: Path) -> None:
     assert uploading.is_done
 
 
+def found(*arguments: Any, **options: Any) -> Any:
+    """The checkpoint that there is."""
+    point = resolve(*arguments, **options)
+    assert point is not None
+    return point
+
+
 def test_the_newest_of_any_tier_is_taken(near: CheckpointTier, tmp_path: Path) -> None:
     save(tmp_path / "here", 1)
     save(tmp_path / "here", 2)
     upload(near, tmp_path / "here")
-    assert resolve("latest", tmp_path / "wiped", tier=near).step == 2
+    assert found("latest", tmp_path / "wiped", tier=near).step == 2
     save(tmp_path / "here", 3)
-    assert resolve("latest", tmp_path / "here", tier=near).step == 3
+    assert found("latest", tmp_path / "here", tier=near).step == 3
     elsewhere = CheckpointTier(storage=near.storage.below("elsewhere"))
     assert resolve("latest", tmp_path / "none", tier=elsewhere) is None
 
@@ -254,9 +262,9 @@ def test_a_damaged_local_copy_is_replaced_by_the_one_in_the_store(
     upload(near, tmp_path / "here")
     path = checkpoint.path("actor/weights.bin")
     path.write_bytes(b"!" + path.read_bytes()[1:])
-    found = resolve("latest", tmp_path / "here", tier=near).checkpoint
-    assert found.directory.name == "global_step_2-2"
-    assert found.path("actor/weights.bin").read_bytes()[:1] == b"\x02"
+    taken = found("latest", tmp_path / "here", tier=near).checkpoint
+    assert taken.directory.name == "global_step_2-2"
+    assert taken.path("actor/weights.bin").read_bytes()[:1] == b"\x02"
     assert "NOT USING" in caplog.text
 
 
@@ -285,7 +293,7 @@ def test_publications_go_on_above_those_of_the_store(near: CheckpointTier, tmp_p
     write_upload_target(FileSystem(), tmp_path / "anew", near.cold())
     assert save(tmp_path / "anew", 1).sequence == 4
     upload(near, tmp_path / "anew")
-    assert resolve("latest", tmp_path / "wiped", tier=near).checkpoint.sequence == 4
+    assert found("latest", tmp_path / "wiped", tier=near).checkpoint.sequence == 4
 
 
 def test_a_store_that_cannot_be_asked_is_no_reason_to_start_afresh(
@@ -299,10 +307,10 @@ def test_a_store_that_cannot_be_asked_is_no_reason_to_start_afresh(
         )
     )
     with refusal("resume"):
-        resolve("latest", tmp_path / "wiped", tier=away)
+        found("latest", tmp_path / "wiped", tier=away)
     save(tmp_path / "here", 7)
     with caplog.at_level(logging.ERROR):
-        assert resolve("latest", tmp_path / "here", tier=away).step == 7
+        assert found("latest", tmp_path / "here", tier=away).step == 7
     assert "resuming from the local disk" in caplog.text
     before = time.time()
     assert before - 1 <= away.cold().sequence_floor <= time.time()
