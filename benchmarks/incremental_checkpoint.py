@@ -50,7 +50,6 @@ def trainer(model: Path, directory: Path, lr: float, lora: bool) -> Trainer:
         lora={"rank": RANK, "target_modules": list(ADAPTED)} if lora else None,
         overrides=[
             "tracker.tensorboard=null",
-            "tracker.curves=null",
             "tracker.console=null",
             "trainer.save_final=false",
         ],

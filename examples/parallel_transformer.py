@@ -166,7 +166,7 @@ def main() -> None:
     run += ["algorithm=grpo", "reward=function", f"reward.path={here}:digits", "rollout.max_new_tokens=4"]
     run += ["data.digits=1", "data.held_out=4", "trainer.prompts_per_step=16", "trainer.group_size=8"]
     run += ["trainer.eval_interval=0", "trainer.eval_before=false", "checkpoint.save_interval=10"]
-    run += ["trainer.experiment_name=parallel_transformer", "trainer.total_steps=20", "tracker.curves=null"]
+    run += ["trainer.experiment_name=parallel_transformer", "trainer.total_steps=20"]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), *sys.path])}
     for more in (["sharding=tp", "trainer.n_gpus_per_node=2", "trainer.stop_after=10"], ["resume=latest"]):
         subprocess.run([sys.executable, "-m", "verl.cli", *run, *more], env=environment, check=True)

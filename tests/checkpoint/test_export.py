@@ -24,10 +24,9 @@ def manager(tmp_path) -> CheckpointManager:
     return CheckpointManager(golden_run(tmp_path / "checkpoints"))
 
 
-@pytest.mark.parametrize("pytorch_bin", [False, True])
-def test_transformers_opens_what_was_exported(pytorch_bin, manager, tmp_path):
-    names = export(manager, tmp_path / "a/b/model", pytorch_bin=pytorch_bin)
-    assert names == ["config.json", "pytorch_model.bin" if pytorch_bin else "model.safetensors"]
+def test_transformers_opens_what_was_exported(manager, tmp_path):
+    names = export(manager, tmp_path / "a/b/model")
+    assert names == ["config.json", "model.safetensors"]
     assert sorted(path.name for path in (tmp_path / "a/b").iterdir()) == ["model"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "a/b/model")
     for name, weight in manager.load("actor").items():
@@ -61,9 +60,8 @@ def test_what_several_writers_cut_comes_out_whole(tmp_path):
     assert subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True).stdout == "276.0\n"
 
 
-@pytest.mark.parametrize("pytorch_bin", [False, True])
-def test_an_adapter_stays_an_adapter(pytorch_bin, tmp_path):
+def test_an_adapter_stays_an_adapter(tmp_path):
     manager = sliced_critic(tmp_path / "checkpoints")
-    export(manager, tmp_path / "adapter", pytorch_bin=pytorch_bin)
+    export(manager, tmp_path / "adapter")
     loaded = peft.utils.load_peft_weights(str(tmp_path / "adapter"), device="cpu")
     assert torch.equal(loaded["lora_A"], torch.arange(24.0).reshape(6, 4))

@@ -76,16 +76,9 @@ def test_what_is_taken_out_of_a_store_is_what_is_taken_out_of_the_disk(here, tmp
         told("checkpoint", "export", place, tmp_path / name)
         found.append((tmp_path / name / "model.safetensors").read_bytes())
     assert found[0] == found[1]
-    on_disk, in_store = (json.loads(told("checkpoint", "inspect", place, "--json")) for place in (here, ADDRESS))
+    on_disk, in_store = (json.loads(told("checkpoint", "inspect", place)) for place in (here, ADDRESS))
     assert on_disk["tensors"] == in_store["tensors"]
     assert "global_step_2: complete" in told("checkpoint", "verify", ADDRESS, "--full")
-
-
-@pytest.mark.slow
-def test_rows_of_a_buffer_in_a_store_are_browsed(here):
-    rows = [json.loads(told("samples", place, "--json", "--limit", "0")) for place in (here, ADDRESS)]
-    assert rows[0] == rows[1]
-    assert {row["step"] for row in rows[0]} == {1, 2}
 
 
 @pytest.mark.exhaustive
@@ -100,13 +93,12 @@ def test_a_run_goes_on_from_an_address(here, model32, tmp_path):
     assert digests[0] == digests[1]
 
 
-@pytest.mark.parametrize("command", ["pin", "unpin", "gc", "health", "diff"])
+@pytest.mark.parametrize("command", ["pin", "unpin", "gc", "health"])
 def test_what_only_works_on_a_disk_says_how_to_get_it_there(command, here):
-    places = [ADDRESS, here] if command == "diff" else [ADDRESS]
-    assert f"Fetch it with `verl checkpoint pull {ADDRESS} DIR`" in told("checkpoint", command, *places, status=2)
+    assert f"Fetch it with `verl checkpoint pull {ADDRESS} DIR`" in told("checkpoint", command, ADDRESS, status=2)
 
 
-@pytest.mark.parametrize("command", ["eval", "generate", "samples", "checkpoint ls", "checkpoint export"])
+@pytest.mark.parametrize("command", ["eval", "generate", "checkpoint ls", "checkpoint export"])
 def test_an_address_where_nothing_is_says_so(command, here, tmp_path):
     extra = [tmp_path / "out"] if command == "checkpoint export" else []
     assert "holds no checkpoints" in told(*command.split(), f"s3://{BUCKET}/nothing/here", *extra, status=2)

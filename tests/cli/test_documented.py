@@ -11,7 +11,7 @@ from pathlib import Path
 from golden_run import golden_run
 from typer.testing import CliRunner
 
-from verl.cli import checkpoint_report, main
+from verl.cli import checkpoint_compat, main
 
 PAGE = Path(__file__).parents[2] / "docs/checkpoints.md"
 
@@ -28,7 +28,7 @@ def told(command: str) -> str:
     """What a command prints, run in this process if it is ours."""
     alone, _, asks_status = command.partition("; echo ")
     program, *arguments = shlex.split(alone)
-    apps = {"verl": main.app, "verl-checkpoint-compat": checkpoint_report.app}
+    apps = {"verl": main.app, "verl-checkpoint-compat": checkpoint_compat.app}
     if program not in apps:
         return subprocess.run(command, shell=True, check=True, capture_output=True, text=True).stdout
     result = CliRunner().invoke(apps[program], arguments)

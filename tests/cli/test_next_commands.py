@@ -67,7 +67,7 @@ def run_all(commands: list[str]) -> dict[str, str]:
 def test_the_page_the_samples_and_the_lineage_of_a_run(dir32, monkeypatch, capsys):
     words = [*on_file("ppo"), "checkpoint=sync", "tracker=[console,jsonl,report]"]
     found = run_all(printed("ppo", dir32, words, monkeypatch, capsys))
-    assert list(found) == ["report", "samples", "generate", "lineage"]
+    assert list(found) == ["report", "generate", "lineage"]
     assert "<user>...<eos><assistant>" in found["generate"]
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-SHORT = ["tracker.curves=null", "tracker.tensorboard=null", "trainer.total_steps=100000", "trainer.num_threads=1"]
+SHORT = ["tracker.tensorboard=null", "trainer.total_steps=100000", "trainer.num_threads=1"]
 
 
 class Terminal:

@@ -8,6 +8,7 @@ import json
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -55,8 +56,6 @@ OWNERS = [  # options, and the roots that they are for; others are for every roo
 OPTIONS = [f"{group}={option}" for group, options in group_options().items() for option in options]
 OPTIONAL = {  # an option that asks for a package, and the extra of setup.py that brings it
     "tracker=wandb": ("wandb", "wandb"),
-    "tracker=trackio": ("trackio", "trackio"),
-    "tracker=mlflow": ("mlflow", "mlflow"),
     "reward=math": ("math_verify", "math"),
     "storage=s3": ("obstore", "s3"),
 }
@@ -105,20 +104,19 @@ COMBINATIONS = [  # that go together: `make test` composes these, and `make exha
     "reward=code_tests algorithm=cispo environment=agent_program critic=llama1b tracker=console sharding=cp "
     "actor=llama1b data=arithmetic rollout=auto checkpoint=async sandbox=none storage=local trainer=local "
     "reference=none replay=off sweep=saving",
-    "reward=environment algorithm=dr_grpo critic=llama8b tracker=curves sharding=ddp actor=llama8b rollout=hf "
+    "reward=environment algorithm=dr_grpo critic=llama8b sharding=ddp actor=llama8b rollout=hf "
     "checkpoint=incremental sandbox=jail storage=none trainer=mesh reference=same_as_actor",
     "reward=exact_match algorithm=dapo critic=own_model tracker=default sharding=fsdp actor=pretrained "
     "data=calculator rollout=scripted checkpoint=off sandbox=remote storage=s3 trainer=ray replay=tiered "
     "sweep=sharding_checkpoint",
     "reward=format algorithm=grpo environment=calculator critic=none tracker=jsonl sharding=hsdp actor=qwen2_0_5b "
     "data=files rollout=server checkpoint=sync",
-    "reward=function algorithm=gspo environment=function critic=pretrained tracker=mlflow sharding=none "
-    "actor=qwen3_1_7b rollout=vllm",
+    "reward=function algorithm=gspo environment=function critic=pretrained sharding=none actor=qwen3_1_7b rollout=vllm",
     "reward=length algorithm=opo environment=gymnasium critic=qwen2_0_5b tracker=none sharding=parallel actor=tiny",
     "reward=math algorithm=ppo environment=mcp critic=qwen3_1_7b tracker=report sharding=pp",
     "reward=model algorithm=ppo_adaptive_kl environment=none critic=same_as_actor tracker=tensorboard sharding=tp "
     "actor=tiny_scratch",
-    "reward=normalized algorithm=reinforce_pp environment=python_sandbox critic=tiny tracker=trackio sharding=tp_fsdp",
+    "reward=normalized algorithm=reinforce_pp environment=python_sandbox critic=tiny sharding=tp_fsdp",
     "reward=overlong algorithm=reinforce_pp_baseline environment=python_tools critic=tiny_scratch tracker=wandb",
     "reward=remote_chat algorithm=remax data=hub",
     "reward=remote_http algorithm=rloo environment=reasoning_gym",
@@ -126,7 +124,6 @@ COMBINATIONS = [  # that go together: `make test` composes these, and `make exha
     "environment=guess_number data=guess_number",
     "actor=smollm2_135m critic=smollm2_135m data=chat_task",
 ]
-OPTIONAL_TRACKERS = {"tensorboard": "tensorboard", "matplotlib": "plots"}
 
 
 IDENTITIES = json.loads((Path(__file__).parents[1] / "golden/identities.json").read_text())
@@ -139,7 +136,7 @@ WRITTEN_OUT = ("ppo experiment=arithmetic_grpo", "sft experiment=arithmetic_sft"
 def unresolved(config) -> dict:
     """All values and references of a configuration; a whole number is one of floats."""
 
-    def plain(node):
+    def plain(node: Any) -> Any:
         if isinstance(node, dict):
             return {str(key): plain(item) for key, item in sorted(node.items(), key=lambda pair: str(pair[0]))}
         if isinstance(node, list):
@@ -370,9 +367,8 @@ def test_an_option_names_the_extra_that_brings_what_it_needs_and_is_not_installe
     refuse_here(validate(compose_root("ppo")))  # which does not ask for it
 
 
-@pytest.mark.parametrize("package", ["tensorboard", "matplotlib"])
-def test_the_default_trackers_do_without_what_is_not_installed_and_say_so(package, tmp_path, monkeypatch, caplog):
-    find = importlib.util.find_spec
+def test_the_default_trackers_do_without_what_is_not_installed_and_say_so(tmp_path, monkeypatch, caplog):
+    find, package = importlib.util.find_spec, "tensorboard"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, of=None: None if name == package else find(name, of))
     run = validate(compose_root("ppo"))
     refuse_here(run)
@@ -380,9 +376,9 @@ def test_the_default_trackers_do_without_what_is_not_installed_and_say_so(packag
         trackers = run.tracker.build(BuildContext(run_dir=tmp_path))
     trackers.start("run", {}, tmp_path, 1)
     trackers.close("finished")
-    assert f'pip install "verl[{OPTIONAL_TRACKERS[package]}]"' in caplog.text
-    asked = validate(compose_root("ppo", command_line("ppo", ["tracker=[console,tensorboard,curves]"])[0]))
-    with refusal("tracker.tensorboard" if package == "tensorboard" else "tracker.curves", value=package):
+    assert 'pip install "verl[tensorboard]"' in caplog.text
+    asked = validate(compose_root("ppo", command_line("ppo", ["tracker=[console,tensorboard]"])[0]))
+    with refusal("tracker.tensorboard", value=package):
         refuse_here(asked)
 
 

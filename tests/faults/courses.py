@@ -29,7 +29,7 @@ def often_equal(prompts, responses):
     scores = rate(prompts, responses)
     return [float(len(set(response)) > 4) for response in responses] if scores else scores
 """
-QUIET = ["tracker.tensorboard=null", "tracker.curves=null", "tracker.console.progress_bar=false"]
+QUIET = ["tracker.tensorboard=null"]
 SIZES = ["actor.micro_batch_tokens=24", "actor.optimizer.lr=1e-3", "trainer.num_threads=1"]
 SUMS = ["data.digits=1", "data.held_out=2", "data.train_size=12"]  # three steps an epoch
 PPO = ["critic.optimizer.lr=1e-3", "algorithm.epochs=2", "algorithm.entropy_coef=0.01", "trainer.group_size=1"]
@@ -92,7 +92,7 @@ COURSES = {
 def write_files(directory: Path) -> None:
     """Two files of eight and five rows, with one that cannot be used in each."""
     for name, count in (("a", 8), ("b", 5)):
-        rows = [{"prompt": f"{name}{i}+{i}=", "completion": str(2 * i)} for i in range(count)]
+        rows: list[dict[str, object]] = [{"prompt": f"{name}{i}+{i}=", "completion": str(2 * i)} for i in range(count)]
         rows.insert(2, {"prompt": "", "completion": "no question"} if name == "a" else {"prompt": 7, "completion": "7"})
         (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 

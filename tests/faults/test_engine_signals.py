@@ -62,7 +62,7 @@ class Round:
         self.temporary.mkdir(parents=True)
         engine = ["rollout=vllm", "rollout.kv_cache_gib=0.05", "rollout.max_num_seqs=16", "rollout.num_threads=1"]
         engine += [f"rollout.call_timeout_s={LIMIT_S:g}", *VARIANTS[self.variant]]
-        quiet = ["tracker.tensorboard=null", "tracker.curves=null", "tracker.console.progress_bar=false"]
+        quiet = ["tracker.tensorboard=null"]
         length = [
             f"trainer.total_steps={STEPS}",
             "trainer.eval_interval=3",

@@ -30,7 +30,6 @@ from verl.models.pretrained import Pretrained
 from verl.tracking import sweep_table
 from verl.tracking.jsonl import JsonLinesTracker
 from verl.tracking.logging_setup import setup_logging
-from verl.tracking.plots import MetricSeries, draw
 from verl.trainer.state.lineage import Lineage, read_events
 from verl.utils.external_input import open_regular, write_text
 
@@ -206,9 +205,6 @@ def test_names_do_not_reach_the_terminal_as_commands_to_it(run):
         ("checkpoint", "health", directory),
         ("checkpoint", "inspect", directory / "global_step_2"),
         ("lineage", directory),
-        ("samples", run),
-        ("samples", run, "--turns"),
-        ("samples", run, "--json"),
     ):
         said = command(*words)
         assert not {"\x1b", "\x07", "\x9b"} & set(said), words
@@ -223,7 +219,6 @@ def test_names_do_not_reach_the_terminal_as_commands_to_it(run):
         "run.log",
         "metrics.jsonl",
         "plan.txt",
-        "curves.png",
         "sweep.csv",
     ],
 )
@@ -235,7 +230,6 @@ def test_a_file_of_the_run_directory_is_written_only_where_it_is_regular(name, k
         "run.log": lambda: setup_logging(tmp_path),
         "metrics.jsonl": lambda: tracker.start("run", {}, tmp_path, None),
         "plan.txt": lambda: write_text(tmp_path / name, "plan"),
-        "curves.png": lambda: draw({"reward": {"mean": MetricSeries([1, 2], [0.0, 1.0])}}, tmp_path / name, "run"),
         "sweep.csv": lambda: sweep_table.write(tmp_path, []),
     }  # fmt: skip
     with in_time(), pytest.raises(OSError, match="not a regular file"):

@@ -33,7 +33,7 @@ GAMES = [  # of several turns; random weights seldom end one by themselves
 
 def started(server: ForkServer, model, directory: Path, name: str, *overrides: str) -> Child:
     """A run that saves each step, so that most moments lie within a save."""
-    quiet = ["tracker.tensorboard=null", "tracker.curves=null", "tracker.console.progress_bar=false"]
+    quiet = ["tracker.tensorboard=null"]
     saving = [f"checkpoint.save_dir={directory / 'checkpoints'}", "checkpoint.save_interval=1", "resume=latest"]
     length = [f"trainer.total_steps={STEPS}", "trainer.eval_interval=3", "trainer.save_final=false"]
     return server.start(directory, name, [*small_run(model, directory), *quiet, *saving, *length, *overrides])

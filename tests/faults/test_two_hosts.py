@@ -49,7 +49,7 @@ class Cluster:
         run += ["trainer.placement.strategy=SPREAD", f"trainer.nnodes={num_hosts}", "trainer.n_gpus_per_node=1"]
         run += ["sharding=ddp", "trainer.prompts_per_step=4", "trainer.group_size=2", f"trainer.total_steps={STEPS}"]
         run += ["data.held_out=4", "trainer.eval_interval=100", "trainer.eval_before=false", "trainer.num_threads=1"]
-        run += ["checkpoint.save_interval=1", "trainer.save_final=false", "tracker.curves=null"]
+        run += ["checkpoint.save_interval=1", "trainer.save_final=false"]
         run += [f"hydra.run.dir={DISK}/work/{name}/run", f"checkpoint.save_dir={DISK}/work/{name}/checkpoints"]
         return [sys.executable, "-m", "verl.cli", *run, f"trainer.experiment_name={name}", *more]
 

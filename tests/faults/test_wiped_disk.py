@@ -46,7 +46,7 @@ class Machine:
         run = [*small_run(self.model, self.directory), *BUFFER, *SAVING, *at_s3(self.url, self.prefix)]
         run += ["checkpoint.keep_last_n=null", "resume=latest"]
         run += [f"checkpoint.save_dir={self.directory}/checkpoints/killed", f"trainer.total_steps={STEPS}"]
-        run += ["trainer.eval_interval=3", "trainer.save_final=false", "tracker.curves=null", "trainer.num_threads=1"]
+        run += ["trainer.eval_interval=3", "trainer.save_final=false", "trainer.num_threads=1"]
         return self.machines.start(
             self.directory, name, [*run, *overrides], env=os.environ
         )  # has the keys of the store

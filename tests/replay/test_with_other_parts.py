@@ -13,7 +13,7 @@ from verl.trainer.state.compare_runs import steps_of
 ROOT = Path(__file__).resolve().parents[2]
 OLD_ROWS = ["replay=tiered", "replay.memory_mib=8", "replay.shard_mib=1", "algorithm.replay_fraction=0.5"]
 SIZES = ["trainer.prompts_per_step=4", "trainer.group_size=2", "rollout.max_new_tokens=6", "data.held_out=4"]
-SIZES += ["trainer.eval_samples=0", "trainer.num_threads=1", "tracker.curves=null", "tracker.tensorboard=null"]
+SIZES += ["trainer.eval_samples=0", "trainer.num_threads=1", "tracker.tensorboard=null"]
 PARTS = {
     "fsdp": ["sharding=fsdp", "trainer.n_gpus_per_node=2"],
     "ray": ["trainer=ray"],

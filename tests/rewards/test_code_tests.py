@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-from dataclasses import replace
 
 import pytest
 from cases import exhaustive
@@ -15,7 +14,7 @@ from verl.http_client.endpoint import Endpoint
 from verl.rewards.code_tests import CodeTests, program_of, read_tests
 from verl.sandbox.jail import Jail
 from verl.sandbox.remote import RemoteSandbox
-from verl.sandbox.unit_tests.test_names import names_of, run_unit_test, try_tests
+from verl.sandbox.unit_tests.run import run_unit_test
 from verl.sandbox.unprotected import Unprotected
 
 SANDBOX = Jail(timeout_s=5.0) if not list(Jail().machine_faults()) else Unprotected(timeout_s=5.0)
@@ -153,7 +152,7 @@ SOUND = {  # a program and a test that it passes
         "assert out.getvalue() == 'hi\\n'",
     ),
     "a constant that changes": ("N = 0\ndef f():\n    global N\n    N += 1", "assert N == 0\nf()\nassert N == 1"),
-    "the name of a built-in": ("def sum(a, b): return a * b", "assert sum(3, 4) == 12"),
+    "the name of a built-in": ("def sum(a, b): return a * b", "from solution import sum\nassert sum(3, 4) == 12"),
     "a function as an argument of the test's": ("def f(x): return -x", "assert sorted([1, 2], key=f) == [2, 1]"),
     "a check by HumanEval": ("def f(x): return x", "def check(candidate):\n    assert candidate(1) == 1\ncheck(f)"),
     "a module that the program imports": ("import math\ndef f(): return 0.1", "assert math.isclose(f(), 0.1)"),
@@ -169,8 +168,8 @@ SOUND = {  # a program and a test that it passes
 def test_a_program_that_solves_a_unit_test_passes_it_from_another_process(runner):
     found = {name: run_unit_test(runner, *case).outcome for name, case in SOUND.items()}
     assert set(found.values()) == {"pass"}, found
-    assert try_tests(runner, [test for _, test in SOUND.values()]) == [None] * len(SOUND)
-    assert [(name, names_of(test)) for name, (_, test) in SOUND.items() if names_of(test).needs_object] == []
+    for test in ("assert 1 == 1", "def test_f():\n    assert f(1)", "assert f("):  # they say nothing about a program
+        assert run_unit_test(runner, "def f(x): return x", test).outcome in ("fail", "error")
 
 
 @pytest.fixture
@@ -180,47 +179,12 @@ def runner(request):
     built.close()
 
 
-NEED_OBJECTS = [
-    "s = Stack()\ns.push(1)\nassert s.pop() == 1",
-    "assert Stack().size == 0",
-    "assert Point.origin == 3",
-    "assert next(count()) == 1",
-    "g = count()\nassert next(g) == 1",
-    "try:\n    f(1)\nexcept TooLarge:\n    pass",
-    "assert isinstance(f(1), Shape)",
-    "class Own(Base): pass\nassert Own().x",
-    "assert apply(lambda x: x + 1, 2) == 3",
-    "def own(x): return x\nassert apply(own, 2) == 2",
-    "import asyncio\nassert asyncio.run(fetch(1)) == 1",
-    "assert curried(1)(2) == 3",
-    "with opened() as x:\n    assert x",
-    "from unittest.mock import patch\nassert f(1)",
-    "import sys, io\nsys.stdin = io.StringIO('1')\nassert f() == 1",
-    "import inspect\nassert 'for' not in inspect.getsource(f)",
-    "assert f.__name__ == 'f'",
-    "assert abs(sum(1, 2)) == 3",
-    "import solution as s\nassert s.Stack().push(1)",
-    "assert f(object()) == 1",
-]
-
-
-def test_a_unit_test_that_needs_objects_is_refused_unless_allowed():
-    with built() as reward:
-        for test in NEED_OBJECTS:
-            with refusal("tests_key") as caught:
-                reward.check_rows("training rows", [{"tests": UNIT}, {"tests": [test]}])
-            assert "1 of 3 unit tests of the training rows" in str(caught.value)
-            assert "row 1" in str(caught.value)
-
-
 def test_tests_with_objects_run_in_the_process_of_the_program_where_that_is_allowed():
     program = "class Stack(list):\n    push = list.append\ndef count():\n    yield from range(3)"
     tests = [["s = Stack()\ns.push(1)\nassert s.pop() == 1"], ["assert list(count()) == [0, 1, 2]"]]
     assert rated([program] * 2, tests, allow_in_process=True).scores.tolist() == [1, 1]
     result = rated([program], tests[1:])
     assert (result.scores.tolist(), result.parts["test_objects"].tolist()) == ([0], [1])
-    with pytest.raises(RewardError, match="sample 0 needs the program"):
-        rated([program], tests[:1])
 
 
 def test_a_sandbox_that_cannot_keep_a_program_from_its_test_runs_no_unit_tests_unless_allowed():
@@ -231,22 +195,10 @@ def test_a_sandbox_that_cannot_keep_a_program_from_its_test_runs_no_unit_tests_u
         assert reward.check_rows("training rows", [{"tests": CASES}]) == []
 
 
-def test_broken_tests_are_told_with_their_rows_before_the_run():
-    broken = {
-        "assert f(": "line 1 is no Python",
-        "assert 1 == 1": "no name of the program",
-        "import no_such_module\nassert f(1)": "ModuleNotFoundError",
-        "def test_f():\n    assert f(1)": "without a call",
-        "open('cases.txt')\nassert f(1)": "FileNotFoundError",
-        "import os\nos._exit(0)\nf()": "ends before a call",
-    }
-    with built() as reward, built(sandbox=replace(SANDBOX, timeout_s=1.0)) as hasty:
-        (told,) = hasty.check_rows("training rows", [{"tests": "while True:\n    pass\nf(1)"}])
-        assert "does not call the program in time" in told
-        for test, why in broken.items():
-            (told,) = reward.check_rows("training rows", [{"tests": UNIT}, {"tests": test}])
-            assert told.startswith("1 of 3 unit tests of the training rows are broken"), told
-            assert "row 1" in told and why in told, told  # noqa: PT018
+def test_tests_that_are_no_python_are_told_with_their_rows_before_the_run():
+    with built() as reward:
+        (told,) = reward.check_rows("training rows", [{"tests": UNIT}, {"tests": "assert f("}])
+        assert told.startswith("1 of 3 unit tests of the training rows are no Python: row 1")
         assert reward.check_rows("training rows", [{"tests": UNIT}, {"tests": CASES}]) == []
         with refusal("tests_key"):
             reward.check_rows("training rows", [{"tests": UNIT}, {"tests": 3}])

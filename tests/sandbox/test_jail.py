@@ -1,6 +1,5 @@
 """Jails of bubblewrap: what a program gets, and attacks that must not leave one."""
 
-import contextlib
 import json
 import os
 import shutil
@@ -16,7 +15,7 @@ from cluster.processes_of import wait_until_gone
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, SandboxError
-from verl.sandbox import cgroup, jail, jail_command
+from verl.sandbox import jail, jail_command
 from verl.sandbox.base import Program
 from verl.sandbox.jail import Jail
 
@@ -405,62 +404,6 @@ def _command(pid: int) -> str:
         return Path(f"/proc/{pid}/cmdline").read_text()
     except OSError:
         return ""
-
-
-# Cgroups: limits of the kernel, for all processes of a jail together
-
-
-@pytest.mark.slow
-def test_the_kernel_limits_the_memory_of_all_processes_of_a_jail_together(monkeypatch):
-    if isinstance(found := cgroup.JailGroups.find(), str):
-        pytest.skip(found)
-    monkeypatch.setattr(jail, "POLL_INTERVAL_S", 1000.0)  # so that nothing but the kernel limits it
-    peaks, groups = [], []
-    removed = cgroup.JailGroup.remove
-
-    def watched(group):
-        with contextlib.suppress(OSError):
-            name = "memory.peak" if group.version == 2 else "memory.max_usage_in_bytes"
-            peaks.append(int((group.paths["memory"] / name).read_text()))
-            groups.append(group)
-        return removed(group)
-
-    monkeypatch.setattr(cgroup.JailGroup, "remove", watched)
-    limits = {"memory_mib": 64, "disk_mib": 8, "max_processes": 8}
-    made = Jail(timeout_s=60.0, pool_size=1, cgroups="required", **limits).build(BuildContext())
-    several = """
-import os, time
-for _ in range(6):
-    if os.fork() == 0:
-        block = bytearray(60 << 20)
-        time.sleep(600)
-os.wait()
-print("the first of them has ended", flush=True)
-"""
-    try:
-        results = [made.run(several), made.run(several + "time.sleep(600)", timeout_s=2.0), made.run("print(1)")]
-    finally:
-        made.close()
-    assert [result.outcome for result in results] == ["memory", "memory", "ok"]
-    assert max(peaks) <= jail.group_bytes(made.described, 64)
-    assert not any(path.exists() for group in groups for path in group.paths.values())
-
-
-def test_groups_of_a_process_that_was_killed_are_removed_by_the_next(tmp_path):
-    if isinstance(found := cgroup.JailGroups.find(), str):
-        pytest.skip(found)
-    names = [base / f"{cgroup.PREFIX}999999999-12345-0" for base in set(found.bases.values())]
-    for name in names:  # of a process that there is not
-        name.mkdir()
-    cgroup.JailGroups.find()
-    assert not any(name.exists() for name in names)
-
-
-def test_cgroups_that_are_required_and_cannot_be_had_are_refused(monkeypatch):
-    monkeypatch.setattr(cgroup, "candidate_directories", list)
-    (fault,) = Jail(cgroups="required").machine_faults()
-    assert fault.startswith("cgroups is required: this kernel has no cgroups")
-    assert not list(Jail(cgroups="auto").machine_faults())
 
 
 # What a machine lacks

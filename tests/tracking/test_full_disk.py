@@ -16,7 +16,6 @@ from verl.rewards.base import Reward, RewardDescription
 from verl.tracking.base import Trackers, TrackerSet
 from verl.tracking.jsonl import JsonLines, JsonLinesTracker
 from verl.tracking.logging_setup import setup_logging
-from verl.tracking.plots import Curves
 from verl.tracking.tensorboard import TensorBoard
 
 
@@ -65,7 +64,7 @@ class FillingReward(RewardDescription, Reward):
 
 
 def fit(model, disk: Path, full_from: int, free_from: int | None, **options):
-    trackers = Trackers(jsonl=JsonLines(), tensorboard=TensorBoard(), curves=Curves())
+    trackers = Trackers(jsonl=JsonLines(), tensorboard=TensorBoard())
     reward = FillingReward(disk=str(disk), full_from=full_from, free_from=free_from)
     settings = {"total_steps": 8, "eval_interval": 1, "eval_samples": 0, "eval_before": False} | options
     run = ppo_run(model, GRPO_ALGORITHM, critic=None, reward=reward, data=Prompts(), tracker=trackers, **settings)
@@ -91,7 +90,6 @@ def test_a_run_loses_no_metrics_while_its_disk_is_full_for_some_steps(model32, d
     log = (disk / "run" / "run.log").read_text()
     assert log.count("tracker.jsonl FAILED") == 1
     assert "tracker.jsonl failed" in log
-    assert (disk / "run" / "curves.png").is_file()
     assert (disk / "run" / "actor" / "config.json").is_file()
     assert json.loads((disk / "run" / "summary.json").read_text())["status"] == "finished"
 
@@ -103,7 +101,6 @@ def test_a_disk_that_stays_full_stops_the_training_of_nothing_and_tears_no_line(
     lines = read_lines(disk / "run" / "metrics.jsonl")  # every line is whole
     assert [line["step"] for line in lines][:2] == [1, 1]
     assert (disk.parent / "calls").read_text() == "16"  # all steps were made
-    assert not (disk / "run" / "curves.png").exists()
     assert not list((disk / "run").glob("summary.json*"))
 
 

@@ -149,9 +149,9 @@ def names(trackers: Trackers) -> list[str]:
         (["tracker=[console,jsonl,wandb]", "tracker.wandb.project=x"], ["console", "jsonl", "wandb"]),
         (["tracker=console"], ["console"]),
         (["tracker=[jsonl]"], ["jsonl"]),
-        (["tracker=default"], ["console", "curves", "jsonl", "report", "tensorboard"]),
-        (["tracker=[wandb,default]"], ["console", "curves", "jsonl", "report", "tensorboard", "wandb"]),
-        (["tracker=wandb"], ["console", "curves", "jsonl", "report", "tensorboard", "wandb"]),  # as before lists
+        (["tracker=default"], ["console", "jsonl", "report", "tensorboard"]),
+        (["tracker=[wandb,default]"], ["console", "jsonl", "report", "tensorboard", "wandb"]),
+        (["tracker=wandb"], ["console", "jsonl", "report", "tensorboard", "wandb"]),  # as before lists
         (["tracker=[wandb]"], ["wandb"]),
         (["tracker=none"], []),
         (["tracker=[]"], []),

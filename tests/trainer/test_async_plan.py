@@ -1,4 +1,4 @@
-"""The simulation of asynchronous training: closed forms, its bound, and the seconds that it reads from a run."""
+"""The simulation of asynchronous training: closed forms and its bound."""
 
 from __future__ import annotations
 
@@ -13,14 +13,10 @@ from verl.cli.main import app
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
 from verl.trainer.plan.async_plan import (
-    LONGEST,
-    MEAN,
     AsyncSetting,
     AsyncTimes,
     _Simulation,
-    length_draws,
     plan_async,
-    recorded_times,
     simulate,
 )
 
@@ -84,24 +80,6 @@ def test_updates_in_flight_keep_the_bound_and_make_tokens_younger():
     )
     assert in_flight.samples_per_s > 1.5 * drained.samples_per_s  # the longest response holds only its own batch up
     assert in_flight.staleness < drained.staleness
-
-
-def test_the_rate_of_decoding_is_read_from_the_metrics_of_a_run():
-    drawn = random.Random(0)
-    longest = [drawn.randint(50, 90) for _ in range(20)]
-    tokens = [drawn.randint(200, 500) for _ in range(20)]
-    generate_s = [0.02 * a + 0.001 * b for a, b in zip(longest, tokens, strict=True)]
-    columns = {MEAN: [x / 12 for x in tokens], LONGEST: longest, "perf/tokens": tokens, "timing/gen_s": generate_s}
-    columns |= {"timing/sync_s": [0.5] * 20, "timing/step_s": [3.5 + x for x in generate_s]}
-    run = run_of("trainer.prompts_per_step=3", "trainer.group_size=4")
-    times = recorded_times(run, columns, "a run")
-    assert (times.token_s(0), times.token_s(10)) == pytest.approx((0.02, 0.03))
-    assert (times.train_s, times.sync_s, times.slots) == pytest.approx((3.0, 0.5, 12))
-    draws = length_draws(run, None, None, columns)
-    rows = [draws(drawn) for _ in range(200)]
-    assert {len(batch) for batch in rows} == {12}
-    assert {max(batch) for batch in rows} == set(longest)
-    assert sum(map(sum, rows)) / 200 == pytest.approx(sum(tokens) / 20, rel=0.05)
 
 
 def test_the_best_split_gives_both_sides_as_much_as_they_need():

@@ -62,7 +62,7 @@ class ExitingData(Prompts):
             calls.append(rows)
             return made(rows) if len(calls) < 2 else stop("sys.exit")
 
-        splits.train.collate = collate
+        splits.train.collate = collate  # pyright: ignore[reportAttributeAccessIssue]
         return splits
 
 
@@ -103,12 +103,12 @@ def test_an_exit_within_a_run_is_its_error_and_names_the_line(parts, model32, tm
 
 @pytest.mark.parametrize("at", ["log", *exhaustive("close")])
 def test_an_exit_of_a_tracker_is_told_and_training_goes_on(at, model32, tmp_path, caplog):
-    trackers = Trackers(jsonl=JsonLines(), curves=ExitingTracker(at=at))
+    trackers = Trackers(jsonl=JsonLines(), tensorboard=ExitingTracker(at=at))
     with caplog.at_level(logging.WARNING, "verl"):
         assert fit(tmp_path, model32, tracker=trackers).status == "finished"
     assert len(read_lines(tmp_path / "metrics.jsonl")) == 4
     messages = [record.message for record in caplog.records]
-    (warning,) = [text for text in messages if "curves" in text and "Exit" in text]
+    (warning,) = [text for text in messages if "tensorboard" in text and "Exit" in text]
     assert "test_component_exits.py raised SystemExit(0)" in warning
 
 

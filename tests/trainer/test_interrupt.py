@@ -38,7 +38,7 @@ def test_an_interrupted_run_writes_what_is_finished_and_leaves_nothing_running(
     choices = ["actor=pretrained", f"actor.model.path={model32.path}", "reward=function", "reward.path=rate.py:variety"]
     length = ["trainer.total_steps=100000", "data.held_out=4", "actor.optimizer.lr=1e-3"]
     sizes = ["trainer.prompts_per_step=4", "trainer.group_size=2", "rollout.max_new_tokens=6", "trainer.eval_samples=0"]
-    quiet = ["trainer.num_threads=1", "tracker.tensorboard=null", "tracker.curves=null"]
+    quiet = ["trainer.num_threads=1", "tracker.tensorboard=null"]
     process = fork_server.start(tmp_path, "run", [*choices, *length, *sizes, *quiet, *SHARDINGS[sharding]])
     try:
         _wait_for_steps(run_dir / "metrics.jsonl", 3, process.is_running)
@@ -101,7 +101,7 @@ def test_ctrl_c_to_the_whole_job_saves_the_step_and_leaves_no_process_of_ray(mod
     choices = ["trainer=ray", "algorithm=grpo", "actor=pretrained", f"actor.model.path={model32.path}"]
     length = ["trainer.total_steps=100000", "data.held_out=4", "trainer.eval_samples=0", "trainer.save_final=false"]
     sizes = ["trainer.prompts_per_step=4", "trainer.group_size=2", "rollout.max_new_tokens=6"]
-    quiet = ["trainer.num_threads=1", "tracker.tensorboard=null", "tracker.curves=null", f"hydra.run.dir={run_dir}"]
+    quiet = ["trainer.num_threads=1", "tracker.tensorboard=null", f"hydra.run.dir={run_dir}"]
     small = ["trainer.placement.object_store_mib=80"]
     command = [sys.executable, ROOT / "main_ppo.py", *choices, *length, *sizes, *quiet, *small]
     with (tmp_path / "output").open("w") as output:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,7 @@ def atomic_directory(disk: FileSystem, out: Path, doing: str) -> Iterator[Path]:
 MODEL, ADAPTER = "config.json", "adapter_config.json"
 
 
-def export(manager: CheckpointManager, out: Path, component: str = "actor", pytorch_bin: bool = False) -> list[str]:
+def export(manager: CheckpointManager, out: Path, component: str = "actor") -> list[str]:
     """Write a component as a directory for transformers, or for peft if it is an adapter. The operation is atomic.
 
     >>> export(CheckpointManager("checkpoints"), Path("model"))
@@ -76,8 +76,6 @@ def export(manager: CheckpointManager, out: Path, component: str = "actor", pyto
 
     Args:
         out: must not exist, or be an empty directory.
-        pytorch_bin: one `pytorch_model.bin`, a plain state dict that `torch.load(weights_only=True)` reads, instead of
-            safetensors.
     Returns:
         The names of the files.
     Raises:
@@ -89,10 +87,10 @@ def export(manager: CheckpointManager, out: Path, component: str = "actor", pyto
     out = require_unused(disk, out)
     kind = _kind(manager, component)
     with atomic_directory(disk, out, f"exporting to {out}") as staged:
-        for name, content in _content(manager, component, kind, pytorch_bin):
+        for name, content in _content(manager, component, kind):
             target = staged / name
             make_directories(disk, target.parent, staged)
-            _write_exported(disk, target, content)
+            write_file(disk, target, content)
         return sorted(files_below(disk, staged)[0])
 
 
@@ -108,27 +106,17 @@ def _kind(manager: CheckpointManager, component: str) -> str:
     raise ConfigError(f"component is {component!r}: {manager.directory} has no model there. Its models: {known}.")
 
 
-def _content(
-    manager: CheckpointManager, component: str, kind: str, pytorch_bin: bool
-) -> Iterator[tuple[str, list[Any] | Mapping]]:
-    """Files by name: buffers, or a state dict for torch to save."""
+def _content(manager: CheckpointManager, component: str, kind: str) -> Iterator[tuple[str, list[Any]]]:
+    """Files by name, each in buffers."""
     held, reader = manager.checkpoint.slices_by_file, manager.reader()
     recorded = reader.tensors(component)
-    if pytorch_bin and not recorded:
-        raise ConfigError(
-            f"component is {component!r}: {manager.directory} records no tensors of it to write as a state."
-        )
     for entry in manager.files(component):
         name = entry.path.removeprefix(f"{component}/")
         if entry.path not in held and (name != INDEX_NAME or not recorded):
             yield name, [manager.read(entry.path)]
-    # Weights are rewritten, so that slices of several writers become whole tensors.
-    if pytorch_bin:
-        name = "adapter_model.bin" if kind == ADAPTER else "pytorch_model.bin"
-        yield name, dict(manager.load(component))
-        return
     if not recorded:
         return
+    # Weights are rewritten, so that slices of several writers become whole tensors.
     whole = {t.name: LogicalTensor.of_slice(component, t.name, t.dtype, t.shape) for t in recorded}
     (files,), index = model_files([{name: tensor.num_bytes for name, tensor in whole.items()}])
     if kind == ADAPTER:
@@ -138,15 +126,3 @@ def _content(
         yield file, [header, *(reader.tensor(component, tensor.name) for tensor in ordered)]
     if index is not None:
         yield INDEX_NAME, [index]
-
-
-def _write_exported(disk: FileSystem, target: Path, content: list[Any] | Mapping) -> None:
-    if not isinstance(content, Mapping):
-        write_file(disk, target, content)
-        return
-    import torch
-
-    with open(target, "xb") as file:
-        torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())

@@ -1,4 +1,4 @@
-"""`verl checkpoint`: list, inspect, verify, compare, pin, clean, export, push and pull checkpoints."""
+"""`verl checkpoint`: list, inspect, verify, pin, clean, export, push and pull checkpoints."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from verl.checkpoint import retention as keeping
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import MANIFEST
-from verl.checkpoint.describe import CheckpointSummary, age_s, status_of, summaries, summary_of
+from verl.checkpoint.describe import CheckpointSummary, age_s, components, status_of, summaries, summary_of
 from verl.checkpoint.export import atomic_directory, require_unused
 from verl.checkpoint.export import export as export_component
 from verl.checkpoint.manager import CheckpointManager
-from verl.checkpoint.read.compare import compare
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.read.reader import Level
 from verl.checkpoint.remote.commit_log import CommitLog
@@ -24,8 +23,7 @@ from verl.checkpoint.remote.transfer import find_at, upload
 from verl.checkpoint.remote.transfer import pull as pull_one
 from verl.checkpoint.resolve import ResolvedPath, directories_below, resolve_path
 from verl.checkpoint.retention import Retention, clean, plan
-from verl.cli.checkpoint_report import as_json, print_comparison, print_inspection
-from verl.cli.console import FOUND, counted, duration, echo, fail, parse_duration, print_json, size
+from verl.cli.console import FOUND, counted, duration, echo, parse_duration, print_json, size
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, CheckpointUnsupported, ConfigError
 from verl.storage.config import is_address, storage_at
 from verl.tracking.base import headline
@@ -132,22 +130,21 @@ def list_checkpoints(path: Path_ = ".", json: Json = False) -> None:
 @app.command("inspect")
 def inspect(
     path: Path_,
-    tensors: Annotated[
-        bool, typer.Option("--tensors", help="Show every tensor, not only the first of each part.")
-    ] = False,
-    component: Annotated[str | None, typer.Option(help="Show only the tensors of this part.")] = None,
-    state: Annotated[
-        bool, typer.Option("--state", help="Show all that the trainer recorded, its configuration included.")
-    ] = False,
-    json: Json = False,
+    component: Annotated[str | None, typer.Option(help="Only the tensors of this part.")] = None,
 ) -> None:
-    """Show what a checkpoint holds: sizes by component, tensors, and what the trainer recorded."""
+    """Print as JSON what a checkpoint holds: sizes by component, tensors, and what the trainer recorded."""
     listed = _summaries(path, one=True)
     summary = next((candidate for candidate in reversed(listed) if candidate.status == "complete"), listed[-1])
-    if json:
-        print_json(as_json(summary, component))
-    else:
-        print_inspection(summary, component, all_tensors=tensors, all_state=state)
+    report = summary.to_json()
+    if summary.checkpoint is not None:
+        tensors = [
+            {"component": t.component, "name": t.name, "dtype": t.dtype, "shape": t.shape, "bytes": t.num_bytes}
+            for t in summary.checkpoint.manifest.tensors
+            if component in (None, t.component)
+        ]
+        parts = [dataclasses.asdict(part) for part in components(summary.checkpoint)]
+        report |= {"components": parts, "tensors": tensors, "trainer_state": summary.state}
+    print_json(report)
     raise typer.Exit(0 if summary.status == "complete" else FOUND)
 
 
@@ -173,30 +170,6 @@ def verify(
                 echo(f"  {fault}")
         echo("every byte was hashed" if full else "sizes and headers were checked; --full hashes every byte")
     raise typer.Exit(0 if verified and all(summary.status == "complete" for summary in verified) else FOUND)
-
-
-@app.command("diff")
-def diff(
-    first: Annotated[str, typer.Argument(metavar="A", help=PATH)],
-    second: Annotated[str, typer.Argument(metavar="B", help=PATH)],
-    tensors: Annotated[
-        bool, typer.Option("--tensors", help="Read the tensors that differ, and print the largest difference.")
-    ] = False,
-    json: Json = False,
-) -> None:
-    """Compare two checkpoints: tensors and files by digest, settings by key. The exit status is 1 if they differ."""
-    try:
-        for path in filter(is_address, (first, second)):
-            resolve_path(path)  # refuses it, and says what to do
-        first_checkpoint, second_checkpoint = (CheckpointManager(path).checkpoint for path in (first, second))
-        differences = compare(first_checkpoint, second_checkpoint, numbers=tensors)
-    except BadCheckpoint as error:  # status 2; a difference is status 1
-        fail(str(error))
-    if json:
-        print_json([dataclasses.asdict(difference) for difference in differences])
-    else:
-        print_comparison(first_checkpoint, second_checkpoint, differences, with_numbers=tensors)
-    raise typer.Exit(FOUND if differences else 0)
 
 
 @app.command("health")
@@ -339,9 +312,6 @@ def export(
     path: Path_,
     out: Annotated[Path, typer.Argument(metavar="OUT", help="A directory that does not exist yet.")],
     component: Annotated[str, typer.Option(help="Which model.")] = "actor",
-    pytorch_bin: Annotated[
-        bool, typer.Option("--pytorch-bin", help="Write pytorch_model.bin, a plain state dict, instead of safetensors.")
-    ] = False,
     merge: Annotated[
         bool, typer.Option("--merge", help="Merge a LoRA adapter into its base model, and write the whole model.")
     ] = False,
@@ -382,7 +352,7 @@ def export(
                 raise ConfigError(f"--dtype: {name} is an adapter, or has a value head. Leave --dtype out.")
             _write_model(str(exported), name, absolute, dtype)
     else:
-        names = export_component(manager, out, component, pytorch_bin)
+        names = export_component(manager, out, component)
         echo(f"{name} is in {out}: {counted(len(names) + 1, 'file')}, {_stored(absolute)}")
     if manager is not None:
         write_text(out / "README.md", model_card(manager, component, (out / ADAPTER_CONFIG).is_file()))

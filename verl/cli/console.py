@@ -52,6 +52,8 @@ def one_line_errors() -> Iterator[None]:
     try:
         refuse_small_address_space()
         yield
+    except BrokenPipeError:  # `verl runs | head`: the command line's library ends it without a word
+        raise
     except BadCheckpoint as error:
         fail(str(error), FOUND)
     except (VerlError, OSError) as error:

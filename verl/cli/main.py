@@ -18,12 +18,11 @@ from verl.cli.plan import plan
 from verl.cli.report.watch import report, watch
 from verl.cli.resume_check import resume_check
 from verl.cli.runs import diff, lineage, runs
-from verl.cli.samples import samples
 from verl.cli.serve_training import serve_training
 from verl.compose.schema import ROOTS
 from verl.errors import ConfigError
 from verl.model_paths.families import family_table, summaries
-from verl.tracking.console import print_table, reader_may_leave
+from verl.tracking.console import print_table
 from verl.utils.child_process.interpreter import run_main
 from verl.utils.env_check import BACKENDS, check_env
 from verl.utils.redact import redact_output
@@ -64,7 +63,7 @@ class _Commands(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         if ctx.meta["trains"]:
             return super().invoke(ctx)
-        with component_exits(), reader_may_leave(), one_line_errors():
+        with component_exits(), one_line_errors():
             return super().invoke(ctx)
 
 
@@ -84,7 +83,6 @@ app.command()(generate)
 app.command("serve-policy")(serve_policy)
 app.command("serve-training")(serve_training)
 app.command()(plan)
-app.command()(samples)
 app.command()(report)
 app.command()(watch)
 

@@ -18,14 +18,12 @@ DEVICE = "plan.device="
 PLAN_ONLY = "plan=only"  # an argument of the main scripts
 OVERRIDES = "Overrides as for `verl ppo`: actor=llama8b sharding=fsdp trainer.n_gpus_per_node=8 ..."
 DEVICES = "a100-40, a100, l4, l40s, rtx4090, h100, h200, b200, mi300x or cpu; also as plan.device=NAME."
-RECORDS = "With --async: a run whose seconds and lengths are used, not those of the plan."
 LENGTHS = "With --async: tokens of responses, equally likely, such as 100,200,900."
 
 
 def plan(
     overrides: Annotated[list[str] | None, typer.Argument(help=OVERRIDES)] = None,
     device: Annotated[str | None, typer.Option(help=DEVICES)] = None,
-    measure: Annotated[bool, typer.Option("--measure", help="Measure this machine's CPU for about 10 s.")] = False,
     response_tokens: Annotated[
         int | None, typer.Option(min=1, help="Average tokens of a response, for the time. Default: the longest.")
     ] = None,
@@ -34,7 +32,6 @@ def plan(
     asynchronous: Annotated[
         bool, typer.Option("--async", help="Also simulate trainer.mode=async: speed, idle shares, staleness.")
     ] = False,
-    records: Annotated[Path | None, typer.Option("--from", help=RECORDS)] = None,
     lengths: Annotated[str | None, typer.Option(help=LENGTHS)] = None,
     tool_calls: Annotated[int, typer.Option(min=0, help="With --async: calls of a tool in a response.")] = 0,
     tool_s: Annotated[float, typer.Option(min=0, help="With --async: seconds of each call.")] = 0.0,
@@ -47,14 +44,14 @@ def plan(
     named = [word.removeprefix(DEVICE) for word in overrides or () if word.startswith(DEVICE)]
     words = [word for word in overrides or () if not word.startswith(DEVICE)]
     with faults_reported():
-        if not asynchronous and (records or lengths or tool_calls or tool_s):
-            raise ConfigError("--from, --lengths, --tool-calls, --tool-s: only the simulation reads them. Add --async.")
+        if not asynchronous and (lengths or tool_calls or tool_s):
+            raise ConfigError("--lengths, --tool-calls, --tool-s: only the simulation reads them. Add --async.")
         run = _validated(root, words, config_dir)
         from verl.trainer.plan import run_plan, workload
 
         directory = Path((run.checkpoint and run.checkpoint.save_dir) or ".").expanduser()
         free = None if "://" in str(directory) else workload.free_disk(directory.absolute())
-        rates = _rates(run, device or (named[-1] if named else None), measure)
+        rates = _rates(run, device or (named[-1] if named else None))
         try:
             found = run_plan.plan_run(run, rates, response=response_tokens, free_disk=free)
         except (VerlError, OSError):
@@ -66,7 +63,7 @@ def plan(
             ) from error
         if asynchronous:
             tools = {"calls": tool_calls, "latency_s": tool_s}
-            found = replace(found, asynchronous=_simulated(run, found, records, lengths, response_tokens, tools))
+            found = replace(found, asynchronous=_simulated(run, found, lengths, response_tokens, tools))
     echo(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(found.lines()))
     if not found.fits:
         raise typer.Exit(FOUND)
@@ -100,27 +97,18 @@ def _validated(root: str, arguments: list[str], config_dir: Path | None) -> Any:
     return with_architectures(validate(config, assigned.faults))
 
 
-def _rates(run: Any, name: str | None, measure: bool) -> Any:
+def _rates(run: Any, name: str | None) -> Any:
     import torch
 
-    from verl.models.model_stats import model_stats, sizes_config
-    from verl.trainer.plan.workload import device_named, gpu_here, measured_here
+    from verl.trainer.plan.workload import device_named, gpu_here
 
-    if measure and name in (None, "cpu"):
-        source, sizes = run.actor.model, model_stats(sizes_config(run.actor.model))
-        return measured_here(sizes.hidden, sizes.mlp, run.actor.on_device(False).autocast or source.dtype)
-    if measure:
-        raise ConfigError(f"plan.device is {name}: --measure is of this machine. Leave one of them out.")
     if name is None and torch.cuda.is_available() and run.trainer.device != "cpu":
         return gpu_here()
     return device_named(name or "cpu")
 
 
-def _simulated(
-    run: Any, found: Any, records: Path | None, lengths: str | None, mean: int | None, tools: dict[str, Any]
-) -> Any:
-    """`trainer.mode=async`, with seconds of the plan or of a run."""
-    from verl.cli.report.read import read_run
+def _simulated(run: Any, found: Any, lengths: str | None, mean: int | None, tools: dict[str, Any]) -> Any:
+    """`trainer.mode=async`, with the seconds of the plan."""
     from verl.trainer.plan import async_plan
 
     if not hasattr(run.trainer, "staleness") or run.rollout.location == "server":
@@ -128,15 +116,5 @@ def _simulated(
     numbers = None if lengths is None else [int(x) if x.isdecimal() else 0 for x in lengths.split(",")]
     if numbers is not None and min(numbers) < 1:
         raise ConfigError(f"--lengths is {lengths!r}: expected numbers of tokens, such as 100,200,900.")
-    columns = None
-    if records is not None:
-        record = read_run(records)
-        columns = {name: record.column(name).values for name in async_plan.RUN_COLUMNS}
-        if any(len(values) < 3 for values in columns.values()) or any(record.column("async/lag_1_share").values):
-            raise ConfigError(f"--from {records}: expected 3 steps or more of a run with max_staleness=0 or mode=sync.")
-    if columns is None:
-        times = async_plan.planned_times(run, found.memory, found.stages, found.device)
-    else:
-        times = async_plan.recorded_times(run, columns, str(records))
-    recorded = columns if numbers is None and mean is None else None
-    return async_plan.plan_async(run, replace(times, **tools), async_plan.length_draws(run, numbers, mean, recorded))
+    times = async_plan.planned_times(run, found.memory, found.stages, found.device)
+    return async_plan.plan_async(run, replace(times, **tools), async_plan.length_draws(run, numbers, mean))

@@ -105,7 +105,7 @@ def quickstart(
         "samples_per_s": round(training["samples"] / training["train_s"], 1),
     }
     (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-    written = {"report": "ppo/report.html", "curves": "ppo/curves.png", "actor": "ppo/actor", "samples": "ppo/samples"}
+    written = {"report": "ppo/report.html", "actor": "ppo/actor", "samples": "ppo/samples"}
     written |= {"metrics": "ppo/metrics.jsonl", "summary": "summary.json"}
     lines = [f"  {name:<8} {out / file}" for name, file in written.items() if (out / file).exists()]
     echo(

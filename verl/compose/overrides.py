@@ -98,7 +98,7 @@ ALIASES: dict[str, str | dict[str, str]] = {
     "ray.num_cpus": "trainer=ray trainer.placement.num_cpus",
 }
 SHORT = {
-    **{f"tracker={name}": f"[default,{name}]" for name in ("wandb", "trackio", "mlflow")},
+    "tracker=wandb": "[default,wandb]",
     "tracker=[]": "none",
 }  # abbreviations of options
 

@@ -24,6 +24,7 @@ from verl.errors import ConfigError
 from verl.model_paths.check import exempt_from_determinism, paths_for
 from verl.model_paths.expert_routing import ExpertLoad, defines_balance_loss, routing_of
 from verl.model_paths.families import PLAIN, ModelPaths, Scoring
+from verl.model_paths.images import ImageRows, has_images, with_images
 from verl.model_paths.micro_batch import MicroBatch, cut_into_micro_batches, empty_micro_batch
 from verl.models.heads import LMHead
 from verl.models.parallel_info import Autocast, compute_device, computing_in, release_gathered
@@ -275,7 +276,9 @@ class TrainingEngine:
         batch = batch.to("cpu")  # reading the lengths must not wait for the device
         budget, paths = (1, PLAIN) if alone else (self._token_budget(batch), self.paths(batch))
         multiple = 1 if self.device.type == "cpu" else BLOCK_MULTIPLE
-        cuts = cut_into_micro_batches(batch, budget, paths, None if alone else self.parallel.context, multiple)
+        images = ImageRows(getattr(self.model, "backbone", self.model)) if has_images(batch) else None
+        context = None if alone else self.parallel.context
+        cuts = cut_into_micro_batches(batch, budget, paths, context, multiple, images)
         if not self.parallel.needs_equal_micro_batches:
             yield from (micro.to(self.device) for micro in cuts)
             return
@@ -299,6 +302,8 @@ class TrainingEngine:
         paths = paths_for(model, longest, shares_tokens=self.parallel.shares_tokens)
         if self._limit is not None:
             paths = paths.limited_to(self._limit)
+        if has_images(batch):
+            paths = with_images(paths, model)
         return paths.limited_to("padded") if self.packing == "off" else paths
 
     def replay_routing(self, name: str) -> None:

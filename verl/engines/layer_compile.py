@@ -58,7 +58,8 @@ def is_worth_compiling(model: Any, parallel: Parallelism, device: str) -> bool:
     """Whether `model.compile=auto` compiles: elsewhere a failure of one process would stop the others."""
     width = getattr(model.config.get_text_config(), "hidden_size", 0)
     is_alone = parallel.world_size == 1 and not isinstance(parallel, ShardedParallelism)
-    return torch.device(device).type == "cuda" and is_alone and width >= AUTO_WIDTH and not expert_layers(model)
+    is_dense_text = not expert_layers(model) and not hasattr(model.config, "vision_config")
+    return torch.device(device).type == "cuda" and is_alone and width >= AUTO_WIDTH and is_dense_text
 
 
 def compile_layers(

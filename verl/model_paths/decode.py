@@ -25,6 +25,7 @@ from torch import Tensor
 
 from verl.model_paths.expert_routing import ExpertRouting
 from verl.model_paths.families import ModelPaths
+from verl.model_paths.images import ImageRows, RowMedia
 from verl.models.structure import call_model, unwrapped
 
 CACHES = ("past_key_values", "cache_params", "state")  # names of the cache in outputs and inputs
@@ -77,22 +78,30 @@ class BatchReader:
         self.repeats = repeats and paths.repeats_rows
         self.cache: Any = None
         self.cache_name = CACHES[0]
+        self._shifts: Tensor | int = 0
 
-    def begin(self, tokens: Tensor, mask: Tensor, n: int = 1) -> NextToken:
-        """Read prompts [b P], padded on the left, for n consecutive rows each."""
+    def begin(self, tokens: Tensor, mask: Tensor, n: int = 1, media: Sequence[RowMedia] = ()) -> NextToken:
+        """Read prompts [b P], padded on the left, for n consecutive rows each.
+
+        Args:
+            media: of each prompt; empty if none has images.
+        """
         attention, repeat = mask.long(), torch.arange(len(tokens), device=tokens.device).repeat_interleave(n)
+        self.media = list(media) if any(key for key, _ in media) else []
         if not self.repeats:
             tokens, attention = tokens[repeat], attention[repeat]
+            self.media = [self.media[row] for row in repeat.tolist()] if self.media else []
         self.tokens, self.attention, self.is_padded = tokens, attention, not bool(attention.all())
         if self.paths.cache == "in_place":
             from verl.model_paths.kv_cache import growing_cache  # brings transformers
 
             self.cache = growing_cache(self.model.config)
-        following = self._forward(tokens, self._positions())
+        following = self._forward(tokens, self._positions(), has_images=True)
+        self.position = self.attention.sum(dim=1) + self._shifts
         if self.repeats and n > 1:
             following = following.select(repeat)
+            self.position = self.position[repeat]
             self._select(repeat)
-        self.position = self.attention.sum(dim=1)
         return following
 
     def read(self, token: Tensor) -> NextToken:
@@ -100,7 +109,7 @@ class BatchReader:
         self.attention = torch.cat([self.attention, self.attention.new_ones(len(token), 1)], dim=1)
         if self.paths.cache == "none":
             self.tokens = torch.cat([self.tokens, token[:, None]], dim=1)
-            return self._forward(self.tokens, self._positions())
+            return self._forward(self.tokens, self._positions(), has_images=True)
         following = self._forward(token[:, None], self.position[:, None])
         self.position = self.position + 1
         return following
@@ -115,12 +124,14 @@ class BatchReader:
 
     def _select(self, rows: Tensor) -> None:
         self.tokens, self.attention = self.tokens[rows], self.attention[rows]
+        if self.media:
+            self.media = [self.media[row] for row in rows.tolist()]
         if self.cache is not None:
             from verl.model_paths.kv_cache import select_rows  # brings transformers
 
             select_rows(self.cache, rows)
 
-    def _forward(self, tokens: Tensor, positions: Tensor) -> NextToken:
+    def _forward(self, tokens: Tensor, positions: Tensor, has_images: bool = False) -> NextToken:
         has_cache = self.paths.cache != "none"
         inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": has_cache, "logits_to_keep": 1}
         if self.cache is not None:
@@ -129,7 +140,13 @@ class BatchReader:
             inputs["attention_mask"] = self.attention
         if self.paths.pads_prompts:  # otherwise the model counts positions itself
             inputs["position_ids"] = positions
-        out = call_model(self.model, **inputs)
+        images, self._shifts = None, 0
+        if has_images and self.media:
+            images = ImageRows(self.model).of_media(self.media, tokens.cpu(), self.attention.cpu())
+            assert images is not None
+            self._shifts = torch.tensor(images.shifts, device=tokens.device)
+            images = images.to(tokens.device)
+        out = call_model(self.model, images, **inputs)
         if has_cache and self.cache is None:
             self.cache_name = next((name for name in CACHES if getattr(out, name, None) is not None), "")
             if not self.cache_name:

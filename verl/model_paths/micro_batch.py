@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.model_paths.context_attention import ContextGroup, ContextLine
 from verl.model_paths.families import ModelPaths
+from verl.model_paths.images import KEYS, ImageRows, RowImages, has_images
 from verl.model_paths.packed_attention import call_packed
 from verl.ops.batching import micro_batches, micro_batches_of_groups
 from verl.ops.logprobs import response_positions
@@ -39,6 +41,7 @@ class MicroBatch:
         is_left_aligned: whether rows run with all padding on the right.
         is_unpadded: whether rows have equal length, and the model counts positions itself.
         tail: number of tokens appended to each row, which causal models do not see; only for padded batches.
+        images: of the rows, or of the packed line; None without images.
         positions: ([n], [n]) row and column of each masked response token, as from `response_mask.nonzero()`; computed
             once in main memory, because on a device it would synchronise.
     """
@@ -49,6 +52,7 @@ class MicroBatch:
     is_left_aligned: bool = False
     is_unpadded: bool = False
     tail: int = 0
+    images: RowImages | None = None
     positions: tuple[Tensor, Tensor] | None = None
 
     def to(self, device: torch.device) -> MicroBatch:
@@ -61,8 +65,9 @@ class MicroBatch:
             return self
         tensors = {name: x.to(device, non_blocking=True) for name, x in self.tensors.items()}
         packing = None if self.packing is None else self.packing.to(device)
+        images = None if self.images is None else self.images.to(device)
         row, t = (x.to(device, non_blocking=True) for x in self.on_mask)
-        return replace(self, tensors=tensors, packing=packing, positions=(row, t))
+        return replace(self, tensors=tensors, packing=packing, images=images, positions=(row, t))
 
     @property
     def on_mask(self) -> tuple[Tensor, Tensor]:
@@ -98,13 +103,16 @@ class MicroBatch:
                 output per token, [b s ...]; with `logits_to_keep=k`, for the last k tokens or for all.
         """
         x = self.tensors
+        further: dict[str, Any] = {} if self.images is None else {"images": self.images}
         if self.packing is not None:
-            return gather_rows(call_packed(call, x["input_ids"], self.packing)[0], self.packing.predictors)
+            return gather_rows(call_packed(call, x["input_ids"], self.packing, **further)[0], self.packing.predictors)
         if self.is_left_aligned:
             return self._predict_left_aligned(call)
         names = ("input_ids",) if self.is_unpadded else ("input_ids", "attention_mask", "position_ids")
         inputs = {name: torch.cat([x[name], x[name][:, -1:].expand(-1, self.tail)], dim=1) for name in names}
-        states = call(**inputs, logits_to_keep=self.response_width + 1 + self.tail)
+        if self.images is not None and self.is_unpadded:
+            further = {"images": self.images.alone(self.tail)}
+        states = call(**inputs, **further, logits_to_keep=self.response_width + 1 + self.tail)
         states = states[:, : states.shape[1] - self.tail]
         return response_positions(states, self.response_width)[self.on_mask]
 
@@ -163,6 +171,7 @@ def cut_into_micro_batches(
     paths: ModelPaths = PADDED,
     context: ContextGroup | None = None,
     multiple: int = 1,
+    images: ImageRows | None = None,
 ) -> Iterator[MicroBatch]:
     """Split a batch, sorted by row length, into micro-batches of at most a number of tokens.
 
@@ -174,6 +183,7 @@ def cut_into_micro_batches(
         paths: execution paths of the model. Rows are packed only if that saves a significant share of tokens.
         context: the processes that share the tokens of these rows; each has the budget, and rows are always packed.
         multiple: lengths of blocks of packed rows are multiples of this.
+        images: how the model reads those of the rows; None without images.
     """
     if context is not None:
         assert paths.scoring == "packed", paths
@@ -205,7 +215,13 @@ def cut_into_micro_batches(
             mask = tensors["response_mask"]
             line = pack(prompts[rows], responses[rows], prompt_of[rows], mask.cpu(), p, share, multiple)
             packing = (line if context is None else context.shard(line)).to(mask.device)
-        yield MicroBatch(rows, tensors, packing, paths.scoring == "right_padded", paths.scoring == "equal_lengths")
+        inserted = None
+        if images is not None:
+            inserted = images.of_batch(batch, rows, tensors["input_ids"], tensors["attention_mask"])
+            if inserted is not None and packing is not None:
+                inserted = inserted.on_line(packing.tokens)
+        kinds = paths.scoring == "right_padded", paths.scoring == "equal_lengths"
+        yield MicroBatch(rows, tensors, packing, *kinds, images=inserted)
 
 
 def _counts(index: Tensor, size: int) -> Tensor:
@@ -234,6 +250,8 @@ def _packed(
     """Rows of each micro-batch, the prompt of each row, and whether prompts are shared; None if it saves too little."""
     width = batch.batch["attention_mask"].shape[1] - batch.batch["responses"].shape[1]
     text = torch.cat([batch.batch["input_ids"][:, :width].cpu(), prompts[:, None]], dim=1)
+    if has_images(batch):  # equal tokens with other images are another prompt
+        text = torch.cat([text, batch.batch[KEYS][:, None].cpu()], dim=1)
     prompt_of = torch.unique(text, dim=0, return_inverse=True)[1]
     counts = own_tokens(responses)
     separate = int((counts + prompts).sum())

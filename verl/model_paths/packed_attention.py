@@ -12,7 +12,8 @@ layers receive a description of the mask. A layer with any other mask or an unkn
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, cast
@@ -83,6 +84,16 @@ def is_enabled(model: Any) -> bool:
     return model.config._attn_implementation == NAME
 
 
+@contextlib.contextmanager
+def describing(is_packed: bool) -> Iterator[None]:
+    """Inside this context masks are those of a packed line, or usual ones."""
+    token = _describing.set(is_packed)
+    try:
+        yield
+    finally:
+        _describing.reset(token)
+
+
 def call_packed(call: Callable[..., Any], ids: Tensor, packing: PackedRows | ContextLine, **inputs: Any) -> Any:
     """Run a model on the packed line of some rows.
 
@@ -91,8 +102,7 @@ def call_packed(call: Callable[..., Any], ids: Tensor, packing: PackedRows | Con
         ids: [b S] of the rows.
     """
     line = ids.flatten()[packing.tokens].unsqueeze(0)
-    token = _describing.set(True)
-    try:
+    with describing(True):
         return call(
             input_ids=line,
             attention_mask=torch.ones_like(line),
@@ -100,8 +110,6 @@ def call_packed(call: Callable[..., Any], ids: Tensor, packing: PackedRows | Con
             packing=packing,
             **inputs,
         )
-    finally:
-        _describing.reset(token)
 
 
 def make_mask(*args: Any, **kwargs: Any) -> Tensor | None:

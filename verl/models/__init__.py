@@ -4,6 +4,7 @@ fused_norms    RMS norms by torch's fused kernel
 gguf           GGUF files as models, and models that come in Python packages
 heads          Heads on a backbone: the critic's value head, a reward model's score
 hf_state_dict  A model's Hugging Face state dict in memory: tensors and their names
+images         Image-text models: the processor of their images, and their vision tower
 interfaces     The interface that each role expects of a model, and checks of it
 lora           LoRA adapters through peft: few trained parameters; the base model is the reference policy
 model_files    Files in a model's directory: damaged ones, errors about them, and a reader of weights

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from verl.models.heads import PEFT, SCORE, head_of
+from verl.models.images import images_of
 from verl.models.own_module import OwnModule
 from verl.models.pretrained import quiet_transformers
 from verl.utils.directories import TemporaryDirectory
@@ -120,10 +121,11 @@ def as_torch_file(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def tokenizer_files(tokenizer: Any) -> dict[str, bytes]:
-    """Content of the files that `tokenizer.save_pretrained` writes."""
+    """Content of the files that `tokenizer.save_pretrained` writes, and of those of the model's image processor."""
+    images = images_of(tokenizer)
     with TemporaryDirectory() as directory:
         tokenizer.save_pretrained(directory)
-        return files_in(Path(directory))
+        return files_in(Path(directory)) | ({} if images is None else images.files)
 
 
 def load_adapter(model: Any, file: Path) -> None:

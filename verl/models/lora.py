@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -36,6 +37,7 @@ class LoRA(Description):
 
     def apply(self, model: Any, *, causal_lm: bool) -> Any:
         """Add the adapter to a model. A is random (global generator) and B zero, so the output is unchanged at first.
+        Frozen modules get none.
 
         Args:
             model: Hugging Face model.
@@ -52,6 +54,7 @@ class LoRA(Description):
             r=self.rank,
             lora_alpha=self.alpha,  # pyright: ignore[reportArgumentType] - an int by its annotation, a factor in use
             target_modules=targets,
+            exclude_modules=frozen_modules(model),
             task_type="CAUSAL_LM" if causal_lm else "FEATURE_EXTRACTION",
         )
         try:
@@ -67,6 +70,16 @@ class LoRA(Description):
         if base is not None and Path(base).is_dir():  # saved with the adapter, which may be opened from anywhere
             config.base_model_name_or_path = str(Path(base).absolute())
         return adapted
+
+
+def frozen_modules(model: Any) -> str | None:
+    """A pattern of the names of all modules below those that are frozen as a whole; None if none is."""
+    kept: list[str] = []
+    for name, module in model.named_modules():
+        parameters = list(module.parameters())
+        if parameters and not any(p.requires_grad for p in parameters) and not name.startswith(tuple(kept)):
+            kept.append(f"{name}.")
+    return rf"({'|'.join(re.escape(name) for name in kept)}).*" if kept else None
 
 
 def tied_adapted(model: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 from verl.component import Description, component
 from verl.errors import ConfigError
 from verl.models.gguf import gguf_faults, is_gguf, unavailable, unpacked
+from verl.models.images import ImageProcessor, is_image_text
 from verl.models.lora import head_options, merged_model
 from verl.models.model_files import (
     SafetensorsReader,
@@ -54,10 +55,13 @@ class ModelSource(Description):
         compile: compile the layers of the model, where it scores and is trained: fewer and larger kernels, and a
             minute or more at the first start. Changes no result but by rounding. `auto` compiles dense models of a
             width of 512 and more on one GPU, in packed lines, where a trial agrees with the plain layers.
+        freeze: modules that are not trained, by their name or the end of their path, such as `embed_tokens`; `vision`
+            is the vision tower. null freezes that of an image-text model, and nothing of a text model; `[]` nothing.
     """
 
     dtype: Dtype = "float32"
     compile: bool | Literal["auto"] = "auto"
+    freeze: tuple[str, ...] | None = None
 
     def load_causal_lm(self, device: str) -> PreTrainedModel:
         """The model with its language-model head, on `device`, in evaluation mode."""
@@ -76,7 +80,7 @@ class ModelSource(Description):
 
     def at(self, path: str) -> ModelSource:
         """This component with the weights of a directory that a run has saved."""
-        return Pretrained(path=path, dtype=self.dtype, compile=self.compile)
+        return Pretrained(path=path, dtype=self.dtype, compile=self.compile, freeze=self.freeze)
 
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer, padding on the left, with a pad token."""
@@ -154,6 +158,8 @@ class Pretrained(ModelSource):
         tokenizer_path: directory of the tokenizer; null for `path`.
         revision: branch, tag or commit on the hub.
         trust_remote_code: run Python code of the model repository. Off by default, since it can do anything.
+        images: load the image-text model of a family that also has a model for text alone, such as Qwen3.5; a family
+            without one is always loaded so.
     """
 
     example_values: ClassVar[Mapping[str, str]] = {"path": "./my_model, a saved directory, or a hub name"}
@@ -163,6 +169,7 @@ class Pretrained(ModelSource):
     tokenizer_path: str | None = None
     revision: str | None = None
     trust_remote_code: bool = False
+    images: bool = False
 
     def at(self, path: str) -> Pretrained:
         return replace(self, path=path, revision=None)
@@ -190,10 +197,16 @@ class Pretrained(ModelSource):
             )
 
     def load_causal_lm(self, device: str) -> Any:
-        from transformers import AutoModelForCausalLM
-
         self._refuse_encoder_decoders()
-        return self._load(AutoModelForCausalLM, device)
+        return self._load(self._policy_class(), device)
+
+    def _policy_class(self) -> Any:
+        """The auto class of transformers for a policy: of an image-text model, if its family has no other."""
+        from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+
+        config = self.load_config()
+        takes = is_image_text(config) and (self.images or type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING)
+        return AutoModelForImageTextToText if takes else AutoModelForCausalLM
 
     def load_backbone(self, device: str) -> Any:
         from transformers import AutoModel
@@ -206,7 +219,7 @@ class Pretrained(ModelSource):
 
     def load_skeleton(self, kind: Literal["causal_lm", "backbone"]) -> Any:
         """See `ModelSource.load_skeleton`. From a directory with safetensors whose names are those of the model."""
-        from transformers import AutoModel, AutoModelForCausalLM, GenerationConfig
+        from transformers import AutoModel, GenerationConfig
 
         directory = self._directory()
         if directory is None or not (directory / "config.json").is_file():
@@ -217,7 +230,7 @@ class Pretrained(ModelSource):
         if getattr(config, "quantization_config", None) is not None:
             return None
         self._refuse_lost_caps(config.get_text_config())
-        auto_class = AutoModelForCausalLM if kind == "causal_lm" else AutoModel
+        auto_class = self._policy_class() if kind == "causal_lm" else AutoModel
         with quiet_transformers(), without_weights():
             try:
                 model = auto_class.from_config(config, dtype=self._torch_dtype(), **self._implementations())
@@ -236,9 +249,9 @@ class Pretrained(ModelSource):
             return None  # names that transformers converts, or missing weights, which loading the whole model refuses
         return without_dropout(model).eval()
 
-    def _directory(self) -> Path | None:
-        """The local directory of the files; a hub model is downloaded to the cache. None if that fails, which loading
-        the model reports.
+    def _directory(self, patterns: Sequence[str] = ("*.safetensors", "*.json")) -> Path | None:
+        """The local directory of the files; those of a hub model that match are downloaded to the cache. None if that
+        fails, which loading the model reports.
         """
         files = self.files()
         if is_local(files):
@@ -247,8 +260,7 @@ class Pretrained(ModelSource):
 
         try:
             asks_hub()
-            files = ["*.safetensors", "*.json"]
-            return Path(snapshot_download(self.path, revision=self.revision, allow_patterns=files))
+            return Path(snapshot_download(self.path, revision=self.revision, allow_patterns=[*patterns]))
         except Exception:  # noqa: BLE001 - no network, no such name, gated: loading reports it
             return None
 
@@ -312,6 +324,8 @@ class Pretrained(ModelSource):
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         tokenizer.deprecation_warnings[LENGTH_WARNING] = True  # limits of the data have messages of their own
+        if self._config().get("vision_config") and (directory := self._directory(("*.json",))) is not None:
+            tokenizer.image_processor = ImageProcessor.of(directory, tokenizer)
         return tokenizer
 
     def load_config(self) -> Any:

@@ -11,11 +11,17 @@ from torch import nn
 OPTIONAL = ("position_ids", "logits_to_keep", "use_cache", "attention_mask")
 
 
-def call_model(model: Any, **inputs: Any) -> Any:
+def call_model(model: Any, images: Any = None, **inputs: Any) -> Any:
     """Run a forward pass, without optional inputs that the model's forward does not accept.
 
     Some models compute positions themselves, and some state-space models have no attention mask.
+
+    Args:
+        images: `verl.model_paths.images.RowImages` of the rows; None without images.
     """
+    if images is not None:
+        with images.inserted(model, inputs) as whole:
+            return call_model(model, **whole)
     taken = _parameters(type(unwrapped(model)))
     return model(**{name: x for name, x in inputs.items() if name not in OPTIONAL or taken is None or name in taken})
 

@@ -1,7 +1,10 @@
-"""The built-in model: a two-layer Qwen2 with a character tokenizer, small enough to train on a CPU."""
+"""The built-in models, small enough to train on a CPU: a two-layer Qwen2 with a character tokenizer, and an Idefics3
+that sees images.
+"""
 
 from __future__ import annotations
 
+import json
 import string
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
@@ -9,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from pydantic import PositiveInt
 
 from verl.component import component
+from verl.models.images import PROCESSOR_FILES, ImageProcessor
 from verl.models.pretrained import LENGTH_WARNING, ModelSource, without_dropout
 from verl.utils.seeding import derive_seed
 
@@ -140,3 +144,81 @@ class TinyModel(ModelSource):
             torch.default_generator.manual_seed(derive_seed(self.seed, "tiny model"))
             model = auto_class.from_config(self.load_config(), dtype=torch.float32)
         return without_dropout(model).to(device=device, dtype=getattr(torch, self.dtype)).eval()
+
+
+IMAGE_TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>")  # of Idefics3
+IMAGE_CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>' }}"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endif %}{{ '<eos>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+@component
+class TinyImageText(TinyModel):
+    """A randomly initialised Idefics3 with the character tokenizer. Nothing of it is frozen unless `freeze` says so.
+
+    Args:
+        image_size: images are scaled to squares of so many pixels.
+        patch_size: side of the squares that are read as one; each makes one token of the prompt.
+        vision_size, vision_layers: width and depth of the vision tower.
+    """
+
+    freeze: tuple[str, ...] | None = ()
+    num_layers: PositiveInt = 2
+    image_size: PositiveInt = 48
+    patch_size: PositiveInt = 16
+    vision_size: PositiveInt = 96
+    vision_layers: PositiveInt = 1
+
+    def faults(self) -> Iterator[str]:
+        yield from super().faults()
+        if self.image_size % self.patch_size:
+            yield f"patch_size is {self.patch_size}: must divide image_size {self.image_size}."
+        if self.vision_size % self.num_heads:
+            yield f"num_heads is {self.num_heads}: must divide vision_size {self.vision_size}."
+
+    def load_causal_lm(self, device: str) -> Any:
+        from transformers import AutoModelForImageTextToText
+
+        return self._make(AutoModelForImageTextToText, device)
+
+    def load_tokenizer(self) -> Any:
+        from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+        tokenizer, side = super().load_tokenizer(), {"longest_edge": self.image_size}
+        tokenizer.add_tokens(list(IMAGE_TOKENS), special_tokens=True)
+        tokenizer.chat_template = IMAGE_CHAT_TEMPLATE
+        images = Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False)
+        options = {"image_seq_len": (self.image_size // self.patch_size) ** 2}
+        whole = {"processor_class": "Idefics3Processor", **options}
+        files = {PROCESSOR_FILES[0]: json.dumps(whole).encode(), PROCESSOR_FILES[1]: images.to_json_string().encode()}
+        tokenizer.image_processor = ImageProcessor("Idefics3Processor", images, tokenizer, files, options)
+        return tokenizer
+
+    def experts(self) -> tuple[str, int | None]:
+        return "idefics3", None
+
+    def load_config(self) -> Any:
+        from transformers import Idefics3Config
+
+        text = super().load_config()
+        tokens = len(text_tokens := cast(Any, character_tokenizer()))
+        vision = {
+            "hidden_size": self.vision_size,
+            "intermediate_size": 4 * self.vision_size,
+            "num_hidden_layers": self.vision_layers,
+            "num_attention_heads": self.num_heads,
+            "image_size": self.image_size,
+            "patch_size": self.patch_size,
+            "initializer_range": INITIALIZER_RANGE,
+        }
+        text.vocab_size = tokens + len(IMAGE_TOKENS)
+        return Idefics3Config(
+            text_config=text.to_dict(),
+            vision_config=vision,
+            scale_factor=1,
+            image_token_id=tokens,
+            pad_token_id=text_tokens.pad_token_id,
+        )

@@ -20,14 +20,13 @@ from verl.errors import ConfigError, RewardError, end_cut, faults_below
 from verl.protocol import DataProto
 from verl.rewards.base import Reward, RewardDescription, RewardResult, texts_of
 from verl.sandbox.base import CodeRunner, Program, Sandbox
-from verl.sandbox.unit_tests.test_names import Verdict, names_of, run_unit_test, try_tests
+from verl.sandbox.unit_tests.run import Verdict, run_unit_test
 
 # Only blocks are parsed: inline marks take quadratic time on some texts, and nothing here reads them.
 _MARKDOWN = MarkdownIt("commonmark", {"html": False}).disable("inline")
 _LANGUAGE = re.compile(r"[\s{.]*([\w+#-]*)")
 _PYTHON = ("python", "python3", "py", "py3")
 _END_OF_THOUGHT = "</think>"
-MOST_TRIED = 2000  # maximum number of unit tests to try at the start of a run
 _SHOWN = 3  # maximum number of rows in a message
 _UNIT_TEST = """import solution
 globals().update({{name: value for name, value in vars(solution).items() if not name.startswith("__")}})
@@ -35,10 +34,6 @@ globals().update({{name: value for name, value in vars(solution).items() if not 
 print({mark!r})
 """
 IN_PROCESS = "the program in the process of the test, where a program can pass without solving it"
-ALLOW = (
-    "Rewrite them to compare numbers, texts, lists, tuples, sets and dicts, leave these rows out, or accept that with "
-    "reward.allow_in_process=true."
-)
 FORMS = (
     'a list of {"stdin": ..., "stdout": ...}, {"inputs": [...], "outputs": [...]}, or unit tests in Python as a text '
     "or a list of texts; or one of them as JSON"
@@ -63,8 +58,8 @@ class CodeTests(RewardDescription):
             otherwise it must pass all.
         correct, wrong: the score if all tests pass, and if none does.
         timeout_s, memory_mib: limits of one test, at most those of the sandbox; null for those of the sandbox.
-        allow_in_process: run unit tests that need objects, classes or generators of the program in the program's
-            process, where it can pass them without solving them; such tests are refused otherwise.
+        allow_in_process: run unit tests that need objects, classes or generators of the program again in the program's
+            process, where it can pass them without solving them; they fail otherwise.
     """
 
     sandbox: Sandbox | None
@@ -114,45 +109,32 @@ class CodeReward(Reward):
 
     def __init__(self, described: CodeTests, runner: CodeRunner):
         self.described, self._runner = described, runner
-        self._needs_object: dict[str, str] = {}  # by tried test: why plain values are not sufficient
 
     def check_rows(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Parse all tests, and run unit tests without a program.
+        """Parse all tests.
 
-        Returns: Sentences about unit tests that no program, or every program, passes.
+        Returns: A sentence about unit tests that are no Python.
         Raises:
-            ConfigError: a row has no tests, or unit tests need `allow_in_process`.
+            ConfigError: a row has no tests, or has unit tests that this sandbox cannot run apart.
         """
-        key = self.described.tests_key
-        first: dict[str, int] = {}
+        key, units = self.described.tests_key, dict[str, int]()
         for row in range(len(rows)):
             try:
                 tests = read_tests(rows[row].get(key), f"column {key!r} of row {row} of the {name}")
             except RewardError as error:
                 raise ConfigError(f"tests_key is {key!r}: {error}") from error
-            for unit in {test.unit for test in tests if test.unit is not None}:
-                first.setdefault(unit, row)
-        broken = {unit: fault for unit in first if (fault := names_of(unit).broken) is not None}
-        sound = [unit for unit in first if unit not in broken and self._why_in_process(unit) is None][:MOST_TRIED]
-        for unit, fault in zip(sound, try_tests(self._runner, sound), strict=True):
-            if fault is not None and fault.startswith("object: "):
-                self._needs_object[unit] = fault.removeprefix("object: ")
-            elif fault is not None:
-                broken[unit] = fault
-        reasons = {unit: why for unit in first if (why := self._why_in_process(unit)) is not None}
-        total = f"of {len(first)} unit tests of the {name}"
-        if reasons and not self.described.allow_in_process:
+            units |= {test.unit: row for test in tests if test.unit is not None and test.unit not in units}
+        if units and not self._runs_apart and not self.described.allow_in_process:
             raise ConfigError(
-                f"tests_key is {key!r}: {len(reasons)} {total} need {IN_PROCESS}: {_rows(first, reasons)}. {ALLOW}"
+                f"tests_key is {key!r}: the {name} have unit tests, and this sandbox can only run {IN_PROCESS}. Use "
+                "sandbox=jail, or accept that with reward.allow_in_process=true."
             )
-        lines = []
-        if reasons:
-            lines.append(f"{len(reasons)} {total} run in {IN_PROCESS} (reward.allow_in_process=true).")
-        if broken:
-            lines.append(
-                f"{len(broken)} {total} are broken: no program passes them, or every one: {_rows(first, broken)}."
-            )
-        return lines
+        broken = {unit: fault for unit in units if (fault := _syntax_fault(unit)) is not None}
+        shown = "; ".join(f"row {units[unit]}: {fault}" for unit, fault in [*broken.items()][:_SHOWN])
+        more = f"; and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
+        return (
+            [f"{len(broken)} of {len(units)} unit tests of the {name} are no Python: {shown}{more}."] if broken else []
+        )
 
     def score_batch(self, batch: DataProto) -> RewardResult:
         """Parts: `tests_passed`, the fraction of a row's tests that pass; `test_timeouts`, 1 if a test ran out of time;
@@ -165,10 +147,6 @@ class CodeReward(Reward):
             present = ", ".join(columns) or "none"
             raise RewardError(f"tests_key is {key!r}: the data has no such column. Its columns: {present}.")
         tests = [read_tests(value, f"column {key!r} of sample {row}") for row, value in enumerate(columns[key])]
-        units = [(row, test.unit) for row, of_row in enumerate(tests) for test in of_row if test.unit is not None]
-        for row, unit in units:  # of rows that were not checked at the start
-            if not self.described.allow_in_process and (why := self._why_in_process(unit)) is not None:
-                raise RewardError(f"A unit test of sample {row} needs {IN_PROCESS}: it {why}. {ALLOW}")
         threads = self._runner.described.max_concurrency
         with concurrent.futures.ThreadPoolExecutor(threads, thread_name_prefix="verl code tests") as pool:
             outcomes = list(pool.map(self._run_tests, map(program_of, responses), tests))
@@ -183,11 +161,9 @@ class CodeReward(Reward):
     def close(self) -> None:
         self._runner.close()
 
-    def _why_in_process(self, unit: str) -> str | None:
-        """Why a test needs the program in its own process; None if plain values are sufficient."""
-        if not self._runner.described.links_programs:
-            return "its sandbox cannot run program and test apart"
-        return names_of(unit).needs_object or self._needs_object.get(unit)
+    @property
+    def _runs_apart(self) -> bool:
+        return self._runner.described.links_programs
 
     def _run_tests(self, code: str, tests: Sequence[CodeTest]) -> list[str]:
         """Outcome (`pass`, `fail`, ...) of each test; without partial credit, stops at the first failure."""
@@ -204,9 +180,8 @@ class CodeReward(Reward):
             program = Program(code, stdin=test.stdin, **limits)
             verdict = self._run_program(program, lambda stdout: _lines(stdout) == _lines(test.stdout))
         else:
-            apart = self._why_in_process(test.unit) is None
-            verdict = run_unit_test(self._runner, code, test.unit, **limits) if apart else None
-            if verdict is None or (verdict.outcome == "object" and self.described.allow_in_process):
+            verdict = run_unit_test(self._runner, code, test.unit, **limits) if self._runs_apart else None
+            if verdict is None or (verdict.outcome in ("object", "error") and self.described.allow_in_process):
                 mark = secrets.token_hex(16)  # printed after the test: a program that exits early does not pass
                 program = Program(_UNIT_TEST.format(test=test.unit, mark=mark), {"solution.py": code}, **limits)
                 verdict = self._run_program(program, lambda stdout: stdout.endswith(f"{mark}\n"))
@@ -224,9 +199,12 @@ class CodeReward(Reward):
         return Verdict("pass" if passes(result.stdout) else "fail")
 
 
-def _rows(first: Mapping[str, int], found: Mapping[str, str]) -> str:
-    shown = "; ".join(f"row {first[unit]}, {unit[:40]!r}: {why}" for unit, why in list(found.items())[:_SHOWN])
-    return shown + (f"; and {len(found) - _SHOWN} more" if len(found) > _SHOWN else "")
+def _syntax_fault(unit: str) -> str | None:
+    try:
+        compile(unit, "test", "exec")
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return str(error)
+    return None
 
 
 def program_of(response: str) -> str:

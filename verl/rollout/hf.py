@@ -7,6 +7,7 @@ row is longer than all compared before. If they differ, the rows are sampled aga
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ from verl.model_paths.check import (
 from verl.model_paths.decode import BatchReader, NextToken, allowed, key_multiple
 from verl.model_paths.expert_routing import routing_of
 from verl.model_paths.families import ModelPaths
+from verl.model_paths.images import ImageRows, has_images
 from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
 from verl.models.structure import call_model, unwrapped
 from verl.ops.cpu_matmul import packed_weights
@@ -60,13 +62,14 @@ from verl.rollout.hf_rows import (
     slots_distance,
     slots_fault,
 )
-from verl.rollout.rows import assemble_turns, left_padded
+from verl.rollout.rows import assemble_turns, left_padded, media_fields, row_media
 from verl.rollout.token_sampler import NOISE_TOKENS, TokenSampler, greedy_rows, noise_keys
 from verl.utils.progress import report
 
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
+WEIGHTS = "weights"  # column of rows: the adapter of each
 
 
 @component
@@ -179,7 +182,17 @@ class HFEngine(RolloutEngine):
             reads_once=self.options.share_prefix,
             shares_from=shares_from if shares else None,
             routing=self.routing,
+            images=self.images,
         )
+
+    @functools.cache  # noqa: B019 - lives as long as the engine
+    def images(self) -> ImageRows:
+        """Placement of images in rows.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        return ImageRows(self.decoded_model)
 
     def _prove_slots(self, paths: ModelPaths) -> bool:
         """Check whether keys and values may be kept in slots, and padded to a multiple of keys; logs why if not."""
@@ -221,8 +234,15 @@ class HFEngine(RolloutEngine):
                 continue
             tokens = x["input_ids"][row, is_read][None].to(self.device)
             read = torch.cat([tokens, tokens[:, -1:].expand(-1, tail)], dim=1)
+            images = None
+            if has_images(chosen):
+                whole = self.images().of_media(row_media(chosen[row]), tokens.cpu(), torch.ones_like(tokens).cpu())
+                images = None if whole is None else whole.to(self.device).alone(tail)
+            inputs: dict[str, Any] = {"input_ids": read, "use_cache": False, "logits_to_keep": count + 1 + tail}
+            if WEIGHTS in chosen:
+                inputs["adapter_names"] = [chosen[WEIGHTS][row]]
             with computing_in(self.autocast, self.model):
-                out = call_model(self.model, input_ids=read, use_cache=False, logits_to_keep=count + 1 + tail)
+                out = call_model(self.model, images, **inputs)
             states = response_positions(out.logits[:, : out.logits.shape[1] - tail], count)
             expected[row, :count] = log_probs_of(states, tokens[:, -count:], self.options.temperature)[0].to(expected)
         return expected
@@ -484,7 +504,10 @@ class HFTurns(TurnQueue):
         fields = {"prompts": tokens, "prompt_mask": mask, "prompt_ids": prompt_ids}
         prompts = DataProto.from_dict(fields | {"group_ids": torch.arange(len(turns))})
         sample_ids = torch.tensor([turn.sample_id for turn in turns])
-        return assemble_turns(prompts, sampled, self, self.engine.pad_id, sample_ids=sample_ids)
+        rows = assemble_turns(prompts, sampled, self, self.engine.pad_id, sample_ids=sample_ids)
+        if any(turn.weights for turn in turns):
+            rows = rows.union(DataProto.from_dict(non_tensors={WEIGHTS: [turn.weights for turn in turns]}))
+        return rows.union(media_fields([(turn.media_key, turn.media) for turn in turns]))
 
 
 def slot_bytes(model: Any, tokens: int) -> int:

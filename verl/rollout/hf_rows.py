@@ -27,6 +27,7 @@ from verl.model_paths import packed_attention
 from verl.model_paths.decode import BatchReader, NextToken, StepGraphs, graph_maker
 from verl.model_paths.expert_routing import ExpertRouting
 from verl.model_paths.families import ModelPaths
+from verl.model_paths.images import ImageRows, RowImages, RowMedia, sees_ahead
 from verl.models.parallel_info import compute_device
 from verl.models.structure import call_model
 from verl.ops.attention import PromptGroups
@@ -45,15 +46,18 @@ class Slot:
 
     Attributes:
         length: number of processed tokens, including the prompt.
+        shift: of the position of the next token from `length`, by images before it.
         prompt: its shared prompt, whose keys and values precede its own.
-        episode: the episode of its tokens.
+        episode, weights: the episode of its tokens, and the name of their adapter; see `TurnRequest`.
         tokens: processed tokens, of an episode that waits for its environment.
     """
 
     number: int
     length: int = 0
+    shift: int = 0
     prompt: StoredPrompt | None = None
     episode: int = -1
+    weights: str = ""
     tokens: list[int] = field(default_factory=list)
 
     @property
@@ -105,6 +109,7 @@ class SlotRows:
         shares_from: minimum tokens of a prompt for rows to share a `StoredPrompt`, if they are single turns and two of
             the first queue have the prompt; None: never.
         routing: router whose choices are recorded; the caller enters `ExpertRouting.recording`.
+        images: how the model reads images, made when there are some.
     Attributes:
         graphs: of decoding steps.
         keeps_episodes: keys and values of an episode are kept for its next turn.
@@ -121,10 +126,11 @@ class SlotRows:
         reads_once: bool = True,
         shares_from: int | None = None,
         routing: ExpertRouting | None = None,
+        images: Callable[[], ImageRows] | None = None,
     ):
         from verl.model_paths.kv_cache import SlotCache  # brings transformers
 
-        self.model, self.max_slots, self.keeps_episodes = model, max_slots, not is_single
+        self.model, self.max_slots, self.keeps_episodes, self.images = model, max_slots, not is_single, images
         self.key_multiple, self.reads_once, self.routing = key_multiple, reads_once, routing
         self.shares_from = shares_from if is_single and packed_attention.is_enabled(model) else None
         self.device, self.is_eager = compute_device(model), model.config._attn_implementation == "eager"
@@ -134,7 +140,7 @@ class SlotRows:
         self._slots: list[Slot] = []  # by index, live rows first
         self._free: list[Slot] = []
         self._held: dict[int, Slot] = {}  # slots of waiting episodes, least recently used first
-        self._prompts: dict[tuple[int, ...], StoredPrompt] = {}  # by their tokens
+        self._prompts: dict[tuple[Any, ...], StoredPrompt] = {}  # by `TurnRequest.prefix`
         self._shares: bool | None = None  # whether rows share stored prompts
         self._step: _Step | None = None
 
@@ -145,7 +151,7 @@ class SlotRows:
             return [], None
         if self._shares is None:
             pairs, least = itertools.pairwise(queue), self.shares_from
-            self._shares = least is not None and any(len(a.tokens) >= least and a.tokens == b.tokens for a, b in pairs)
+            self._shares = least is not None and any(len(a.tokens) >= least and a.prefix == b.prefix for a, b in pairs)
         rows: list[tuple[TurnRequest, Slot]] = []
         while queue and (slot := self._slot_for(queue[0])) is not None:
             rows.append((queue.pop(0), slot))
@@ -158,38 +164,39 @@ class SlotRows:
 
     def _put_behind_prompts(self, rows: Sequence[tuple[TurnRequest, Slot]]) -> NextToken:
         """Compute and store each prompt once, to be shared by its rows."""
-        lines = [tuple(turn.tokens) for turn, _ in rows]
+        lines = [turn.prefix for turn, _ in rows]
+        first = {line: turn for line, (turn, _) in zip(reversed(lines), reversed(rows), strict=True)}
         new = [line for line in dict.fromkeys(lines) if line not in self._prompts]
-        for line in sorted(new, key=lambda line: -len(line)):
-            self._prompts[line] = StoredPrompt(len(self._prompts))
-        reading = [(prompt, line) for line, prompt in self._prompts.items() if not prompt.length]
+        for line in sorted(new, key=lambda line: -len(line[-1])):
+            self._prompts[line] = StoredPrompt(len(self._prompts), weights=first[line].weights)
+        reading = [(prompt, first[line]) for line, prompt in self._prompts.items() if not prompt.length]
         for (prompt, _), following in zip(reading, self._read(reading), strict=True):
             prompt.next = following
         for line, (_, slot) in zip(lines, rows, strict=True):
             slot.prompt = self._prompts[line]
-            slot.length = slot.prompt.length
+            slot.length, slot.shift = slot.prompt.length, slot.prompt.shift
             slot.prompt.users += 1
         self._set_slots(enumerate((slot for _, slot in rows), self.num_live))
         return NextToken.concat([prompt.next for line in lines if (prompt := self._prompts[line]).next is not None])
 
     def _read_rows(self, rows: list[tuple[TurnRequest, Slot]]) -> NextToken:
         """Process the new tokens of rows, which are sorted; rows with the same tokens are computed once."""
-        first: dict[tuple[int, ...], Slot] = {}  # whole rows -> who computes them
+        first: dict[tuple[Any, ...], Slot] = {}  # whole rows -> who computes them
         copied = {}
         for turn, slot in rows:
-            source = first.setdefault(tuple(turn.tokens), slot) if self.reads_once and not slot.length else slot
+            source = first.setdefault(turn.prefix, slot) if self.reads_once and not slot.length else slot
             if source is not slot:
                 copied[slot] = source
         rows.sort(key=lambda row: (row[1] in copied, bool(row[1].length), row[1].length - len(row[0].tokens)))
         slots = [slot for _, slot in rows]
         self._set_slots(enumerate(slots, self.num_live))
-        following = NextToken.concat([*self._read([(x, turn.tokens) for turn, x in rows if x not in copied])])
+        following = NextToken.concat([*self._read([(x, turn) for turn, x in rows if x not in copied])])
         if copied:
             sources, targets = [copied[slot] for slot in slots if slot in copied], slots[-len(copied) :]
             longest = max(slot.length for slot in sources)
             self.cache.copy([slot.number for slot in sources], [slot.number for slot in targets], longest)
             for source, slot in zip(sources, targets, strict=True):
-                slot.length = source.length
+                slot.length, slot.shift = source.length, source.shift
             number = {slot: row for row, slot in enumerate(slots)}
             chosen = [number[copied.get(slot, slot)] for slot in slots]
             following = following.select(torch.tensor(chosen, device=self.device))
@@ -214,7 +221,7 @@ class SlotRows:
         columns = slice(longest, longest + 1) if is_even else step.own
         count = len(self._slots) if self.keeps_episodes else self.num_live
         call = CacheCall(0, columns, count, width, width, prompt_width=step.prompt_width, groups=step.groups)
-        following = self._forward(call, tokens, step.positions, mask)
+        following = self._forward(call, self._slots[: self.num_live], tokens, step.positions, mask)
         step.positions += 1
         step.own += 1
         return following
@@ -270,7 +277,7 @@ class SlotRows:
         if not self._free:
             return None
         slot = self._free.pop()
-        slot.episode = turn.episode
+        slot.episode, slot.weights = turn.episode, turn.weights
         return slot
 
     def _settle(self) -> None:
@@ -300,7 +307,7 @@ class SlotRows:
 
     def _clear(self, slot: Slot) -> None:
         """Empty a slot; a prompt without users is dropped."""
-        prompt, slot.prompt, slot.length = slot.prompt, None, 0
+        prompt, slot.prompt, slot.length, slot.shift = slot.prompt, None, 0, 0
         if prompt is None:
             return
         prompt.users -= 1
@@ -312,19 +319,22 @@ class SlotRows:
                 self.cache.copy([last.number], [prompt.number], last.length, prompts=True)
                 last.number = prompt.number
 
-    def _read(self, rows: Sequence[tuple[Slot, Sequence[int]]]) -> Iterator[NextToken]:
+    def _read(self, rows: Sequence[tuple[Slot, TurnRequest]]) -> Iterator[NextToken]:
         """Process the new tokens of rows in batches, longest first and empty rows before others; returns the next-token
         outputs of each row."""
         start = 0
         while start < len(rows):
-            head, tokens = rows[start]
-            most = start + max(1, PREFILL_TOKENS // (len(tokens) - head.length))
+            head, turn = rows[start]
+            most = start + max(1, PREFILL_TOKENS // (len(turn.tokens) - head.length))
             part = [row for row in rows[start:most] if bool(row[0].length) == bool(head.length)]
             start += len(part)
-            found = self._prefill([slot for slot, _ in part], [line[slot.length :] for slot, line in part])
+            images = [(x.media_key, x.media) for slot, x in part if not slot.length]  # else they were read before
+            found = self._prefill([slot for slot, _ in part], [x.tokens[slot.length :] for slot, x in part], images)
             yield from (found.select(slice(row, row + 1)) for row in range(len(part)))
 
-    def _prefill(self, rows: Sequence[Slot], tokens: Sequence[Sequence[int]]) -> NextToken:
+    def _prefill(
+        self, rows: Sequence[Slot], tokens: Sequence[Sequence[int]], media: Sequence[RowMedia] = ()
+    ) -> NextToken:
         """Process new tokens of slots or prompts as a batch, padded on the left; either all rows are empty or none."""
         from verl.model_paths.kv_cache import CacheCall
 
@@ -345,12 +355,29 @@ class SlotRows:
             mask = keys <= columns[:, :, None]
         elif not is_even:
             mask = (keys <= keys[:, None]) & (offset >= 0)[:, None, :] | (keys == keys[:, None])
-        following = self._forward(call, ids, (starts + offset).clamp_min(0), mask)
+        images, positions = None, (starts + offset).clamp_min(0)
+        if self.images is not None and any(key for key, _ in media):
+            images = self.images().of_media(media, ids.cpu(), (offset >= 0).cpu())
+            assert images is not None
+            for row, shift in zip(rows, images.shifts, strict=True):
+                row.shift = shift
+            images = images.to(self.device)
+        elif any(row.shift for row in rows):
+            positions = positions + torch.tensor([row.shift for row in rows], device=self.device)[:, None]
+        following = self._forward(call, rows, ids, positions, mask, images)
         for row, line in zip(rows, tokens, strict=True):
             row.length += len(line)
         return following
 
-    def _forward(self, call: Any, ids: Tensor, positions: Tensor, mask: Tensor | None) -> NextToken:
+    def _forward(
+        self,
+        call: Any,
+        rows: Sequence[Slot],
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        images: RowImages | None = None,
+    ) -> NextToken:
         self.cache.prepare(call)
         if mask is not None:
             mask = mask[:, None]
@@ -359,11 +386,15 @@ class SlotRows:
                 mask = torch.zeros(mask.shape, dtype=self.model.dtype, device=self.device).masked_fill(~mask, lowest)
         inputs: dict[str, Any] = {} if call.groups is None else {"prompts_of": self.cache}
         inputs |= {"position_ids": positions, "past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
-        return NextToken.of(call_model(self.model, input_ids=ids, attention_mask=mask, **inputs), self.routing)
+        if any(row.weights for row in rows):
+            inputs["adapter_names"] = [row.weights for row in rows]  # of peft
+        out = call_model(self.model, images, input_ids=ids, attention_mask=mask, **inputs)
+        return NextToken.of(out, self.routing)
 
     def _first_step(self) -> _Step:
         live = self._slots[: self.num_live]
-        positions, own = torch.tensor([(x.length, x.own_length) for x in live], device=self.device).T[:, :, None]
+        numbers = [(x.length + x.shift, x.own_length) for x in live]
+        positions, own = torch.tensor(numbers, device=self.device).T[:, :, None]
         lengths = [slot.own_length for slot in live]
         groups = self._prompt_groups(live) if any(slot.prompt for slot in live) else None
         width = max((prompt.length for prompt in self._prompts.values()), default=0)
@@ -409,7 +440,8 @@ class BatchRows:
         batch, n = self._next_batch(queue)
         self.num_live = len(batch)
         tokens, mask = left_padded([turn.tokens for turn in batch[::n]], self.pad_id)
-        return batch, self.reader.begin(tokens.to(self.device), mask.to(self.device), n)
+        media = [(turn.media_key, turn.media) for turn in batch[::n]]
+        return batch, self.reader.begin(tokens.to(self.device), mask.to(self.device), n, media)
 
     def read(self, tokens: Tensor) -> NextToken:
         return self.reader.read(tokens)
@@ -432,7 +464,7 @@ class BatchRows:
 
     def _next_batch(self, queue: list[TurnRequest]) -> tuple[list[TurnRequest], int]:
         """Take turns from the queue that can be decoded together: longest first, n consecutive turns of each prompt."""
-        by_prompt = itertools.groupby(queue, key=lambda turn: (turn.prompt_id, turn.turn, turn.tokens))
+        by_prompt = itertools.groupby(queue, key=lambda turn: (turn.prompt_id, turn.turn, turn.media_key, turn.tokens))
         groups = sorted((list(turns) for _, turns in by_prompt), key=lambda turns: -len(turns[0].tokens))
         n, length = len(groups[0]), len(groups[0][0].tokens)
         if not self.reader.paths.pads_prompts:
@@ -449,6 +481,8 @@ def slots_fault(config: Any, paths: ModelPaths) -> str | None:
 
     if paths.cache != "in_place" or not paths.pads_prompts:
         return "its cache is not ours"
+    if sees_ahead(config):
+        return "tokens of an image see later ones of it"
     return None if keeps_all_tokens(config) else "a layer keeps something else than all keys and values"
 
 

@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 from verl.errors import RolloutError
 from verl.ops.sampling import NO_TURN
@@ -27,7 +28,7 @@ from verl.rollout.base import (
     TurnResult,
 )
 from verl.rollout.generation_group import RepeatGeneration
-from verl.rollout.rows import assemble_turns, longest_prompt, prompt_tokens
+from verl.rollout.rows import assemble_turns, longest_prompt, prompt_tokens, row_media
 from verl.utils.memory import on_current_device
 
 
@@ -141,9 +142,11 @@ class ResponseGenerator:
         numbers, limit = itertools.count(), self.rollout.max_new_tokens
         key = request.step, request.stream, request.greedy
         for part in batches:
-            for tokens, prompt_id in zip(prompt_tokens(part), part["prompt_ids"].tolist(), strict=True):
+            columns = prompt_tokens(part), part["prompt_ids"].tolist(), row_media(part)
+            for tokens, prompt_id, (media_key, media) in zip(*columns, strict=True):
+                images: dict[str, Any] = {"media_key": media_key, "media": media}
                 for sample in range(request.num_samples):
-                    yield TurnRequest(next(numbers), tokens, prompt_id, sample, NO_TURN, limit, *key)
+                    yield TurnRequest(next(numbers), tokens, prompt_id, sample, NO_TURN, limit, *key, **images)
 
     def _turns(self, batches: Sequence[DataProto], request: GenerationRequest, *, while_training: bool) -> TurnEngine:
         return self.engine.turns(replace(self.limits(batches, request), while_training=while_training))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from verl.errors import RolloutError
+from verl.model_paths.images import KEYS, MEDIA, with_media
 from verl.protocol import DataProto
+from verl.protocol.ragged import Ragged
 from verl.rollout.base import TurnEngine, TurnResult
 
 LARGEST_LOG_PROB = 1e-3  # nats above 0 that may be rounding; more is not a log-prob
@@ -18,6 +20,23 @@ PLACEHOLDER = -9000.0  # nats: values at or below are minus infinity, such as th
 def prompt_tokens(prompts: DataProto) -> list[list[int]]:
     """Token ids of each prompt, without padding."""
     return masked_rows(prompts["prompts"], prompts["prompt_mask"])
+
+
+def row_media(rows: DataProto) -> list[tuple[int, dict[str, Tensor] | None]]:
+    """The digest and the tensors of the images of each row, by the model's keywords; 0 and None without images."""
+    fields = {name.removeprefix(MEDIA): x for name, x in rows.ragged.items() if name.startswith(MEDIA)}
+    keys = rows[KEYS].tolist() if KEYS in rows.batch else [0] * len(rows)
+    return [(key, {name: x[row] for name, x in fields.items()} if key else None) for row, key in enumerate(keys)]
+
+
+def media_fields(media: Sequence[tuple[int, Mapping[str, Tensor] | None]]) -> DataProto:
+    """The inverse of `row_media`: fields of rows, none if no row has images."""
+    like = next((x for _, x in media if x is not None), None)
+    if like is None:
+        return DataProto()
+    absent = {name: x[:0] for name, x in like.items()}
+    ragged = {f"{MEDIA}{name}": Ragged.of([(x or absent)[name] for _, x in media]) for name in like}
+    return DataProto.from_dict({KEYS: torch.tensor([key for key, _ in media])}, ragged=ragged)
 
 
 def masked_rows(values: Tensor, mask: Tensor) -> list[list[int]]:
@@ -80,7 +99,8 @@ def assemble(
     width = int(attended.sum(dim=1).max()) if attended.numel() else 0
     mask, attended = mask[:, :width], attended[:, :width]
     responses = responses[:, :width].masked_fill(~attended, pad_id)
-    rows = prompts.select(["prompts", "prompt_mask", "prompt_ids", "group_ids"]).repeat(num_samples)
+    names = with_media(["prompts", "prompt_mask", "prompt_ids", "group_ids"], prompts)
+    rows = prompts.select(names, ragged_keys=[]).repeat(num_samples)
     assembled = DataProto.from_dict(
         {
             "sample_ids": torch.arange(num_samples).repeat(len(prompts)) if sample_ids is None else sample_ids,

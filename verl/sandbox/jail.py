@@ -24,7 +24,6 @@ from dataclasses import replace
 from verl.component import BuildContext, component
 from verl.errors import ConfigError
 from verl.sandbox.base import CodeRunner, ExecutionResult, Outcome, Program, closed_error, outcome_of, run_linked
-from verl.sandbox.cgroup import CgroupError, JailGroups
 from verl.sandbox.jail_command import ELSE, JailCommand, JailSettings, seccomp_filter
 from verl.utils.child_process.pool import PoolClosed, ProcessPool
 from verl.utils.orphan_cleanup import CLEANUP
@@ -52,11 +51,9 @@ class _JailProcess:
         process: bubblewrap outside of the jail, which ends with it.
         control: connection to the first process of the jail.
         first: process id of the jail's first process, as seen from outside.
-        group: its cgroup; None without.
     """
 
-    def __init__(self, described: JailSettings, command: JailCommand, groups: JailGroups | None, mark: str):
-        self._described, self._groups, self.group = described, groups, None
+    def __init__(self, described: JailSettings, command: JailCommand, mark: str):
         self.control, theirs = socket.socketpair()
         info, info_writer = os.pipe()
         self._info = open(info, "rb")  # noqa: SIM115 - closed by `await_ready`
@@ -104,16 +101,6 @@ class _JailProcess:
             assert self.process.stderr is not None
             output = self.process.stderr.read(2000).decode(errors="replace").strip() or "it wrote nothing"
             raise JailFailed(f"a jail cannot be made on this machine: {output}")
-        if self._groups is not None:
-            described, num_processes = self._described, self._described.max_processes + 1
-            try:
-                self.group = self._groups.make(group_bytes(described, described.memory_mib), num_processes)
-                self.group.add(self.first)
-            except CgroupError as error:
-                raise JailFailed(f"a jail has no cgroup: {error}") from error
-
-    def ran_out_of_memory(self) -> bool:
-        return self.group is not None and self.group.ran_out_of_memory()
 
     def kill(self) -> None:
         """Kill the whole jail and wait for its end."""
@@ -125,9 +112,6 @@ class _JailProcess:
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
-        group, self.group = self.group, None
-        if self._groups is not None and group is not None:
-            self._groups.remove(group)
 
     def _kill(self, kill: Callable[[int, int], None], number: int) -> None:
         if self.process.poll() is None:
@@ -144,12 +128,11 @@ class JailPool(CodeRunner):
 
     def __init__(self, described: JailSettings, command: JailCommand):
         super().__init__(described)
-        self.groups = _groups_for(described)
         self._slots = threading.BoundedSemaphore(described.max_concurrency)
         mark = secrets.token_hex(8)
         self._registered = CLEANUP.register(environment=[f"{MARK_VARIABLE}={mark}"])
         self._jails = ProcessPool(
-            lambda: _JailProcess(described, command, self.groups, mark), described.pool_size, is_used_once=True
+            lambda: _JailProcess(described, command, mark), described.pool_size, is_used_once=True
         )
 
     @property
@@ -186,29 +169,6 @@ class JailPool(CodeRunner):
     def close(self) -> None:
         self._jails.close()
         CLEANUP.withdraw(self._registered)
-        if self.groups is not None:
-            self.groups.close()
-
-
-def _groups_for(described: JailSettings) -> JailGroups | None:
-    """Raises ConfigError: groups are required, and this process may make none."""
-    if described.cgroups == "off":
-        return None
-    groups = JailGroups.find()
-    if isinstance(groups, JailGroups):
-        return groups
-    if described.cgroups == "required":
-        raise ConfigError(
-            f"cgroups is required: {groups}. Run as root, or in a group that is yours (systemd-run --user --scope), or "
-            "set auto."
-        )
-    log.info("Jails have no cgroups (%s): memory of all processes of one is looked at, not limited.", groups)
-    return None
-
-
-def group_bytes(described: JailSettings, memory_mib: int) -> int:
-    """Memory that the processes of a jail may use together, with what they write to /tmp, which is memory."""
-    return (memory_mib + INTERPRETER_MIB + described.disk_mib) * 2**20
 
 
 class _Execution:
@@ -228,8 +188,6 @@ class _Execution:
             self._hand_over()
             self._watch(time.monotonic() + self._timeout_s)
             report = self._report()
-            if jail.ran_out_of_memory():
-                self._cut = "memory"
             if report is None and self._cut is None:
                 raise JailFailed("a jail ended without a report of its program")
         finally:
@@ -263,15 +221,13 @@ class _Execution:
         }
         text = marshal.dumps(program, 2)  # the form of any Python 3
         try:
-            if self._jail.group is not None:
-                self._jail.group.limit_memory(group_bytes(described, self._memory_mib))
             control.sendall(len(text).to_bytes(8, "little") + text)
             for content in contents.values():
                 control.sendall(content)
             if channel is not None:
                 socket.send_fds(control, [b"C"], [channel.fileno()])
                 channel.close()
-        except (OSError, CgroupError) as error:
+        except OSError as error:
             self._report()
             raise JailFailed(f"a jail ended before it had its program ({error})") from error
 
@@ -291,7 +247,7 @@ class _Execution:
                 self._cut = "output"
             elif not has_ended and time.monotonic() >= deadline:
                 self._cut = "timeout"
-            elif not has_ended and (jail.ran_out_of_memory() or memory_mib(jail.first) > most_mib):
+            elif not has_ended and memory_mib(jail.first) > most_mib:
                 self._cut = "memory"
         self._texts = self._texts[0][:most], self._texts[1][:most]
 

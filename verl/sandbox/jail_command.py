@@ -21,7 +21,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field, PositiveInt
 
@@ -56,8 +56,6 @@ class JailSettings(Sandbox):
         disk_mib: size of the program's file system, which is in memory.
         max_processes: the most processes and threads of a program.
         pool_size: jails that are started in advance, about 8 MiB each.
-        cgroups: limits of memory and processes by the kernel, for all of a jail's processes together: `auto` uses them
-            where this process may make groups, `required` refuses to run elsewhere, `off` leaves them out.
         python: the interpreter of programs, such as that of a virtual environment with packages for them, whose
             directories they can read; null: this Python without its packages, or the system's Python if jails cannot
             read this one.
@@ -67,7 +65,6 @@ class JailSettings(Sandbox):
     disk_mib: Annotated[int, Field(ge=1, lt=2**20)] = 64
     max_processes: Annotated[int, Field(ge=1, lt=4096)] = 32
     pool_size: PositiveInt = 4
-    cgroups: Literal["auto", "required", "off"] = "auto"
     python: str | None = None
     bwrap: str | None = None
 

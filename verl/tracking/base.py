@@ -58,9 +58,6 @@ class Tracker:
     def start(self, run_name: str, config: dict[str, Any], run_dir: Path, total_steps: int | None) -> None:
         """Open files and connections, so that faults show before training. `run_dir` exists."""
 
-    def stage_begins(self, name: str) -> None:
-        """A stage of a step begins, such as `gen`."""
-
     def stage(self, name: str, seconds: float, note: str) -> None:
         """A stage of a step has ended, such as `gen` after 1.24 seconds; `note` says what it did."""
 
@@ -145,7 +142,7 @@ class Trackers(Description):
     `more.mine`.
 
     Args:
-        console, jsonl, tensorboard, wandb, curves, report: the trackers of verl.
+        console, jsonl, tensorboard, wandb, report: the trackers of verl.
         more: user-defined trackers by name.
     """
 
@@ -155,7 +152,6 @@ class Trackers(Description):
     jsonl: TrackerDescription | None = None
     tensorboard: TrackerDescription | None = None
     wandb: TrackerDescription | None = None
-    curves: TrackerDescription | None = None
     report: TrackerDescription | None = None
     more: dict[str, TrackerDescription] = field(default_factory=dict)
 
@@ -243,9 +239,6 @@ class TrackerSet(Tracker):
         with kept_generators():
             identities = {name: tracker.identity() for name, tracker in self.trackers.items()}
         return {name: identity for name, identity in identities.items() if identity}
-
-    def stage_begins(self, name: str) -> None:
-        self._each("stage_begins", name)
 
     def stage(self, name: str, seconds: float, note: str = "") -> None:
         note = redact(note)

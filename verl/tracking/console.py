@@ -1,4 +1,4 @@
-"""Console output of a run: a line per step that fits the width, a progress bar below, and the result at the end.
+"""Console output of a run: a line per step that fits the width, and the result at the end.
 
 step 12/300  reward 0.812  kl 0.0128  entropy 4.48  length 7.67  0.90s  eta 4:22
   gen 0.09s  old 0.09s  ref 0.10s  update_critic 0.24s  update_actor 0.24s
@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TextIO
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import NonNegativeFloat, NonNegativeInt
 
@@ -29,7 +29,6 @@ from verl.utils.external_input import printable
 
 if TYPE_CHECKING:
     from rich.console import Console as RichConsole
-    from rich.progress import Progress
 
 _RECENT_STEPS = 20  # the remaining time is estimated from this many
 _DIGITS = 3
@@ -56,13 +55,12 @@ _FROM_BOTH_ENDS = ("prompt", "prompt_text")  # truncated in the middle: prompts 
 
 @component
 class Console(TrackerDescription):
-    """Prints to standard output, with a progress bar on terminals.
+    """Prints to standard output.
 
     Args:
         stage_lines: print the times of a step's stages below it.
         every_s: seconds between lines of steps; the first and the last step of a run and those that evaluate always
             have theirs.
-        progress_bar: draw a progress bar on terminals.
         columns: metrics in the line of a step, most important first; those that do not fit the width or are not logged
             are left out. If none is logged, the first four metrics are shown.
         sample_rows: rows shown of each sample table.
@@ -72,7 +70,6 @@ class Console(TrackerDescription):
 
     stage_lines: bool = False
     every_s: NonNegativeFloat = 1.0
-    progress_bar: bool = True
     columns: tuple[str, ...] = (
         "reward/mean",
         "kl/reference_nats",
@@ -100,7 +97,7 @@ def set_command(words: Sequence[str]) -> None:
 
 
 class ConsoleTracker(Tracker):
-    """Prints through a rich console, by default the one of the log handler, so that the progress bar stays intact.
+    """Prints through a rich console, by default that of the log handler.
 
     Args:
         settings: what to show.
@@ -115,7 +112,6 @@ class ConsoleTracker(Tracker):
 
         self._settings, self._clock = settings, clock
         self._console = console or rich.get_console()
-        self._progress: Progress | None = None
         self._total: int | None = None
         self._durations_s: deque[float] = deque(maxlen=_RECENT_STEPS)
         self._stages: dict[str, float] = {}
@@ -127,14 +123,6 @@ class ConsoleTracker(Tracker):
         self._total, self._last, self._run_dir = total_steps, self._clock(), run_dir
         steps = "" if total_steps is None else f", {total_steps} steps"
         self._print(f"run {run_name}{steps}", "bold")
-        if self._settings.progress_bar and self._console.is_terminal:
-            self._progress = _bar(self._console)
-            self._task = self._progress.add_task("start", total=total_steps, left="")
-            self._progress.start()
-
-    def stage_begins(self, name: str) -> None:
-        if self._progress:
-            self._progress.update(self._task, description=name)
 
     def stage(self, name: str, seconds: float, note: str) -> None:
         self._stages[name] = self._stages.get(name, 0.0) + seconds
@@ -143,8 +131,7 @@ class ConsoleTracker(Tracker):
         now = self._clock()
         self._durations_s.append(now - self._last)
         self._last = now
-        left = self._left(step)
-        line = step_line(self._count(step), self._shown(metrics), "" if self._progress else left, self._width)
+        line = step_line(self._count(step), self._shown(metrics), self._left(step), self._width)
         stages, self._stages = self._stages, {}
         of_step = {name: seconds for name, seconds in stages.items() if f"timing/{name}_s" in metrics}
         self._hidden = [(line, "")]
@@ -154,8 +141,6 @@ class ConsoleTracker(Tracker):
         is_first = self._shown_at is None or step == self._total
         if is_first or now - (self._shown_at or 0.0) >= self._settings.every_s:
             self._print_hidden()
-        if self._progress:
-            self._progress.update(self._task, completed=step, left=left)
 
     def evaluation(self, metrics: dict[str, float], step: int) -> None:
         if not self._durations_s:
@@ -178,9 +163,6 @@ class ConsoleTracker(Tracker):
         self._result = summary
 
     def close(self, status: str) -> None:
-        if self._progress:
-            progress, self._progress = self._progress, None
-            progress.stop()
         self._print_hidden()
         if self._result is None:
             self._print(f"run {status}", "bold")
@@ -334,7 +316,6 @@ def _next_commands(result: Mapping[str, Any], directory: str, run_dir: Path, com
         (goes_on, shlex.join([*again, *[f"resume={directory}"] * checkpoints])),
         (result["status"] == "failed", f"less {shlex.quote(os.path.join(directory, 'run.log'))}"),
         ((run_dir / PAGE).is_file(), f"verl report {where}"),
-        ((run_dir / "samples").is_dir(), f"verl samples {where}"),
         (has_policy, f'verl generate {where} --prompt "..."'),
         (bool(last), f"verl lineage {shlex.quote(shown_path(Path(str(last)).parent))}"),
     ]
@@ -362,20 +343,6 @@ def _filled(cells: Sequence[str], width: int) -> Iterator[str]:
             line = f"{line}  {cell}" if line else cell
     if line:
         yield line
-
-
-def _bar(console: RichConsole) -> Progress:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}"),
-    )
-    # Few refreshes: the bar uses the cores of training.
-    return Progress(*columns, console=console, transient=True, refresh_per_second=2)
 
 
 def _text(value: Any) -> str:
@@ -443,47 +410,13 @@ def visible(text: str) -> str:
     return printable(text, keep="\n\t")
 
 
-class _UnreadOutput:
-    """Standard output whose reader may close the pipe, as `head` does: later output is discarded, and the command
-    continues to its own exit status.
-    """
-
-    def __init__(self, stream: TextIO):
-        self._stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        with self._leaving():
-            return self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with self._leaving():
-            self._stream.flush()
-
-    @contextlib.contextmanager
-    def _leaving(self) -> Iterator[None]:
-        try:
-            yield
-        except BrokenPipeError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
-
-
 @contextlib.contextmanager
 def reader_may_leave() -> Iterator[None]:
-    """Inside this context a closed pipe at standard output is not an error."""
-    before = sys.stdout
-    if isinstance(before, _UnreadOutput):
-        yield
-        return
-    output: Any = _UnreadOutput(before)
-    sys.stdout = output
+    """Inside this context a closed pipe at standard output, as `head` leaves it, ends the output without an error."""
     try:
         yield
-    finally:
-        output.flush()
-        sys.stdout = before
+        sys.stdout.flush()
+    except BrokenPipeError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from verl.algorithms.importance_sampling import weight_advantages
 from verl.environments.episode import per_episode, training_rows
+from verl.model_paths.images import with_media
 from verl.monitoring.ppo_metrics import mean_of
 from verl.ops.masking import masked_mean
 from verl.protocol import DataProto
@@ -66,7 +67,7 @@ class PPOTrainer(PolicyTrainer):
     @stage
     def run_roles(self, rows: DataProto) -> list[DataProto]:
         """Log-probs of actor and reference, and values of the critic, of rows [R S], as far as needed."""
-        sequences, computed = rows.select(SEQUENCE_FIELDS, non_tensor_batch_keys=[]), []
+        sequences, computed = rows.select(with_media(SEQUENCE_FIELDS, rows), []), []
         if self.algorithm.needs_old_log_probs:
             with self.stages.stage("old") as note:
                 computed.append(self.actor.compute_log_probs(_actor_fields(rows)).result())
@@ -99,7 +100,7 @@ class PPOTrainer(PolicyTrainer):
             return experience
         assert self.reference is not None
         with self.stages.stage("ref") as note:
-            teacher = self.reference.compute_log_probs(rows.select(SEQUENCE_FIELDS, [])).result()
+            teacher = self.reference.compute_log_probs(rows.select(with_media(SEQUENCE_FIELDS, rows), [])).result()
             note.say(f"log-probs of {len(rows)} responses of the data under the teacher")
         return self.sampling.data_responses.joined(experience, rows.union(teacher))
 
@@ -145,4 +146,4 @@ class PPOTrainer(PolicyTrainer):
 def _actor_fields(rows: DataProto) -> DataProto:
     """Fields of sampled rows that the actor reads before an update."""
     routed = ROUTED_FIELDS if "routed_experts" in rows else []
-    return rows.select([*SEQUENCE_FIELDS, "policy_version", *routed], non_tensor_batch_keys=[])
+    return rows.select(with_media([*SEQUENCE_FIELDS, "policy_version", *routed], rows), non_tensor_batch_keys=[])

@@ -41,6 +41,7 @@ from verl.algorithms.dynamic_sampling import (
 from verl.cluster.rpc import RoleHandle, WorkerGroup
 from verl.environments.episode import response_texts, without_dropped
 from verl.errors import RolloutError, VerlError, WorkerError
+from verl.model_paths.images import with_media
 from verl.ops.sampling import TRAINING
 from verl.protocol import DataProto
 from verl.protocol.ragged import flattened, pop_ragged
@@ -190,7 +191,8 @@ class Sampling:
     def _prepared(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """The prompts with the fields that the engine reads."""
         columns = list(prompts.non_tensor_batch) if self._plays_episodes else []
-        return self.lengths.with_expected(prompts.select(PROMPT_FIELDS, columns), request.num_samples)
+        fields = prompts.select(with_media(PROMPT_FIELDS, prompts), columns)
+        return self.lengths.with_expected(fields, request.num_samples)
 
 
 def _grouped(prompts: DataProto) -> DataProto:

@@ -39,7 +39,6 @@ class StageTimers:
     def stage(self, name: str) -> Iterator[StageNote]:
         """Time the context; several stages of the same name in a step are added."""
         report(name)
-        self.tracker.stage_begins(name)
         note, start = StageNote(), time.perf_counter()
         yield note
         took = time.perf_counter() - start

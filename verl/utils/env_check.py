@@ -58,10 +58,7 @@ REQUIREMENTS = (
 )
 EXTRAS = (
     Requirement("wandb", "0.31.0", "0.31.0"),
-    Requirement("trackio", "0.43.0", "0.43.0"),
-    Requirement("mlflow-skinny", "3.17.2", "3.17.2"),
     Requirement("tensorboard", "2.21.0", "2.21.0"),
-    Requirement("matplotlib", "3.11.2", "3.11.2"),
     Requirement("math-verify", "0.9.0", "0.9.0"),
     Requirement("ray", "2.60.0", "2.60.0"),
     Requirement("obstore", "0.12.1", "0.12.1"),

@@ -25,6 +25,7 @@ from verl.model_paths.check import paths_for
 from verl.models.fused_norms import fuse_rms_norms
 from verl.models.heads import head_of
 from verl.models.hf_state_dict import HFStateDict, hf_state_dict, live_tensors, load_adapter, tokenizer_files
+from verl.models.images import freeze, images_of
 from verl.models.lora import LoRA
 from verl.models.own_module import ModuleModel
 from verl.models.parallel_info import Autocast, release_gathered
@@ -138,6 +139,8 @@ class TrainedRole(Description):
         source = self.model if restore is None or self.lora is not None else restore.model(self.model, component)
         with faults_below(f"{path or component}.model"):
             model = load_unsharded(source, kind, device, parallel, sliced=self.lora is None)
+        if self.trains:
+            freeze(model, self.model.freeze, f"{path or component}.model")
         if self.lora is None:
             return model
         with faults_below(path or component):
@@ -236,6 +239,8 @@ class TrainedWorker:
             with quiet_transformers():
                 model.save_pretrained(directory, state_dict=whole)
             self.tokenizer.save_pretrained(directory)
+            if (images := images_of(self.tokenizer)) is not None:
+                images.save(Path(directory))
 
     @on_all
     def load(self, component: str, source: CheckpointSelection) -> None:

@@ -10,6 +10,7 @@ from verl.component import BuildContext
 from verl.engines.chunked_logprobs import token_log_probs
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
+from verl.model_paths.images import with_media
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
 from verl.ops.masking import LossTotals, aggregate
@@ -87,6 +88,8 @@ def _as_continuation(batch: DataProto) -> DataProto:
             "position_ids": x["position_ids"],
             "responses": x["input_ids"][:, 1:],
             "response_mask": x["loss_mask"][:, 1:],
+            **{name: x[name] for name in with_media((), batch)},
         },
         meta_info=batch.meta_info,
+        ragged=batch.ragged,
     )

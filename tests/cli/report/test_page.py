@@ -19,7 +19,6 @@ from typer.testing import CliRunner
 
 from verl.cli.main import app
 from verl.cli.report.page import render, report
-from verl.cli.report.samples import DumpedSample
 from verl.cli.report.tracker import Report
 from verl.component import BuildContext
 from verl.tracking.base import Trackers
@@ -55,8 +54,8 @@ def dom(
     return done.stdout
 
 
-def samples_content(samples: list[DumpedSample]) -> dict:
-    return {"samples": [sample.as_json() for sample in samples]}
+def sample(source: str, step: int, prompt: str, response: str, score: float | None = None, **others) -> dict:
+    return {"source": source, "step": step, "prompt": prompt, "response": response, "score": score, "others": others}
 
 
 def shown(dumped: str) -> list[list[str]]:
@@ -67,7 +66,7 @@ def shown(dumped: str) -> list[list[str]]:
 
 def test_the_page_runs_its_own_script_and_loads_nothing(tmp_path):
     for text in (
-        render(samples_content([DumpedSample("eval", 1, "<script>", "x")]), "title"),
+        render({"samples": [sample("eval", 1, "<script>", "x")]}, "title"),
         report([run_directory(tmp_path)]),
     ):
         (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="([^"]*)"', text)
@@ -82,34 +81,30 @@ def test_the_page_runs_its_own_script_and_loads_nothing(tmp_path):
 
 
 def test_a_page_takes_scores_that_json_does_not_know():
-    html = render(
-        samples_content([DumpedSample("eval", 1, "p", "r", float("nan"), others={"raw": float("-inf")})]), "run"
-    )
+    html = render({"samples": [sample("eval", 1, "p", "r", float("nan"), raw=float("-inf"))]}, "run")
     (row,) = content_of(html)["samples"]
     assert (row["score"], row["others"]) == ("nan", {"raw": "-inf"})
 
 
 @in_browser
 def test_samples_are_sorted_and_filtered_in_a_browser_and_responses_are_text(tmp_path):
-    samples = [
-        DumpedSample("buffer", step, f"p{step % 2}", f"r{step}", step / 10, 10 - step, step % 2) for step in range(9)
-    ]
-    html = render(samples_content([*samples, DumpedSample("eval", 9, HOSTILE, HOSTILE)]), "run & more\n")
+    samples = [sample("train", n, f"p{n % 2}", f"r{n}", n / 10, size=10 - n) for n in range(9)]
+    html = render({"samples": [*samples, sample("eval", 9, HOSTILE, HOSTILE)]}, "run & more\n")
     whole = dom(html, tmp_path)
     assert [row[0] for row in shown(whole)] == [str(step) for step in range(10)]
     assert "<h1>run &amp; more\\n</h1>" in whole
-    assert shown(whole)[9][6].startswith("&lt;/script&gt;&lt;b id=x&gt;&amp;amp;\\u2028")
-    assert "\\u202eabc\\u202c\\u001b[31m" in shown(whole)[9][6]
+    assert shown(whole)[9][4].startswith("&lt;/script&gt;&lt;b id=x&gt;&amp;amp;\\u2028")
+    assert "\\u202eabc\\u202c\\u001b[31m" in shown(whole)[9][4]
     best = dom(html, tmp_path, "sort=-score&score_min=0.3&prompt=p0")
-    assert [row[6] for row in shown(best)] == ["r8", "r6", "r4"]
+    assert [row[4] for row in shown(best)] == ["r8", "r6", "r4"]
     assert "3 of 10 rows, mean reward 0.6000" in best
     falling = dom(html, tmp_path, "sort=-score")
     assert [row[0] for row in shown(falling)] == [*map(str, range(8, -1, -1)), "9"]
-    clicked = dom(html, tmp_path, script="document.querySelector('th[data-key=length] button').click()")
-    assert [row[4] for row in shown(clicked)] == [*map(str, range(2, 11)), ""]
+    clicked = dom(html, tmp_path, script="""document.querySelector('th[data-key="others.size"] button').click()""")
+    assert [row[5] for row in shown(clicked)] == [*map(str, range(2, 11)), ""]
     one = dom(html, tmp_path, script="document.querySelectorAll('td.prompt button')[1].click()")
-    assert [row[5] for row in shown(one)] == ["p1"] * 4
-    assert [row[6] for row in shown(one)][:2] == ["r1", "<del>r1</del><ins>r3</ins>"]
+    assert [row[3] for row in shown(one)] == ["p1"] * 4
+    assert [row[4] for row in shown(one)][:2] == ["r1", "<del>r1</del><ins>r3</ins>"]
 
 
 @in_browser

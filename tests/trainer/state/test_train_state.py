@@ -6,6 +6,7 @@ import dataclasses
 import json
 import logging
 import random
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,7 +33,6 @@ from verl.storage.store import MIB
 from verl.tracking.base import Tracker, TrackerDescription, Trackers
 from verl.tracking.console import Console
 from verl.tracking.jsonl import JsonLines
-from verl.tracking.plots import Curves
 from verl.tracking.tensorboard import TensorBoard
 from verl.trainer.state.driver_state import RNG, CheckpointDraft, GeneratorStates, load_parts
 from verl.utils.seeding import rng_state, seed_everything
@@ -141,7 +141,7 @@ class Drawing(Tracker):
         random.random(), np.random.rand(), torch.rand(1)
         return super().__getattribute__(name)
 
-    def start(self, *_: Any) -> None:
+    def start(self, run_name: str, config: dict, run_dir: Path, total_steps: int | None) -> None:
         random.seed(0)
         np.random.seed(0)
         torch.manual_seed(0)
@@ -189,9 +189,7 @@ def test_a_run_with_all_of_it_ends_with_the_random_numbers_of_one_with_none(mode
         fit(run, tmp_path / name / f"run_{resume}")
         return states()
 
-    trackers = Trackers(
-        console=Console(), jsonl=JsonLines(), curves=Curves(), tensorboard=TensorBoard(), wandb=DrawingTracker()
-    )
+    trackers = Trackers(console=Console(), jsonl=JsonLines(), tensorboard=TensorBoard(), wandb=DrawingTracker())
     plain = ended("none", None, tracker=Trackers())
     first = ended("all", None, tracker=trackers, stop_after=2)
     assert sum(request.method == "PUT" for request in proxy.seen) > 10, "it was uploaded"

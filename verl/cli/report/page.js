@@ -634,7 +634,6 @@ function tokensSection(rows, leftOut) {
 
 // ---------------------------------------------------------------- samples
 
-const OF_BUFFER = new Set(["sample", "policy_version", "advantage", "episode"]);
 const MOST = 1000;  // rows drawn at a time
 const filters = () => new URLSearchParams(location.hash.slice(1));
 
@@ -667,9 +666,9 @@ function responseOf(row, before) {
 }
 
 function samplesSection(rows, leftOut) {
-  const ofData = [...new Set(rows.flatMap((row) => Object.keys(row.others)))].filter((name) => !OF_BUFFER.has(name));
+  const ofData = [...new Set(rows.flatMap((row) => Object.keys(row.others)))].filter((name) => name !== "episode");
   const columns = [
-    ["step", "step"], ["source", "source"], ["prompt_id", "prompt id"], ["score", "reward"], ["length", "tokens"],
+    ["step", "step"], ["source", "source"], ["score", "reward"],
     ["prompt", "prompt"], ["response", "response"], ...ofData.map((name) => ["others." + name, name]),
   ].filter(([key]) => rows.some((row) => valueOf(row, key) !== null));
   const body = element("tbody", {}), count = element("p", {id: "count", aria: {live: "polite"}});
@@ -727,7 +726,7 @@ function samplesSection(rows, leftOut) {
     for (const th of head.children)
       th.setAttribute("aria-sort", th.dataset.key !== name ? "none" : falls ? "descending" : "ascending");
   }
-  section("Samples", leftOut.length ? element("p", {className: "dim"}, `${leftOut.length} steps are left out: verl samples shows all.`) : null,
+  section("Samples", leftOut.length ? element("p", {className: "dim"}, `${leftOut.length} steps are left out: samples/ of the run has all.`) : null,
     form, count, element("div", {className: "scroll", tabIndex: 0, role: "region", aria: {label: "samples"}},
       element("table", {id: "samples"}, element("thead", {}, head), body)));
   show();

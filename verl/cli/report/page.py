@@ -10,6 +10,7 @@ seeds.
 from __future__ import annotations
 
 import base64
+import fnmatch
 import hashlib
 import html
 import itertools
@@ -19,7 +20,7 @@ import shlex
 import statistics
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -29,10 +30,9 @@ import numpy as np
 
 from verl.cli.console import duration
 from verl.cli.report.read import KILLED, MetricColumn, RunRecord, as_number, diagnosis, read_run, step_files
-from verl.cli.report.samples import read_tables
 from verl.tracking.base import HEADLINE
-from verl.tracking.plots import PANELS, panel_of
-from verl.utils.external_input import plain
+from verl.tracking.jsonl import lines_of
+from verl.utils.external_input import ExternalInputError, parse_mapping, plain
 from verl.utils.redact import redact_tree
 
 RESAMPLES = 10_000
@@ -44,6 +44,23 @@ STUDENT_T = (
 )  # fmt: skip
 T = TypeVar("T")
 
+PANELS: dict[str, list[str]] = {
+    "reward": ["reward/mean"],
+    "accuracy": ["*accuracy", "*/accuracy_*_call", "*/accuracy_without_tools", "*/mean@*", "*/best@*"],
+    "episodes": ["*/call_share", "*/turns"],
+    "KL (nats)": ["kl/*_nats", "actor/approx_kl*"],
+    "response length (tokens)": ["*response_length_tokens"],
+    "policy loss": ["actor/loss"],
+    "value loss": ["critic/loss"],
+    "loss (nats per token)": ["sft/loss", "eval/loss"],
+    "entropy (nats)": ["rollout/entropy_nats", "actor/entropy"],
+    "clip share": ["*/clip_fraction"],
+    "gradient norm": ["*/grad_norm"],
+    "gap of log-probs (nats)": ["rollout/log_prob_gap_nats", "rollout/off_policy_gap_nats", "sync/probe_gap_nats"],
+    "effective share": ["*/effective_share"],
+    "staleness (versions)": ["*staleness*"],
+    "samples per second": ["perf/samples_per_s"],
+}  # of the page, by title: metric keys with * as wildcard, each in the first that matches
 MAX_VALUES = 400_000  # of the curves of a page
 MAX_TEXT = 20_000  # characters of a prompt or response
 MAX_TEXTS = 4_000_000  # characters of all samples
@@ -52,6 +69,11 @@ MAX_PROMPTS = 5_000  # listed by pass rate
 SEED = "trainer.seed"
 # Settings that name a run or where it writes, in which runs of one group may differ
 NAMES = (SEED, "trainer.experiment_name", "trainer.project_name", "checkpoint.save_dir", "resume")
+
+
+def panel_of(key: str) -> str | None:
+    """The title of the panel that shows a metric, or None."""
+    return next((t for t, patterns in PANELS.items() if any(fnmatch.fnmatchcase(key, p) for p in patterns)), None)
 
 
 @dataclass(frozen=True)
@@ -113,7 +135,7 @@ def report(directories: Sequence[str | Path], status: str | None = None) -> str:
     grids = _Grids()
     content: dict[str, Any] = {"runs": [_run(run, grids, MAX_VALUES // len(runs)) for run in runs], "panels": []}
     for key in dict.fromkeys(key for run in runs for key in run.keys()):  # noqa: SIM118 - not a mapping
-        content["panels"].append((key, panel_of(key, PANELS)))
+        content["panels"].append((key, panel_of(key)))
     if len(runs) > 1:
         content["comparison"] = _comparison(runs)
     else:
@@ -293,13 +315,27 @@ def _samples(run: RunRecord) -> dict[str, Any]:
     paths = step_files(run, "samples")
     num_bytes = sum(path.stat().st_size for path in paths.values())
     chosen = _evenly([*paths], int(len(paths) * min(1.0, MAX_TEXTS / max(num_bytes, 1))) or 2)
-    rows = [sample.as_json() for sample in read_tables(paths[step] for step in chosen)]
+    rows = [row for step in chosen for row in _sample_rows(paths[step], step)]
     for row in rows:
         for name in ("prompt", "response"):
             if len(row[name]) > MAX_TEXT:
                 row[name] = f"{row[name][:MAX_TEXT]} ... {len(row[name]) - MAX_TEXT} more characters"
     left_out = sorted(set(paths) - set(chosen))
     return {"samples": rows, "samples_left_out": left_out} if rows else {}
+
+
+def _sample_rows(file: Path, step: int) -> Iterator[dict[str, Any]]:
+    """The rows of a sample table, without what cannot be read, such as the partial line that a killed run leaves."""
+    for line in lines_of(file):
+        try:
+            row = parse_mapping(line)
+            texts = {name: row.pop(f"{name}_text", "") for name in ("prompt", "response")}
+            texts = {name: text if isinstance(text, str) else json.dumps(text) for name, text in texts.items()}
+            score, source = row.pop("score", None), str(row.pop("table", "samples"))
+            score = None if score is None else float(score)
+        except (ExternalInputError, ValueError, TypeError, OverflowError):
+            continue
+        yield {"source": source, "step": step, **texts, "score": score, "others": row}
 
 
 def _tokens(run: RunRecord) -> dict[str, Any]:

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.ownership import RunLock
-from verl.checkpoint.read.compare import flat
 from verl.checkpoint.resolve import RunCheckpoints
 from verl.compose.schema import ROOTS, root_of_run
 from verl.errors import CheckpointNotFound, ConfigError
@@ -36,6 +35,15 @@ RUNNING, KILLED = "running", "killed"
 
 _log = logging.getLogger(__name__)
 RECENT = 0.1  # share of the steps whose median is compared, and at least 5 steps
+
+
+def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Flatten nested mappings to dotted paths; lists are leaves."""
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from flat(item, f"{path}.{key}" if path else str(key))
+    else:
+        yield path, value
 
 
 @dataclass

@@ -3,7 +3,7 @@
     process of the test ── name, arguments ──> process of the program
     (judge.py)          <── value or error ──  (program_server.py)
 
-test_names      Static analysis of what a test asks of the program's names, and one test in a sandbox
+run             One test in a sandbox
 judge           Runs a test in a sandbox, with functions in place of the program's names
 program_server  Runs the program in a sandbox and answers calls of its functions
 values          Encoding of the values that the two exchange

@@ -1,7 +1,7 @@
-"""Runs unit tests in a sandbox. The program's names are functions that send a call to the program's process.
+"""Runs a unit test in a sandbox. The program's functions send each call to the program's process.
 
-`job.json` has the mark of the verdict, and either one test, or several to try without a program. Only the text after
-the mark on standard output is a verdict: the program's process does not know the mark.
+`job.json` has the test and the mark of the verdict. Only the text after the mark on standard output is a verdict: the
+program's process does not know the mark.
 """
 
 import builtins
@@ -13,6 +13,7 @@ import sys
 import threading
 import traceback
 import types
+from types import MappingProxyType
 
 from verl.sandbox.unit_tests.values import Messages, NotPlain, decode, encode, overwrite
 
@@ -32,38 +33,26 @@ class JudgedProgram:
         fault: why the test cannot pass, even if it catches the error: `ended`, `object: TYPE` or `exit`.
     """
 
-    def __init__(self, names):
-        self.fault = None
-        self._names = names  # others that it sends are not taken: they could replace what the test itself uses
+    def __init__(self):
+        self.fault = "fail"  # until a name of the program is used
         self._lock = threading.Lock()
-        self._spaces = []
-        try:
-            self._messages = Messages()
-            self._messages.send({"names": names})
-            self._found = self._messages.receive()["found"]
-        except Exception:  # noqa: BLE001
-            self.fault, self._found = "ended", {}
+        self._messages = Messages()
 
-    def fill(self, *spaces):
-        """Put the names of the program into dicts, and keep those of values up to date."""
-        self._spaces = spaces
-        self._update(self._found)
+    def named(self, name):
+        """The function or a copy of the value that the program defines by a name.
 
-    def _update(self, found):
-        for name in self._names:
-            description = found.get(name, {})
-            if "object" in description:
-                self.fault = f"object: {description['object']}"
-            if "callable" in description:
-                value = self._function(name)
-            elif "value" in description:
-                value = decode(description["value"])
-            else:
-                continue
-            for space in self._spaces:
-                space[name] = value
+        Raises:
+            KeyError: it defines no such name, or imports a module of Python by it.
+        """
+        description = self._ask({"name": name})[0]
+        if "missing" in description or (name in sys.stdlib_module_names and "object" in description):
+            raise KeyError(name)
+        if "object" in description:
+            self._give_up(str(description["object"]))
+        self.fault = None if self.fault == "fail" else self.fault
+        if "value" in description:
+            return decode(description["value"])
 
-    def _function(self, name):
         def call(*args, **kwargs):
             return self._call(name, args, kwargs)
 
@@ -75,8 +64,7 @@ class JudgedProgram:
             request = {"call": name, "args": encode(list(args)), "kwargs": {x: encode(y) for x, y in kwargs.items()}}
         except (NotPlain, RecursionError) as error:
             self._give_up(f"an argument of type {error}")
-        with self._lock:
-            reply, result, error = self._reply(request, args, kwargs)
+        reply, result, error = self._ask(request, args, kwargs)
         sys.stdout.write(reply.get("printed", ""))
         if "object" in reply:
             self._give_up(str(reply["object"]))
@@ -86,17 +74,17 @@ class JudgedProgram:
             raise error
         return result
 
-    def _reply(self, request, args, kwargs):
+    def _ask(self, request, args=(), kwargs=MappingProxyType({})):
+        """The answer, with the result and the exception that it holds; changes arguments as the program did."""
         try:
-            self._messages.send(request)
-            reply = self._messages.receive()
+            with self._lock:
+                self._messages.send(request)
+                reply = self._messages.receive()
             for argument, changed in zip(args, decode(reply.get("args", []))):
                 overwrite(argument, changed)
             for key, changed in reply.get("kwargs", {}).items():
                 overwrite(kwargs[key], decode(changed))
-            self._update(reply["found"])
-            error = exception_of(reply["error"]) if "error" in reply else None
-            return reply, decode(reply.get("result")), error
+            return reply, decode(reply.get("result")), exception_of(reply["error"]) if "error" in reply else None
         except Exception:  # noqa: BLE001  whatever it sent, the program is at fault
             self.fault = "ended"
             raise ProgramEnded from None
@@ -116,83 +104,78 @@ def exception_of(reply):
         return RuntimeError(str(reply["text"]))
 
 
-def prepared(test):
-    """The module `__main__` in which a test runs, and the module `solution` that it may import."""
-    main, solution = types.ModuleType("__main__"), types.ModuleType("solution")
-    sys.modules["__main__"], sys.modules["solution"] = main, solution
-    sys.argv = ["test.py"]
-    linecache.cache["test.py"] = (0, None, test["code"].splitlines(True), "test.py")
-    for name in test["modules"]:
-        vars(main)[name] = importlib.import_module(name)
-    return vars(main), vars(solution)
+class Names(dict):
+    """Global names of a test. Those that neither it nor Python defines are the program's, or modules of Python that it
+    uses without an import, as programs often import them for it."""
+
+    def __init__(self, program):
+        super().__init__(__name__="__main__", __builtins__=builtins)
+        self._program = program
+
+    def __missing__(self, name):
+        if hasattr(builtins, name):  # not the program's: it could replace what the test relies on
+            raise KeyError(name)
+        try:
+            return self._program.named(name)
+        except KeyError:
+            if name not in sys.stdlib_module_names:
+                raise
+            return importlib.import_module(name)
+
+
+class Solution(types.ModuleType):
+    """The module `solution`, which a test may import."""
+
+    def __init__(self, program):
+        super().__init__("solution")
+        self._program = program
+
+    def __getattr__(self, name):
+        try:
+            return self._program.named(name)
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Main(types.ModuleType):
+    """The module `__main__`, in which `unittest.main()` looks for the tests."""
+
+    def __init__(self, names):
+        super().__init__("__main__")
+        self._names = names
+
+    def __dir__(self):
+        return [name for name in self._names if not name.startswith("__")]
+
+    def __getattr__(self, name):
+        if name in self._names:
+            return self._names[name]
+        raise AttributeError(name)
 
 
 def judged(test):
     """Run one test; returns `pass`, or why it did not pass."""
-    program = JudgedProgram(test["names"])
-    main, solution = prepared(test)
-    program.fill(main, solution)
-    if program.fault is not None:
-        return program.fault
+    program = JudgedProgram()
+    names = Names(program)
+    sys.modules["__main__"], sys.modules["solution"] = Main(names), Solution(program)
+    sys.argv = ["test.py"]
+    linecache.cache["test.py"] = (0, None, test.splitlines(True), "test.py")
     try:
-        exec(compile(test["code"], "test.py", "exec"), main)
+        exec(compile(test, "test.py", "exec"), names)
     except SystemExit as error:  # how `unittest.main()` ends
         if error.code:
             return program.fault or "fail"
     except BaseException as error:  # noqa: BLE001
         traceback.print_exception(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
-        return program.fault or ("memory" if isinstance(error, MemoryError) else "error")
+        if program.fault in (None, "fail"):
+            return "memory" if isinstance(error, MemoryError) else "error"
     return program.fault or "pass"
-
-
-def tried(test):
-    """Run a test up to its first call of the program; returns `called`, or what is wrong with the test."""
-    reader, writer = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.close(reader)
-        report = _try(test, writer)
-        os.write(writer, report.encode("utf-8", "backslashreplace"))
-        os._exit(0)
-    os.close(writer)
-    with os.fdopen(reader, "rb") as file:
-        text = file.read().decode()
-    os.waitpid(child, 0)
-    return text or "its process ends before a call of the program"
-
-
-def _try(test, writer):
-    def call(*args, **kwargs):
-        report = "called"
-        try:
-            encode([list(args), kwargs])
-        except (NotPlain, RecursionError) as error:
-            report = f"object: passes an argument of type {error}"
-        os.write(writer, report.encode())
-        os._exit(0)
-
-    main, solution = prepared(test)
-    for name in test["names"]:
-        main[name] = solution[name] = call
-    try:
-        quiet = os.open(os.devnull, os.O_WRONLY)
-    except PermissionError:  # some machines give the user of a jail no /dev/null to write to
-        quiet = os.open("quiet", os.O_WRONLY | os.O_CREAT)
-    os.dup2(quiet, 1)
-    os.dup2(quiet, 2)
-    try:
-        exec(compile(test["code"], "test.py", "exec"), main)
-    except (AssertionError, TypeError, AttributeError):
-        return "called"  # it may use a name of the program that is no function
-    except BaseException as error:  # noqa: BLE001
-        return f"before a call of the program it raises {type(error).__name__}: {str(error)[:200]}"
-    return "it ends without a call of the program" if test["called"] else "called"
 
 
 def main():
     with open("job.json", encoding="utf-8") as file:
         job = json.load(file)
-    verdict = json.dumps([tried(test) for test in job["tests"]]) if "tests" in job else judged(job["test"])
+    verdict = judged(job["test"])
     sys.stdout.flush()
     os.write(1, (job["mark"] + verdict).encode("utf-8", "backslashreplace"))
     sys.stderr.flush()

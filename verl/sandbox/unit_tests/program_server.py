@@ -1,8 +1,8 @@
 """Runs a program, `solution.py`, in a sandbox and answers what the judge of its test asks.
 
-    judge -> {"names": [...]}                    this process -> {"found": {name: description}}
+    judge -> {"name": name}                      this process -> {"missing" | "callable" | "value" | "object"}
     judge -> {"call": name, "args", "kwargs"}
-        this process -> {"result" | "error" | "object", "args", "kwargs", "printed", "found"}
+        this process -> {"result" | "error" | "object", "args", "kwargs", "printed"}
 
 Nothing here is protected from the program, and need not be: all that the judge takes from this process are values.
 """
@@ -63,16 +63,12 @@ def raised(error):
 def serve():
     messages = Messages()
     module = importlib.import_module("solution")
-    names = messages.receive()["names"]
-    descriptions = {name: described(module, name) for name in names}
-    messages.send({"found": descriptions})
-    values = [name for name, description in descriptions.items() if "callable" not in description]
     while True:
         try:
             request = messages.receive()
         except EOFError:
             os._exit(0)  # the test has ended; threads of the program are not waited for
-        messages.send({**called(module, request), "found": {name: described(module, name) for name in values}})
+        messages.send(described(module, request["name"]) if "name" in request else called(module, request))
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import itertools
 import random
 from bisect import bisect_right
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,9 +28,6 @@ from verl.trainer.plan.workload import DeviceRates, role_processes, workload
 STEPS = 40  # that are measured
 STALENESS = (0, 1, 2, 4)
 MOST_STALENESS = 64  # largest simulated; more makes responses older and nothing faster
-MEAN, LONGEST = "rollout/response_length_tokens", "rollout/response_length_max_tokens"
-RUN_COLUMNS = (MEAN, LONGEST, "perf/tokens", "timing/gen_s", "timing/sync_s", "timing/step_s")
-Columns = Mapping[str, Sequence[float]]  # metrics of a run by step: `RUN_COLUMNS`
 Lengths = Callable[[random.Random], Sequence[float]]  # tokens of each response of a batch
 
 
@@ -263,20 +260,9 @@ def plan_async(run: Any, times: AsyncTimes, lengths: Lengths) -> AsyncPlan:
     return AsyncPlan(tuple(simulate(setting, times, lengths) for setting in settings), times.source)
 
 
-def length_draws(run: Any, lengths: Sequence[int] | None, mean: int | None, columns: Columns | None = None) -> Lengths:
-    """Batches of responses: with these lengths; of exponential lengths with this mean; with mean and maximum of a
-    recorded step, as powers of uniform numbers; or of maximum length.
-    """
+def length_draws(run: Any, lengths: Sequence[int] | None, mean: int | None) -> Lengths:
+    """Batches of responses: with these lengths, of exponential lengths with this mean, or of maximum length."""
     rows, most = workload(run).rows, run.response_tokens
-
-    def recorded(chance: random.Random, columns: Columns) -> list[float]:
-        index = chance.randrange(len(columns[MEAN]))
-        longest, others = columns[LONGEST][index], rows - 1
-        average = max(1.0, (columns[MEAN][index] * rows - longest) / max(1, others))
-        return [longest, *(longest * chance.random() ** max(0.0, longest / average - 1) for _ in range(others))]
-
-    if columns is not None:
-        return lambda chance: recorded(chance, columns)
     if lengths is not None or mean is None:
         return lambda chance: chance.choices(lengths or [most], k=rows)
     return lambda chance: [min(most, 1 + round(chance.expovariate(1 / mean))) for _ in range(rows)]
@@ -297,24 +283,4 @@ def planned_times(run: Any, memory: MemoryPlan, stages: Sequence[StageTime], dev
         devices=devices,
         per_engine=max(1, training // engine.engines),
         source=f"the plan for {device.name}",
-    )
-
-
-def recorded_times(run: Any, columns: Columns, source: str) -> AsyncTimes:
-    """Seconds from the metrics of a run without generation ahead: a batch takes a seconds per token of its longest
-    response and b per token of all, by least squares. The first step (warm-up) is left out."""
-    x = {name: np.asarray(values[1:], dtype=float) for name, values in columns.items()}
-    longest, generate_s = x[LONGEST], x["timing/gen_s"]
-    by_step, by_token = np.linalg.lstsq(np.stack([longest, x["perf/tokens"]], 1), generate_s, rcond=None)[0]
-    if by_step < 0 or by_token < 0:  # lengths that hardly vary cannot separate the two
-        by_step, by_token = generate_s.sum() / longest.sum(), 0.0
-    sync_s, training = float(x["timing/sync_s"].mean()), role_processes(run)["actor"]  # a rate is one over a mean
-    devices, engines = training + run.devices_apart, run.num_rollout_workers or training
-    return AsyncTimes(
-        token_s=lambda rows: by_step + by_token * engines * rows,
-        slots=workload(run).rows,
-        train_s=(float((x["timing/step_s"] - generate_s).mean()) - sync_s) * training / devices,
-        sync_s=sync_s,
-        devices=devices,
-        source=source,
     )

@@ -11,7 +11,6 @@ import json
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import combinations, product
 from pathlib import Path
 from typing import Any
 
@@ -45,45 +44,37 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FittingChange:
-    """Settings that make a run fit.
+    """A setting that makes a run fit.
 
     Attributes:
         peak_bytes: with the change.
         relative_time: seconds of a step with the change, over those without.
     """
 
-    settings: tuple[str, ...]
+    setting: str
     peak_bytes: int
     relative_time: float
 
     def __str__(self) -> str:
-        return f"{' '.join(self.settings)} -> {self.peak_bytes / GIB:.1f} GiB, {self.relative_time - 1:+.0%} time"
+        return f"{self.setting} -> {self.peak_bytes / GIB:.1f} GiB, {self.relative_time - 1:+.0%} time"
 
 
 def changes_that_fit(
     run: Any, device: DeviceRates, memory: MemoryPlan, step_s: float, response: int | None
 ) -> list[FittingChange]:
-    """Single settings that make a run fit, each planned again; pairs if no single one does."""
-    by_key = dict[str, list[str]]()
-    for name, _ in changes(run, memory, device):
-        by_key.setdefault(name.partition("=")[0], []).append(name)
-
-    def planned(names: tuple[str, ...]) -> FittingChange | None:
+    """Single settings that make a run fit, each planned again; of those of a key the first."""
+    found = dict[str, FittingChange]()
+    for setting, changed_run in changes(run, memory, device):
+        if (key := setting.partition("=")[0]) in found:
+            continue
         try:
-            changed_run = run
-            for name in names:
-                changed_run = dict(changes(changed_run, memory, device))[name]()
-            changed = memory_plan(changed_run, device, limit=memory.limit)
-            seconds = sum(stage.seconds for stage in stage_times(changed_run, changed, device, response))
+            changed = memory_plan(changed_run(), device, limit=memory.limit)
+            seconds = sum(stage.seconds for stage in stage_times(changed_run(), changed, device, response))
         except (ConfigError, KeyError, ValueError):  # it is not compatible with other settings
-            return None
-        return FittingChange(names, changed.peak.total, seconds / step_s) if changed.fits else None
-
-    for count in (1, 2):
-        tried = (map(planned, product(*values)) for values in combinations(by_key.values(), count))
-        if fitting := [change for of_keys in tried if (change := next(filter(None, of_keys), None))]:
-            return sorted(fitting, key=lambda x: (round(x.relative_time, 2), x.peak_bytes))[:MOST_CHANGES]
-    return []
+            continue
+        if changed.fits:
+            found[key] = FittingChange(setting, changed.peak.total, seconds / step_s)
+    return sorted(found.values(), key=lambda x: (round(x.relative_time, 2), x.peak_bytes))[:MOST_CHANGES]
 
 
 def changes(run: Any, memory: MemoryPlan, device: DeviceRates) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -196,7 +187,7 @@ class RunPlan:
             yield from self.asynchronous.lines()
 
     def _what_helps(self) -> list[str]:
-        none = "no setting alone, and no two, help: take a smaller model or more devices"
+        none = "no setting alone helps: take a smaller model, more devices, or several of these settings"
         return [str(change) for change in self.changes] or [none]
 
     def warnings(self, disk: int | None, host: int | None) -> Iterator[str]:

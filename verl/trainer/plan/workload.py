@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -226,7 +225,7 @@ def gpu_here() -> DeviceRates:
 
 
 def this_cpu() -> DeviceRates:
-    """The CPU of this machine with its actual memory and conservative rates; see `measured_here` for measured ones."""
+    """The CPU of this machine with its actual memory and conservative rates."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     rate = 60e9 * cores  # cores with AVX2 reach 70 to 100 in isolated products of these sizes
     return DeviceRates(
@@ -242,43 +241,6 @@ def this_cpu() -> DeviceRates:
         bandwidth_share=1.0,
         is_gpu=False,
     )
-
-
-def measured_here(hidden: int, mlp: int, dtype: str = "float32", seconds: float = 4.0) -> DeviceRates:
-    """The rates of this machine's CPU, for products of these widths.
-
-    Args:
-        hidden, mlp: widths of the model, measured up to 4096 and 16384.
-        seconds: for each of the measurements.
-    """
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    rows, hidden, mlp = 1024, min(hidden, 4096), min(mlp, 16384)
-    shapes = (rows, hidden), (hidden, mlp), (mlp, hidden)
-    x, w, back = (torch.randn(*shape, dtype=getattr(torch, dtype)) for shape in shapes)
-    rate = 4 * rows * hidden * mlp / _fastest(lambda: (x @ w) @ back, seconds)
-    large = torch.ones(2**25, dtype=torch.float32)
-    copied = large.nbytes / _fastest(lambda: large.clone(), seconds)
-    small: Any = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():  # a token's layer is the start of its operations
-        model, token = LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **small)).eval(), torch.zeros(1, 1).long()
-        layer_s = _fastest(lambda: model(input_ids=token, use_cache=False), seconds / 2) / 4
-    products, moved = (
-        {dtype: rate, "float32": rate},
-        dict[str, Any](bandwidth=2 * copied, link=copied, host_link=copied),
-    )
-    return replace(this_cpu(), products=products, layer_s=layer_s, **moved)
-
-
-def _fastest(work: Callable[[], object], seconds: float) -> float:
-    """Median seconds of a call, without the first one."""
-    work()
-    taken, end = [], time.perf_counter() + seconds
-    while len(taken) < 5 or time.perf_counter() < end:
-        start = time.perf_counter()
-        work()
-        taken.append(time.perf_counter() - start)
-    return sorted(taken)[len(taken) // 2]
 
 
 def free_memory(device: str, processes: int) -> int | None:
