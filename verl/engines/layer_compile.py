@@ -50,7 +50,7 @@ class LayerPrograms:
 
 
 def programs_of(model: Any) -> LayerPrograms | None:
-    """Those of the layers of a model in training; None if they are not compiled."""
+    """The `LayerPrograms` of a model in training; None if its layers are not compiled."""
     return getattr(unwrapped(getattr(model, "backbone", model)), "layer_programs", None)
 
 
