@@ -130,4 +130,4 @@ def scored_at_end(batch: DataProto) -> DataProto:
         "position_ids": (attention.cumsum(dim=1) - 1).clamp_min(0) * attention,
         "response_mask": column == lengths,
     }
-    return DataProto.from_dict(x, meta_info=batch.meta_info)
+    return DataProto.from_dict(x, meta_info=batch.meta_info, ragged=batch.ragged)

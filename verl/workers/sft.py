@@ -10,6 +10,7 @@ from verl.component import BuildContext
 from verl.engines.chunked_logprobs import token_log_probs
 from verl.engines.engine import TrainingEngine
 from verl.engines.parallel_dims import Parallelism
+from verl.model_paths.images import with_media
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
 from verl.ops.masking import LossTotals, aggregate
@@ -82,6 +83,7 @@ def _as_continuation(batch: DataProto) -> DataProto:
     x = batch.batch
     return DataProto.from_dict(
         {
+            **{name: x[name] for name in with_media([], batch)},
             "input_ids": x["input_ids"],
             "attention_mask": x["attention_mask"],
             "position_ids": x["position_ids"],
@@ -89,4 +91,5 @@ def _as_continuation(batch: DataProto) -> DataProto:
             "response_mask": x["loss_mask"][:, 1:],
         },
         meta_info=batch.meta_info,
+        ragged=batch.ragged,
     )
