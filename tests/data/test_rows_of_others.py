@@ -183,10 +183,11 @@ def test_a_turn_that_only_calls_tools_needs_no_content():
 
 
 @pytest.mark.parametrize(
-    "content", [None, [{"type": "image", "image": "x.png"}], [{"type": "text", "text": "a"}, {"type": "image"}], 5]
+    ("content", "value"),
+    [(None, "content"), (5, "content"), ([{"type": "audio"}], "content"), ([{"type": "image"}], "image")],
 )
-def test_content_without_text_is_named(content):
-    with refusal("prompt", value="content"):
+def test_content_without_text_is_named(content, value):
+    with refusal("prompt", value=value):
         RLHFDataset.from_rows([{"prompt": [{"role": "user", "content": content}]}], character_tokenizer(), OPTIONS)
 
 

@@ -10,6 +10,7 @@ episodes       `data=episodes`: prompts for environments that provide the task t
 files          Data sets in files: prompts for reinforcement learning, sequences for SFT, preferences
 guess_number   Prompts and example games of guessing a number
 hub            `data=hub`: prompts from the Hugging Face hub, or a local directory of the same form
+images         Images of rows: where they are, the check of all before a run, and the fields of a batch
 preference_dataset  Pairs of responses, or responses with a label, tokenised
 readers        Readers of parquet and JSONL files; each row has its file and line number
 rlhf_dataset   Prompts for reinforcement learning, tokenised once and padded on the left when a batch is made

@@ -17,7 +17,8 @@ from torch import Tensor
 from verl.component import BuildContext, Description, component
 from verl.data.chat_template import FinalAssistant
 from verl.data.curriculum import Curriculum
-from verl.data.readers import OnBadRow
+from verl.data.images import ImagesOfRows
+from verl.data.readers import DataRows, OnBadRow
 from verl.data.sampler import Mixture
 from verl.errors import ConfigError
 from verl.protocol import DataProto
@@ -131,6 +132,7 @@ class DataSplits:
         may_repeat: rows were sampled from a distribution, so that duplicates are expected and cause no warning.
         fills_last: the last batch of an epoch is filled from the next one; else the rows that remain are left out.
         settled: values of `PromptSource.settled_fields`; a checkpoint records them in the identity of the run.
+        has_images: whether some row has an image.
     """
 
     train: Dataset
@@ -139,6 +141,10 @@ class DataSplits:
     may_repeat: bool = False
     fills_last: bool = True
     settled: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def has_images(self) -> bool:
+        return any(getattr(rows, "has_images", False) for rows in (self.train, self.eval))
 
     @classmethod
     def generated(
@@ -181,6 +187,9 @@ class PromptRendering(PromptSource):
         final_assistant: treatment of chats that end with an assistant message, which would be part of the prompt and
             may be the answer. `error` makes the row unusable; `drop` removes the message; `answer` moves it to the
             column `answer`.
+        images_key: column of an image or of a list of images; null for none. They may also be in content parts of
+            messages.
+        max_pixels: larger images are scaled down to this many pixels; null for the limits of the model's processor.
     """
 
     max_prompt_length: PositiveInt = 512
@@ -189,6 +198,8 @@ class PromptRendering(PromptSource):
     system_prompt: str | None = None
     on_bad_row: OnBadRow = "error"
     final_assistant: FinalAssistant = "error"
+    images_key: str | None = "images"
+    max_pixels: PositiveInt | None = None
 
 
 @component
@@ -219,6 +230,9 @@ class SFTOptions(TextSource):
             rendered by the chat template too.
         on_bad_row: `error` refuses a data set with unusable rows; `skip` leaves them out and logs their number and
             places.
+        images_key: column of an image or of a list of images; null for none. They may also be in content parts of
+            messages.
+        max_pixels: larger images are scaled down to this many pixels; null for the limits of the model's processor.
     """
 
     prompt_key: str = "prompt"
@@ -229,6 +243,8 @@ class SFTOptions(TextSource):
     chat_template: str | None = None
     system_prompt: str | None = None
     on_bad_row: OnBadRow = "error"
+    images_key: str | None = "images"
+    max_pixels: PositiveInt | None = None
 
 
 @component
@@ -247,6 +263,9 @@ class PreferenceOptions(PreferenceSource):
         system_prompt: system message for chats without one. With it, a text prompt becomes a user message.
         on_bad_row: `error` refuses a data set with unusable rows; `skip` leaves them out and logs their number and
             places.
+        images_key: column of an image or of a list of images; null for none. They may also be in content parts of
+            messages.
+        max_pixels: larger images are scaled down to this many pixels; null for the limits of the model's processor.
     """
 
     prompt_key: str = "prompt"
@@ -261,6 +280,8 @@ class PreferenceOptions(PreferenceSource):
     chat_template: str | None = None
     system_prompt: str | None = None
     on_bad_row: OnBadRow = "error"
+    images_key: str | None = "images"
+    max_pixels: PositiveInt | None = None
 
 
 def read_options(kind: type[Options], config: Mapping[str, Any] | None) -> Options:
@@ -295,9 +316,11 @@ class RaggedTokens:
     def __getitem__(self, index: int) -> Tensor:
         return self._flat[self._starts[index] : self._starts[index] + self.lengths[index]]
 
-    def digests(self) -> list[bytes]:
-        """A hash of each row: equal for equal tokens."""
-        return [hashlib.blake2b(self[index].numpy().tobytes(), digest_size=12).digest() for index in range(len(self))]
+    def digests(self, images: ImagesOfRows | None = None) -> list[bytes]:
+        """A hash of each row: equal for equal tokens and images."""
+        rows = [self[index].numpy().tobytes() for index in range(len(self))]
+        keys = [b""] * len(self) if images is None else [key.numpy().tobytes() for key in images.keys]
+        return [hashlib.blake2b(row + key, digest_size=12).digest() for row, key in zip(rows, keys, strict=True)]
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -355,6 +378,22 @@ def fit_lengths(
         raise ConfigError(f"{seen} truncation=drop leaves no rows. Raise {limit_name}.")
     dropped = set(over)
     return [index for index in range(len(lengths)) if index not in dropped]
+
+
+def refuse_cuts(rows: DataRows, lengths: Mapping[int, int], limit: int, limit_name: str, truncation: str) -> None:
+    """Refuse to truncate rows with images, whose tokens belong together.
+
+    Args:
+        lengths: tokens of the kept rows, by index.
+    Raises:
+        ConfigError: a row with images has more than `limit` tokens.
+    """
+    for index, length in lengths.items():
+        if length > limit and rows.images_of(index):
+            raise ConfigError(
+                f"truncation is {truncation!r}: {rows.location(index)} has images and {length} tokens, and rows with "
+                f"images are not truncated. Raise {limit_name}, lower max_pixels, or set truncation to drop."
+            )
 
 
 def cut(tokens: list[Any], limit: int, truncation: str) -> list[Any]:

@@ -8,12 +8,14 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeGuard
 
+from verl.data.images import PLACEHOLDER, BadImage, CheckedImage, ImageTokens
 from verl.data.readers import DataRows, RowErrors
 from verl.errors import ConfigError, end_cut
+from verl.models.images import images_of
 from verl.utils.child_process.trial import template_fault
 
 FinalAssistant = Literal["error", "drop", "answer"]
@@ -46,6 +48,10 @@ class ChatTemplate:
     def is_dated(self) -> bool:
         """Whether the template writes the current date."""
         return "strftime_now" in (self.source or "")
+
+    @functools.cached_property
+    def images(self) -> ImageTokens:
+        return ImageTokens(self.tokenizer)
 
     @property
     def source(self) -> str | None:
@@ -104,6 +110,11 @@ class ChatTemplate:
                 "Set one, or write the prompts as text."
             )
         known = self.tools_of(tools, location)
+        if images_of(self.tokenizer) is not None:  # some of these templates read nothing but parts
+            messages = [
+                {**x, "content": [{"type": "text", "text": x["content"]}]} if isinstance(x["content"], str) else x
+                for x in messages
+            ]
         _refuse_endless(self.source, messages)
         try:
             try:
@@ -197,10 +208,17 @@ def render_prompts(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErrors)
             )
         if fault is not None:
             bad.add(fault)
+    expanded = list(texts)
+    for index, text in enumerate(texts):
+        try:
+            expanded[index] = chat.images.expanded(text, rows.images_of(index)) if text else ""
+        except BadImage as error:
+            bad.add(f"{key} at {rows.location(index)}: {error}")
+            texts[index] = expanded[index] = ""
     is_rendered = any(token.strip() and token in "".join(texts[:1]) for token in chat.tokenizer.all_special_tokens)
     if rows.locations is not None and chat.source is not None and not any(is_chat) and not is_rendered:  # rows of files
         _tell_of_template(key)
-    tokens = _tokens(texts, is_chat, chat.tokenizer)
+    tokens = _tokens(expanded, is_chat, chat.tokenizer)
     for index, (text, ids) in enumerate(zip(texts, tokens, strict=True)):
         if text and not ids:
             bad.add(f"{key} is {shortened(rows.values[index][key])} at {rows.location(index)}: it has no tokens.")
@@ -220,11 +238,17 @@ def messages_fault(messages: Any) -> str | None:
     if not isinstance(messages, (list, tuple)) or not messages:
         return "a list of chat messages"
     for message in messages:
-        if not isinstance(message, Mapping) or not all(isinstance(message.get(k), str) for k in ("role", "content")):
+        content = message.get("content") if isinstance(message, Mapping) else None
+        texts = [x.get("text") for x in content if x != PLACEHOLDER] if _is_parts(content) else [content]
+        if not isinstance(message, Mapping) or not all(isinstance(x, str) for x in (message.get("role"), *texts)):
             return "each chat message to have a text `role` and a `content` of text, or of text parts"
-        if text_fault(message["content"]) is not None:
+        if any(text_fault(str(text)) is not None for text in texts):
             return "each chat message to be valid Unicode"
     return None
+
+
+def _is_parts(content: Any) -> TypeGuard[list[Mapping[str, Any]]]:
+    return isinstance(content, list) and all(isinstance(part, Mapping) for part in content)
 
 
 def text_fault(text: str) -> str | None:
@@ -372,8 +396,8 @@ GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def conversation_tokens(
-    chat: ChatTemplate, messages: Messages, location: str, tools: Any = None
-) -> tuple[list[int], list[bool]]:
+    chat: ChatTemplate, messages: Messages, location: str, tools: Any = None, images: Sequence[CheckedImage] = ()
+) -> tuple[list[int], list[bool], str]:
     """Tokenise a conversation, with a mask of the tokens to learn.
 
     With a template that marks assistant turns (`{% generation %}`) the marks are used. With any other template the
@@ -386,6 +410,9 @@ def conversation_tokens(
         messages: with `role` and `content`.
         location: file and number of the row, for messages.
         tools: value of the row's column `tools`.
+        images: of the placeholders in the messages; with some the marks are not used.
+    Returns:
+        Tokens, mask, and the text with one placeholder for each image.
     Raises:
         ConfigError: the template refuses the messages, or rewrites earlier turns when later ones follow, or there is no
             assistant turn; names the row.
@@ -393,11 +420,20 @@ def conversation_tokens(
     messages = chat.with_system(messages)
     if not any(message["role"] == "assistant" for message in messages):
         raise ConfigError(f"{location} has no message of the role assistant: there is nothing to learn.")
-    if GENERATION_BLOCK.search(chat.source or ""):
-        return _by_template(chat, messages, location, tools)
-    text = chat.render(messages, location, reply_follows=False, tools=tools)
+    if GENERATION_BLOCK.search(chat.source or "") and not images:
+        return *_by_template(chat, messages, location, tools), ""
+    whole = chat.render(messages, location, reply_follows=False, tools=tools)
+    try:
+        text = chat.images.expanded(whole, images)
+    except BadImage as error:
+        raise ConfigError(f"{location}: {error}") from None
+
+    def rendered(turns: int, reply_follows: bool) -> str:
+        start = chat.render(messages[:turns], location, reply_follows=reply_follows, tools=tools)
+        return chat.images.expanded(start, images[: chat.images.count(start)])
+
     spans = [
-        _span(chat, messages, turn, text, location, tools)
+        _span(rendered, chat, turn, text, location)
         for turn, message in enumerate(messages)
         if message["role"] == "assistant"
     ]
@@ -405,13 +441,18 @@ def conversation_tokens(
     learned = [
         any(start <= first < end and last > first for start, end in spans) for first, last in encoded["offset_mapping"]
     ]
-    return list(encoded["input_ids"]), learned
+    return list(encoded["input_ids"]), learned, whole
 
 
-def _span(chat: ChatTemplate, messages: Messages, turn: int, text: str, location: str, tools: Any) -> tuple[int, int]:
-    """Start and end of an assistant turn in the text of the conversation, including its end token."""
-    before = chat.render(messages[:turn], location, reply_follows=True, tools=tools)
-    after = chat.render(messages[: turn + 1], location, reply_follows=False, tools=tools)
+def _span(
+    rendered: Callable[[int, bool], str], chat: ChatTemplate, turn: int, text: str, location: str
+) -> tuple[int, int]:
+    """Start and end of an assistant turn in the text of the conversation, including its end token.
+
+    Args:
+        rendered: text of the first turns of the conversation, with the generation prompt or without.
+    """
+    before, after = rendered(turn, True), rendered(turn + 1, False)
     if not after.startswith(before) or not text.startswith(after):
         raise ConfigError(
             f"chat_template renders message {turn} at {location} differently at the end of a conversation and within "

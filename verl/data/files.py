@@ -60,7 +60,7 @@ class PromptFiles(FileSplits, PromptOptions):
 
     def columns(self) -> dict[str, frozenset[str]]:
         by_field = {name: columns_of(getattr(self, name)) for name in ("train_files", "eval_files")}
-        return {name: columns - {self.prompt_key} for name, columns in by_field.items() if columns}
+        return {name: columns - {self.prompt_key, self.images_key} for name, columns in by_field.items() if columns}
 
     def build(self, context: BuildContext) -> DataSplits:
         return _build(self, context, partial(RLHFDataset.from_rows, tools=context.tools), PromptOptions)

@@ -221,6 +221,7 @@ class HubPrompts(PromptRendering):
     def _converted(self, row: Mapping[str, Any], is_chat: bool) -> dict[str, Any] | str:
         """A row as `RLHFDataset` takes it, or its fault."""
         prompt, kept = as_chat(row.get(self.prompt)), row if self.keep_columns is None else self.keep_columns
+        kept = [*kept, self.images_key] if self.images_key in row else kept
         others = {name: row.get(name) for name in kept if name not in (self.prompt, self.answer, "prompt")}
         if isinstance(prompt, str) and prompt:
             prompt = prompt if self.instruction is None else f"{prompt}\n{self.instruction}"

@@ -11,7 +11,7 @@ Columns are those of TRL: `prompt`, `chosen`, `rejected`; `chosen` and `rejected
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,21 +19,27 @@ from torch import Tensor
 
 from verl.data.base import PreferenceOptions, RaggedTokens, fit_lengths, pad_id_of
 from verl.data.chat_template import ChatTemplate, messages_fault, shortened, text_fault, text_tokens, with_chats
+from verl.data.images import BadImage, ImagesOfRows, with_images
 from verl.data.readers import DataRows, RowErrors
 from verl.errors import ConfigError
 from verl.protocol import DataProto
+from verl.protocol.ragged import Ragged
 
 MAX_MARGIN = 1e30  # beyond it float32 may overflow
 
 
 def preference_rows(
-    prompts: tuple[Tensor, Tensor], responses: tuple[Tensor, Tensor], **columns: Tensor | None
+    prompts: tuple[Tensor, Tensor],
+    responses: tuple[Tensor, Tensor],
+    ragged: Mapping[str, Ragged] | None = None,
+    **columns: Tensor | None,
 ) -> DataProto:
     """Rows of prompts with their responses.
 
     Args:
         prompts: tokens and mask [R P], padded on the left.
         responses: tokens and mask [R T], padded on the right.
+        ragged: images of the prompts.
         columns: further tensors [R]; None is left out.
     Returns:
         `input_ids`, `attention_mask`, `position_ids` [R S], `responses` and `response_mask` [R T], and the columns.
@@ -47,7 +53,8 @@ def preference_rows(
             "responses": responses[0],
             "response_mask": responses[1],
             **{name: x for name, x in columns.items() if x is not None},
-        }
+        },
+        ragged=ragged,
     )
 
 
@@ -80,9 +87,14 @@ class PreferenceDataset:
     ref_scores: Tensor | None = None
 
     def __init__(
-        self, rows: Sequence[Preference], pad_id: int, sources: list[int] | None = None, has_chats: bool = False
+        self,
+        rows: Sequence[Preference],
+        pad_id: int,
+        sources: list[int] | None = None,
+        has_chats: bool = False,
+        images: ImagesOfRows | None = None,
     ):
-        self.sources, self._pad_id, self.has_chats = sources, pad_id, has_chats
+        self.sources, self._pad_id, self.has_chats, self._images = sources, pad_id, has_chats, images
         self._prompts = RaggedTokens([row.prompt for row in rows])
         rejected = [row.rejected for row in rows if row.rejected is not None]
         self.is_paired = bool(rejected)
@@ -101,8 +113,8 @@ class PreferenceDataset:
             ConfigError: a column is missing, or a row cannot be used, with its file and line.
         """
         keys = (options.prompt_key, options.chosen_key, options.rejected_key, options.completion_key)
-        rows = with_chats(DataRows.of(rows), *keys)
-        num_rows = len(rows) + len(bad)
+        num_rows, rows = len(rows) + len(bad), with_chats(DataRows.of(rows), *keys)
+        rows = with_images(rows, options.prompt_key, options.images_key, options.max_pixels, tokenizer, bad)
         parsed = dict(
             _parsed(rows, ChatTemplate(tokenizer, options.chat_template, options.system_prompt), options, bad)
         )
@@ -115,8 +127,13 @@ class PreferenceDataset:
             bound = getattr(options, limit)
             fitting = fit_lengths(lengths, bound, limit, options.truncation, locations.__getitem__, others="drop")
             kept = [kept[position] for position in fitting]
-        has_chats = any(row.is_chat for row in parsed.values())
-        return cls([tokens[i] for i in kept], pad_id_of(tokenizer), rows.only(kept).sources, has_chats)
+        has_chats, rows = any(row.is_chat for row in parsed.values()), rows.only(kept)
+        images = ImagesOfRows.of(rows.images, [parsed[i].prompt for i in kept], tokenizer)
+        return cls([tokens[i] for i in kept], pad_id_of(tokenizer), rows.sources, has_chats, images)
+
+    @property
+    def has_images(self) -> bool:
+        return self._images is not None
 
     @property
     def longest(self) -> int:
@@ -128,7 +145,7 @@ class PreferenceDataset:
     def digests(self) -> list[bytes]:
         """A hash of each row's tokens, to find duplicates."""
         responses = self._responses.digests()
-        return [x + b"".join(responses[i :: len(self)]) for i, x in enumerate(self._prompts.digests())]
+        return [x + b"".join(responses[i :: len(self)]) for i, x in enumerate(self._prompts.digests(self._images))]
 
     def __len__(self) -> int:
         return len(self._prompts)
@@ -147,7 +164,8 @@ class PreferenceDataset:
             prompt, chosen, rejected = (x.tolist() for x in self[index].values())
             rows += [Preference(prompt, chosen), Preference(prompt, rejected, label=False)]
         sources = None if self.sources is None else [source for source in self.sources for _ in range(2)]
-        return PreferenceDataset(rows, self._pad_id, sources, self.has_chats)
+        images = self._images and self._images.take([row for row in range(len(self)) for _ in range(2)])
+        return PreferenceDataset(rows, self._pad_id, sources, self.has_chats, images)
 
     def collate(self, indices: Sequence[int] | Tensor) -> DataProto:
         """The B rows at `indices`, as 2B rows: chosen responses, then rejected ones; or labelled responses, then
@@ -158,6 +176,9 @@ class PreferenceDataset:
             the data has them, `row_margins` and `ref_scores` [2B].
         """
         rows = torch.as_tensor(indices, dtype=torch.int64)
+        keys, media = (
+            ({}, {}) if self._images is None else self._images.fields(rows.repeat(2), self._prompts.__getitem__)
+        )
         others, labels = rows + len(self) if self.is_paired else rows.roll(1), self._labels[rows]
         return preference_rows(
             self._prompts.padded(rows.repeat(2), self._pad_id, left=True),
@@ -165,6 +186,8 @@ class PreferenceDataset:
             is_chosen=torch.cat([labels, labels ^ self.is_paired]),
             row_margins=None if self._margins is None else self._margins[rows].repeat(2),
             ref_scores=None if self.ref_scores is None else self.ref_scores[rows].T.reshape(-1),
+            ragged=media,
+            **keys,
         )
 
 
@@ -177,6 +200,7 @@ class _Texts:
     is_chat: bool
     label: bool = True
     margin: float | None = None
+    expanded: str = ""  # the prompt with as many placeholders as its images have tokens
 
 
 def _parsed(
@@ -196,8 +220,9 @@ def _parsed(
             continue
         try:
             texts = _texts(row, keys, chat, options, rows.location(index), has_margins)
-        except ConfigError as error:
-            bad.add(str(error))
+            texts = replace(texts, expanded=chat.images.expanded(texts.prompt, rows.images_of(index)))
+        except (ConfigError, BadImage) as error:
+            bad.add(str(error) if isinstance(error, ConfigError) else f"{rows.location(index)}: {error}")
             continue
         yield index, texts
 
@@ -280,8 +305,8 @@ def _tokenized(parsed: Mapping[int, _Texts], tokenizer: Any) -> dict[int, Prefer
         return [list(ids) for ids in tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
 
     rows = list(parsed.values())
-    of_texts = iter(text_tokens([x.prompt for x in rows if not x.is_chat] or ["a"], tokenizer))
-    of_chats = iter(plain([x.prompt for x in rows if x.is_chat]))
+    of_texts = iter(text_tokens([x.expanded for x in rows if not x.is_chat] or ["a"], tokenizer))
+    of_chats = iter(plain([x.expanded for x in rows if x.is_chat]))
     responses = iter(plain([text for x in rows for text in x.responses]))
     made = {}
     for index, row in parsed.items():

@@ -72,12 +72,14 @@ class DataRows:
             None for rows from memory.
         numbers: index of each row over all files, counting skipped rows; None if none was skipped.
         sources: index of each row's file in the list of files; None for rows from memory.
+        images: images of each row, see `verl.data.images`; None if no row has one.
     """
 
     values: list[Mapping[str, Any]]
     locations: list[tuple[str, int]] | None = None
     numbers: list[int] | None = None
     sources: list[int] | None = None
+    images: list[tuple[Any, ...]] | None = None
 
     @classmethod
     def of(cls, rows: Sequence[Mapping[str, Any]] | DataRows) -> DataRows:
@@ -113,7 +115,17 @@ class DataRows:
             None if self.locations is None else chosen(self.locations),
             [self.number(index) for index in kept],
             None if self.sources is None else chosen(self.sources),
+            None if self.images is None else chosen(self.images),
         )
+
+    def images_of(self, index: int) -> tuple[Any, ...]:
+        return () if self.images is None else self.images[index]
+
+    def directory(self, index: int) -> Path:
+        """The directory that paths in a row begin at: that of its file or its local data set; without, the current
+        one."""
+        place = Path("" if self.locations is None else self.locations[index][0].partition(", split ")[0])
+        return place if place.is_dir() else place.parent
 
     def column_fault(self, key: str, option: str, index: int) -> str | None:
         """A sentence about a column that a row lacks, with the columns that it has; None if it has the column.

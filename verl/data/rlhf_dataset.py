@@ -13,8 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl.data.base import PromptOptions, RaggedTokens, cut, fit_lengths, object_array, pad_id_of, read_options
+from verl.data.base import (
+    PromptOptions,
+    RaggedTokens,
+    cut,
+    fit_lengths,
+    object_array,
+    pad_id_of,
+    read_options,
+    refuse_cuts,
+)
 from verl.data.chat_template import ChatTemplate, render_prompts, with_chats, without_final_assistant
+from verl.data.images import ImagesOfRows, with_images
 from verl.data.readers import DataRows, RowErrors, read_rows
 from verl.errors import ConfigError
 from verl.protocol import DataProto
@@ -87,6 +97,7 @@ class RLHFDataset:
         self._pad_id = pad_id_of(tokenizer)
         num_rows = len(rows) + len(bad)
         rows = with_chats(rows, options.prompt_key)
+        rows = with_images(rows, options.prompt_key, options.images_key, options.max_pixels, tokenizer, bad)
         rows = without_final_assistant(rows, options.prompt_key, options.final_assistant)
         columns = _columns_beside(rows, options.prompt_key)
         chat = ChatTemplate(tokenizer, options.chat_template, options.system_prompt, tools)
@@ -104,12 +115,14 @@ class RLHFDataset:
             lengths, limit, "max_prompt_length", options.truncation, lambda position: rows.location(usable[position])
         )
         remaining = [usable[position] for position in fitting]
+        refuse_cuts(rows, {i: len(tokens[i]) for i in remaining}, limit, "max_prompt_length", options.truncation)
         for index in remaining:
             if len(tokens[index]) > limit:
                 tokens[index] = cut(tokens[index], limit, options.truncation)
                 texts[index] = tokenizer.decode(tokens[index])
         rows = rows.only(remaining)
         self.sources = rows.sources
+        self._images = ImagesOfRows.of(rows.images, [texts[index] for index in remaining], tokenizer)
         self.tokens = RaggedTokens([tokens[index] for index in remaining])
         self._prompt_ids = torch.tensor([rows.number(index) for index in range(len(rows))], dtype=torch.int64)
         self._columns = {name: column for name in columns if (column := _column(rows, name)) is not None}
@@ -132,7 +145,11 @@ class RLHFDataset:
     @property
     def digests(self) -> list[bytes]:
         """A hash of each row's tokens, to find duplicates."""
-        return self.tokens.digests()
+        return self.tokens.digests(self._images)
+
+    @property
+    def has_images(self) -> bool:
+        return self._images is not None
 
     def __len__(self) -> int:
         return len(self._prompt_ids)
@@ -149,14 +166,16 @@ class RLHFDataset:
         Returns:
             prompts [B P] int64, prompt_mask [B P] bool, prompt_ids [B] int64, and in `non_tensor_batch` the text of
             each prompt as `prompt_text`, its chat messages as `prompt_messages` where any row has some, and the row's
-            other columns.
+            other columns. Of a data set with images also media_keys [B], and the ragged fields `media.*`.
         """
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         prompts, mask = self.tokens.padded(chosen, self._pad_id, left=True)
+        keys, media = ({}, {}) if self._images is None else self._images.fields(chosen, self.tokens.__getitem__)
         return DataProto.from_dict(
-            tensors={"prompts": prompts, "prompt_mask": mask, "prompt_ids": self._prompt_ids[chosen]},
+            tensors={"prompts": prompts, "prompt_mask": mask, "prompt_ids": self._prompt_ids[chosen], **keys},
             non_tensors={name: values[chosen.numpy()] for name, values in self._columns.items()},
             meta_info={"pad_token_id": self._pad_id},
+            ragged=media,
         )
 
 

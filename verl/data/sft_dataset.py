@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl.data.base import RaggedTokens, SFTOptions, cut, fit_lengths, pad_id_of, read_options
+from verl.data.base import RaggedTokens, SFTOptions, cut, fit_lengths, pad_id_of, read_options, refuse_cuts
 from verl.data.chat_template import (
     ChatTemplate,
     conversation_tokens,
@@ -20,6 +20,7 @@ from verl.data.chat_template import (
     text_fault,
     with_chats,
 )
+from verl.data.images import ImagesOfRows, with_images
 from verl.data.readers import DataRows, RowErrors, read_rows
 from verl.errors import ConfigError
 from verl.protocol import DataProto
@@ -29,15 +30,16 @@ COMPLETION_KEYS = ("completion", "response")
 
 @dataclass(frozen=True)
 class LossMaskedTokens:
-    """Tokens of a row, with their loss mask."""
+    """Tokens of a row, with their loss mask, and the text with a placeholder for each image that they begin with."""
 
     tokens: list[int]
     learned: list[bool]
+    text: str = ""
 
     @classmethod
-    def after(cls, prompt: list[int], completion: list[int]) -> LossMaskedTokens:
+    def after(cls, prompt: list[int], completion: list[int], text: str = "") -> LossMaskedTokens:
         """A prompt without loss and a completion with loss."""
-        return cls(prompt + completion, [False] * len(prompt) + [True] * len(completion))
+        return cls(prompt + completion, [False] * len(prompt) + [True] * len(completion), text)
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -49,7 +51,7 @@ class LossMaskedTokens:
 
     def cut(self, limit: int, truncation: str) -> LossMaskedTokens:
         """At most `limit` tokens; see `verl.data.base.cut`."""
-        return LossMaskedTokens(cut(self.tokens, limit, truncation), cut(self.learned, limit, truncation))
+        return LossMaskedTokens(cut(self.tokens, limit, truncation), cut(self.learned, limit, truncation), self.text)
 
 
 def from_prompts(
@@ -70,7 +72,7 @@ def from_prompts(
     Raises:
         ConfigError: the tokenizer has no EOS, or no row has a column.
     """
-    _, prompts = render_prompts(rows, prompt_key, chat, bad)
+    texts, prompts = render_prompts(rows, prompt_key, chat, bad)
     key = completion_column(completion_key, {name for row in rows.values for name in row})
     usable = []
     for index in (index for index, prompt in enumerate(prompts) if prompt):
@@ -80,7 +82,7 @@ def from_prompts(
             bad.add(fault)
     completions = completion_tokens([rows.values[index][key] for index in usable], chat.tokenizer)
     return {
-        index: LossMaskedTokens.after(prompts[index], completion)
+        index: LossMaskedTokens.after(prompts[index], completion, texts[index])
         for index, completion in zip(usable, completions, strict=True)
     }
 
@@ -135,10 +137,9 @@ def from_conversations(rows: DataRows, key: str, chat: ChatTemplate, bad: RowErr
             bad.add(fault)
             continue
         try:
-            tokens, learned = conversation_tokens(
-                chat, rows.values[index][key], rows.location(index), rows.values[index].get("tools")
-            )
-            conversations[index] = LossMaskedTokens(tokens, learned)
+            tools, images = rows.values[index].get("tools"), rows.images_of(index)
+            parts = conversation_tokens(chat, rows.values[index][key], rows.location(index), tools, images)
+            conversations[index] = LossMaskedTokens(*parts)
         except ConfigError as error:
             bad.add(str(error))
     return conversations
@@ -201,7 +202,8 @@ class SFTDataset:
         self._pad_id = pad_id_of(tokenizer)
         num_rows = len(rows) + len(bad)
         chat = ChatTemplate(tokenizer, options.chat_template, options.system_prompt)
-        rows = with_chats(rows, options.messages_key or options.prompt_key)
+        key = options.messages_key or options.prompt_key
+        rows = with_images(with_chats(rows, key), key, options.images_key, options.max_pixels, tokenizer, bad)
         if options.messages_key is None:
             texts = from_prompts(rows, options.prompt_key, options.completion_key, chat, bad)
         else:
@@ -217,15 +219,18 @@ class SFTDataset:
             options.truncation,
             lambda position: rows.location(usable[position]),
         )
-        cuts = []
-        for index in (usable[position] for position in fitting):
+        cuts, kept = [], [usable[position] for position in fitting]
+        refuse_cuts(rows, {i: len(texts[i]) for i in kept}, options.max_length, "max_length", options.truncation)
+        for index in kept:
             cuts.append(texts[index].cut(options.max_length, options.truncation))
             if not cuts[-1].can_be_learned:
                 raise ConfigError(
                     f"max_length is {options.max_length}: truncating {rows.location(index)} on the {options.truncation}"
                     " leaves no prompt or nothing to learn. Raise max_length, or set truncation to drop."
                 )
-        self.sources = rows.only([usable[position] for position in fitting]).sources
+        rows = rows.only(kept)
+        self.sources = rows.sources
+        self._images = ImagesOfRows.of(rows.images, [text.text for text in cuts], tokenizer)
         self._tokens = RaggedTokens([text.tokens for text in cuts])
         self._learned = RaggedTokens([[False, *text.learned[1:]] for text in cuts], dtype=torch.bool)
 
@@ -242,7 +247,11 @@ class SFTDataset:
     @property
     def digests(self) -> list[bytes]:
         """A hash of each row's tokens, to find duplicates."""
-        return self._tokens.digests()
+        return self._tokens.digests(self._images)
+
+    @property
+    def has_images(self) -> bool:
+        return self._images is not None
 
     def __len__(self) -> int:
         return len(self._tokens.lengths)
@@ -258,16 +267,20 @@ class SFTDataset:
         Returns:
             input_ids, attention_mask and position_ids [B S] int64; loss_mask [B S] bool, True on the tokens of the
             completion and its EOS. `loss_mask[b, s]` refers to the token `input_ids[b, s]`, not to the next one.
+            Of a data set with images also media_keys [B], and the ragged fields `media.*`.
         """
         chosen = torch.as_tensor(indices, dtype=torch.int64)
         input_ids, mask = self._tokens.padded(chosen, self._pad_id, left=False)
         column = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        keys, media = ({}, {}) if self._images is None else self._images.fields(chosen, self._tokens.__getitem__)
         return DataProto.from_dict(
             tensors={
+                **keys,
                 "input_ids": input_ids,
                 "attention_mask": mask.long(),
                 "position_ids": column.masked_fill(~mask, 0),
                 "loss_mask": self._learned.padded(chosen, False, left=False)[0],
             },
             meta_info={"pad_token_id": self._pad_id},
+            ragged=media,
         )

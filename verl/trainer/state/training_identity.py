@@ -40,6 +40,8 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "algorithm.replay_max_staleness": 16,
     "data.final_assistant": "error",
     "data.curriculum": None,
+    "data.images_key": "images",
+    "data.max_pixels": None,
     "environment": None,
     "environment.history": "append",
     "algorithm.advantage.discount": "token",
