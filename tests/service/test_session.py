@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import PeftModel
+from random_models import save_random_model
 from refusals import refusal
 from trainer.runs import fit, ppo_run
 from transformers import AutoModelForCausalLM
@@ -21,8 +22,12 @@ from verl.algorithms.losses import PPOClip
 from verl.engines.optimizer import AdamW
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
+from verl.models.pretrained import Pretrained
+from verl.service.adapters import BASE
 from verl.service.data import Datum
 from verl.service.losses import LOSSES
+from verl.service.sampling import PromptRequest, SamplingOptions
+from verl.service.sampling import sample as sampled
 from verl.workers.actor import Actor, ActorWorker
 
 TEXTS = ("1+2=3", "34+5=39", "what is 6*7? 42", "9-")
@@ -305,6 +310,35 @@ def test_a_sample_has_the_log_probs_of_a_forward_pass_and_does_not_depend_on_oth
             row = Datum([*prompt, *x.tokens[:-1]], {"target_tokens": [*prompt[1:], *x.tokens]})
             found = one.forward([row]).log_probs[0][len(prompt) - 1 :]
             assert torch.allclose(found, torch.tensor(x.log_probs, dtype=torch.float64), atol=1e-9)
+
+
+@pytest.mark.parametrize("stop", [None, ("1", "7")])
+def test_rows_of_several_adapters_in_one_batch_are_sampled_as_each_alone(stop, tokenizer, tmp_path):
+    path = save_random_model(tmp_path, "qwen2", torch.float64, max_position_embeddings=128)
+    tokenizer.save_pretrained(path)
+    first = session(Pretrained(path=str(path), dtype="float64"))
+    second, long = first.another(2, seed=7), list(range(3, 90))  # prompts of this length are shared by their samples
+    for one in (first, second):
+        one.forward_backward(data_for(one.tokenizer, "cross_entropy"))
+        one.optim_step(lr=0.05)
+    base, options = first.base, SamplingOptions(max_new_tokens=5, stop=stop)
+
+    def drawn(*named: tuple[str | None, str]) -> list:
+        names = [name for name, _ in named]
+        prompts = [PromptRequest(long, 3, (1,), weights) for _, weights in named]
+        prompts += [PromptRequest(long[:9], 2, (2,), weights) for _, weights in named]
+        with base.sampling_from(*names) as engine:
+            return sampled(engine, base.tokenizer, prompts, options, base.longest)
+
+    names = (first.name, second.name, None)
+    alone = [drawn((name, "")) for name in names]
+    together = drawn(*((name, name or BASE) for name in names))
+    expected = [alone[i][k] for k in (0, 1) for i in range(3)]
+    assert [[x.tokens for x in group] for group in together] == [[x.tokens for x in group] for group in expected]
+    for mine, its in zip(together, expected, strict=True):
+        for x, y in zip(mine, its, strict=True):
+            torch.testing.assert_close(torch.tensor(x.log_probs), torch.tensor(y.log_probs), rtol=0, atol=1e-6)
+    assert len({str([x.log_probs for x in group]) for group in together}) == 6
 
 
 def test_samples_differ_from_call_to_call_and_a_seed_repeats_them(model64):

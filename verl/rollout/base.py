@@ -187,6 +187,7 @@ class TurnRequest:
         max_new_tokens: maximum tokens of the turn, including those of `position`.
         greedy: take the likeliest token instead of sampling.
         position: number of the last `tokens` that were already sampled in this turn; the turn continues after them.
+        weights: name of the adapter that computes it; empty for the active one, of all turns.
         media_key, media: digest and tensors of the images whose placeholders are in `tokens`; see `verl.rollout.rows`.
     """
 
@@ -200,13 +201,14 @@ class TurnRequest:
     stream: int = TRAINING
     greedy: bool = False
     position: int = 0
+    weights: str = ""
     media_key: int = 0
     media: Mapping[str, Tensor] | None = field(default=None, compare=False, repr=False)
 
     @property
-    def prefix(self) -> tuple[int, tuple[int, ...]]:
-        """Equal for turns that see the same tokens and the same images."""
-        return self.media_key, tuple(self.tokens)
+    def prefix(self) -> tuple[str, int, tuple[int, ...]]:
+        """Equal for turns that see the same tokens and the same images by the same weights."""
+        return self.weights, self.media_key, tuple(self.tokens)
 
     @property
     def noise_key(self) -> tuple[int, int, int, int, int]:

@@ -69,6 +69,7 @@ from verl.utils.progress import report
 log = logging.getLogger(__name__)
 
 GIB = 1 << 30
+WEIGHTS = "weights"  # column of rows: the adapter of each
 
 
 @component
@@ -237,8 +238,11 @@ class HFEngine(RolloutEngine):
             if has_images(chosen):
                 whole = self.images().of_media(row_media(chosen[row]), tokens.cpu(), torch.ones_like(tokens).cpu())
                 images = None if whole is None else whole.to(self.device).alone(tail)
+            inputs: dict[str, Any] = {"input_ids": read, "use_cache": False, "logits_to_keep": count + 1 + tail}
+            if WEIGHTS in chosen:
+                inputs["adapter_names"] = [chosen[WEIGHTS][row]]
             with computing_in(self.autocast, self.model):
-                out = call_model(self.model, images, input_ids=read, use_cache=False, logits_to_keep=count + 1 + tail)
+                out = call_model(self.model, images, **inputs)
             states = response_positions(out.logits[:, : out.logits.shape[1] - tail], count)
             expected[row, :count] = log_probs_of(states, tokens[:, -count:], self.options.temperature)[0].to(expected)
         return expected
@@ -501,6 +505,8 @@ class HFTurns(TurnQueue):
         prompts = DataProto.from_dict(fields | {"group_ids": torch.arange(len(turns))})
         sample_ids = torch.tensor([turn.sample_id for turn in turns])
         rows = assemble_turns(prompts, sampled, self, self.engine.pad_id, sample_ids=sample_ids)
+        if any(turn.weights for turn in turns):
+            rows = rows.union(DataProto.from_dict(non_tensors={WEIGHTS: [turn.weights for turn in turns]}))
         return rows.union(media_fields([(turn.media_key, turn.media) for turn in turns]))
 
 

@@ -48,7 +48,7 @@ class Slot:
         length: number of processed tokens, including the prompt.
         shift: of the position of the next token from `length`, by images before it.
         prompt: its shared prompt, whose keys and values precede its own.
-        episode: the episode of its tokens.
+        episode, weights: the episode of its tokens, and the name of their adapter; see `TurnRequest`.
         tokens: processed tokens, of an episode that waits for its environment.
     """
 
@@ -57,6 +57,7 @@ class Slot:
     shift: int = 0
     prompt: StoredPrompt | None = None
     episode: int = -1
+    weights: str = ""
     tokens: list[int] = field(default_factory=list)
 
     @property
@@ -139,7 +140,7 @@ class SlotRows:
         self._slots: list[Slot] = []  # by index, live rows first
         self._free: list[Slot] = []
         self._held: dict[int, Slot] = {}  # slots of waiting episodes, least recently used first
-        self._prompts: dict[tuple[int, tuple[int, ...]], StoredPrompt] = {}  # by `TurnRequest.prefix`
+        self._prompts: dict[tuple[Any, ...], StoredPrompt] = {}  # by `TurnRequest.prefix`
         self._shares: bool | None = None  # whether rows share stored prompts
         self._step: _Step | None = None
 
@@ -166,8 +167,8 @@ class SlotRows:
         lines = [turn.prefix for turn, _ in rows]
         first = {line: turn for line, (turn, _) in zip(reversed(lines), reversed(rows), strict=True)}
         new = [line for line in dict.fromkeys(lines) if line not in self._prompts]
-        for line in sorted(new, key=lambda line: -len(line[1])):
-            self._prompts[line] = StoredPrompt(len(self._prompts))
+        for line in sorted(new, key=lambda line: -len(line[-1])):
+            self._prompts[line] = StoredPrompt(len(self._prompts), weights=first[line].weights)
         reading = [(prompt, first[line]) for line, prompt in self._prompts.items() if not prompt.length]
         for (prompt, _), following in zip(reading, self._read(reading), strict=True):
             prompt.next = following
@@ -180,7 +181,7 @@ class SlotRows:
 
     def _read_rows(self, rows: list[tuple[TurnRequest, Slot]]) -> NextToken:
         """Process the new tokens of rows, which are sorted; rows with the same tokens are computed once."""
-        first: dict[tuple[int, tuple[int, ...]], Slot] = {}  # whole rows -> who computes them
+        first: dict[tuple[Any, ...], Slot] = {}  # whole rows -> who computes them
         copied = {}
         for turn, slot in rows:
             source = first.setdefault(turn.prefix, slot) if self.reads_once and not slot.length else slot
@@ -220,7 +221,7 @@ class SlotRows:
         columns = slice(longest, longest + 1) if is_even else step.own
         count = len(self._slots) if self.keeps_episodes else self.num_live
         call = CacheCall(0, columns, count, width, width, prompt_width=step.prompt_width, groups=step.groups)
-        following = self._forward(call, tokens, step.positions, mask)
+        following = self._forward(call, self._slots[: self.num_live], tokens, step.positions, mask)
         step.positions += 1
         step.own += 1
         return following
@@ -276,7 +277,7 @@ class SlotRows:
         if not self._free:
             return None
         slot = self._free.pop()
-        slot.episode = turn.episode
+        slot.episode, slot.weights = turn.episode, turn.weights
         return slot
 
     def _settle(self) -> None:
@@ -363,13 +364,19 @@ class SlotRows:
             images = images.to(self.device)
         elif any(row.shift for row in rows):
             positions = positions + torch.tensor([row.shift for row in rows], device=self.device)[:, None]
-        following = self._forward(call, ids, positions, mask, images)
+        following = self._forward(call, rows, ids, positions, mask, images)
         for row, line in zip(rows, tokens, strict=True):
             row.length += len(line)
         return following
 
     def _forward(
-        self, call: Any, ids: Tensor, positions: Tensor, mask: Tensor | None, images: RowImages | None = None
+        self,
+        call: Any,
+        rows: Sequence[Slot],
+        ids: Tensor,
+        positions: Tensor,
+        mask: Tensor | None,
+        images: RowImages | None = None,
     ) -> NextToken:
         self.cache.prepare(call)
         if mask is not None:
@@ -379,6 +386,8 @@ class SlotRows:
                 mask = torch.zeros(mask.shape, dtype=self.model.dtype, device=self.device).masked_fill(~mask, lowest)
         inputs: dict[str, Any] = {} if call.groups is None else {"prompts_of": self.cache}
         inputs |= {"position_ids": positions, "past_key_values": self.cache, "use_cache": True, "logits_to_keep": 1}
+        if any(row.weights for row in rows):
+            inputs["adapter_names"] = [row.weights for row in rows]  # of peft
         out = call_model(self.model, images, input_ids=ids, attention_mask=mask, **inputs)
         return NextToken.of(out, self.routing)
 

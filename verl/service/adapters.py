@@ -33,6 +33,7 @@ from verl.utils.seeding import derive_seed
 DIGEST_ROWS = 512  # of the embedding
 NO_ADAPTER = "none"  # peft needs one; it is never active
 NOTHING = ""  # name of no adapter
+BASE = "__base__"  # peft's name of rows without an adapter
 Part = Literal["attention", "mlp", "unembedding"]
 _ATTENTION, _MLP = ("attn", "attention"), ("mlp", "feed_forward", "ffn", "experts", "moe")
 
@@ -242,10 +243,12 @@ class BaseModel:
     # Sampling
 
     @contextlib.contextmanager
-    def sampling_from(self, name: str | None) -> Iterator[RolloutEngine]:
-        """The sampling engine with an adapter active; None for the base model. An engine with weights of its own gets
-        base and adapter as one model, verified, unless it has them."""
-        with self.model.disable_adapter() if name is None else contextlib.nullcontext():
+    def sampling_from(self, *names: str | None) -> Iterator[RolloutEngine]:
+        """The sampling engine with an adapter active; None for the base model. With several names the weights of each
+        turn are to be named. An engine with weights of its own gets base and adapter as one model, verified, unless it
+        has them."""
+        name = names[0] if len(names) == 1 else None
+        with self.model.disable_adapter() if names == (None,) else contextlib.nullcontext():
             if name is not None:
                 self.model.set_adapter(name)
             if self._has_copy and name != self._in_sampler:
@@ -253,6 +256,11 @@ class BaseModel:
                 self._sampler.sync()
                 self._in_sampler = name
             yield self._sampler
+
+    @property
+    def mixes(self) -> bool:
+        """Whether a batch of samples may be of several adapters."""
+        return not self._has_copy
 
     @property
     def has_engines(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,11 +87,17 @@ class Sample:
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """A prompt with the number of its samples, and the name of its noise: equal names give equal samples."""
+    """A prompt with the number of its samples.
+
+    Attributes:
+        noise: name of its noise: equal names give equal samples.
+        weights: see `TurnRequest`.
+    """
 
     tokens: Sequence[int]
     num_samples: int
-    noise: tuple[object, ...] = field(default=())
+    noise: tuple[object, ...] = ()
+    weights: str = ""
 
 
 def sample(
@@ -130,7 +136,8 @@ def sample(
         of_prompt, step = _number(*tokens) % 2**31, _number(*prompt.noise)
         for index in range(prompt.num_samples):
             key = of_prompt, index, NO_TURN, limit, step
-            requests.append(TurnRequest(len(requests), tokens, *key, greedy=not options.temperature))
+            is_greedy = not options.temperature
+            requests.append(TurnRequest(len(requests), tokens, *key, greedy=is_greedy, weights=prompt.weights))
     turns = [x for x in requests if x.max_new_tokens > 0]
     engine.options = dataclasses.replace(
         engine.options, temperature=options.temperature or 1.0, top_k=options.top_k, top_p=float(options.top_p),

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from verl.errors import ConfigError
 from verl.service import saved
-from verl.service.adapters import AdapterShape, BaseModel
+from verl.service.adapters import BASE, AdapterShape, BaseModel
 from verl.service.data import checked_tokens
 from verl.service.jobs import Job, Jobs
 from verl.service.sampling import (
@@ -101,6 +101,7 @@ class PendingSample:
     """A prompt, with what is asked for besides its samples.
 
     Attributes:
+        directory: of the adapter to sample from; None for the base model.
         topk_samples, topk_prompt: numbers of likeliest tokens at each place.
         targets: [n K] tokens to score at each place of the prompt after the first, -1 for none; with the rows and
             columns of `layout`, if they came as a sparse matrix.
@@ -108,6 +109,7 @@ class PendingSample:
     """
 
     prompt: PromptRequest = field(default_factory=lambda: PromptRequest((), 0))
+    directory: Path | None = None
     topk_samples: int = 0
     scores_prompt: bool = False
     topk_prompt: int = 0
@@ -455,17 +457,37 @@ class TrainingService:
                 f"prompt has {len(tokens)} tokens: the model reads {self.base.longest}, which leaves no response."
             )
         noise = (seed,) if seed is not None else (self.seed, sampler.number, number)
-        request = dataclasses.replace(further, prompt=PromptRequest(tokens, count, noise))
-        job = Job(sampler.client, None, (sampler.directory, chosen), request, count, is_sample=True)
+        prompt, directory = PromptRequest(tokens, count, noise), sampler.directory
+        request = dataclasses.replace(further, prompt=prompt, directory=directory)
+        kind = chosen if self.base.mixes else (directory, chosen)
+        job = Job(sampler.client, None, kind, request, count, is_sample=True)
         return self.jobs.add(f"{sampler_id}:{number}", job)
 
     def _sample_batch(self, kind: Hashable, requests: Sequence[PendingSample]) -> list[Any]:
-        """Samples of requests of one kind, in the thread that computes."""
-        directory, options = kind  # type: ignore[misc]
-        with self._lock, self.base.sampling_from(self._resident_adapter(directory)) as engine:
-            prompts = [request.prompt for request in requests]
-            samples = sample(engine, self.base.tokenizer, prompts, options, self.base.longest, may_be_full=True)
-            return [self._answer(request, found) for request, found in zip(requests, samples, strict=True)]
+        """Samples of requests of one kind, in the thread that computes; those of up to `RESIDENT_SAMPLERS` adapters are
+        one batch."""
+        options: Any = kind if isinstance(kind, SamplingOptions) else kind[1]  # type: ignore[index]
+        directories = list(dict.fromkeys(request.directory for request in requests))
+        if len(directories) > RESIDENT_SAMPLERS:
+            of_first = {*directories[:RESIDENT_SAMPLERS]}
+            parts = [[r for r in requests if (r.directory in of_first) is is_first] for is_first in (True, False)]
+            found = {id(r): x for part in parts for r, x in zip(part, self._sample_batch(kind, part), strict=True)}
+            return [found[id(request)] for request in requests]
+        with self._lock:
+            names = {directory: self._resident_adapter(directory) for directory in directories}
+            with self.base.sampling_from(*names.values()) as engine:
+                prompts = [request.prompt for request in requests]
+                if len(names) > 1:
+                    prompts = [
+                        dataclasses.replace(request.prompt, weights=names[request.directory] or BASE)
+                        for request in requests
+                    ]
+                samples = sample(engine, self.base.tokenizer, prompts, options, self.base.longest, may_be_full=True)
+            answers = []
+            for request, found in zip(requests, samples, strict=True):
+                with self.base.sampling_from(names[request.directory]):
+                    answers.append(self._answer(request, found))
+            return answers
 
     def _answer(self, request: PendingSample, samples: list[Sample]) -> bytes:
         """Samples, with the scores that the request asks for, as they are sent."""
