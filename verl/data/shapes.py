@@ -79,7 +79,7 @@ class ShapesPrompts(PromptSource):
         max_prompt_length: the most tokens of a prompt.
     """
 
-    max_count: Annotated[int, Field(ge=1, le=CELLS**2)] = 9
+    max_count: Annotated[int, Field(ge=1, le=CELLS**2)] = 6
     train_size: PositiveInt = 6000
     held_out: PositiveInt = 500
     seed: int = 0
@@ -108,8 +108,8 @@ class ShapesSFT(TextSource, Description):
         max_length: the most tokens of a text.
     """
 
-    max_count: Annotated[int, Field(ge=1, le=CELLS**2)] = 9
-    train_size: PositiveInt = 3000
+    max_count: Annotated[int, Field(ge=1, le=CELLS**2)] = 6
+    train_size: PositiveInt = 2048
     held_out: PositiveInt = 200
     seed: int = 0
     max_length: PositiveInt = 64
