@@ -109,7 +109,7 @@ class ShapesSFT(TextSource, Description):
     """
 
     max_count: Annotated[int, Field(ge=1, le=CELLS**2)] = 6
-    train_size: PositiveInt = 2048
+    train_size: PositiveInt = 3584
     held_out: PositiveInt = 200
     seed: int = 0
     max_length: PositiveInt = 64

@@ -252,8 +252,6 @@ def image_faults(run: Any) -> list[str]:
         faults.append(
             f"rollout is a {type(rollout).__name__}, and the prompts have images: it reads none. Set rollout=hf."
         )
-    if getattr(run, "has_rollout_worker", False):
-        faults.append("trainer.mode is async, and the prompts have images: they are generated in step. Set it to sync.")
     return list(dict.fromkeys(faults))
 
 
