@@ -2,10 +2,11 @@
 
     python benchmarks/training_service.py [--steps 12] [--hidden 256] [--layers 8]
 
-8 prompts x 8 responses of 32 tokens (nothing ends them), a LoRA adapter of rank 16 on all linear layers, one step of
-the optimizer, a random Qwen2, float32. The service is a process of its own, driven by Tinker's SDK in this one: each
+8 prompts x 8 responses of 32 tokens (nothing ends them), a LoRA adapter of rank 16 on all layers but the head, one step
+of the optimizer, a random Qwen2, float32. The service is a process of its own, driven by Tinker's SDK in this one: each
 step saves a snapshot, samples by 8 requests, and trains. The three sides take turns, in rounds. Prints one JSON line:
-seconds of a step, median and quartiles, and the ratio of the medians of each round.
+seconds of a step, median and quartiles, and the ratio of the medians of each round. Then the samples of 4 adapters, 2
+prompts x 2 responses each, one adapter after another against one batch of all.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def session_steps(model: Path) -> Callable[[], None]:
     from verl import TrainingSession
     from verl.service.data import Datum
 
-    session = TrainingSession(str(model), RANK, device="cpu")
+    session = TrainingSession(str(model), RANK, device="cpu", unembedding=False)
     prompts = prompts_of(session.tokenizer)
 
     def step() -> None:
@@ -76,9 +77,8 @@ def service_steps(url: str, model: Path) -> Callable[[], None]:
     from tinker import types
     from transformers import AutoTokenizer
 
-    client = (
-        tinker.ServiceClient(base_url=url, api_key="tml-bench").create_lora_training_client("bench", rank=RANK).result()
-    )
+    service = tinker.ServiceClient(base_url=url, api_key="tml-bench")
+    client = service.create_lora_training_client("bench", rank=RANK, train_unembed=False).result()
     prompts = prompts_of(AutoTokenizer.from_pretrained(model))
 
     def step() -> None:
@@ -127,6 +127,33 @@ def ppo_seconds(model: Path, steps: int, directory: Path) -> list[float]:
     return [line["timing/step_s"] for line in lines if "timing/step_s" in line][WARM_UP:]
 
 
+def mixing(model: Path, rounds: int) -> list[float]:
+    """Seconds of the samples of 4 adapters one after another, over those in one batch; of each round."""
+    from verl import TrainingSession
+    from verl.service.sampling import PromptRequest, SamplingOptions, sample
+
+    first = TrainingSession(str(model), RANK, device="cpu", unembedding=False)
+    sessions = [first, *(first.another(RANK, seed=seed, unembedding=False) for seed in (1, 2, 3))]
+    base, options = first.base, SamplingOptions(max_new_tokens=TOKENS, stop=())
+    names, prompts = [x.name for x in sessions], prompts_of(first.tokenizer)[:2]
+
+    def drawn(*chosen: str) -> None:
+        requests = [PromptRequest(x, 2, (1,), name if len(chosen) > 1 else "") for name in chosen for x in prompts]
+        with base.sampling_from(*chosen) as engine:
+            sample(engine, base.tokenizer, requests, options, base.longest)
+
+    found = []
+    for number in range(rounds + 1):
+        begin = time.perf_counter()
+        for name in names:
+            drawn(name)
+        middle = time.perf_counter()
+        drawn(*names)
+        if number:
+            found.append((middle - begin) / (time.perf_counter() - middle))
+    return found
+
+
 def timed(step: Callable[[], None], count: int) -> list[float]:
     found = []
     for number in range(count):
@@ -162,6 +189,7 @@ def main() -> None:
                     sides["ppo"].append(ppo_seconds(model, options.steps, directory))
             finally:
                 serving.kill()
+        mixing_ratios = mixing(model, options.rounds)
     result: dict[str, Any] = {"benchmark": "training_service", "parameters": parameters, "steps": options.steps}
     for side, rounds in sides.items():
         times = [x for of_round in rounds for x in of_round]
@@ -169,7 +197,7 @@ def main() -> None:
     for side in ("session", "ppo"):
         pairs = zip(sides["service"], sides[side], strict=True)
         result[f"service_by_{side}"] = [statistics.median(a) / statistics.median(b) for a, b in pairs]
-    print(json.dumps(result))
+    print(json.dumps(result | {"adapters_in_turns_by_one_batch": mixing_ratios}))
 
 
 if __name__ == "__main__":

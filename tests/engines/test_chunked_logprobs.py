@@ -104,6 +104,42 @@ def test_candidates_and_likeliest_tokens_are_those_of_the_whole_logits(loaded, a
         torch.testing.assert_close(own, other, rtol=0, atol=1e-10)
 
 
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("entropy", [None, "value"])
+@pytest.mark.parametrize("at_a_time", [3 * 102, 2**24])
+def test_scores_of_a_gpu_are_those_of_a_cpu_forward_and_backward(at_a_time, entropy, temperature, loaded, monkeypatch):
+    monkeypatch.setattr(chunked_logprobs, "LOGITS_AT_A_TIME", at_a_time)
+    micro, parameters, found = micro_batch(100), [p for p in loaded.parameters() if p.requires_grad], []
+    weight = torch.randn(micro.tensors["response_mask"].shape, dtype=torch.float64)
+    for is_used in (False, True):
+        monkeypatch.setattr(chunked_logprobs, "uses_kernels", lambda logits, is_used=is_used: is_used)
+        scores = token_log_probs(loaded, LMHead(loaded), micro, temperature, entropy=entropy)
+        gradients = torch.autograd.grad((weight * scores.log_probs).sum(), parameters)
+        found.append([scores.log_probs, *([scores.entropies] if entropy else []), *gradients])
+    for plain, kernels in zip(*found, strict=True):
+        torch.testing.assert_close(kernels, plain, rtol=0, atol=1e-11)
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2**-24), (torch.bfloat16, 2**-9)], ids=str)
+def test_scores_of_a_gpu_are_as_exact_in_narrow_types(dtype, rounding, monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    logits = (torch.randn(200, 500, generator=draw) * 4).to(dtype)
+    logits[:20, 7], tokens = 30.0, torch.randint(500, (200,), generator=draw)
+    logits[:, 3] = -torch.inf  # a forbidden token
+    tokens[tokens == 3], tokens[:20] = 4, 7  # almost certain
+    weight, scoring, found = torch.randn(200, generator=draw), chunked_logprobs._Scoring(entropy="value"), []
+    for is_used, x in ((False, logits.double()), (False, logits), (True, logits)):
+        monkeypatch.setattr(chunked_logprobs, "uses_kernels", lambda logits, is_used=is_used: is_used)
+        x = x.clone().requires_grad_()
+        log_probs, entropies = scoring(x, tokens)
+        (weight * log_probs).sum().backward()
+        assert x.grad.dtype == x.dtype
+        found.append([y.detach().double() for y in (log_probs, entropies, x.grad)])
+    for exact, plain, kernels, one in zip(*found, (2**-24, 2**-24, rounding), strict=True):
+        torch.testing.assert_close(kernels, exact, rtol=4 * one, atol=1e-5)
+        assert (kernels - exact).abs().mean() <= 1.6 * (plain - exact).abs().mean() + 1e-7
+
+
 def small(vocabulary, **options):
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
     options = {"num_hidden_layers": 1, "tie_word_embeddings": False, **options}

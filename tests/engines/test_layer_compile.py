@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,16 +19,16 @@ from roles import gradients, start_actor, with_experience
 from trial_rows import TrialRow, as_batch
 
 from verl.component import BuildContext
-from verl.engines.layer_compile import compile_layers
+from verl.engines.layer_compile import AUTO_WIDTH, compile_layers, is_worth_compiling, programs_of
 from verl.engines.parallel_degrees import ParallelDegrees
-from verl.engines.parallel_dims import ShardedParallelism
+from verl.engines.parallel_dims import Parallelism, ShardedParallelism
 from verl.engines.sharding import FSDP
 from verl.errors import ConfigError
 from verl.model_paths import packed_attention
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import TinyModel
 from verl.rollout.base import GenerationRequest
-from verl.workers import base
+from verl.workers import base, first_batch_check
 
 EXACT = TinyModel(hidden_size=32, intermediate_size=64, num_layers=3, dtype="float64")
 
@@ -41,7 +47,7 @@ def programs(monkeypatch):
 @pytest.fixture
 def quick(monkeypatch):
     """Programs are found, and run by torch as they are."""
-    monkeypatch.setattr(base, "compile_layers", lambda model, parallel: compile_layers(model, parallel, "eager"))
+    monkeypatch.setattr(base, "compile_layers", functools.partial(compile_layers, backend="eager"))
 
 
 def rows(longest, seed=0):
@@ -113,6 +119,8 @@ def test_layers_under_fsdp_are_compiled_alike(tmp_path, quick, programs):
             model = Pretrained(path=str(path), dtype="float64", compile=is_compiled)
             parallel = FSDP().build(BuildContext(rank=0, world_size=1))
             whole = base.load_unsharded(model, "causal_lm", "cpu", parallel)
+            if is_compiled:
+                programs_of(whole).are_used = True
             parallel.shard_model(whole, None)
             ids = torch.randint(4, 60, (2, 9), generator=torch.Generator().manual_seed(0))
             whole(input_ids=ids, use_cache=False).logits.logsumexp(-1).sum().backward()
@@ -141,3 +149,89 @@ def test_programs_of_inductor_agree_within_rounding_and_are_read_from_disk_the_s
         misses.append(torch._dynamo.utils.counters["inductor"]["fxgraph_cache_miss"])
         torch._dynamo.reset()
     assert 0 < misses[0] == misses[1]
+
+
+# actor.model.compile=auto
+
+
+TESTS = str(Path(__file__).resolve().parents[1])
+
+
+def optional(monkeypatch, backend="eager"):
+    """As on a GPU: layers are compiled without being asked for."""
+    monkeypatch.setattr(base, "is_worth_compiling", lambda *_: True)
+    monkeypatch.setattr(base, "compile_layers", functools.partial(compile_layers, backend=backend))
+    monkeypatch.setattr(first_batch_check, "TRIAL_TOKENS", 100)
+
+
+def test_on_a_cpu_nothing_is_compiled_without_being_asked_for():
+    wide = TinyModel(hidden_size=AUTO_WIDTH, num_layers=1)
+    model = wide.load_causal_lm("cpu")
+    assert is_worth_compiling(model, Parallelism(), "cuda:0")
+    assert not is_worth_compiling(model, Parallelism(), "cpu")
+    assert not is_worth_compiling(model, SimpleNamespace(world_size=2), "cuda:0")
+    assert not is_worth_compiling(EXACT.load_causal_lm("cpu"), Parallelism(), "cuda:0")
+    assert programs_of(start_actor(wide).engine.model) is None
+
+
+def test_a_trial_that_agrees_computes_packed_lines_by_programs_and_rows_alone_as_they_are(monkeypatch, programs):
+    plain = start_actor(EXACT)
+    optional(monkeypatch)
+    actor = start_actor(EXACT)
+    batch = with_experience(rows(17), plain)
+    state = torch.get_rng_state()
+    torch.testing.assert_close(
+        actor.compute_log_probs(batch)["old_log_probs"], batch["old_log_probs"], rtol=0, atol=1e-11
+    )
+    assert torch.equal(torch.get_rng_state(), state)
+    assert programs_of(actor.engine.model).are_used
+    assert actor.update(batch) == pytest.approx(plain.update(batch), rel=1e-8)
+    before = programs()
+    assert 0 < before <= 12
+    actor.plain_log_probs(batch)
+    assert programs() == before
+
+
+def wrong(graph, inputs):
+    return lambda *given: [x * 1.5 if isinstance(x, torch.Tensor) else x for x in graph(*given)]
+
+
+def failing(graph, inputs):
+    raise OSError("no compiler")
+
+
+@pytest.mark.parametrize(("backend", "reason"), [(wrong, "results differ by"), (failing, "no compiler")])
+def test_a_trial_that_fails_leaves_the_layers_as_they_are_and_says_so_once(backend, reason, monkeypatch, caplog):
+    plain = start_actor(EXACT)
+    optional(monkeypatch, backend)
+    actor = start_actor(EXACT)
+    batch = with_experience(rows(17), plain)
+    for _ in range(2):
+        found = actor.compute_log_probs(batch)["old_log_probs"]
+        assert torch.equal(found, batch["old_log_probs"])
+    assert actor.update(batch) == plain.update(batch)
+    told = [text for text in caplog.messages if "are not compiled" in text]
+    assert len(told) == 1
+    assert reason in told[0]
+
+
+def gradients_by_programs(lengths):
+    """Digest of the gradients of one batch, after log-probs of batches of these lengths."""
+    actor = start_actor(TinyModel(compile=True, hidden_size=64, intermediate_size=128), micro_batch_tokens=400)
+    for longest in lengths:
+        actor.compute_log_probs(rows(longest))
+    actor.update(with_experience(rows(19), actor))
+    return hashlib.sha256(b"".join(x.numpy().tobytes() for x in gradients(actor.engine.model).values())).hexdigest()
+
+
+@pytest.mark.exhaustive
+def test_processes_come_to_the_same_bits_whatever_they_compiled_first_and_whatever_is_on_disk(tmp_path):
+    found = []
+    for number, lengths in enumerate([(17,), (40, 9), (17,)]):
+        environment = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / str(number % 2)), "PYTHONPATH": TESTS}
+        script = f"from engines.test_layer_compile import gradients_by_programs as g; print(g({lengths}))"
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+        )
+        found.append(done.stdout.split()[-1])
+    assert len(set(found)) == 1

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from verl.algorithms.functions import PartState, keeps_state
 from verl.component import BuildContext, Description, component
 from verl.engines.engine import Packs, TrainingEngine
-from verl.engines.layer_compile import COMPILE_LIMITS, COMPILED_EXPERTS, compile_layers
+from verl.engines.layer_compile import COMPILE_LIMITS, COMPILED_EXPERTS, compile_layers, is_worth_compiling
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_degrees import ParallelDegrees
 from verl.engines.parallel_dims import Parallelism
@@ -96,7 +96,7 @@ class TrainedRole(Description):
         return self.autocast
 
     def faults(self) -> Iterator[str]:
-        if self.model.compile and isinstance(self.model, ModuleModel):
+        if self.model.compile is True and isinstance(self.model, ModuleModel):
             yield f"model.compile is true: a {type(self.model).__name__} compiles itself. Set model.compile=false."
         if self.lora is not None and isinstance(self.model, ModuleModel):
             yield f"lora is set: a {type(self.model).__name__} has no adapters of peft. Set lora=null."
@@ -114,10 +114,10 @@ class TrainedRole(Description):
                 "Set packing=auto, or sharding.cp=1."
             )
         kind = self.model.experts()
-        if self.model.compile and kind is not None and kind[1] is not None:
+        if self.model.compile is True and kind is not None and kind[1] is not None:
             yield f"model.compile is true: a {kind[0]} {COMPILED_EXPERTS}"
         for name in ("tp", "pp", "ep"):
-            if self.model.compile and getattr(degrees, name) > 1:
+            if self.model.compile is True and getattr(degrees, name) > 1:
                 yield f"model.compile is true, and sharding.{name} is {getattr(degrees, name)}: {COMPILE_LIMITS}"
 
     def load(
@@ -210,8 +210,8 @@ def load_unsharded(
         model = getattr(source, f"load_{kind}")("cpu" if parallel.divides_weights else device)
     if torch.device(device).type != "cpu" and parallel.mesh.extent("tensor") == 1:
         fuse_rms_norms(model)
-    if source.compile:
-        compile_layers(model, parallel)
+    if source.compile is True or (source.compile and is_worth_compiling(model, parallel, device)):
+        compile_layers(model, parallel, is_optional=source.compile == "auto")
     return model
 
 

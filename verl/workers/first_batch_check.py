@@ -15,14 +15,33 @@ from torch import Tensor, nn
 
 from verl.engines.chunked_logprobs import plain_log_probs, token_log_probs
 from verl.engines.engine import Compute, TrainingEngine
+from verl.engines.layer_compile import LayerPrograms, programs_of
 from verl.errors import ConfigError
 from verl.model_paths.check import BOUNDS, WINDOW, beyond_noise, bound_of, chosen_rows, longest_row, row_gaps, tail_for
 from verl.model_paths.families import PLAINER
 from verl.model_paths.micro_batch import MicroBatch
 from verl.models.heads import LMHead
+from verl.ops.masking import LossTotals
 from verl.protocol import DataProto
 
 _log = logging.getLogger(__name__)
+
+
+TRIAL_TOKENS, TRIAL_TOKENS_CPU = 8192, 256  # of a line whose length programs are compiled for
+
+
+def trial_rows(model: nn.Module, tokens: int) -> DataProto:
+    """Eight prompts with four responses of different lengths each, `tokens` in all when packed, or a little less."""
+    draw = torch.Generator().manual_seed(0)
+    prompt, longest = tokens // 64, 7 * tokens // 256
+    size = model.config.get_text_config().vocab_size  # type: ignore[union-attr, operator]
+    prompts = torch.randint(size, (8, prompt), generator=draw).repeat_interleave(4, dim=0)
+    responses = torch.randint(size, (32, longest), generator=draw)
+    mask = torch.arange(longest) < (longest - torch.arange(32) % 4)[:, None]
+    attention = torch.cat([torch.ones_like(prompts), mask.long()], dim=1)
+    fields = {"input_ids": torch.cat([prompts, responses * mask], dim=1), "attention_mask": attention}
+    fields |= {"position_ids": (attention.cumsum(dim=1) - 1), "responses": responses * mask, "response_mask": mask}
+    return DataProto.from_dict(fields)
 
 
 def with_tail(plain: Compute, engine: TrainingEngine, rows: DataProto) -> Compute:
@@ -68,6 +87,8 @@ class FirstBatchCheck:
         longest = self.engine.parallel.most(longest_row(batch))
         if longest <= self.longest:
             return
+        if self.longest < 0 and (programs := programs_of(self.engine.model)) is not None:
+            self._try_programs(programs)
         which = "the first batch" if self.longest < 0 else f"a batch with one of {longest} tokens"
         self.longest = longest
         rows = batch[chosen_rows(batch)]
@@ -103,6 +124,47 @@ class FirstBatchCheck:
             f"in a batch and alone ({worst:.2g} on average), however they are run. Choose another attention "
             "implementation or another model."
         )
+
+    def _try_programs(self, programs: LayerPrograms) -> None:
+        """Compile the layers on rows of a fixed length, with gradients and without, and use them from here on if the
+        values and the norm of the gradients are those of the plain layers; collective."""
+        engine = self.engine
+        rows = trial_rows(engine.model, TRIAL_TOKENS if engine.device.type == "cuda" else TRIAL_TOKENS_CPU)
+        if programs.is_optional and (
+            engine.micro_batch_tokens < TRIAL_TOKENS or engine.paths(rows).scoring != "packed"
+        ):
+            return
+        (wanted, norm), reason = self._tried(rows), ""
+        try:
+            programs.are_used = True
+            found, compiled_norm = self._tried(rows)
+            difference = self.difference(found, wanted, rows)
+            if max(difference, abs(compiled_norm - norm) / max(norm, 1e-12)) > self._bound():
+                reason = (
+                    f"results differ by {difference:.2g}, the norm of gradients is {compiled_norm:.4g}, not {norm:.4g}"
+                )
+        except Exception as error:
+            if not programs.is_optional:
+                raise
+            reason = f"{type(error).__name__}: {str(error)[:300]}"
+        engine.release()
+        if reason:
+            programs.are_used = False
+            _log.warning("%s: its layers are not compiled: %s", self.name, reason)
+
+    def _tried(self, rows: DataProto) -> tuple[Tensor | None, float]:
+        """Values of rows, and the norm of the gradients of their sum; 0 without an optimizer."""
+        engine, values = self.engine, self._first(self.engine.infer(rows, self.compute))
+        if engine.optimizer is None:
+            return values, 0.0
+
+        def loss(model: nn.Module, micro: MicroBatch, totals: LossTotals) -> tuple[Tensor, dict[str, Tensor]]:
+            return next(iter(self.compute(model, micro).values())).sum() / totals.tokens, {}
+
+        engine.forward_backward(rows, loss)
+        norm = float(engine.parallel.clip(engine.parameters.values(), None))
+        engine.release()
+        return values, norm
 
     def difference(
         self, found: Tensor | None, wanted: Tensor | None, rows: DataProto, again: Tensor | None = None

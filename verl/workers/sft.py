@@ -89,6 +89,7 @@ def _as_continuation(batch: DataProto) -> DataProto:
             "position_ids": x["position_ids"],
             "responses": x["input_ids"][:, 1:],
             "response_mask": x["loss_mask"][:, 1:],
+            **{name: x[name] for name in with_media((), batch)},
         },
         meta_info=batch.meta_info,
         ragged=batch.ragged,
