@@ -83,7 +83,6 @@ def _as_continuation(batch: DataProto) -> DataProto:
     x = batch.batch
     return DataProto.from_dict(
         {
-            **{name: x[name] for name in with_media([], batch)},
             "input_ids": x["input_ids"],
             "attention_mask": x["attention_mask"],
             "position_ids": x["position_ids"],
