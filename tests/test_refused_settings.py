@@ -119,7 +119,7 @@ REFUSED = [  # kind, settings, and what is blamed if not the last of them
     (JUDGE, {"min_score": 1.0, "max_score": 1.0}, "min_score"),
     (HTTP, {"fields": {"prompt": "prompt"}}), (HTTP, {"options": {"a": 1}}),
     (HTTP, {"options": {"a": 1}, "items_key": "a"}, "options.a"), (HTTP, {"batch_size": 0}),
-    (HTTP, {"error_score": nan}), (HTTP, {"cache_gib": -1.0}), (HTTP, {"on_error": "zero"}),
+    (HTTP, {"error_score": nan}), (HTTP, {"on_error": "zero"}),
     # checkpoints, monitoring, trackers, sandboxes
     *((Retention, {name: 0}) for name in ("keep_last_n", "keep_every")),
     (Retention, {"best_mode": "most"}),

@@ -1,18 +1,13 @@
-"""An export has a model card, and reaches a hub: huggingface_hub talks to a server on this machine."""
+"""An export reaches a hub: huggingface_hub talks to a server on this machine."""
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 
 import pytest
-import yaml
 from cli.hub_server import TOKEN, Hub
 from golden_run import golden_run
-from huggingface_hub import ModelCard
-from same_training import course
-from trainer.runs import fit
 from typer.testing import CliRunner
 
 from verl.cli.main import app
@@ -55,7 +50,7 @@ def test_what_is_pushed_is_what_was_exported_and_private(hub, directory, tmp_pat
     assert {name: data for name, data in hub.files["me/model"].items() if name != ".gitattributes"} == stored(
         tmp_path / "model"
     )
-    assert {"README.md", "config.json", "model.safetensors"} <= hub.files["me/model"].keys()
+    assert {"config.json", "model.safetensors"} <= hub.files["me/model"].keys()
     # into the same repository again, by the name alone
     assert export(directory, tmp_path / "again", "--push", "model")[0] == 0
     assert export(directory, tmp_path / "open", "--push", "me/open", "--public")[0] == 0
@@ -103,35 +98,10 @@ def test_an_upload_that_fails_leaves_the_export_and_says_how_to_go_on(part, hub,
     assert "is in" in told
     assert said.splitlines()[-1].startswith(f"error: --push is 'me/model': {hub.url}")
     assert said.endswith(f"to try again: hf upload me/model {tmp_path / 'model'}\n")
-    assert {"README.md", "config.json", "model.safetensors"} == set(stored(tmp_path / "model"))
+    assert {"config.json", "model.safetensors"} == set(stored(tmp_path / "model"))
     assert hub.files == {}
 
 
 def test_nothing_is_created_on_the_hub_for_a_checkpoint_that_is_none(hub, tmp_path):
     assert export(tmp_path / "nowhere", tmp_path / "model", "--push", "me/model")[0] == 2
     assert hub.private == {}
-
-
-def test_the_card_tells_where_the_model_is_from(model32, tmp_path):
-    described = course(model32, tmp_path, stop_after=2)
-    fit(described, tmp_path / "run")
-    start = {"name": "x", "differences": {"trainer.total_steps": [2, 300], "data.path": ["/home/me/|rows.jsonl", None]}}
-    (tmp_path / "run/start.json").write_text(json.dumps(start))
-    (tmp_path / "run/config.yaml").touch()
-    assert export(tmp_path / "checkpoints", tmp_path / "model")[0] == 0
-    card = ModelCard.load(tmp_path / "model/README.md")
-    header = card.data.to_dict()
-    assert (header["library_name"], header["tags"]) == ("transformers", ["verl", "reinforcement-learning"])
-    assert yaml.safe_load(card.content.split("---")[1]) == header
-    rows = dict(
-        line.strip("| ").split(" | ") for line in card.text.splitlines() if line.count(" | ") == 1 and line != "| | |"
-    )
-    assert rows["trainer.total_steps"] == "2"
-    assert rows["data.path"] == ".../&#124;rows.jsonl"
-    state = json.loads((tmp_path / "checkpoints/global_step_2/trainer_state.json").read_text())
-    assert rows["run"] == state["run_id"]
-    assert state["code"]["verl"] in rows["code"]
-    assert rows["algorithm"].startswith("Algorithm(")
-    assert str(tmp_path) not in card.content
-    assert state["identity"]["actor.model.path"]["blake3"] in rows["content of the base model"]
-    assert "after 2 steps" in card.text

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from environments.episodes import Scripted, ends_after, engine_of
 from image_models import picture, save_image_model
 from refusals import refusal
+from same_training import same_training, saved
+from trainer.runs import fit
+from trainer.test_async_training import MODES
 
 from verl.algorithms.preference_losses import DPO, BradleyTerry
 from verl.component import BuildContext
-from verl.data.files import PreferenceFiles, SFTFiles
+from verl.data.files import PreferenceFiles, PromptFiles, SFTFiles
+from verl.data.rlhf_dataset import RLHFDataset
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import NoSharding
 from verl.models.pretrained import Pretrained
+from verl.protocol import DataProto
+from verl.rollout.base import GenerationRequest
 from verl.tracking.base import Trackers
 from verl.trainer.config import SFTSettings
 from verl.trainer.sft import PreferenceRun, RewardModelRun, SFTRun
@@ -120,3 +128,51 @@ def test_a_family_without_a_classifier_is_refused_as_a_reward_model(model, tmp_p
     )
     with refusal("actor.model", value="Qwen2_5_VLModel"):
         RewardModelRun(data=data, loss=BradleyTerry(), **parts(model)).build(BuildContext(run_dir=tmp_path / "run"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["drain", "in_flight"])
+def test_a_run_resumed_with_responses_to_images_drawn_ahead_has_the_bits_of_the_first(kind, model, tmp_path):
+    begun = MODES["recompute" if kind == "in_flight" else kind]
+    source = Pretrained(path=str(model))
+    data = PromptFiles(train_files=data_file(tmp_path, answer="3"), max_prompt_length=400)
+    fit(begun(source, tmp_path / "first", 2, data=data), tmp_path / "first/run")
+    replay = {"replay_schedule": str(tmp_path / "first/run")} if kind == "in_flight" else {}
+    first, resume = saved(tmp_path / "first"), tmp_path / "first/checkpoints/global_step_2"
+    fit(begun(source, tmp_path / "cut", 2, data=data, resume=resume, **replay), tmp_path / "cut/run")
+    same_training(saved(tmp_path / "cut"), first, after=2)
+
+
+def test_every_turn_of_an_episode_sees_the_images_of_its_prompt(model, tmp_path):
+    source = Pretrained(path=str(model), dtype="float64", images=True)
+    net, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
+    data = RLHFDataset(data_file(tmp_path), tokenizer, {"max_prompt_length": 400})
+    prompts = data.collate(range(4)).union(DataProto.from_dict({"group_ids": torch.arange(4)}))
+    environment = Scripted(answer=ends_after(3, "again\n", 1.0))
+    with contextlib.closing(
+        engine_of(environment, model=(net, tokenizer), stop_token_ids=tuple(range(20, 60)))
+    ) as engine:
+        rows = engine.generate(prompts, GenerationRequest(0, 2))
+    rows = rows.union(prompts.select([], [])[rows["group_ids"]])  # as the driver does
+    assert max(len(record["turns"]) for record in rows["episode"]) == 3
+    assert rows["media_keys"].tolist() == prompts["media_keys"].repeat_interleave(2).tolist()
+    chosen = rows["responses"] != net.config.image_token_id  # transformers refuses a row that has sampled one
+    checked = 0
+    for row in range(len(rows)):
+        mask = rows["response_mask"][row]
+        if bool((chosen[row] | ~mask).all()):
+            count = int(rows["attention_mask"][row, rows["prompts"].shape[1] :].sum())
+            plain = plain_log_probs(model, rows, row)[-count:][mask[:count]]
+            assert torch.allclose(rows["rollout_log_probs"][row][mask], plain, atol=1e-9)
+            checked += 1
+    assert checked > 3
+
+
+def test_a_conversation_that_is_rendered_again_is_refused_with_images(model, tmp_path):
+    source = Pretrained(path=str(model), images=True)
+    net, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
+    prompts = RLHFDataset(data_file(tmp_path), tokenizer, {"max_prompt_length": 400}).collate([0])
+    prompts = prompts.union(DataProto.from_dict({"group_ids": torch.arange(1)}))
+    environment = Scripted(answer=ends_after(2, "again", 1.0), history="rerender")
+    with contextlib.closing(engine_of(environment, model=(net, tokenizer))) as engine, refusal("environment.history"):
+        engine.generate(prompts, GenerationRequest(0, 1))

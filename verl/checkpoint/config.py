@@ -59,7 +59,6 @@ class Checkpointing(Description):
         upload_wait_s: at the end of the run, wait at most this long for uploads.
         writer_timeout_s: largest time without progress of the writer process, after which it is killed and restarted
             and writes the save again; the total time of a save has no limit.
-        upload_timeout_s: the same for the upload process.
     """
 
     save_dir: str | None = None
@@ -87,7 +86,6 @@ class Checkpointing(Description):
     keep_waiting: NonNegativeInt = 8
     upload_wait_s: NonNegativeFloat = 600.0
     writer_timeout_s: PositiveFloat = 600.0
-    upload_timeout_s: PositiveFloat = 600.0
 
     def faults(self) -> Iterator[str]:
         if self.save_dir is not None and Path(self.save_dir).exists() and not Path(self.save_dir).is_dir():

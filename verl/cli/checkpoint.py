@@ -29,7 +29,6 @@ from verl.storage.config import is_address, storage_at
 from verl.tracking.base import headline
 from verl.tracking.console import print_table
 from verl.utils.directories import TemporaryDirectory
-from verl.utils.external_input import write_text
 
 ADDRESS = "Checkpoints in object storage, such as s3://BUCKET/PREFIX, or one of them. Credentials: the environment."
 
@@ -323,12 +322,12 @@ def export(
         ExportType | None, typer.Option(help="Of the weights, instead of that of the checkpoint or base model.")
     ] = None,
 ) -> None:
-    """Export a model of a checkpoint as a Hugging Face directory with a model card; every byte is verified by hash.
+    """Export a model of a checkpoint as a Hugging Face directory; every byte is verified by hash.
 
     PATH may also be a model that is in no checkpoint: a GGUF file, the final `actor/` of a run, or with --merge a LoRA
     adapter.
     """
-    from verl.cli.report.card import create_repository, model_card, upload
+    from verl.cli.hub import create_repository, upload
     from verl.models.gguf import is_gguf
     from verl.models.pretrained import VALUE_HEAD_FILE
 
@@ -353,9 +352,7 @@ def export(
             _write_model(str(exported), name, absolute, dtype)
     else:
         names = export_component(manager, out, component)
-        echo(f"{name} is in {out}: {counted(len(names) + 1, 'file')}, {_stored(absolute)}")
-    if manager is not None:
-        write_text(out / "README.md", model_card(manager, component, (out / ADAPTER_CONFIG).is_file()))
+        echo(f"{name} is in {out}: {counted(len(names), 'file')}, {_stored(absolute)}")
     if repository is not None:
         echo(f"{out} is on the hub: {upload(repository, out)}")
 

@@ -7,20 +7,18 @@ resumed                     k + 1 ........... N    in a new process, from that c
 replayed     steps 1 ........................ N    with rollout.weight_update=in_flight: the schedule of the last two
 
 Compared (`verl.trainer.state.compare_runs`): the metrics of each step, and everything in the last checkpoints of
-`straight`, or `replayed`, and `resumed`. With `--in-episode` the second run is killed during the episodes of step
-k + 1.
+`straight`, or `replayed`, and `resumed`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +29,6 @@ import typer
 from verl.cli.console import CONFIG_DIR, echo, faults_reported
 from verl.compose.schema import ROOTS, RootName
 from verl.errors import ConfigError, VerlError
-from verl.tracking.jsonl import json_lines
 from verl.utils.child_process.process import reap
 from verl.utils.directories import TemporaryDirectory
 from verl.utils.progress import STARTER_VARIABLE, Progress, ProgressWatch
@@ -41,8 +38,6 @@ if TYPE_CHECKING:
 
 TAIL_LINES = 25
 POLL_INTERVAL_S = 0.5
-KILL_POLL_S = 0.005
-KILL_AFTER = (0.7, 0.5, 0.3, 0.1)  # share of the answers in a step's journal; the next one if the kill came too late
 END_TIMEOUT_S = 20.0  # for a run that received Ctrl-C
 TOLERANCE = 1e-3  # for a resume on another number of processes, which changes rounding
 SCHEDULE = "schedule.jsonl"
@@ -64,13 +59,9 @@ class RunLauncher:
     overrides: Sequence[str] = ()
     timeout_s: float = 1800.0
 
-    def run(
-        self, name: str, saved_in: str, overrides: Sequence[str], kill_when: Callable[[], bool] | None = None
-    ) -> Path:
+    def run(self, name: str, saved_in: str, overrides: Sequence[str]) -> Path:
         """Run the training command with checkpoints in `SAVED_IN_checkpoints`, and return the run directory.
 
-        Args:
-            kill_when: polled every few milliseconds; the run is killed once it returns True.
         Raises:
             RunFailed: it failed, or made no progress.
         """
@@ -91,25 +82,21 @@ class RunLauncher:
                 [*COMMAND, ROOTS[self.root].command, *settings], stdout=output, stderr=subprocess.STDOUT,
                 env={**os.environ, STARTER_VARIABLE: str(progress.fd)}, pass_fds=[progress.fd],
             )  # fmt: skip
-            if (fault := self._fault(process, progress, kill_when)) is not None:
+            if (fault := self._fault(process, progress)) is not None:
                 output.seek(0)
                 tail = "\n".join(output.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
                 raise RunFailed(f"the {name} run {fault}:\n{tail}")
         echo(f"{name}: done in {time.monotonic() - began:.1f} s")
         return run_dir
 
-    def _fault(
-        self, process: subprocess.Popen[bytes], progress: Progress, kill_when: Callable[[], bool] | None
-    ) -> str | None:
+    def _fault(self, process: subprocess.Popen[bytes], progress: Progress) -> str | None:
         """Wait for the end of a run; returns the reason of a failure, or None."""
         watch = ProgressWatch(progress, self.timeout_s, poll_interval_s=2 * POLL_INTERVAL_S)
         try:
             while True:
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    code = process.wait(timeout=POLL_INTERVAL_S if kill_when is None else KILL_POLL_S)
+                    code = process.wait(timeout=POLL_INTERVAL_S)
                     return None if code == 0 else f"ended with status {code}"
-                if kill_when is not None and kill_when():
-                    return None
                 if watch.is_overdue:
                     return f"{watch.describe(process.pid, '--timeout')}; it was ended"
         except KeyboardInterrupt:  # the child has received it too
@@ -137,9 +124,9 @@ def laid_over(overrides: Sequence[str], later: Sequence[str]) -> list[str]:
 
 
 def check_resume(
-    launcher: RunLauncher, stop_after: int, resumed_with: Sequence[str], tolerance: float, in_episode: bool
+    launcher: RunLauncher, stop_after: int, resumed_with: Sequence[str], tolerance: float
 ) -> tuple[list[str], str]:
-    """Run straight, interrupted after step `stop_after`, or with `in_episode` killed in the next one, and resumed.
+    """Run straight, interrupted after step `stop_after`, and resumed.
 
     Returns:
         The first metric and the first part of the checkpoints that differ, if any; and what was compared.
@@ -149,84 +136,22 @@ def check_resume(
     """
     from verl.trainer.state.compare_runs import Tolerance, first_part_apart, first_step_apart, num_compared, steps_of
 
-    if in_episode and launcher.root != "ppo":
-        raise ConfigError(f"--in-episode with --root {launcher.root}: there are no episodes in it. Leave one out.")
     if not 1 <= stop_after < launcher.steps:
         raise ConfigError(f"--at is {stop_after}: must lie between 1 and --steps {launcher.steps}, less one.")
     straight = steps_of(launcher.run("straight", "straight", []))
-    if in_episode:
-        _kill_in_episode(launcher, stop_after)
-    else:
-        launcher.run("interrupted", "stopped", [f"trainer.stop_after={stop_after}"])
+    launcher.run("interrupted", "stopped", [f"trainer.stop_after={stop_after}"])
     resumed = launcher.run("resumed", "stopped", [*resumed_with, "resume=latest"])
-    if in_episode:
-        _check_journal_use(resumed)
     interrupted, expected = steps_of(launcher.directory / "interrupted"), "straight"
     if (resumed / SCHEDULE).is_file():  # weights in flight: a run without a stop is equal at the same engine steps
         expected = "replayed"
         straight = steps_of(launcher.run(expected, expected, [f"trainer.replay_schedule={resumed}"]))
-    # Answers that take time come in another order in each run, and rows decoded side by side round otherwise then
-    if difference := first_step_apart(straight, interrupted, Tolerance(tolerance if in_episode else 0.0)):
+    if difference := first_step_apart(straight, interrupted, Tolerance(0.0)):
         return [f"before the resume, so the training itself is not reproducible: {difference}"], ""
     near, last = Tolerance(tolerance), launcher.last(expected)
     apart = first_step_apart(straight, steps_of(resumed), near), first_part_apart(last, launcher.last("stopped"), near)
     how = f"agree to within {tolerance:g} (rounding may differ)" if tolerance else "are equal bit by bit"
     compared = f"{num_compared(last, near)} tensors of the last checkpoint {how}"
     return [x for x in apart if x is not None], f"steps {stop_after + 1} to {launcher.steps} and {compared}"
-
-
-def _kill_in_episode(launcher: RunLauncher, stop_after: int) -> None:
-    """Run to a checkpoint after step k, and kill during the episodes of the next one, by the answers in its journal."""
-    from verl.trainer.state.compare_runs import origin_of
-
-    settings, step = origin_of(launcher.directory / "straight").settings["trainer"], stop_after + 1
-    if settings["mode"] == "async" or settings["rollout_ahead"]:
-        raise ConfigError(
-            "--in-episode: trainer.mode is async (or rollout_ahead is 1), where the episodes of a step are played "
-            "before the step before it is saved. Leave one out."
-        )
-    answers = _num_answers(launcher, "straight", step)
-    if not answers:
-        raise ConfigError(
-            f"--in-episode: the run keeps no journal of the episodes of step {step}. It needs an environment that "
-            "has one (not none, nor agent_program), and environment.journal=true."
-        )
-    saves = [f"checkpoint.save_interval={stop_after}", f"trainer.stop_after={step}"]
-    for share in KILL_AFTER:
-        for name in ("interrupted", "stopped_checkpoints"):
-            shutil.rmtree(launcher.directory / name, ignore_errors=True)
-        enough = max(1, int(share * answers))
-        launcher.run("interrupted", "stopped", saves, lambda n=enough: _num_answers(launcher, "stopped", step) >= n)
-        count = _num_answers(launcher, "stopped", step)
-        if 0 < count < answers:  # so not all episodes had ended
-            if launcher.last("stopped").step != stop_after:
-                raise RunFailed(f"the interrupted run was killed before step {stop_after} was saved.")
-            return echo(f"  killed in the episodes of step {step}, after {count} of {answers} answers")
-    raise RunFailed(f"the episodes of step {step} were over before a kill came, {len(KILL_AFTER)} times.")
-
-
-def _num_answers(launcher: RunLauncher, saved_in: str, step: int) -> int:
-    """Answers of environments that the journal has of a step of training."""
-    from verl.environments.journal import journal_records
-    from verl.ops.sampling import TRAINING
-
-    records = journal_records(launcher.directory / f"{saved_in}_checkpoints/episode_journal", step)
-    return sum("answer" in x and x["record"][0].startswith(f"{TRAINING}.{step}.") for x in records)
-
-
-def _check_journal_use(resumed: Path) -> None:
-    """Print what became of the interrupted episodes, and refuse those that were begun anew: they need not be equal."""
-    lines = [*json_lines(resumed / "metrics.jsonl")]
-    names = ("reused", "replayed", "restarted")
-    counts = {name: sum(int(line.get(f"episode/journal_{name}", 0)) for line in lines) for name in names}
-    echo(f"  answers of the journal: {', '.join(f'{count} {name}' for name, count in counts.items())}")
-    if counts["restarted"]:
-        raise RunFailed(
-            "episodes were begun anew: recovery of their environment is restart, which promises no equal runs. If "
-            "its answers depend on the action alone, or on seed and actions, let it say stateless or deterministic."
-        )
-    if not counts["reused"] + counts["replayed"]:
-        raise RunFailed("nothing of the interrupted episodes was found in the journal: they were drawn otherwise.")
 
 
 def resume_check(
@@ -241,9 +166,6 @@ def resume_check(
     ] = None,
     to_sharding: Annotated[str | None, typer.Option(help="Resume under another sharding, such as ddp.")] = None,
     processes: Annotated[int | None, typer.Option(help="Resume on this many processes.")] = None,
-    in_episode: Annotated[
-        bool, typer.Option(help="Kill the run during its episodes of the next step, instead of stopping it.")
-    ] = False,
     tolerance: Annotated[
         float | None, typer.Option(help=f"Default: 0, bit by bit; {TOLERANCE:g} if the layout changes.")
     ] = None,
@@ -252,10 +174,7 @@ def resume_check(
     ] = 1800.0,
     keep: Annotated[Path | None, typer.Option(help="Run in this new directory, and keep it.")] = None,
 ) -> None:
-    """Compare N uninterrupted steps with k steps, a stop, a resume and N - k steps, and print the first difference.
-
-    With --in-episode the second run is killed during the episodes of step k + 1, and resumed from their journal.
-    """
+    """Compare N uninterrupted steps with k steps, a stop, a resume and N - k steps, and print the first difference."""
     overrides = [*([] if config_dir is None else [f"--config-dir={config_dir}"]), *(overrides or ())]
     layout = [] if to_sharding is None else [f"sharding={to_sharding}"]
     layout += [] if processes is None else [f"trainer.n_gpus_per_node={processes}"]
@@ -263,7 +182,7 @@ def resume_check(
         launcher = RunLauncher(root=root, steps=steps, directory=directory, overrides=overrides, timeout_s=timeout)
         near = (TOLERANCE if layout else 0.0) if tolerance is None else tolerance
         stop_after = steps // 2 if at is None else at
-        differences, compared = check_resume(launcher, stop_after, layout, near, in_episode)
+        differences, compared = check_resume(launcher, stop_after, layout, near)
         echo("\n".join(f"DIFFERS: {line}" for line in differences) if differences else f"OK: {compared}")
     raise typer.Exit(1 if differences else 0)
 

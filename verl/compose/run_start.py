@@ -79,15 +79,13 @@ class RunStart:
             ConfigError: this machine cannot run it, or another run writes into the run directory.
         """
         refuse_here(run, self.context)
-        self.record(run)
+        self.record()
         return resolve_warm_starts(run, self.console).build(replace(self.context, tokenizer=tokenizer))
 
-    def record(self, run: Any = None) -> None:
+    def record(self) -> None:
         """Print the differences from the defaults and the run directory, save the redacted configuration there, and
         start run.log. If the run is refused later, `withdraw` removes these files.
 
-        Args:
-            run: the validated run; the differences that it never reads are told.
         Raises:
             ConfigError: another run writes into the run directory, or it cannot be written.
         """
@@ -98,8 +96,6 @@ class RunStart:
         changed: dict[str, tuple[Any, Any]] = {}
         if self.choices is not None:
             changed = print_start(self.config, self.root, self.choices, self.run_dir, self.console)
-            if run is not None and (line := run.unused_settings([*changed])) is not None:
-                print_line(self.console, line)
         self.is_recorded = True
         try:
             save_config(self.config, self.overrides, self.run_dir)

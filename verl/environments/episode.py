@@ -27,6 +27,7 @@ from torch.nn.functional import pad
 from verl.environments.base import CallRecord, EnvironmentDescription, EnvironmentFactory, Fault, Observation
 from verl.environments.journal import JournalEntry, PrefixHash, plain
 from verl.errors import RolloutError
+from verl.model_paths.images import RowMedia, with_media
 from verl.ops.sampling import EVALUATION
 from verl.protocol import DataProto
 from verl.protocol.fields import FIELDS
@@ -88,6 +89,7 @@ class Episode:
         needs_replay_of_actions: the environment did not receive actions that were answered from the journal.
         reused, replayed: calls answered from the journal; calls repeated and compared.
         restarted: the episode was restarted although the journal had a part of it.
+        media: digest and tensors of the images of its prompt.
     """
 
     number: int
@@ -122,6 +124,7 @@ class Episode:
     restarted: bool = False
     begun_s: float = 0.0
     seconds: float = 0.0
+    media: RowMedia = (0, None)
 
     @property
     def response(self) -> list[int]:
@@ -292,7 +295,8 @@ def _with_contexts(
             contexts[number, row, longest - len(line) :] = torch.tensor(line)
     left = longest - tokens.shape[1]
     wider = {"prompts": pad(tokens, (left, 0), value=pad_id), "prompt_mask": pad(mask, (left, 0), value=False)}
-    return prompts.select(["prompt_ids", "group_ids"], []).union(DataProto.from_dict(wider)), contexts
+    kept = with_media(["prompt_ids", "group_ids"], prompts)
+    return prompts.select(kept, []).union(DataProto.from_dict(wider)), contexts
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, Rollout, RolloutEngine, TurnEngine, TurnLimits, TurnRequest, TurnResult
 from verl.rollout.lockstep import in_lockstep
 from verl.rollout.responses import ResponseGenerator
-from verl.rollout.rows import longest_prompt, prompt_tokens
+from verl.rollout.rows import longest_prompt, prompt_tokens, row_media
 from verl.utils.progress import report
 from verl.utils.seeding import derive_seed
 
@@ -167,15 +167,20 @@ class EpisodeGenerator(ResponseGenerator):
         """An episode for each sample of the prompts; `numbers` and `groups` number episodes and groups."""
         columns = prompts.non_tensor_batch
         episodes = []
-        for row_number, tokens in enumerate(prompt_tokens(prompts)):
+        for row_number, (tokens, media) in enumerate(zip(prompt_tokens(prompts), row_media(prompts), strict=True)):
             prompt_id = int(prompts["prompt_ids"][row_number])
             row = {name: values[row_number] for name, values in columns.items()} | {"prompt_id": prompt_id}
             if self.renderer is not None:
+                if media[0]:
+                    raise ConfigError(
+                        "environment.history is 'rerender': a conversation that is rendered again has no tokens for "
+                        "the images of its prompt. Set environment.history=append, or leave the images out."
+                    )
                 self.renderer.refuse_other_prompt(row)
             seed = derive_seed(self.seed, "environment", request.stream, request.step, prompt_id)
             group = next(groups)
             episodes += [
-                Episode(next(numbers), tokens, prompt_id, sample, group, row, seed, sample_key=sample)
+                Episode(next(numbers), tokens, prompt_id, sample, group, row, seed, sample_key=sample, media=media)
                 for sample in range(request.num_samples)
             ]
         return episodes
@@ -336,6 +341,8 @@ class EpisodeLoop:
                 self.request.step,
                 self.request.stream,
                 self.request.greedy,
+                media_key=episode.media[0],
+                media=episode.media[1],
             )
         )
 
@@ -403,7 +410,8 @@ class EpisodeLoop:
     def _key(self, journal: EpisodeJournal, episode: Episode, what: str, attempt: int) -> str:
         prefix, request = episode.prefix, self.request
         if prefix is None or self.engine.renderer is not None:  # the template may have changed earlier tokens
-            prefix = journal.prefix(request.stream, request.step, episode.prompt_id, episode.sample_key)
+            media = [episode.media[0]] if episode.media[0] else []
+            prefix = journal.prefix(request.stream, request.step, episode.prompt_id, episode.sample_key, *media)
             episode.prefix = prefix
         if prefix.num_tokens < len(episode.context):
             prefix.append(episode.context[prefix.num_tokens :])

@@ -1,27 +1,15 @@
-"""A request to a server: the server's settings, the request, the report about it, and a disk cache of answers."""
+"""A request to a server: the server's settings, the request, and the report about it."""
 
 from __future__ import annotations
 
-import hashlib
 import json
-import logging
-import sqlite3
-import threading
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
 from verl.component import Description, component
-
-logger = logging.getLogger(__name__)
-
-CACHE_NAME = "answers.sqlite3"
-BUSY_TIMEOUT_S = 30.0  # while another process writes the cache
-QUESTIONS_AT_A_TIME = 500
 
 # refused:      the server refuses every request (wrong key, wrong path, a redirect)
 # unreachable:  no answer arrived
@@ -94,88 +82,6 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"a {type(value).__name__} cannot be encoded as JSON")
-
-
-def key_of(url: str, body: object) -> str:
-    """Cache key: a hash of the URL and the request body.
-
-    Raises:
-        TypeError, ValueError: the body cannot be encoded as JSON.
-    """
-    return hashlib.blake2b(url.encode() + b"\0" + encoded(body), digest_size=24).hexdigest()
-
-
-class AnswerCache:
-    """Texts by key, in SQLite. After a failure (full disk, damaged file) it warns once and is disabled.
-
-    Args:
-        directory: of the file; created if missing.
-        max_gib: size limit; the oldest answers are deleted beyond it.
-    """
-
-    def __init__(self, directory: Path, max_gib: float):
-        self.file, self._max_bytes = directory / CACHE_NAME, max_gib * 2**30
-        self._lock = threading.Lock()
-        self.connection: sqlite3.Connection | None = None
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-            self.connection = sqlite3.connect(
-                self.file, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
-            )
-            self.connection.execute("PRAGMA journal_mode=WAL")
-            self.connection.execute("PRAGMA synchronous=NORMAL")
-            self.connection.execute(
-                "CREATE TABLE IF NOT EXISTS answers (number INTEGER PRIMARY KEY, key TEXT UNIQUE, text TEXT NOT NULL)"
-            )
-        except (OSError, sqlite3.Error) as error:
-            self._give_up(error)
-
-    def find(self, keys: Iterable[str]) -> dict[str, str]:
-        """The cached answers among these keys."""
-        distinct, answers = list(dict.fromkeys(keys)), {}
-        with self._lock:
-            for start in range(0, len(distinct), QUESTIONS_AT_A_TIME):
-                part = distinct[start : start + QUESTIONS_AT_A_TIME]
-                marks = ",".join("?" * len(part))
-                answers |= dict(self._run(f"SELECT key, text FROM answers WHERE key IN ({marks})", part))
-        return answers
-
-    def put(self, key: str, text: str) -> None:
-        """Store an answer atomically, replacing an earlier one; it is on disk when this returns."""
-        with self._lock:
-            self._make_room()
-            self._run("INSERT OR REPLACE INTO answers (key, text) VALUES (?, ?)", [key, text])
-
-    def close(self) -> None:
-        """Close the file; calling it again does nothing."""
-        with self._lock:
-            if self.connection is not None:
-                self.connection.close()
-                self.connection = None
-
-    def _make_room(self) -> None:
-        numbers = [self._run(f"PRAGMA {name}") for name in ("page_count", "freelist_count", "page_size")]
-        if not all(numbers):
-            return
-        pages, free, size = (rows[0][0] for rows in numbers)
-        if (pages - free) * size > self._max_bytes:
-            oldest = "SELECT number FROM answers ORDER BY number LIMIT (SELECT count(*) / 10 + 1 FROM answers)"
-            self._run(f"DELETE FROM answers WHERE number IN ({oldest})")
-
-    def _run(self, statement: str, values: Iterable[str] = ()) -> list[tuple]:
-        if self.connection is None:
-            return []
-        try:
-            return self.connection.execute(statement, list(values)).fetchall()
-        except sqlite3.Error as error:
-            self._give_up(error)
-            return []
-
-    def _give_up(self, error: Exception) -> None:
-        logger.warning("%s: responses are no longer cached, %s: %s", self.file, type(error).__name__, error)
-        if self.connection is not None:
-            self.connection.close()
-            self.connection = None
 
 
 @component

@@ -93,9 +93,9 @@ class BatchReader:
             self.media = [self.media[row] for row in repeat.tolist()] if self.media else []
         self.tokens, self.attention, self.is_padded = tokens, attention, not bool(attention.all())
         if self.paths.cache == "in_place":
-            from verl.model_paths.kv_cache import growing_cache  # brings transformers
+            from transformers import DynamicCache
 
-            self.cache = growing_cache(self.model.config)
+            self.cache = DynamicCache(config=self.model.config)
         following = self._forward(tokens, self._positions(), has_images=True)
         self.position = self.attention.sum(dim=1) + self._shifts
         if self.repeats and n > 1:

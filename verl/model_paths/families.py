@@ -29,7 +29,7 @@ class ModelPaths:
             sides; `right_padded`, padding only on the right, where causal models cannot see it; `equal_lengths`, rows
             of equal length, without padding.
         shares_prompts: a packed line may have a prompt once for all its responses.
-        cache: cache for decoding: `in_place`, ours, preallocated for new tokens; `own`, the model's; `none`, each token
+        cache: cache for decoding: `in_place`, keys and values of all tokens; `own`, the model's; `none`, each token
             is computed from the whole row.
         pads_prompts: prompts of several lengths may be decoded together.
         repeats_rows: a prompt may be read once and its cache repeated for each of its samples.

@@ -155,42 +155,6 @@ class SlotCache(DynamicCache):
             rows.copy(sources, targets, length)
 
 
-class GrowingLayer(DynamicLayer):
-    """Keys and values of one layer [B H L D] in buffers with spare room, so that only new tokens are copied."""
-
-    keys: Tensor  # type: ignore[assignment]
-    values: Tensor  # type: ignore[assignment]
-    _buffers: tuple[Tensor, ...] = ()
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:  # the prompts, without a copy
-            self.lazy_initialization(key_states, value_states)
-            self.keys, self.values = key_states, value_states
-            return key_states, value_states
-        start, end = self.keys.shape[2], self.keys.shape[2] + key_states.shape[2]
-        if not self._buffers or self._buffers[0].shape[2] < end:
-            length = max(end, start * 3 // 2)
-            self._buffers = tuple(x.new_empty(*x.shape[:2], length, x.shape[3]) for x in (self.keys, self.values))
-            for buffer, stored in zip(self._buffers, (self.keys, self.values), strict=True):
-                buffer[:, :, :start] = stored
-        for buffer, new in zip(self._buffers, (key_states, value_states), strict=True):
-            buffer[:, :, start:end] = new
-        self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
-        return self.keys, self.values
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._buffers = ()
-        if self.is_initialized:
-            super().batch_select_indices(indices)
-
-
-def growing_cache(config: Any) -> DynamicCache:
-    """An empty cache for a model; layers that do not keep all tokens (sliding windows, states) keep their type."""
-    cache = DynamicCache(config=config)
-    cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
-    return cache
-
-
 def keeps_all_tokens(config: Any) -> bool:
     """Whether the cache of a model keeps all keys and values in each of its layers, and nothing else."""
     layers = DynamicCache(config=config).layers

@@ -6,7 +6,6 @@ S3 protocol.
 
 from __future__ import annotations
 
-import configparser
 import contextlib
 import json
 import os
@@ -20,7 +19,7 @@ from urllib.parse import urlsplit
 from obstore.exceptions import AlreadyExistsError, BaseError, PreconditionError, UnauthenticatedError
 from obstore.store import GCSStore, S3Store
 
-from verl.errors import ObjectDamaged, ObjectNotFound, StorageRefused, StorageUnreachable, install_command
+from verl.errors import ObjectDamaged, ObjectNotFound, StorageRefused, StorageUnreachable
 from verl.storage.store import LONGEST_BACKOFF_S, AlreadyExists, Backend, Data, StoredObject, TransientError
 from verl.utils.redact import redact
 
@@ -34,11 +33,10 @@ PASSING_CODES = {
 EMULATOR = "STORAGE_EMULATOR_HOST"  # of Google's clients: a server that asks for no credentials
 CREATE_HEADERS = {"x-oss-forbid-overwrite": "true"}  # by which OSS creates an object only where there is none
 NEEDED = {
-    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
+    "s3": 'AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (eval "$(aws configure export-credentials --format env)")',
     "oss": "OSS_ACCESS_KEY_ID and OSS_ACCESS_KEY_SECRET",
     "gcs": "GOOGLE_APPLICATION_CREDENTIALS",
 }
-KEYS = ("aws_access_key_id", "aws_secret_access_key", "aws_session_token")
 _NO_ANSWER = re.compile(r"HTTP error|error sending request|timed out")
 _ONCE = re.compile(r"status code: (400|409|425)\b")  # after which obstore does not repeat a part
 # addresses that give keys to a machine of a cloud
@@ -166,7 +164,7 @@ class BucketBackend(Backend):
         if "Received redirect" in text:
             return StorageRefused(f"{url}: the bucket is in another region; set storage.region, or AWS_REGION ({text})")
         if isinstance(error, UnauthenticatedError):
-            return StorageRefused(f"{url}: {text}. Log in again (aws sso login), or export {NEEDED[self._kind]}.")
+            return StorageRefused(f"{url}: {text}. Export {NEEDED[self._kind]}.")
         if found := _CERTIFICATE.search(str(error)):
             return StorageRefused(
                 f"{url}: the server's certificate is not trusted ({found[1]}). Set AWS_CA_BUNDLE to a file with that "
@@ -180,22 +178,13 @@ class BucketBackend(Backend):
 
 
 def _s3(storage: Any) -> tuple[Any, str, dict[str, Any]]:
-    """S3, with the keys of the environment, of `~/.aws`, or of the machine: the class, the endpoint and settings."""
-    profile = _aws_profile()
-    region = storage.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    """S3, with the keys of the environment or of the machine: the class, the endpoint and settings."""
     variables = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT")
-    named = (storage.endpoint_url, *map(os.environ.get, variables), profile.get("endpoint_url"))
-    endpoint_url = next((url for url in named if url), "")
-    config: dict[str, Any] = {"disable_bulk_delete": True, "region": region or profile.get("region") or "us-east-1"}
+    endpoint_url = next((url for url in (storage.endpoint_url, *map(os.environ.get, variables)) if url), "")
+    region = storage.region or os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or "us-east-1"
+    config: dict[str, Any] = {"disable_bulk_delete": True, "region": region}
     if endpoint_url:
         config |= {"endpoint": endpoint_url, "aws_endpoint_url_s3": endpoint_url}
-    if not any(os.environ.get(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE")):
-        if KEYS[0] in profile:
-            config |= {name.removeprefix("aws_"): profile[name] for name in KEYS if name in profile}
-        elif {"sso_session", "sso_start_url", "role_arn", "credential_process"} & profile.keys():
-            config["credential_provider"] = _by_boto3(storage.address)
-        elif not profile and (name := os.environ.get("AWS_PROFILE")):
-            raise StorageRefused(f"{storage.address}: AWS_PROFILE is {redact(name)!r}, and ~/.aws has no such profile")
     return S3Store, endpoint_url, config
 
 
@@ -236,38 +225,3 @@ def _gcs(storage: Any) -> tuple[Any, str, dict[str, Any]]:
 def _first_line(error: Exception) -> str:
     """The text of an error of obstore, without the dump of its structures."""
     return redact(str(error).partition("\n\nDebug source")[0][:8000])[:2000]
-
-
-def _aws_profile() -> dict[str, str]:
-    """Settings of the profile in `~/.aws/config` and `~/.aws/credentials`."""
-    name, home = os.environ.get("AWS_PROFILE", "default"), Path.home() / ".aws"
-    settings: dict[str, str] = {}
-    for variable, file in (("AWS_CONFIG_FILE", "config"), ("AWS_SHARED_CREDENTIALS_FILE", "credentials")):
-        parser, path = configparser.RawConfigParser(), os.environ.get(variable, home / file)
-        try:
-            parser.read(path)
-        except (configparser.Error, UnicodeDecodeError) as error:
-            reason = str(error).partition("\n")[0].rstrip(".")  # the lines after it are of the file
-            raise StorageRefused(f"{path}: {reason}. Correct it, or export {NEEDED['s3']}.") from error
-        for section in (f"profile {name}", name):
-            settings |= dict(parser[section]) if parser.has_section(section) else {}
-    return settings
-
-
-def _by_boto3(address: str) -> Any:
-    try:
-        from boto3 import Session
-        from botocore.exceptions import BotoCoreError
-        from obstore.auth.boto3 import Boto3CredentialProvider
-    except ImportError as error:
-        raise StorageRefused(
-            f"{address}: the profile in ~/.aws asks for a login, a role or a command. Run: {install_command('boto3')}, "
-            "or export its keys: eval $(aws configure export-credentials --format env)"
-        ) from error
-    try:
-        return Boto3CredentialProvider(Session())
-    except (BotoCoreError, OSError, ValueError) as error:
-        raise StorageRefused(
-            f"{address}: the profile {redact(os.environ.get('AWS_PROFILE', 'default'))!r} in ~/.aws gives no "
-            f"credentials: {redact(str(error)).rstrip('.')}. Correct it, or export {NEEDED['s3']}."
-        ) from error

@@ -176,8 +176,8 @@ class BucketStorage(Storage):
 
 @component
 class S3Storage(BucketStorage):
-    """S3 and compatible stores. Credentials come from the environment (`AWS_ACCESS_KEY_ID`, ...), `~/.aws`, or the role
-    of the machine; `AWS_ENDPOINT_URL` is used too. See `BucketStorage` for the others.
+    """S3 and compatible stores. Credentials come from the environment (`AWS_ACCESS_KEY_ID`, ...) or the role of the
+    machine, not from `~/.aws`; `AWS_ENDPOINT_URL` is used too. See `BucketStorage` for the others.
 
     Args:
         region: null for that of the environment.

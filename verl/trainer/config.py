@@ -1,14 +1,11 @@
-"""Settings of a run that belong to no single component: how long, how often, how many, on which devices.
-
-`unused_settings` lists settings of all components that a user has changed and that the run never reads.
-"""
+"""Settings of a run that belong to no single component: how long, how often, how many, on which devices."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from pydantic import Field, NonNegativeInt, PositiveInt
@@ -20,7 +17,6 @@ from verl.ops.cpu_matmul import CpuMatmul, library_fault
 from verl.trainer.timers import Profile
 
 LONGEST_NAME = 200  # bytes; file systems allow 255, and suffixes are appended
-WARMUP = ("actor.optimizer.warmup_updates", "critic.optimizer.warmup_updates")
 
 
 @component
@@ -186,60 +182,3 @@ def _name_fault(name: str) -> str | None:
     if not name.isprintable():
         return "it has characters that cannot be printed"
     return None
-
-
-def unused_settings(run: Any, changed: Sequence[str]) -> str | None:
-    """One line about changed settings without effect; None if all have one.
-
-    Args:
-        run: a `PPORun` or an `SFTRun`.
-        changed: configuration paths that differ from the defaults.
-    """
-    sentences = []
-    for beginning, reason in _unread(run):
-        if paths := [path for path in changed if path == beginning or path.startswith(f"{beginning}.")]:
-            sentences.append(f"{', '.join(paths)} ({reason})")
-    return f"Settings without effect in this run: {'; '.join(sentences)}." if sentences else None
-
-
-def _unread(run: Any) -> Iterator[tuple[str, str]]:
-    """Paths that are not read, nor anything below them, each with the reason."""
-    settings, algorithm, saving = run.trainer, getattr(run, "algorithm", None), run.checkpoint
-    if settings.safety.spike_factor is None:
-        reason = "trainer.safety.spike_factor is null"
-        yield from ((f"trainer.safety.{name}", reason) for name in ("spike_history", "spike_window", "watched"))
-    if saving is not None and saving.keep_best is None and saving.save_best is None:
-        yield "checkpoint.best_mode", "checkpoint.keep_best and save_best are null"
-    if settings.total_steps is not None:
-        updates = settings.total_steps * (1 if algorithm is None else run.updates_per_step)
-        for path in WARMUP:
-            role = getattr(run, path.partition(".")[0], None)
-            if role is not None and role.optimizer.warmup_updates >= updates:
-                yield path, f"the run has {updates} updates, all of them in the warm-up: the rate stays below lr"
-    if algorithm is None:
-        return
-    if not algorithm.needs_values:
-        reason = f"{type(algorithm.advantage).__name__} needs no critic"
-        yield from (("critic", reason), ("algorithm.value_loss", reason))
-    if not algorithm.needs_reference:
-        yield "reference", "algorithm.kl needs none"
-    if settings.staleness is None:
-        reason = "trainer.mode is sync"
-        yield from ((path, reason) for path in ("trainer.max_staleness", "rollout.weight_update", "rollout.kv_cache"))
-    elif not settings.staleness:
-        yield from ((f"rollout.{name}", "trainer.max_staleness is 0") for name in ("weight_update", "kv_cache"))
-    elif run.rollout.weight_update == "drain":
-        yield "rollout.kv_cache", "rollout.weight_update is drain"
-    if not run.has_rollout_worker:
-        reason = "the actor's processes generate: there is no role rollout"
-        yield from ((f"trainer.placement.{name}.rollout", reason) for name in ("sub_meshes", "workers"))
-    if not algorithm.replay_fraction:
-        reason = "algorithm.replay_fraction is 0"
-        yield from (("replay", reason), ("algorithm.replay_max_staleness", reason))
-    if run.updates_per_step == 1:
-        clips = ("clip", "clip_low", "clip_high", "dual_clip")
-        reason = "with one update per batch the ratio of probabilities is 1"
-        if algorithm.proximal == "trainer":  # else it is the KL to the weights that generated
-            yield from ((f"algorithm.policy_loss.{name}", reason) for name in clips)
-        if algorithm.needs_values:
-            yield "algorithm.value_loss.clip", "with one update per batch values are those before it"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +16,6 @@ from verl.monitoring.ppo_metrics import evaluation_keys
 from verl.rewards.base import missing_columns
 from verl.rollout.data_responses import missing_completions
 from verl.trainer.build import PPODescription
-from verl.trainer.config import unused_settings
 from verl.trainer.plan.workload import role_processes
 from verl.trainer.setup import metric_faults, placement_faults, preflight_faults, sharding_faults
 
@@ -285,10 +284,6 @@ class PPORun(PPODescription):
     def faults(self) -> Iterator[str]:
         """Faults between components, each with its full config path."""
         yield from faults_between(self)
-
-    def unused_settings(self, changed: Sequence[str]) -> str | None:
-        """A message with the changed settings that this run never reads; None if it reads all."""
-        return unused_settings(self, changed)
 
     def machine_faults(self) -> Iterator[str]:
         if self.trainer.placement is None:  # else the actor may be on another machine

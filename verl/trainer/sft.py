@@ -30,7 +30,7 @@ from verl.monitoring.nonfinite import NonFiniteGuard
 from verl.protocol import DataProto
 from verl.storage.config import Storage
 from verl.tracking.base import Trackers
-from verl.trainer.config import SFTSettings, unused_settings
+from verl.trainer.config import SFTSettings
 from verl.trainer.guards import Guards, stage
 from verl.trainer.setup import (
     metric_faults,
@@ -93,10 +93,6 @@ class SFTRun(Description):
         """Sharding of the actor, and of the reference if there is one."""
         of_roles = self.host(1, None).shardings()
         return {"actor": of_roles.pop("learner"), **of_roles}
-
-    def unused_settings(self, changed: Sequence[str]) -> str | None:
-        """A message with the changed settings that this run never reads; None if it reads all."""
-        return unused_settings(self, changed)
 
     def preflight(self, context: BuildContext) -> Iterator[str]:
         yield from preflight_faults(self, context, self.shardings())

@@ -29,6 +29,7 @@ from verl.environments.episode import Episode, episode_state, load_episode
 from verl.environments.episode_loop import IDLE_WAIT_S, EpisodeGenerator, EpisodeLoop
 from verl.environments.journal import JournalEntry, refuse_other_answer
 from verl.errors import RolloutError
+from verl.model_paths.images import with_media
 from verl.protocol import DataProto
 from verl.protocol.serialization import json_text
 from verl.rollout.base import GenerationRequest, TurnEngine, TurnRequest, TurnResult
@@ -93,8 +94,8 @@ class ResponseBatch:
     """
 
     def __init__(self, prompts: DataProto, request: GenerationRequest, generator: ResponseGenerator, turns: Any):
-        fields = {name: prompts[name].clone() for name in PROMPT_FIELDS}
-        self.prompts = DataProto.from_dict(fields, non_tensors=prompts.non_tensor_batch)
+        fields = {name: prompts[name].clone() for name in with_media(PROMPT_FIELDS, prompts)}
+        self.prompts = DataProto.from_dict(fields, non_tensors=prompts.non_tensor_batch, ragged=prompts.ragged)
         self.request, self.generator, self.turns = request, generator, turns
         self.first = request.step * NUMBERS
         self.num_rows, self.num_finished = len(prompts) * request.num_samples, 0

@@ -28,7 +28,9 @@ from torch import Tensor
 
 from verl.environments.episode_loop import IDLE_WAIT_S, EpisodeGenerator
 from verl.errors import RolloutError
+from verl.model_paths.images import KEYS, with_media
 from verl.protocol import DataProto
+from verl.protocol.ragged import flattened, pop_ragged
 from verl.rollout.base import EngineLost, GenerationRequest, TurnEngine, TurnLimits
 from verl.rollout.responses import ResponseGenerator
 from verl.utils.memory import on_current_device
@@ -158,7 +160,8 @@ class StepLoop:
         for step in state["steps"].tolist() if state else []:
             prefix = f"{step}."
             saved = {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}
-            prompts = DataProto.from_dict({name: saved[name] for name in PROMPT_FIELDS})
+            ragged, names = pop_ragged(saved), [*PROMPT_FIELDS, *([KEYS] if KEYS in saved else [])]
+            prompts = DataProto.from_dict({name: saved[name] for name in names}, ragged=ragged)
             self._dtype = saved["log_probs"].dtype
             batch = self._new_batch(prompts, GenerationRequest(step, len(saved["lengths"]) // len(prompts)))
             self._batches[step] = batch
@@ -403,7 +406,9 @@ class StepLoop:
             state["engine_step"] = torch.tensor([self.engine_step, self._row_tokens])
             state["steps"] = torch.tensor(list(batches), dtype=torch.int64)
             for number, batch in batches.items():
-                fields = {name: batch.prompts[name] for name in PROMPT_FIELDS} | batch.state(self._dtype)
+                prompts = batch.prompts
+                fields = {name: prompts[name] for name in with_media(PROMPT_FIELDS, prompts)}
+                fields |= flattened(prompts.ragged) | batch.state(self._dtype)
                 state |= {f"{number}.{name}": x for name, x in fields.items()}
             self._snapshots[step] = state
         return state

@@ -1,6 +1,7 @@
 """The upload process (`python -m verl.checkpoint.remote.upload_process`), and `Uploader`, the trainer's side of it.
 
-The process is started with the run and restarted when it died; training never waits for it. It looks at the directory
+The process is started with the run; training never waits for it. If it dies, nothing more is uploaded in this run: the
+run says so, and what the store lacks is uploaded when it is resumed. It looks at the directory
 every half second, and uploads what the store is to get and has not confirmed, the newest first: that is the one to
 resume from. At the end the trainer asks it to finish, and waits for that. It ends with the trainer. Imports no torch.
 """
@@ -35,7 +36,7 @@ from verl.storage.config import Storage
 from verl.storage.store import ObjectStore
 from verl.utils.child_process.channel import Channel, ChannelClosed
 from verl.utils.child_process.process import ChildProcess, run_child
-from verl.utils.progress import Progress, ProgressWatch, report
+from verl.utils.progress import Progress, report
 from verl.utils.redact import redact
 
 FINISH = "finish"
@@ -68,7 +69,7 @@ class UploadEvent:
     """Message of the upload process.
 
     Args:
-        kind: `started`, `uploaded` with the name of a checkpoint, `failed` with an error, `fenced`, or `done` after
+        kind: `uploaded` with the name of a checkpoint, `failed` with an error, `fenced`, or `done` after
             FINISH.
         waiting: checkpoints that the store is to get and has not confirmed.
         is_refused: the store answered, and asking again would not help.
@@ -176,7 +177,6 @@ def serve(channel: Channel, setting: UploadSettings, progress: Progress) -> None
     logging.basicConfig(format="uploader: %(levelname)s %(name)s: %(message)s", level=logging.ERROR)
     with contextlib.suppress(OSError):
         os.nice(NICENESS)
-    channel.send(UploadEvent(kind="started"))
     worker, pause_s = None, setting.shortest_pause_s
     before: object = None
     is_last = is_over = False
@@ -222,8 +222,7 @@ def _count(worker: UploadWorker | None) -> int:
 
 log = logging.getLogger(__name__)
 
-START_TIMEOUT_S, END_TIMEOUT_S = 60.0, 5.0
-SETTING = "checkpoint.upload_timeout_s"
+END_TIMEOUT_S = 5.0
 
 
 class Uploader:
@@ -234,28 +233,24 @@ class Uploader:
             print(event.kind, event.name)
         uploader.close(wait_s=600)
 
-    One thread starts the process, receives its events, and restarts it, after a growing pause, when it died or made no
-    progress.
-
-    Args:
-        timeout_s: without progress, after which it is killed and restarted.
     Attributes:
-        child: the process that was started last.
+        child: its process.
         is_done: after `close`: everything was uploaded.
         is_fenced: another trainer has claimed the tier; nothing is uploaded any more.
         is_refused: after `close`: the store refused what was left.
     """
 
-    def __init__(self, setting: UploadSettings, timeout_s: float = 600.0):
-        self._setting, self._timeout_s = setting, timeout_s
+    def __init__(self, setting: UploadSettings):
         self._events: list[UploadEvent] = []
         self._changed = threading.Condition()
         self.is_done = self.is_fenced = self.is_refused = False
-        self._is_closing = self._is_over = self._has_given_up = False
+        self._is_closing = self._is_over = self._has_ended = False
         self._progress = Progress(num_slots=1)
-        self.child = self._started()
-        self._supervisor = threading.Thread(target=self._supervise, name="uploader", daemon=True)
-        self._supervisor.start()
+        self.child = ChildProcess("verl.checkpoint.remote.upload_process", self._progress, output=2)
+        with contextlib.suppress(ChannelClosed):
+            self.child.begin(setting)
+        self._receiver = threading.Thread(target=self._receive, name="uploader", daemon=True)
+        self._receiver.start()
 
     def heard(self) -> list[UploadEvent]:
         """Events since the last call."""
@@ -275,73 +270,37 @@ class Uploader:
             return []
         with self._changed:
             self._is_closing = True
-            self._changed.notify_all()
-            _ask_to_finish(self.child)
-            self._changed.wait_for(
-                lambda: self.is_done or self.is_fenced or self.is_refused or self._has_given_up, wait_s
-            )
+            with contextlib.suppress(OSError):  # it has ended, or is suspended
+                self.child.channel.send(FINISH, timeout_s=0.0)
+            self._changed.wait_for(lambda: self.is_done or self.is_fenced or self.is_refused or self._has_ended, wait_s)
             self._is_over = True
         self.child.end(END_TIMEOUT_S)
-        self._supervisor.join(timeout=END_TIMEOUT_S)
-        if not self._supervisor.is_alive():
-            self._progress.close()
+        self._receiver.join(timeout=END_TIMEOUT_S)
+        self._progress.close()
         return self.heard()
 
-    def _started(self) -> ChildProcess:
-        child = ChildProcess("verl.checkpoint.remote.upload_process", self._progress, output=2)
-        with contextlib.suppress(ChannelClosed):
-            child.begin(self._setting)
-        return child
-
-    def _supervise(self) -> None:
-        pause_s = self._setting.shortest_pause_s
+    def _receive(self) -> None:
+        """Record the events of the process until it ends."""
         try:
             while True:
-                end = self._receive_until_end(self.child)
-                if self._is_over:
-                    return
-                self.child.kill()
-                log.error("the uploader %s; it is restarted and continues", end)
-                with self._changed:
-                    was_closing = self._is_closing  # the end of the run cuts the pause short once
-                    self._changed.wait_for(lambda: self._is_over or (self._is_closing and not was_closing), pause_s)  # noqa: B023
-                    if self._is_over:
-                        return
-                    self.child = self._started()
-                    if self._is_closing:
-                        _ask_to_finish(self.child)
-                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-        finally:
-            with self._changed:
-                self._has_given_up = True
-                self._changed.notify_all()
-
-    def _receive_until_end(self, child: ChildProcess) -> str:
-        """Record the events of a process until it ends or hangs; returns which, as a clause."""
-        watch = ProgressWatch(self._progress, max(self._timeout_s, START_TIMEOUT_S))
-        try:
-            while True:
-                event: UploadEvent = child.channel.receive(watch=watch)
-                if event.kind == "started":
-                    watch.restart(self._timeout_s)
-                    continue
+                event: UploadEvent = self.child.channel.receive()
                 with self._changed:
                     self.is_done |= event.kind == "done"
                     self.is_fenced |= event.kind == "fenced"
                     self.is_refused |= self._is_closing and event.is_refused
                     self._events.append(event)
                     self._changed.notify_all()
-        except TimeoutError:
-            return watch.describe(child.pid, SETTING)
         except (ChannelClosed, pickle.UnpicklingError):
-            child.await_exit(END_TIMEOUT_S)
-            code = child.describe_exit()
-            return f"ended with {code}" if code else "has closed its connection"
-
-
-def _ask_to_finish(child: ChildProcess) -> None:
-    with contextlib.suppress(OSError):  # it has ended, or is suspended: its successor is asked too
-        child.channel.send(FINISH, timeout_s=0.0)
+            if not self._is_over:
+                self.child.await_exit(END_TIMEOUT_S)
+                log.error(
+                    "the uploader ended with %s: nothing more is uploaded in this run. What the store lacks follows "
+                    "when it is resumed",
+                    self.child.describe_exit() or "a closed connection",
+                )
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
 
 
 if __name__ == "__main__":

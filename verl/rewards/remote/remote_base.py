@@ -1,7 +1,6 @@
-"""Base class of rewards from a server: cache, requests, failures, statistics, and scores parsed from replies.
+"""Base class of rewards from a server: requests, failures, statistics, and scores parsed from replies.
 
-samples ──> cache ── miss ─────> requests ──> client ──> texts ──> scores
-               └──── hit: text ───────────────────────────┘           └──> cache
+samples ──> requests ──> client ──> texts ──> scores
 
 Subclasses define the content of requests and replies. A score is read from a reply by a pattern, or by a path in its
 JSON.
@@ -9,7 +8,6 @@ JSON.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import logging
 import math
@@ -17,26 +15,16 @@ import re
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
-from pydantic import Field
 
 from verl.component import BuildContext, component
 from verl.errors import ConfigError, NonFiniteRewardError, RewardError, faults_below
 from verl.http_client.endpoint import Endpoint
-from verl.http_client.request import (
-    AnswerCache,
-    Kind,
-    Request,
-    RequestReport,
-    RetryableAnswer,
-    key_of,
-)
+from verl.http_client.request import Kind, Request, RequestReport, RetryableAnswer, encoded
 from verl.protocol import DataProto
 from verl.rewards.base import LARGEST, Reward, RewardDescription, RewardResult, reward_error, shown, texts_of
-from verl.utils.directories import cache_root
 
 if TYPE_CHECKING:
     from verl.http_client.client import HTTPClient
@@ -177,9 +165,6 @@ class RemoteSample:
         row: index in the batch.
         texts: `prompt`, `response` and the columns of the data, of this row.
         question: JSON content of its request.
-        key: cache key.
-        text: reply from which the score was parsed.
-        cached: whether the reply came from the cache.
         is_not_finite: whether the last reply had a number that is not finite.
         report: of its request; None if it was not sent, or cancelled.
     """
@@ -187,10 +172,7 @@ class RemoteSample:
     row: int
     texts: dict[str, Any]
     question: Any
-    key: str
     score: float | None = None
-    text: str | None = None
-    cached: bool = False
     is_not_finite: bool = False
     report: RequestReport | None = None
 
@@ -206,9 +188,7 @@ class RemoteSample:
 
     @property
     def outcome(self) -> str:
-        """`scored in 0.41 s`, `scored in 0.38 s, asked 3 times`, `cached`, `failed, asked 6 times: HTTP 500`."""
-        if self.cached and self.score is not None:
-            return "cached"
+        """`scored in 0.41 s`, `scored in 0.38 s, asked 3 times`, `failed, asked 6 times: HTTP 500`."""
         if self.report is None:
             return "not asked"
         attempts = self.report.attempts
@@ -229,19 +209,13 @@ class RemoteDescription(RewardDescription):
         endpoint: address of the server, time-outs, retries and rate limits.
         on_error: `raise` ends the run at a sample without a score after all retries; `score` assigns `error_score` to
             it, warns, and counts it in `reward/failed`. In both cases the run ends if the server refuses every request
-            (wrong key or path) or answers none of a batch. If part of the batch came from the cache, a GET first checks
-            whether the server is up.
+            (wrong key or path) or answers none of a batch.
         error_score: see `on_error`.
-        cache_gib: size limit of replies kept on disk; a question in the cache is not sent again, in this run or a later
-            one. 0 for no cache.
-        cache_dir: directory of the cache; null for `$VERL_CACHE/remote`.
     """
 
     endpoint: Endpoint
     on_error: Literal["raise", "score"] = "raise"
     error_score: float = 0.0
-    cache_gib: Annotated[float, Field(ge=0, lt=1e6)] = 1.0
-    cache_dir: str | None = None
 
     def connect(self, context: BuildContext) -> HTTPClient:
         """The client, after a check that the server answers.
@@ -277,8 +251,6 @@ class RemoteReward(Reward):
         self.described, self.client, self.url = described, client, described.endpoint.url(self.path)
         self.batch_size = batch_size
         self.error_score = described.error_score if described.on_error == "score" else None
-        directory = Path(described.cache_dir).expanduser() if described.cache_dir else cache_root() / "remote"
-        self._cache = AnswerCache(directory, described.cache_gib) if described.cache_gib > 0 else None
 
     path = ""  # URL path of the requests
 
@@ -318,12 +290,10 @@ class RemoteReward(Reward):
         """
         try:
             sample.is_not_finite = False
-            sample.score, sample.text = self.score_of(sample, text), text
+            sample.score = self.score_of(sample, text)
         except NotFinite:
             sample.is_not_finite = True
             raise
-        if self._cache is not None:
-            self._cache.put(sample.key, self.client.without_key(text))
 
     def score_batch(self, batch: DataProto) -> RewardResult:
         """Score every response; `columns` has the outcome of each request.
@@ -337,59 +307,27 @@ class RemoteReward(Reward):
             self._sample(row, {name: values[row] for name, values in columns.items()}, prompts, responses)
             for row in range(len(batch))
         ]
-        self._recall(samples)
-        leaders, followers = self._divided([sample for sample in samples if sample.score is None])
         size = self.batch_size
-        asks = [_ScoreRequest(self, leaders[start : start + size]) for start in range(0, len(leaders), size)]
-        reports = self.client.ask(asks, stop_at_failure=self.error_score is None) if asks else []
+        asks = [_ScoreRequest(self, samples[start : start + size]) for start in range(0, len(samples), size)]
+        reports = self.client.ask(asks, stop_at_failure=self.error_score is None)
         for ask, report in zip(asks, reports, strict=True):
             for sample in ask.samples:
                 sample.report = report
-        for sample, leader in followers:
-            self._follow(sample, leader)
         self._judge(samples, prompts, responses)
         return self._result(samples, [report for report in reports if report is not None])
 
     def close(self) -> None:
         self.client.close()
-        if self._cache is not None:
-            self._cache.close()
 
     def _sample(self, row: int, columns: dict[str, Any], prompts: list[str], responses: list[str]) -> RemoteSample:
         texts = {**columns, "prompt": prompts[row], "response": responses[row]}
         question = self.question(texts)
         try:
-            return RemoteSample(row, texts, question, key_of(self.url, question))
+            encoded(question)
         except (TypeError, ValueError) as error:
             expected = "texts and numbers, which can be sent as JSON"
             raise reward_error(expected, str(error), self.producer, prompts, responses, row) from error
-
-    def _recall(self, samples: list[RemoteSample]) -> None:
-        """Score samples from the cache, except those whose cached reply has no score under the current settings."""
-        known = self._cache.find(sample.key for sample in samples) if self._cache is not None else {}
-        for sample in samples:
-            if (text := known.get(sample.key)) is not None:
-                with contextlib.suppress(RetryableAnswer):
-                    sample.score, sample.cached = self.score_of(sample, text), True
-
-    def _divided(
-        self, samples: list[RemoteSample]
-    ) -> tuple[list[RemoteSample], list[tuple[RemoteSample, RemoteSample]]]:
-        """Samples to request, and (duplicate, original) pairs; with a cache equal samples are requested once."""
-        if self._cache is None:
-            return samples, []
-        first: dict[str, RemoteSample] = {}
-        for sample in samples:
-            first.setdefault(sample.key, sample)
-        return list(first.values()), [(s, first[s.key]) for s in samples if first[s.key] is not s]
-
-    def _follow(self, sample: RemoteSample, leader: RemoteSample) -> None:
-        sample.report, sample.is_not_finite = leader.report, leader.is_not_finite
-        if leader.text is not None:
-            try:
-                sample.score, sample.cached = self.score_of(sample, leader.text), True
-            except RetryableAnswer as error:
-                sample.report = RequestReport((), str(error), "answer")
+        return RemoteSample(row, texts, question)
 
     def _judge(self, samples: list[RemoteSample], prompts: list[str], responses: list[str]) -> None:
         """Raise or warn if samples have no score."""
@@ -404,26 +342,12 @@ class RemoteReward(Reward):
             raise NonFiniteRewardError(str(error), [sample.row for sample in failed if sample.is_not_finite])
         if self.error_score is None or refused:
             raise error
-        if (why := self._absence(samples)) is not None:
-            raise RewardError(f"{error}\n  {why}: the server seems to be down.")
+        if all(sample.kind == "unreachable" for sample in samples):
+            raise RewardError(f"{error}\n  No sample of the batch was answered: the server seems to be down.")
         logger.warning(
             "%d of %d samples failed and get error_score %g. The first of them:\n%s",
             len(failed), len(samples), self.error_score, error,
         )  # fmt: skip
-
-    def _absence(self, samples: Sequence[RemoteSample]) -> str | None:
-        """Evidence that the server is down: none of the requests was answered; None if it is up.
-
-        If other samples came from the cache, the remaining requests may be ones that a working server cannot answer, so
-        a GET decides.
-        """
-        asked = [sample for sample in samples if not sample.cached]
-        if not all(sample.kind == "unreachable" for sample in asked):
-            return None
-        if len(asked) == len(samples):
-            return "No sample of the batch was answered"
-        absence = self.client.absence()
-        return None if absence is None else f"No request was answered, nor a GET ({absence})"
 
     def _result(self, samples: list[RemoteSample], reports: list[RequestReport]) -> RewardResult:
         scores = [self.error_score if sample.score is None else sample.score for sample in samples]
@@ -435,7 +359,6 @@ class RemoteReward(Reward):
             "remote_requests": [float(report.attempts) for report in reports],
             "remote_retries": [float(max(0, report.attempts - 1)) for report in reports],
             "remote_failures": [float(sum(sample.score is None for sample in samples))],
-            "remote_cache_hits": [float(sum(sample.cached and sample.score is not None for sample in samples))],
             "remote_latency_s": [second for report in reports for second in report.seconds],
         }
         return RewardResult(np.array(scores, dtype=np.float64), parts, {"outcome": outcomes}, counts=counts)

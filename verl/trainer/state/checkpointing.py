@@ -187,7 +187,7 @@ class CheckpointSaver:
                 claim=f"{self.run_id}-{secrets.token_hex(4)}",
                 cold=upload_target,
             )
-            self._uploader = Uploader(setting, self.settings.upload_timeout_s)
+            self._uploader = Uploader(setting)
 
     def due(self, step: int, took_s: float, is_last: bool, is_stopping: bool) -> str | None:
         """Why a checkpoint is to be saved after this step, or None."""

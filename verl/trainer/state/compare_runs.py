@@ -46,7 +46,7 @@ TIMES = (
     "episode/journal_",  # of the run that resumes alone
 )  # metrics with these prefixes differ in every run and are ignored
 IN_NAMES_OF_TIMES = (  # so do metrics with these in their names: requests to a server, and where old rows are kept
-    *("remote_requests", "remote_retries", "remote_cache_hits", "remote_latency_"),
+    *("remote_requests", "remote_retries", "remote_latency_"),
     *("replay/rows_warm", "replay/rows_cold", "replay/memory_mib"),
 )
 STATES = ("dataloader/state.json", "scheduler/state.json", "rng/python.json", "rng/numpy.json")
