@@ -6,7 +6,6 @@ import base64
 import io
 import json
 import os
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from image_models import FAMILIES, PLACEHOLDERS, image_processor, image_tokenizer, picture
+from image_models import FAMILIES, PLACEHOLDERS, picture, reader
 from PIL import Image
 from refusals import refusal, refused
 
@@ -28,17 +27,8 @@ from verl.data.preference_dataset import PreferenceDataset
 from verl.data.readers import RowErrors
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
-from verl.models.images import ImageProcessor, images_of
+from verl.models.images import images_of
 from verl.models.tiny import character_tokenizer
-
-
-@cache
-def reader(family: str = "qwen2_5_vl") -> Any:
-    """The tokenizer of a family with its image processor, as a model source loads it."""
-    tokenizer = image_tokenizer(family)
-    name, processor, options = image_processor(family)
-    tokenizer.image_processor = ImageProcessor(name, processor, tokenizer, {}, options)
-    return tokenizer
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
