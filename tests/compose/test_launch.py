@@ -236,21 +236,6 @@ def test_an_interrupted_or_failed_run_ends_with_its_status_and_tells_no_secret(r
     assert "abcdefgh12345" not in done.stderr
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("raised", "status"), [("", 0), ("raise RuntimeError('broken')", 1)])
-def test_a_thread_that_a_component_leaves_running_does_not_keep_the_process_alive(raised, status, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import atexit, threading, time\nimport verl.compose.launch as entry\nentry.THREADS_TIMEOUT_S = 0.2\n"
-        "@entry.entry_point('sft')\ndef main(job):\n    atexit.register(print, 'closed')\n"
-        f"    threading.Thread(target=time.sleep, args=(600,), name='server').start()\n    {raised}\nmain()\n"
-    )
-    done = run(tmp_path, str(script))
-    assert done.returncode == status
-    assert "Threads of a component still run (server) and are ended." in done.stderr
-    assert "closed" in done.stdout
-
-
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 

@@ -222,31 +222,3 @@ def test_a_kill_of_trainer_and_engine_at_a_random_moment(number, model, twins, t
         run.assert_nothing_is_left()
     record_property("fault_cases", 1)
     record_property("struck", f"SIGKILL to {whom}, {variant}, {'after its end' if is_over else stage}")
-
-
-@pytest.mark.parametrize("number", range(STOPS))
-def test_a_stop_of_the_engine_or_for_a_while_of_the_trainer_at_a_random_moment(
-    number, model, twins, tmp_path, record_property
-):
-    coin = random.Random(f"stop {SEED} {number}")
-    variant = coin.choice(list(VARIANTS))
-    whom = "trainer for a while" if number % 5 == 4 else "engine, then trainer killed" if number % 5 == 3 else "engine"
-    twin = twins[variant]
-    with Round(model, tmp_path, variant) as run:
-        engine = at_random_moment(run, coin)
-        run.processes()
-        stage, is_over = stage_of(engine), run.trainer.poll() is not None
-        signalled(run.trainer.pid if whom == "trainer for a while" else engine, signal.SIGSTOP)
-        if whom == "trainer for a while":
-            time.sleep(LIMIT_S + 2)
-            signalled(run.trainer.pid, signal.SIGCONT)
-            finishes_as(run, twin)
-            assert "made no progress" not in run.said()
-        elif whom == "engine" or is_over:
-            finishes_as(run, twin)
-        else:
-            run.trainer.kill()
-            run.trainer.wait()
-        run.assert_nothing_is_left()
-    record_property("fault_cases", 1)
-    record_property("struck", f"SIGSTOP to {whom}, {variant}, {'after its end' if is_over else stage}")

@@ -22,7 +22,6 @@ from verl.cluster.placement import DeviceMesh
 from verl.component import BuildContext
 from verl.data.sampler import DataSampler
 from verl.errors import RolloutError, WorkerDied, WorkerHung
-from verl.trainer.ppo import PPOTrainer
 from verl.trainer.train_loop import TrainLoop
 from verl.utils.seeding import derive_seed
 from verl.workers import rollout_worker
@@ -84,29 +83,6 @@ def test_replayed_and_resumed_runs_of_two_engines_have_the_bits_of_the_first(whe
     assert schedules(tmp_path / "cut/run") == lines
     same_training(saved(tmp_path / "cut"), first, after=3)
     assert "random generators" not in caplog.text  # they are those of the actor's one process
-
-
-@TWO
-@needs_two_cores
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_a_resume_with_another_number_of_engines_says_so_and_trains_each_batch_once(
-    before, after, model32, tmp_path, monkeypatch, caplog
-):
-    prompts, update = [], PPOTrainer.update
-
-    def noted(self, experience, step):
-        prompts.append(experience["prompt_ids"].tolist())
-        return update(self, experience, step)
-
-    monkeypatch.setattr(PPOTrainer, "update", noted)
-    fit(in_flight(model32, tmp_path / "first", placement=mesh(*ENGINES[:before])), tmp_path / "first/run")
-    resume = tmp_path / "first/checkpoints/global_step_3"
-    with caplog.at_level(logging.WARNING):
-        run = in_flight(model32, tmp_path / "other", placement=mesh(*ENGINES[:after]), resume=resume)
-        fit(run, tmp_path / "other/run")
-    assert f"are of {before} engines; they are generated again by {after}" in caplog.text
-    assert prompts[6:] == prompts[3:6]
 
 
 @TWO
