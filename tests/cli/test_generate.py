@@ -118,6 +118,28 @@ def test_weights_without_rows_of_their_own_are_evaluated_on_sums_only_if_the_com
     assert told["settings"]["temperature"] == 1.25  # that of the sums
 
 
+@pytest.mark.exhaustive
+def test_rows_of_a_file_that_were_trained_on_are_counted_and_no_others(run, tmp_path, caplog):
+    file = tmp_path / "rows.jsonl"
+    texts = [*Prompts().train[:2], "9+9+9=", "9+9+9=", "8*8*8="]
+    file.write_text("".join(json.dumps({"prompt": text, "answer": "1"}) + "\n" for text in texts))
+    arguments = ("eval", run[0] / "checkpoints", "--data", file, "reward=exact_match", "--json")
+    asked(*arguments, OWN[0])
+    assert "2 of 5 evaluation rows are also training rows" in caplog.text
+    assert "1 of 5 evaluation rows repeat another one" in caplog.text
+    asked(*arguments)  # the data of the run is code that is not named
+    assert "whether these rows were trained on is unknown" in caplog.records[-2].getMessage()
+    assert "also training rows" not in caplog.records[-1].getMessage()
+    caplog.clear()
+    asked("generate", run[0] / "checkpoints", "--prompt", "1+1=", "--prompt", "1+1=")
+    assert "rows" not in caplog.text
+
+
+@pytest.mark.exhaustive
+def test_a_class_of_data_that_prompts_replace_may_be_named(run):
+    assert asked("generate", run[0] / "checkpoints", OWN[0], "--prompt", "5+5=").startswith("5+5=")
+
+
 def test_prompts_are_answered_and_greedily_always_the_same(run):
     ask = ("generate", run[0] / "checkpoints", "--prompt", "5+5=", "--prompt", "1", "--max-new-tokens", "4")
     ask = (*ask, "--json")
