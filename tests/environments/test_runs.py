@@ -74,10 +74,6 @@ def test_a_run_of_several_turns_trains_evaluates_and_dumps_its_episodes(tmp_path
 
     from verl.cli.main import app
 
-    told = CliRunner().invoke(app, ["samples", str(tmp_path), "--turns"])
-    assert told.exit_code == 0, told.output
-    assert "environment" in told.output
-    assert "ended by" in told.output
     page = CliRunner().invoke(app, ["report", str(tmp_path), "--html", str(tmp_path / "page.html")])
     assert page.exit_code == 0, page.output
     assert "turnsOf(row.others.episode)" in (tmp_path / "page.html").read_text()
