@@ -62,7 +62,7 @@ def chat_rows(directory: Path) -> list[dict[str, Any]]:
         image.save(directory / f"{name}.png")
     return [
         {"prompt": user(PLACE, "and", PLACE, "?"), "images": ["a.png", "b.png"], "answer": "1"},
-        {"prompt": user("no picture"), "images": [], "answer": "2"},
+        {"prompt": "no picture", "images": [], "answer": "2"},
         {"prompt": user({"type": "image", "path": "dir/c.png"}, "one"), "answer": "3"},
         {"prompt": "a text", "images": ["b.png"], "answer": "4"},
         {"prompt": user(PLACE, "and", PLACE, "?"), "images": ["b.png", "a.png"], "answer": "5"},

@@ -207,7 +207,7 @@ def with_images(
 
     Images are in content parts (`{"type": "image", "image": ...}`, or `url`, `path`, `image_url`), or in a column, of
     which each placeholder `{"type": "image"}` takes the next one. If there is no placeholder they are put before the
-    text of the first message of the user. A text prompt with images becomes such a message.
+    text of the first message of the user. Where any row has images, every text prompt becomes such a message.
 
     Args:
         key: column of the prompt or the messages.
@@ -242,8 +242,10 @@ def with_images(
         return rows.only([index for index in range(len(rows)) if index not in faults])
     values = []
     for index, row in enumerate(rows.values):
-        others = {name: x for name, x in row.items() if name != images_key}
-        values.append(others | {key: chats[index]} if index in sources else others)
+        prompt = chats[index] if index in sources else row.get(key)
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) and prompt else prompt
+        others = {name: x for name, x in row.items() if name not in (images_key, key)}
+        values.append(others | ({key: prompt} if key in row else {}))
     return replace(rows, values=values, images=images).only([i for i in range(len(rows)) if i not in faults])
 
 
