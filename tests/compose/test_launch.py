@@ -333,25 +333,18 @@ def test_a_chain_of_causes_that_is_a_ring_ends_in_a_message(length):
     assert end_message(wrapped).startswith("actor.model.path is 'x'")
 
 
-@pytest.mark.parametrize(
-    ("end", "status", "sentence"),
-    [
-        ("os.kill(os.getpid(), signal.SIGINT)", 130, "interrupted"),
-        ("bytearray(2**60)", 1, "The memory of this process is used up"),
-    ],
-    ids=["Ctrl-C again and again", "no memory"],
-)
-def test_a_run_ends_with_one_sentence_whatever_comes_while_it_ends(end, status, sentence, tmp_path, run_script):
+def test_a_run_ends_with_one_sentence_at_ctrl_c_again_and_again(tmp_path, run_script):
     script = tmp_path / "script.py"
-    again = "for _ in range(4): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.01)" if status == 130 else "pass"
+    end = "os.kill(os.getpid(), signal.SIGINT)"
+    again = f"for _ in range(4): {end}; time.sleep(0.01)"
     script.write_text(
         "import atexit, os, signal, time\nfrom verl.compose.launch import entry_point\n"
         f"@entry_point('sft')\ndef main(job):\n    {end}\n    time.sleep(9)\n"
         f"@atexit.register\ndef late():\n    {again}\nmain()\n"
     )
     done = run_script(str(script))
-    assert done.returncode == status, done.stderr
-    assert done.stderr.startswith(sentence), done.stderr
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.startswith("interrupted"), done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 
