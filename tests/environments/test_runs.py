@@ -121,28 +121,6 @@ def episodes_of(tmp_path_factory):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "sharding",
-    [
-        *("tp", "fsdp", "ddp", "cp", "pp"),
-        "parallel,sharding.tp=2,sharding.dp_shard=2",
-        "parallel,sharding.tp=2,sharding.cp=2",
-        "parallel,sharding.tp=2,sharding.pp=2",
-        "parallel,sharding.pp=2,sharding.dp_shard=2",
-        "parallel,sharding.cp=2,sharding.dp_shard=2",
-    ],
-)
-def test_several_processes_play_the_episodes_of_one_and_learn_the_same(episodes_of, sharding):
-    alone, step_alone = episodes_of("sharding=none")
-    num_processes = 4 if "parallel" in sharding else 2
-    tokens, step = episodes_of(*f"sharding={sharding}".split(","), f"trainer.n_gpus_per_node={num_processes}")
-    assert tokens == alone
-    assert step["actor/grad_norm"] > 0
-    for name in ("episode/turns", "reward/mean", "actor/loss", "actor/grad_norm"):
-        assert step[name] == pytest.approx(step_alone[name], rel=1e-4, abs=1e-7), name
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("sharding", ["fsdp", "tp"])
 def test_vllm_plays_the_episodes_of_a_sharded_actor(episodes_of, sharding):
     pytest.importorskip("vllm")

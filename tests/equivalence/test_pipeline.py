@@ -27,13 +27,6 @@ LAYOUTS = {
 }
 
 
-OF_EIGHT = {
-    "pp2 tp2 fsdp2": Parallel(pp=2, tp=2, dp_shard=2),
-    "pp2 tp2 cp2": Parallel(pp=2, tp=2, cp=2),
-    "pp2 tp2 dp2": Parallel(pp=2, tp=2, dp_replicate=2),
-}
-
-
 def in_short(*quick):
     """All layouts, those that are not named in the exhaustive suite alone."""
     return [name if name in quick else pytest.param(name, marks=pytest.mark.exhaustive) for name in LAYOUTS]
@@ -110,19 +103,3 @@ def test_scores_loss_and_every_gradient_of_rows_with_masked_tokens_are_those_of_
 ):
     layout = LAYOUTS[name]
     assert_equal_updates(bench, model64 if layout.pp <= 2 else saved_model(tmp_path, "starcoder2"), layout)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", OF_EIGHT)
-def test_eight_processes_of_stages_tensors_and_shards_train_as_one_does(name, eight, model64, tmp_path):
-    """Data, tensor and pipeline parallelism at once; norms of these models compute in float64."""
-    assert_equal_updates(eight, model64, OF_EIGHT[name])
-    tied = saved_model(tmp_path, "starcoder2", tie_word_embeddings=True)
-    assert_equal_updates(eight, tied, OF_EIGHT[name])
-    for kind, model, algorithm, group, prompts in (
-        ("ppo", model64, PPO_ALGORITHM, 1, PROMPTS),
-        ("grpo", tied, GRPO_ALGORITHM, 3, [[2, 0, 5], [1]]),
-    ):
-        one = run_course(ppo_run(model, algorithm, group_size=group), prompts, tmp_path / kind / "one")
-        run = ppo_run(model, algorithm, group_size=group, sharding=OF_EIGHT[name], n_gpus_per_node=8)
-        same_training(one, eight.course(run, prompts, tmp_path / kind / "eight").result(timeout=600), ROUNDING)

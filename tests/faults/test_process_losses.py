@@ -7,13 +7,10 @@ import signal
 
 import pytest
 from cluster.processes_of import wait_until_gone, workers_of
-from random_models import save_random_classifier
-from rewards.rated import described
 from same_training import course, newest
 from trainer.runs import PPO_ALGORITHM, fit
 
 from verl.cluster.local_worker_group import LocalWorkerGroup
-from verl.cluster.placement import DeviceMesh
 from verl.engines.sharding import DDP, Parallel
 from verl.errors import WorkerDied, WorkerHung
 
@@ -87,14 +84,3 @@ def test_a_pipeline_stage_that_is_killed_is_named(call, stage, striking, model32
         fit(course(model32, tmp_path, PPO_ALGORITHM, **shared), tmp_path / "run")
     assert wait_until_gone(workers_of(os.getpid())) == []
     assert newest(tmp_path).step == 1
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("call", ["rm.score", "critic.update"])
-def test_the_worker_of_a_role_that_lives_apart_is_named_too(call, striking, model32, tmp_path):
-    judge = described(save_random_classifier(tmp_path / "judge", "llama"), normalize="running")
-    mesh = DeviceMesh(devices=["cpu:0", "cpu:1"], sub_meshes={"critic": ["cpu:1"], "rm": ["cpu:1"]})  # type: ignore
-    striking(call, 2, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match=r"rank 0 failed in [\w.]+ at step 2[\s\S]*SIGKILL"):
-        fit(course(model32, tmp_path, PPO_ALGORITHM, reward=judge, placement=mesh), tmp_path / "run")
-    assert wait_until_gone(workers_of(os.getpid())) == []

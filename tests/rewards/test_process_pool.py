@@ -418,20 +418,3 @@ def test_a_worker_that_was_stopped_while_it_waited_is_made_anew_and_costs_no_sam
         stop(pid)
     assert list(reward.score_tokens(batch_of(["a" * size] * 3))["score"]) == [size] * 3
     assert not any(map(is_alive, before))
-
-
-@pytest.mark.exhaustive
-def test_a_worker_that_was_stopped_over_a_sample_is_made_anew_and_the_sample_rated_again(made, tmp_path, caplog):
-    reward = made(
-        f"""
-        import os, signal
-        def my_reward(prompt, response):
-            if response == "1" and not os.path.exists({str(tmp_path / "once")!r}):
-                open({str(tmp_path / "once")!r}, "w").close()
-                os.kill(os.getpid(), signal.SIGSTOP)
-            return int(response)
-        """,
-        timeout_s=1.0,
-    )
-    assert list(reward.score_tokens(batch_of(RESPONSES))["score"]) == [0, 1, 2, 3, 4]
-    assert "it is stopped (SIGSTOP or SIGTSTP)" in caplog.text

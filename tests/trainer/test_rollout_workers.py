@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from cluster.ray_here import placed
 from environments.waiting_game import WaitingGames
-from refusals import refusal
 from same_training import ROUNDING, compared, same_training, saved
 from trainer.runs import Prompts, fit
 from trainer.test_async_rewards import Waiting, ahead, engine_of
@@ -21,11 +20,9 @@ from trainer.test_async_training import asynchronous, in_flight
 from verl.cluster.placement import DeviceMesh
 from verl.component import BuildContext
 from verl.data.sampler import DataSampler
-from verl.errors import RolloutError, WorkerDied, WorkerHung
+from verl.errors import WorkerDied, WorkerHung
 from verl.trainer.train_loop import TrainLoop
 from verl.utils.seeding import derive_seed
-from verl.workers import rollout_worker
-from verl.workers.rollout_worker import RolloutWorker
 from verl.workers.schedule import read_lines, schedule_path
 
 RAY, TWO = pytest.mark.xdist_group("ray"), pytest.mark.xdist_group("two processes")
@@ -119,30 +116,3 @@ def test_a_group_of_one_engine_is_rated_while_another_has_none(model32, tmp_path
     run = ahead(model32, tmp_path, Waiting(fails_on=(str(tmp_path),)), placement=mesh(*ENGINES), **options)
     fit(dataclasses.replace(run, environment=games), tmp_path / "run")
     assert [path.name for path in tmp_path.glob("waited_*")] == ["waited_for_it"]
-
-
-class OneWrong(RolloutWorker):
-    """Changes a value of its copy where it is the second engine."""
-
-    def _take(self, weights):
-        held = super()._take(weights)
-        if self._rank == 1:
-            held[next(iter(weights))].detach().view(-1)[0] += 1
-        return held
-
-
-class WrongHost(rollout_worker.RolloutHost):
-    def build(self, context):
-        host = super().build(context)
-        host.workers["rollout"].__class__ = OneWrong
-        return host
-
-
-@TWO
-@needs_two_cores
-@pytest.mark.exhaustive
-def test_wrong_weights_in_the_second_engine_stop_the_run(model32, tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.trainer.build.RolloutHost", WrongHost)
-    run = in_flight(model32, tmp_path, placement=mesh(*ENGINES))
-    with refusal("rollout worker 1", "weights of version 0: 1 of", kind=RolloutError):
-        fit(run, tmp_path / "run")
