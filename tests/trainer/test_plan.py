@@ -342,6 +342,35 @@ def test_published_steps_are_within_the_range_of_the_plan_and_the_document_has_t
     assert f"| {checkpoint:g} | {expected:.0f} | {expected / checkpoint - 1:+.0%} |" in document
 
 
+MEASURED = {  # one H200, vLLM awake, 32 x 8 rows: new tokens, tokens of a micro-batch, seconds of stages, configuration
+    "135M": (48, 16384, {"generate": 0.34, "update actor": 0.21}, {
+        "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
+    }),
+    "1.5B": (256, 32768, {"generate": 2.43, "update actor": 1.92}, {
+        "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960,
+        "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_stages_measured_on_one_gpu_are_within_a_quarter_of_the_plan(name, tmp_path):
+    new, tokens, stages, config = MEASURED[name]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    run = run_of(
+        "actor=pretrained", f"actor.model.path={tmp_path}", "actor.autocast=bfloat16", "critic=none", "algorithm=grpo",
+        "reference=none", "algorithm.kl.coef=0", "rollout=vllm", "rollout.max_num_seqs=256",
+        f"rollout.max_new_tokens={new}", f"actor.micro_batch_tokens={tokens}", "++trainer.prompts_per_step=32",
+        "++trainer.group_size=8", "++data.max_prompt_length=64",
+    )  # fmt: skip
+    plan = plan_run(run, device_named("h200"))
+    assert plan.memory.stays_awake
+    found = {stage.name: stage.seconds for stage in plan.stages}
+    for stage, seconds in stages.items():
+        assert found[stage] == pytest.approx(seconds, rel=0.25)
+
+
 def test_a_run_on_two_machines_is_planned_on_one_and_refused_there_before_anything_loads(tmp_path):
     run = run_of("trainer.nnodes=2", "sharding=ddp")
     assert plan_run(with_architectures(run), device_named("h100")).memory.machines == 2
