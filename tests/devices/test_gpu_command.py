@@ -48,6 +48,14 @@ def test_every_measurement_runs(command, monkeypatch):
     assert 0 < found["sampling"]["share_of_decode_step"] < 1
 
 
+@pytest.mark.exhaustive
+def test_the_table_has_steps_of_both_programs(command):
+    assert {part.name for part in command.parts(is_table=True)} == set(command.TABLE)
+    for name in ("135M verl hf", "135M trl hf"):
+        found = command.TABLE[name]("cpu", True)
+        assert 0 < found["timing/gen_s"] < found["timing/step_s"]
+
+
 def test_without_a_gpu_it_says_so_and_writes_nothing(command, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", ["gpu.py", "--no-install", "--out", str(tmp_path / "gpu.json")])
     monkeypatch.setattr(command, "hardware", lambda: {"count": 0})
