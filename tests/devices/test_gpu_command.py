@@ -69,7 +69,7 @@ def test_requirements_that_are_not_met_stop_it_unless_nothing_is_to_be_installed
 ):
     monkeypatch.setattr(command, "packages", lambda: {"torch": "2.11.0+cu130 is older than 2.13.0"})
     monkeypatch.setattr(command, "hardware", lambda: {"count": 1})
-    monkeypatch.setattr(command, "parts", lambda is_dry: [])
+    monkeypatch.setattr(command, "parts", lambda **_: [])
     out = tmp_path / "gpu.json"
     assert command.run_command(out, is_dry=False, installs=True) == 2
     assert "torch: 2.11.0+cu130 is older than 2.13.0" in capsys.readouterr().out
@@ -100,7 +100,7 @@ def test_a_file_that_fails_hangs_or_runs_no_test_is_told_and_the_exit_status_say
     file.write_text(text)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     part = command.Part("file", ("--tests", str(file)))
-    monkeypatch.setattr(command, "parts", lambda is_dry: [part])
+    monkeypatch.setattr(command, "parts", lambda **_: [part])
     monkeypatch.setattr(command, "hardware", dict)
     result = command.run_all(tmp_path / "gpu.json", is_dry=False, part_limit_s=8.0 if case == "hangs" else 120.0)
     found = result["parts"]["file"]
