@@ -4,6 +4,9 @@
     python benchmarks/gpu.py --no-install   likewise with the packages that are here: what cannot be imported is skipped
     python benchmarks/gpu.py --dry          what would run here, what would be skipped and why; one GPU is assumed where
                                             there is none, and measurements run small, on the CPU
+    python benchmarks/gpu.py --table        seconds of whole steps alone, in less than nine minutes: GRPO on random
+                                            models of the shapes of SmolLM2-135M and of a Qwen2 of 1.5B by verl and,
+                                            where it is installed, by TRL, with vLLM and without
 
 A part is a file of tests or a measurement. Each is a process of its own with a limit of seconds; one that fails or
 hangs costs the others nothing. The exit status is 0 if no part failed and at least one test passed, 1 otherwise, and 2
@@ -18,10 +21,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,6 +43,7 @@ sys.path[:] = [str(ROOT), str(ROOT / "tests"), *(path for path in sys.path if Pa
 RESULT = HERE / "results" / "gpu.json"
 PART_LIMIT_S = 150.0
 LIMIT_S = 570.0  # of all parts
+TABLE_LIMIT_S = 530.0
 FINISHED = "finished"  # the last line of a report
 NOTHING_COLLECTED = 5  # an exit status of pytest
 # Distributions that others need and no machine may have; antlr4 has no wheel, so that one has to be built.
@@ -68,9 +74,11 @@ class Part:
     arguments: tuple[str, ...]
 
 
-def parts(*, is_dry: bool = False) -> list[Part]:
-    """All of them: files of tests/gpu, then measurements."""
+def parts(*, is_dry: bool = False, is_table: bool = False) -> list[Part]:
+    """All of them: files of tests/gpu, then measurements; or the rows of the table."""
     collect, small = (("--collect",), ("--small",)) if is_dry else ((), ())
+    if is_table:
+        return [Part(name, ("--measure", name, *small)) for name in TABLE]
     files = sorted((ROOT / "tests" / "gpu").glob("test_*.py"))
     found = [Part(file.stem, ("--tests", str(file), *collect)) for file in files]
     return found + [Part(f"measure {name}", ("--measure", name, *small)) for name in MEASURED]
@@ -130,11 +138,11 @@ def judged(status: int | None, found: dict[str, Any], text: str, limit_s: float)
     return "passed", "; ".join(reasons)
 
 
-def run_all(out: Path, *, is_dry: bool, part_limit_s: float = PART_LIMIT_S) -> dict[str, Any]:
+def run_all(out: Path, *, is_dry: bool, part_limit_s: float = PART_LIMIT_S, is_table: bool = False) -> dict[str, Any]:
     """Run all parts; what is known is written after each, unless it is a dry run."""
     result: dict[str, Any] = {"hardware": hardware(), "packages": packages(), "parts": {}}
-    end = time.monotonic() + LIMIT_S
-    for part in parts(is_dry=is_dry):
+    end = time.monotonic() + (TABLE_LIMIT_S if is_table else LIMIT_S)
+    for part in parts(is_dry=is_dry, is_table=is_table):
         left = end - time.monotonic()
         if left > 0:
             found = run_part(part, min(part_limit_s, left))
@@ -162,6 +170,10 @@ def tell(name: str, found: dict[str, Any]) -> None:
 
 
 OUTCOMES = ("passed", "failed", "skipped", "would run")
+
+
+def outcomes_of(result: dict[str, Any]) -> set[str]:
+    return {part["outcome"] for part in result["parts"].values()}
 
 
 def exit_status(result: dict[str, Any], *, is_dry: bool = False) -> int:
@@ -435,12 +447,149 @@ def saving(device: str, small: bool) -> dict[str, float]:
     return {"mib": float(mib), "held_s": held, "copied_s": copied}
 
 
+@dataclass(frozen=True)
+class StepShape:
+    """A model by its configuration, and a step of 32 prompts with 8 responses each.
+
+    Attributes:
+        new: tokens of a response.
+        tokens: of a micro-batch of verl.
+        rows: of a micro-batch of TRL.
+    """
+
+    config: dict[str, Any]
+    new: int
+    tokens: int
+    rows: int
+
+
+STEPS, SKIPPED = 6, 2  # of each run, and those at its beginning that are not counted
+SHAPES = {
+    "135M": StepShape(
+        {"model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536}
+        | {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
+        48, 16384, 256,
+    ),
+    "1.5B": StepShape(
+        {"model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960}
+        | {"num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True},
+        256, 32768, 64,
+    ),
+}  # fmt: skip
+SMALL = {"vocab_size": 128, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+
+
+def save_random(shape: StepShape, device: str, small: bool, directory: Path) -> str:
+    """A model with random weights and the character tokenizer; returns its path."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from verl.models.tiny import character_tokenizer
+
+    tokenizer = character_tokenizer()
+    ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = {**shape.config, **(SMALL if small else {}), **ids, "max_position_embeddings": 8192}
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return str(directory)
+
+
+def median(values: Sequence[float]) -> float:
+    """Without the first steps."""
+    return statistics.median(list(values)[SKIPPED:])
+
+
+def steps_of_verl(shape: StepShape, engine: str, device: str, small: bool) -> dict[str, float]:
+    """Seconds of a step and of its stages, of a run as a user starts it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path, run = save_random(shape, device, small, Path(folder) / "model"), Path(folder) / "run"
+        command = [
+            sys.executable, "main_ppo.py", "actor=pretrained", f"actor.model.path={path}", "critic=none",
+            "algorithm=grpo", "reference=none", "algorithm.kl.coef=0", f"rollout={engine}", "data=arithmetic",
+            "actor.autocast=bfloat16",
+            f"rollout.max_new_tokens={4 if small else shape.new}", f"trainer.total_steps={STEPS}", "checkpoint=off",
+            f"trainer.prompts_per_step={2 if small else 32}", f"trainer.group_size={2 if small else 8}",
+            f"actor.micro_batch_tokens={shape.tokens}", "trainer.eval_before=false", f"trainer.device={device}",
+            f"hydra.run.dir={run}", *(["rollout.max_num_seqs=256"] if engine == "vllm" else []),
+        ]  # fmt: skip
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError((done.stdout + done.stderr)[-1500:])
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "reward/mean" in line]
+    keys = sorted({key for step in steps for key in step if key.startswith("timing/") or key == "sync/proof_s"})
+    return {key: median([step.get(key, 0.0) for step in steps]) for key in keys}
+
+
+def steps_of_trl(shape: StepShape, engine: str, device: str, small: bool) -> dict[str, float]:
+    """Seconds of a step and of its generation: the same rows, loss, optimizer and types."""
+    os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+    import torch
+    import trl
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+    rows, group = (4, 2) if small else (256, 8)
+    micro, took, generated = min(rows, shape.rows), [], []
+    with tempfile.TemporaryDirectory() as folder:
+        path = save_random(shape, device, small, Path(folder) / "model")
+
+        class Watch(TrainerCallback):
+            def on_step_begin(self, *_: Any, **__: Any) -> None:
+                settle(device)
+                self.start = time.perf_counter()
+
+            def on_step_end(self, *_: Any, **__: Any) -> None:
+                settle(device)
+                took.append(time.perf_counter() - self.start)
+
+        vllm: dict[str, Any] = {} if engine == "hf" or small else {"use_vllm": True, "vllm_mode": "colocate"}
+        if vllm:
+            vllm |= {"vllm_gpu_memory_utilization": 0.3, "vllm_max_model_length": 512}
+            vllm["vllm_importance_sampling_correction"] = False
+        trainer = trl.GRPOTrainer(
+            model=AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32),
+            processing_class=AutoTokenizer.from_pretrained(path),
+            train_dataset=Dataset.from_list([{"prompt": f"what is {n}+{n + 7}?"} for n in range(STEPS * rows)]),
+            reward_funcs=[lambda completions, **_: [float(len(text) % 2) for text in completions]],
+            callbacks=[Watch()],
+            args=trl.GRPOConfig(
+                output_dir=folder, use_cpu=device == "cpu", bf16=True, max_steps=STEPS, beta=0.0, loss_type="grpo",
+                per_device_train_batch_size=micro, gradient_accumulation_steps=rows // micro, num_generations=group,
+                max_completion_length=4 if small else shape.new, optim="adamw_torch" if small else "adamw_torch_fused",
+                gradient_checkpointing=False, save_strategy="no", report_to="none", disable_tqdm=True, **vllm,
+            ),
+        )  # fmt: skip
+        generate = trainer._generate
+
+        def timed_generate(*args: Any, **kwargs: Any) -> Any:
+            settle(device)
+            start = time.perf_counter()
+            made = generate(*args, **kwargs)
+            settle(device)
+            generated.append(time.perf_counter() - start)
+            return made
+
+        trainer._generate = timed_generate
+        trainer.train()
+    return {"timing/step_s": median(took), "timing/gen_s": median(generated)}
+
+
+TABLE = {
+    f"{size} {program} {engine}": functools.partial(work, SHAPES[size], engine)
+    for size, engine in (("135M", "vllm"), ("1.5B", "vllm"), ("135M", "hf"))
+    for program, work in (("verl", steps_of_verl), ("trl", steps_of_trl))
+}
 MEASURED = {"training": training, "decoding": decoding, "sampling": sampling, "saving": saving}
 
 
 def measure(name: str, report: Path | None, *, small: bool) -> dict[str, float]:
     """Make a measurement in this process; small ones run on the CPU."""
-    found = MEASURED[name]("cpu" if small else "cuda:0", small)
+    found = (MEASURED | TABLE)[name]("cpu" if small else "cuda:0", small)
     if report is not None:
         report.write_text("".join(json.dumps(line) + "\n" for line in ([name, found], [FINISHED, {}])))
     return found
@@ -454,6 +603,7 @@ def main() -> int:
     parser.add_argument("--limit-s", type=float, default=PART_LIMIT_S, help="of each part")
     for name in ("--tests", "--measure", "--report"):  # of a part, in its process
         parser.add_argument(name, help=argparse.SUPPRESS)
+    parser.add_argument("--table", action="store_true", help="seconds of whole steps alone, beside TRL")
     for name in ("--collect", "--small", "--hardware"):
         parser.add_argument(name, action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -465,10 +615,15 @@ def main() -> int:
     if options.measure:
         measure(options.measure, Path(options.report), small=options.small)
         return 0
-    return run_command(options.out, is_dry=options.dry, installs=not options.no_install, part_limit_s=options.limit_s)
+    installs, out = not options.no_install, options.out
+    if options.table and out == RESULT:
+        out = RESULT.with_name("gpu_table.json")
+    return run_command(out, is_dry=options.dry, installs=installs, part_limit_s=options.limit_s, is_table=options.table)
 
 
-def run_command(out: Path, *, is_dry: bool, installs: bool, part_limit_s: float = PART_LIMIT_S) -> int:
+def run_command(
+    out: Path, *, is_dry: bool, installs: bool, part_limit_s: float = PART_LIMIT_S, is_table: bool = False
+) -> int:
     """Run all parts, or say what is in the way."""
     lacking = packages()
     tell_packages(lacking)
@@ -481,10 +636,10 @@ def run_command(out: Path, *, is_dry: bool, installs: bool, part_limit_s: float 
         print("make gpu needs a CUDA device, and torch finds none here: nothing was run, nothing was written.")
         print(found.get("error", ""))
         return 2
-    result = run_all(out, is_dry=is_dry, part_limit_s=part_limit_s)
+    result = run_all(out, is_dry=is_dry, part_limit_s=part_limit_s, is_table=is_table)
     if not is_dry:
         print(f"written to {out}")
-    status = exit_status(result, is_dry=is_dry)
+    status = exit_status(result, is_dry=is_dry) if not is_table else int("failed" in outcomes_of(result))
     if status:
         print("A part failed, or no test could be run: see above.")
     return status

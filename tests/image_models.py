@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -123,3 +124,14 @@ def save_image_model(directory: Path, family: str) -> Path:
 def picture(seed: int, width: int = 24, height: int = 16) -> Image.Image:
     """A picture of random pixels."""
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8))
+
+
+@cache
+def reader(family: str = "qwen2_5_vl") -> Any:
+    """The tokenizer of a family with its image processor, as a model source loads it."""
+    from verl.models.images import ImageProcessor
+
+    tokenizer = image_tokenizer(family)
+    name, processor, options = image_processor(family)
+    tokenizer.image_processor = ImageProcessor(name, processor, tokenizer, {}, options)
+    return tokenizer

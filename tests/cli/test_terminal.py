@@ -65,20 +65,6 @@ def terminal(words: list[str], directory: Path) -> Iterator[Terminal]:
         made.process.wait()
 
 
-@pytest.mark.exhaustive
-def test_ctrl_c_in_the_quickstart_saves_the_step_under_way(tmp_path):
-    run_dir = tmp_path / "outputs/quickstart/ppo"
-    with terminal(["-m", "verl.cli", "quickstart", "--smoke", *SHORT], tmp_path) as shown:
-        shown.wait_for_steps(run_dir / "metrics.jsonl", 2)
-        os.write(shown.keyboard, b"\x03")
-        assert shown.process.wait(200) == 130
-        text = shown.shown.decode()
-    assert "stopping once this step is done and saved" in text
-    assert "Traceback" not in text
-    assert json.loads((run_dir / "summary.json").read_text())["status"] == "interrupted"
-    assert (run_dir / "actor/config.json").is_file()
-
-
 @pytest.mark.exhaustive  # the signal itself: utils/test_signals.py
 @pytest.mark.parametrize("prefix", [[], ["nohup"]], ids=["closed", "closed under nohup"])
 def test_a_closed_terminal_ends_a_run_as_sigterm_does_and_leaves_one_under_nohup_alone(prefix, tmp_path):

@@ -15,7 +15,6 @@ import verl
 from verl.cluster.placement import DeviceMesh
 from verl.cluster.ray.ray_placement import RayPlacement
 from verl.engines.sharding import DDP, NoSharding
-from verl.trainer.local_trainer import LocalPPOTrainer
 
 pytestmark = pytest.mark.xdist_group("cluster")
 ROLES = ("actor", "critic", "reference", "rm")
@@ -83,25 +82,9 @@ def test_roles_on_devices_of_their_own_train_what_one_process_does(model64, tmp_
     judge = described(save_random_classifier(tmp_path / "judge", "llama"), normalize="running")
     prompts = [[0, 1, 2], [3]]
     alone = run_course(ppo_run(model64, PPO_ALGORITHM, reward=judge), prompts, tmp_path / "one")
-    mesh = DeviceMesh(devices=TWO, sub_meshes={"critic": ["cpu:1"], "rm": ["cpu:1"]})
+    mesh = DeviceMesh(devices=TWO, sub_meshes={"critic": ["cpu:1"], "rm": ["cpu:1"]})  # type: ignore
     run = ppo_run(model64, PPO_ALGORITHM, reward=judge, placement=mesh)
     together = run_course(run, prompts, tmp_path / "mesh")
     same_training(alone, together)
     assert wait_until_gone(workers_of(os.getpid())) == []
     assert {file.parent.name for file in (tmp_path / "mesh/workers").rglob("*.log")} == {"actor_reference", "critic_rm"}
-
-
-@pytest.mark.exhaustive
-@needs_two_cores
-def test_the_trainer_of_scripts_takes_a_mesh_and_its_process_keeps_to_the_core_of_the_device(dir32, tmp_path):
-    overrides = ["actor=pretrained", f"actor.model.path={dir32}", "algorithm=grpo", "trainer.total_steps=1"]
-    overrides += ["trainer.prompts_per_step=2", "trainer.eval_samples=0", "trainer.eval_before=false"]
-    overrides += ["rollout.max_new_tokens=4", "data.max_prompt_length=12", "checkpoint=off"]
-    rows = [{"prompt": "1+2=", "answer": "3"}, {"prompt": "2+2=", "answer": "4"}]
-    mesh = DeviceMesh(devices=["cpu:1"])
-    with LocalPPOTrainer(None, rows, overrides=overrides, device_mesh=mesh) as trainer:
-        assert trainer.config.trainer.placement.devices == ["cpu:1"]
-        assert trainer.run.trainer.placement == mesh
-        (pid,) = workers_of(os.getpid())
-        assert os.sched_getaffinity(pid) == {sorted(os.sched_getaffinity(0))[1]}
-        assert trainer.fit().status == "finished"

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import threading
 
 import pytest
 import torch
 from cluster.toy_roles import ToyHost
-from refusals import refusal
 
 import verl
 from verl.cluster.local_worker_group import LocalWorkerGroup
 from verl.cluster.rpc import role_handles
 from verl.cluster.shm_channel import FREE_BLOCKS_KEPT, MessagePacker, RowSubset, ShmBlockPool, ShmChannel
 from verl.component import BuildContext
-from verl.errors import ConfigError, WorkerHung
+from verl.errors import ConfigError
 from verl.protocol import DataProto
 from verl.utils.child_process.channel import Channel
 
@@ -116,56 +113,6 @@ def start(**options):
     host = ToyHost()
     cluster = LocalWorkerGroup(host, BuildContext(), 2, num_threads=1, **options)
     return cluster, role_handles(cluster, host)["toy"]
-
-
-@pytest.mark.exhaustive
-def test_calls_of_processes_keep_to_the_memory_of_the_first_and_what_a_role_keeps_stays_as_it_was():
-    cluster, toy = start()
-    try:
-        batches = [wide(200, number) for number in (0.0, 1.0, 2.0)]
-        for batch in batches:
-            found = toy.back(batch).result(timeout=60)
-            assert torch.equal(found["wide"], batch["wide"])
-        places = [set(toy.back(batch).result(timeout=60)["found_at"]) for batch in batches]
-        assert places[0] == places[1] == places[2]
-        answers = [toy.back(batch) for batch in batches]  # under way at once
-        for answer, batch in zip(answers, batches, strict=True):
-            assert torch.equal(answer.result(timeout=60)["wide"], batch["wide"])
-        for batch in batches:
-            toy.keep(batch).result(timeout=60)
-        toy.back(wide(200, 9.0)).result(timeout=60)
-        expected = [float(batch[cluster_rows(batch)]["wide"].double().sum()) for batch in batches]
-        assert toy.sums_of_kept().result(timeout=60) == expected
-        _a_stopped_worker_is_named(cluster, toy)
-    finally:
-        cluster.close()
-
-
-def cluster_rows(batch: DataProto) -> torch.Tensor:
-    """Those of the first of two processes."""
-    from verl.ops.batching import BatchPartition
-
-    return BatchPartition(batch, 2).rows[0]
-
-
-def _a_stopped_worker_is_named(cluster, toy):
-    cluster.step, cluster._call_timeout_s = 5, 2.0
-    pids = list(cluster.pids)
-    threading.Timer(0.5, os.kill, (pids[1], signal.SIGSTOP)).start()
-    toy.where().result(timeout=60)
-    with refusal("toy.sleep", 1, kind=WorkerHung) as e:
-        toy.sleep(600).result(timeout=120)
-    assert "does not react at all" in str(e.value)
-
-
-@pytest.mark.exhaustive
-def test_a_worker_that_stands_still_is_named_with_the_line_where_it_stands():
-    cluster, toy = start(call_timeout_s=1.0)
-    try:
-        with pytest.raises(WorkerHung, match=r"rank 0 is at:[\s\S]*toy_roles\.py\", line \d+ in sleep"):
-            toy.sleep(600).result(timeout=60)
-    finally:
-        cluster.close()
 
 
 def test_a_driver_of_another_version_than_its_workers_is_refused_by_name(monkeypatch):

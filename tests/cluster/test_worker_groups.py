@@ -124,16 +124,6 @@ def test_an_exception_in_one_worker_fails_the_call_by_name_and_ends_all(groups):
     assert groups.is_gone(list(cluster.pids))
 
 
-@pytest.mark.exhaustive
-def test_an_exit_of_a_role_is_its_error_and_names_the_line(groups):
-    _, toy = groups.start(2)
-    with refusal("toy.exit_on", 1, kind=WorkerError) as caught:
-        toy.exit_on(1).result(timeout=120)
-    assert not isinstance(caught.value, WorkerDied)
-    assert "toy_roles.py" in str(caught.value)
-    assert str(caught.value).endswith("sys.exit(0)\nSystemExit: 0")
-
-
 def test_a_worker_that_dies_in_a_call_is_named_and_not_the_sibling_that_noticed(groups, monkeypatch):
     monkeypatch.setattr(rpc, "GRACE_S", 10.0)  # a machine under load takes its time to end a process
     cluster, toy = groups.start(2)

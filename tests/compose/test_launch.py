@@ -236,21 +236,6 @@ def test_an_interrupted_or_failed_run_ends_with_its_status_and_tells_no_secret(r
     assert "abcdefgh12345" not in done.stderr
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("raised", "status"), [("", 0), ("raise RuntimeError('broken')", 1)])
-def test_a_thread_that_a_component_leaves_running_does_not_keep_the_process_alive(raised, status, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import atexit, threading, time\nimport verl.compose.launch as entry\nentry.THREADS_TIMEOUT_S = 0.2\n"
-        "@entry.entry_point('sft')\ndef main(job):\n    atexit.register(print, 'closed')\n"
-        f"    threading.Thread(target=time.sleep, args=(600,), name='server').start()\n    {raised}\nmain()\n"
-    )
-    done = run(tmp_path, str(script))
-    assert done.returncode == status
-    assert "Threads of a component still run (server) and are ended." in done.stderr
-    assert "closed" in done.stdout
-
-
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 
@@ -348,25 +333,18 @@ def test_a_chain_of_causes_that_is_a_ring_ends_in_a_message(length):
     assert end_message(wrapped).startswith("actor.model.path is 'x'")
 
 
-@pytest.mark.parametrize(
-    ("end", "status", "sentence"),
-    [
-        ("os.kill(os.getpid(), signal.SIGINT)", 130, "interrupted"),
-        ("bytearray(2**60)", 1, "The memory of this process is used up"),
-    ],
-    ids=["Ctrl-C again and again", "no memory"],
-)
-def test_a_run_ends_with_one_sentence_whatever_comes_while_it_ends(end, status, sentence, tmp_path, run_script):
+def test_a_run_ends_with_one_sentence_at_ctrl_c_again_and_again(tmp_path, run_script):
     script = tmp_path / "script.py"
-    again = "for _ in range(4): os.kill(os.getpid(), signal.SIGINT); time.sleep(0.01)" if status == 130 else "pass"
+    end = "os.kill(os.getpid(), signal.SIGINT)"
+    again = f"for _ in range(4): {end}; time.sleep(0.01)"
     script.write_text(
         "import atexit, os, signal, time\nfrom verl.compose.launch import entry_point\n"
         f"@entry_point('sft')\ndef main(job):\n    {end}\n    time.sleep(9)\n"
         f"@atexit.register\ndef late():\n    {again}\nmain()\n"
     )
     done = run_script(str(script))
-    assert done.returncode == status, done.stderr
-    assert done.stderr.startswith(sentence), done.stderr
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.startswith("interrupted"), done.stderr
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -33,12 +33,17 @@ SFT_ONLY = {
     "trainer=sft_ray",
     "experiment=arithmetic_sft", "experiment=arithmetic_teacher_sft",
     "experiment=calculator_sft", "experiment=guess_number_sft", "data=chat_task_sft", "experiment=smollm2_reverse_sft",
-    "experiment=smollm2_calculator_sft",
+    "experiment=smollm2_calculator_sft", "data=shapes_sft", "experiment=shapes_vlm_sft",
 }  # fmt: skip
 PPO_ONLY = {"data=arithmetic", "data=files", "data=hub", "trainer=local", "trainer=ray", "trainer=mesh"}
 PPO_ONLY |= {"experiment=arithmetic_ppo", "experiment=arithmetic_grpo", "experiment=gsm8k_qwen2_5_0_5b"}
-PPO_ONLY |= {f"data={name}" for name in ("calculator", "guess_number", "episodes")}
-PPO_ONLY |= {"experiment=calculator_grpo", "experiment=guess_number_ppo", "experiment=distill_tiny"}
+PPO_ONLY |= {f"data={name}" for name in ("calculator", "guess_number", "episodes", "shapes")}
+PPO_ONLY |= {
+    "experiment=calculator_grpo",
+    "experiment=shapes_vlm_grpo",
+    "experiment=guess_number_ppo",
+    "experiment=distill_tiny",
+}
 SMOLLM2 = [f"experiment=smollm2_{name}" for name in ("json", "largest", "length", "reverse", "calculator")]
 SMOLLM2_TOO = ("actor=smollm2_135m", "experiment=smollm2_reverse_sft", "experiment=smollm2_calculator_sft")
 PPO_ONLY |= {"data=chat_task", *SMOLLM2}
@@ -123,6 +128,7 @@ COMBINATIONS = [  # that go together: `make test` composes these, and `make exha
     "reward=weighted_sum environment=textarena",
     "environment=guess_number data=guess_number",
     "actor=smollm2_135m critic=smollm2_135m data=chat_task",
+    "actor=tiny_images critic=tiny_images data=shapes",
 ]
 
 

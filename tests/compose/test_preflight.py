@@ -3,15 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from cli.small_runs import small_run
 from omegaconf import OmegaConf
 from refusals import refusal
 from storage.s3_server import Fault
@@ -95,18 +90,6 @@ def test_another_training_is_refused_by_its_keys_before_anything_is_built(model3
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.exhaustive
-def test_a_job_of_a_sweep_that_finds_only_another_training_is_refused_before_anything_is_built(model32, tmp_path):
-    job, new = (BuildContext(job="job_1", swept=(f"actor.optimizer.lr={lr}",)) for lr in (1e-3, 2e-3))
-    fit(run(model32, lr=1e-3), "job_0", job.swept)
-    before = sorted(tmp_path.rglob("*"))
-    with refusal("data.train", "resume"):
-        refuse_here(run(model32, lr=1e-3, data=OTHER, resume="latest"), job)
-    refuse_here(run(model32, lr=1e-3, resume="latest"), job)
-    refuse_here(run(model32, lr=2e-3, data=OTHER, resume="latest"), new)  # a job that the first sweep did not have
-    assert sorted(tmp_path.rglob("*")) == before
-
-
 def test_a_place_of_a_store_that_a_living_run_of_another_machine_holds_is_refused_before_anything_is_built(
     model32, tmp_path, monkeypatch
 ):
@@ -140,35 +123,3 @@ def test_a_disk_with_a_checkpoint_goes_on_without_its_store(model32, tmp_path):
     fit(run(model32))
     gone = S3Storage(bucket="verl-tests", endpoint_url=NOBODY, retries=0)
     refuse_here(run(model32, storage=gone, resume="latest"))
-
-
-def read_only(directory: Path) -> list[str]:
-    """The words before a command to which a directory is on a read-only disk; none where nobody may mount, and it is
-    then made unwritable."""
-    directory.mkdir()
-    words = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
-    words += ['mount -t tmpfs -o ro none "$0" && exec "$@"', str(directory)]
-    if subprocess.run([*words, "true"], capture_output=True, check=False).returncode == 0:
-        return words
-    directory.chmod(0o555)
-    return []
-
-
-@pytest.mark.exhaustive
-def test_the_script_says_it_in_a_line_prints_no_configuration_and_leaves_no_directory(
-    model32, tmp_path, tmp_path_factory
-):
-    aside = tmp_path_factory.mktemp("aside")
-    mounted = read_only(aside / "saved")
-    given = [*small_run(model32, tmp_path), "actor.model.path=warm-start://sft_warmup"]
-    given += ["rollout=server", f"rollout.endpoint.base_url={NOBODY}", f"checkpoint.save_dir={aside}/saved/here"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "VERL_CACHE": str(aside / "cache")}
-    script = [*mounted, sys.executable, ROOT / "main_ppo.py", *given]
-    done = subprocess.run(script, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment)
-    assert done.returncode == 2
-    said = done.stdout + done.stderr
-    assert "rollout.endpoint.base_url is http://127.0.0.1:9: no server answers there" in said
-    assert f"checkpoint.save_dir leads to {aside}/saved/here: it cannot be written (" in said
-    assert len(said.splitlines()) <= 4, said
-    assert "Traceback" not in said
-    assert [path.name for path in tmp_path.iterdir()] == ["rate.py"], json.dumps([*map(str, tmp_path.rglob("*"))])

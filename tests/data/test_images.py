@@ -6,8 +6,8 @@ import base64
 import io
 import json
 import os
-from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from image_models import FAMILIES, PLACEHOLDERS, image_processor, image_tokenizer, picture
+from image_models import FAMILIES, PLACEHOLDERS, picture, reader
 from PIL import Image
 from refusals import refusal, refused
 
@@ -28,17 +28,8 @@ from verl.data.preference_dataset import PreferenceDataset
 from verl.data.readers import RowErrors
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
-from verl.models.images import ImageProcessor, images_of
+from verl.models.images import images_of
 from verl.models.tiny import character_tokenizer
-
-
-@cache
-def reader(family: str = "qwen2_5_vl") -> Any:
-    """The tokenizer of a family with its image processor, as a model source loads it."""
-    tokenizer = image_tokenizer(family)
-    name, processor, options = image_processor(family)
-    tokenizer.image_processor = ImageProcessor(name, processor, tokenizer, {}, options)
-    return tokenizer
 
 
 def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
@@ -62,7 +53,7 @@ def chat_rows(directory: Path) -> list[dict[str, Any]]:
         image.save(directory / f"{name}.png")
     return [
         {"prompt": user(PLACE, "and", PLACE, "?"), "images": ["a.png", "b.png"], "answer": "1"},
-        {"prompt": user("no picture"), "images": [], "answer": "2"},
+        {"prompt": "no picture", "images": [], "answer": "2"},
         {"prompt": user({"type": "image", "path": "dir/c.png"}, "one"), "answer": "3"},
         {"prompt": "a text", "images": ["b.png"], "answer": "4"},
         {"prompt": user(PLACE, "and", PLACE, "?"), "images": ["b.png", "a.png"], "answer": "5"},
@@ -363,3 +354,22 @@ def test_images_of_a_local_data_set_lie_beside_its_files(tmp_path):
     splits = HubPrompts(dataset=str(tmp_path), **options).build(BuildContext(tokenizer=reader()))
     assert splits.has_images
     assert splits.train.collate([0])["media.pixel_values"].lengths.min() > 0
+
+
+def test_whatever_damaged_files_are_they_are_read_to_the_end_or_refused():
+    """What the check accepts is decoded in `collate` without an error, at the size that the check gave."""
+    random, read = Random(0), 0
+    files = [encoded(picture(0, 40, 30), kind) for kind in ("PNG", "JPEG", "WEBP", "GIF", "BMP", "PPM")]
+    for _ in range(600):
+        content = bytearray(random.choice(files))
+        if random.random() < 0.3:
+            del content[random.randrange(len(content)) :]
+        for _ in range(random.randrange(4) if content else 0):
+            content[random.randrange(len(content))] = random.randrange(256)
+        try:
+            found = checked(bytes(content))
+        except images.BadImage:
+            continue
+        assert decoded(found).size == found.size
+        read += 1
+    assert 60 < read < 540

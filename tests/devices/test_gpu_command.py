@@ -48,6 +48,14 @@ def test_every_measurement_runs(command, monkeypatch):
     assert 0 < found["sampling"]["share_of_decode_step"] < 1
 
 
+@pytest.mark.exhaustive
+def test_the_table_has_steps_of_both_programs(command):
+    assert {part.name for part in command.parts(is_table=True)} == set(command.TABLE)
+    for name in ("135M verl hf", "135M trl hf"):
+        found = command.TABLE[name]("cpu", True)
+        assert 0 < found["timing/gen_s"] < found["timing/step_s"]
+
+
 def test_without_a_gpu_it_says_so_and_writes_nothing(command, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("sys.argv", ["gpu.py", "--no-install", "--out", str(tmp_path / "gpu.json")])
     monkeypatch.setattr(command, "hardware", lambda: {"count": 0})
@@ -61,7 +69,7 @@ def test_requirements_that_are_not_met_stop_it_unless_nothing_is_to_be_installed
 ):
     monkeypatch.setattr(command, "packages", lambda: {"torch": "2.11.0+cu130 is older than 2.13.0"})
     monkeypatch.setattr(command, "hardware", lambda: {"count": 1})
-    monkeypatch.setattr(command, "parts", lambda is_dry: [])
+    monkeypatch.setattr(command, "parts", lambda **_: [])
     out = tmp_path / "gpu.json"
     assert command.run_command(out, is_dry=False, installs=True) == 2
     assert "torch: 2.11.0+cu130 is older than 2.13.0" in capsys.readouterr().out
@@ -92,7 +100,7 @@ def test_a_file_that_fails_hangs_or_runs_no_test_is_told_and_the_exit_status_say
     file.write_text(text)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     part = command.Part("file", ("--tests", str(file)))
-    monkeypatch.setattr(command, "parts", lambda is_dry: [part])
+    monkeypatch.setattr(command, "parts", lambda **_: [part])
     monkeypatch.setattr(command, "hardware", dict)
     result = command.run_all(tmp_path / "gpu.json", is_dry=False, part_limit_s=8.0 if case == "hangs" else 120.0)
     found = result["parts"]["file"]

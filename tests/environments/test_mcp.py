@@ -154,28 +154,6 @@ def test_tools_are_called_over_http_with_typed_outcomes_and_headers(http, monkey
     assert "NO_SUCH_VARIABLE" in fault
 
 
-@pytest.mark.exhaustive
-def test_a_server_over_http_that_is_gone_is_no_fault_of_the_model_and_is_met_again_when_it_is_back(http):
-    options = MCPTools(url=http.url, step_timeout_s=30.0, reset_timeout_s=20.0)
-
-    async def play():
-        async with started(options) as factory:
-            assert_typed(await step(factory, *CALLS))
-            await asyncio.to_thread(http.stop)
-            gone = await step(factory, ToolCall("add", {"a": 2, "b": 3}))
-            assert [record.outcome for record in gone.calls] == ["infra"]
-            again = await step(factory, ToolCall("add", {"a": 2, "b": 3}))
-            assert [record.outcome for record in again.calls] == ["infra"]
-            assert http.url in again.calls[0].error
-            await asyncio.to_thread(http.start)
-            assert_typed(await step(factory, *CALLS))
-            await asyncio.to_thread(http.stop)
-            await asyncio.to_thread(http.start)  # between two calls: the new server does not know the session
-            assert_typed(await step(factory, *CALLS))
-
-    asyncio.run(play())
-
-
 def test_a_listener_that_never_answers_is_refused_in_time():
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/mcp"

@@ -56,28 +56,6 @@ def test_a_model_whose_tokens_meet_outside_of_attention_is_refused_by_name(tmp_p
         paths_for(model.load_causal_lm("cpu"), 64, "actor.model", shares_tokens=True)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize(
-    ("family", "options"),
-    [
-        ("llama", {"num_key_value_heads": 1}),
-        ("qwen2", {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 48}),
-        ("qwen3", {}),
-        ("qwen3_moe", {}),
-        ("mixtral", {"sliding_window": 6}),
-        ("mistral", {"sliding_window": 4}),
-        ("starcoder2", {"sliding_window": 7, "tie_word_embeddings": True}),
-        ("gpt_neox", {}),
-    ],
-)
-def test_models_of_many_families_train_the_same(family, options, style, two_processes, tmp_path):
-    model = made(tmp_path, family, **options)
-    tolerance = 1e-9 if family in ("starcoder2", "gpt_neox") else 1e-6  # other norms pass through float32
-    for rows in (SHARED, LONG):
-        same_update(two_processes, model, rows, Parallel(cp=2, cp_style=style), tolerance, checkpointing=True)
-
-
 IN_SHORT = Parallel(cp=2, dp_replicate=2, cp_style="ulysses")
 OTHERS = (
     Parallel(cp=2),

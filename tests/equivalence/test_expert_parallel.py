@@ -8,15 +8,9 @@ import pytest
 import torch
 from equivalence.one_update import rows_with_holes, same_update
 from random_models import save_random_model
-from safetensors.torch import load_file
 from same_training import ROUNDING, run_course, same_training
-from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, fit, ppo_run
+from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
-from verl.checkpoint.config import Checkpointing
-from verl.checkpoint.core.checkpoint import open_checkpoint
-from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.read.lazy_tensors import as_tensor
-from verl.checkpoint.read.reader import CheckpointReader
 from verl.engines.sharding import Parallel
 from verl.engines.tensor_parallel import PROVEN
 from verl.models.lora import LoRA
@@ -92,33 +86,6 @@ def test_four_processes_of_several_kinds_train_the_same(sharding, four_processes
     same_training(alone, four_processes.course(run, [[0, 1, 2], [3]], tmp_path / "four").result(timeout=120), ROUNDING)
 
 
-def test_what_one_process_saves_is_loaded_bit_by_bit_and_given_away_whole(two_processes, tmp_path):
-    model = made(tmp_path, "qwen3_moe")
-    checkpoint = Checkpointing(save_dir=str(tmp_path / "checkpoints"), save_interval=1, save_async=False)
-    run = dataclasses.replace(ppo_run(model, PPO_ALGORITHM, total_steps=1, save_final=False), checkpoint=checkpoint)
-    fit(run, tmp_path / "run")
-    spread = dataclasses.replace(
-        run, sharding=Parallel(ep=2), trainer=dataclasses.replace(run.trainer, n_gpus_per_node=2)
-    )
-    states = two_processes.loaded(spread, tmp_path / "checkpoints/global_step_1").result(timeout=120)
-    reader = CheckpointReader(open_checkpoint(FileSystem(), tmp_path / "checkpoints/global_step_1"), FileSystem())
-    for role, state in states.items():
-        there = {tensor.name: tensor for tensor in reader.tensors(role)}
-        assert state.model.tensors.keys() == there.keys()
-        moments = {tensor.name: tensor for tensor in reader.tensors("optimizer") if tensor.name.startswith(f"{role}.")}
-        assert {f"{role}.{name}" for name in state.optimizer} == moments.keys()
-        for component, found, kept in (("", state.model.tensors, there), ("optimizer", state.optimizer, moments)):
-            for name, x in found.items():
-                full = f"{role}.{name}" if component else name
-                assert torch.equal(x, as_tensor(reader.tensor(component or role, full), kept[full])), name
-    spread = ppo_run(model, PPO_ALGORITHM, sharding=Parallel(ep=2), n_gpus_per_node=2)
-    given = two_processes.sent(spread, [2, 0, 5], tmp_path).result(timeout=120)
-    saved = load_file(tmp_path / "0/actor/model.safetensors")
-    assert given.keys() == saved.keys()
-    assert all(torch.equal(x, saved[name]) for name, x in given.items())
-    assert any("experts.3." in name for name in saved)
-
-
 @pytest.mark.parametrize("sharding", [Parallel(ep=4), Parallel(ep=2)], ids=["ep=4", "ep=2"])
 def test_weights_and_moments_of_experts_are_held_once(sharding, four_processes, tmp_path):
     options = {"num_experts": 8, "moe_intermediate_size": 64}
@@ -138,16 +105,6 @@ def test_sampled_tokens_have_the_experts_again_that_they_were_sampled_with(two_p
     found = two_processes.course(run, [[2, 0], [1]], tmp_path / "two").result(timeout=120)
     assert all(metrics["rollout/log_prob_gap_nats"] < 1e-6 for metrics in found.metrics.values())
     same_training(alone, found, 1e-6)  # weights of experts are made of logits in float32, and so is the sampled gap
-
-
-def test_what_a_process_of_a_stage_holds_of_experts_is_what_the_cost_model_tells(four_processes, tmp_path):
-    path = save_random_model(tmp_path / "model", "qwen3_moe", torch.float32, num_hidden_layers=4, hidden_size=64)
-    model, sharding = Pretrained(path=str(path)), Parallel(pp=2, ep=2)
-    cost = sharding.cost(4, model_stats(model.load_config()))
-    run = ppo_run(model, dataclasses.replace(GRPO_ALGORITHM, mini_batches=1), sharding=sharding, n_gpus_per_node=4)
-    held = four_processes.held(run, [0, 1], tmp_path / "runs").result(timeout=600)
-    assert max(one["weights"] for one in held) == pytest.approx(cost.weights, rel=0.05)
-    assert max(one["optimizer"] for one in held) == pytest.approx(cost.optimizer, rel=0.05)
 
 
 @pytest.mark.parametrize("size", [2, 4])

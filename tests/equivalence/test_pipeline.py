@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 import torch
 from equivalence.laboratory import laboratory
@@ -14,7 +12,6 @@ from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
 from verl.engines.sharding import Parallel
 from verl.models.lora import LoRA
-from verl.models.model_stats import model_stats
 from verl.models.pretrained import Pretrained
 
 pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.slow]
@@ -27,13 +24,6 @@ LAYOUTS = {
     "pp2 cp2": Parallel(pp=2, cp=2),
     "pp2 cp2 ulysses": Parallel(pp=2, cp=2, cp_style="ulysses", pp_schedule="gpipe"),
     "pp2 dp2 gpipe": Parallel(pp=2, dp_replicate=2, pp_schedule="gpipe"),
-}
-
-
-OF_EIGHT = {
-    "pp2 tp2 fsdp2": Parallel(pp=2, tp=2, dp_shard=2),
-    "pp2 tp2 cp2": Parallel(pp=2, tp=2, cp=2),
-    "pp2 tp2 dp2": Parallel(pp=2, tp=2, dp_replicate=2),
 }
 
 
@@ -97,44 +87,6 @@ def test_grpo_of_a_tied_model_through_stages_is_that_of_one_process(family, name
     same_training(alone, bench.course(together, prompts, tmp_path).result(), 1e-6 if family == "qwen3" else 1e-9)
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", in_short("pp2 dp2"))
-def test_an_adapter_learns_the_same_through_stages(name, bench, deep64, tmp_path):
-    def run(**parts):
-        made = ppo_run(deep64, GRPO_ALGORITHM, group_size=3, **parts)
-        return dataclasses.replace(
-            made, actor=dataclasses.replace(made.actor, lora=LoRA(rank=2), gradient_checkpointing=bool(parts))
-        )
-
-    prompts = [[2, 0, 5], [1]]
-    together = run(sharding=LAYOUTS[name], n_gpus_per_node=4)
-    same_training(
-        run_course(run(), prompts, tmp_path / "one"), bench.course(together, prompts, tmp_path).result(), ROUNDING
-    )
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("pp4", marks=pytest.mark.exhaustive),
-        "pp2 fsdp2",
-        pytest.param("pp2 cp2", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_what_a_process_holds_of_a_stage_is_what_the_cost_model_tells(name, bench, tmp_path):
-    """And at most 0.55 of one process's weights and moments for each factor of two."""
-    path = save_random_model(tmp_path / "model", "llama", torch.float32, num_hidden_layers=8, num_key_value_heads=2)
-    model, sharding = Pretrained(path=str(path)), LAYOUTS[name]
-    sizes = model_stats(model.load_config())
-    cost = sharding.cost(4, sizes)
-    run = ppo_run(model, dataclasses.replace(GRPO_ALGORITHM, mini_batches=1), sharding=sharding, n_gpus_per_node=4)
-    held = bench.held(run, [0, 1], tmp_path / "runs").result(timeout=120)
-    for kind, told in (("weights", cost.weights), ("optimizer", cost.optimizer)):
-        assert max(one[kind] for one in held) == pytest.approx(told, rel=0.05)
-        assert max(one[kind] for one in held) <= 0.55**2 * 4 * sizes.parameters * (1 if kind == "weights" else 2)
-
-
 def assert_equal_updates(bench, model, sharding):
     """Tokens masked in the midst of a response, shared prompts, a row of one token, a replica without rows."""
     for rows, options in (
@@ -151,19 +103,3 @@ def test_scores_loss_and_every_gradient_of_rows_with_masked_tokens_are_those_of_
 ):
     layout = LAYOUTS[name]
     assert_equal_updates(bench, model64 if layout.pp <= 2 else saved_model(tmp_path, "starcoder2"), layout)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", OF_EIGHT)
-def test_eight_processes_of_stages_tensors_and_shards_train_as_one_does(name, eight, model64, tmp_path):
-    """Data, tensor and pipeline parallelism at once; norms of these models compute in float64."""
-    assert_equal_updates(eight, model64, OF_EIGHT[name])
-    tied = saved_model(tmp_path, "starcoder2", tie_word_embeddings=True)
-    assert_equal_updates(eight, tied, OF_EIGHT[name])
-    for kind, model, algorithm, group, prompts in (
-        ("ppo", model64, PPO_ALGORITHM, 1, PROMPTS),
-        ("grpo", tied, GRPO_ALGORITHM, 3, [[2, 0, 5], [1]]),
-    ):
-        one = run_course(ppo_run(model, algorithm, group_size=group), prompts, tmp_path / kind / "one")
-        run = ppo_run(model, algorithm, group_size=group, sharding=OF_EIGHT[name], n_gpus_per_node=8)
-        same_training(one, eight.course(run, prompts, tmp_path / kind / "eight").result(timeout=600), ROUNDING)

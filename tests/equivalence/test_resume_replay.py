@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
@@ -13,8 +12,6 @@ from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, fit
 from verl.checkpoint.manager import CheckpointManager
 from verl.engines.sharding import DDP
 from verl.replay.config import TieredReplay
-from verl.replay.remote_tier import RemoteTier
-from verl.replay.shard import Shard
 from verl.storage.config import LocalStorage
 
 SMALL = TieredReplay(max_rows=16, memory_mib=8, shard_mib=1, hot_share=0.3, warm_share=0.3, cold_share=0.4)
@@ -80,21 +77,3 @@ def _without_layers(metrics: dict[str, float]) -> dict[str, float]:
     """Where rows lie depends on when threads were done; what is drawn does not."""
     places = ("replay/rows_", "replay/memory", "sync/", "checkpoint/")
     return {name: x for name, x in metrics.items() if not name.startswith(places)}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("upload_interval", [1, None])
-def test_rows_in_the_store_stay_where_checkpoints_are_uploaded_too(upload_interval, model32, tmp_path, monkeypatch):
-    deleted: list[str] = []
-    monkeypatch.setattr(RemoteTier, "delete", lambda cold, names: deleted.extend(names))
-    upload = RemoteTier.upload
-
-    def upload_and_wait(cold: RemoteTier, shard: Shard) -> bool:  # however slow the machine
-        upload(cold, shard)
-        wait([shard.upload] if shard.upload is not None else [], timeout=60)
-        return upload(cold, shard)
-
-    monkeypatch.setattr(RemoteTier, "upload", upload_and_wait)
-    save = {"upload_interval": upload_interval, "keep_last_n": 1, "save_async": False}
-    fit(reusing(GRPO_ALGORITHM, model32, tmp_path / "run", save, total_steps=10), tmp_path / "run")
-    assert bool(deleted) is (upload_interval is None)

@@ -94,7 +94,7 @@ FILES = [
 def test_a_fifo_or_a_device_in_place_of_a_file_is_not_read(file, kind, run):
     replace(run / file, kind)
     directory = run / "checkpoints"
-    for words in (("checkpoint", "verify", directory, "--full"), ("lineage", directory), ("samples", run)):
+    for words in (("checkpoint", "verify", directory, "--full"), ("lineage", directory)):
         command(*words)
     with in_time(), contextlib.suppress(VerlError):
         resolve("latest", directory)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import signal
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -122,50 +121,6 @@ def test_kills_inside_of_episodes_leave_no_trace(recovery, whole, server, dir32,
     assert counts[expected] >= 10
     if recovery == "deterministic":
         assert counts["restarted"] == 0
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("recovery", ["deterministic", "stateless", "restart"])
-def test_twenty_kills_at_random_moments_leave_no_trace(recovery, whole, server, dir32, base, record_property):
-    twin, coin = whole(recovery), random.Random(7)
-    training = Training.small(server, dir32, base / f"random_{recovery}", recovery)
-    kills = 0
-    while kills < 20:
-        method, step = coin.choice(["write_turn", "write_answer", "write_end"]), coin.randint(1, STEPS)
-        child = training.start(
-            Cut(f"{JOURNAL}.{method}", step=step, call=coin.randint(1, 30), after=coin.random() < 0.5)
-        )
-        status = child.wait()
-        assert status in (0, -signal.SIGKILL), child.said()
-        if status == 0:
-            assert training.digest() == twin.digest()
-            training = Training.small(server, dir32, base / f"random_{recovery}_{kills}", recovery)
-        kills += status != 0
-    training.finish()
-    assert training.digest() == twin.digest()
-    record_property("fault_cases", kills)
-
-
-@pytest.mark.exhaustive
-def test_twenty_kills_by_the_clock_leave_no_trace(whole, server, dir32, base, record_property):
-    twin, coin, kills, trainings = whole("deterministic"), random.Random(11), 0, 0
-    while kills < 20:
-        trainings += 1
-        training = Training.small(server, dir32, base / f"clock_{trainings}", "deterministic", save_interval=STEPS)
-        for _ in range(4):
-            child, before = training.start(), training.num_answers()
-            end = time.monotonic() + 120
-            while child.is_running() and training.num_answers() == before and time.monotonic() < end:
-                time.sleep(0.002)
-            time.sleep(coin.uniform(0.0, 0.3))
-            child.kill()
-            if child.wait() == 0:
-                break
-            kills += 1
-        else:
-            training.finish()
-        assert training.digest() == twin.digest()
-    record_property("fault_cases", kills)
 
 
 @pytest.mark.exhaustive

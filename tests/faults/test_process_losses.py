@@ -6,19 +6,13 @@ import os
 import signal
 
 import pytest
-import torch
 from cluster.processes_of import wait_until_gone, workers_of
-from faults.exchange_losses import StruckInExchange
-from random_models import save_random_classifier, save_random_model
-from rewards.rated import described
 from same_training import course, newest
-from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, fit
+from trainer.runs import PPO_ALGORITHM, fit
 
 from verl.cluster.local_worker_group import LocalWorkerGroup
-from verl.cluster.placement import DeviceMesh
 from verl.engines.sharding import DDP, Parallel
 from verl.errors import WorkerDied, WorkerHung
-from verl.models.pretrained import Pretrained
 
 pytestmark = [pytest.mark.xdist_group("two processes"), pytest.mark.slow]
 
@@ -90,85 +84,3 @@ def test_a_pipeline_stage_that_is_killed_is_named(call, stage, striking, model32
         fit(course(model32, tmp_path, PPO_ALGORITHM, **shared), tmp_path / "run")
     assert wait_until_gone(workers_of(os.getpid())) == []
     assert newest(tmp_path).step == 1
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("sent", "call", "error"),
-    [
-        (signal.SIGKILL, "actor.compute_log_probs", WorkerDied),
-        (signal.SIGKILL, "actor.update", WorkerDied),
-        (signal.SIGSTOP, "actor.update", WorkerHung),
-    ],
-)
-def test_a_worker_that_shares_tokens_and_is_lost_is_named(sent, call, error, striking, model32, tmp_path):
-    striking(call, 2, sent)
-    shared = {"sharding": Parallel(cp=2, timeout_s=600.0, call_timeout_s=20.0), "n_gpus_per_node": 2}
-    with pytest.raises(error, match=r"rank 1 failed in [\w.]+ at step 2"):
-        fit(course(model32, tmp_path, PPO_ALGORITHM, **shared), tmp_path / "run")
-    assert wait_until_gone(workers_of(os.getpid())) == []
-    assert newest(tmp_path).step == 1
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("sent", "timeout_s", "call_timeout_s", "error", "told"),
-    [
-        (signal.SIGKILL, 600.0, 600.0, WorkerDied, "SIGKILL"),
-        (signal.SIGSTOP, 600.0, 20.0, WorkerHung, "(does not react at all|it is stopped)"),
-        (signal.SIGSTOP, 20.0, 600.0, WorkerHung, "(does not react at all|it is stopped)"),
-    ],
-)
-def test_a_worker_lost_inside_of_an_exchange_between_experts_is_named(
-    sent, timeout_s, call_timeout_s, error, told, tmp_path
-):
-    model = Pretrained(path=str(save_random_model(tmp_path / "mixture", "qwen3_moe", torch.float32)))
-    struck = StruckInExchange(ep=2, number=int(sent), timeout_s=timeout_s, call_timeout_s=call_timeout_s)
-    run = course(model, tmp_path, GRPO_ALGORITHM, sharding=struck, n_gpus_per_node=2)
-    with pytest.raises(error, match=rf"rank 1 failed in actor\.update at step 1[\s\S]*{told}"):
-        fit(run, tmp_path / "run")
-    assert wait_until_gone(workers_of(os.getpid())) == []
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("timeout_s", "call_timeout_s"), [(600.0, 20.0), (20.0, 600.0)])
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_pipeline_stage_that_stops_is_named(stage, timeout_s, call_timeout_s, striking, model32, tmp_path):
-    """By the driver's deadline for calls, or by the time-out of an exchange with its neighbour, which gives up."""
-    striking("actor.update", 2, signal.SIGSTOP, stage)
-    shared = {**SHARED, "sharding": Parallel(pp=2, timeout_s=timeout_s, call_timeout_s=call_timeout_s)}
-    told = rf"rank {stage} failed in actor\.update at step 2[\s\S]*(does not react at all|it is stopped)"
-    with pytest.raises(WorkerHung, match=told):
-        fit(course(model32, tmp_path, PPO_ALGORITHM, **shared), tmp_path / "run")
-    assert wait_until_gone(workers_of(os.getpid())) == []
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("sent", "error", "told"),
-    [(signal.SIGKILL, WorkerDied, "SIGKILL"), (signal.SIGSTOP, WorkerHung, "(does not react at all|it is stopped)")],
-    ids=["killed", "stopped"],
-)
-@pytest.mark.parametrize("rank", [1, 2])  # of the first stage, and of the second
-@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"cp": 2}, {"tp": 2}], ids=["pp2 fsdp2", "pp2 cp2", "tp2 pp2"])
-def test_one_of_four_processes_that_is_lost_among_stages_is_named(
-    layout, rank, sent, error, told, striking, model32, tmp_path
-):
-    """While others wait for it in exchanges of states, of weights of their stage, of tokens or of layers."""
-    striking("actor.update", 2, sent, rank)
-    sharding = Parallel(pp=2, timeout_s=600.0, call_timeout_s=60.0, **layout)
-    with pytest.raises(error, match=rf"rank {rank} failed in [\w.]+ at step 2[\s\S]*{told}"):
-        fit(course(model32, tmp_path, PPO_ALGORITHM, sharding=sharding, n_gpus_per_node=4), tmp_path / "run")
-    assert wait_until_gone(workers_of(os.getpid())) == []
-    assert newest(tmp_path).step == 1
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("call", ["rm.score", "critic.update"])
-def test_the_worker_of_a_role_that_lives_apart_is_named_too(call, striking, model32, tmp_path):
-    judge = described(save_random_classifier(tmp_path / "judge", "llama"), normalize="running")
-    mesh = DeviceMesh(devices=["cpu:0", "cpu:1"], sub_meshes={"critic": ["cpu:1"], "rm": ["cpu:1"]})
-    striking(call, 2, signal.SIGKILL)
-    with pytest.raises(WorkerDied, match=r"rank 0 failed in [\w.]+ at step 2[\s\S]*SIGKILL"):
-        fit(course(model32, tmp_path, PPO_ALGORITHM, reward=judge, placement=mesh), tmp_path / "run")
-    assert wait_until_gone(workers_of(os.getpid())) == []

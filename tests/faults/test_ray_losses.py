@@ -85,16 +85,6 @@ def test_a_worker_killed_in_any_stage_costs_the_step_and_nothing_else(
 
 
 @pytest.mark.exhaustive
-def test_a_worker_that_hangs_costs_no_more_than_one_that_is_killed(whole, judge, killing, model32, tmp_path):
-    pids = killing("actor.update", step=3, number=signal.SIGSTOP)
-    placement = placed(max_restarts=1, call_timeout_s=30.0)
-    result = fit(course(model32, tmp_path, PPO_ALGORITHM, reward=judge, placement=placement), tmp_path / "run")
-    assert (result.status, len(result.restarts)) == ("finished", 1)
-    assert digest(tmp_path) == digest(whole)
-    assert all_gone(pids)
-
-
-@pytest.mark.exhaustive
 def test_without_checkpoints_the_run_ends_and_says_why(killing, model32, tmp_path):
     pids = killing("actor.update", step=1)
     run = dataclasses.replace(course(model32, tmp_path, placement=placed(max_restarts=1)), checkpoint=None)

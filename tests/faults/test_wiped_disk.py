@@ -15,10 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 from cli.small_runs import hold_once, small_run
-from faults.courses import COURSES, first_difference, steps_saved
+from faults.courses import COURSES, first_difference
 from faults.fork_server import Child, ForkServer
-from faults.scenarios import fast_directory
-from storage.s3_server import BUCKET, Fault, Proxy, Request, proxy_before, wait_until
+from storage.s3_server import BUCKET, Fault, Proxy, Request, wait_until
 
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader
@@ -145,11 +144,6 @@ REQUESTS = 28  # fewer than claim a place in the store and upload the checkpoint
 BEFORE = "before the first step"
 
 
-def in_uploads(kills: Counter[str]) -> int:
-    """The rounds that count: of the others a machine lost its power while it looked at the store."""
-    return sum(kills.values()) - kills[BEFORE]
-
-
 class PowerCut:
     """The moment at which a machine loses its power: at the n-th request that changes the store.
 
@@ -219,28 +213,3 @@ class Life:
         if not (self.directory / "run/metrics.jsonl").is_file():  # the power failed while the store was looked at
             return []
         return sorted(step for step, numbers in steps_of(self.directory / "run").items() if "actor/loss" in numbers)
-
-
-@pytest.mark.exhaustive
-def test_a_run_killed_in_uploads_and_wiped_in_many_rounds_ends_as_the_undisturbed_one(
-    server, s3_url, dir32, record_property
-):
-    rounds = int(os.environ.get("VERL_WIPED_ROUNDS", "30"))
-    seed = int(os.environ.get("VERL_WIPED_SEED", "1"))
-    coin, kills, lives = random.Random(seed), Counter[str](), []
-    with fast_directory() as base, proxy_before(s3_url) as proxy:
-        twin = Life(server, dir32, proxy, base / "whole", "undisturbed")
-        child = twin.start("async")
-        assert child.wait(240) == 0, child.said()
-        assert steps_saved(twin.directory) == [*range(1, ROUND_STEPS + 1)]
-        while in_uploads(kills) < rounds or not lives[-1].is_over:
-            if not lives or lives[-1].is_over:
-                lives.append(Life(server, dir32, proxy, base / f"life_{len(lives)}", f"life_{seed}_{len(lives)}"))
-            if in_uploads(kills) < rounds:
-                lives[-1].round(coin, twin.directory, kills)
-            else:
-                lives[-1].finish(twin.directory)
-            assert lives[-1].is_over is False or ROUND_STEPS in steps_saved(lives[-1].directory)
-    record_property("fault_cases", sum(kills.values()))
-    told = ", ".join(f"{count} {when}" for when, count in kills.most_common())
-    record_property("told", f"seed {seed}: {sum(kills.values())} disks lost in {len(lives)} trainings: {told}")

@@ -12,7 +12,7 @@ from cases import short_where
 from image_models import FAMILIES, PLACEHOLDERS, picture, save_image_model
 from PIL import Image
 from refusals import refusal
-from roles import gradients, largest_difference, start_actor, with_experience
+from roles import gradients, largest_difference, start_actor, start_critic, with_experience
 
 from verl.engines.chunked_logprobs import token_log_probs
 from verl.models.images import images_of
@@ -198,3 +198,21 @@ def test_a_prompt_with_too_few_placeholders_is_refused(saved):
     )
     with refusal("actor.model", value=20):
         actor.generate(cut, GenerationRequest(0, 1))
+
+
+@pytest.mark.slow
+def test_a_critic_sees_the_images(saved):
+    path = saved("qwen2_5_vl")
+    actor, critic = start_actor(source(path), HFRollout(max_new_tokens=5)), start_critic(source(path))
+    rows = sampled(actor, batch_of(actor.tokenizer, prompts_of("qwen2_5_vl")))
+    with torch.no_grad():
+        critic.engine.model.head.weight.normal_()
+    together = critic.compute_values(rows)["values"]
+    for row in range(0, len(rows), 4):
+        mask = rows["response_mask"][row]
+        alone = critic.compute_values(rows[row : row + 1])["values"][0]
+        assert (alone[mask] - together[row][mask]).abs().max() < 1e-9
+    states = plain_model(path).model(**plain_inputs(plain_model(path), rows, 0), use_cache=False).last_hidden_state[0]
+    width, count = int(rows["prompt_mask"][0].sum()), int(rows["response_mask"][0].sum())
+    values = critic.engine.model.head(states[width - 1 : width - 1 + count]).squeeze(-1)
+    assert (values - together[0][:count]).abs().max() < 1e-9

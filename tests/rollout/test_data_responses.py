@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cluster.ray_here import placed
+from image_models import picture, reader
 from random_models import save_random_model
 from same_training import course, same_training, saved
 from torch.nn.functional import kl_div
@@ -114,7 +115,7 @@ def test_the_loss_of_a_mixed_batch_is_that_of_gkd_on_the_same_batch(
 
 
 def data_responses(tokenizer, rows, fraction=0.5, max_new_tokens=32, seed=0, **options):
-    data = RLHFDataset.from_rows(rows, tokenizer)
+    data = RLHFDataset.from_rows(rows, tokenizer, {"max_prompt_length": 512})
     algorithm_ = algorithm(data_fraction=fraction, **options)
     parts = {
         "rollout": HFRollout(max_new_tokens=max_new_tokens),
@@ -265,3 +266,14 @@ def test_a_row_without_a_response_is_refused_with_its_number(answer, model64, te
     answers = (*ANSWERS[:6], answer, ANSWERS[7])
     with pytest.raises(ConfigError, match=r"completion_key: completion is .* at row 6 of the training rows: expected"):
         fit(mixed(model64, teacher64, data=Answered(answers=answers)), tmp_path)
+
+
+def test_responses_of_the_data_have_the_images_of_their_prompts():
+    tokenizer = reader()
+    rows = [{"prompt": "a", "completion": "b", "images": [picture(0)]}, {"prompt": "a", "completion": "c"}]
+    mix, data = data_responses(tokenizer, rows, fraction=1)
+    prompts = data.collate([1, 0])
+    found = mix.rows(prompts, 1)
+    assert torch.equal(found["media.pixel_values"][1], prompts["media.pixel_values"][1])
+    assert found["media.pixel_values"].lengths.tolist()[0] == 0
+    assert torch.equal(found["media_keys"], prompts["media_keys"])

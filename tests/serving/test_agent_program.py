@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import replace
 
 import pytest
@@ -179,88 +178,3 @@ def test_a_program_of_its_own_with_openais_client_trains_too(run, tmp_path):
     for row in range(4):
         turns = rows["episode"][row]["turns"]
         assert float(rows["turn_rewards"][row].sum()) == len(turns[1]["text"])
-
-
-# One agent, written for each API: two turns of a conversation.
-AGENTS = """
-import anthropic
-import openai
-
-ASK, AGAIN = {"role": "user", "content": "Why?"}, {"role": "user", "content": "and <eos>now?"}
-
-
-def chat(row, base_url):
-    messages = [{"role": "user", "content": row["prompt_text"]}]
-    with openai.OpenAI(base_url=base_url, api_key="none") as client:
-        for _ in range(2):
-            chunks = client.chat.completions.create(model="policy", messages=messages, stream=True)
-            text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
-            messages += [{"role": "assistant", "content": text}, AGAIN]
-    return len(text)
-
-
-def responses(row, base_url):
-    items, before = row["prompt_text"], openai.omit
-    with openai.OpenAI(base_url=base_url, api_key="none") as client:
-        for _ in range(2):
-            answer = client.responses.create(model="policy", input=items, previous_response_id=before)
-            items, before = [AGAIN], answer.id
-    return len(answer.output_text)
-
-
-def messages(row, base_url):
-    messages = [{"role": "user", "content": row["prompt_text"]}]
-    with anthropic.Anthropic(base_url=base_url.removesuffix("/v1"), api_key="none") as client:
-        for _ in range(2):
-            answer = client.messages.create(model="policy", max_tokens=100, messages=messages)
-            messages += [{"role": "assistant", "content": answer.content}, AGAIN]
-    return len(answer.content[0].text) if answer.content else 0
-
-
-def stopped(row, base_url):
-    with openai.OpenAI(base_url=base_url, api_key="none") as client:
-        ask = {"model": "policy", "messages": [{"role": "user", "content": row["prompt_text"]}]}
-        answers = client.chat.completions.create(**ask, n=2, stop=[*"abcdef0123456789"]).choices
-    return sum(len(answer.message.content) for answer in answers)
-"""
-
-
-@pytest.mark.exhaustive
-def test_rows_of_one_agent_are_the_same_over_every_api(run, tmp_path):
-    pytest.importorskip("openai"), pytest.importorskip("anthropic")
-    (tmp_path / "agents.py").write_text(AGENTS)
-    found = {}
-    for name in ("chat", "responses", "messages"):
-        with run("play", f"environment.path={tmp_path}/agents.py:{name}", "trainer.eval_samples=0") as trainer:
-            rows = trainer.sampling.generate(trainer.train_data.collate(range(3)), GenerationRequest(1, 2))
-        assert [record["end"] for record in rows["episode"]] == ["terminated"] * 6
-        parts = training_rows(rows)
-        assert len(parts) == 6  # both turns of an episode are one row
-        found[name] = tokens_of(parts), rows["rollout_log_probs"], rows["turn_rewards"]
-    for other in ("responses", "messages"):
-        assert found[other][0] == found["chat"][0]
-        assert torch.allclose(found[other][1], found["chat"][1], atol=2e-5)
-        assert torch.equal(found[other][2], found["chat"][2])
-
-
-@pytest.mark.exhaustive
-def test_choices_that_a_stop_text_has_ended_are_rows_with_all_that_was_sampled(run, tmp_path):
-    pytest.importorskip("openai")
-    (tmp_path / "agents.py").write_text(AGENTS)
-    with run("play", f"environment.path={tmp_path}/agents.py:stopped", "rollout.stop_token_ids=[]") as trainer:
-        tokenizer = trainer.tokenizer
-        episodes = trainer.sampling.generate(trainer.train_data.collate(range(3)), GenerationRequest(1, 2))
-        rows, texts, num_cut = training_rows(episodes), set(), 0
-        turns = [turn for record in episodes["episode"] for turn in record["turns"]]
-        assert len(rows) == len(turns) == 12
-        for ids, mask in zip(rows["responses"], rows["response_mask"], strict=True):
-            sampled = [token for token in ids[mask].tolist() if token != tokenizer.eos_token_id]
-            text, *rest = re.split("[a-f0-9]", tokenizer.decode(sampled), maxsplit=1)
-            texts.add(text)
-            num_cut += bool(rest)
-            assert not re.search("[a-f0-9]", tokenizer.decode(sampled[:-1]))
-        assert num_cut > 1
-        assert texts == {turn["text"] for turn in turns}
-        trainer.fit()
-    lines = [json.loads(line) for line in (tmp_path / "play" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["rollout/log_prob_gap_nats"] < 1e-5 for line in lines if "episode/turns" in line] == [True, True]

@@ -76,24 +76,6 @@ def fit(model, disk: Path, full_from: int, free_from: int | None, **options):
         undo()
 
 
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's writing thread
-def test_a_run_loses_no_metrics_while_its_disk_is_full_for_some_steps(model32, disk):
-    result = fit(model32, disk, full_from=4, free_from=9)  # a step rates twice: its responses, and its evaluation
-    assert (result.status, result.steps) == ("finished", 8)
-    lines = read_lines(disk / "run" / "metrics.jsonl")
-    assert [line["step"] for line in lines if "actor/loss" in line] == list(range(1, 9))
-    assert [line["step"] for line in lines if "eval/accuracy" in line] == list(range(1, 9))
-    for step in (1, 8):  # tables of the steps between may be lost
-        (row,) = read_lines(disk / "run" / "samples" / f"step_{step}.jsonl")
-        assert row["prompt_text"] == "5+5="
-    log = (disk / "run" / "run.log").read_text()
-    assert log.count("tracker.jsonl FAILED") == 1
-    assert "tracker.jsonl failed" in log
-    assert (disk / "run" / "actor" / "config.json").is_file()
-    assert json.loads((disk / "run" / "summary.json").read_text())["status"] == "finished"
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_disk_that_stays_full_stops_the_training_of_nothing_and_tears_no_line(model32, disk, capfd):
     assert fit(model32, disk, full_from=4, free_from=None, save_final=False).status == "finished"

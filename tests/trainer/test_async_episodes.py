@@ -8,18 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from cluster.processes_of import wait_until_gone
-from cluster.ray_here import placed
 from environments.digit_game import DigitGames
-from same_training import ROUNDING, compared, course, numbers, same_training, saved
+from same_training import compared, course, numbers, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, fit, step_lines
 from trainer.test_async_training import same_at_staleness_0
 
 from verl.algorithms.importance_sampling import TruncatedIS
-from verl.cluster.placement import DeviceMesh
 from verl.component import BuildContext
 from verl.data.files import PromptFiles
-from verl.engines.sharding import FSDP, TP
 from verl.errors import WorkerDied
 from verl.models.tiny import TinyModel
 from verl.rewards.episode_reward import EpisodeReward
@@ -41,7 +37,7 @@ def playing(model, directory, staleness=1, environment=GAMES, **options):
         rows = directory.parent / "rows.jsonl"
         rows.write_text("".join(json.dumps({"prompt": f"{n}+{n}="}) + "\n" for n in range(8)))
         files = {"train_files": (str(rows),), "eval_files": (str(rows),)}
-        options["data"] = PromptFiles(**files, system_prompt="add", max_prompt_length=40)
+        options["data"] = PromptFiles(**files, system_prompt="add", max_prompt_length=40)  # type: ignore
         model = TinyModel(context_length=160, hidden_size=32, intermediate_size=64)
     settings = {"mode": "async", "max_staleness": staleness, "prompts_per_step": 2, "group_size": 3, **options}
     settings.setdefault("rollout", HFRollout(max_new_tokens=6, stop_token_ids=STOPS))
@@ -187,33 +183,3 @@ def local(model64, tmp_path_factory):
     directory = tmp_path_factory.mktemp("local")
     fit(playing(model64, directory), directory / "run")
     return compared(directory)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "where",
-    [
-        pytest.param("ray", marks=RAY),
-        pytest.param("ray, two workers", marks=RAY),
-        pytest.param("fsdp", marks=TWO),
-        pytest.param("tp", marks=TWO),
-        pytest.param("mesh", marks=TWO),
-    ],
-)
-def test_roles_anywhere_train_what_one_process_with_a_sampler_does(where, local, model64, tmp_path, request):
-    if where.startswith("ray"):
-        request.getfixturevalue("ray_here")
-    two = {"sharding": FSDP(timeout_s=60.0), "n_gpus_per_node": 2}
-    options = {
-        "ray": {"placement": placed()},
-        "ray, two workers": {"placement": placed(), **two},
-        "fsdp": two,
-        "tp": two | {"sharding": TP(timeout_s=60.0)},
-        "mesh": {"placement": DeviceMesh(devices=("cpu:0",), sub_meshes={"rollout": ("cpu:1",)})},
-    }
-    with playing(model64, tmp_path, **options[where]).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        pids = trainer.rollout_workers.pids
-        assert len(pids) == 1
-        trainer.fit()
-    assert wait_until_gone(pids, 30.0) == []
-    same_training(compared(tmp_path), local, ROUNDING if "n_gpus_per_node" in options[where] else 0.0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -124,39 +123,6 @@ def sample(prompt, response):
 RUN = ["actor=tiny_scratch", "critic=none", "algorithm=grpo", "trainer.total_steps=1", "trainer.prompts_per_step=2"]
 RUN += ["data.digits=1", "data.held_out=2", "data.train_size=4", "rollout.max_new_tokens=2", "tracker=none"]
 RUN += ["checkpoint=off"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("script", "how", "settings", "status", "said"),
-    [
-        ("main_ppo.py", "sys.exit(0)", ["reward.path=c.py:batch"], 1, "Raised at line 5: sys.exit(0)"),
-        pytest.param(
-            "main_ppo.py", "os._exit(0)", ["reward.path=c.py:sample", "reward.per_sample=true"], 1, "exit status 0",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            "main_ppo.py", "pass\nsys.exit(0)", ["reward.path=c.py:batch"], 1, "importing it raised SystemExit: 0",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            "main_ppo.py", "pass\nsys.exit(0)", ["reward={_target_:c.Any}"], 2, "line 6 of",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            "main_ppo.py", "sys.exit(0)", ["reward.path=c.py:batch", "-m", "trainer.seed=0,1"], 1,
-            "Job 1 of the sweep ended with status 1", marks=pytest.mark.exhaustive,
-        ),
-    ],
-)  # fmt: skip
-def test_a_main_script_ends_with_a_status_and_the_line(script, how, settings, status, said, tmp_path):
-    (tmp_path / "c.py").write_text(COMPONENT.format(how=how))
-    reward = [] if settings[0].startswith("reward=") else ["reward=function"]
-    command = [sys.executable, str(ROOT / script), *RUN, *reward, *settings]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == status, done.stderr
-    assert said in done.stderr
 
 
 SAMPLE = r"Raised at line 4: [\s\S]*Sample: 3,"

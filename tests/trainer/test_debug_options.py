@@ -43,7 +43,7 @@ def test_overfitting_takes_the_same_prompts_in_every_step_and_learns_them(dir32,
     seen = []
     with in_small(model32, "overfit", total_steps=3).build(BuildContext(run_dir=tmp_path)) as trainer:
         step = trainer.step
-        trainer.step = lambda batch, number: seen.append(batch["prompt_ids"]) or step(batch, number)
+        trainer.step = lambda batch, number: seen.append(batch["prompt_ids"]) or step(batch, number)  # type: ignore
         trainer.fit()
     assert len(seen) == 3
     assert all(torch.equal(ids, seen[0]) for ids in seen)
@@ -70,12 +70,6 @@ def test_profiling_writes_a_table_and_a_trace_and_changes_no_number(model32, tmp
     ]
     assert losses[0] == losses[1]
     assert not (tmp_path / "without" / "profile").exists()
-
-
-@pytest.mark.exhaustive
-def test_a_run_shorter_than_its_profile_writes_what_there_was(model32, tmp_path):
-    fit(in_small(model32, "profile", total_steps=3), tmp_path)
-    assert (tmp_path / "profile" / "table.txt").is_file()
 
 
 def test_profiling_of_other_processes_is_refused_by_name(model32):

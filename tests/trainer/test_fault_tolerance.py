@@ -78,29 +78,6 @@ def test_a_run_that_goes_on_after_a_loss_is_restarting_and_not_failed(model32, t
     assert (tmp_path / "run/run.log").read_text().count("Traceback (most recent call last):\n  File") == 1
 
 
-@pytest.mark.exhaustive
-def test_a_worker_that_is_lost_while_the_run_is_built_anew_costs_one_more_restart(model32, tmp_path, monkeypatch):
-    lost = [WorkerDied(0, "start", None, "the process ended"), WorkerDied(0, "actor.update", 3, "the process ended")]
-    with course(model32, tmp_path).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        step, start = trainer.step, type(trainer).start_roles
-
-        def step_and_lose(batch, number):
-            if number == 3 and len(lost) == 2:
-                raise lost.pop()
-            return step(batch, number)
-
-        def start_and_lose(trainer, run, context):
-            if lost:
-                raise lost.pop()
-            start(trainer, run, context)
-
-        trainer.step = step_and_lose
-        monkeypatch.setattr(type(trainer), "start_roles", start_and_lose)
-        result = fit_with_restarts(trainer, lambda may_restart: _as_it_is(trainer, may_restart), max_restarts=2)
-    assert (result.status, result.steps, lost) == ("finished", 4, [])
-    assert result.restarts == ["rank 0 failed in actor.update at step 3", "rank 0 failed in start"]
-
-
 def _as_it_is(trainer, may_restart):
     """One fit; after a loss the trainer's own step is back."""
     try:

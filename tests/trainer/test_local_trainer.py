@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,6 @@ from refusals import refusal, refused
 
 from verl.compose.compose import compose_root
 from verl.compose.from_yaml import compose_over_default
-from verl.compose.schema import conf_dir
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.models.tiny import TinyModel
 from verl.trainer.local_trainer import PREFERENCES, LocalPPOTrainer
@@ -115,20 +111,6 @@ def test_a_dataset_made_by_the_user_is_taken(short_file):
         assert trainer.trainer.train_data is dataset
 
 
-@pytest.mark.exhaustive
-def test_training_files_in_the_configuration_give_way_to_the_dataset_that_is_passed(short_file):
-    config = short_file(data={"train_files": ["gone.parquet"], "max_prompt_length": 8})
-    with LocalPPOTrainer(config, train_dataset=ROWS) as trainer:
-        assert len(trainer.trainer.train_data) == len(ROWS)
-
-
-@pytest.mark.exhaustive
-def test_a_key_below_a_reference_changes_the_critic_alone(short_file):
-    config = short_file(critic={"model": {"seed": 5}})
-    with LocalPPOTrainer(config, train_dataset=ROWS) as trainer:
-        assert (trainer.run.actor.model.seed, trainer.run.critic.model.seed) == (0, 5)
-
-
 def written(text):
     Path("short.yaml").write_text(text)
     return "short.yaml"
@@ -145,22 +127,3 @@ test_what_a_short_file_cannot_have_is_refused_by_name = refused(
     ("config_path", "YAML", lambda: LocalPPOTrainer(written("a: [1\n"))),
     ("'what", "KEY=VALUE", lambda short_file: LocalPPOTrainer(short_file(), ROWS, overrides=["what is this"])),
 )
-
-
-@pytest.mark.exhaustive
-def test_it_works_in_a_script_without_main_guard_over_two_processes(short_file):
-    config = short_file(sharding="ddp")
-    Path("script.py").write_text(
-        "from verl.trainer.local_trainer import LocalPPOTrainer\n"
-        f"rows = {ROWS!r}\n"
-        f"trainer = LocalPPOTrainer({config!r}, train_dataset=rows,\n"
-        "    overrides=['trainer.n_gpus_per_node=2'])\n"
-        "print('STEPS', trainer.fit().steps)\n"
-        "trainer.close()\n"
-    )
-    short = yaml.safe_load(Path(config).read_text())
-    del short["trainer"]["backend"], short["actor_rollout"]["fsdp_config"]
-    Path(config).write_text(yaml.safe_dump(short))
-    environment = {**os.environ, "PYTHONPATH": str(conf_dir().parent), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True, env=environment, check=False)
-    assert "STEPS 1" in done.stdout, done.stderr[-3000:]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from same_training import course, same_training, saved
 from trainer.runs import JSONL, PPO_ALGORITHM, Arbitrary, Prompts, fit, ppo_run, read_lines, step_lines, weights
 from trainer.test_async_episodes import playing
 
@@ -16,16 +15,12 @@ from verl.algorithms.advantages import GAE, GRPO
 from verl.algorithms.algorithm import Algorithm
 from verl.algorithms.critic_free_advantages import OPO, RLOO, ReinforcePlusPlus, ReinforcePlusPlusBaseline, ReMax
 from verl.algorithms.dynamic_sampling import DynamicSampling
-from verl.algorithms.importance_sampling import TruncatedIS
 from verl.algorithms.losses import PPOClip
 from verl.cli.report.page import pass_rates
 from verl.component import BuildContext, component
-from verl.engines.sharding import DDP, FSDP
 from verl.rewards.base import Reward, RewardDescription
-from verl.rewards.function import RewardFunction
 from verl.rewards.normalization import RewardNormalization
 from verl.rewards.weighted_sum import WeightedSum
-from verl.rollout.hf import HFRollout
 
 ESTIMATORS = (GAE(), GRPO(), RLOO(), OPO(), ReinforcePlusPlus(), ReinforcePlusPlusBaseline(), ReMax())
 SIZES = {"prompts_per_step": 3, "group_size": 4, "eval_before": False, "save_final": False, "tracker": JSONL}
@@ -150,31 +145,6 @@ def test_a_step_with_fewer_responses_than_mini_batches_is_trained_on(model32, tm
     assert len(seen) == len(lines) == 1
 
 
-@component
-class FirstOnes(RewardDescription, Reward):
-    """A reward for the first `rated` responses of a batch alone."""
-
-    rated_rows: int = 1
-
-    def score(self, prompts, responses, **columns):
-        return [float(i) if i < self.rated_rows else None for i in range(len(responses))]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.xdist_group("two processes")
-@pytest.mark.parametrize("sharding", [DDP(timeout_s=60.0), FSDP(timeout_s=60.0)], ids=["ddp", "fsdp"])
-@pytest.mark.parametrize("mode", ["sync", "async"])
-@pytest.mark.parametrize("rated_rows", [0, 1, 5])
-def test_two_processes_train_on_any_number_of_rated_responses(rated_rows, mode, sharding, model64, tmp_path):
-    described = algorithm(GRPO(), mini_batches=2, **({"proximal": "behaviour"} if mode == "async" else {}))
-    sizes = SIZES | {"mode": mode, "sharding": sharding, "n_gpus_per_node": 2}
-    lines, _ = trained(
-        tmp_path, ppo_run(model64, described, reward=FirstOnes(rated_rows=rated_rows), total_steps=2, **sizes)
-    )
-    assert [(line["perf/samples"], line["reward/unscored"]) for line in lines] == [(rated_rows, 12 - rated_rows)] * 2
-    assert all(math.isfinite(x) for line in lines for x in line.values() if isinstance(x, float))
-
-
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_episodes_without_a_reward_are_left_out(mode, model32, tmp_path):
@@ -184,23 +154,3 @@ def test_episodes_without_a_reward_are_left_out(mode, model32, tmp_path):
         assert [line["perf/samples"] + line["reward/unscored"] for line in lines] == [6.0] * 4
         assert len(seen) == sum(line["perf/samples"] > 0 for line in lines)
         assert all(math.isfinite(x) for line in lines for x in line.values() if isinstance(x, float))
-
-
-FUNCTION = """
-def f(prompt, response, **columns):
-    number = sum(map(ord, response))
-    return None if number % 3 == 0 else {"score": number % 17 / 16, "length": len(response), "first": response[:1]}
-"""
-
-
-@pytest.mark.exhaustive
-def test_rewards_of_none_and_further_columns_that_were_rated_ahead_resume_bit_by_bit(model64, tmp_path):
-    (tmp_path / "reward.py").write_text(FUNCTION)
-    reward = RewardFunction(path=f"{tmp_path}/reward.py:f", per_sample=True)
-    options = {"reward": reward, "mode": "async", "max_staleness": 2, "rollout": HFRollout(max_new_tokens=7)}
-    described = dataclasses.replace(algorithm(GRPO()), correction=TruncatedIS())
-    fit(course(model64, tmp_path / "whole", described, **options), tmp_path / "whole/run")
-    point = tmp_path / "whole/checkpoints/global_step_2"
-    assert "NaN" in (point / "scheduler/state.json").read_text()
-    fit(course(model64, tmp_path / "again", described, resume=point, **options), tmp_path / "again/run")
-    same_training(saved(tmp_path / "again"), saved(tmp_path / "whole"), after=2)

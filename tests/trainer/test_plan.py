@@ -34,7 +34,7 @@ from verl.protocol import DataProto
 from verl.rollout.hf import HFRollout
 from verl.trainer.plan import run_plan
 from verl.trainer.plan.activations import LiveBytes, trace_activations
-from verl.trainer.plan.memory import GIB, MemoryPlan, RoleMemory, memory_plan
+from verl.trainer.plan.memory import GIB, MemoryPlan, memory_plan
 from verl.trainer.plan.run_plan import RunPlan, plan_run
 from verl.trainer.plan.step_time import active_parameters
 from verl.trainer.plan.workload import DEVICES, device_named
@@ -221,33 +221,12 @@ def test_experts_with_twice_their_share_of_the_tokens_take_what_twice_as_many_fo
     assert two > 1.1 * one
 
 
-@pytest.mark.exhaustive
-def test_processes_that_share_layers_have_all_rows_of_their_share_in_fine_tuning():
-    limits = {}
-    for sharding in ("fsdp", "tp", "pp"):
-        run = validate(compose_root("sft", [f"sharding={sharding}", "trainer.n_gpus_per_node=2"]))
-        (role,) = plan_run(run, device_named("cpu")).memory.roles
-        limits[sharding] = role.tokens * role.micro_batches
-    assert limits["tp"] == limits["pp"] == 2 * limits["fsdp"]
-
-
 def test_batch_arithmetic_names_every_remainder():
     run = run_of("algorithm=grpo", "critic=none", "sharding=ddp", "trainer.n_gpus_per_node=5")
     run = replace(run, trainer=replace(run.trainer, prompts_per_step=6, group_size=2))
     step, actor = plan_run(with_architectures(run), device_named("cpu")).batch
     assert "6 prompts x 2 samples = 12 rows;" in step
     assert "12 rows of an optimizer step in 5 shares with a remainder of 2" in actor
-
-
-@pytest.mark.exhaustive
-def test_the_plan_says_when_the_disk_is_full(llama_8b):
-    run = run_of("actor=llama8b", f"actor.model.path={llama_8b}", "critic=none", "algorithm=grpo", "rollout=vllm")
-    for keep in (3, None):
-        kept = replace(run, checkpoint=replace(run.checkpoint, keep_last_n=keep))
-        plan = plan_run(kept, device_named("h100"), free_disk=200 * GIB)
-        parameters = model_stats(plan.memory.roles[0].config).parameters
-        assert plan.memory.saving == pytest.approx(12 * parameters, rel=0.01)
-        assert "full with checkpoint 3" in plan.disk
 
 
 def test_the_command_plans_the_default_run_and_gives_its_numbers():
@@ -257,14 +236,6 @@ def test_the_command_plans_the_default_run_and_gives_its_numbers():
     assert plan["fits"]
     assert plan["peak"]["bytes"] == max(phase["bytes"] for phase in plan["phases"])
     assert plan["step_seconds"] == pytest.approx(sum(stage["seconds"] for stage in plan["stages"]))
-
-
-@pytest.mark.exhaustive
-def test_the_command_ends_with_1_where_a_run_does_not_fit(llama_8b):
-    arguments = ["plan", "actor=llama8b", f"actor.model.path={llama_8b}", "critic=none", "algorithm=grpo"]
-    found = CliRunner().invoke(app, [*arguments, "--device", "rtx4090"])
-    assert found.exit_code == 1
-    assert "does not fit" in found.stdout
 
 
 @pytest.mark.parametrize("fits", [True, *exhaustive(False)])
@@ -371,14 +342,33 @@ def test_published_steps_are_within_the_range_of_the_plan_and_the_document_has_t
     assert f"| {checkpoint:g} | {expected:.0f} | {expected / checkpoint - 1:+.0%} |" in document
 
 
-@pytest.mark.exhaustive
-def test_ranks_with_the_same_rows_share_an_engine_and_do_not_draw_them_twice(llama_8b):
-    common = ["rollout=vllm", "trainer.n_gpus_per_node=8", "rollout.tensor_parallel_size=4"]
-    seconds = {}
-    for sharding in ("fsdp", "parallel sharding.tp=4 sharding.dp_shard=2"):
-        plan = planned_8b(llama_8b, "h100", *common, *f"sharding={sharding}".split())
-        seconds[sharding] = plan.stages[0].seconds
-    assert len({round(value, 6) for value in seconds.values()}) == 1
+MEASURED = {  # one H200, vLLM awake, 32 x 8 rows: new tokens, tokens of a micro-batch, seconds of stages, configuration
+    "135M": (48, 16384, {"generate": 0.34, "update actor": 0.21}, {
+        "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
+    }),
+    "1.5B": (256, 32768, {"generate": 2.43, "update actor": 1.92}, {
+        "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 1536, "intermediate_size": 8960,
+        "num_hidden_layers": 28, "num_attention_heads": 12, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MEASURED)
+def test_stages_measured_on_one_gpu_are_within_a_quarter_of_the_plan(name, tmp_path):
+    new, tokens, stages, config = MEASURED[name]
+    (tmp_path / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    run = run_of(
+        "actor=pretrained", f"actor.model.path={tmp_path}", "actor.autocast=bfloat16", "critic=none", "algorithm=grpo",
+        "reference=none", "algorithm.kl.coef=0", "rollout=vllm", "rollout.max_num_seqs=256",
+        f"rollout.max_new_tokens={new}", f"actor.micro_batch_tokens={tokens}", "++trainer.prompts_per_step=32",
+        "++trainer.group_size=8", "++data.max_prompt_length=64",
+    )  # fmt: skip
+    plan = plan_run(run, device_named("h200"))
+    assert plan.memory.stays_awake
+    found = {stage.name: stage.seconds for stage in plan.stages}
+    for stage, seconds in stages.items():
+        assert found[stage] == pytest.approx(seconds, rel=0.25)
 
 
 def test_a_run_on_two_machines_is_planned_on_one_and_refused_there_before_anything_loads(tmp_path):
@@ -435,29 +425,6 @@ def test_a_plan_that_fails_stops_no_run(model32, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(run_plan, "memory_plan", failing)
     assert fit(course(model32, tmp_path, total_steps=1), tmp_path / "run").status == "finished"
     assert "could not be made: KeyError" in caplog.text
-
-
-@pytest.mark.exhaustive
-def test_an_adapter_and_a_divided_model_take_less():
-    def actor(*overrides: str) -> RoleMemory:
-        return estimated(run_of(*TINY, *overrides)).roles[0]
-
-    whole, adapted = actor(), actor("actor.lora={_target_:verl.models.lora.LoRA,rank:4}")
-    assert adapted.optimizer < whole.optimizer / 5
-    assert adapted.weights >= whole.weights
-    shared = actor("sharding=ddp", "+sharding@actor.sharding=fsdp", "trainer.n_gpus_per_node=4")
-    assert shared.weights + shared.optimizer == (whole.weights + whole.optimizer) // 4
-    assert 0 < shared.gathered < shared.generating == whole.weights
-
-
-@pytest.mark.exhaustive
-def test_processes_that_share_layers_work_on_the_same_rows():
-    def plan(*choices):
-        return memory_plan(run_of("actor=tiny_scratch", "trainer.prompts_per_step=16", *choices), device_named("cpu"))
-
-    one, rows, layers = plan(), *(plan(f"sharding={name}", "trainer.n_gpus_per_node=4") for name in ("ddp", "tp"))
-    assert layers.roles[0].tokens == one.roles[0].tokens == 4 * rows.roles[0].tokens
-    assert layers.engine_cache == rows.engine_cache == one.engine_cache // 4  # of the own heads, for all rows
 
 
 @pytest.mark.exhaustive
@@ -537,13 +504,6 @@ def test_what_is_advised_makes_the_phase_smaller_that_is_short():
     assert named(plan) == {"rollout.kv_cache_gib"}  # no activations, no gradients there
 
 
-@pytest.mark.exhaustive
-def test_a_phase_that_no_setting_makes_smaller_is_told_so():
-    (warning,) = planned(limit=1).warnings(None, None)
-    assert "take a smaller model" in warning
-    assert "micro_batch_tokens" not in warning
-
-
 def test_every_process_that_holds_a_role_is_counted():
     apart = ("trainer=mesh", "trainer.placement.devices=[cpu:0,cpu:1]", "+trainer.placement.sub_meshes.critic=[cpu:1]")
     plan, one = planned(*apart), planned()
@@ -558,19 +518,6 @@ def test_every_process_that_holds_a_role_is_counted():
     joined = ("trainer.nnodes=2", "trainer.placement.address=auto")
     ray = planned("trainer=ray", "sharding=fsdp", "trainer.n_gpus_per_node=4", *joined)
     assert next(ray.lines()).startswith("4 processes on each of 2 machines")
-
-
-@pytest.mark.exhaustive
-def test_a_role_in_a_pool_of_its_own_is_divided_over_that_pool():
-    pools = "+trainer.placement.pools={a:[actor,reference],b:[critic]}"
-    settings = ("trainer=ray", "sharding=fsdp", "trainer.n_gpus_per_node=4", pools, "+trainer.placement.workers={b:2}")
-    plan = planned(*settings)
-    roles = {role.name: role for role in plan.memory.roles}
-    assert (roles["actor"].layout.processes, roles["critic"].layout.processes) == (4, 2)
-    assert roles["critic"].tokens == 2 * roles["actor"].tokens
-    whole = {role.name: role.weights for role in planned().memory.roles}
-    assert roles["critic"].weights == whole["critic"] // 2
-    assert "critic: 192 rows of an optimizer step in 2 shares" in "\n".join(plan.batch)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from cluster.ray_here import placed
 from environments.waiting_game import WaitingGames
-from refusals import refusal
 from same_training import ROUNDING, compared, same_training, saved
 from trainer.runs import Prompts, fit
 from trainer.test_async_rewards import Waiting, ahead, engine_of
@@ -21,12 +20,9 @@ from trainer.test_async_training import asynchronous, in_flight
 from verl.cluster.placement import DeviceMesh
 from verl.component import BuildContext
 from verl.data.sampler import DataSampler
-from verl.errors import RolloutError, WorkerDied, WorkerHung
-from verl.trainer.ppo import PPOTrainer
+from verl.errors import WorkerDied, WorkerHung
 from verl.trainer.train_loop import TrainLoop
 from verl.utils.seeding import derive_seed
-from verl.workers import rollout_worker
-from verl.workers.rollout_worker import RolloutWorker
 from verl.workers.schedule import read_lines, schedule_path
 
 RAY, TWO = pytest.mark.xdist_group("ray"), pytest.mark.xdist_group("two processes")
@@ -88,29 +84,6 @@ def test_replayed_and_resumed_runs_of_two_engines_have_the_bits_of_the_first(whe
 
 @TWO
 @needs_two_cores
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
-def test_a_resume_with_another_number_of_engines_says_so_and_trains_each_batch_once(
-    before, after, model32, tmp_path, monkeypatch, caplog
-):
-    prompts, update = [], PPOTrainer.update
-
-    def noted(self, experience, step):
-        prompts.append(experience["prompt_ids"].tolist())
-        return update(self, experience, step)
-
-    monkeypatch.setattr(PPOTrainer, "update", noted)
-    fit(in_flight(model32, tmp_path / "first", placement=mesh(*ENGINES[:before])), tmp_path / "first/run")
-    resume = tmp_path / "first/checkpoints/global_step_3"
-    with caplog.at_level(logging.WARNING):
-        run = in_flight(model32, tmp_path / "other", placement=mesh(*ENGINES[:after]), resume=resume)
-        fit(run, tmp_path / "other/run")
-    assert f"are of {before} engines; they are generated again by {after}" in caplog.text
-    assert prompts[6:] == prompts[3:6]
-
-
-@TWO
-@needs_two_cores
 @pytest.mark.parametrize(
     ("run_of", "number", "kind", "rank"),
     [
@@ -143,30 +116,3 @@ def test_a_group_of_one_engine_is_rated_while_another_has_none(model32, tmp_path
     run = ahead(model32, tmp_path, Waiting(fails_on=(str(tmp_path),)), placement=mesh(*ENGINES), **options)
     fit(dataclasses.replace(run, environment=games), tmp_path / "run")
     assert [path.name for path in tmp_path.glob("waited_*")] == ["waited_for_it"]
-
-
-class OneWrong(RolloutWorker):
-    """Changes a value of its copy where it is the second engine."""
-
-    def _take(self, weights):
-        held = super()._take(weights)
-        if self._rank == 1:
-            held[next(iter(weights))].detach().view(-1)[0] += 1
-        return held
-
-
-class WrongHost(rollout_worker.RolloutHost):
-    def build(self, context):
-        host = super().build(context)
-        host.workers["rollout"].__class__ = OneWrong
-        return host
-
-
-@TWO
-@needs_two_cores
-@pytest.mark.exhaustive
-def test_wrong_weights_in_the_second_engine_stop_the_run(model32, tmp_path, monkeypatch):
-    monkeypatch.setattr("verl.trainer.build.RolloutHost", WrongHost)
-    run = in_flight(model32, tmp_path, placement=mesh(*ENGINES))
-    with refusal("rollout worker 1", "weights of version 0: 1 of", kind=RolloutError):
-        fit(run, tmp_path / "run")

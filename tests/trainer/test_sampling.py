@@ -14,12 +14,8 @@ from typing import Any
 import pytest
 import torch
 from refusals import refusal
-from same_training import course, digest, newest
-from trainer.runs import fit
 
-from verl.checkpoint.read.reader import CheckpointReader
 from verl.data.sampler import DataSampler
-from verl.engines.sharding import DDP
 from verl.errors import RolloutError, WorkerDied
 from verl.ops.batching import BatchPartition
 from verl.protocol import DataProto
@@ -530,16 +526,3 @@ def test_shares_are_of_like_length_and_like_number():
     assert [part.tolist() for part in BatchPartition(prompts(0, 1, 2, 3), 2).rows] == [[0, 2], [1, 3]]
     by_length = BatchPartition(lengths.with_expected(prompts(0, 1, 2, 3), 1), 2).rows
     assert [part.tolist() for part in by_length] == [[0, 3], [1, 2]]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.xdist_group("two processes")
-def test_processes_that_go_on_divide_prompts_as_they_would_have(model32, tmp_path):
-    parts = {"sharding": DDP(), "n_gpus_per_node": 2}
-    fit(course(model32, tmp_path / "whole", **parts), tmp_path / "whole/run")  # most prompts come twice
-    resume = str(tmp_path / "whole/checkpoints/global_step_2")
-    fit(course(model32, tmp_path, resume=resume, **parts), tmp_path / "run")
-    assert digest(tmp_path) == digest(tmp_path / "whole")
-    known = [json.loads(CheckpointReader(newest(at)).read(STATE).tobytes()) for at in (tmp_path / "whole", tmp_path)]
-    assert known[0]["lengths"] == known[1]["lengths"]
-    assert len(known[0]["lengths"]["prompts"]) == 7

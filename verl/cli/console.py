@@ -19,7 +19,6 @@ import typer
 from verl.compose.schema import set_own_conf_dirs
 from verl.errors import BadCheckpoint, ConfigError, VerlError
 from verl.utils.external_input import plain, printable
-from verl.utils.memory import out_of_memory_message, refuse_small_address_space
 from verl.utils.redact import redact
 
 FOUND, FAILED = 1, 2
@@ -50,7 +49,6 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhd]?)")
 def one_line_errors() -> Iterator[None]:
     """Print errors as one line: status 1 for a bad checkpoint, 2 if the command could not run."""
     try:
-        refuse_small_address_space()
         yield
     except BrokenPipeError:  # `verl runs | head`: the command line's library ends it without a word
         raise
@@ -58,10 +56,6 @@ def one_line_errors() -> Iterator[None]:
         fail(str(error), FOUND)
     except (VerlError, OSError) as error:
         fail(str(error), FAILED)
-    except (MemoryError, RuntimeError) as error:
-        if (message := out_of_memory_message(error)) is None:
-            raise
-        fail(message, FAILED)
 
 
 @contextlib.contextmanager

@@ -45,7 +45,6 @@ from verl.tracking.console import reader_may_leave, set_command, shown_path
 from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.utils import torchrun
 from verl.utils.directories import set_kernel_cache
-from verl.utils.memory import out_of_memory_message, refuse_small_address_space
 from verl.utils.progress import report_to_starter
 from verl.utils.redact import redact, redact_output
 from verl.utils.signals import Terminated, component_exits, ignore_interrupts, orderly_termination
@@ -159,7 +158,6 @@ def entry_point(root: str) -> Callable[[Callable[[RunStart], Any]], Callable[[],
             report_to_starter()
             redact_output()
             with _without_threads(), _clean_end(), orderly_termination():
-                refuse_small_address_space()
                 set_kernel_cache()
                 schema.register()
                 sys.path.append(str(Path.cwd()))  # user modules are in the working directory
@@ -350,9 +348,6 @@ def end_message(error: BaseException, log: Path | None = None) -> str:
         log: path of run.log, which has all tracebacks.
     """
     cause = root_cause(error)
-    message = out_of_memory_message(error)
-    if message is not None and (isinstance(cause, MemoryError) or not _is_of_code(cause)):
-        return f"{message}{_in_log(log)}"
     text = str(error).strip() if isinstance(error, VerlError) else ""
     sentence, _, detail = text.partition("\n")
     if isinstance(error, WorkerError) and _TRACEBACK in detail:  # the traceback of the worker

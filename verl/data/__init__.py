@@ -15,5 +15,6 @@ preference_dataset  Pairs of responses, or responses with a label, tokenised
 readers        Readers of parquet and JSONL files; each row has its file and line number
 rlhf_dataset   Prompts for reinforcement learning, tokenised once and padded on the left when a batch is made
 sampler        The data sampler: a seeded order per epoch, whose state is three numbers
+shapes         Pictures of shapes, made by NumPy, and questions about them
 sft_dataset    Supervised fine-tuning data
 """

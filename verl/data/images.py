@@ -17,7 +17,7 @@ import io
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -112,30 +112,36 @@ def _content(source: Any) -> bytes:
 
 
 def _opened(source: Any) -> tuple[Image, bytes]:
-    """An image of which only the header was read, and the digest of its content."""
+    """An image within the limits, of which only the header was read, and the digest of its content."""
     try:
-        from PIL import Image, UnidentifiedImageError
+        from PIL import Image
     except ImportError:
         raise ConfigError(f"data has images, which need the package pillow: {install_command('PIL')}.") from None
+    image, content = source, b""
     if isinstance(source, (Path, bytes)):
         content = _content(source)
-        digest = hashlib.blake2b(content, digest_size=16).digest()
         try:
             image = Image.open(io.BytesIO(content), formats=FORMATS)
         except Image.DecompressionBombError:
             raise BadImage(f"more than {MAX_PIXELS} pixels") from None
-        except (UnidentifiedImageError, OSError, ValueError, SyntaxError):
+        except Exception:  # noqa: BLE001 - a decoder may raise anything
             raise BadImage(f"not an image of the formats {', '.join(FORMATS)}, or damaged") from None
-    else:
-        image = source
-        digest = hashlib.blake2b(repr((image.mode, image.size)).encode() + image.tobytes(), digest_size=16).digest()
     if image.width * image.height > MAX_PIXELS:
         raise BadImage(f"{image.width} x {image.height} pixels, more than {MAX_PIXELS}")
-    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # of phones, with previews
-        raise BadImage(f"{getattr(image, 'n_frames', 1)} frames: expected one")
+    frames = 1 if image.format == "MPO" else _decode(lambda: getattr(image, "n_frames", 1))  # MPO: of phones
+    if frames > 1:
+        raise BadImage(f"{frames} frames: expected one")
     if image.mode in ("I", "F"):
         raise BadImage("pixels of 32 bits: expected 8 or 16")
-    return image, digest
+    content = content or repr((image.mode, image.size)).encode() + _decode(image.tobytes)
+    return image, hashlib.blake2b(content, digest_size=16).digest()
+
+
+def _decode(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except Exception as error:  # noqa: BLE001 - a decoder may raise anything
+        raise BadImage(f"damaged ({error})") from None
 
 
 def checked(source: Any, max_pixels: int | None = None) -> CheckedImage:
@@ -149,17 +155,10 @@ def checked(source: Any, max_pixels: int | None = None) -> CheckedImage:
     image, digest = _opened(source)
     width, height = image.size
     image.draft("RGB", (max(1, width // 8), max(1, height // 8)))
-    _load(image)
-    if image.getexif().get(0x0112, 1) in (5, 6, 7, 8):  # turned by a quarter, with or without a reflection
+    _decode(image.load)
+    if _decode(image.getexif).get(0x0112, 1) in (5, 6, 7, 8):  # turned by a quarter, with or without a reflection
         width, height = height, width
     return CheckedImage(source, digest, fitted(width, height, max_pixels))
-
-
-def _load(image: Image) -> None:
-    try:
-        image.load()
-    except (OSError, ValueError, SyntaxError, EOFError) as error:
-        raise BadImage(f"damaged ({error})") from None
 
 
 def fitted(width: int, height: int, max_pixels: int | None) -> tuple[int, int]:
@@ -181,8 +180,7 @@ def decoded(image: CheckedImage) -> Image:
     opened, digest = _opened(image.source)
     if digest != image.digest:
         raise BadImage("it changed since the data set was read")
-    _load(opened)
-    picture = rgb(ImageOps.exif_transpose(opened))
+    picture = _decode(lambda: rgb(ImageOps.exif_transpose(opened)))
     return picture if picture.size == image.size else picture.resize(image.size, Image.Resampling.BICUBIC)
 
 
@@ -207,7 +205,7 @@ def with_images(
 
     Images are in content parts (`{"type": "image", "image": ...}`, or `url`, `path`, `image_url`), or in a column, of
     which each placeholder `{"type": "image"}` takes the next one. If there is no placeholder they are put before the
-    text of the first message of the user. A text prompt with images becomes such a message.
+    text of the first message of the user. Where any row has images, every text prompt becomes such a message.
 
     Args:
         key: column of the prompt or the messages.
@@ -229,21 +227,28 @@ def with_images(
             sources[index] = [_numbered(number, source_of, x, rows.directory(index)) for number, x in enumerate(values)]
         except BadImage as error:
             faults[index] = str(error)
-    checks = _checked_all([source for of_row in sources.values() for source in of_row], max_pixels)
     images: list[tuple[CheckedImage, ...]] = [()] * len(rows)
-    for index, of_row in sources.items():
-        try:
-            images[index] = tuple(_numbered(number, _found, checks[_id(x)]) for number, x in enumerate(of_row))
-        except BadImage as error:
-            faults[index] = str(error)
+    distinct, told = {_id(source): source for of_row in sources.values() for source in of_row}, time.monotonic()
+    with ThreadPoolExecutor(THREADS) as pool:
+        checks = {known: pool.submit(checked, source, max_pixels) for known, source in distinct.items()}
+        for count, (index, of_row) in enumerate(sources.items(), start=1):
+            try:
+                images[index] = tuple(_numbered(number, checks[_id(x)].result) for number, x in enumerate(of_row))
+            except BadImage as error:
+                faults[index] = str(error)
+            if time.monotonic() > told + 10:
+                told = time.monotonic()
+                log.info("Checked the images of %d of %d rows.", count, len(sources))
     for index in sorted(faults):
         bad.add(f"{key} at {rows.location(index)}: {faults[index]}")
     if not sources:
         return rows.only([index for index in range(len(rows)) if index not in faults])
     values = []
     for index, row in enumerate(rows.values):
-        others = {name: x for name, x in row.items() if name != images_key}
-        values.append(others | {key: chats[index]} if index in sources else others)
+        prompt = chats[index] if index in sources else row.get(key)
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) and prompt else prompt
+        others = {name: x for name, x in row.items() if name not in (images_key, key)}
+        values.append(others | ({key: prompt} if key in row else {}))
     return replace(rows, values=values, images=images).only([i for i in range(len(rows)) if i not in faults])
 
 
@@ -252,12 +257,6 @@ def _numbered(number: int, call: Callable[..., Any], *arguments: Any) -> Any:
         return call(*arguments)
     except BadImage as error:
         raise BadImage(f"image {number}: {error}") from None
-
-
-def _found(result: CheckedImage | BadImage) -> CheckedImage:
-    if isinstance(result, BadImage):
-        raise result
-    return result
 
 
 def _as_list(value: Any) -> list[Any]:
@@ -316,25 +315,6 @@ def _extracted(prompt: Any, given: list[Any]) -> tuple[list[Any], list[Any]]:
 
 def _id(source: Any) -> Any:
     return source if isinstance(source, (Path, bytes)) else id(source)
-
-
-def _checked_all(sources: Iterable[Any], max_pixels: int | None) -> dict[Any, CheckedImage | BadImage]:
-    """Check distinct images in threads; logs how many are done."""
-
-    def check(source: Any) -> CheckedImage | BadImage:
-        try:
-            return checked(source, max_pixels)
-        except BadImage as error:
-            return error
-
-    distinct, results, told = {_id(x): x for x in sources}, {}, time.monotonic()
-    with ThreadPoolExecutor(THREADS) as pool:
-        for key, result in zip(distinct, pool.map(check, distinct.values()), strict=True):
-            results[key] = result
-            if time.monotonic() > told + 10:
-                told = time.monotonic()
-                log.info("Checked %d of %d images.", len(results), len(distinct))
-    return results
 
 
 class ImageTokens:

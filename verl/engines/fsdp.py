@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from verl.models.images import vision_tower
 from verl.models.model_files import SafetensorsReader
 from verl.ops.resharding.dtensor import is_on_other_stage, local, own_box
 from verl.utils.progress import report
@@ -68,9 +69,14 @@ def shard_fully(
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The transformer blocks of a model, each a unit of FSDP."""
+    """The transformer blocks of a model, each a unit of FSDP.
+
+    Those of a vision tower are no units of their own: a process whose rows have no image does not gather them.
+    """
     names = set(getattr(model, "_no_split_modules", None) or ())
-    named = [module for module in model.modules() if type(module).__name__ in names]
+    tower = vision_tower(getattr(model, "backbone", model))
+    seeing = set() if tower is None else set(tower.modules())
+    named = [module for module in model.modules() if type(module).__name__ in names and module not in seeing]
     if named:
         return named
     return [block for blocks in model.modules() if isinstance(blocks, nn.ModuleList) for block in blocks]

@@ -191,12 +191,6 @@ class EpisodeJournal:
                     path.unlink()
 
 
-def journal_records(directory: Path, step: int) -> Iterator[dict[str, Any]]:
-    """Records of a step by all runs, in the order in which they were written."""
-    for _, path in _files_of(directory, step):
-        yield from read_records(path)
-
-
 def _files(directory: Path) -> list[tuple[int, int, Path]]:
     """Step, number of the run, and path of each file."""
     paths = list(directory.iterdir()) if directory.is_dir() else []

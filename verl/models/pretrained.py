@@ -27,7 +27,6 @@ from verl.models.model_files import (
     unloadable_error,
 )
 from verl.models.structure import expert_count
-from verl.utils.memory import out_of_memory_message
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -346,7 +345,7 @@ class Pretrained(ModelSource):
         except ConfigError:
             raise
         except Exception as error:
-            if out_of_memory_message(error) is not None:
+            if isinstance(error, MemoryError):
                 raise
             if self.trust_remote_code or "trust_remote_code" not in str(error):
                 raise unloadable_error(path, part, error) from error

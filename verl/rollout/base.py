@@ -24,8 +24,8 @@ ALONE = BuildContext()
 
 # Weights from an actor in pipeline `stages`, or with sharded `experts` (sharding.ep); a user-defined torch module
 # (`modules`); several `turns` of an episode; recording the experts that routers choose (`router_replay`); running as
-# the role `rollout`, with a copy of the model (`rollout_worker`)
-Capability = Literal["stages", "experts", "modules", "turns", "router_replay", "rollout_worker"]
+# the role `rollout`, with a copy of the model (`rollout_worker`); prompts with `images`
+Capability = Literal["stages", "experts", "modules", "turns", "router_replay", "rollout_worker", "images"]
 
 
 @component

@@ -74,7 +74,8 @@ class DataResponses:
         lines = [tokens[: self._max_tokens] for tokens in completions]
         pad_id = prompts.meta_info["pad_token_id"]
         mask = right_padded([[True] * len(line) for line in lines], False, torch.bool)
-        return assemble(prompts, 1, right_padded(lines, pad_id, torch.int64), mask, torch.zeros(mask.shape), pad_id)
+        tokens, log_probs = right_padded(lines, pad_id, torch.int64), torch.zeros(mask.shape)
+        return assemble(prompts, 1, tokens, mask, log_probs, pad_id).union(prompts.select([], []))  # with their images
 
     def joined(self, experience: DataProto, rows: DataProto) -> DataProto:
         """The experience without columns, followed by the rows; only the rows if all responses are from the data.

@@ -84,7 +84,7 @@ class HFRollout(Rollout):
     """
 
     supports: ClassVar[frozenset[Capability]] = frozenset(
-        {"stages", "experts", "modules", "turns", "router_replay", "rollout_worker"}
+        {"stages", "experts", "modules", "turns", "router_replay", "rollout_worker", "images"}
     )
     may_change: ClassVar[bool] = True
 

@@ -236,6 +236,27 @@ def placement_faults(settings: LoopSettings, shardings: Mapping[str, Sharding]) 
         yield "trainer.profile is set: it sees the driver alone, but the work is done elsewhere. Leave it null."
 
 
+def image_faults(run: Any) -> list[str]:
+    """Faults of a run whose prompts have images."""
+    faults, rollout, counts = [], getattr(run, "rollout", None), role_processes(run)
+    for role, sharding in run.shardings().items():
+        degrees = sharding.degrees(counts[role])
+        path = f"{role}.sharding" if getattr(getattr(run, role, None), "sharding", None) else "sharding"
+        faults += [
+            f"{path}.{name} is {getattr(degrees, name)}, and the prompts have images: such rows are divided over "
+            f"data-parallel processes alone. Set {path}.{name}=1."
+            for name in ("tp", "pp", "cp", "ep")
+            if getattr(degrees, name) > 1
+        ]
+    if rollout is not None and "images" not in rollout.supports:
+        faults.append(
+            f"rollout is a {type(rollout).__name__}, and the prompts have images: it reads none. Set rollout=hf."
+        )
+    if getattr(run, "replay", None) is not None:
+        faults.append("replay is set, and the prompts have images: the replay buffer keeps none. Set replay=off.")
+    return list(dict.fromkeys(faults))
+
+
 def sharding_faults(run: Any) -> list[str]:
     """Faults of the shardings of a run's roles with the number of processes and the models; each is reported once."""
     settings, shardings, counts = run.trainer, run.shardings(), role_processes(run)

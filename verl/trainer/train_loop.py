@@ -36,14 +36,22 @@ from verl.component import BuildContext, as_plain
 from verl.data.base import Dataset, DataSplits, named_source, report_counts
 from verl.data.curriculum import sampler_of
 from verl.data.sampler import DataSampler
-from verl.errors import CheckpointFenced, CheckpointNotFound, VerlError, WorkerDied, WorkerError, error_text
+from verl.errors import (
+    CheckpointFenced,
+    CheckpointNotFound,
+    ConfigError,
+    VerlError,
+    WorkerDied,
+    WorkerError,
+    error_text,
+)
 from verl.monitoring.nonfinite import StepSkipped
 from verl.protocol import DataProto
 from verl.tracking.base import TrackerSet
 from verl.tracking.logging_setup import IN_RUN_LOG
 from verl.trainer.guards import Guards, stage
 from verl.trainer.plan.run_plan import RunPlan, log_plan
-from verl.trainer.setup import ProcessState, prepare_context
+from verl.trainer.setup import ProcessState, image_faults, prepare_context
 from verl.trainer.state.checkpointing import CheckpointSaver, rate_of
 from verl.trainer.state.driver_state import WHEN_BUILT, PartStates, Stateful, load_parts
 from verl.trainer.state.lineage import record_environment
@@ -177,7 +185,13 @@ class LoopTrainer(ABC):
         """The stateful objects of the driver, saved in checkpoints; see `verl.trainer.state.driver_state`."""
 
     def _use_data(self, splits: DataSplits, batch_size: int, setting: str) -> None:
-        """Use data sets; `setting` is the path of the batch size, for messages."""
+        """Use data sets; `setting` is the path of the batch size, for messages.
+
+        Raises:
+            ConfigError: they have images, which the run cannot train on.
+        """
+        if getattr(splits, "has_images", False) and (faults := image_faults(self.description)):
+            raise ConfigError(faults)
         self.train_data, self.eval_data = splits.train, splits.eval
         self.data_counts, self.settled_data = report_counts(splits), splits.settled
         seed, source = derive_seed(self.settings.seed, "data order"), named_source(self.description.data)

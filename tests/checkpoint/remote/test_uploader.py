@@ -102,21 +102,6 @@ def test_within_an_interval_of_time_the_newest_goes_once_and_what_has_a_tag_and_
     assert [record.step for record in near.connect().records()] == [1, 4, 5, 7]
 
 
-@pytest.mark.exhaustive
-def test_a_store_that_is_away_costs_nothing_but_time(tier: CheckpointTier, proxy: Proxy, tmp_path: Path) -> None:
-    proxy.misbehave = lambda request: Fault(status=503)
-    uploading = uploader(tier, tmp_path / "here")
-    save(tmp_path / "here", 1)
-    (failed, *_) = until(uploading, "failed")
-    assert "503" in failed.error
-    assert failed.waiting == 1
-    save(tmp_path / "here", 2)
-    proxy.misbehave = lambda request: None
-    told = uploading.close(wait_s=60)
-    assert [record.step for record in tier.connect().records()] == [1, 2]
-    assert next(one.name for one in told if one.kind == "uploaded") == "global_step_2", "the newest goes first"
-
-
 @pytest.mark.slow
 def test_a_store_that_refuses_is_told_of_at_the_start_and_not_waited_for_at_the_end(
     tier: CheckpointTier, tmp_path: Path
@@ -282,18 +267,6 @@ def test_a_store_gets_what_it_lacks_although_another_one_or_it_had_confirmed_tha
         near = dataclasses.replace(near, storage=near.storage.below("another"))
     upload(near, tmp_path / "here")
     assert [record.step for record in near.connect().records()] == [1, 2]
-
-
-@pytest.mark.exhaustive
-def test_publications_go_on_above_those_of_the_store(near: CheckpointTier, tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        save(tmp_path / "here", step)
-    upload(near, tmp_path / "here")
-    CheckpointStore(tmp_path / "anew").claim_directory()
-    write_upload_target(FileSystem(), tmp_path / "anew", near.cold())
-    assert save(tmp_path / "anew", 1).sequence == 4
-    upload(near, tmp_path / "anew")
-    assert found("latest", tmp_path / "wiped", tier=near).checkpoint.sequence == 4
 
 
 def test_a_store_that_cannot_be_asked_is_no_reason_to_start_afresh(

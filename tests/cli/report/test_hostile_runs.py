@@ -57,7 +57,7 @@ def read_everything(run: Path, out: Path) -> None:
     other = str(run.with_name("other"))
     for words in (
         ["report", str(run), "--html", str(out)], ["report", str(run), other, "--html", str(out)],
-        ["diff", str(run), other], ["runs", str(run.parent)], ["watch", str(run)], ["samples", str(run)],
+        ["diff", str(run), other], ["runs", str(run.parent)], ["watch", str(run)],
     ):  # fmt: skip
         result = CliRunner().invoke(app, words)
         assert result.exception is None or isinstance(result.exception, SystemExit), (words, result.exc_info)

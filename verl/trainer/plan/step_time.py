@@ -15,6 +15,7 @@ from verl.models.model_stats import ModelStats
 from verl.trainer.plan.memory import MemoryPlan, RoleMemory
 from verl.trainer.plan.workload import DeviceRates, workload
 
+WIDE = 1152  # H200, 256 rows: a token of SmolLM2-135M (576 wide) takes 7 ms in vLLM, of a Qwen2 of 1536 9.5
 LAST_ROWS = 4  # number of rows that are decoded to the maximum length, if most are shorter
 SCORES = {"actor": "old log-probs", "critic": "values", "reference": "reference log-probs"}
 
@@ -42,18 +43,20 @@ def active_parameters(sizes: ModelStats) -> int:
 
 
 def pass_time(
-    role: RoleMemory, device: DeviceRates, ways: float, tokens: float, length: int, calls: int = 1
+    role: RoleMemory, device: DeviceRates, ways: float, tokens: float, length: int, calls: int = 1, engine: bool = False
 ) -> tuple[float, str]:
     """Seconds of a forward pass of `tokens` tokens in rows of a given length, divided into calls, and what bounds them.
 
     Args:
         ways: tensor-parallel processes, times the speed-up by pipeline stages.
+        engine: a rollout engine computes it.
     """
     sizes, used = role.sizes, active_parameters(role.sizes)
     attention = 2 * sizes.layers * sizes.attention * length  # two products, half of them masked
     products = tokens * (2 * used + attention) / ways / device.flops(str(role.dtype).removeprefix("torch."))
     reads = calls * used * role.dtype.itemsize / ways / device.reads()
-    starts, longer = calls * sizes.layers * device.layer_s, max(products, reads)
+    layer_s = device.layer_s * (min(1.0, sizes.hidden / WIDE) if device.is_gpu else 1.0)  # narrow kernels end sooner
+    starts, longer = calls * sizes.layers * (layer_s if engine else device.trained_layer_s), max(products, reads)
     bound = "starting operations" if starts > longer else "products" if products > reads else "memory"
     return longer + (max(0.0, starts - products) if device.is_gpu else starts), bound
 
@@ -124,14 +127,14 @@ class EngineTimes:
 
     def token_s(self, count: float, length: float) -> tuple[float, str]:
         """Seconds for one token of each of `count` rows of this length, and the limiting resource."""
-        seconds, bound = pass_time(self.role, self.device, self.ways, count, int(length))
+        seconds, bound = pass_time(self.role, self.device, self.ways, count, int(length), engine=True)
         cache_bytes = self.role.sizes.cache_elements * self.role.dtype.itemsize / self.ways
         return seconds + self.device.decode_s + count * length * cache_bytes / self.device.reads(), bound
 
     def prompts_s(self, group_size: int) -> float:
         """Seconds of prefill; the prompt of a group is read once."""
         tokens, waves = self.rows * self.prompt // max(1, group_size), -(-self.rows // self.slots)
-        return pass_time(self.role, self.device, self.ways, tokens, max(1, self.prompt), waves)[0]
+        return pass_time(self.role, self.device, self.ways, tokens, max(1, self.prompt), waves, engine=True)[0]
 
     def stage(self, run: Any, new: int) -> StageTime:
         """The stage for rows of `new` tokens on average; if that is below the maximum, the last few rows have the

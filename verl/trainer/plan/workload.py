@@ -147,7 +147,9 @@ class DeviceRates:
         link, network: between processes on the same machine, and on different machines.
         host_link: between the device and main memory.
         context: bytes of the device context of each process.
-        layer_s: minimum seconds of one layer's forward pass, for launching kernels.
+        layer_s: minimum seconds of one layer's forward pass, for launching kernels: in an engine with CUDA graphs, of a
+            width of `WIDE` and more.
+        trained_layer_s: the same of a role that scores or trains, kernel by kernel; backward takes twice as much.
         decode_s: seconds of an engine per token, in addition to the model: scheduling, sampling, replies.
     """
 
@@ -160,6 +162,7 @@ class DeviceRates:
     host_link: float = 25 * GB
     context: int = 0
     layer_s: float = 2e-4
+    trained_layer_s: float = 2e-3  # H200: 0.20 s for an update of SmolLM2-135M in one micro-batch
     decode_s: float = 4e-3
     products_share: float = 0.36  # published for training of dense models on H100s are 0.33 to 0.39
     bandwidth_share: float = 0.7
@@ -236,6 +239,7 @@ def this_cpu() -> DeviceRates:
         link=5 * GB,
         host_link=5 * GB,
         layer_s=5e-4,
+        trained_layer_s=5e-4,
         decode_s=0.0,
         products_share=1.0,
         bandwidth_share=1.0,

@@ -45,16 +45,27 @@ class JSONMessages:
     loads = staticmethod(json.loads)
 
 
+class PickledMessages:
+    """Messages by the plain pickler; that of multiprocessing would send tensors as handles.
+
+    By protocol 5, which copies arrays once: fingerprints of a model of 1.5B take 17 ms 36 by protocol 4.
+    """
+
+    @staticmethod
+    def dumps(message: Any) -> bytes:
+        return pickle.dumps(message, protocol=5)
+
+    loads = staticmethod(pickle.loads)
+
+
 class Channel:
     """One end of a connection. One thread may send while another receives.
-
-    Objects are sent with the plain pickler; that of multiprocessing would send tensors as handles.
 
     Args:
         end: the socket.
         is_other_alive: called regularly while waiting.
         stuck_s: the longest time without a byte in the middle of a message; None for no limit.
-        codec: `pickle`, or `JSONMessages`.
+        codec: `PickledMessages`, or `JSONMessages`.
         max_bytes: of a message that is received; None for no limit.
     """
 
@@ -63,7 +74,7 @@ class Channel:
         end: socket.socket,
         is_other_alive: Callable[[], bool] = lambda: True,
         stuck_s: float | None = STUCK_S,
-        codec: Any = pickle,
+        codec: Any = PickledMessages,
         max_bytes: int | None = None,
     ):
         self._socket, self._is_other_alive, self._stuck_s = end, is_other_alive, stuck_s

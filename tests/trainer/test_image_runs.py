@@ -1,0 +1,120 @@
+"""Whole runs on pictures: resumed bit by bit, saved as transformers reads them, and refused where they cannot be."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from refusals import refusal
+from same_training import course, newest, same_training, saved
+from trainer.preference_runs import preference_run, trained
+from trainer.runs import BRIEF_GRPO, GRPO_ALGORITHM, JSONL, fit, ppo_run, read_lines
+
+from verl.algorithms.preference_losses import DPO
+from verl.component import BuildContext, component
+from verl.data.base import SPLITS, DataSplits, PreferenceOptions, PreferenceSource, Split
+from verl.data.preference_dataset import PreferenceDataset
+from verl.data.readers import RowErrors
+from verl.data.shapes import ShapesPrompts, ShapesSFT, questions
+from verl.engines.optimizer import AdamW
+from verl.engines.sharding import TP, NoSharding
+from verl.models.images import ImageProcessor, images_of
+from verl.models.tiny import TinyImageText
+from verl.replay.config import TieredReplay
+from verl.rewards.rules import ExactMatch
+from verl.rollout.scripted import ScriptedRollout
+from verl.trainer.config import SFTSettings
+from verl.trainer.sft import SFTRun
+from verl.workers.actor import Actor
+
+MODEL = TinyImageText(
+    dtype="float64", hidden_size=32, intermediate_size=32, num_heads=2, num_layers=1, vision_size=32, context_length=64
+)
+DATA = ShapesPrompts(train_size=12, held_out=4)
+
+
+@component
+class ShapesPreferences(PreferenceSource):
+    """Two answers to questions about pictures, the right one chosen."""
+
+    def rows(self, split: Split) -> list[dict[str, Any]]:
+        rows = questions(split, 12, 9, 0)
+        return [
+            {**{k: row[k] for k in ("prompt", "images")}, "chosen": row["answer"], "rejected": "no"} for row in rows
+        ]
+
+    def build(self, context: BuildContext) -> DataSplits:
+        options = PreferenceOptions(max_length=64)
+        train, held_out = (
+            PreferenceDataset.from_rows(self.rows(split), context.tokenizer, options, RowErrors()) for split in SPLITS
+        )
+        return DataSplits(train, held_out)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_the_uninterrupted_one_and_its_checkpoint_opens_in_transformers(tmp_path):
+    from transformers import AutoModelForImageTextToText
+
+    options = {"data": DATA, "reward": ExactMatch(), "total_steps": 3, "algorithm": GRPO_ALGORITHM}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    fit(course(MODEL, whole, **options), whole / "run")
+    fit(course(MODEL, parts, **options), parts / "first")
+    last = newest(parts).directory
+    before = last.parent / "global_step_2"
+    fit(course(MODEL, parts / "again", resume=before, **options), parts / "again" / "run")
+    same_training(saved(parts / "again"), saved(whole), after=2)
+
+    actor = newest(whole).directory / "actor"
+    model = AutoModelForImageTextToText.from_pretrained(actor, dtype=torch.float64)
+    start = MODEL.load_causal_lm("cpu").state_dict()
+    moved = {name for name, x in model.state_dict().items() if not torch.equal(x, start[name])}
+    assert {name.split(".")[1] for name in moved} >= {"vision_model", "connector", "text_model"}
+    tokenizer = MODEL.load_tokenizer()
+    loaded, original = ImageProcessor.of(actor, tokenizer), images_of(tokenizer)
+    assert loaded is not None
+    assert original is not None
+    row = DATA.rows("eval")[0]
+    text = tokenizer.apply_chat_template(row["prompt"], tokenize=False)
+    (ids, media), (other_ids, others) = loaded.encode(text, row["images"]), original.encode(text, row["images"])
+    assert ids == other_ids
+    assert all(torch.equal(x, others[name]) for name, x in media.items())
+
+
+@pytest.mark.slow
+def test_sft_learns_from_pictures(tmp_path):
+    run = SFTRun(
+        actor=Actor(model=MODEL, optimizer=AdamW(lr=1e-2)),
+        sharding=NoSharding(),
+        data=ShapesSFT(train_size=64, held_out=8),
+        trainer=SFTSettings(batch_size=16, total_steps=8, num_threads=1, eval_interval=8),
+        tracker=JSONL,
+    )
+    fit(run, tmp_path / "run")
+    losses = [line["sft/loss"] for line in read_lines(tmp_path / "run" / "metrics.jsonl") if "sft/loss" in line]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.slow
+def test_dpo_sees_pictures(tmp_path):
+    training = trained(preference_run(MODEL, DPO(), data=cast(Any, ShapesPreferences())), tmp_path)
+    assert len(training.metrics) == 3
+    start = MODEL.load_causal_lm("cpu").state_dict()["model.vision_model.embeddings.patch_embedding.weight"]
+    tower = next(x for name, x in training.weights.items() if name.endswith("patch_embedding.weight"))
+    assert not torch.equal(tower, start)
+
+
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [
+        ({"sharding": TP(), "n_gpus_per_node": 2}, "sharding.tp"),
+        ({"rollout": ScriptedRollout(texts=("3",), max_new_tokens=8)}, "rollout"),
+        ({"replay": TieredReplay()}, "replay"),
+    ],
+    ids=["tp", "an engine that reads none", "replay"],
+)
+def test_a_run_that_cannot_have_images_is_refused_before_weights_are_loaded(options, path, tmp_path, monkeypatch):
+    monkeypatch.setattr(TinyImageText, "load_causal_lm", None)
+    run = ppo_run(MODEL, BRIEF_GRPO, data=DATA, reward=ExactMatch(), **options)
+    with refusal(path):
+        run.build(BuildContext(run_dir=tmp_path))
