@@ -21,6 +21,7 @@ from verl.engines.optimizer import AdamW
 from verl.engines.sharding import TP, NoSharding
 from verl.models.images import ImageProcessor, images_of
 from verl.models.tiny import TinyImageText
+from verl.replay.config import TieredReplay
 from verl.rewards.rules import ExactMatch
 from verl.rollout.scripted import ScriptedRollout
 from verl.trainer.config import SFTSettings
@@ -108,8 +109,9 @@ def test_dpo_sees_pictures(tmp_path):
     [
         ({"sharding": TP(), "n_gpus_per_node": 2}, "sharding.tp"),
         ({"rollout": ScriptedRollout(texts=("3",), max_new_tokens=8)}, "rollout"),
+        ({"replay": TieredReplay()}, "replay"),
     ],
-    ids=["tp", "an engine that reads none"],
+    ids=["tp", "an engine that reads none", "replay"],
 )
 def test_a_run_that_cannot_have_images_is_refused_before_weights_are_loaded(options, path, tmp_path, monkeypatch):
     monkeypatch.setattr(TinyImageText, "load_causal_lm", None)

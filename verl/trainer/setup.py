@@ -252,6 +252,8 @@ def image_faults(run: Any) -> list[str]:
         faults.append(
             f"rollout is a {type(rollout).__name__}, and the prompts have images: it reads none. Set rollout=hf."
         )
+    if getattr(run, "replay", None) is not None:
+        faults.append("replay is set, and the prompts have images: the replay buffer keeps none. Set replay=off.")
     return list(dict.fromkeys(faults))
 
 
