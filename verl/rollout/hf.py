@@ -182,10 +182,10 @@ class HFEngine(RolloutEngine):
             reads_once=self.options.share_prefix,
             shares_from=shares_from if shares else None,
             routing=self.routing,
-            images=self.images,
+            images=lambda: self.images,
         )
 
-    @functools.cache  # noqa: B019 - lives as long as the engine
+    @functools.cached_property
     def images(self) -> ImageRows:
         """Placement of images in rows.
 
@@ -236,7 +236,7 @@ class HFEngine(RolloutEngine):
             read = torch.cat([tokens, tokens[:, -1:].expand(-1, tail)], dim=1)
             images = None
             if has_images(chosen):
-                whole = self.images().of_media(row_media(chosen[row]), tokens.cpu(), torch.ones_like(tokens).cpu())
+                whole = self.images.of_media(row_media(chosen[row]), tokens.cpu(), torch.ones_like(tokens).cpu())
                 images = None if whole is None else whole.to(self.device).alone(tail)
             inputs: dict[str, Any] = {"input_ids": read, "use_cache": False, "logits_to_keep": count + 1 + tail}
             if WEIGHTS in chosen:
