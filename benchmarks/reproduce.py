@@ -1,4 +1,4 @@
-"""Runs the recipes on SmolLM2-135M-Instruct over several seeds, TRL with the same work beside them, and draws curves.
+"""Runs the recipes over several seeds, TRL with the same work beside those that can, and draws curves.
 
     python benchmarks/reproduce.py [NAME ...] [--seeds 0 1 2] [--steps N] [--trl] [--overrides KEY=VALUE ...]
 
@@ -28,7 +28,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 WORK, OUT = ROOT / "build" / "reproduce", ROOT / "docs" / "results"
-RECIPES = ("smollm2_json", "smollm2_largest", "smollm2_length", "smollm2_reverse", "smollm2_calculator")
+RECIPES = (
+    "smollm2_json",
+    "smollm2_largest",
+    "smollm2_length",
+    "smollm2_reverse",
+    "smollm2_calculator",
+    "shapes_vlm_grpo",
+)
 WITH_TRL = (
     "smollm2_json",
     "smollm2_largest",
@@ -214,7 +221,7 @@ TIMES = " s a step, median [quartiles] | of it |"
 
 def table() -> str:
     """The page of all recipes that were run."""
-    lines = ["# Recipes on SmolLM2-135M-Instruct", "", "Made by `make reproduce`; see `benchmarks/reproduce.py`.", ""]
+    lines = ["# Recipes", "", "On SmolLM2-135M-Instruct, and on pictures. Made by `make reproduce`; see `benchmarks/reproduce.py`.", ""]
     for file in sorted(OUT.glob("*.json")):
         found = json.loads(file.read_text())
         changed = f"; {' '.join(found['overrides'])}" if found["overrides"] else ""
