@@ -221,7 +221,12 @@ TIMES = " s a step, median [quartiles] | of it |"
 
 def table() -> str:
     """The page of all recipes that were run."""
-    lines = ["# Recipes", "", "On SmolLM2-135M-Instruct, and on pictures. Made by `make reproduce`; see `benchmarks/reproduce.py`.", ""]
+    lines = [
+        "# Recipes",
+        "",
+        "On SmolLM2-135M-Instruct, and on pictures. Made by `make reproduce`; see `benchmarks/reproduce.py`.",
+        "",
+    ]
     for file in sorted(OUT.glob("*.json")):
         found = json.loads(file.read_text())
         changed = f"; {' '.join(found['overrides'])}" if found["overrides"] else ""
