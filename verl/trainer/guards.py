@@ -142,6 +142,7 @@ class PPOGuards(Guards):
     def optimizer_step(
         self, rows: DataProto, name: str, role: Any, described: Callable[[], DataProto]
     ) -> Generator[DataProto | None, dict[str, float], None]:
-        limit = DataProto.from_dict(meta_info={"stopping_gap_nats": self.monitor.stopping_gap})
-        metrics = yield rows.union(limit) if name == "actor" else None
+        limited = copy.copy(rows)
+        limited.meta_info = {**rows.meta_info, "stopping_gap_nats": self.monitor.stopping_gap}
+        metrics = yield limited if name == "actor" else None
         self.monitor.refuse_gap(metrics, described)
