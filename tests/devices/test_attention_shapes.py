@@ -119,8 +119,9 @@ def test_decoding_meets_one_length_of_keys_per_64_tokens_and_draws_the_same(widt
 def test_lengths_that_change_numbers_are_not_used(monkeypatch, caplog):
     forward = SlotRows._forward
 
-    def forward_without_mask(rows, call, ids, positions, mask):  # zeros are attended to
-        return forward(rows, call, ids, positions, None if rows.key_multiple > 1 and ids.shape[1] == 1 else mask)
+    def forward_without_mask(rows, call, slots, ids, positions, mask, images=None):  # zeros are attended to
+        mask = None if rows.key_multiple > 1 and ids.shape[1] == 1 else mask
+        return forward(rows, call, slots, ids, positions, mask, images)
 
     monkeypatch.setattr(SlotRows, "_forward", forward_without_mask)
     actor, rows = drawn(20, {}, monkeypatch, KEY_MULTIPLE)

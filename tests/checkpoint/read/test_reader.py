@@ -7,10 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint.read.test_compare import saved
+from checkpoint.rank_tensors import RankTensor, write_tensors
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.checkpoint import Checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import hash_buffers
@@ -18,6 +19,25 @@ from verl.checkpoint.core.manifest import FileEntry, LogicalTensor, Manifest, Sa
 from verl.checkpoint.read.lazy_tensors import LazyTensor
 from verl.checkpoint.read.reader import CheckpointReader
 from verl.errors import CheckpointNotFound
+
+VALUES = np.arange(12, dtype=np.float32).reshape(4, 3)
+
+
+def saved(directory, step=1, values=VALUES, num_writers=1, dtype="F32", files=None, state=None) -> Checkpoint:
+    """A tensor `actor/weight`, cut by rows among writers, and some files."""
+    store = CheckpointStore(directory)
+    with store.begin(step) as transaction:
+        first = 0
+        for rank, rows in enumerate(np.array_split(values, num_writers)):
+            part = RankTensor(
+                component="actor", name="weight", dtype=dtype, shape=values.shape, start=(first, 0),
+                extent=rows.shape, data=np.ascontiguousarray(rows),
+            )  # fmt: skip
+            write_tensors(transaction.main, f"actor/part_{rank}.safetensors", [part])
+            first += len(rows)
+        for path, content in (files or {}).items():
+            transaction.main.write(path, [content])
+        return transaction.commit(state=state or {})
 
 
 def grid(shape: tuple[int, ...], cuts: list[list[int]]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
