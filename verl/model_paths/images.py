@@ -123,6 +123,31 @@ def _chosen(features: Any, index: Tensor) -> Any:
     return (torch.cat(list(features))[index],)
 
 
+class ImageCounts:
+    """How many tokens images have, by the configuration of an image-text model.
+
+    Attributes:
+        per_image: tokens of each image, or of each tile of one; None where they depend on its size.
+    """
+
+    def __init__(self, config: Any):
+        vision = getattr(config, "vision_config", None)
+        self._merge: Any = getattr(vision, "spatial_merge_size", None)
+        self.per_image: int | None = getattr(config, "mm_tokens_per_image", None)
+        if hasattr(config, "scale_factor") and vision is not None:
+            self.per_image = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
+
+    @property
+    def are_known(self) -> bool:
+        return self._merge is not None or self.per_image is not None
+
+    def of(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Placeholders of each image of some items, [images]."""
+        if self.per_image is None:
+            return values[GRIDS].prod(dim=1) // self._merge**2
+        return torch.full((len(values[PIXELS]),), self.per_image)
+
+
 class ImageRows:
     """Places the images of rows for a model.
 
@@ -135,24 +160,13 @@ class ImageRows:
         self.base, self.config = unwrapped(model).base_model, config
         vision = getattr(config, "vision_config", None)
         self.placeholder: Any = getattr(config, "image_token_id", None)
-        self.merge: int | None = (
-            getattr(vision, "spatial_merge_size", None) if hasattr(self.base, "get_rope_index") else None
-        )
-        self.per_image: Any = getattr(config, "mm_tokens_per_image", None)
-        if hasattr(config, "scale_factor") and vision is not None:
-            self.per_image = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
-        if vision is None or self.placeholder is None or (self.merge is None and self.per_image is None):
+        self.counts, self.counts_positions = ImageCounts(config), hasattr(self.base, "get_rope_index")
+        if vision is None or self.placeholder is None or not self.counts.are_known:
             raise ConfigError(
                 f"{name} is a {type(unwrapped(model)).__name__}, and the prompts have images: "
                 + ("it reads text alone. " if vision is None else "images were not tried with its family. ")
                 + "Choose an image-text model of the families Qwen-VL, SmolVLM, Idefics3 or Gemma 3."
             )
-
-    def counts(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Placeholders of each image of some items, [images]."""
-        if self.merge is not None:
-            return values[GRIDS].prod(dim=1) // self.merge**2
-        return torch.full((len(values[PIXELS]),), self.per_image)
 
     def insert(
         self, items: Sequence[Mapping[str, Tensor]], item_of: Sequence[int], ids: Tensor, attention: Tensor
@@ -170,7 +184,7 @@ class ImageRows:
         """
         if not items:
             return None
-        images = [self.counts(item) for item in items]
+        images = [self.counts.of(item) for item in items]
         counts = torch.tensor([int(count.sum()) for count in images])
         number = torch.tensor(item_of)
         starts = torch.where(number < 0, 0, (counts.cumsum(0) - counts)[number])
@@ -189,7 +203,7 @@ class ImageRows:
         values = {name: torch.cat([item[name] for item in items]) for name in items[0]}
         keyword = positions = None
         shifts = [0] * len(ids)
-        if self.merge is not None:
+        if self.counts_positions:
             keyword = "mm_token_type_ids"
             grids = [items[item][GRIDS] for item in item_of if item >= 0]
             types = (slots >= 0).to(torch.int32)

@@ -20,6 +20,7 @@ import torch
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError
+from verl.models.images import is_image_text
 from verl.models.own_module import OwnModule
 from verl.models.parallel_info import Autocast, compute_device
 from verl.models.structure import unwrapped
@@ -38,6 +39,11 @@ from verl.utils.directories import cache_directory
 from verl.utils.env_check import num_cores
 from verl.utils.memory import device_memory
 
+IMAGE_FAMILIES = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl")
+UNREAD_FAMILIES = {
+    "gemma3": "vLLM names the tensors of its vision tower otherwise than transformers does",
+    "qwen3_5": "its layers of linear attention cannot be read back from vLLM, which a sync has to prove",
+}
 NO_LIMIT_S = str(30 * 24 * 3600)
 HEAD_SIZES_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -55,6 +61,7 @@ class EngineArgs:
         name: prefix of the names of files that the engine's processes share.
         cache_bytes: size of the key-value cache in each of its processes.
         utilization: fraction of the GPU that the engine uses; None on a CPU.
+        reads_images: it is an image-text model.
     """
 
     options: VLLMOptions
@@ -66,6 +73,7 @@ class EngineArgs:
     name: str = ""
     cache_bytes: int = GIB
     utilization: float | None = None
+    reads_images: bool = False
 
     def engine_arguments(self) -> dict[str, Any]:
         """Arguments of `vllm.LLM`."""
@@ -84,6 +92,8 @@ class EngineArgs:
         }
         if arguments["enable_sleep_mode"]:  # frees CUDA graphs and NCCL buffers too
             arguments |= {"sleep_mode_offload_cudagraph": True, "enable_nccl_comm_suspend": True}
+        if self.reads_images:  # they come processed, and features are cached by the worker
+            arguments |= {"mm_processor_cache_gb": 0, "skip_mm_profiling": True}
         if self.utilization is not None:
             arguments["gpu_memory_utilization"] = self.utilization
         if self.lora_rank is not None:
@@ -127,7 +137,8 @@ def engine_args(
     cache = cache_bytes(options, shape, memory, trainer_bytes)
     warn_of_small_cache(options, shape, cache)
     part = None if memory is None else utilization(shape, cache, memory)
-    return EngineArgs(options, str(directory), dtype, threads, is_on_gpu, rank, name, cache, part)
+    reads_images = is_image_text(unwrapped(model).config)
+    return EngineArgs(options, str(directory), dtype, threads, is_on_gpu, rank, name, cache, part, reads_images)
 
 
 def unfit(model: Any, autocast: Autocast) -> str | None:
@@ -135,6 +146,9 @@ def unfit(model: Any, autocast: Autocast) -> str | None:
     if isinstance(model, OwnModule):
         return f"actor.model is a {type(model.module).__name__}, which no other engine can compute."
     dtype, config = dtype_of(model, autocast), model.config.get_text_config()
+    if (kind := model.config.model_type) not in IMAGE_FAMILIES and is_image_text(model.config):
+        why = UNREAD_FAMILIES.get(kind, "it was not tried with vLLM")
+        return f"actor.model is a {type(unwrapped(model)).__name__}, which reads images: {why}."
     if dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")
         return f"actor.model.dtype is {name}: vLLM computes in {', '.join(DTYPES.values())}."
