@@ -16,7 +16,7 @@ from verl.component import BuildContext, component
 from verl.data.base import SPLITS, DataSplits, PreferenceOptions, PreferenceSource, Split
 from verl.data.preference_dataset import PreferenceDataset
 from verl.data.readers import RowErrors
-from verl.data.shapes import ShapesPrompts, ShapesSFT, questions
+from verl.data.shapes import ShapesPrompts, ShapesSFT
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import TP, NoSharding
 from verl.models.images import ImageProcessor, images_of
@@ -39,7 +39,7 @@ class ShapesPreferences(PreferenceSource):
     """Two answers to questions about pictures, the right one chosen."""
 
     def rows(self, split: Split) -> list[dict[str, Any]]:
-        rows = questions(split, 12, 9, 0)
+        rows = ShapesSFT(max_count=9, train_size=12, held_out=12).rows(split)
         return [
             {**{k: row[k] for k in ("prompt", "images")}, "chosen": row["answer"], "rejected": "no"} for row in rows
         ]

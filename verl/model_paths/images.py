@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from verl.errors import ConfigError
 from verl.model_paths.families import ModelPaths
 from verl.model_paths.packed_attention import describing
+from verl.models.images import GRIDS, ImageCounts
 from verl.models.structure import unwrapped
 from verl.protocol import DataProto
 
 MEDIA, KEYS = "media.", "media_keys"
-PIXELS, GRIDS = "pixel_values", "image_grid_thw"
 FEATURES = ("pooler_output", "deepstack_features")  # of the output of `get_image_features`, one entry per placeholder
 
 
@@ -123,31 +123,6 @@ def _chosen(features: Any, index: Tensor) -> Any:
     return (torch.cat(list(features))[index],)
 
 
-class ImageCounts:
-    """How many tokens images have, by the configuration of an image-text model.
-
-    Attributes:
-        per_image: tokens of each image, or of each tile of one; None where they depend on its size.
-    """
-
-    def __init__(self, config: Any):
-        vision = getattr(config, "vision_config", None)
-        self._merge: Any = getattr(vision, "spatial_merge_size", None)
-        self.per_image: int | None = getattr(config, "mm_tokens_per_image", None)
-        if hasattr(config, "scale_factor") and vision is not None:
-            self.per_image = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
-
-    @property
-    def are_known(self) -> bool:
-        return self._merge is not None or self.per_image is not None
-
-    def of(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Placeholders of each image of some items, [images]."""
-        if self.per_image is None:
-            return values[GRIDS].prod(dim=1) // self._merge**2
-        return torch.full((len(values[PIXELS]),), self.per_image)
-
-
 class ImageRows:
     """Places the images of rows for a model.
 
@@ -161,7 +136,7 @@ class ImageRows:
         vision = getattr(config, "vision_config", None)
         self.placeholder: Any = getattr(config, "image_token_id", None)
         self.counts, self.counts_positions = ImageCounts(config), hasattr(self.base, "get_rope_index")
-        if vision is None or self.placeholder is None or not self.counts.are_known:
+        if vision is None or self.placeholder is None or not self.counts.patches:
             raise ConfigError(
                 f"{name} is a {type(unwrapped(model)).__name__}, and the prompts have images: "
                 + ("it reads text alone. " if vision is None else "images were not tried with its family. ")

@@ -35,7 +35,7 @@ from vllm.multimodal.inputs import (
 from vllm.multimodal.processing import BaseProcessingInfo
 
 from verl.errors import RolloutError
-from verl.model_paths.images import GRIDS, PIXELS, ImageCounts
+from verl.models.images import GRIDS, PIXELS, ImageCounts
 from verl.rollout.base import TurnRequest
 
 IMAGE = "image"
