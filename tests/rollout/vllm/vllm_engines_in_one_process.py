@@ -79,9 +79,10 @@ def compared(engine: Any, model: Any, tokenizer: Any, prompts: DataProto) -> tup
     """Same tokens, and gap of log-probs, of an engine and our own loop."""
     ours = HFRollout(max_new_tokens=10).attach(model, tokenizer, 0)
     engine.begin_turns(TokenSampler.of(OPTIONS, 0, ours.stop_ids.tolist()), 10, None)
+    columns = prompt_tokens(prompts), prompts["prompt_ids"].tolist(), row_media(prompts)
     turns = [
-        TurnRequest(4 * place + sample, tokens, place, sample, NO_TURN, 10, step=1, media_key=key, media=media)
-        for place, (tokens, (key, media)) in enumerate(zip(prompt_tokens(prompts), row_media(prompts), strict=True))
+        TurnRequest(4 * place + sample, tokens, number, sample, NO_TURN, 10, step=1, media_key=key, media=media)
+        for place, (tokens, number, (key, media)) in enumerate(zip(*columns, strict=True))
         for sample in range(4)
     ]
     made = engine.advance_turns(turns, 600.0, True)
@@ -114,7 +115,6 @@ def images(family_name: str, directory: Path) -> dict[str, Any]:
     model, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
     engine = engine_of(model, directory / "engine")
     prompts = batch_of(tokenizer, prompts_of(family_name))
-    prompts["prompt_ids"][1] = prompts["prompt_ids"][0]  # and equal noise: their images alone differ
     tower = [p for name, p in model.named_parameters() if "vision" in name or "visual" in name]
     found, faults, loaded = [], [], []
     for _ in range(2):

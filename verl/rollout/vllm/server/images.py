@@ -59,7 +59,7 @@ def inspect_here(directory: str) -> None:
     entry = ModelRegistry.models.get(name)
     if entry is not None and hasattr(entry, "load_model_cls"):
         with torchvision_named():
-            kind = entry.load_model_cls()
+            kind: Any = entry.load_model_cls()
         if "_processor_factory" in vars(kind):
             del kind._processor_factory
             register = MULTIMODAL_REGISTRY.register_processor

@@ -305,7 +305,7 @@ def _pieces(layer: Any, kinds: set[str]) -> list[tuple[int, int, int]]:
     return [(size, size, 0) for size in sizes]
 
 
-def head_of(model: nn.Module) -> nn.Module | None:
+def head_of(model: nn.Module) -> Any:
     """The output head of a model, or of the language model in it; None if it has no attribute for one."""
     return next((module.lm_head for module in model.modules() if hasattr(module, "lm_head")), None)
 
