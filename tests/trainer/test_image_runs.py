@@ -24,6 +24,7 @@ from verl.models.tiny import TinyImageText
 from verl.replay.config import TieredReplay
 from verl.rewards.rules import ExactMatch
 from verl.rollout.scripted import ScriptedRollout
+from verl.rollout.vllm.config import VLLMRollout
 from verl.trainer.config import SFTSettings
 from verl.trainer.sft import SFTRun
 from verl.workers.actor import Actor
@@ -110,8 +111,10 @@ def test_dpo_sees_pictures(tmp_path):
         ({"sharding": TP(), "n_gpus_per_node": 2}, "sharding.tp"),
         ({"rollout": ScriptedRollout(texts=("3",), max_new_tokens=8)}, "rollout"),
         ({"replay": TieredReplay()}, "replay"),
+        ({"rollout": VLLMRollout(max_new_tokens=8, tensor_parallel_size=2)}, "rollout.tensor_parallel_size"),
+        ({"rollout": VLLMRollout(max_new_tokens=8, lora="adapter")}, "rollout.lora"),
     ],
-    ids=["tp", "an engine that reads none", "replay"],
+    ids=["tp", "an engine that reads none", "replay", "an engine of two", "an adapter"],
 )
 def test_a_run_that_cannot_have_images_is_refused_before_weights_are_loaded(options, path, tmp_path, monkeypatch):
     monkeypatch.setattr(TinyImageText, "load_causal_lm", None)

@@ -66,8 +66,8 @@ def test_a_run_with_vllm_trains_as_one_with_hf(tmp_path):
     assert any("vision" in name and not torch.equal(x, start[name]) for name, x in theirs.weights.items())
 
 
-@pytest.mark.parametrize(("family", "value"), [("gemma3", "Gemma3ForConditionalGeneration"), ("qwen3_5", "Qwen3_5")])
-def test_a_family_that_vllm_does_not_read_images_with_is_refused(family, value, tmp_path):
+@pytest.mark.parametrize(("family", "name"), [("gemma3", "Gemma3"), ("qwen3_5", "Qwen3_5")])
+def test_a_family_that_vllm_does_not_read_images_with_is_refused(family, name, tmp_path):
     source = Pretrained(path=str(save_image_model(tmp_path / "model", family, 32)), images=True)
-    with refusal("actor.model", value=value):
+    with refusal("actor.model", value=f"{name}ForConditionalGeneration"):
         engine_args(VLLMRollout(), source.load_causal_lm("cpu"), None, tmp_path)
