@@ -25,8 +25,6 @@ from verl.models.structure import unwrapped
 from verl.protocol import DataProto
 
 MEDIA, KEYS = "media.", "media_keys"
-FEATURES = ("pooler_output", "deepstack_features")  # of the output of `get_image_features`, one entry per placeholder
-
 
 RowMedia = tuple[int, Mapping[str, Tensor] | None]  # digest and tensors of the images of a row; 0 and None without
 
@@ -82,13 +80,9 @@ class RowImages:
         def of_rows(*args: Any, **kwargs: Any) -> Any:
             with describing(False):
                 found = features(*args, **{name: x for name, x in kwargs.items() if name == "return_dict"})
-            for name in FEATURES:
-                if (x := getattr(found, name, None)) is not None:
-                    setattr(
-                        found,
-                        name,
-                        [_chosen(layer, index) for layer in x] if name != FEATURES[0] else _chosen(x, index),
-                    )
+            found.pooler_output = _chosen(found.pooler_output, index)
+            if (layers := getattr(found, "deepstack_features", None)) is not None:
+                found.deepstack_features = [_chosen(layer, index) for layer in layers]
             return found
 
         def restored(embedding: Any, args: Any, out: Tensor) -> Tensor:
@@ -135,8 +129,9 @@ class ImageRows:
         self.base, self.config = unwrapped(model).base_model, config
         vision = getattr(config, "vision_config", None)
         self.placeholder: Any = getattr(config, "image_token_id", None)
-        self.counts, self.counts_positions = ImageCounts(config), hasattr(self.base, "get_rope_index")
-        if vision is None or self.placeholder is None or not self.counts.patches:
+        self.counts, self.has_grids = ImageCounts(config), hasattr(self.base, "get_rope_index")
+        is_known = self.counts.per_image is not None or (self.has_grids and self.counts.patches)
+        if vision is None or self.placeholder is None or not is_known:
             raise ConfigError(
                 f"{name} is a {type(unwrapped(model)).__name__}, and the prompts have images: "
                 + ("it reads text alone. " if vision is None else "images were not tried with its family. ")
@@ -178,7 +173,7 @@ class ImageRows:
         values = {name: torch.cat([item[name] for item in items]) for name in items[0]}
         keyword = positions = None
         shifts = [0] * len(ids)
-        if self.counts_positions:
+        if self.has_grids:
             keyword = "mm_token_type_ids"
             grids = [items[item][GRIDS] for item in item_of if item >= 0]
             types = (slots >= 0).to(torch.int32)

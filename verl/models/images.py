@@ -75,12 +75,12 @@ class ImageCounts:
 
     def __init__(self, config: Any):
         vision: Any = getattr(config, "vision_config", None)
-        scale = getattr(config, "scale_factor", None) or getattr(vision, "spatial_merge_size", None) or 0
-        self.per_image: int | None = getattr(config, "mm_tokens_per_image", None)
-        self.patches: int = scale**2
-        if vision is not None and hasattr(vision, "image_size"):
+        scale, per_image = (getattr(config, name, None) for name in ("scale_factor", "mm_tokens_per_image"))
+        self.per_image: int | None = per_image
+        self.patches: int = (scale or getattr(vision, "spatial_merge_size", None) or 0) ** 2
+        if vision is not None and (scale or per_image):
             whole = (vision.image_size // vision.patch_size) ** 2
-            self.per_image = self.per_image or whole // max(1, self.patches)
+            self.per_image = per_image or whole // self.patches
             self.patches = whole // self.per_image
 
     def of(self, values: Mapping[str, Tensor]) -> Tensor:
