@@ -61,7 +61,6 @@ class EngineArgs:
         name: prefix of the names of files that the engine's processes share.
         cache_bytes: size of the key-value cache in each of its processes.
         utilization: fraction of the GPU that the engine uses; None on a CPU.
-        reads_images: it is an image-text model.
     """
 
     options: VLLMOptions
@@ -73,7 +72,6 @@ class EngineArgs:
     name: str = ""
     cache_bytes: int = GIB
     utilization: float | None = None
-    reads_images: bool = False
 
     def engine_arguments(self) -> dict[str, Any]:
         """Arguments of `vllm.LLM`."""
@@ -92,8 +90,6 @@ class EngineArgs:
         }
         if arguments["enable_sleep_mode"]:  # frees CUDA graphs and NCCL buffers too
             arguments |= {"sleep_mode_offload_cudagraph": True, "enable_nccl_comm_suspend": True}
-        if self.reads_images:  # they come processed, and features are cached by the worker
-            arguments |= {"mm_processor_cache_gb": 0, "skip_mm_profiling": True}
         if self.utilization is not None:
             arguments["gpu_memory_utilization"] = self.utilization
         if self.lora_rank is not None:
@@ -137,8 +133,7 @@ def engine_args(
     cache = cache_bytes(options, shape, memory, trainer_bytes)
     warn_of_small_cache(options, shape, cache)
     part = None if memory is None else utilization(shape, cache, memory)
-    reads_images = is_image_text(unwrapped(model).config)
-    return EngineArgs(options, str(directory), dtype, threads, is_on_gpu, rank, name, cache, part, reads_images)
+    return EngineArgs(options, str(directory), dtype, threads, is_on_gpu, rank, name, cache, part)
 
 
 def unfit(model: Any, autocast: Autocast) -> str | None:

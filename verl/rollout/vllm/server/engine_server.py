@@ -55,6 +55,8 @@ class EngineServer:
             disable_log_stats=True,
             async_scheduling=False,
             model_impl="vllm",
+            mm_processor_cache_gb=0,  # images come processed
+            skip_mm_profiling=True,
             **setting.engine_arguments(),
         )
         self._lora_request: Any = None
