@@ -57,7 +57,7 @@ class ShapesPreferences(PreferenceSource):
 def test_a_resumed_run_is_the_uninterrupted_one_and_its_checkpoint_opens_in_transformers(tmp_path):
     from transformers import AutoModelForImageTextToText
 
-    options = {"data": DATA, "reward": ExactMatch(), "total_steps": 3, "algorithm": GRPO_ALGORITHM}
+    options = {"data": DATA, "total_steps": 3, "algorithm": GRPO_ALGORITHM}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     fit(course(MODEL, whole, **options), whole / "run")
     fit(course(MODEL, parts, **options), parts / "first")

@@ -15,7 +15,6 @@ from trainer.runs import BRIEF_GRPO, fit, step_lines
 from verl.data.shapes import ShapesPrompts
 from verl.models.pretrained import Pretrained
 from verl.models.tiny import TinyImageText
-from verl.rewards.rules import ExactMatch
 from verl.rollout.hf import HFRollout
 from verl.rollout.vllm.config import VLLMRollout
 from verl.rollout.vllm.engine_args import engine_args
@@ -48,7 +47,7 @@ def test_further_families_draw_the_same_responses_to_images(tmp_path):
 
 
 MODEL = TinyImageText()
-RUN: dict[str, Any] = {"data": ShapesPrompts(train_size=12, held_out=4), "reward": ExactMatch(), "total_steps": 2}
+RUN: dict[str, Any] = {"data": ShapesPrompts(train_size=12, held_out=4), "total_steps": 2}
 
 
 @pytest.mark.slow
