@@ -196,7 +196,7 @@ def test_an_option_of_ones_own_is_composed_like_those_of_the_package(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "fault"),
     [
-        (["tracker.wandb.project=x"], r"tracker\.wandb.*such as tracker=\[default,wandb\]"),
+        (["tracker.wandb.project=x"], r"tracker\.wandb.*choose an option of its group"),
         (["tracker=[console,jsom]"], "tracker=jsom: no such option.*Did you mean jsonl"),
         (["tracker.consol.sample_rows=1"], r"tracker\.consol is not a known key.*tracker\.console"),
         (["reward=[exact_match,length]"], "it takes one option"),
