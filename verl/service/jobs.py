@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from verl.errors import VerlError
@@ -44,7 +45,7 @@ class SampleWork:
     """
 
     kind: Hashable
-    adapter: Hashable
+    adapter: Path | None
     num_samples: int
     request: Any
     options: Any
