@@ -66,7 +66,7 @@ def freeze(model: Any, names: Sequence[str] | None, path: str) -> None:
 
 
 class ImageCounts:
-    """How many tokens images have, by the configuration of an image-text model.
+    """Numbers of tokens of images, by the configuration of an image-text model.
 
     Attributes:
         per_image: tokens of each image, or of each tile of one; None where they depend on its size.

@@ -43,7 +43,7 @@ TORCHVISION = tuple("torchvision.transforms.v2.functional".rsplit(".", parts)[0]
 
 
 class ImageInfo(BaseProcessingInfo):
-    """What vLLM asks of the processor of a family before there are requests."""
+    """Limits that vLLM asks of the processor of a family before there are requests."""
 
     def get_supported_mm_limits(self) -> Mapping[str, int | None]:
         return {IMAGE: None}
@@ -70,8 +70,8 @@ def inspect_here(directory: str) -> None:
 
 @contextlib.contextmanager
 def torchvision_named() -> Iterator[None]:
-    """Where torchvision is not installed, as on a CPU, modules of its name without content: vLLM's models import the
-    image processors of transformers that are written with it, and use none."""
+    """Provide modules of the name of torchvision without content if it is not installed, as on a CPU: vLLM's models
+    import the image processors of transformers that are written with it, and use none."""
     names = TORCHVISION if importlib.util.find_spec("torchvision") is None else ()
     for name in names:
         sys.modules[name] = module = ModuleType(name)
@@ -116,7 +116,7 @@ def _ranges(tokens: Sequence[int], placeholder: int, counts: Sequence[int]) -> l
 
 
 def _items(media: Mapping[str, Tensor], count: int) -> list[MultiModalKwargsItem]:
-    """What the model reads of each item: patches and their grid, or the pixels of an image or a tile."""
+    """The tensors of each item: patches and their grid, or the pixels of an image or a tile."""
     if GRIDS in media:
         patches = media[PIXELS].split(media[GRIDS].prod(dim=1).tolist())
         return [_item({PIXELS: x}, {GRIDS: grid}) for x, grid in zip(patches, media[GRIDS], strict=True)]
