@@ -214,7 +214,7 @@ def computing_in(dtype: Autocast, model: nn.Module) -> Iterator[None]:
         if weight is not None and weight.is_floating_point() and weight.dtype != narrow and id(weight) not in excluded
     ]
     weights = {id(weight): weight for _, _, weight in replaced}  # tied weights stay tied
-    copies = dict(zip(weights, cast_together([weight.detach() for weight in weights.values()], narrow), strict=True))
+    copies = _narrow_copies(model, weights, narrow)
     gradients = _WideGradients(compute_device(model))
     for number, copy in copies.items():
         if weights[number].requires_grad and torch.is_grad_enabled():
@@ -229,9 +229,37 @@ def computing_in(dtype: Autocast, model: nn.Module) -> Iterator[None]:
             parameters[name] = weight
 
 
-def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Copies of tensors in another dtype, by one call for all: on a GPU in few launches."""
-    copies = [torch.empty_like(x, dtype=dtype) for x in tensors]
+_kept_copies: WeakKeyDictionary[nn.Module, dict[int, Tensor]] = WeakKeyDictionary()  # of models, by id of the weight
+
+
+def keep_copies(model: nn.Module) -> None:
+    """From now on the copies of `computing_in` stay in their memory from one context of this model to the next: CUDA
+    graphs read them. An update needs them in any case."""
+    _kept_copies.setdefault(model, {})
+
+
+def _narrow_copies(model: nn.Module, weights: dict[int, nn.Parameter], dtype: torch.dtype) -> dict[int, Tensor]:
+    """Copies of weights, by id of the weight, in the memory that is kept for them."""
+    kept = _kept_copies.get(model, {})
+    held = {number: x for number, x in kept.items() if number in weights and x.shape == weights[number].shape}
+    held = {number: x for number, x in held.items() if x.device == weights[number].device}
+    into = [held.get(number) for number in weights]
+    copies = dict(zip(weights, cast_together([x.detach() for x in weights.values()], dtype, into), strict=True))
+    if model in _kept_copies and weights:  # there are none within another context of the model
+        _kept_copies[model] = copies
+    return {number: x.detach() for number, x in copies.items()}  # gradients are those of a context
+
+
+def cast_together(
+    tensors: Sequence[Tensor], dtype: torch.dtype, into: Sequence[Tensor | None] | None = None
+) -> list[Tensor]:
+    """Copies of tensors in another dtype, by one call for all: on a GPU in few launches.
+
+    Args:
+        into: memory for some of them.
+    """
+    given = zip(tensors, into or [None] * len(tensors), strict=True)
+    copies = [torch.empty_like(x, dtype=dtype) if copy is None else copy for x, copy in given]
     if copies:
         torch.ops.aten._foreach_copy_([local(x) for x in copies], [local(x) for x in tensors])
     return copies
