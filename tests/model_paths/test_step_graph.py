@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from verl.model_paths import decode
-from verl.models.parallel_info import computing_in, keep_copies
+from verl.models.parallel_info import KEPT_COPIES, computing_in
 from verl.models.pretrained import Pretrained
 from verl.protocol import DataProto
 from verl.rollout import hf_rows
@@ -145,7 +145,7 @@ def update_in_place(model: torch.nn.Module, factor: float) -> None:
 def generate_and_train(model64: Pretrained, prepare: Callable[[HFEngine], None]) -> list[DataProto]:
     """Responses of three steps in bfloat16, with an update after each."""
     model, sampled = model64.load_causal_lm("cpu").float(), []
-    keep_copies(model)
+    KEPT_COPIES[model] = {}
     engine = HFRollout(max_new_tokens=60, sleep=False).attach(model, model64.load_tokenizer(), 0, "bfloat16")
     for step in range(3):
         prepare(engine)

@@ -165,7 +165,6 @@ def allowed(model: Any, autocast: str | None) -> float:
 
 log = logging.getLogger(__name__)
 
-Pick = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # logits [r V], noise [r] -> tokens, log-probs [r]
 KEY_MULTIPLE = 64  # on a GPU: kernels are set up for each length of keys, and a graph has a single length
 MOST_GRAPHS = 256  # a graph of a thousand kernels takes about a MiB
 
@@ -242,7 +241,7 @@ class StepGraphs:
 
 
 def model_state(model: Any) -> tuple[Any, ...]:
-    """Where the weights of a model lie, and which of its adapters are active: what a graph of it is valid for."""
+    """State that a graph of a model is valid for: the addresses of its weights, and its active adapters."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     adapters = [x for x in model.modules() if hasattr(x, "_disable_adapters")]  # of peft
     chosen = [(x._active_adapter, x._disable_adapters, getattr(x, "scaling", None)) for x in adapters]

@@ -51,7 +51,7 @@ class StoredRows:
         max_rows, max_length: more memory than that is not taken in advance.
         shrinks: if few rows become longer, the memory of the others is freed.
     Attributes:
-        num_grown: how often `tensors` were replaced by larger ones.
+        num_grown: number of times that `tensors` were replaced by larger ones.
     """
 
     def __init__(self, max_rows: int, max_length: int, shrinks: bool = True):
@@ -146,7 +146,7 @@ class SlotCache(DynamicCache):
 
     @property
     def num_grown(self) -> int:
-        """How often keys and values have moved to other memory."""
+        """Number of times that keys and values have moved to other memory."""
         return self.layers[0].slots.num_grown  # type: ignore[union-attr]
 
     def begin(self, max_slots: int, max_length: int) -> None:

@@ -155,6 +155,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 Autocast = Literal["bfloat16"] | None
+# Copies of `computing_in`, by id of the weight, of models whose copies stay in their memory: CUDA graphs read them
+KEPT_COPIES: WeakKeyDictionary[nn.Module, dict[int, Tensor]] = WeakKeyDictionary()
 GRADIENT_BYTES = 2**26  # of gradients in a narrow dtype that are held on a GPU, to be cast and added up together
 
 
@@ -214,7 +216,12 @@ def computing_in(dtype: Autocast, model: nn.Module) -> Iterator[None]:
         if weight is not None and weight.is_floating_point() and weight.dtype != narrow and id(weight) not in excluded
     ]
     weights = {id(weight): weight for _, _, weight in replaced}  # tied weights stay tied
-    copies = _narrow_copies(model, weights, narrow)
+    kept = [(w, KEPT_COPIES.get(model, {}).get(number)) for number, w in weights.items()]
+    into = [x if x is not None and (x.shape, x.device) == (w.shape, w.device) else None for w, x in kept]
+    found = dict(zip(weights, cast_together([w.detach() for w, _ in kept], narrow, into), strict=True))
+    if model in KEPT_COPIES and weights:  # there are none within another context of the model
+        KEPT_COPIES[model] = found
+    copies = {number: x.detach() for number, x in found.items()}  # gradients are those of this context
     gradients = _WideGradients(compute_device(model))
     for number, copy in copies.items():
         if weights[number].requires_grad and torch.is_grad_enabled():
@@ -227,27 +234,6 @@ def computing_in(dtype: Autocast, model: nn.Module) -> Iterator[None]:
     finally:
         for parameters, name, weight in replaced:
             parameters[name] = weight
-
-
-_kept_copies: WeakKeyDictionary[nn.Module, dict[int, Tensor]] = WeakKeyDictionary()  # of models, by id of the weight
-
-
-def keep_copies(model: nn.Module) -> None:
-    """From now on the copies of `computing_in` stay in their memory from one context of this model to the next: CUDA
-    graphs read them. An update needs them in any case."""
-    _kept_copies.setdefault(model, {})
-
-
-def _narrow_copies(model: nn.Module, weights: dict[int, nn.Parameter], dtype: torch.dtype) -> dict[int, Tensor]:
-    """Copies of weights, by id of the weight, in the memory that is kept for them."""
-    kept = _kept_copies.get(model, {})
-    held = {number: x for number, x in kept.items() if number in weights and x.shape == weights[number].shape}
-    held = {number: x for number, x in held.items() if x.device == weights[number].device}
-    into = [held.get(number) for number in weights]
-    copies = dict(zip(weights, cast_together([x.detach() for x in weights.values()], dtype, into), strict=True))
-    if model in _kept_copies and weights:  # there are none within another context of the model
-        _kept_copies[model] = copies
-    return {number: x.detach() for number, x in copies.items()}  # gradients are those of a context
 
 
 def cast_together(

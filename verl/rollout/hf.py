@@ -30,11 +30,11 @@ from verl.model_paths.check import (
     row_gaps,
     tail_for,
 )
-from verl.model_paths.decode import BatchReader, NextToken, Pick, allowed, key_multiple
+from verl.model_paths.decode import BatchReader, NextToken, allowed, key_multiple
 from verl.model_paths.expert_routing import routing_of
 from verl.model_paths.families import ModelPaths
 from verl.model_paths.images import ImageRows, has_images
-from verl.models.parallel_info import Autocast, compute_device, computing_in, keep_copies, weights_gathered
+from verl.models.parallel_info import KEPT_COPIES, Autocast, compute_device, computing_in, weights_gathered
 from verl.models.structure import call_model, unwrapped
 from verl.ops.cpu_matmul import packed_weights
 from verl.ops.logprobs import log_probs_of, response_positions
@@ -59,12 +59,13 @@ from verl.rollout.hf_rows import (
     WORTH_SHARING,
     BatchRows,
     DecodeMemory,
+    Pick,
     SlotRows,
     slots_distance,
     slots_fault,
 )
 from verl.rollout.rows import assemble_turns, left_padded, media_fields, row_media
-from verl.rollout.token_sampler import NOISE_TOKENS, StaticPick, TokenSampler, greedy_rows, noise_keys
+from verl.rollout.token_sampler import NOISE_TOKENS, TokenSampler, greedy_rows, noise_keys
 from verl.utils.progress import report
 
 log = logging.getLogger(__name__)
@@ -116,7 +117,7 @@ class HFEngine(RolloutEngine):
         self.group = GenerationGroup() if parallel_info is None else SplitPrompts(parallel_info)
         self.key_multiple = key_multiple(self.device)
         if self.key_multiple > 1 and parallel_info is None:
-            keep_copies(model)
+            KEPT_COPIES[model] = {}
         self.keeps_slots: bool | None = None  # whether keys and values may be kept in slots
         self.memory: DecodeMemory | None = None  # of the turns that were closed last
         self.longest_compared = 0  # tokens of the longest row whose log-probs were compared
@@ -358,6 +359,7 @@ class HFTurns(TurnQueue):
         super().__init__()
         self.engine, self.limits, self.dtype, self.contexts = engine, limits, dtype, contextlib.ExitStack()
         self.token_sampler, self.rows = engine.token_sampler, engine.rows(limits)
+        self._stopping = replace(self.token_sampler, seed=0, stop_ids=(), min_new_tokens=0)  # for rows that may stop
         self.experts = None if engine.routing is None else (engine.routing.layers, engine.routing.top_k)
         self.live: list[LiveTurn] = []
         self._next = NextToken(torch.zeros(0))
@@ -452,20 +454,19 @@ class HFTurns(TurnQueue):
         self._is_over |= torch.isin(tokens, self.engine.stop_ids)
         if self._step == self._next_limit or int(self._is_over.sum()) >= self.rows.fewest_ended(len(self.live)):
             return self._end(tokens)
-        self._next = self.rows.read(tokens, *self._pick())
+        self._next = self.rows.read(tokens, self._pick())
         return []
 
-    def _pick(self) -> tuple[Pick | None, Tensor | None]:
-        """How the model's step can pick the tokens after those that it reads, and with which noise; None if that needs
-        other values of this process, or if rows are not padded."""
+    def _pick(self) -> Pick | None:
+        """Sampling as a part of the step that reads the last tokens; None if rows are not padded, or if it needs values
+        of the host."""
         if self.engine.key_multiple == 1:
-            return None, None
+            return None
         sampler, positions, is_greedy = self.token_sampler, self._positions(), self._greedy
         is_plain = type(self.engine).sampling_logits is HFEngine.sampling_logits and sampler.top_p == 1
         if not is_plain or isinstance(positions, Tensor) or isinstance(is_greedy, Tensor):
-            return None, None
-        may_stop = positions == sampler.min_new_tokens
-        return StaticPick(sampler.temperature, sampler.top_k, is_greedy) if may_stop else None, self._noise_now()
+            return None
+        return (self._stopping, is_greedy, self._noise_now()) if positions == sampler.min_new_tokens else None
 
     def _noise_now(self) -> Tensor:
         """Noise [b] of the next token."""
@@ -502,7 +503,7 @@ class HFTurns(TurnQueue):
         if order:
             going = torch.tensor(order, device=tokens.device)
             self._noise, self._is_over = self._noise[going], self._is_over[going]
-            self._next = self.rows.read(tokens[going], *self._pick())
+            self._next = self.rows.read(tokens[going], self._pick())
         return sampled
 
     def _collect(self) -> None:

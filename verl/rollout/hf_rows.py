@@ -20,14 +20,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.model_paths import packed_attention
-from verl.model_paths.decode import BatchReader, NextToken, Pick, StepGraphs, graph_maker, model_state, padded
+from verl.model_paths.decode import BatchReader, NextToken, StepGraphs, graph_maker, model_state, padded
 from verl.model_paths.expert_routing import ExpertRouting
 from verl.model_paths.families import ModelPaths
 from verl.model_paths.images import ImageRows, RowImages, RowMedia, sees_ahead
@@ -36,14 +36,15 @@ from verl.models.structure import call_model
 from verl.ops.attention import PromptGroups
 from verl.rollout.base import TurnRequest
 from verl.rollout.rows import left_padded
+from verl.rollout.token_sampler import TokenSampler
 
 PREFILL_TOKENS = 8192  # of one forward pass, padding included
 WORTH_SHARING = 64  # minimum tokens of a prompt for which one prefill per group saves more than it costs
 WORTH_REFILLING = 0.125  # fraction of free slots at which waiting responses are admitted
 WORTH_ENDING = 0.125  # fraction of finished rows at which they are removed
 ROW_MULTIPLE = 8  # of rows, where they are padded
+Pick = tuple[TokenSampler, bool, Tensor]  # of rows that may all stop; whether all are greedy; noise [r]
 HEIGHTS, WIDTHS = 2, 4  # numbers of rows and of keys between two powers of two, where they are padded
-PICKED = ("tokens", "log_probs")
 
 
 @dataclass(eq=False)
@@ -92,7 +93,6 @@ class _Step:
         positions, own: [b 1] of the next token: its position, and its column in the slot.
         is_live: [b 1], 1, or 0 for rows that are padding.
         shortest, longest: own tokens of the rows at first.
-        has_adapters: rows name theirs, of which peft gathers the rows of each.
         groups, prompt_width: see `CacheCall`.
         count: number of tokens processed since, of each row.
     """
@@ -102,14 +102,13 @@ class _Step:
     is_live: Tensor
     shortest: int
     longest: int
-    has_adapters: bool
     groups: PromptGroups | None
     prompt_width: int
     count: int = 0
 
 
 class DecodeMemory:
-    """What decoding keeps from one call for responses to the next: keys and values, graphs, and the tensors that graphs
+    """Memory of decoding from one call for responses to the next: keys and values, graphs, and the tensors that graphs
     read and write.
 
     Attributes:
@@ -174,6 +173,7 @@ class SlotRows:
     ):
         self.model, self.max_slots, self.keeps_episodes, self.images = model, max_slots, not is_single, images
         self.key_multiple, self.reads_once, self.routing = key_multiple, reads_once, routing
+        self.spare = int(key_multiple > 1)  # padding is written to the column after the tokens of a slot
         self.shares_from = shares_from if is_single and packed_attention.is_enabled(model) else None
         self.device, self.is_eager = compute_device(model), model.config._attn_implementation == "eager"
         self.memory = memory or DecodeMemory(model, self.device, records_experts=routing is not None)
@@ -246,11 +246,11 @@ class SlotRows:
             following = following.select(torch.tensor(chosen, device=self.device))
         return following
 
-    def read(self, tokens: Tensor, pick: Pick | None = None, noise: Tensor | None = None) -> NextToken:
+    def read(self, tokens: Tensor, pick: Pick | None = None) -> NextToken:
         """Process one new token [r] of each row; attention reads keys and values without a copy.
 
         Args:
-            pick: hashable; where rows are padded, it picks the next tokens with the noise [r].
+            pick: to pick the next tokens too, where rows are padded.
         Returns:
             Logits that are valid until the next call.
         """
@@ -259,33 +259,33 @@ class SlotRows:
         if self.key_multiple == 1:
             following = self._read_one(step, longest, tokens[:, None])
         else:
-            following = self._read_padded(step, padded(longest, self.key_multiple, WIDTHS), tokens, pick, noise)
+            following = self._read_padded(step, padded(longest, self.key_multiple, WIDTHS), tokens, pick)
         step.count += 1
         return following
 
-    def _read_padded(
-        self, step: _Step, width: int, tokens: Tensor, pick: Pick | None, noise: Tensor | None
-    ) -> NextToken:
+    def _read_padded(self, step: _Step, width: int, tokens: Tensor, pick: Pick | None) -> NextToken:
         """Process a token [r] of each row in the tensors of `memory`, by a graph if there is one."""
         memory, rows, routed, live = self.memory, len(step.own), None, slice(self.num_live)
         memory.inputs[3, live, 0] = tokens
-        if noise is not None:
-            memory.noise[live] = noise
+        if pick is not None:
+            memory.noise[live] = pick[2]
 
         def work() -> None:
             nonlocal routed
             following = self._read_one(step, width, memory.inputs[3, :rows])
-            memory.put("logits", following.logits)
+            memory.put("logits", logits := following.logits)
             routed = following.routed
             if pick is not None:
-                for name, values in zip(PICKED, pick(following.logits, memory.noise[:rows]), strict=True):
-                    memory.put(name, values)
+                tokens = pick[0].pick(logits, memory.noise[:rows], 0, pick[1])
+                memory.put("tokens", tokens)
+                memory.put("log_probs", pick[0].log_probs(logits, tokens))
 
         memory.graphs.valid_for((self._model_state, self.cache.num_grown, len(memory.noise)))
-        memory.graphs.run(None if step.has_adapters else (rows, width, pick), work)
-        logits, *picked = (memory.outputs[name][live] for name in ("logits", *PICKED[: 2 * (pick is not None)]))
-        following = NextToken(logits, routed if routed is None else routed[live])
-        return following if not picked else replace(following, picked=(picked[0].clone(), picked[1].clone()))
+        has_adapters = any(row.weights for row in self._slots[live])  # peft gathers the rows of each
+        memory.graphs.run(None if has_adapters else (rows, width, pick and pick[:2]), work)
+        out = {name: x[live] for name, x in memory.outputs.items()}
+        picked = None if pick is None else (out["tokens"].clone(), out["log_probs"].clone())
+        return NextToken(out["logits"], routed if routed is None else routed[live], picked)
 
     def _read_one(self, step: _Step, width: int, tokens: Tensor) -> NextToken:
         """Process a token [r 1] of each row, kernel by kernel; values that change per step are in tensors of `step`."""
@@ -297,17 +297,13 @@ class SlotRows:
             mask = torch.arange(width, device=self.device) <= step.own[:, :, None]
         columns = slice(longest, longest + 1) if is_even else step.own
         count = max(len(self._slots) if self.keeps_episodes else self.num_live, len(tokens))
-        length = self._length_of(width)
+        length = width + self.spare
         call = CacheCall(0, columns, count, length, width, prompt_width=step.prompt_width, groups=step.groups)
         live = self._slots[: self.num_live]
         following = self._forward(call, live + live[-1:] * (len(tokens) - len(live)), tokens, step.positions, mask)
         step.positions += step.is_live
         step.own += step.is_live
         return following
-
-    def _length_of(self, width: int) -> int:
-        """Tokens of a slot whose memory is needed; padding writes to the column after the tokens of a slot."""
-        return width if self.key_multiple == 1 else width + 1
 
     def follow_weights(self) -> None:
         """The weights may be in other memory now."""
@@ -432,7 +428,7 @@ class SlotRows:
         count = len(self._prompts) if is_prompt else len(self._slots)
         is_even = is_new and min(map(len, tokens)) == longest
         written = slice(0, longest) if is_even else columns
-        length = self._length_of(width)
+        length = width + self.spare
         call = CacheCall(rows[0].number, written, count, length, 0 if is_new else width, is_prompt)
         mask, keys = None, torch.arange(width, device=self.device)
         if not is_new:
@@ -489,8 +485,7 @@ class SlotRows:
         own = lengths[: len(live)]
         groups = self._prompt_groups(live) if any(slot.prompt for slot in live) else None
         width = max((prompt.length for prompt in self._prompts.values()), default=0)
-        has_adapters = any(slot.weights for slot in live)
-        return _Step(inputs[0], inputs[1], inputs[2], min(own), max(own), has_adapters, groups, width)
+        return _Step(inputs[0], inputs[1], inputs[2], min(own), max(own), groups, width)
 
     def _prompt_groups(self, live: Sequence[Slot]) -> PromptGroups:
         """Groups of the live rows with their prompts."""
@@ -535,7 +530,7 @@ class BatchRows:
         media = [(turn.media_key, turn.media) for turn in batch[::n]]
         return batch, self.reader.begin(tokens.to(self.device), mask.to(self.device), n, media)
 
-    def read(self, tokens: Tensor, pick: Pick | None = None, noise: Tensor | None = None) -> NextToken:
+    def read(self, tokens: Tensor, pick: Pick | None = None) -> NextToken:
         return self.reader.read(tokens)
 
     def fewest_ended(self, num_live: int) -> int:

@@ -77,25 +77,6 @@ class TokenSampler:
         return log_probs_of(logits[:, None], tokens[:, None], self.temperature)[:, 0]
 
 
-@dataclass(frozen=True)
-class StaticPick:
-    """Picks tokens with the kernels that a CUDA graph records. `top_p` below 1 would ask the device for values.
-
-    Attributes:
-        is_greedy: of all rows, each of which may stop.
-    """
-
-    temperature: float
-    top_k: int
-    is_greedy: bool
-
-    def __call__(self, logits: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [b] and their log-probs, of logits [b V] and noise [b]."""
-        sampler = TokenSampler(0, (), self.temperature, self.top_k)
-        tokens = sampler.pick(logits, noise, 0, self.is_greedy)
-        return tokens, sampler.log_probs(logits, tokens)
-
-
 def noise_keys(turns: Sequence[TurnRequest]) -> Tensor:
     """[5 b] int64, the noise keys of turns; see `TokenSampler.noise`."""
     return torch.tensor([turn.noise_key for turn in turns], dtype=torch.int64).view(-1, 5).T
