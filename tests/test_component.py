@@ -25,9 +25,7 @@ from verl.component import (
     UnitInterval,
     as_plain,
     component,
-    faults_of,
     field_types,
-    in_words,
 )
 from verl.errors import (
     BadCheckpoint,
@@ -309,25 +307,6 @@ def test_rules_across_fields_are_told_up_to_the_first_that_reads_a_value_at_faul
         Rules(**values)
 
 
-@pytest.mark.parametrize(
-    ("details", "fault"),
-    [
-        ({"type": "greater_than", "loc": ("low",), "input": 0, "ctx": {"gt": 0}}, "low is 7: must be at least 1."),
-        ({"type": "finite_number", "loc": ("share",), "input": 0}, "share is 7: must be finite."),
-        ({"type": "string_type", "loc": ("names", 0), "input": 1}, "names[0] is 7: expected a text."),
-        ({"type": "literal_error", "loc": ("mode",), "input": 1}, "mode is 7: expected one of a, b."),
-        ({"type": "int_type", "loc": ("extra",), "input": ""}, "extra is 7: expected a whole number or null."),
-        (
-            {"type": "unexpected_keyword_argument", "loc": ("hihg",)},
-            "hihg is not a known key: Rules has no such field. Did you mean high?",
-        ),
-    ],
-)
-def test_what_pydantic_found_is_told_in_our_words(details, fault):
-    values = dict.fromkeys(("low", "share", "mode", "extra", "hihg"), 7) | {"names": (7,)}
-    assert faults_of(Rules, values, [details]) == [fault]
-
-
 @pytest.mark.exhaustive
 def test_no_validator_is_built_before_a_component_is_made():
     code = "import verl.rollout.vllm.config as m; print(type(vars(m.VLLMRollout)['__pydantic_validator__']).__name__)"
@@ -355,9 +334,8 @@ def test_a_pure_component_is_its_own_running_thing():
     assert inner.build(BuildContext()) is inner
 
 
-def test_field_types_are_the_resolved_annotations_and_have_words():
+def test_field_types_are_the_resolved_annotations():
     assert field_types(Inner) == {"rate": float}
-    assert in_words(int | None) == "a whole number or null"
 
 
 EXAMPLES = [

@@ -111,7 +111,7 @@ def component(kind: Kind) -> Kind:
     ...     gamma: UnitInterval = 1.0
     >>> Decay(gamma=2)
     Traceback (most recent call last):
-    verl.errors.ConfigError: gamma is 2: must lie in [0, 1].
+    verl.errors.ConfigError: gamma is 2: input should be less than or equal to 1.
     """
     dataclass_type: Any = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config=_CONFIG)(kind)
     dataclass_type.__init__ = _init
@@ -360,25 +360,28 @@ def _as_tuple(value: Any) -> Any:
 
 
 def faults_of(kind: type[Description], values: Mapping[str, Any], details: Sequence[ErrorDetails]) -> list[str]:
-    """A sentence for each value that pydantic refused: the value, and what was expected.
+    """A sentence for each value that pydantic refused: the value, and pydantic's messages about it.
 
-    >>> detail = {"type": "less_than", "loc": ("betas", 1), "input": 7, "ctx": {"lt": 1}}
+    >>> detail = {"type": "less_than", "loc": ("betas", 1), "input": 7, "msg": "Input should be less than 1"}
     >>> faults_of(AdamW, {"betas": (0.9, 7)}, [detail])
-    ['betas[1] is 7: must lie in [0, 1).']
+    ['betas[1] is 7: input should be less than 1.']
     """
-    faults = []
+    messages: dict[str, list[str]] = {}  # by value: a union has one of each of its members
     for fault in details:
         field, known = str(fault["loc"][0]), field_types(kind)
         if field not in known:
             near = hint(nearest(field, known))
-            faults.append(f"{field} is not a known key: {kind.__name__} has no such field.{near}")
+            messages[f"{field} is not a known key: {kind.__name__} has no such field.{near}"] = []
         elif field not in values and fault["type"] in ("missing", "missing_keyword_only_argument"):
-            faults.append(f"{field} is missing: {kind.__name__} needs it.")
+            messages[f"{field} is missing: {kind.__name__} needs it."] = []
         else:
             default = next(f for f in dataclasses.fields(typing.cast(Any, kind)) if f.name == field).default
-            path, value, annotation = _located(fault["loc"], values.get(field, default), known[field])
-            faults.append(f"{path} is {shown(value)}: {_expected(fault, value, annotation)}")
-    return list(dict.fromkeys(faults))
+            path, value = _located(fault["loc"], values.get(field, default))
+            text = fault["msg"].removeprefix("Value error, ")
+            if fault["type"] == "is_instance_of" and isinstance(value, dict):
+                text += ". It has no _target_: choose an option of its group, or give the whole node"
+            messages.setdefault(f"{path} is {shown(value)}: ", []).append(text[:1].lower() + text[1:].removesuffix("."))
+    return [f"{start}{', or '.join(texts)}." if texts else start for start, texts in messages.items()]
 
 
 def shown(value: Any) -> str:
@@ -387,103 +390,14 @@ def shown(value: Any) -> str:
     return end_cut(text, 80)
 
 
-def _located(loc: Sequence[int | str], value: Any, annotation: Any) -> tuple[str, Any, Any]:
-    """The path of a fault, with value and annotation; a union is reported as one value."""
+def _located(loc: Sequence[int | str], value: Any) -> tuple[str, Any]:
+    """The path and the value of a fault, as far as its location consists of keys and indices of the value."""
     path = str(loc[0])
     for key, after in itertools.zip_longest(loc[1:], loc[2:]):
-        choices = [choice for choice in _choices(annotation) if choice is not type(None)]
-        bare = _bare(choices[0])
-        args, origin = typing.get_args(bare), typing.get_origin(bare)
-        if len(choices) > 1 or after == "[key]":
-            break
-        if origin is dict and isinstance(value, dict) and key in value:
-            path, value, annotation = f"{path}.{key}", value[key], args[1]
-        elif origin in (tuple, list) and isinstance(value, (tuple, list)) and isinstance(key, int) and key < len(value):
-            path, value, annotation = f"{path}[{key}]", value[key], _item_types(bare, len(value))[key]
+        if after != "[key]" and isinstance(value, dict) and key in value:
+            path, value = f"{path}.{key}", value[key]
+        elif isinstance(value, (tuple, list)) and isinstance(key, int) and key < len(value):
+            path, value = f"{path}[{key}]", value[key]
         else:
             break
-    return path, value, annotation
-
-
-NO_TARGET = " It has no _target_: choose an option of its group, or give the whole node."
-_BOUNDS = ("greater_than", "greater_than_equal", "less_than", "less_than_equal")
-_EMPTY = ("too_short", "string_too_short")
-
-
-def _expected(fault: ErrorDetails, value: Any, annotation: Any) -> str:
-    choices = [choice for choice in _choices(annotation) if choice is not type(None)]
-    alone, or_null = len(choices) == 1, ", or null" if len(choices) < len(_choices(annotation)) else ""
-    if fault["type"] == "value_error":
-        return str(fault.get("ctx", {}).get("error"))
-    if fault["type"] == "finite_number":
-        return "must be finite."
-    if alone and fault["type"] in _BOUNDS:
-        return f"must {_bounds(choices[0])}{or_null}."
-    if alone and fault["type"] in _EMPTY and len(value) == 0:
-        return f"must not be empty{or_null}."
-    takes_component = any(isinstance(kind, type) and issubclass(kind, Description) for kind in choices)
-    return f"expected {in_words(annotation)}.{NO_TARGET if isinstance(value, dict) and takes_component else ''}"
-
-
-_WORDS_OF_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
-
-
-def _bounds(annotation: Any) -> str:
-    """The bounds of a number as text: `lie in [0, 1)`, `be at least 1`."""
-    bounds: dict[str, Any] = {}
-    for metadata in getattr(annotation, "__metadata__", ()):
-        for item in getattr(metadata, "metadata", [metadata]):
-            numbers = {name: getattr(item, name, None) for name in ("gt", "ge", "lt", "le")}
-            bounds |= {name: number for name, number in numbers.items() if number is not None}
-    if _bare(annotation) is int and "gt" in bounds:
-        bounds["ge"] = bounds.pop("gt") + 1
-    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
-    if low is not None and high is not None and ("ge" in bounds or "le" in bounds):
-        return f"lie in {'[' if 'ge' in bounds else '('}{low:g}, {high:g}{']' if 'le' in bounds else ')'}"
-    if bounds in ({}, {"ge": 0}):
-        return "not be negative" if bounds else ""
-    return "be " + " and ".join(f"{_WORDS_OF_BOUNDS[name]} {bound:g}" for name, bound in bounds.items())
-
-
-def _bare(annotation: Any) -> Any:
-    return annotation.__origin__ if hasattr(annotation, "__metadata__") else annotation
-
-
-def _choices(annotation: Any) -> tuple[Any, ...]:
-    """The members of a union; any other annotation as the only member."""
-    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-    return typing.get_args(annotation) if is_union else (annotation,)
-
-
-def _item_types(annotation: Any, length: int) -> tuple[Any, ...]:
-    """The annotation of each item of a list or tuple; a fixed-length tuple has its own number of them."""
-    args = typing.get_args(annotation)
-    return args if typing.get_origin(annotation) is tuple and args[-1:] != (...,) else args[:1] * length
-
-
-_WORDS = {float: "a number", int: "a whole number", str: "a text", bool: "true or false", type(None): "null"}
-
-
-def in_words(annotation: Any) -> str:
-    """The type of a field as text: `a number or null`."""
-    bare = _bare(annotation)
-    origin, args = typing.get_origin(bare), typing.get_args(bare)
-    if origin in (typing.Union, types.UnionType):
-        bounded = len(args) - (type(None) in args) > 1
-        return " or ".join(_bounded_words(arg) if bounded else in_words(arg) for arg in args)
-    if origin is typing.Literal:
-        return "one of " + ", ".join(str(arg) for arg in args)
-    if origin is tuple and args[-1:] != (...,):
-        return "a list of " + ", ".join(in_words(arg) for arg in args)
-    if origin in (tuple, list):
-        return f"a list in which each item is {in_words(args[0])}"
-    if origin is dict:
-        return f"a mapping in which each value is {in_words(args[1])}"
-    if isinstance(bare, type) and issubclass(bare, Description):
-        return f"a component with _target_ of kind {bare.__name__}"
-    return _WORDS.get(bare, getattr(bare, "__name__", str(bare)))
-
-
-def _bounded_words(annotation: Any) -> str:
-    bounds = _bounds(annotation)
-    return f"{in_words(annotation)} that must {bounds}" if bounds else in_words(annotation)
+    return path, value

@@ -199,10 +199,6 @@ async def leaves():
     raise SystemExit(3)
 
 
-def stops():
-    raise KeyboardInterrupt
-
-
 async def answers_later():
     return "later"
 
@@ -211,7 +207,6 @@ async def answers_later():
     ("function", "at_once", "outcome", "said"),
     [
         (leaves, False, "tool_error", "SystemExit"),
-        (stops, False, "tool_error", "KeyboardInterrupt"),
         (answers_later, True, "infra", "answers at once"),
     ],
 )

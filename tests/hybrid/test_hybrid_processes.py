@@ -65,12 +65,7 @@ def test_several_processes_train_and_sample_as_one_does(processes, config, lora,
         if groups == 1:
             assert answer["texts"] == alone["texts"]
             assert answer["refused"].startswith("input_ids differ between tensor-parallel processes")
-            for name, cause in {
-                "replaced": "model cannot be replaced", "copied": "an actor cannot be copied or pickled",
-                "changed": "model has changed at model.rotary_emb",
-            }.items():  # fmt: skip
-                assert answer[name].startswith(cause)
-                assert answer[name].endswith("it is sharded over 2 processes. Make a new HybridActor.")
+            assert answer["replaced"].startswith("model cannot be replaced: it is sharded over 2 processes")
             assert answer["adapter"] == found[0]["adapter"]
             assert answer["heads"] == found[0]["heads"]
         else:

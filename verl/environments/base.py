@@ -15,7 +15,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveIn
 
 from verl.component import BuildContext, Description, component
 from verl.environments.tool_calls import ParseFault, ToolCall, ToolFormat
-from verl.utils.signals import as_component_exit, raised_by_code
+from verl.utils.signals import as_component_exit
 
 Outcome = Literal["ok", "tool_error", "timeout", "infra"]
 Observation = str | Sequence[Mapping[str, Any]] | None
@@ -307,9 +307,7 @@ async def within(timeout_s: float, awaitable: Awaitable[Any]) -> Any:
     async def guarded() -> Any:
         try:
             return await awaitable
-        except (SystemExit, KeyboardInterrupt) as error:
-            if not raised_by_code(error):
-                raise
+        except SystemExit as error:
             raise as_component_exit(error) from error  # an exit would end the event loop, and all environments with it
 
     task, left_s = asyncio.ensure_future(guarded()), timeout_s

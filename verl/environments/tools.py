@@ -26,7 +26,7 @@ from verl.environments.base import (
 from verl.environments.hosts.python_tools import PythonTool, as_text
 from verl.environments.tool_calls import ParseFault, ToolCall
 from verl.errors import error_text
-from verl.utils.signals import raised_by_code
+from verl.utils.signals import RAISED_BY_CODE
 
 
 @dataclass(frozen=True)
@@ -105,9 +105,7 @@ class ToolEnvironment(Environment):
                     raise InfraError("a tool waits for something, and its environment says that it answers at once")
                 result = await (result if tool.keeps_deadline else within(self.timeout_s, result))
             text = as_text(result)
-        except BaseException as error:
-            if not raised_by_code(error):
-                raise
+        except RAISED_BY_CODE as error:
             outcome, text = self._failure(call, error)
             fault = getattr(error, "fault", "own")
         reason = "" if outcome == "ok" else text[:MAX_ERROR]

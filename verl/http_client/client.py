@@ -271,7 +271,7 @@ class HTTPClient:
                 if retry < retries:
                     delay_s = backoff_s(self.endpoint.backoff_s, retry, self._chance.random())
                     await batch.sleep(max(fault.wait_s, delay_s))
-        except (SystemExit, KeyboardInterrupt) as error:  # of code that makes the request or parses the answer
+        except SystemExit as error:  # of code that makes the request or parses the answer
             raise as_component_exit(error) from error  # else it ends the event loop
         except (TimeoutError, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and not batch.is_over:

@@ -58,8 +58,8 @@ class HybridActor:
         optimizer.step()
 
     `generate` switches the model to evaluation, synchronises the engine with the current weights, and restores the
-    model's state afterwards. The model may change between calls, also its modules and the shapes, dtypes and ties of
-    parameters, unless it is sharded by `hybrid_config`. Calls from several threads wait for each other.
+    model's state afterwards. The model may change between calls, unless it is sharded by `hybrid_config`; what was
+    checked of it is checked again once `model` is set. Calls from several threads wait for each other.
 
     Args:
         model: a loaded model; `from_pretrained` loads one.
@@ -116,7 +116,6 @@ class HybridActor:
             if adapter is not None:  # drawn in each process
                 parallelism.broadcast(p for p in self.model.parameters() if p.requires_grad)
             parallelism.take(self.model)
-        self._form = _form_of(_unwrapped(self._settled()))
         warn_unsupported_settings(model)
 
     @classmethod
@@ -165,8 +164,12 @@ class HybridActor:
     def model(self, model: Any) -> None:
         with self._lock:
             _refuse_no_actor(model)
-            self._refuse_if_divided("model cannot be replaced")
-            self._model, self._form = model, _form_of(_unwrapped(model))
+            if self._parallelism is not None:
+                size = self._parallelism.world_size
+                raise ConfigError(
+                    f"model cannot be replaced: it is sharded over {size} processes. Make a new HybridActor."
+                )
+            self._model = model
             forget(model)
             self._end_engine()
 
@@ -179,21 +182,6 @@ class HybridActor:
         with self._lock:
             self._rollout = load_rollout(rollout)
             self._end_engine()
-
-    def _refuse_if_divided(self, fault: str) -> None:
-        if self._parallelism is not None:
-            raise ConfigError(
-                f"{fault}: it is sharded over {self._parallelism.world_size} processes. Make a new HybridActor."
-            )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """State without the engine, which a copy starts with its first call."""
-        self._refuse_if_divided("an actor cannot be copied or pickled")
-        return {name: value for name, value in vars(self).items() if name not in ("_lock", "_form")} | {"_engine": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._lock, self._form = threading.RLock(), _form_of(_unwrapped(self.model))
 
     # Training
 
@@ -307,7 +295,6 @@ class HybridActor:
             ConfigError: an unknown option, an invalid value, or a model that the engine cannot sample from.
         """
         with self._lock:
-            self._follow_model()
             width = input_ids.shape[-1] if isinstance(input_ids, Tensor) else 0
             config = read_options(options, self.model, self.tokenizer, width)
             prompts = prompt_rows(input_ids, attention_mask, config)
@@ -336,18 +323,6 @@ class HybridActor:
                     module.training = True
                 if config.auto_cache_clear if self.auto_cache_clear is None else self.auto_cache_clear:
                     release_cached(self.device, always=True)
-
-    def _follow_model(self) -> None:
-        """Start anew with a model whose modules, or shapes, dtypes or ties of parameters, have changed: engines and
-        checks of execution paths are made for these.
-
-        Raises:
-            ConfigError: it has changed and is sharded.
-        """
-        form = _form_of(_unwrapped(self._settled()))
-        if changed := [name for name in {**self._form, **form} if self._form.get(name) != form.get(name)]:
-            self._refuse_if_divided(f"model has changed at {changed[0] or 'its forward'}")
-            self.model = self._model
 
     def _check_contiguous(self) -> None:
         """Refuse (or copy) parameters that are not contiguous; engines and checkpoints copy contiguous memory."""
@@ -399,7 +374,6 @@ class HybridActor:
                 return SAME_TENSORS
             if not self._rollout.chosen_for(_unwrapped(self.model)).runs_ahead:  # the engine has no weights of its own
                 return self._engine[1].sync()
-            self._follow_model()
             with self.sampling():  # verification compares with the model in evaluation mode
                 return self._engine[1].sync()
 
@@ -435,14 +409,3 @@ def _refuse_no_actor(model: Any) -> None:
 def _unwrapped(model: Any) -> Any:
     """The module inside a `torch.compile` wrapper, with the same weights; other models unchanged."""
     return getattr(model, "_orig_mod", model) if isinstance(model, nn.Module) else model
-
-
-def _form_of(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """Modules, with a forward set on the object, and shapes, dtypes and ties of parameters, by name."""
-    form: dict[str, tuple[Any, ...]] = {
-        name: (module, vars(module).get("forward")) for name, module in model.named_modules()
-    }
-    first: dict[int, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        form[name] = parameter.shape, parameter.dtype, first.setdefault(id(parameter), name)
-    return form

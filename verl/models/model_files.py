@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError, error_text
 from verl.ops.resharding.layout import Box
-from verl.utils.child_process.trial import pattern_fault
 from verl.utils.external_input import (
     ExternalInputError,
     checked_path,
@@ -44,8 +43,6 @@ DOWNLOAD = "Download it again"
 CONNECT_S = 5.0  # timeout of the request that shows whether the hub can be reached
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 WARM_START = "warm-start://"
-LONG_NAME = "model.layers.10.self_attn.q_proj.base_layer.weight"
-PATTERNS = ("target_modules", "exclude_modules", "layers_pattern", "rank_pattern", "alpha_pattern", "modules_to_save")
 
 
 def directory_faults(directory: Path, needs_weights: bool = True) -> Iterator[str]:
@@ -136,19 +133,6 @@ def _shard_faults(directory: Path, index: str) -> Iterator[str]:
     missing = [shard for shard in shards if not (directory / shard).is_file()]
     if missing:
         yield (f"{directory} lacks {len(missing)} of {len(shards)} files of weights, such as {missing[0]}. {DOWNLOAD}.")
-
-
-def refuse_endless_patterns(adapter: Mapping[str, Any], path: str) -> None:
-    """Try the regular expressions of an adapter's configuration on names of layers, in a child."""
-    values = [adapter.get(name) for name in PATTERNS]
-    patterns = [text for value in values for text in ([value] if isinstance(value, str) else value or ())]
-    patterns = [text for text in patterns if isinstance(text, str) and not text.replace("_", "").isalnum()]
-    if not patterns:
-        return
-    names = [LONG_NAME, "model.layers.10.mlp.experts.127.down_proj", "a" * 40, "transformer.h.31.attn.c_attn"]
-    fault = pattern_fault([*patterns, *(rf".*\.{text}" for text in patterns)], names)
-    if fault is not None:
-        raise ConfigError(f"path is {path!r}: a regular expression in its adapter_config.json cannot be used: {fault}.")
 
 
 @contextlib.contextmanager

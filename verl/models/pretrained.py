@@ -23,7 +23,6 @@ from verl.models.model_files import (
     path_faults,
     quiet_transformers,
     read_model_json,
-    refuse_endless_patterns,
     unloadable_error,
 )
 from verl.models.structure import expert_count
@@ -403,7 +402,6 @@ class Pretrained(ModelSource):
         with self._failure_explained(self.path, "the adapter"):
             from peft import PeftModel
 
-            refuse_endless_patterns(adapter, self.path)
             below = base._load(auto_class, device, **head_options(self.path, adapter))
             return merged_model(PeftModel.from_pretrained(below, self.path)).requires_grad_(True).eval()
 

@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from verl.errors import RewardError, VerlError, error_text
 from verl.protocol.provenance import source_of
-from verl.utils.signals import raised_by_code
+from verl.utils.signals import RAISED_BY_CODE
 
 FORMS = "expected `package.module:function` or `file.py:function`"
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -116,9 +116,7 @@ def load_function(path: str, error_kind: type[VerlError] = RewardError) -> Calla
     try:
         is_file = module_name.endswith(".py")
         module = _import_file(Path(module_name)) if is_file else importlib.import_module(module_name)
-    except BaseException as error:  # the user's module runs here and may raise anything
-        if not raised_by_code(error):
-            raise
+    except RAISED_BY_CODE as error:  # the user's module runs here and may raise anything
         raise error_kind(f"path is {path!r}: importing it raised {error_text(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):

@@ -30,15 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class CallFailed(Exception):
-    """A call failed in another process, or passed its deadline in this one.
-
-    Attributes:
-        kind: class name of the exception that the function raised; None if it timed out or its process ended.
-    """
-
-    def __init__(self, words: str, kind: str | None):
-        super().__init__(words)
-        self.kind = kind
+    """A call failed in another process, or passed its deadline in this one."""
 
 
 class _Late(BaseException):
@@ -62,7 +54,7 @@ def call_within(timeout_s: float, call: Callable[[], Value], file: str | None = 
         with _interrupted(timeout_s):
             return call()
     except _Late as late:
-        raise CallFailed(_words(timeout_s, traceback.extract_tb(late.__traceback__), file), None) from None
+        raise CallFailed(_words(timeout_s, traceback.extract_tb(late.__traceback__), file)) from None
 
 
 def in_thread(call: Callable[[], Value], timeout_s: float | None = None, file: str | None = None) -> Value:
@@ -84,7 +76,7 @@ def in_thread(call: Callable[[], Value], timeout_s: float | None = None, file: s
         raise failed[0]
     if not results:
         frame = sys._current_frames().get(thread.ident or 0)
-        raise CallFailed(_words(timeout_s or 0.0, traceback.extract_stack(frame) if frame else [], file), None)
+        raise CallFailed(_words(timeout_s or 0.0, traceback.extract_stack(frame) if frame else [], file))
     return results[0]
 
 

@@ -29,7 +29,7 @@ from verl.rewards.base import (
 from verl.rewards.deadline import BATCH_TIMEOUT_S, CallFailed, awaited, call_within
 from verl.rewards.process_pool import FunctionPool, SampleReward
 from verl.rewards.signatures import with_own_arguments
-from verl.utils.signals import raised_by_code
+from verl.utils.signals import RAISED_BY_CODE
 
 
 @component
@@ -162,21 +162,15 @@ class CallableReward(Reward):
     def score(self, prompts: list[str], responses: list[str], **columns: list) -> Any:
         """Call the function and return its unvalidated result.
 
-        If it raises, the first sample at fault is found by bisection, which calls it on about as many further rows as
-        the batch has.
-
         Raises:
             RewardError: the function raised, or needs a column that the data lacks.
         """
         check_columns(self._accepted, columns, ("prompts", "responses", *self.kwargs), self.function)
         try:
             return self._call(prompts, responses, columns)
-        except BaseException as error:  # whatever user code raises is reported with its place
-            if not raised_by_code(error):
-                raise
-            sample = self._find_sample(prompts, responses, columns, error)
+        except RAISED_BY_CODE as error:  # whatever user code raises is reported with its place
             expected = f"{len(responses)} finite numbers, one for each response"
-            raise reward_error(expected, self._words(error), self.function, prompts, responses, sample) from error
+            raise reward_error(expected, self._words(error), self.function) from error
 
     def score_batch(self, batch: DataProto) -> RewardResult:
         """Score every response; token scores if the function takes the whole batch."""
@@ -190,9 +184,7 @@ class CallableReward(Reward):
         )
         try:
             result = self._invoke(copied)
-        except BaseException as error:  # whatever user code raises is reported with its place
-            if not raised_by_code(error):
-                raise
+        except RAISED_BY_CODE as error:  # whatever user code raises is reported with its place
             raise reward_error(TOKEN_REWARDS, self._words(error), self.function) from error
         if getattr(result, "ndim", None) == 1:
             return checked_result(result, prompts, responses, self.function)
@@ -222,33 +214,6 @@ class CallableReward(Reward):
             return str(error)
         return f"{error_text(error)}{own_line(error, self.function)}"
 
-    def _find_sample(
-        self, prompts: list, responses: list, columns: Mapping[str, list], first: BaseException
-    ) -> int | None:
-        """Index of the first sample that raises an error of this kind alone, or None."""
-        if isinstance(first, CallFailed) and first.kind is None:  # halves of the batch would hang again
-            return None
-        if len(responses) == 1:
-            return 0
-
-        def raises(start: int, end: int) -> bool:
-            part = {name: values[start:end] for name, values in columns.items()}
-            try:
-                self._call(prompts[start:end], responses[start:end], part)
-            except BaseException as error:  # user code may raise anything
-                if not raised_by_code(error):
-                    raise
-                if isinstance(first, CallFailed):
-                    return isinstance(error, CallFailed) and error.kind == first.kind
-                return isinstance(error, type(first))
-            return False
-
-        start, end = 0, len(responses)
-        while end - start > 1:
-            middle = (start + end) // 2
-            start, end = (start, middle) if raises(start, middle) else (middle, end)
-        return start if raises(start, end) else None
-
 
 class ProcessReward(CallableReward):
     """A reward that calls a function by its path in a separate process, which `close` ends.
@@ -277,5 +242,5 @@ class ProcessReward(CallableReward):
         (outcome,) = self.pool.score([given])
         assert outcome is not None
         if outcome.failure is not None:
-            raise CallFailed(outcome.failure, outcome.failure.partition(":")[0] if outcome.was_raised else None)
+            raise CallFailed(outcome.failure)
         return pickle.loads(outcome.score)

@@ -58,13 +58,11 @@ class PoolResult:
     Attributes:
         is_blameless: whether the failure was not caused by the sample, but by a worker that was suspended or ended
             before it.
-        was_raised: whether the function raised; False for a time-out or a process that ended.
     """
 
     score: Any = None
     failure: str | None = None
     is_blameless: bool = False
-    was_raised: bool = False
 
 
 class FunctionPool:
@@ -205,7 +203,7 @@ class _Worker(PooledChild):
             words = self._late_words() if is_late else f"the process {ended}"
             self.kill()
             return PoolResult(failure=words, is_blameless=is_blameless)
-        return PoolResult(score=detail) if kind == "score" else PoolResult(failure=detail, was_raised=True)
+        return PoolResult(score=detail) if kind == "score" else PoolResult(failure=detail)
 
     def _late_words(self) -> str:
         """Describe a process that gives no answer in time: its state, and its line in the user's file."""

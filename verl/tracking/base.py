@@ -16,7 +16,7 @@ from verl.component import BuildContext, Description, component, package_fault
 from verl.errors import ConfigError
 from verl.utils.redact import MASK, redact, redact_tree
 from verl.utils.seeding import kept_generators
-from verl.utils.signals import as_component_exit, raised_by_code
+from verl.utils.signals import RAISED_BY_CODE, as_component_exit
 
 
 @component
@@ -222,7 +222,7 @@ class TrackerSet(Tracker):
         except BaseException as error:
             self.trackers = started
             self.close("failed")
-            if not raised_by_code(error):
+            if not isinstance(error, RAISED_BY_CODE):
                 raise
             cause = _cause(error)
             fault = f"tracker.{name} could not start: {cause.rstrip('. ')}. Fix it, or set tracker.{name}=null."
@@ -278,9 +278,7 @@ class TrackerSet(Tracker):
             try:
                 with kept_generators():
                     tracker.close(status)
-            except BaseException as error:  # the others still have to be released
-                if not raised_by_code(error):
-                    raise
+            except RAISED_BY_CODE as error:  # the others still have to be released
                 _log.warning("tracker.%s failed while closing: %s", name, _cause(error))
         for name, calls in self._failed.items():
             lost = trackers[name].num_lost if name in trackers else None
@@ -293,9 +291,7 @@ class TrackerSet(Tracker):
             try:
                 with kept_generators():
                     getattr(tracker, method)(*arguments)
-            except BaseException as error:  # a failing tracker must not end training
-                if not raised_by_code(error):
-                    raise
+            except RAISED_BY_CODE as error:  # a failing tracker must not end training
                 if name not in self._failed:
                     _log.warning("tracker.%s FAILED, training goes on: %s", name, _cause(error))
                 self._failed[name] = self._failed.get(name, 0) + 1

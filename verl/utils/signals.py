@@ -2,11 +2,11 @@
 
 The first SIGINT, SIGTERM or SIGHUP finishes and saves the current step; the second one ends the run.
 
-    with component_exits():     exit(), sys.exit(n), os._exit(n), KeyboardInterrupt without Ctrl-C ──> ComponentExit
-        trainer.fit()           Ctrl-C, SIGTERM                                                    ──> unchanged
+    with component_exits():     exit(), sys.exit(n) ──> ComponentExit
+        trainer.fit()           Ctrl-C, SIGTERM     ──> unchanged
 
 Components are rewards, data sets, trackers, models and all other code outside of verl that a run calls. If a component
-may fail without ending the run, as a tracker may, its exit counts as such a failure: see `raised_by_code`.
+may fail without ending the run, as a tracker may, its exit counts as such a failure.
 """
 
 from __future__ import annotations
@@ -22,78 +22,27 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
 
 from verl.errors import ComponentExit
 
+RAISED_BY_CODE = (Exception, SystemExit)  # what code of a component raises; Ctrl-C and SIGTERM are not among them
 _PACKAGE = str(Path(__file__).resolve().parents[1]) + os.sep
 _STANDARD = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib"))
 
 
-class OsExit(SystemExit):
-    """`os._exit` was called within `component_exits`."""
-
-
-class _Process:
-    """State of this process: open `component_exits`, whether Ctrl-C was pressed, and what the outermost one
-    replaced.
-    """
-
-    depth = 0
-    was_interrupted = False
-    own_exit: Callable[[int], NoReturn] = os._exit
-    owner = 0
-    before: Any = None
-
-
-def note_interrupt() -> None:
-    """Note a SIGINT, after which a KeyboardInterrupt is genuine. For handlers with `notes_interrupts = True`."""
-    _Process.was_interrupted = True
-
-
-def raised_by_code(error: BaseException) -> bool:
-    """Whether code raised an error, and not a user or a scheduler who ends the run.
-
-    >>> try:
-    ...     tracker.log(metrics)
-    ... except BaseException as error:
-    ...     if not raised_by_code(error):
-    ...         raise
-    """
-    if isinstance(error, (Exception, SystemExit)):
-        return True
-    if type(error) is not KeyboardInterrupt:
-        return False
-    if not _is_main_thread():
-        return True  # signals are delivered to the main thread only
-    if _Process.was_interrupted:
-        return False
-    handler = signal.getsignal(signal.SIGINT)
-    return handler is signal.SIG_IGN or getattr(handler, "notes_interrupts", False)
-
-
 def as_component_exit(error: BaseException) -> ComponentExit:
     """Make the error that names the line which called exit."""
     location, line = _location(error.__traceback__)
-    if isinstance(error, OsExit):
-        raised = f"called os._exit({error.code})"
-    elif isinstance(error, SystemExit):
-        raised = f"raised SystemExit({'' if error.code is None else repr(error.code)})"
-    else:
-        raised = "raised KeyboardInterrupt, and nobody had pressed Ctrl-C"
-    shown = f": {line}" if line else ""
+    code = getattr(error, "code", None)
     return ComponentExit(
-        f"{location} {raised}{shown}\n  A component must not end the program. Let it raise an error with a message, or "
-        "return."
+        f"{location} raised SystemExit({'' if code is None else repr(code)}){f': {line}' if line else ''}\n"
+        "  A component must not end the program. Let it raise an error with a message, or return."
     )
 
 
 class component_exits(contextlib.ContextDecorator):
     """Inside this context an exit of a component is raised as `ComponentExit`. Contexts may be nested.
-
-    `os._exit`, which would end the process at once, raises SystemExit in the main thread; in another thread it still
-    ends the process, but with a message and a nonzero status.
 
     Args:
         directly: also convert an exit of the body itself, not only of code that verl calls in it.
@@ -103,49 +52,13 @@ class component_exits(contextlib.ContextDecorator):
         self._directly = directly
 
     def __enter__(self) -> component_exits:
-        state = _Process
-        state.depth += 1
-        if state.depth == 1:
-            state.was_interrupted, state.owner, state.before = False, os.getpid(), None
-            state.own_exit, os._exit = os._exit, _exit  # type: ignore[assignment]
-            if _is_main_thread() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-                state.before = signal.signal(signal.SIGINT, _interrupt)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        is_exit = error is not None and not isinstance(error, Exception) and raised_by_code(error)
-        state = _Process
-        state.depth -= 1
-        if state.depth == 0:
-            os._exit = state.own_exit  # type: ignore[assignment]
-            if state.before is not None and signal.getsignal(signal.SIGINT) is _interrupt:
-                signal.signal(signal.SIGINT, state.before)
-        if is_exit and error is not None and (self._directly or _passed_through_verl(trace)):
+        if isinstance(error, SystemExit) and (self._directly or _passed_through_verl(trace)):
             raise as_component_exit(error) from error
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    note_interrupt()
-    signal.default_int_handler(number, frame)
-
-
-_interrupt.notes_interrupts = True  # type: ignore[attr-defined]
-
-
-def _exit(status: int) -> NoReturn:
-    """Replacement of `os._exit`."""
-    own_exit = _Process.own_exit
-    if os.getpid() != _Process.owner:  # a forked child, which ends this way
-        own_exit(status)
-    if _is_main_thread():
-        raise OsExit(status)
-    frames = [frame for frame in traceback.extract_stack()[:-1] if _is_of_component(frame.filename)]
-    where = f"line {frames[-1].lineno} of {frames[-1].filename}" if frames else "a component"
-    with contextlib.suppress(OSError):
-        os.write(2, f"{where} called os._exit({status}) in a thread: the run ends here, unfinished\n".encode())
-    own_exit(status or 1)
 
 
 def _is_main_thread() -> bool:
@@ -269,8 +182,6 @@ class StopRequest:
     def _take(self, number: int, frame: FrameType | None) -> None:
         before, self.signal = self.signal, self.signal or number  # at once: a further signal may interrupt what follows
         _leave_closed_terminal()
-        if number == signal.SIGINT:
-            note_interrupt()
         if before is not None:
             if number == signal.SIGHUP:  # shell and kernel each send one when a terminal is closed
                 return
@@ -280,5 +191,3 @@ class StopRequest:
         with contextlib.suppress(OSError):
             # Past all buffers: the signal may have come while one of them was written, and they bear no second writer.
             os.write(2, text.encode())
-
-    _take.notes_interrupts = True  # type: ignore[attr-defined]

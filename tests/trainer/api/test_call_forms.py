@@ -95,8 +95,8 @@ def local(*overrides):
 
 test_a_value_without_default_and_a_group_without_option_are_told_with_what_to_give = refused(
     ("reward.model.path", "./my_model", local("use_rm=true")),
-    ("replay", "replay=tiered", local("replay.buffer_warmup_steps=4")),
-    ("storage", "storage=gcs", local("storage.bucket=models")),
+    ("replay", 4, local("replay.buffer_warmup_steps=4")),
+    ("storage", "models", local("storage.bucket=models")),
 )
 
 

@@ -23,7 +23,7 @@ from verl.rewards.remote.remote_base import (
     number,
     placeholders,
 )
-from verl.utils.signals import raised_by_code
+from verl.utils.signals import RAISED_BY_CODE
 
 OURS = ("model", "messages", "stream", "n")  # fields of the request that `options` may not set
 
@@ -140,9 +140,7 @@ class LLMJudgeReward(RemoteReward):
         columns = {name: value for name, value in texts.items() if accepted is None or name in accepted}
         try:
             return function(reply=reply, **columns)
-        except BaseException as error:
-            if not raised_by_code(error):
-                raise
+        except RAISED_BY_CODE as error:
             raise RetryableAnswer(f"{type(error).__name__} in score_function: {error}, of {shown(reply)}") from error
 
     def body(self, samples: Sequence[RemoteSample]) -> Any:
