@@ -260,11 +260,6 @@ class BaseModel:
         """Whether a batch of samples may be of several adapters."""
         return not self._has_copy
 
-    @property
-    def has_engines(self) -> bool:
-        """Whether an adapter is in training."""
-        return bool(self._engines)
-
     def close(self) -> None:
         """End the process of a sampling engine."""
         self._sampler.close()

@@ -78,13 +78,14 @@ class LossRows:
         """[B T] or [B T K] of the targets."""
         return self.batch[CANDIDATES if CANDIDATES in self.batch.batch else "responses"].shape
 
-    def log_probs(self, model: Any, head: LMHead, micro: MicroBatch) -> Tensor:
-        """Log-probs of the targets of a micro-batch, [b t] or [b t K]."""
-        if CANDIDATES not in micro.tensors:
-            return token_log_probs(model, head, micro).log_probs
-        found = token_log_probs(model, head, micro, candidates=CANDIDATES).candidate_log_probs
-        assert found is not None
-        return found
+    def scores(self, head: LMHead, model: Any, micro: MicroBatch, top_k: int = 0) -> dict[str, Tensor]:
+        """`log_probs` of the targets of a micro-batch, [b t] or [b t K]; with `top_k` those of one target a token, the
+        `likeliest` tokens at each place and `of_likeliest`, their log-probs, [b t k]."""
+        wanted = CANDIDATES if CANDIDATES in micro.tensors else None
+        found: Any = token_log_probs(model, head, micro, top_k=top_k, candidates=wanted)
+        if not top_k:
+            return {"log_probs": found.log_probs if wanted is None else found.candidate_log_probs}
+        return {"log_probs": found.log_probs, "likeliest": found.candidates, "of_likeliest": found.candidate_log_probs}
 
     def losses(self, log_probs: Tensor, rows: Tensor | slice = slice(None)) -> Tensor:
         """Losses of the targets, 0 off the mask, from log-probs [b t] or [b t K] of some rows."""

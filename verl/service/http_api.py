@@ -14,13 +14,14 @@ import hmac
 import ipaddress
 import logging
 import math
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Annotated, Any
+from typing import Any
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.concurrency import run_in_threadpool
+from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import FileResponse, JSONResponse
+from fastapi.responses import JSONResponse
+from fastapi.staticfiles import StaticFiles
 from google.protobuf.message import DecodeError
 from pydantic import BaseModel, NonNegativeInt
 from tinker import types
@@ -32,25 +33,21 @@ from verl.service.adapters import AdapterShape
 from verl.service.jobs import FETCHED_S
 from verl.service.service import Model, NotFound, TrainingService
 from verl.service.wire import data_of, forward_backward_output
-from verl.utils.external_input import checked_name
 from verl.utils.seeding import derive_seed
 
 _log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES, MAX_JSON_BYTES = 64 << 20, 8 << 20  # of training data, and of other requests
 POLL_S = 30.0  # that a request for a result is held open
-SWEEP_S = 10.0
 URL_S = 3600  # that a download is announced for
+PREFIX = "/api/v1"
+DOWNLOADS = f"{PREFIX}/downloads"
 CHECKPOINT = "/training_runs/{run}/checkpoints/{kind}/{name}"
-
-router = APIRouter(prefix="/api/v1")
-
-
-def _service(request: Request) -> TrainingService:
-    return request.app.state.service
-
-
-Service = Annotated[TrainingService, Depends(_service)]
+FLAGS = {  # of the SDK: keys instead of tokens that expire, results one by one, requests of a model one after another
+    "pjwt_auth_enabled": False,
+    "sample_use_retrieve_futures": False,
+    "parallel_fwdbwd_chunks": False,
+}
 
 
 def application(service: TrainingService, token: str | None = None) -> FastAPI:
@@ -62,33 +59,24 @@ def application(service: TrainingService, token: str | None = None) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        async def sweep() -> None:
-            while True:
-                await asyncio.sleep(SWEEP_S)
-                try:
-                    await run_in_threadpool(service.sweep)
-                except Exception:  # noqa: BLE001 - the next time it may succeed
-                    _log.error("Sessions that have ended could not be freed.", exc_info=True)
-
-        task = asyncio.create_task(sweep())
-        try:
-            yield
-        finally:
-            task.cancel()
-            await run_in_threadpool(service.close)
+        yield
+        service.close()
 
     app = FastAPI(lifespan=lifespan, openapi_url=None)
-    app.state.service = service
-    app.include_router(router)
+    for routes in (_sessions, _training, _saved_weights, _samples):
+        app.include_router(routes(service), prefix=PREFIX)
+    app.mount(DOWNLOADS, StaticFiles(directory=service.downloads, follow_symlink=True))
 
     @app.middleware("http")
     async def guard(request: Request, handler: Callable[[Request], Awaitable[Response]]) -> Response:
-        key = request.headers.get("x-api-key", "")  # which a page of a browser cannot send without being asked
-        if not key or not hmac.compare_digest(key.encode(), (token or key).encode()):
+        key, path = request.headers.get("x-api-key", ""), request.url.path
+        if path.startswith(f"{DOWNLOADS}/"):  # whoever has the URL may read
+            return await handler(request)
+        if not key or not hmac.compare_digest(key.encode(), (token or key).encode()):  # no page of a browser sends one
             return _failure(401, "the API key (X-API-Key) is not that of this service.")
         if token is None and not is_this_machine(request.url.hostname):
             return _failure(403, "without a key this service is for this machine alone, by its own names.")
-        most = MAX_BODY_BYTES if request.url.path.endswith("/forward_backward") else MAX_JSON_BYTES
+        most = MAX_BODY_BYTES if path == f"{PREFIX}/forward_backward" else MAX_JSON_BYTES
         if "transfer-encoding" in request.headers or int(request.headers.get("content-length", 0)) > most:
             return _failure(413, f"the body has more than {most} bytes, or no Content-Length.")
         return await handler(request)
@@ -117,69 +105,135 @@ def _failure(status: int, detail: str) -> Response:
     return JSONResponse({"detail": detail}, status)
 
 
-# Sessions
+def _sessions(service: TrainingService) -> APIRouter:
+    routes = APIRouter()
+
+    @routes.post("/create_session")
+    async def create_session() -> Any:
+        return {"type": "create_session", "session_id": service.create_client()}
+
+    @routes.post("/session_heartbeat")
+    async def session_heartbeat(body: types.SessionHeartbeatRequest) -> Any:
+        service.sweep()
+        if body.session_id not in service.clients:
+            return _failure(410, "the session has ended, or the service was started again.")
+        service.client(body.session_id)
+        return {"type": "session_heartbeat"}
+
+    @routes.post("/sessions/{session}/finish", status_code=204)
+    async def finish_session(session: str) -> None:
+        service.end_client(session)
+
+    @routes.post("/client/config")
+    async def client_config() -> Any:
+        return FLAGS
+
+    @routes.post("/client/dynamic_config")
+    async def client_dynamic_config() -> Any:
+        return {"sample_cancel_enabled": True}
+
+    @routes.post("/telemetry")
+    async def telemetry() -> Any:
+        return {"status": "accepted"}  # and dropped
+
+    @routes.get("/healthz")
+    async def health() -> Any:
+        return {"status": "ok"}
+
+    @routes.get("/get_server_capabilities")
+    async def capabilities() -> Any:
+        fields = {"max_context_length": service.base.longest, "trainable": True, "sampleable": True}
+        models = [types.SupportedModel(model_name=name, **fields) for name in service.names]
+        return types.GetServerCapabilitiesResponse(supported_models=models)
+
+    @routes.post("/retrieve_future")
+    async def retrieve_future(body: types.FutureRetrieveRequest) -> Response:
+        if (job := service.jobs.job(body.request_id)) is None:
+            raise NotFound(f"request_id is {body.request_id[:120]!r}: no such request, or its session has ended.")
+        waiting = asyncio.wrap_future(job.future)
+        await asyncio.wait([waiting], timeout=POLL_S)
+        if not waiting.done():
+            return JSONResponse({"type": "try_again", "request_id": body.request_id, "queue_state": "active"}, 408)
+        job.keep(FETCHED_S)
+        error = ConfigError("the request was cancelled.") if waiting.cancelled() else waiting.exception()
+        if isinstance(error, VerlError | ValueError):
+            return JSONResponse({"error": str(error), "category": "user"})
+        if error is not None:
+            _log.error("Request %s failed.", body.request_id, exc_info=error)
+            return JSONResponse({"error": f"{type(error).__name__}: {error}", "category": "server"})
+        found = waiting.result()
+        return Response(found, media_type="application/x-protobuf") if isinstance(found, bytes) else JSONResponse(found)
+
+    @routes.post("/cancel_future", status_code=204)
+    async def cancel_future(body: types.FutureRetrieveRequest) -> None:
+        job = service.jobs.job(body.request_id)
+        if job is not None and job.sample is not None:  # later steps of a model wait for the others
+            job.future.cancel()
+
+    return routes
 
 
-@router.post("/create_session")
-async def create_session(service: Service) -> Any:
-    return {"type": "create_session", "session_id": service.create_client()}
+def _training(service: TrainingService) -> APIRouter:
+    routes = APIRouter()
 
+    @routes.post("/create_model")
+    async def create_model(body: types.CreateModelRequest) -> Any:
+        _check(service, body)
+        if (lora := body.lora_config) is None:
+            raise ConfigError("lora_config is missing: this service trains adapters.")
+        shape = AdapterShape(
+            rank=lora.rank, attention=lora.train_attn, mlp=lora.train_mlp, unembedding=lora.train_unembed,
+            seed=derive_seed(service.seed, "adapter", body.model_seq_id) if lora.seed is None else lora.seed,
+        )  # fmt: skip
+        return {"request_id": service.create_model(body.session_id, body.model_seq_id, shape)}
 
-@router.post("/session_heartbeat")
-async def heartbeat(body: types.SessionHeartbeatRequest, service: Service) -> Any:
-    if body.session_id not in service.clients:
-        return _failure(410, "the session has ended, or the service was started again.")
-    service.client(body.session_id)
-    return {"type": "session_heartbeat"}
+    @routes.post("/get_info")
+    async def get_info(body: types.GetInfoRequest) -> Any:
+        rank, name = service.model(body.model_id).session.shape.rank, service.names[0]
+        arch, tokenizer = type(service.base.core).__name__, str(service.tokenizer_directory)
+        data = {"arch": arch, "model_name": name, "tokenizer_id": tokenizer}
+        more = {"model_id": body.model_id, "is_lora": True, "lora_rank": rank, "model_name": name}
+        return {"type": "get_info", "model_data": data, **more}
 
+    @routes.post("/forward_backward")
+    async def forward_backward(request: Request) -> Any:
+        message = pb.ForwardBackwardRequest()
+        try:
+            message.ParseFromString(await request.body())
+        except DecodeError as error:
+            raise ConfigError(f"the body is no ForwardBackwardRequest: {error}.") from error
+        values = {key: value.text or value.number for key, value in message.loss_fn_config_v2.items()}
+        settings: Any = {**message.loss_fn_config, **values}
 
-@router.post("/sessions/{session}/finish", status_code=204)
-def finish_session(session: str, service: Service) -> None:
-    service.end_client(session)
+        def work(model: Model) -> bytes:
+            verb = model.session.forward if message.forward_only else model.session.forward_backward
+            try:
+                return forward_backward_output(verb(data_of(message), message.loss_fn, **settings))
+            except BaseException as error:
+                model.failed = model.failed if message.forward_only else str(error)
+                raise
 
+        return service.in_order(message, work)
 
-@router.post("/client/config")
-async def client_config() -> Any:
-    """Flags of the SDK: keys instead of tokens that expire, results one by one, requests of a model one by one."""
-    return {"pjwt_auth_enabled": False, "sample_use_retrieve_futures": False, "parallel_fwdbwd_chunks": False}
+    @routes.post("/optim_step")
+    async def optim_step(body: types.OptimStepRequest) -> Any:
+        values = body.optim_params
 
+        def work(model: Model) -> Any:
+            if not isinstance(values, types.AdamParams):
+                raise ConfigError(f"optim_params.type is {values.type!r}: this service has AdamW.")
+            if (failed := model.failed) is not None:  # a part of the gradients would be another step
+                model.failed = None
+                model.session.drop_gradients()
+                raise ConfigError(f"a forward_backward since the last step has failed ({failed}): nothing was changed.")
+            betas, limit = (values.beta1, values.beta2), max(values.grad_clip_norm, 0.0)
+            metrics = model.session.optim_step(values.learning_rate, betas, values.eps, values.weight_decay, limit)
+            service.note(model, metrics)
+            return {"metrics": {name: x for name, x in metrics.items() if math.isfinite(x)}}
 
-@router.post("/client/dynamic_config")
-async def client_dynamic_config() -> Any:
-    return {"sample_cancel_enabled": True}
+        return service.in_order(body, work)
 
-
-@router.post("/telemetry")
-async def telemetry() -> Any:
-    """Accepted and dropped."""
-    return {"status": "accepted"}
-
-
-@router.get("/healthz")
-async def health() -> Any:
-    return {"status": "ok"}
-
-
-@router.get("/get_server_capabilities")
-async def capabilities(service: Service) -> Any:
-    fields = {"max_context_length": service.base.longest, "trainable": True, "sampleable": True}
-    models = [types.SupportedModel(model_name=name, **fields) for name in service.names]
-    return types.GetServerCapabilitiesResponse(supported_models=models)
-
-
-# Training
-
-
-@router.post("/create_model")
-async def create_model(body: types.CreateModelRequest, service: Service) -> Any:
-    _check(service, body)
-    if (lora := body.lora_config) is None:
-        raise ConfigError("lora_config is missing: this service trains adapters.")
-    shape = AdapterShape(
-        rank=lora.rank, attention=lora.train_attn, mlp=lora.train_mlp, unembedding=lora.train_unembed,
-        seed=derive_seed(service.seed, "adapter", body.model_seq_id) if lora.seed is None else lora.seed,
-    )  # fmt: skip
-    return {"request_id": service.create_model(body.session_id, body.model_seq_id, shape)}
+    return routes
 
 
 def _check(service: TrainingService, body: types.CreateModelRequest | types.LoadWeightsRequest) -> None:
@@ -188,203 +242,107 @@ def _check(service: TrainingService, body: types.CreateModelRequest | types.Load
         raise ConfigError(f"optimizer_config.type is {body.optimizer_config.type!r}: this service has adamw.")
 
 
-@router.post("/get_info")
-async def get_info(body: types.GetInfoRequest, service: Service) -> Any:
-    shape, name = service.model(body.model_id).session.shape, service.names[0]
-    arch, tokenizer = type(service.base.core).__name__, str(service.tokenizer_directory)
-    return {
-        "type": "get_info", "model_data": {"arch": arch, "model_name": name, "tokenizer_id": tokenizer},
-        "model_id": body.model_id, "is_lora": True, "lora_rank": shape.rank, "model_name": name,
-    }  # fmt: skip
+def _saved_weights(service: TrainingService) -> APIRouter:
+    routes = APIRouter()
 
+    @routes.post("/save_weights")
+    async def save_weights(body: types.SaveWeightsRequest) -> Any:
+        def work(model: Model) -> Any:
+            name = body.path if body.path is not None else f"step_{model.session.updates}_{body.seq_id}"
+            return {"path": service.save(model, "weights", name, body.overwrite), "type": "save_weights"}
 
-@router.post("/forward_backward")
-async def forward_backward(request: Request, service: Service) -> Any:
-    message = pb.ForwardBackwardRequest()
-    try:
-        message.ParseFromString(await request.body())
-    except DecodeError as error:
-        raise ConfigError(f"the body is no ForwardBackwardRequest: {error}.") from error
+        return service.in_order(body, work)
 
-    def work(model: Model) -> bytes:
-        values = {key: value.text or value.number for key, value in message.loss_fn_config_v2.items()}
-        settings: Any = {**message.loss_fn_config, **values}
-        if message.forward_only:
-            return forward_backward_output(model.session.forward(data_of(message), message.loss_fn, **settings))
-        try:
-            return forward_backward_output(
-                model.session.forward_backward(data_of(message), message.loss_fn, **settings)
-            )
-        except BaseException as error:
-            model.failed = str(error)
-            raise
+    @routes.post("/save_weights_external")
+    async def save_weights_external(body: types.SaveWeightsExternalRequest) -> Any:
+        def work(model: Model) -> Any:
+            if body.age_encryption_recipients:
+                raise ConfigError("age_encryption_recipients: this service does not encrypt.")
+            return {"path": service.save(model, "external_weights", body.path)}
 
-    return {"request_id": service.in_order(message.model_id, message.seq_id, work)}
+        return service.in_order(body, work)
 
+    @routes.post("/save_weights_for_sampler")
+    async def save_weights_for_sampler(body: types.SaveWeightsForSamplerRequest) -> Any:
+        def work(model: Model) -> Any:
+            if body.kind != "snapshot":
+                raise ConfigError(f"kind is {body.kind!r}: this service samples from snapshots.")
+            found = {"path": None, "type": "save_weights_for_sampler"}
+            if body.path is not None:
+                return found | {"path": service.save(model, "sampler_weights", body.path)}
+            return found | {"sampling_session_id": service.snapshot(model, body.sampling_session_seq_id or 0)}
 
-@router.post("/optim_step")
-async def optim_step(body: types.OptimStepRequest, service: Service) -> Any:
-    values = body.optim_params
+        return service.in_order(body, work)
 
-    def work(model: Model) -> Any:
-        if not isinstance(values, types.AdamParams):
-            raise ConfigError(f"optim_params.type is {values.type!r}: this service has AdamW.")
-        if (failed := model.failed) is not None:  # a part of the gradients would be another step than was asked for
-            model.failed = None
-            model.session.drop_gradients()
-            raise ConfigError(f"a forward_backward since the last step has failed ({failed}): nothing was changed.")
-        metrics = model.session.optim_step(
-            values.learning_rate, (values.beta1, values.beta2), values.eps, values.weight_decay,
-            max(values.grad_clip_norm, 0.0),
+    @routes.post("/load_weights")
+    async def load_weights(body: types.LoadWeightsRequest) -> Any:
+        _check(service, body)
+        if body.session_id is not None and body.model_seq_id is not None:
+            arguments = body.session_id, body.model_seq_id, None, body.path, body.optimizer
+            return {"request_id": service.create_model(*arguments)}
+
+        def work(model: Model) -> Any:
+            model.session.load(service.saved_at(body.path), body.optimizer)
+            model.failed = None  # the gradients are gone
+            return {"path": body.path, "model_id": body.model_id, "type": "load_weights"}
+
+        return service.in_order(body, work)
+
+    @routes.post("/weights_info")
+    async def weights_info(body: _Address) -> Any:
+        shape = saved.read_record(service.saved_at(body.tinker_path)).adapter
+        return types.WeightsInfoResponse(
+            base_model=service.names[0], is_lora=True, lora_rank=shape.rank, train_unembed=shape.unembedding,
+            train_mlp=shape.mlp, train_attn=shape.attention,
         )  # fmt: skip
-        service.note(model, metrics)
-        return {"metrics": {name: x for name, x in metrics.items() if math.isfinite(x)}}
 
-    return {"request_id": service.in_order(body.model_id, body.seq_id, work)}
+    @routes.get("/checkpoints")
+    async def all_checkpoints(offset: NonNegativeInt = 0, limit: NonNegativeInt = 100) -> Any:
+        found = service.checkpoints()
+        cursor = types.Cursor(offset=offset, limit=limit, total_count=len(found))
+        return types.CheckpointsListResponse(checkpoints=found[offset : offset + limit], cursor=cursor)
 
+    @routes.get("/training_runs/{run}/checkpoints")
+    async def run_checkpoints(run: str) -> Any:
+        return types.CheckpointsListResponse(checkpoints=service.checkpoints(run))
 
-# Saved weights
+    @routes.delete(CHECKPOINT, status_code=204)
+    async def delete_checkpoint(run: str, kind: str, name: str) -> None:
+        service.delete(f"tinker://{run}/{kind}/{name}")
 
+    @routes.get(CHECKPOINT + "/external_weights_urls")
+    async def external_weights_urls(run: str, kind: str, name: str, request: Request) -> Any:
+        directory, key = service.saved_at(f"tinker://{run}/{kind}/{name}"), secrets.token_urlsafe(32)
+        (service.downloads / key).symlink_to(directory)
+        expires = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=URL_S)
+        base, files = f"{request.url.scheme}://{request.url.netloc}{DOWNLOADS}/{key}", sorted(directory.iterdir())
+        urls = {file.name: f"{base}/{file.name}" for file in files if file.name != saved.RECORD}
+        return types.ExternalWeightsUrlsResponse(urls=urls, expires=expires)
 
-@router.post("/save_weights")
-async def save_weights(body: types.SaveWeightsRequest, service: Service) -> Any:
-    def work(model: Model) -> Any:
-        name = body.path if body.path is not None else f"step_{model.session.updates}_{body.seq_id}"
-        return {"path": service.save(model, "weights", name, body.overwrite), "type": "save_weights"}
-
-    return {"request_id": service.in_order(body.model_id, body.seq_id, work)}
-
-
-@router.post("/save_weights_external")
-async def save_weights_external(body: types.SaveWeightsExternalRequest, service: Service) -> Any:
-    def work(model: Model) -> Any:
-        if body.age_encryption_recipients:
-            raise ConfigError("age_encryption_recipients: this service does not encrypt.")
-        return {"path": service.save(model, "external_weights", body.path)}
-
-    return {"request_id": service.in_order(body.model_id, body.seq_id, work)}
-
-
-@router.post("/save_weights_for_sampler")
-async def save_weights_for_sampler(body: types.SaveWeightsForSamplerRequest, service: Service) -> Any:
-    def work(model: Model) -> Any:
-        if body.kind != "snapshot":
-            raise ConfigError(f"kind is {body.kind!r}: this service samples from snapshots.")
-        found = {"path": None, "type": "save_weights_for_sampler"}
-        if body.path is not None:
-            return found | {"path": service.save(model, "sampler_weights", body.path)}
-        return found | {"sampling_session_id": service.snapshot(model, body.sampling_session_seq_id or 0)}
-
-    return {"request_id": service.in_order(body.model_id, body.seq_id, work)}
-
-
-@router.post("/load_weights")
-async def load_weights(body: types.LoadWeightsRequest, service: Service) -> Any:
-    _check(service, body)
-    if body.session_id is not None and body.model_seq_id is not None:
-        return {"request_id": service.create_model(body.session_id, body.model_seq_id, None, body.path, body.optimizer)}
-
-    def work(model: Model) -> Any:
-        model.session.load(service.saved_at(body.path), body.optimizer)
-        model.failed = None  # the gradients are gone
-        return {"path": body.path, "model_id": body.model_id, "type": "load_weights"}
-
-    return {"request_id": service.in_order(body.model_id or "", body.seq_id, work)}
+    return routes
 
 
 class _Address(BaseModel):
     tinker_path: str
 
 
-@router.post("/weights_info")
-async def weights_info(body: _Address, service: Service) -> Any:
-    shape = saved.read_record(service.saved_at(body.tinker_path)).adapter
-    return types.WeightsInfoResponse(
-        base_model=service.names[0], is_lora=True, lora_rank=shape.rank, train_unembed=shape.unembedding,
-        train_mlp=shape.mlp, train_attn=shape.attention,
-    )  # fmt: skip
+def _samples(service: TrainingService) -> APIRouter:
+    routes = APIRouter()
 
+    @routes.post("/create_sampling_session")
+    async def create_sampling_session(body: types.CreateSamplingSessionRequest) -> Any:
+        service.check_base(body.base_model)
+        name = service.create_sampler(body.session_id, body.sampling_session_seq_id, body.model_path)
+        return {"type": "create_sampling_session", "sampling_session_id": name}
 
-@router.get("/checkpoints")
-async def all_checkpoints(service: Service, offset: NonNegativeInt = 0, limit: NonNegativeInt = 100) -> Any:
-    found = service.checkpoints()
-    cursor = types.Cursor(offset=offset, limit=limit, total_count=len(found))
-    return types.CheckpointsListResponse(checkpoints=found[offset : offset + limit], cursor=cursor)
+    @routes.get("/samplers/{sampler}")
+    async def get_sampler(sampler: str) -> Any:
+        address = service.sampler(sampler).address
+        return {"sampler_id": sampler, "base_model": service.names[0], "model_path": address}
 
+    @routes.post("/asample")
+    async def asample(body: types.SampleRequest) -> Any:
+        name = service.sample(body)
+        return {"request_id": name, "sample_sequence_ids": [f"{name}:{i}" for i in range(body.num_samples)]}
 
-@router.get("/training_runs/{run}/checkpoints")
-async def run_checkpoints(run: str, service: Service) -> Any:
-    return types.CheckpointsListResponse(checkpoints=service.checkpoints(run))
-
-
-@router.delete(CHECKPOINT, status_code=204)
-def delete_checkpoint(run: str, kind: str, name: str, service: Service) -> None:
-    service.delete(f"tinker://{run}/{kind}/{name}")
-
-
-@router.get(CHECKPOINT + "/external_weights_urls")
-async def external_weights_urls(run: str, kind: str, name: str, service: Service, request: Request) -> Any:
-    directory = service.saved_at(f"tinker://{run}/{kind}/{name}")
-    names = sorted(file.name for file in directory.iterdir() if file.name != saved.RECORD)
-    base = str(request.url).removesuffix("external_weights_urls") + "files"
-    expires = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=URL_S)
-    return types.ExternalWeightsUrlsResponse(urls={name: f"{base}/{name}" for name in names}, expires=expires)
-
-
-@router.get(CHECKPOINT + "/files/{file}")
-async def checkpoint_file(run: str, kind: str, name: str, file: str, service: Service) -> Response:
-    path = service.saved_at(f"tinker://{run}/{kind}/{name}") / checked_name(file)
-    if not path.is_file():
-        raise NotFound(f"there is no file {path.name!r} in this checkpoint.")
-    return FileResponse(path)
-
-
-# Samples
-
-
-@router.post("/create_sampling_session")
-async def create_sampling_session(body: types.CreateSamplingSessionRequest, service: Service) -> Any:
-    service.check_base(body.base_model)
-    name = service.create_sampler(body.session_id, body.sampling_session_seq_id, body.model_path)
-    return {"type": "create_sampling_session", "sampling_session_id": name}
-
-
-@router.get("/samplers/{sampler}")
-async def get_sampler(sampler: str, service: Service) -> Any:
-    address = service.sampler(sampler).address
-    return {"sampler_id": sampler, "base_model": service.names[0], "model_path": address}
-
-
-@router.post("/asample")
-async def asample(body: types.SampleRequest, service: Service) -> Any:
-    name = service.sample(body)
-    return {"request_id": name, "sample_sequence_ids": [f"{name}:{i}" for i in range(body.num_samples)]}
-
-
-# Results
-
-
-@router.post("/retrieve_future")
-async def retrieve_future(body: types.FutureRetrieveRequest, service: Service) -> Response:
-    if (job := service.jobs.job(body.request_id)) is None:
-        raise NotFound(f"request_id is {body.request_id[:120]!r}: no such request, or its session has ended.")
-    waiting = asyncio.wrap_future(job.future)
-    await asyncio.wait([waiting], timeout=POLL_S)
-    if not waiting.done():
-        return JSONResponse({"type": "try_again", "request_id": body.request_id, "queue_state": "active"}, 408)
-    job.keep(FETCHED_S)
-    error = ConfigError("the request was cancelled.") if waiting.cancelled() else waiting.exception()
-    if error is None:
-        found = waiting.result()
-        return Response(found, media_type="application/x-protobuf") if isinstance(found, bytes) else JSONResponse(found)
-    if isinstance(error, VerlError | ValueError):
-        return JSONResponse({"error": str(error), "category": "user"})
-    _log.error("Request %s failed.", body.request_id, exc_info=error)
-    return JSONResponse({"error": f"{type(error).__name__}: {error}", "category": "server"})
-
-
-@router.post("/cancel_future", status_code=204)
-async def cancel_future(body: types.FutureRetrieveRequest, service: Service) -> None:
-    job = service.jobs.job(body.request_id)
-    if job is not None and job.request is not None:  # a sample; later steps of a model wait for the others
-        job.future.cancel()
+    return routes

@@ -7,12 +7,14 @@ Sample requests that are there together and sample alike are one batch.
 
 from __future__ import annotations
 
+import itertools
 import math
 import threading
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from verl.errors import VerlError
@@ -31,22 +33,38 @@ class Busy(VerlError, RuntimeError):
     status = 429
 
 
+@dataclass(frozen=True)
+class SampleWork:
+    """A sample request.
+
+    Attributes:
+        kind: those of one kind may be one batch.
+        adapter: directory of the weights to sample from; None for the base model.
+        num_samples: its size in a batch.
+        request, options, noise: of the samples.
+    """
+
+    kind: Hashable
+    adapter: Path | None
+    num_samples: int
+    request: Any
+    options: Any
+    noise: tuple[object, ...]
+
+
 @dataclass(eq=False)
 class Job:
     """A request and its result.
 
     Attributes:
         owner: session that it belongs to.
-        kind, adapter, request, num_samples: of a sample request. Those of one kind may be one batch.
+        sample: a `SampleWork`; None for other requests.
         expires_at: on the clock of `time.monotonic`, when the result is dropped.
     """
 
     owner: str
     future: Future[Any] = field(default_factory=Future)
-    kind: Hashable = None
-    adapter: Hashable = None
-    request: Any = None
-    num_samples: int = 0
+    sample: Any = None
     expires_at: float = math.inf
 
     def keep(self, seconds: float) -> None:
@@ -57,17 +75,16 @@ class Jobs:
     """Requests and results of a service.
 
     Args:
-        sample: results of a batch of sample requests of one kind.
-        joins: whether sample requests are joined to batches; else each is computed alone, with the same bits each time.
+        compute: results of a batch of sample requests.
     """
 
-    def __init__(self, sample: Callable[[Sequence[Any]], Sequence[Any]], joins: bool = True):
-        self._sample, self._max_samples, self._lock = sample, MAX_SAMPLES if joins else 0, threading.Lock()
+    def __init__(self, compute: Callable[[Sequence[SampleWork]], Sequence[Any]]):
+        self._compute, self._lock = compute, threading.Lock()
         self._thread = ThreadPoolExecutor(1, "training service")
         self._jobs: dict[str, Job] = {}
         self._samples: list[Job] = []
 
-    def submit(self, job_id: str, owner: str, work: Callable[[], Any]) -> str:
+    def submit(self, job_id: str, owner: str, work: Callable[[], Any] | SampleWork) -> str:
         """Queue work, and return its id. What was queued before is not queued again: clients repeat a request to which
         they got no answer.
 
@@ -75,29 +92,19 @@ class Jobs:
             Busy: too many requests wait.
         """
         with self._lock:
-            if self._is_new(job_id, owner):
-                self._add(job_id, Job(owner, self._thread.submit(work)))
-        return job_id
-
-    def submit_sample(self, job_id: str, job: Job) -> str:
-        """Queue a sample request; see `submit`."""
-        with self._lock:
-            if self._is_new(job_id, job.owner):
+            if job_id in self._jobs:
+                return job_id
+            if sum(job.owner == owner and not job.future.done() for job in self._jobs.values()) >= MAX_WAITING:
+                raise Busy(f"{MAX_WAITING} requests wait: ask again later.")
+            if isinstance(work, SampleWork):
+                job = Job(owner, sample=work)
                 self._samples.append(job)
-                self._add(job_id, job)
                 self._thread.submit(self._run_samples)
-        return job_id
-
-    def _is_new(self, job_id: str, owner: str) -> bool:
-        if job_id in self._jobs:
-            return False
-        if sum(job.owner == owner and not job.future.done() for job in self._jobs.values()) >= MAX_WAITING:
-            raise Busy(f"{MAX_WAITING} requests wait: ask again later.")
-        return True
-
-    def _add(self, job_id: str, job: Job) -> None:
-        self._jobs[job_id] = job
+            else:
+                job = Job(owner, self._thread.submit(work))
+            self._jobs[job_id] = job
         job.future.add_done_callback(lambda _: job.keep(UNFETCHED_S))
+        return job_id
 
     def job(self, job_id: str) -> Job | None:
         return self._jobs.get(job_id)
@@ -113,9 +120,9 @@ class Jobs:
         with self._lock:
             self._jobs = {name: job for name, job in self._jobs.items() if job.expires_at > time.monotonic()}
 
-    def run_now(self, work: Callable[[], Any]) -> Any:
-        """Run work in the thread that computes; returns what it returns, raises what it raises."""
-        return self._thread.submit(work).result()
+    def run(self, work: Callable[[], Any]) -> Future[Any]:
+        """Queue work of the service itself."""
+        return self._thread.submit(work)
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
@@ -127,29 +134,23 @@ class Jobs:
             count = len(self._samples)
             time.sleep(GATHER_S)
         with self._lock:
-            batch, self._samples = self._taken(self._samples)
-        self._compute([job for job in batch if job.future.set_running_or_notify_cancel()])
+            alike = [job for job in self._samples if job.sample.kind == self._samples[0].sample.kind]
+            adapters = [*dict.fromkeys(job.sample.adapter for job in alike)][:MAX_ADAPTERS]
+            sizes = zip(alike, itertools.accumulate(job.sample.num_samples for job in alike), strict=True)
+            fitting = [job for job, size in sizes if size <= MAX_SAMPLES and job.sample.adapter in adapters]
+            batch = fitting or alike[:1]
+            self._samples = [job for job in self._samples if job not in batch]
+        self._run_batch([job for job in batch if job.future.set_running_or_notify_cancel()])
 
-    def _taken(self, jobs: list[Job]) -> tuple[list[Job], list[Job]]:
-        """The next batch, and what is left."""
-        batch, adapters, count = jobs[:1], {job.adapter for job in jobs[:1]}, sum(job.num_samples for job in jobs[:1])
-        for job in jobs[1:]:
-            fits = count + job.num_samples <= self._max_samples and len(adapters | {job.adapter}) <= MAX_ADAPTERS
-            if job.kind == batch[0].kind and fits:
-                batch.append(job)
-                adapters.add(job.adapter)
-                count += job.num_samples
-        return batch, [job for job in jobs if job not in batch]
-
-    def _compute(self, batch: list[Job]) -> None:
+    def _run_batch(self, batch: Sequence[Job]) -> None:
         try:
-            results = self._sample([job.request for job in batch]) if batch else ()
+            results = self._compute([job.sample for job in batch]) if batch else ()
         except BaseException as error:  # noqa: BLE001 - told to the client; also a panic of a library in Rust
             if len(batch) == 1:
                 batch[0].future.set_exception(error)
                 return
             for job in batch:  # one of them may be at fault
-                self._compute([job])
+                self._run_batch([job])
             return
         for job, result in zip(batch, results, strict=True):
             job.future.set_result(result)

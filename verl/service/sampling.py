@@ -11,18 +11,13 @@ from typing import Annotated, Any
 
 import torch
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveInt
-from torch import Tensor
 
 from verl.component import Description, component
-from verl.engines.chunked_logprobs import token_log_probs
-from verl.engines.engine import TrainingEngine
 from verl.errors import ConfigError
-from verl.model_paths.micro_batch import MicroBatch
-from verl.models.heads import LMHead
 from verl.ops.sampling import NO_TURN
 from verl.rollout.base import RolloutEngine, TurnLimits, TurnRequest, TurnResult, stop_tokens
 from verl.rollout.hf import HFEngine
-from verl.service.data import LossRows, checked_tokens
+from verl.service.data import checked_tokens
 
 UNKNOWN_ROOM = 4096  # tokens of a response, where the context of the model is not known
 StopText = Annotated[str, Field(min_length=1, max_length=256)]
@@ -169,27 +164,3 @@ def _number(*parts: object) -> int:
     """A number below 2^62 for a name, equal in every process."""
     text = "/".join(map(str, parts)).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 2
-
-
-def token_scores(engine: TrainingEngine, head: LMHead, rows: LossRows, top_k: int = 0) -> dict[str, Tensor]:
-    """Score a row under the active weights.
-
-    Args:
-        engine: of the model.
-        rows: one row.
-        top_k: number of likeliest tokens at each place.
-    Returns:
-        `log_probs` of the targets, [n] or [n K] nats; with `top_k` also `likeliest`, the likeliest tokens at each
-        place, [n k], and `of_likeliest`, their log-probs.
-    """
-
-    def compute(model: Any, micro: MicroBatch) -> dict[str, Tensor]:
-        if not top_k:
-            return {"log_probs": rows.log_probs(model, head, micro)}
-        scores = token_log_probs(model, head, micro, top_k=top_k)
-        assert scores.candidates is not None
-        assert scores.candidate_log_probs is not None
-        found = {"likeliest": scores.candidates, "of_likeliest": scores.candidate_log_probs}
-        return {"log_probs": scores.log_probs, **found}
-
-    return {name: x[0] for name, x in engine.infer(rows.batch, compute).items()}

@@ -10,14 +10,14 @@ means changes at once when it is saved again. What a client has not saved ends w
 
 from __future__ import annotations
 
-import contextlib
 import datetime
-import json
+import functools
 import logging
+import math
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,13 +29,14 @@ from verl.errors import ConfigError, faults_below
 from verl.service import saved
 from verl.service.adapters import BASE, AdapterShape, BaseModel
 from verl.service.data import TARGETS, Datum, checked_tokens, loss_rows
-from verl.service.jobs import MAX_ADAPTERS, Job, Jobs
+from verl.service.jobs import MAX_ADAPTERS, Jobs, SampleWork
 from verl.service.losses import LOSSES
-from verl.service.sampling import UNKNOWN_ROOM, PromptRequest, Sample, SamplingOptions, sample, token_scores
+from verl.service.sampling import UNKNOWN_ROOM, PromptRequest, Sample, SamplingOptions, sample
 from verl.service.session import TrainingSession
 from verl.service.wire import sample_response
+from verl.tracking.jsonl import LineFile, json_line
 from verl.utils.directories import TemporaryDirectory
-from verl.utils.external_input import checked_name, plain
+from verl.utils.external_input import checked_name
 from verl.utils.seeding import derive_seed
 
 _log = logging.getLogger(__name__)
@@ -87,16 +88,6 @@ class Client:
     samplers: dict[str, Sampler] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class SampleWork:
-    """A sample request, with the directory of its adapter (None for the base model) and the name of its noise."""
-
-    request: types.SampleRequest
-    options: SamplingOptions
-    directory: Path | None
-    noise: tuple[object, ...]
-
-
 class TrainingService:
     """Models in training and samplers on one base model, for several clients.
 
@@ -105,17 +96,19 @@ class TrainingService:
         names: under which clients may ask for it; the first is told to them.
         directory: of saved weights.
         seed: of adapters and samples for which a client gives none.
-        joins: see `Jobs`.
+        joins: whether sample requests are joined to batches; else each is computed alone, with the same bits each time.
     """
 
     def __init__(self, base: BaseModel, names: Sequence[str], directory: Path, seed: int = 0, joins: bool = True):
-        self.base, self.names, self.directory, self.seed = base, list(names), directory, seed
+        self.base, self.names, self.directory, self.seed, self._joins = base, list(names), directory, seed, joins
         self.clients: dict[str, Client] = {}
         self.tokenizer_directory = directory / "tokenizer"  # a model's own may be in a file that clients cannot read
         base.tokenizer.save_pretrained(self.tokenizer_directory)
         self._scratch = TemporaryDirectory("verl-service-")
+        self.downloads = Path(self._scratch.name, "downloads")
+        self.downloads.mkdir()
         self._resident: dict[Path, tuple[str, AdapterShape]] = {}  # frozen adapters; the last one was used last
-        self.jobs = Jobs(self._sample_batch, joins)
+        self.jobs = Jobs(self._sample_batch)
 
     # Clients
 
@@ -146,7 +139,7 @@ class TrainingService:
         return sampler
 
     def end_client(self, name: str) -> None:
-        """End a session: its models, samplers and unsaved snapshots are freed."""
+        """End a session: its models, samplers and unsaved snapshots will be freed."""
         if (client := self.clients.pop(name, None)) is None:
             return
         self.jobs.forget(name)
@@ -157,7 +150,7 @@ class TrainingService:
                     self._drop(path)
                 model.session.close()
 
-        self.jobs.run_now(free)
+        self.jobs.run(free)
 
     def sweep(self) -> None:
         """End sessions whose clients have gone, and drop old results."""
@@ -167,8 +160,6 @@ class TrainingService:
         self.jobs.sweep()
 
     def close(self) -> None:
-        for name in [*self.clients]:
-            self.end_client(name)
         self.jobs.close()
         self.base.close()
         self._scratch.cleanup()
@@ -206,7 +197,8 @@ class TrainingService:
         if directory is not None:
             shape = saved.read_record(directory).adapter
         assert shape is not None
-        session = TrainingSession.on(self.base, shape, derive_seed(self.seed, "model", name.rpartition(":")[2]))
+        seed = derive_seed(self.seed, "model", name.rpartition(":")[2])
+        session = TrainingSession(self.base, seed=seed, shape=shape)
         try:
             if directory is not None:
                 session.load(directory, optimizer)
@@ -215,25 +207,28 @@ class TrainingService:
             session.close()
             raise
 
-    def in_order(self, name: str, number: int | None, work: Callable[[Model], Any]) -> str:
-        """Queue a request of a model; returns its id. Clients send those of a model one after another, numbered."""
-        if not number:
+    def in_order(self, body: Any, work: Callable[[Model], Any]) -> dict[str, str]:
+        """Queue a request of a model. Clients send those of a model one after another, numbered.
+
+        Args:
+            body: has `model_id` and `seq_id`.
+        """
+        if not body.seq_id:
             raise ConfigError("seq_id is missing: requests of a model are numbered from 1.")
-        model = self.model(name)
-        return self.jobs.submit(f"{name}:{number}", name.partition(":")[0], lambda: work(model))
+        name = body.model_id or ""
+        model, job_id = self.model(name), f"{name}:{body.seq_id}"
+        return {"request_id": self.jobs.submit(job_id, name.partition(":")[0], lambda: work(model))}
 
     def note(self, model: Model, metrics: Mapping[str, float]) -> None:
         """Append the metrics of a step to `metrics.jsonl` of a model, of which `verl report` and `verl watch` make
         curves."""
-        file = self.run_directory(model.name) / "metrics.jsonl"
         line = {"step": model.session.updates, "time_s": round(time.monotonic() - model.begun_at, 3)}
-        line |= {f"actor/{key}": x for key, x in metrics.items()}
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with file.open("a") as lines:
-                lines.write(json.dumps(plain(line)) + "\n")
+            directory = self.run_directory(model.name)
+            directory.mkdir(parents=True, exist_ok=True)
+            LineFile(directory / "metrics.jsonl").add(json_line(line | {f"actor/{k}": x for k, x in metrics.items()}))
         except OSError as error:  # the step was made
-            _log.warning("%s cannot be written: %s.", file, error.strerror)
+            _log.warning("The metrics of a step are lost: %s.", error)
 
     # Saved weights
 
@@ -244,7 +239,8 @@ class TrainingService:
             kind: weights, which training can continue from, sampler_weights or external_weights.
             overwrites: whether the name may be in use; what it meant is then removed.
         """
-        link = self.run_directory(model.name) / kind / checked_name(name)
+        address = f"tinker://{model.name}/{kind}/{checked_name(name)}"
+        link = self._link(address)
         if link.exists() and not overwrites:
             raise ConfigError(f"path is {name!r}: there is something already. Give another name.")
         former, directory = link.resolve(), link.with_name(f".{uuid.uuid4().hex}")
@@ -254,7 +250,7 @@ class TrainingService:
         new.replace(link)
         if former != link:
             self._drop(former)
-        return f"tinker://{model.name}/{kind}/{name}"
+        return address
 
     def snapshot(self, model: Model, number: int) -> str:
         """Save a model for sampling until its session ends; returns the id of a sampling session. Called by a job.
@@ -280,35 +276,32 @@ class TrainingService:
             ValueError: it is no address.
             NotFound: there are none at the address.
         """
-        parsed = types.ParsedCheckpointTinkerPath.from_tinker_path(address)
-        kind, name = parsed.checkpoint_id.split("/")
-        directory = self.run_directory(parsed.training_run_id) / kind / checked_name(name)
+        directory = self._link(address).resolve()
         if not (directory / saved.RECORD).is_file():
             raise NotFound(f"path is {address[:200]!r}: there is no such checkpoint.")
-        return directory.resolve()
+        return directory
+
+    def _link(self, address: str) -> Path:
+        parsed = types.ParsedCheckpointTinkerPath.from_tinker_path(address)
+        kind, name = parsed.checkpoint_id.split("/")
+        return self.run_directory(parsed.training_run_id) / kind / checked_name(name)
 
     def checkpoints(self, name: str | None = None) -> list[types.Checkpoint]:
         """The named checkpoints of a model, or of all, oldest first."""
-        run = "*" if name is None else self.run_directory(name).name
-        found = [x for record in self.directory.glob(f"{run}/*/*/{saved.RECORD}") for x in self._checkpoints_at(record)]
+        run, found = "*-train-*" if name is None else self.run_directory(name).name, list[types.Checkpoint]()
+        for link in self.directory.glob(f"{run}/*weights/[!.]*"):
+            run, kind, name = link.parts[-3:]
+            address = f"tinker://{run.replace('-train-', ':train:')}/{kind}/{name}"
+            parsed = types.ParsedCheckpointTinkerPath.from_tinker_path(address).model_dump(exclude={"training_run_id"})
+            moment = datetime.datetime.fromtimestamp(link.stat().st_mtime, datetime.UTC)
+            size = sum(file.stat().st_size for file in link.iterdir())
+            found.append(types.Checkpoint(**parsed, time=moment, size_bytes=size))
         return sorted(found, key=lambda x: (x.time, x.tinker_path))
-
-    def _checkpoints_at(self, record: Path) -> Iterator[types.Checkpoint]:
-        run, kind, name = record.parts[-4:-1]
-        address = f"tinker://{run.replace('-train-', ':train:')}/{kind}/{name}"
-        with contextlib.suppress(ValueError, FileNotFoundError):  # not a checkpoint; it is being removed
-            parsed = types.ParsedCheckpointTinkerPath.from_tinker_path(f"tinker://{run}/{kind}/{checked_name(name)}")
-            yield types.Checkpoint(
-                checkpoint_id=parsed.checkpoint_id, checkpoint_type=parsed.checkpoint_type, tinker_path=address,
-                time=datetime.datetime.fromtimestamp(record.stat().st_mtime, datetime.UTC),
-                size_bytes=sum(file.stat().st_size for file in record.parent.iterdir()),
-            )  # fmt: skip
 
     def delete(self, address: str) -> None:
         directory = self.saved_at(address)
-        run, kind, name = address.removeprefix("tinker://").split("/")
-        (self.run_directory(run) / kind / name).unlink()
-        self.jobs.run_now(lambda: self._drop(directory))
+        self._link(address).unlink()
+        self.jobs.run(lambda: self._drop(directory))
 
     def _drop(self, directory: Path) -> None:
         """Remove saved weights, in the thread that computes."""
@@ -343,11 +336,9 @@ class TrainingService:
             )  # fmt: skip
         checked_tokens(tokens, "prompt", base.vocabulary, base.longest)
         last, targets = request.prompt_logprobs_last_n, request.target_prompt_logprobs
-        width = (targets.shape or [0])[-1] if targets is not None else 0
-        longest = base.longest or UNKNOWN_ROOM
-        scores = len(tokens) * (request.topk_prompt_logprobs + width)
-        scores += count * min(options.max_new_tokens or longest, longest) * request.topk_sample_logprobs
-        topk = request.topk_prompt_logprobs, request.topk_sample_logprobs
+        topk, longest = (request.topk_prompt_logprobs, request.topk_sample_logprobs), base.longest or UNKNOWN_ROOM
+        scores = len(tokens) * topk[0] + count * min(options.max_new_tokens or longest, longest) * topk[1]
+        scores += 0 if targets is None else math.prod(targets.shape or [len(targets.data)])
         for path, value, low, high in (
             ("num_samples", count, 1, MOST_SAMPLES),
             ("prompt_alt_tokens_k", request.prompt_alt_tokens_k, 0, 0),
@@ -361,47 +352,48 @@ class TrainingService:
         if len(tokens) == base.longest and not (request.prompt_logprobs or topk[0] or targets is not None):
             raise ConfigError(f"prompt has {len(tokens)} tokens, as many as the model reads: it leaves no response.")
         noise = (self.seed, sampler.number, request.seq_id) if params.seed is None else (params.seed,)
-        work = SampleWork(request, options, sampler.directory, noise)
-        kind = options if base.mixes else (sampler.directory, options)
-        job = Job(name.partition(":")[0], kind=kind, adapter=sampler.directory, request=work, num_samples=count)
-        return self.jobs.submit_sample(f"{name}:{request.seq_id}", job)
+        job_id, kind = f"{name}:{request.seq_id}", (options, None if base.mixes else sampler.directory)
+        work = SampleWork(kind if self._joins else job_id, sampler.directory, count, request, options, noise)
+        return self.jobs.submit(job_id, name.partition(":")[0], work)
 
     def _sample_batch(self, works: Sequence[SampleWork]) -> list[bytes]:
         """Samples of requests that sample alike, of up to `MAX_ADAPTERS` adapters, in the thread that computes."""
-        base = self.base
-        names = {directory: self._resident_adapter(directory) for directory in {x.directory: 0 for x in works}}
-        prompts = [PromptRequest(x.request.prompt.to_ints(), x.request.num_samples, x.noise) for x in works]
-        if len(names) > 1:
-            prompts = [replace(p, weights=names[x.directory] or BASE) for p, x in zip(prompts, works, strict=True)]
-        with base.lock, base.sampling_from(*names.values()) as engine:
-            samples = sample(engine, base.tokenizer, prompts, works[0].options, base.longest, may_be_full=True)
-        answers = []
-        for work, found in zip(works, samples, strict=True):
-            with base.lock, base.sampling_from(names[work.directory]):
-                answers.append(self._answer(work.request, found))
-        return answers
-
-    def _answer(self, request: types.SampleRequest, samples: list[Sample]) -> bytes:
-        """Samples, with the scores that the request asks for, as they are sent."""
-        prompt, of_samples, of_prompt = request.prompt.to_ints(), list[dict[str, Tensor]](), dict[str, Tensor]()
-        for one in samples:
-            scores = (
-                self._scores(prompt + one.tokens, request.topk_sample_logprobs) if request.topk_sample_logprobs else {}
+        base, names = self.base, {work.adapter: self._resident_adapter(work.adapter) for work in works}
+        prompts = [
+            PromptRequest(
+                work.request.prompt.to_ints(), work.num_samples, work.noise,
+                (names[work.adapter] or BASE) if len(names) > 1 else "",
             )
-            of_samples.append({name: x[len(prompt) - 1 :] for name, x in scores.items()})
+            for work in works
+        ]  # fmt: skip
+        with base.sampling_from(*names.values()) as engine:
+            samples = sample(engine, base.tokenizer, prompts, works[0].options, base.longest, may_be_full=True)
+        found = zip(works, samples, strict=True)
+        return [self._answer(work.request, of_work, names[work.adapter]) for work, of_work in found]
+
+    def _answer(self, request: types.SampleRequest, samples: list[Sample], adapter: str | None) -> bytes:
+        """Samples, with the scores that the request asks for, as they are sent."""
+        prompt, top_k = request.prompt.to_ints(), request.topk_sample_logprobs
+        of_samples, of_prompt = [dict[str, Tensor]()] * len(samples), dict[str, Tensor]()
+        if top_k:
+            rows = [self._scores(adapter, prompt + one.tokens, top_k) for one in samples]
+            of_samples = [{name: x[len(prompt) - 1 :] for name, x in row.items()} for row in rows]
         if len(prompt) > 1 and (request.prompt_logprobs or request.topk_prompt_logprobs):
-            of_prompt = self._scores(prompt, request.topk_prompt_logprobs)
+            of_prompt = self._scores(adapter, prompt, request.topk_prompt_logprobs)
         if (asked := request.target_prompt_logprobs) is not None:
             targets = asked.to_torch(pad_value=-1)
-            chosen = self._scores(prompt, 0, targets.clamp_min(0))["log_probs"]
+            chosen = self._scores(adapter, prompt, 0, targets.clamp_min(0))["log_probs"]
             of_prompt["of_targets"] = chosen.masked_fill(targets < 0, 0.0)
         return sample_response(request, samples, of_samples, of_prompt)
 
-    def _scores(self, tokens: Sequence[int], top_k: int, targets: Tensor | None = None) -> dict[str, Tensor]:
-        base = self.base
-        datum = Datum(tokens[:-1], {TARGETS: tokens[1:] if targets is None else targets})
+    def _scores(
+        self, adapter: str | None, tokens: Sequence[int], top_k: int, targets: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        base, datum = self.base, Datum(tokens[:-1], {TARGETS: tokens[1:] if targets is None else targets})
         rows = loss_rows([datum], LOSSES["cross_entropy"], {}, base.vocabulary, base.longest)
-        return token_scores(base.scorer, base.head, rows, top_k)
+        with base.sampling_from(adapter):
+            found = base.scorer.infer(rows.batch, functools.partial(rows.scores, base.head, top_k=top_k))
+        return {name: x[0] for name, x in found.items()}
 
     def _resident_adapter(self, directory: Path | None) -> str | None:
         """The name of the frozen adapter of a directory, read if it is not in memory; None for the base model."""

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -44,7 +45,8 @@ class TrainingSession:
     Calls from several threads wait for each other. Results depend on the calls alone, not on time or on other sessions.
 
     Args:
-        model: a directory, the name of a model on the hub, a GGUF file, or a `ModelSource`.
+        model: a directory, the name of a model on the hub, a GGUF file, a `ModelSource`, or the `base` of another
+            session, to which the options of computation belong.
         rank: of the adapter.
         seed: of the adapter's first weights, and of sampling.
         device: `auto` for a GPU if there is one.
@@ -52,7 +54,8 @@ class TrainingSession:
         micro_batch_tokens: the most tokens of a forward pass; bounds memory and affects results by rounding only.
         rollout: engine that samples, such as `VLLMRollout`; None for the tensors that train. One with weights of its
             own gets those of a session before it samples from them, and they are verified.
-        shape: which layers the adapter has; see `AdapterShape`.
+        shape: of the adapter, in place of `rank` and of these:
+        layers: fields of `AdapterShape`: alpha, and which layers the adapter has.
     Attributes:
         base: the base model, which other sessions may share.
         engine: of the adapter.
@@ -61,11 +64,10 @@ class TrainingSession:
     """
 
     _numbers = itertools.count()
-    _closes_base = False
 
     def __init__(
         self,
-        model: str | Path | ModelSource,
+        model: str | Path | ModelSource | BaseModel,
         rank: int = 32,
         *,
         seed: int = 0,
@@ -73,33 +75,24 @@ class TrainingSession:
         autocast: Autocast = None,
         micro_batch_tokens: int = 16384,
         rollout: Rollout | None = None,
-        **shape: Any,
+        shape: AdapterShape | None = None,
+        **layers: bool | float,
     ):
-        source = model if isinstance(model, ModelSource) else Pretrained(path=str(model))
-        if device == "auto":
-            device = "cuda:0" if torch.cuda.is_available() else "cpu"
-        base = BaseModel(source, device, autocast, micro_batch_tokens, rollout=rollout)
-        self._start(base, AdapterShape(rank=rank, seed=seed, **shape), seed)
-        self._closes_base = True
+        self._owns_base, self.seed = not isinstance(model, BaseModel), seed
+        self.shape = shape or AdapterShape(rank=rank, seed=seed, **layers)  # type: ignore[arg-type]
+        if not isinstance(model, BaseModel):
+            source = model if isinstance(model, ModelSource) else Pretrained(path=str(model))
+            if device == "auto":
+                device = "cuda:0" if torch.cuda.is_available() else "cpu"
+            model = BaseModel(source, device, autocast, micro_batch_tokens, rollout=rollout)
+        self.base, self._samplings, self._has_gradients = model, 0, False
+        self.name = f"session_{next(self._numbers)}"
+        with self.base.lock:
+            self.engine = self.base.add(self.name, self.shape)
 
-    @classmethod
-    def on(cls, base: BaseModel, shape: AdapterShape, seed: int) -> TrainingSession:
-        """A session on a base model that is loaded already."""
-        session = cls.__new__(cls)
-        session._start(base, shape, seed)
-        return session
-
-    def _start(self, base: BaseModel, shape: AdapterShape, seed: int) -> None:
-        self.base, self.shape, self.seed = base, shape, seed
-        self.name, self._samplings, self._has_gradients = f"session_{next(self._numbers)}", 0, False
-        with base.lock:
-            self.engine = base.add(self.name, shape)
-
-    def another(self, rank: int = 32, *, seed: int = 0, **shape: Any) -> TrainingSession:
+    def another(self, rank: int = 32, *, seed: int = 0, **layers: bool | float) -> TrainingSession:
         """One more adapter on the same base model, independent of this one."""
-        session = self.on(self.base, AdapterShape(rank=rank, seed=seed, **shape), seed)
-        session._closes_base = self._closes_base
-        return session
+        return TrainingSession(self.base, rank, seed=seed, **layers)  # type: ignore[arg-type]
 
     @property
     def updates(self) -> int:
@@ -118,12 +111,9 @@ class TrainingSession:
         Args, Raises: see `forward_backward`.
         """
         rows = self._rows(data, loss, settings)
-
-        def score(model: nn.Module, micro: MicroBatch) -> dict[str, Tensor]:
-            return {"log_probs": rows.log_probs(model, self.base.head, micro)}
-
         with self.base.lock:
-            log_probs = self.base.engine_of(self.name).infer(rows.batch, score)["log_probs"]
+            engine = self.base.engine_of(self.name)
+            log_probs = engine.infer(rows.batch, functools.partial(rows.scores, self.base.head))["log_probs"]
         return rows.output(log_probs, rows.losses(log_probs))
 
     def forward_backward(self, data: Sequence[Datum], loss: str = "cross_entropy", **settings: float) -> LossOutput:
@@ -140,7 +130,7 @@ class TrainingSession:
         found: dict[str, Tensor] = {}
 
         def loss_of_one(model: nn.Module, micro: MicroBatch, _: LossTotals) -> tuple[Tensor, dict[str, Tensor]]:
-            log_probs, at = rows.log_probs(model, self.base.head, micro), micro.rows.cpu()
+            log_probs, at = rows.scores(self.base.head, model, micro)["log_probs"], micro.rows.cpu()
             losses = rows.losses(log_probs, at)
             for name, x in (("log_probs", log_probs), ("losses", losses)):
                 whole = found.setdefault(name, torch.zeros(rows.shape, dtype=x.dtype))
@@ -272,10 +262,10 @@ class TrainingSession:
             self._samplings = record.samplings if optimizer else self._samplings
 
     def close(self) -> None:
-        """Free the adapter, and with the last one the process of a sampling engine."""
+        """Free the adapter; in the session that loaded the base model also end the process of a sampling engine."""
         with self.base.lock:
             self.base.remove(self.name)
-            if self._closes_base and not self.base.has_engines:
+            if self._owns_base:
                 self.base.close()
 
     def __enter__(self) -> TrainingSession:

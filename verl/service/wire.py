@@ -66,8 +66,8 @@ def sample_response(
     """Samples of a prompt.
 
     Args:
-        of_samples: `token_scores` of the tokens of each, where the likeliest are asked for.
-        of_prompt: `token_scores` of the tokens of the prompt after the first, as far as they are asked for, and
+        of_samples: `LossRows.scores` of the tokens of each, where the likeliest are asked for.
+        of_prompt: `LossRows.scores` of the tokens of the prompt after the first, as far as they are asked for, and
             `of_targets`, log-probs [n K] of chosen tokens.
     """
     message = pb.SampleResponse()
