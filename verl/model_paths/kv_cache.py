@@ -71,16 +71,17 @@ class StoredRows:
                 with plain_kernels(rows.device):  # no two tokens of a row have the same column
                     rows.scatter_(2, call.columns[:, None, :, None].expand_as(new), new)
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` tokens of rows [m] to rows [m], which may overlap."""
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int, places: Tensor | None) -> None:
+        """Copy the first `length` tokens of rows [m] to rows [m], which may overlap; `places` [2 m] are both, if several."""
         if self.tensors and len(self.tensors[0]) <= max(targets):
             self._grow(max(targets) + 1, length, self.tensors)
         for stored in self.tensors:
-            if len(sources) == 1:  # by far the most frequent case: a view is copied
+            if places is None:  # by far the most frequent case: a view is copied
                 stored[targets[0], :, :length] = stored[sources[0], :, :length]
             else:
-                places = torch.tensor([sources, targets], device=stored.device)
-                stored[places[1], :, :length] = stored[places[0], :, :length]
+                rows = stored[:, :, :length]
+                with plain_kernels(rows.device):  # no two rows have the same target
+                    rows.index_copy_(0, places[1], rows.index_select(0, places[0]))
 
     def _grow(self, rows: int, length: int, states: Sequence[Tensor]) -> None:
         before = self.tensors[0].shape if self.tensors else (0, 0, 0)
@@ -167,9 +168,12 @@ class SlotCache(DynamicCache):
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int, *, prompts: bool = False) -> None:
         """Copy the first tokens of some slots to other slots, or of prompts to prompts; see `StoredRows.copy`."""
+        places = None
         for layer in self.layers:
-            rows = layer.prompts if prompts else layer.slots  # type: ignore[union-attr]
-            rows.copy(sources, targets, length)
+            rows: StoredRows = layer.prompts if prompts else layer.slots  # type: ignore[union-attr]
+            if places is None and len(sources) > 1 and rows.tensors:  # sent to the device once
+                places = torch.tensor([sources, targets], device=rows.tensors[0].device)
+            rows.copy(sources, targets, length, places)
 
 
 def keeps_all_tokens(config: Any) -> bool:
