@@ -72,7 +72,7 @@ class StoredRows:
                     rows.scatter_(2, call.columns[:, None, :, None].expand_as(new), new)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int, places: Tensor | None) -> None:
-        """Copy the first `length` tokens of rows [m] to rows [m], which may overlap; `places` [2 m]: both, if several."""
+        """Copy the first `length` tokens of rows [m] to rows [m], which may overlap; `places` [2 m]: both, if m > 1."""
         if self.tensors and len(self.tensors[0]) <= max(targets):
             self._grow(max(targets) + 1, length, self.tensors)
         for stored in self.tensors:
