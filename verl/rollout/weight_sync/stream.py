@@ -222,7 +222,8 @@ class StreamWriter:
                 if entry.is_last:
                     note(name, tensor)
             start = time.perf_counter()
-            torch.ops.aten._foreach_copy_(views, parts)
+            if views:
+                torch.ops.aten._foreach_copy_(views, parts)
             copying += time.perf_counter() - start
             if self._chunks.is_cuda:
                 torch.cuda.synchronize(self._chunks.device)
