@@ -166,7 +166,7 @@ def allowed(model: Any, autocast: str | None) -> float:
 log = logging.getLogger(__name__)
 
 KEY_MULTIPLE = 64  # on a GPU: kernels are set up for each length of keys, and a graph has a single length
-MOST_GRAPHS = 256  # a graph of a thousand kernels takes about a MiB
+MOST_GRAPHS = 256  # at a time: each takes memory of the driver, which no plan counts
 
 
 @functools.cache
