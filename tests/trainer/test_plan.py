@@ -20,7 +20,6 @@ from trainer.runs import fit
 from typer.testing import CliRunner
 
 from verl.cli.main import app
-from verl.cli.train import training_command
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
@@ -185,9 +184,8 @@ def test_what_does_not_fit_is_told_with_changes_that_make_it_fit(llama_8b):
     assert not plan.fits
     assert 1 <= len(plan.changes) <= 3
     for change in plan.changes:
-        again = planned_8b(llama_8b, "a100-40", *common, "trainer.prompts_per_step=512", *change.setting.split())
+        again = planned_8b(llama_8b, "a100-40", *common, "trainer.prompts_per_step=512", *change.split())
         assert again.fits
-        assert again.memory.peak.total == change.peak_bytes
     assert "does not fit" in "\n".join(plan.lines())
 
 
@@ -230,7 +228,7 @@ def test_batch_arithmetic_names_every_remainder():
 
 
 def test_the_command_plans_the_default_run_and_gives_its_numbers():
-    found = CliRunner().invoke(app, ["plan", "--json", "plan.device=cpu"])
+    found = CliRunner().invoke(app, ["plan", "--json", "--device", "cpu"])
     assert found.exit_code == 0, found.output
     plan = json.loads(found.stdout)
     assert plan["fits"]
@@ -379,20 +377,10 @@ def test_a_run_on_two_machines_is_planned_on_one_and_refused_there_before_anythi
     assert not (tmp_path / "run").exists()
 
 
-def test_a_main_script_plans_in_place_of_training(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["main_sft.py", "plan=only", "trainer.batch_size=12", "plan.device=cpu"])
-    with pytest.raises(SystemExit) as end:
-        training_command("sft")()
-    assert end.value.code == 0
-    assert "12 rows" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["plan.device=tpu"], "plan.device is 'tpu'"),
+        (["--device", "tpu"], "--device is 'tpu'"),
         (["trainer.group_siez=2"], "trainer.group_size"),
         (["algorithm.mini_batches=0"], "algorithm.mini_batches is 0"),
         (["algorithm=grop"], "grpo"),
@@ -486,7 +474,7 @@ def test_what_may_not_suffice_is_told_with_the_numbers():
 
 
 def named(plan: RunPlan) -> set[str]:
-    return {change.setting.partition("=")[0] for change in plan.changes}
+    return {change.partition("=")[0] for change in plan.changes}
 
 
 @pytest.mark.exhaustive
@@ -496,8 +484,6 @@ def test_what_is_advised_makes_the_phase_smaller_that_is_short():
     assert plan.memory.peak.name == "update actor"
     short = planned(*long, "checkpoint=off", limit=int(0.8 * plan.memory.peak.total))
     assert "actor.micro_batch_tokens" in named(short)
-    for change in short.changes:
-        assert planned(*long, "checkpoint=off", *change.setting.split()).memory.peak.total == change.peak_bytes
 
     plan = planned("rollout=vllm", "rollout.kv_cache_gib=32", device="h100", limit=20 * GIB)
     assert plan.memory.peak.name == "generate"

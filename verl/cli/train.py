@@ -17,7 +17,6 @@ import typer
 import typer.core
 
 from verl.cli.console import CONFIG_DIR, echo, fail
-from verl.cli.plan import PLAN_ONLY, plan_only
 from verl.compose.launch import entry_point
 from verl.compose.run_start import RunStart
 from verl.compose.schema import Root
@@ -39,15 +38,7 @@ def train(job: RunStart) -> None:
 
 def training_command(root: str) -> Callable[[], None]:
     """The command that trains with a root, a name of `ROOTS`; it reads `sys.argv`."""
-    launched = entry_point(root)(train)
-
-    def command() -> None:
-        words = sys.argv[1:]
-        if PLAN_ONLY in words:
-            plan_only(root, [word for word in words if word != PLAN_ONLY])
-        launched()
-
-    return command
+    return entry_point(root)(train)
 
 
 class HydraCommand(typer.core.TyperCommand):
