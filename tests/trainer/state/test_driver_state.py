@@ -35,7 +35,7 @@ def test_each_part_is_loaded_with_its_component_alone_and_a_part_that_was_not_sa
     fit(course(model32, tmp_path, stop_after=1), tmp_path)
     point = resolve(str(newest(tmp_path).directory), tmp_path)
     assert point is not None
-    names = ["sampler", "kl", "reward", "lengths", "safety", "drawn_ahead", "replay_buffer", "rng", "unheard_of"]
+    names = ["sampler", "kl", "reward", "safety", "drawn_ahead", "replay_buffer", "rng", "unheard_of"]
     assert {place_of(name).loaded_with for name in names} == {"dataloader", "scheduler", "replay_buffer", "rng"}
     for component in ("dataloader", "scheduler", "replay_buffer", "rng", None):
         parts = {name: Kept() for name in names}

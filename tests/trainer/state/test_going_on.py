@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from cases import exhaustive, short_where
-from same_training import STEPS, course, digest, newest, numbers
+from same_training import STEPS, course, digest, numbers
 from trainer.runs import (
     BRIEF,
     BRIEF_GRPO,
@@ -145,16 +145,6 @@ def test_a_resume_under_another_schedule_tells_the_learning_rate_before_and_afte
     assert "trainer.total_steps" in said  # type: ignore
     assert saving.note(3, {"actor/loss": 1.0, "actor/lr": 5e-5}) is None
     assert saving_after([1.0], {"trainer.seed": [0, 1]}, tmp_path).note(2, {"actor/lr": 5e-5}) is None
-
-
-def test_a_resumed_run_watches_its_metrics_with_the_history_that_it_had(model32, whole, tmp_path):
-    state = json.loads((whole / "checkpoints/global_step_3/scheduler/state.json").read_text())["safety"]
-    losses = [abs(x["actor/loss"]) for step, x in numbers(whole / "run").items() if step <= 3]
-    assert state["bands"]["actor/loss"] == {"sizes": losses, "is_beyond": False}
-    run = course(model32, tmp_path, resume=str(whole / "checkpoints/global_step_3"))
-    fit(run, tmp_path / "run")
-    after = json.loads((newest(tmp_path).directory / "scheduler/state.json").read_text())["safety"]
-    assert len(after["bands"]["actor/loss"]["sizes"]) == 4
 
 
 # Supervised fine-tuning
