@@ -22,7 +22,6 @@ from verl.compose.run_start import RunStart
 from verl.compose.schema import Root
 from verl.compose.validate import validate
 from verl.utils.child_process.interpreter import rare_garbage_collection
-from verl.utils.external_input import read_text
 
 
 def train(job: RunStart) -> None:
@@ -131,4 +130,4 @@ def _run(root: str, directory: Path, overrides: Sequence[str]) -> dict[str, Any]
     sys.stdout.flush()
     sys.argv = [f"verl {root}", *words[1:]]
     training_command(root)()
-    return json.loads(read_text(directory / "summary.json"))
+    return json.loads((directory / "summary.json").read_text("utf-8"))

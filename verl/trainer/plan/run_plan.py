@@ -33,7 +33,6 @@ from verl.trainer.plan.workload import (
     machine_processes,
     workload,
 )
-from verl.utils.external_input import write_text
 
 MOST_CHANGES = 3  # that are named
 GPUS = (2, 4, 8)  # that a machine of a data centre may give to a run
@@ -250,8 +249,8 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | No
         _log.warning("The plan of this run could not be made: %s: %s", type(error).__name__, error)
         return None
     assert context.run_dir is not None
-    write_text(context.run_dir / "plan.txt", "\n".join(plan.lines()) + "\n")
-    write_text(context.run_dir / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
+    (context.run_dir / "plan.txt").write_text("\n".join(plan.lines()) + "\n", "utf-8")
+    (context.run_dir / "plan.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n", "utf-8")
     warnings = [*plan.warnings(disk, free_main_memory())]
     for warning in warnings:
         _log.warning("%s", warning)
