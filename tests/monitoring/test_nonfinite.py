@@ -190,15 +190,6 @@ def test_a_selection_of_groups_never_sees_a_reward_that_is_not_finite(model32, t
         fit(ppo_run(model32, algorithm, critic=None, reward=reward, total_steps=1, **QUICK), tmp_path)
 
 
-@pytest.mark.exhaustive
-def test_no_more_batches_are_written_than_the_settings_allow(model32, tmp_path):
-    reward = WrongAt(calls=(1, 2, 3, 4), value=math.nan)
-    safety = skipping(max_skips=9, max_dumps=2, dump_rows=1)
-    fit(ppo_run(model32, reward=reward, total_steps=4, safety=safety, **QUICK), tmp_path)
-    assert sorted(path.name for path in (tmp_path / "anomalies").iterdir()) == ["step_1_reward", "step_2_reward"]
-    assert len(read_lines(tmp_path / "anomalies" / "step_1_reward" / "rows.jsonl")) == 1
-
-
 def broken(directory: Path, source: Path) -> Pretrained:
     """A model one of whose weights is nan."""
     shutil.copytree(source, directory)

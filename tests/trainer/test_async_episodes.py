@@ -11,7 +11,6 @@ import torch
 from environments.digit_game import DigitGames
 from same_training import compared, course, numbers, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, fit, step_lines
-from trainer.test_async_training import same_at_staleness_0
 
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.component import BuildContext
@@ -62,17 +61,6 @@ def timeless(value):
     if isinstance(value, dict):
         return {key: timeless(x) for key, x in value.items() if key != "seconds"}
     return [timeless(x) for x in value] if isinstance(value, list) else value
-
-
-@pytest.mark.parametrize("history", ["append", pytest.param("rerender", marks=pytest.mark.exhaustive)])
-def test_staleness_0_is_the_synchronous_training(history, model32, tmp_path):
-    games = dataclasses.replace(GAMES, history=history)
-    for mode in ("sync", "async"):
-        run = playing(model32, tmp_path / mode, 0, games, mode=mode, eval_interval=2)
-        fit(run, tmp_path / mode / "run")
-    for line in same_at_staleness_0(tmp_path, timeless).values():
-        assert line["episode/turns"] > 1
-        assert line["async/lag_0_share"] == 1
 
 
 @pytest.mark.slow

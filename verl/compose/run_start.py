@@ -201,12 +201,12 @@ def _text(value: Any) -> str:
 def save_config(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> None:
     """Write `config.yaml`, with references unresolved, and `overrides.yaml`, the overrides of the command line."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    plain = OmegaConf.to_container(config, resolve=False)
-    tree = redact_tree(plain)
-    text = OmegaConf.to_yaml(config if tree == plain else OmegaConf.create(tree))
-    (run_dir / "config.yaml").write_text(redact(text), "utf-8")
-    words = OmegaConf.create([redact(word) for word in overrides])
-    (run_dir / "overrides.yaml").write_text(OmegaConf.to_yaml(words), "utf-8")
+    trees = {
+        "config": redact_tree(OmegaConf.to_container(config, resolve=False)),
+        "overrides": [*map(redact, overrides)],
+    }
+    for name, tree in trees.items():
+        (run_dir / f"{name}.yaml").write_text(redact(OmegaConf.to_yaml(OmegaConf.create(tree))), "utf-8")
 
 
 _BEFORE_THE_FIRST_STEP = {

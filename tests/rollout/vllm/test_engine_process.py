@@ -17,7 +17,6 @@ from trainer.runs import GRPO_ALGORITHM, ppo_run
 
 from verl.component import BuildContext
 from verl.engines.sharding import DDP, FSDP, TP, Parallel
-from verl.models.lora import LoRA
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
@@ -164,14 +163,3 @@ def test_an_engine_that_is_killed_or_stopped_beside_several_processes_is_made_an
         draws_the_same()
         killer.join()
         assert draws_the_same() != third
-
-
-@pytest.mark.exhaustive
-def test_an_adapter_divided_over_two_processes_reaches_their_engine(model, tmp_path):
-    def run(directory, **parts):
-        return drawn(model, tmp_path / directory, lora=LoRA(rank=8), **parts)
-
-    expected, found = run("one"), run("two", sharding=TP(), n_gpus_per_node=2)
-    same_draws(expected, found)
-    assert found[2]["sync/probe_gap_nats"] < 1e-4
-    assert found[2]["sync/unproven_tensors"] == 0

@@ -81,15 +81,6 @@ def test_a_finished_run_has_nothing_left_to_do_and_says_so(whole, model32, tmp_p
     assert "Nothing is left to do: the checkpoint is of step 4, and the run has 4." in caplog.text
 
 
-@pytest.mark.exhaustive
-def test_the_first_batch_that_is_repeated_stays_the_first_after_a_resume(model32, tmp_path):
-    again = {"repeat_first_batch": True}
-    fit(course(model32, tmp_path / "whole", **again), tmp_path / "whole/run")  # type: ignore
-    resume = str(tmp_path / "whole/checkpoints/global_step_1")
-    fit(course(model32, tmp_path, resume=resume, **again), tmp_path / "run")  # type: ignore
-    assert digest(tmp_path) == digest(tmp_path / "whole")
-
-
 # When a checkpoint is saved, and in which form
 
 
