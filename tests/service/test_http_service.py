@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -27,7 +28,6 @@ from tinker import types
 from verl import TrainingSession
 from verl.cli.report.page import report
 from verl.cli.report.read import read_run
-from verl.service import jobs
 from verl.service import service as module
 from verl.service.adapters import BaseModel
 from verl.service.data import Datum
@@ -92,7 +92,7 @@ def test_the_sdk_trains_as_the_session_in_python(served, model32, tokenizer):
         for found, expected in zip(forward.result().loss_fn_outputs, output.log_probs, strict=True):
             assert torch.equal(found["logprobs"].to_torch(), expected)
         assert step.result().metrics == pytest.approx(metrics)
-    assert same_bits(served[1].models[client.model_id].session.weights(), session.weights())
+    assert same_bits(served[1].model(client.model_id).session.weights(), session.weights())
     record = read_run(served[1].run_directory(client.model_id))
     assert list(record.column("actor/loss").steps) == [1, 2, 3]
     assert "actor/grad_norm" in report([record.directory])
@@ -247,10 +247,11 @@ def test_an_adapter_is_downloaded_in_the_form_of_peft(served, tokenizer):
     with httpx.Client(base_url=served[0], headers={"X-API-Key": KEY}) as plain:
         urls = plain.get(f"/api/v1/training_runs/{run}/checkpoints/{kind}/{name}/external_weights_urls").json()["urls"]
         assert {"adapter_config.json", "adapter_model.safetensors"} <= urls.keys()
-        content = plain.get(urls["adapter_model.safetensors"]).content
+    with urllib.request.urlopen(urls["adapter_model.safetensors"]) as answer:  # by its URL alone, as the cookbook does
+        content = answer.read()
     from safetensors.torch import load
 
-    assert same_bits(load(content), served[1].models[client.model_id].session.weights())
+    assert same_bits(load(content), served[1].model(client.model_id).session.weights())
 
 
 # -- clients that do something else
@@ -282,12 +283,12 @@ def test_a_client_that_has_gone_is_freed_and_harms_no_other(served, tokenizer):
     service = client_of(served)
     client = service.create_lora_training_client("small", rank=4).result()
     other = client_of(served).create_lora_training_client("small", rank=4, seed=1).result()
-    name = served[1].models[client.model_id].client
+    name = client.model_id.partition(":")[0]
     served[1].clients[name].seen_at -= module.SESSION_TIMEOUT_S + 1
     served[1].sweep()
-    assert client.model_id not in served[1].models
+    assert name not in served[1].clients
     assert len(trained(other, tokenizer, 1)) == 1
-    with pytest.raises(Exception, match="no model"):
+    with pytest.raises(Exception, match="no session"):
         client.forward([datum(rows(tokenizer)[0])], "cross_entropy").result()
 
 
@@ -350,14 +351,14 @@ def test_a_checkpoint_is_overwritten_whole_or_not_at_all(served, tokenizer, monk
     with pytest.raises(Exception, match="something already"):
         client.save_state("same").result()
     with monkeypatch.context() as patch:
-        patch.setattr(module.TrainingService, "_write", lambda *_, **__: 1 / 0)
+        patch.setattr(TrainingSession, "save", lambda *_, **__: 1 / 0)
         with pytest.raises(Exception, match="ZeroDivisionError"):
             client.save_state("same", overwrite=True).result()
     updates = [json.loads((served[1].saved_at(first) / "session.json").read_text())["updates"]]
     client.save_state("same", overwrite=True).result()
     updates.append(json.loads((served[1].saved_at(first) / "session.json").read_text())["updates"])
     assert updates == [0, 1]
-    assert [x.name for x in served[1].saved_at(first).parent.iterdir()] == ["same"]
+    assert len([*served[1].saved_at(first).parent.iterdir()]) == 2  # what it links to
 
 
 def test_more_snapshots_than_are_in_memory_are_each_of_their_own_weights(served, tokenizer):
@@ -383,20 +384,11 @@ def test_snapshots_are_removed_with_their_session(served):
     assert len(samplers[-1].sample(prompt, 1, params).result().sequences) == 1
     with pytest.raises(Exception, match="weights of this sampler are gone"):
         samplers[0].sample(prompt, 1, params).result()
-    snapshots = list(served[1].models[client.model_id].snapshots)
+    snapshots = list(served[1].model(client.model_id).snapshots)
     assert len(snapshots) == module.KEPT_SNAPSHOTS
     service.close("success").result()
+    served[1].jobs.run(int).result()
     assert not any(path.exists() for path in snapshots)
-
-
-def test_a_checkpoint_outlives_a_service_that_was_killed_while_it_overwrote_it(model32, tmp_path):
-    with running(model32, tmp_path) as found:
-        client = client_of(found).create_lora_training_client("small", rank=4, seed=1).result()
-        directory = found[1].saved_at(client.save_state("same").result().path)
-    directory.rename(directory.with_name(".same.old"))  # as between the two renames
-    directory.with_name(".same.new").mkdir()
-    with running(model32, tmp_path):
-        assert [x.name for x in directory.parent.iterdir()] == ["same"]
 
 
 def test_a_refused_request_does_not_hold_up_those_after_it(served, tokenizer):
@@ -409,31 +401,16 @@ def test_a_refused_request_does_not_hold_up_those_after_it(served, tokenizer):
         assert plain.post("retrieve_future", json={"request_id": number}).json()["path"].endswith("/weights/x")
 
 
-def test_requests_after_a_lost_one_are_told_so(served, monkeypatch):
-    client = client_of(served).create_lora_training_client("small", rank=4, seed=1).result()
-    monkeypatch.setattr(jobs, "MISSING_S", 0.0)
-    with httpx.Client(base_url=f"{served[0]}/api/v1/", headers={"X-API-Key": KEY}) as plain:
-        ask = lambda number: plain.post(  # noqa: E731
-            "save_weights", json={"model_id": client.model_id, "seq_id": number, "path": f"x{number}"}
-        ).json()["request_id"]
-        waits = ask(2)
-        served[1].sweep()
-        answer = plain.post("retrieve_future", json={"request_id": waits}).json()
-        assert "seq_id 1 of this model never came" in answer["error"]
-        later = plain.post("retrieve_future", json={"request_id": ask(3)}).json()
-        assert later["path"].endswith("/x3")
-
-
 def test_a_step_without_a_part_of_its_gradients_is_refused(served, tokenizer):
     client = client_of(served).create_lora_training_client("small", rank=4, seed=1).result()
     data = [datum(ids) for ids in rows(tokenizer)]
-    before = served[1].models[client.model_id].session.weights()
+    before = served[1].model(client.model_id).session.weights()
     client.forward_backward(data[:2], "cross_entropy").result()
     with pytest.raises(Exception, match="ids that are no tokens"):
         client.forward_backward([datum([5, 10**6])], "cross_entropy").result()
     with pytest.raises(Exception, match="has failed"):
         client.optim_step(ADAM).result()
-    assert same_bits(served[1].models[client.model_id].session.weights(), before)
+    assert same_bits(served[1].model(client.model_id).session.weights(), before)
     state = client.save_state("before").result().path
     with pytest.raises(Exception, match="ids that are no tokens"):
         client.forward_backward([datum([5, 10**6])], "cross_entropy").result()

@@ -24,8 +24,8 @@ from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.service.adapters import BASE
-from verl.service.data import Datum
-from verl.service.losses import LOSSES
+from verl.service.data import Datum, loss_rows
+from verl.service.losses import LOSSES, loss_of
 from verl.service.sampling import PromptRequest, SamplingOptions
 from verl.service.sampling import sample as sampled
 from verl.workers.actor import Actor, ActorWorker
@@ -176,6 +176,36 @@ def test_gradients_of_several_calls_are_added_and_micro_batches_change_nothing(m
     assert norms[0] == pytest.approx(norms[1], rel=1e-9)
     a, b = whole.weights(), parts.weights()
     assert max(float((a[name] - b[name]).abs().max()) for name in a) < 1e-9
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_shared"), [("ppo", True), ("cross_entropy", True), ("gspo", True), ("dro", False)]
+)
+def test_a_prompt_without_influence_is_read_once_for_its_rows(loss, is_shared, model64):
+    whole, parts, noise = session(model64), session(model64), torch.Generator().manual_seed(3)
+    data, responses = [], (5, 3, 6)
+    for prompt in (list(range(5, 25)), list(range(9, 40))):
+        for count in responses:
+            response = torch.randint(5, 40, (count,), generator=noise).tolist()
+            zeros, values = [0.0] * (len(prompt) - 1), torch.rand(count, generator=noise, dtype=torch.float64).tolist()
+            inputs = {"target_tokens": [*prompt[1:], *response], "advantages": [*zeros, *values]}
+            if loss == "cross_entropy":
+                inputs["weights"] = inputs.pop("advantages")
+            else:
+                inputs["logprobs"] = [*zeros, *(-x for x in values)]
+            if loss == "gspo":
+                inputs["sequence_ratio_mask"] = [*zeros, *[1.0] * count]
+            data.append(Datum([*prompt, *response[:-1]], inputs))
+    rows = loss_rows(data, *loss_of(loss, {}), whole.base.vocabulary, whole.base.longest)
+    read = sum(int(micro.packing.tokens.numel()) for micro in whole.engine.micro_batches(rows.batch) if micro.packing)
+    assert (read == 20 + 31 + 2 * (sum(responses) - len(responses))) is is_shared
+    output = whole.forward_backward(data, loss)
+    for datum, log_probs, losses in zip(data, output.log_probs, output.per_token, strict=True):
+        alone = parts.forward_backward([datum], loss)
+        torch.testing.assert_close(alone.log_probs[0], log_probs, rtol=0, atol=1e-10)
+        torch.testing.assert_close(alone.per_token[0], losses, rtol=0, atol=1e-10)
+    norms = [x.optim_step(lr=1e-2)["grad_norm"] for x in (whole, parts)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-9)
 
 
 def steps(one: TrainingSession, number: int, begin: int = 0) -> list:
@@ -378,20 +408,8 @@ BAD = [
     ("an id beyond", [Datum([9999], {"target_tokens": [1]})], "cross_entropy", {}, "data[0].model_input"),
     ("no list", [Datum("ab", {"target_tokens": [1]})], "cross_entropy", {}, "data[0].model_input"),
     ("no targets", [Datum([1], {})], "cross_entropy", {}, "data[0].loss_fn_inputs"),
-    (
-        "a target beyond",
-        [Datum([1], {"target_tokens": [-1]})],
-        "cross_entropy",
-        {},
-        TARGETS,
-    ),
-    (
-        "another length",
-        [Datum([1], {"target_tokens": [1, 2]})],
-        "cross_entropy",
-        {},
-        TARGETS,
-    ),
+    ("a target beyond", [Datum([1], {"target_tokens": [-1]})], "cross_entropy", {}, TARGETS),
+    ("another length", [Datum([1], {"target_tokens": [1, 2]})], "cross_entropy", {}, TARGETS),
     (
         "weights of another length",
         [Datum([1], {"target_tokens": [1], "weights": [1.0, 2.0]})],
@@ -411,7 +429,7 @@ BAD = [
         [Datum([1], {"target_tokens": [1], "mask": [1.0]})],
         "cross_entropy",
         {},
-        "data[0].loss_fn_inputs.mask",
+        "data[0].loss_fn_inputs",
     ),
     ("no advantages", [Datum([1], {"target_tokens": [1], "logprobs": [0.0]})], "ppo", {}, "data[0].loss_fn_inputs"),
     ("an unknown loss", [Datum([1], {"target_tokens": [1]})], "ppoo", {}, "loss_fn"),
@@ -435,11 +453,11 @@ def test_data_that_do_not_fit_are_named_and_leave_the_gradients(case, model64):
 @pytest.mark.parametrize(
     ("name", "value", "path"),
     [
-        ("lr", -1.0, "learning_rate"),
-        ("lr", math.nan, "learning_rate"),
-        ("betas", (0.9, 1.0), "beta2"),
+        ("lr", -1.0, "lr"),
+        ("lr", math.nan, "lr"),
+        ("betas", (0.9, 1.0), "betas[1]"),
         ("eps", math.inf, "eps"),
-        ("max_grad_norm", -2.0, "grad_clip_norm"),
+        ("max_grad_norm", -2.0, "max_grad_norm"),
     ],
 )
 def test_values_of_a_step_are_checked_before_it(name, value, path, model64):
@@ -455,12 +473,12 @@ def test_values_of_a_step_are_checked_before_it(name, value, path, model64):
 @pytest.mark.parametrize(
     ("options", "path"),
     [
-        ({"max_new_tokens": 0}, "sampling_params.max_tokens"),
-        ({"temperature": -1.0}, "sampling_params.temperature"),
-        ({"top_p": 0.0}, "sampling_params.top_p"),
-        ({"top_k": -2}, "sampling_params.top_k"),
-        ({"stop": ["x" * 300]}, "sampling_params.stop"),
-        ({"stop": [10**6]}, "sampling_params.stop"),
+        ({"max_new_tokens": 0}, "max_new_tokens"),
+        ({"temperature": -1.0}, "temperature"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"stop": ["x" * 300]}, "stop"),
+        ({"stop": [10**6]}, "stop"),
     ],
 )
 def test_options_of_sampling_are_checked(options, path, model64):

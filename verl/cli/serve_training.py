@@ -53,7 +53,7 @@ def serve_training(
             raise ConfigError(f"port is {given['port']!r}: expected a number.") from None
         if not 0 <= port <= 65535:
             raise ConfigError(f"port is {port}: expected 0 to 65535.")
-        for package in ("tinker", "starlette", "uvicorn"):
+        for package in ("tinker", "fastapi", "uvicorn"):
             if fault := package_fault(package, "TrainingSession in Python"):
                 raise ConfigError(f"serve-training {fault}")
         from verl.compose.from_yaml import compose_over_default

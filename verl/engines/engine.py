@@ -100,11 +100,11 @@ class TrainingEngine:
 
         Args:
             batch: see `cut_into_micro_batches`.
-            compute: returns named per-token tensors [b t] for a micro-batch.
+            compute: returns named per-token tensors [b t ...] for a micro-batch.
             alone: run each row in a separate forward pass, without packing.
             replays: route tokens to the experts that they were sampled with; None for the setting of the engine.
         Returns:
-            The named tensors as [B T] on the device of the batch, zero where the response mask is off. Empty for a
+            The named tensors as [B T ...] on the device of the batch, zero where the response mask is off. Empty for a
             batch without rows, which a process gets when there are fewer rows than processes.
         """
         self.model.eval()
@@ -117,8 +117,9 @@ class TrainingEngine:
             scores = compute(self.model, micro)
             rows = micro.rows.to(self.device, non_blocking=True)
             for name, x in scores.items():  # together on the device until the last: none waits for the one before
-                x = x.masked_fill(~micro.tensors["response_mask"], 0.0)
-                whole = results.setdefault(name, x.new_zeros(mask.shape))
+                off = ~micro.tensors["response_mask"]
+                x = x.masked_fill(off.view(*off.shape, *[1] * (x.dim() - 2)), 0)
+                whole = results.setdefault(name, x.new_zeros(*mask.shape, *x.shape[2:]))
                 if len(rows):
                     whole[rows, : x.shape[1]] = x
 

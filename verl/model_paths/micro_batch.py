@@ -178,7 +178,8 @@ def cut_into_micro_batches(
     The split affects results only through rounding: losses are normalised by counts of the whole batch.
 
     Args:
-        batch: holds `input_ids`, `attention_mask` [B S] and `responses`, `response_mask` [B T].
+        batch: holds `input_ids`, `attention_mask` [B S] and `responses`, `response_mask` [B T]; maybe `prefix_of` and
+            `prefix_tokens` [B]: rows of one number begin with as many equal tokens, which are then their shared prompt.
         token_budget: tokens of a micro-batch, padding included, unless a single row is longer.
         paths: execution paths of the model. Rows are packed only if that saves a significant share of tokens.
         context: the processes that share the tokens of these rows; each has the budget, and rows are always packed.
@@ -193,14 +194,15 @@ def cut_into_micro_batches(
     prompt_width = attention.shape[1] - response_width
     prompts = attention[:, :prompt_width].sum(dim=1).cpu()
     responses = attention[:, prompt_width:].sum(dim=1).cpu()
-    parts, prompt_of, share = micro_batches(prompts + responses, token_budget), None, False
+    lengths, shared = prompts + responses, batch.batch.get("prefix_tokens", prompts)
+    parts, prompt_of, share = micro_batches(lengths, token_budget), None, False
     if paths.scoring == "equal_lengths":
         kinds = _alike(prompts, responses)
-        parts = [kind[rows] for kind in kinds for rows in micro_batches((prompts + responses)[kind], token_budget)]
+        parts = [kind[rows] for kind in kinds for rows in micro_batches(lengths[kind], token_budget)]
     if paths.scoring == "packed" and len(batch):
-        padded = sum(len(rows) * int((prompts + responses)[rows[0]]) for rows in parts)
+        padded = sum(len(rows) * int(lengths[rows[0]]) for rows in parts)
         padded = padded if context is None else ALWAYS
-        packed = _packed(batch, prompts, responses, padded, token_budget, paths.shares_prompts)
+        packed = _packed(batch, shared, lengths - shared, padded, token_budget, paths.shares_prompts)
         parts, prompt_of, share = packed or (parts, None, False)
     for rows in parts:
         p, t = max(1, int(prompts[rows].max())), int(responses[rows].max())
@@ -213,7 +215,8 @@ def cut_into_micro_batches(
         packing = None
         if prompt_of is not None:
             mask = tensors["response_mask"]
-            line = pack(prompts[rows], responses[rows], prompt_of[rows], mask.cpu(), p, share, multiple)
+            own = (lengths - shared)[rows]
+            line = pack(shared[rows], own, prompt_of[rows], mask.cpu(), p, share, multiple, p - prompts[rows])
             packing = (line if context is None else context.shard(line)).to(mask.device)
         inserted = None
         if images is not None:
@@ -252,6 +255,8 @@ def _packed(
     text = torch.cat([batch.batch["input_ids"][:, :width].cpu(), prompts[:, None]], dim=1)
     if has_images(batch):  # equal tokens with other images are another prompt
         text = torch.cat([text, batch.batch[KEYS][:, None].cpu()], dim=1)
+    if "prefix_of" in batch.batch:
+        text = batch.batch["prefix_of"].cpu()[:, None]
     prompt_of = torch.unique(text, dim=0, return_inverse=True)[1]
     counts = own_tokens(responses)
     separate = int((counts + prompts).sum())

@@ -200,7 +200,7 @@ class NonFiniteGuard:
         return {f"safety/{name}": float(count) for name, count in counts.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """What was skipped in a row and the first log-prob gap, as plain values."""
+        """Return the skips in a row and the first log-prob gap, as plain values."""
         return {
             "in_a_row": dict(self._in_a_row),
             "log_prob_gap": {} if self._gap is None else self._gap.state_dict(),

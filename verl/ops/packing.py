@@ -140,19 +140,23 @@ def pack(
     prompt_width: int,
     share: bool = True,
     multiple: int = 1,
+    starts: Tensor | None = None,
 ) -> PackedRows:
     """Compute the packed layout of rows with a left-padded prompt and a right-padded response.
 
     Args:
-        prompt_lengths, response_lengths: [b], tokens; a prompt has at least one.
+        prompt_lengths, response_lengths: [b], tokens; a prompt has at least one. It may reach into the response part of
+            the row.
         prompt_of: [b], equal for rows with the same prompt.
         response_mask: [b T], the response tokens to predict.
         prompt_width: P of the rows.
         share: whether a prompt of several rows occurs once.
         multiple: lengths of segments and prompts in attention blocks are padded to a multiple of it, so that a device
             that compiles per shape meets few shapes.
+        starts: [b], first column of each row; None where a prompt ends at `prompt_width`.
     """
     rows, width = response_mask.shape
+    begins = prompt_width - prompt_lengths if starts is None else starts
     order = torch.argsort(
         response_lengths if share else prompt_lengths + response_lengths, descending=True, stable=True
     )
@@ -167,16 +171,16 @@ def pack(
         prefixes = prompt_lengths[owner]
         order = order[torch.argsort(prompt_of[order], stable=True)]
         counts = own_tokens(response_lengths)[order]
-        first = prompt_width + torch.zeros_like(counts)
+        first = (begins + prompt_lengths)[order]
     else:
         owner = prefixes = torch.zeros(0, dtype=torch.int64)
         counts = (prompt_lengths + own_tokens(response_lengths))[order]
-        first = (prompt_width - prompt_lengths)[order]
+        first = begins[order]
     lengths = torch.cat([prefixes, counts])
-    starts = lengths.cumsum(0) - lengths
+    at = lengths.cumsum(0) - lengths
     stride = prompt_width + width
     within = _ragged_arange(lengths)
-    source = torch.cat([owner * stride + prompt_width - prefixes, order * stride + first])
+    source = torch.cat([owner * stride + begins[owner], order * stride + first])
     before = torch.cat([torch.zeros_like(prefixes), prompt_lengths[order] if share else torch.zeros_like(counts)])
     segment = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
     tokens, positions = source[segment] + within, before[segment] + within
@@ -184,18 +188,19 @@ def pack(
     size, cut, prompts = len(tokens), int(prefixes.sum()), len(owner)
     rank = torch.empty_like(order)
     rank[order] = torch.arange(rows)
-    own_start = starts[prompts + rank]
+    own_start = at[prompts + rank]
     row, t = response_mask.nonzero(as_tuple=True)
+    predictor = prompt_width - 1 + t - begins[row]  # its position in the row
     if share:
-        last = starts[prompt_of] + prefixes[prompt_of] - 1
-        predictor = torch.where(t > 0, own_start[row] + t - 1, last[row])
+        own = predictor - prompt_lengths[row]
+        predictor = torch.where(own < 0, at[prompt_of][row] + predictor, own_start[row] + own)
     else:
-        predictor = own_start[row] + prompt_lengths[row] + t - 1
+        predictor = own_start[row] + predictor
     return PackedRows(
         tokens,
         positions,
         gather_index(predictor, size, cut),
-        _segments(starts, lengths, prompt_of[order] if share else None),
+        _segments(at, lengths, prompt_of[order] if share else None),
         multiple,
     )
 

@@ -7,7 +7,7 @@ data       Rows of tokens with targets, checked and padded
 sampling   Responses with log-probs, noise by seed, stop texts; scores of rows
 saved      Saved sessions: peft's files, the optimizer, a record with digests
 service    Sessions of clients, models, samplers and saved weights of a service
-jobs       Its work: requests of a model in order, batches of samples, results
-wire       Messages of Tinker's SDK
+jobs       Its work: requests in order, batches of samples, results
+wire       Messages of Tinker's SDK in protobuf
 http_api   The protocol over HTTP
 """

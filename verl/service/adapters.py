@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor, nn
 
 from verl.checkpoint.core.hashing import digest_of
@@ -34,8 +37,10 @@ DIGEST_ROWS = 512  # of the embedding
 NO_ADAPTER = "none"  # peft needs one; it is never active
 NOTHING = ""  # name of no adapter
 BASE = "__base__"  # peft's name of rows without an adapter
-Part = Literal["attention", "mlp", "unembedding"]
-_ATTENTION, _MLP = ("attn", "attention"), ("mlp", "feed_forward", "ffn", "experts", "moe")
+PARTS = {  # words in the names of layers
+    "attention": ("attn", "attention"),
+    "mlp": ("mlp", "feed_forward", "ffn", "experts", "moe"),
+}
 
 
 @component
@@ -49,46 +54,37 @@ class AdapterShape(Description):
         seed: of A; B begins at zero.
     """
 
-    rank: int = 32
+    rank: Annotated[int, Field(ge=1, le=1024)] = 32
     alpha: float = 32.0
     attention: bool = True
     mlp: bool = True
     unembedding: bool = True
     seed: int = 0
 
-    def faults(self) -> Iterator[str]:
-        if not 1 <= self.rank <= 1024:
-            yield f"rank is {self.rank}: must lie between 1 and 1024."
-        if not (self.attention or self.mlp or self.unembedding):
-            yield "attention, mlp and unembedding are false: no layer would be trained."
+    def layers(self, parts: Mapping[str, str]) -> list[str]:
+        """`target_modules` of peft: last names of layers, or whole names where a last name is of several parts.
 
-    def layers(self, model: Any) -> list[str]:
-        """`target_modules` of peft: last names of layers, or whole names where a last name is of several parts."""
-        chosen = {"attention": self.attention, "mlp": self.mlp, "unembedding": self.unembedding}
-        parts = _parts(model)
-        names = {name for name, part in parts.items() if chosen[part]}
+        Args:
+            parts: of `linear_layers`.
+        """
+        names = {name for name, part in parts.items() if getattr(self, part)}
         if not names:
             raise ConfigError(
-                f"no linear layer of the model is of the chosen parts; it has {sorted({*parts.values()})}."
+                f"attention, mlp, unembedding choose no layer: the model has {sorted({*parts.values()})}."
             )
         last = {name.rpartition(".")[2] for name in names}
         others = {name.rpartition(".")[2] for name in parts.keys() - names}
         return sorted(names if last & others else last)
 
 
-def _parts(model: Any) -> dict[str, Part]:
-    """The part of each linear layer, by the name within the model without adapters."""
-    head, parts = model.get_output_embeddings(), dict[str, Part]()
+def linear_layers(model: Any) -> dict[str, str]:
+    """The part of each linear layer of a model: attention, mlp or unembedding; others are left out."""
+    head, found = model.get_output_embeddings(), {}
     for name, module in model.named_modules():
-        if module is head:
-            parts[name] = "unembedding"
-        elif isinstance(module, nn.Linear):
-            path = name.lower()
-            if any(word in path for word in _ATTENTION):
-                parts[name] = "attention"
-            elif any(word in path for word in _MLP):
-                parts[name] = "mlp"
-    return parts
+        if isinstance(module, nn.Linear):
+            parts = (part for part, words in PARTS.items() if any(word in name.lower() for word in words))
+            found[name] = "unembedding" if module is head else next(parts, "")
+    return {name: part for name, part in found.items() if part}
 
 
 class BaseModel:
@@ -102,6 +98,7 @@ class BaseModel:
         context: of this process.
     Attributes:
         tokenizer: of the model.
+        lock: held by whoever computes with the model.
         vocabulary: number of token ids.
         digest: of some weights, by which saved adapters know their base model.
         longest: tokens of a row that the model reads; None if unknown.
@@ -119,13 +116,16 @@ class BaseModel:
     ):
         from peft import LoraConfig, get_peft_model
 
-        self.source, self.device = source, torch.device(device)
-        self._of_engines: dict[str, Any] = {"autocast": autocast, "packing": packing}
-        self._micro_batch_tokens = micro_batch_tokens
+        self.lock = threading.RLock()
+        self._new_engine = functools.partial(
+            TrainingEngine, parallel=Parallelism(), micro_batch_tokens=micro_batch_tokens, autocast=autocast,
+            packing=packing,
+        )  # fmt: skip
         self.tokenizer = source.load_tokenizer()
         model: Any = source.load_causal_lm(device)
-        plain = sorted(name for name, part in _parts(model).items() if part != "unembedding")[:1]
-        self.model: Any = get_peft_model(model, LoraConfig(r=1, target_modules=plain), adapter_name=NO_ADAPTER)
+        self._layers = linear_layers(model)
+        plain = min(name for name, part in self._layers.items() if part != "unembedding")
+        self.model: Any = get_peft_model(model, LoraConfig(r=1, target_modules=[plain]), adapter_name=NO_ADAPTER)
         self.model.requires_grad_(False)
         rows = model.get_input_embeddings().weight[:DIGEST_ROWS].detach().to("cpu", torch.bfloat16)
         self.digest = digest_of(rows.contiguous().view(torch.int16).numpy().tobytes())
@@ -140,10 +140,10 @@ class BaseModel:
             self._untie()
         context = dataclasses.replace(context, device=device)
         self._sampler = chosen.attach(self.model, self.tokenizer, 0, autocast, context)
-        self._in_sampler: str | None = NOTHING  # whose current weights the engine has
+        self._in_sampler: str | None = NOTHING  # the adapter whose current weights the engine has
         limits = [x for x in (source.max_positions(), self._sampler.row_tokens) if x is not None]
         self.longest = min(limits, default=None)
-        self.scorer = TrainingEngine(self.model, Parallelism(), micro_batch_tokens, **self._of_engines)
+        self.scorer = self._new_engine(self.model)
 
     def _untie(self) -> None:
         """Give the head weights of its own: in an engine's copy an adapter of the head is merged into them. They are
@@ -165,7 +165,7 @@ class BaseModel:
         self._make(name, shape)
         self.model.set_adapter(name)
         optimizer = AdamW(lr=0.0, betas=(0.9, 0.95), eps=1e-12, max_grad_norm=None)
-        engine = TrainingEngine(self.model, Parallelism(), self._micro_batch_tokens, optimizer, **self._of_engines)
+        engine = self._new_engine(self.model, optimizer=optimizer)
         engine.parameters = self._parameters(name)  # not those of other adapters; by names that do not have its own
         self._engines[name] = engine
         return engine
@@ -190,7 +190,7 @@ class BaseModel:
             config = LoraConfig(
                 r=shape.rank,
                 lora_alpha=shape.alpha,  # pyright: ignore[reportArgumentType] - a factor in use
-                target_modules=shape.layers(_Unwrapped(self.core)),
+                target_modules=shape.layers(self._layers),
                 task_type="CAUSAL_LM",
             )
             self.model.add_adapter(name, config)
@@ -204,8 +204,7 @@ class BaseModel:
     def engine_of(self, name: str) -> TrainingEngine:
         """The training engine of an adapter, which is made the active one. Its weights may change from here on."""
         self._sampler.offload()
-        if name == self._in_sampler:
-            self._in_sampler = NOTHING
+        self._in_sampler = NOTHING
         self.model.set_adapter(name)
         return self._engines[name]
 
@@ -237,8 +236,7 @@ class BaseModel:
             raise ConfigError("the weights are those of an adapter of another shape, or on another model.")
         for n, x in weights.items():
             held[n].copy_(x)
-        if name == self._in_sampler:
-            self._in_sampler = NOTHING
+        self._in_sampler = NOTHING
 
     # Sampling
 
@@ -262,28 +260,6 @@ class BaseModel:
         """Whether a batch of samples may be of several adapters."""
         return not self._has_copy
 
-    @property
-    def has_engines(self) -> bool:
-        """Whether an adapter is in training."""
-        return bool(self._engines)
-
     def close(self) -> None:
         """End the process of a sampling engine."""
         self._sampler.close()
-
-
-class _Unwrapped:
-    """Names of the modules of a model as they are without peft's layers."""
-
-    def __init__(self, core: Any):
-        self._core = core
-
-    def get_output_embeddings(self) -> Any:
-        head = self._core.get_output_embeddings()
-        return getattr(head, "base_layer", head)
-
-    def named_modules(self) -> Iterator[tuple[str, Any]]:
-        for name, module in self._core.named_modules():
-            if ".lora_" in name:
-                continue
-            yield name.removesuffix(".base_layer"), module

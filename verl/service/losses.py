@@ -19,7 +19,7 @@ al. 2025, arXiv:2507.18071, eq. 13-15 (gspo); Richemond et al. 2024, arXiv:2405.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -40,12 +40,15 @@ class Loss:
         inputs: names of the inputs that a datum must have, besides the targets.
         optional: further inputs, with the value of a datum without them.
         settings: names and defaults.
+        ignores: inputs that are all zero for a target whose log-prob has no influence on the loss; empty if there is
+            no such target.
     """
 
     per_token: Callable[[Tensor, Inputs, Settings], Tensor]
     inputs: tuple[str, ...] = ("logprobs", "advantages")
-    optional: Mapping[str, float] | None = None
-    settings: Mapping[str, float] | None = None
+    optional: Mapping[str, float] = field(default_factory=dict)
+    settings: Settings = field(default_factory=dict)
+    ignores: tuple[str, ...] = ("advantages",)
 
 
 def _cross_entropy(log_probs: Tensor, x: Inputs, _: Settings) -> Tensor:
@@ -83,21 +86,23 @@ def _dro(log_probs: Tensor, x: Inputs, settings: Settings) -> Tensor:
 
 
 _CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
+_MASK = "sequence_ratio_mask"
 LOSSES: Mapping[str, Loss] = {
-    "cross_entropy": Loss(_cross_entropy, inputs=(), optional={"weights": 1.0}),
+    "cross_entropy": Loss(_cross_entropy, inputs=(), optional={"weights": 1.0}, ignores=("weights",)),
     "importance_sampling": Loss(_importance_sampling),
     "ppo": Loss(_ppo, settings=_CLIP),
     "cispo": Loss(_cispo, settings=_CLIP),
     "gspo": Loss(
         _gspo,
-        optional={"sequence_ratio_mask": 1.0},
+        optional={_MASK: 1.0},
         settings={"clip_low_threshold": 1 - 3e-4, "clip_high_threshold": 1 + 4e-4},
+        ignores=("advantages", _MASK),
     ),
-    "dro": Loss(_dro, settings={"beta": 0.05}),
+    "dro": Loss(_dro, settings={"beta": 0.05}, ignores=()),
 }
 
 
-def loss_of(name: str, settings: Mapping[str, object] | None) -> tuple[Loss, Settings]:
+def loss_of(name: str, settings: Mapping[str, object]) -> tuple[Loss, Settings]:
     """A loss by its name, with its settings.
 
     Raises:
@@ -105,12 +110,8 @@ def loss_of(name: str, settings: Mapping[str, object] | None) -> tuple[Loss, Set
     """
     if (loss := LOSSES.get(name)) is None:
         raise ConfigError(f"loss_fn is {name!r}: there are {', '.join(LOSSES)}.{hint(nearest(name, LOSSES))}")
-    known = dict(loss.settings or {})
-    for key, value in (settings or {}).items():
-        if key not in known:
-            names = ", ".join(known) or "none"
-            raise ConfigError(f"loss_fn_config.{key} is not a setting of {name}, which has: {names}.")
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ConfigError(f"loss_fn_config.{key} is {value!r}: expected a number.")
-        known[key] = float(value)
-    return loss, known
+    for key, value in settings.items():
+        if key not in loss.settings or not isinstance(value, int | float):
+            known = ", ".join(loss.settings) or "none"
+            raise ConfigError(f"loss_fn_config.{key} is {value!r}: the settings of {name} are numbers: {known}.")
+    return loss, {**loss.settings, **settings}  # type: ignore[dict-item]

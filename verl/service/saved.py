@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as tensor_bytes
@@ -24,43 +24,46 @@ from verl.checkpoint.export import atomic_directory, require_unused
 from verl.errors import ConfigError
 from verl.models.pretrained import quiet_transformers
 from verl.service.adapters import AdapterShape
-from verl.utils.external_input import ExternalInputError, parse_mapping
+from verl.utils.external_input import ExternalInputError, parse_as, read_bytes
 
 if TYPE_CHECKING:
     from verl.service.adapters import BaseModel
 
-RECORD, OPTIMIZER = "session.json", "optimizer.safetensors"
-ADAPTER = "adapter_model.safetensors"
-FORMAT = 1
+RECORD, OPTIMIZER, ADAPTER = "session.json", "optimizer.safetensors", "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
-class SavedSession:
-    """The state of a session.
+class SessionRecord:
+    """The content of `session.json`.
 
     Attributes:
-        shape: of the adapter.
-        weights, optimizer: tensors by name.
+        shape: fields of the adapter's `AdapterShape`.
         updates, samplings: optimizer steps made, and calls of `sample`.
         base: digest of the base model.
-        has_optimizer: whether the optimizer was saved.
+        digests: of the other files by name. Without the optimizer the directory is for sampling alone.
     """
 
-    shape: AdapterShape
-    weights: Mapping[str, Tensor]
-    optimizer: Mapping[str, Tensor]
+    shape: dict[str, Any]
     updates: int
     samplings: int
     base: str
-    has_optimizer: bool = True
+    digests: dict[str, str]
+    format: Literal[1] = 1
+
+    @property
+    def adapter(self) -> AdapterShape:
+        return AdapterShape(**self.shape)
 
 
-def write(state: SavedSession, directory: Path, base: BaseModel, name: str, *, optimizer: bool = True) -> None:
+def write(
+    directory: Path, base: BaseModel, name: str, record: SessionRecord, optimizer: Mapping[str, Tensor] | None
+) -> None:
     """Write a session to a directory that does not exist yet; it appears with all of its content or not at all.
 
     Args:
-        base, name: of the session.
-        optimizer: without it the directory is for sampling alone.
+        base, name: the adapter.
+        record: of the session; its digests are made here.
+        optimizer: its tensors; None for a directory for sampling alone.
     Raises:
         ConfigError: the directory exists.
     """
@@ -68,64 +71,38 @@ def write(state: SavedSession, directory: Path, base: BaseModel, name: str, *, o
     out = require_unused(disk, directory)
     with atomic_directory(disk, out, f"saving to {out}") as staged, quiet_transformers():
         base.model.peft_config[name].save_pretrained(staged)
-        (staged / ADAPTER).write_bytes(_bytes_of(state.weights))
         base.tokenizer.save_pretrained(staged)
-        if optimizer:
-            (staged / OPTIMIZER).write_bytes(_bytes_of(state.optimizer))
-        record = {
-            "format": FORMAT,
-            "shape": dataclasses.asdict(state.shape),
-            "updates": state.updates,
-            "samplings": state.samplings,
-            "base": state.base,
-            "digests": {path.name: digest_of(path.read_bytes()) for path in sorted(staged.iterdir())},
-        }
-        (staged / RECORD).write_text(json.dumps(record, indent=1) + "\n")
+        for file, tensors in ((ADAPTER, base.weights(name)), (OPTIMIZER, optimizer)):
+            if tensors is not None:
+                content = {key: x.detach().cpu().contiguous() for key, x in sorted(tensors.items())}
+                (staged / file).write_bytes(tensor_bytes(content))
+        digests = {path.name: digest_of(path.read_bytes()) for path in sorted(staged.iterdir())}
+        values = dataclasses.asdict(dataclasses.replace(record, digests=digests))
+        (staged / RECORD).write_text(json.dumps(values, indent=1) + "\n")
 
 
-def _bytes_of(tensors: Mapping[str, Tensor]) -> bytes:
-    return tensor_bytes({name: x.detach().cpu().contiguous() for name, x in sorted(tensors.items())})
-
-
-def read_record(directory: Path) -> dict[str, Any]:
+def read_record(directory: Path) -> SessionRecord:
     """The record of a saved session.
 
     Raises:
         ConfigError: there is none, or it is damaged.
     """
     try:
-        record = parse_mapping((directory / RECORD).read_bytes())
-    except OSError as error:
-        raise ConfigError(f"{directory} holds no saved session ({error.strerror}): it has no {RECORD}.") from error
-    except ExternalInputError as error:
-        raise ConfigError(f"{directory / RECORD} is damaged: {error}.") from error
-    if record.get("format") != FORMAT:
-        raise ConfigError(f"{directory / RECORD} is of format {record.get('format')!r}: this version reads {FORMAT}.")
-    return record
+        return parse_as(SessionRecord, read_bytes(directory / RECORD))
+    except (OSError, ExternalInputError) as error:
+        raise ConfigError(f"{directory / RECORD} is no record of a saved session: {error}.") from error
 
 
-def read(directory: Path) -> SavedSession:
-    """Read a saved session; every byte is verified.
+def read_tensors(directory: Path, name: str, record: SessionRecord) -> dict[str, Tensor]:
+    """The tensors of a file; every byte is verified.
 
     Raises:
-        ConfigError: the directory holds none, or a file is damaged; names it.
+        ConfigError: it is not there, or damaged; names it.
     """
-    record = read_record(directory)
     try:
-        shape, weights = AdapterShape(**record["shape"]), _verified(directory, ADAPTER, record["digests"])
-        has_optimizer = OPTIMIZER in record["digests"]
-        optimizer = _verified(directory, OPTIMIZER, record["digests"]) if has_optimizer else {}
-        counters = int(record["updates"]), int(record["samplings"])
-        return SavedSession(shape, weights, optimizer, *counters, str(record["base"]), has_optimizer)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{directory / RECORD} is damaged: {type(error).__name__}: {error}.") from error
-
-
-def _verified(directory: Path, name: str, digests: Mapping[str, str]) -> dict[str, Tensor]:
-    try:
-        content = (directory / name).read_bytes()
+        content = read_bytes(directory / name)
     except OSError as error:
         raise ConfigError(f"{directory / name} cannot be read: {error.strerror}.") from error
-    if digest_of(content) != digests[name]:
+    if digest_of(content) != record.digests.get(name):
         raise ConfigError(f"{directory / name} is damaged: its content is not what was saved.")
     return load_tensors(content)

@@ -4,71 +4,55 @@
                        sampler_weights/NAME      adapters to sample from
                        external_weights/NAME     adapters to download
 
-`tinker://MODEL_ID/weights/NAME` is the address of the first. What a client has not saved ends with the service.
+`tinker://MODEL_ID/weights/NAME` is the address of the first. A NAME is a link to a hidden directory, so that what it
+means changes at once when it is saved again. What a client has not saved ends with the service.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
-import json
+import functools
 import logging
+import math
 import shutil
-import threading
 import time
 import uuid
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
+from tinker import types
 from torch import Tensor
 
-from verl.errors import ConfigError
+from verl.errors import ConfigError, faults_below
 from verl.service import saved
 from verl.service.adapters import BASE, AdapterShape, BaseModel
-from verl.service.data import checked_tokens
-from verl.service.jobs import Job, Jobs
-from verl.service.sampling import (
-    UNKNOWN_ROOM,
-    PromptRequest,
-    Sample,
-    SamplingOptions,
-    TokenScores,
-    sample,
-    token_scores,
-)
+from verl.service.data import TARGETS, Datum, checked_tokens, loss_rows
+from verl.service.jobs import MAX_ADAPTERS, Jobs, SampleWork
+from verl.service.losses import LOSSES
+from verl.service.sampling import UNKNOWN_ROOM, PromptRequest, Sample, SamplingOptions, sample
 from verl.service.session import TrainingSession
 from verl.service.wire import sample_response
-from verl.tracking.jsonl import plain
+from verl.tracking.jsonl import LineFile, json_line
 from verl.utils.directories import TemporaryDirectory
-from verl.utils.external_input import ExternalInputError, checked_name
+from verl.utils.external_input import checked_name
 from verl.utils.seeding import derive_seed
 
 _log = logging.getLogger(__name__)
 
 SESSION_TIMEOUT_S = 600.0  # without a sign of life of a client, which sends one every 10 s
 MAX_MODELS = 64
-RESIDENT_SAMPLERS = 8  # adapters in memory that are sampled from; others are read from disk when they are asked for
+RESIDENT_SAMPLERS = MAX_ADAPTERS  # adapters in memory that are sampled from; others are read from disk when needed
 KEPT_SNAPSHOTS = 64  # of each model
 MOST_SAMPLES = 1024  # of one request
 MOST_SCORES = 2**24  # log-probs of one request
-KINDS = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-SCHEME = "tinker://"
 
 
 class NotFound(ConfigError):
     """There is no such session, model, sampler, checkpoint or request."""
 
-
-@dataclass
-class Client:
-    """A session of a client."""
-
-    seen_at: float
-    models: list[str] = field(default_factory=list)
-    samplers: list[str] = field(default_factory=list)
+    status = 404
 
 
 @dataclass
@@ -79,8 +63,8 @@ class Model:
         failed: why a `forward_backward` since the last step has no gradients.
     """
 
+    name: str
     session: TrainingSession
-    client: str
     begun_at: float = field(default_factory=time.monotonic)
     snapshots: list[Path] = field(default_factory=list)
     failed: str | None = None
@@ -90,49 +74,18 @@ class Model:
 class Sampler:
     """A sampling session, on a saved adapter or on the base model."""
 
-    client: str
     number: int
     directory: Path | None
     address: str | None
 
 
-@dataclass(frozen=True)
-class PendingSample:
-    """A prompt, with what is asked for besides its samples.
+@dataclass
+class Client:
+    """A session of a client, with its models and samplers by name: ID:train:NUMBER, ID:sample:NUMBER."""
 
-    Attributes:
-        directory: of the adapter to sample from; None for the base model.
-        topk_samples, topk_prompt: numbers of likeliest tokens at each place.
-        targets: [n K] tokens to score at each place of the prompt after the first, -1 for none; with the rows and
-            columns of `layout`, if they came as a sparse matrix.
-        first_scored: number of tokens of the prompt before those with scores.
-    """
-
-    prompt: PromptRequest = field(default_factory=lambda: PromptRequest((), 0))
-    directory: Path | None = None
-    topk_samples: int = 0
-    scores_prompt: bool = False
-    topk_prompt: int = 0
-    targets: Tensor | None = None
-    layout: tuple[Tensor, Tensor] | None = None
-    first_scored: int = 1
-
-    @property
-    def scores(self) -> bool:
-        """Whether log-probs of the prompt are asked for."""
-        return self.scores_prompt or self.topk_prompt > 0 or self.targets is not None
-
-
-def _name(name: str) -> str:
-    try:
-        return checked_name(name)
-    except ExternalInputError as error:
-        raise ConfigError(f"path: {error}.") from error
-
-
-def run_of(directory: Path) -> str:
-    """The id of the model of a `run_directory`."""
-    return directory.name.replace("-train-", ":train:")
+    seen_at: float = field(default_factory=time.monotonic)
+    models: dict[str, Model] = field(default_factory=dict)
+    samplers: dict[str, Sampler] = field(default_factory=dict)
 
 
 class TrainingService:
@@ -143,377 +96,304 @@ class TrainingService:
         names: under which clients may ask for it; the first is told to them.
         directory: of saved weights.
         seed: of adapters and samples for which a client gives none.
-        joins: see `Jobs`.
+        joins: whether sample requests are joined to batches; else each is computed alone, with the same bits each time.
     """
 
     def __init__(self, base: BaseModel, names: Sequence[str], directory: Path, seed: int = 0, joins: bool = True):
-        self.base, self.names, self.directory, self.seed = base, list(names), directory, seed
+        self.base, self.names, self.directory, self.seed, self._joins = base, list(names), directory, seed, joins
         self.clients: dict[str, Client] = {}
-        self.models: dict[str, Model] = {}
-        self.samplers: dict[str, Sampler] = {}
         self.tokenizer_directory = directory / "tokenizer"  # a model's own may be in a file that clients cannot read
         base.tokenizer.save_pretrained(self.tokenizer_directory)
         self._scratch = TemporaryDirectory("verl-service-")
+        self.downloads = Path(self._scratch.name, "downloads")
+        self.downloads.mkdir()
         self._resident: dict[Path, tuple[str, AdapterShape]] = {}  # frozen adapters; the last one was used last
-        self._lock, self._state = threading.RLock(), threading.RLock()
-        self._recover()
-        self.jobs = Jobs(self._sample_batch, joins)
+        self.jobs = Jobs(self._sample_batch)
 
     # Clients
 
     def create_client(self) -> str:
         name = uuid.uuid4().hex
-        with self._state:
-            self.clients[name] = Client(time.monotonic())
+        self.clients[name] = Client()
         return name
 
     def client(self, name: str) -> Client:
-        """A session, which has shown a sign of life.
+        """A session, or that of a model or sampler; it has shown a sign of life.
 
         Raises:
             NotFound: it has ended.
         """
-        with self._state:
-            if (client := self.clients.get(name)) is None:
-                raise NotFound(f"there is no session {name[:80]!r}: it has ended, or the service was started again.")
-            client.seen_at = time.monotonic()
-            return client
+        if (client := self.clients.get(name.partition(":")[0])) is None:
+            raise NotFound(f"there is no session {name[:80]!r}: it has ended, or the service was started again.")
+        client.seen_at = time.monotonic()
+        return client
+
+    def model(self, name: str) -> Model:
+        if (model := self.client(name).models.get(name)) is None:
+            raise NotFound(f"there is no model {name[:80]!r}: create it first.")
+        return model
+
+    def sampler(self, name: str) -> Sampler:
+        if (sampler := self.client(name).samplers.get(name)) is None:
+            raise NotFound(f"there is no sampling session {name[:80]!r}: create it first.")
+        return sampler
 
     def end_client(self, name: str) -> None:
-        """End a session: its models, samplers and unsaved snapshots are freed."""
-        with self._state:
-            client = self.clients.pop(name, None)
-            if client is None:
-                return
-            models = [model for x in client.models if (model := self.models.pop(x, None)) is not None]
-            for x in client.samplers:
-                self.samplers.pop(x, None)
+        """End a session: its models, samplers and unsaved snapshots will be freed."""
+        if (client := self.clients.pop(name, None)) is None:
+            return
         self.jobs.forget(name)
 
         def free() -> None:
-            for model in models:
+            for model in client.models.values():
                 for path in model.snapshots:
                     self._drop(path)
                 model.session.close()
 
-        self.jobs.run_now(free)
+        self.jobs.run(free)
 
     def sweep(self) -> None:
         """End sessions whose clients have gone, and drop old results."""
-        with self._state:
-            gone = [n for n, x in self.clients.items() if x.seen_at < time.monotonic() - SESSION_TIMEOUT_S]
-        for name in gone:
-            self.end_client(name)
+        for name, client in [*self.clients.items()]:
+            if client.seen_at < time.monotonic() - SESSION_TIMEOUT_S:
+                self.end_client(name)
         self.jobs.sweep()
 
     def close(self) -> None:
-        for name in [*self.clients]:
-            self.end_client(name)
         self.jobs.close()
         self.base.close()
         self._scratch.cleanup()
 
     # Models
 
-    def model(self, name: str) -> Model:
-        with self._state:
-            if (model := self.models.get(name)) is None:
-                raise NotFound(
-                    f"there is no model {name[:80]!r}: its session has ended, or the service was started again."
-                )
-            self.client(model.client)
-            return model
-
     def check_base(self, name: str | None) -> None:
         if name is not None and name not in self.names:
             raise ConfigError(f"base_model is {name[:200]!r}: this service has {', '.join(self.names)}.")
 
-    def create_model(self, client: str, number: int, shape: AdapterShape) -> str:
-        """Queue a new adapter; returns the id of its model, which is that of the request too."""
-        self.client(client)
-        name = self._model_id(client, number)
+    def create_model(
+        self, client_id: str, number: int, shape: AdapterShape | None, address: str = "", optimizer: bool = False
+    ) -> str:
+        """Queue a new model; returns the id of the request, which is that of the model too.
+
+        Args:
+            shape: of a new adapter; None for the saved one at `address`.
+            optimizer: whether to load the saved optimizer.
+        """
+        client, name = self.client(client_id), f"{client_id}:train:{number}"  # which the SDK makes too
+        directory = self.saved_at(address) if shape is None else None
 
         def work() -> dict[str, Any]:
-            self._add_model(name, client, number, shape)
-            return {"model_id": name, "type": "create_model"}
+            if name not in client.models:  # else the client repeats a request of a while ago
+                self._add_model(client_id, name, shape, directory, optimizer)
+            return {"model_id": name, "path": address, "type": "load_weights" if directory else "create_model"}
 
-        return self.jobs.add(name, Job(client, work))
+        return self.jobs.submit(name, client_id, work)
 
-    def create_model_from(self, client: str, number: int, address: str, optimizer: bool) -> str:
-        """Queue a new model with saved weights; returns the id of the request."""
-        self.client(client)
-        name, directory = self._model_id(client, number), self.saved_at(address)
+    def _add_model(
+        self, client_id: str, name: str, shape: AdapterShape | None, directory: Path | None, optimizer: bool
+    ) -> None:
+        if sum(len(client.models) for client in [*self.clients.values()]) >= MAX_MODELS:
+            raise ConfigError(f"{MAX_MODELS} models are in training: end a session first.")
+        if directory is not None:
+            shape = saved.read_record(directory).adapter
+        assert shape is not None
+        seed = derive_seed(self.seed, "model", name.rpartition(":")[2])
+        session = TrainingSession(self.base, seed=seed, shape=shape)
+        try:
+            if directory is not None:
+                session.load(directory, optimizer)
+            self.client(client_id).models[name] = Model(name, session)
+        except BaseException:
+            session.close()
+            raise
 
-        def work() -> dict[str, Any]:
-            shape = saved.read(directory).shape
-            model = self._add_model(name, client, number, shape)
-            try:
-                model.session.load(directory, optimizer)
-            except BaseException:
-                with self._state:
-                    self.models.pop(name, None)
-                model.session.close()
-                raise
-            return {"path": address, "model_id": name, "type": "load_weights"}
+    def in_order(self, body: Any, work: Callable[[Model], Any]) -> dict[str, str]:
+        """Queue a request of a model. Clients send those of a model one after another, numbered.
 
-        return self.jobs.add(name, Job(client, work))
-
-    def _model_id(self, client: str, number: int) -> str:
-        return f"{client}:train:{number}"  # which the SDK makes too
-
-    def _add_model(self, name: str, client: str, number: int, shape: AdapterShape) -> Model:
-        with self._state:
-            owner = self.client(client)
-            if (former := self.models.get(name)) is not None:  # the client repeats a request of a while ago
-                return former
-            if len(self.models) >= MAX_MODELS:
-                raise ConfigError(f"{MAX_MODELS} models are in training: end a session first.")
-        session = TrainingSession.on(self.base, shape, derive_seed(self.seed, "model", number), self._lock)
-        model = Model(session, client)
-        with self._state:
-            if self.clients.get(client) is owner:
-                self.models[name] = model
-                owner.models.append(name)
-                return model
-        session.close()
-        raise NotFound(f"the session {client[:80]!r} has ended.")
-
-    def in_order(self, name: str, number: int | None, work: Callable[[Model], Any]) -> str:
-        """Queue a request of a model; returns its id."""
-        if not number:
+        Args:
+            body: has `model_id` and `seq_id`.
+        """
+        if not body.seq_id:
             raise ConfigError("seq_id is missing: requests of a model are numbered from 1.")
-        model = self.model(name)
-        return self.jobs.add(f"{name}:{number}", Job(model.client, lambda: work(model)), name, number)
+        name = body.model_id or ""
+        model, job_id = self.model(name), f"{name}:{body.seq_id}"
+        return {"request_id": self.jobs.submit(job_id, name.partition(":")[0], lambda: work(model))}
 
-    def note(self, name: str, metrics: Mapping[str, float]) -> None:
+    def note(self, model: Model, metrics: Mapping[str, float]) -> None:
         """Append the metrics of a step to `metrics.jsonl` of a model, of which `verl report` and `verl watch` make
         curves."""
-        model, directory = self.model(name), self.run_directory(name)
         line = {"step": model.session.updates, "time_s": round(time.monotonic() - model.begun_at, 3)}
-        line |= {f"actor/{key}": x for key, x in metrics.items()}
         try:
+            directory = self.run_directory(model.name)
             directory.mkdir(parents=True, exist_ok=True)
-            with (directory / "metrics.jsonl").open("a") as file:
-                file.write(json.dumps(plain(line)) + "\n")
+            LineFile(directory / "metrics.jsonl").add(json_line(line | {f"actor/{k}": x for k, x in metrics.items()}))
         except OSError as error:  # the step was made
-            _log.warning("%s cannot be written: %s.", directory / "metrics.jsonl", error.strerror)
+            _log.warning("The metrics of a step are lost: %s.", error)
 
     # Saved weights
 
-    def save(self, name: str, kind: str, path: str, *, overwrites: bool = False) -> str:
+    def save(self, model: Model, kind: str, name: str, overwrites: bool = False) -> str:
         """Save a model under a name, and return its address. Called by a job.
 
         Args:
-            kind: a key of `KINDS`.
-            overwrites: one of the same name goes when the new one is whole.
+            kind: weights, which training can continue from, sampler_weights or external_weights.
+            overwrites: whether the name may be in use; what it meant is then removed.
         """
-        directory = self.run_directory(name) / kind / _name(path)
-        new, old = (directory.with_name(f".{path}.{word}") for word in ("new", "old"))
-        if not (overwrites and directory.is_dir()):
-            self._write(self.model(name), directory, has_optimizer=kind == "weights")
-        else:  # `_recover` brings back the old one, if this process is killed between the renames
-            shutil.rmtree(new, ignore_errors=True)
-            self._write(self.model(name), new, has_optimizer=kind == "weights")
-            directory.rename(old)
-            new.rename(directory)
-            self._forget(directory)
-            shutil.rmtree(old, ignore_errors=True)
-        return f"{SCHEME}{name}/{kind}/{path}"
+        address = f"tinker://{model.name}/{kind}/{checked_name(name)}"
+        link = self._link(address)
+        if link.exists() and not overwrites:
+            raise ConfigError(f"path is {name!r}: there is something already. Give another name.")
+        former, directory = link.resolve(), link.with_name(f".{uuid.uuid4().hex}")
+        model.session.save(directory, optimizer=kind == "weights")
+        new = directory.with_suffix(".link")
+        new.symlink_to(directory.name)
+        new.replace(link)
+        if former != link:
+            self._drop(former)
+        return address
 
-    def _recover(self) -> None:
-        """Finish what a killed service has begun to overwrite."""
-        for old in self.directory.glob("*-train-*/*/.*.old"):
-            directory = old.with_name(old.name[1 : -len(".old")])
-            shutil.rmtree(old, ignore_errors=True) if directory.is_dir() else old.rename(directory)
-        for new in self.directory.glob("*-train-*/*/.*.new"):
-            shutil.rmtree(new, ignore_errors=True)
-
-    def snapshot(self, name: str, number: int) -> str:
+    def snapshot(self, model: Model, number: int) -> str:
         """Save a model for sampling until its session ends; returns the id of a sampling session. Called by a job.
 
         Args:
             number: of the sampling session.
         """
-        model = self.model(name)
         directory = Path(self._scratch.name) / uuid.uuid4().hex
-        self._write(model, directory, has_optimizer=False)
+        model.session.save(directory, optimizer=False)
         model.snapshots.append(directory)
         while len(model.snapshots) > KEPT_SNAPSHOTS:
             self._drop(model.snapshots.pop(0))
-        return self.create_sampler(model.client, number, None, directory)
-
-    def _write(self, model: Model, directory: Path, has_optimizer: bool) -> None:
-        session = model.session
-        if has_optimizer:
-            session.save(directory)
-            return
-        state = saved.SavedSession(session.shape, session.weights(), {}, session.updates, 0, self.base.digest)
-        saved.write(state, directory, self.base, session.name, optimizer=False)
-
-    def runs(self) -> list[Path]:
-        """Directories of models with saved weights."""
-        return sorted(self.directory.glob("*-train-*"))
+        return self._add_sampler(model.name.partition(":")[0], Sampler(number, directory, None))
 
     def run_directory(self, name: str) -> Path:
         """The directory of a model: its id, without what is not in names of files."""
-        return self.directory / _name(name.replace(":train:", "-train-"))
+        return self.directory / checked_name(name.replace(":train:", "-train-"))
 
     def saved_at(self, address: str) -> Path:
         """The directory of saved weights.
 
         Raises:
+            ValueError: it is no address.
             NotFound: there are none at the address.
-            ConfigError: it is no address.
         """
-        parts = address.removeprefix(SCHEME).split("/")
-        if not address.startswith(SCHEME) or len(parts) != 3 or parts[1] not in KINDS:
-            raise ConfigError(f"path is {address[:200]!r}: expected {SCHEME}MODEL_ID/weights/NAME.")
-        directory = self.run_directory(parts[0]) / parts[1] / _name(parts[2])
+        directory = self._link(address).resolve()
         if not (directory / saved.RECORD).is_file():
             raise NotFound(f"path is {address[:200]!r}: there is no such checkpoint.")
         return directory
 
-    def checkpoints(self, name: str | None = None) -> list[dict[str, Any]]:
-        """The named checkpoints of a model, or of all, oldest first, in the form of the SDK."""
-        found = []
-        top = self.runs() if name is None else [self.run_directory(name)]
-        for record in [file for run in top for file in run.glob(f"*/*/{saved.RECORD}")]:
-            directory, kind = record.parent, record.parent.parent.name
-            if kind not in KINDS or directory.name.startswith("."):
-                continue
-            try:
-                moment = datetime.datetime.fromtimestamp(record.stat().st_mtime, datetime.UTC)
-                num_bytes = sum(file.stat().st_size for file in directory.iterdir())
-            except FileNotFoundError:  # it is being removed
-                continue
-            found.append(
-                {
-                    "checkpoint_id": f"{kind}/{directory.name}",
-                    "checkpoint_type": KINDS[kind],
-                    "time": moment.isoformat(),
-                    "tinker_path": f"{SCHEME}{run_of(directory.parents[1])}/{kind}/{directory.name}",
-                    "size_bytes": num_bytes,
-                }
-            )
-        return sorted(found, key=lambda x: (x["time"], x["tinker_path"]))
+    def _link(self, address: str) -> Path:
+        parsed = types.ParsedCheckpointTinkerPath.from_tinker_path(address)
+        kind, name = parsed.checkpoint_id.split("/")
+        return self.run_directory(parsed.training_run_id) / kind / checked_name(name)
+
+    def checkpoints(self, name: str | None = None) -> list[types.Checkpoint]:
+        """The named checkpoints of a model, or of all, oldest first."""
+        run, found = "*-train-*" if name is None else self.run_directory(name).name, list[types.Checkpoint]()
+        for link in self.directory.glob(f"{run}/*weights/[!.]*"):
+            run, kind, name = link.parts[-3:]
+            address = f"tinker://{run.replace('-train-', ':train:')}/{kind}/{name}"
+            parsed = types.ParsedCheckpointTinkerPath.from_tinker_path(address).model_dump(exclude={"training_run_id"})
+            moment = datetime.datetime.fromtimestamp(link.stat().st_mtime, datetime.UTC)
+            size = sum(file.stat().st_size for file in link.iterdir())
+            found.append(types.Checkpoint(**parsed, time=moment, size_bytes=size))
+        return sorted(found, key=lambda x: (x.time, x.tinker_path))
 
     def delete(self, address: str) -> None:
         directory = self.saved_at(address)
-        self.jobs.run_now(lambda: self._drop(directory))
+        self._link(address).unlink()
+        self.jobs.run(lambda: self._drop(directory))
 
     def _drop(self, directory: Path) -> None:
         """Remove saved weights, in the thread that computes."""
-        self._forget(directory)
-        shutil.rmtree(directory, ignore_errors=True)
-
-    def _forget(self, directory: Path) -> None:
         if (found := self._resident.pop(directory, None)) is not None:
             self.base.remove(found[0])
+        shutil.rmtree(directory, ignore_errors=True)
 
     # Samples
 
-    def create_sampler(self, client: str, number: int, address: str | None, directory: Path | None = None) -> str:
+    def create_sampler(self, client: str, number: int, address: str | None) -> str:
         """A sampling session on a saved adapter, or on the base model; returns its id."""
-        owner, name = self.client(client), f"{client}:sample:{number}"
-        directory = directory if address is None else self.saved_at(address)
-        with self._state:
-            self.samplers[name] = Sampler(client, number, directory, address)
-            owner.samplers.append(name)
+        return self._add_sampler(client, Sampler(number, None if address is None else self.saved_at(address), address))
+
+    def _add_sampler(self, client: str, sampler: Sampler) -> str:
+        name = f"{client}:sample:{sampler.number}"
+        self.client(client).samplers[name] = sampler
         return name
 
-    def sampler(self, name: str) -> Sampler:
-        with self._state:
-            if (sampler := self.samplers.get(name)) is None:
-                raise NotFound(f"there is no sampling session {name[:80]!r}: its session has ended.")
-            self.client(sampler.client)
-            return sampler
-
-    def sample(
-        self, sampler_id: str, number: int, tokens: Sequence[int], count: int, options: SamplingOptions,
-        seed: int | None, further: PendingSample,
-    ) -> str:  # fmt: skip
+    def sample(self, request: types.SampleRequest) -> str:
         """Queue a sample request; returns its id.
 
-        Args:
-            further: what is asked for besides samples.
         Raises:
             ConfigError: a value is out of its range.
             Busy: too many wait.
         """
-        sampler = self.sampler(sampler_id)
-        if not 1 <= count <= MOST_SAMPLES:
-            raise ConfigError(f"num_samples is {count}: must lie between 1 and {MOST_SAMPLES}.")
-        chosen = options.checked("sampling_params", self.base.vocabulary)
-        checked_tokens(tokens, "prompt", self.base.vocabulary, self.base.longest)
-        asked = len(tokens) * (further.topk_prompt + (0 if further.targets is None else further.targets.shape[-1]))
-        longest = self.base.longest or UNKNOWN_ROOM
-        asked += count * min(chosen.max_new_tokens or longest, longest) * further.topk_samples
-        if asked > MOST_SCORES:
-            raise ConfigError(
-                f"the request asks for {asked} log-probs: at most {MOST_SCORES} are given. Ask for fewer."
-            )
-        if self.base.longest is not None and len(tokens) >= self.base.longest and not further.scores:
-            raise ConfigError(
-                f"prompt has {len(tokens)} tokens: the model reads {self.base.longest}, which leaves no response."
-            )
-        noise = (seed,) if seed is not None else (self.seed, sampler.number, number)
-        prompt, directory = PromptRequest(tokens, count, noise), sampler.directory
-        request = dataclasses.replace(further, prompt=prompt, directory=directory)
-        kind = chosen if self.base.mixes else (directory, chosen)
-        job = Job(sampler.client, None, kind, request, count, is_sample=True)
-        return self.jobs.add(f"{sampler_id}:{number}", job)
+        name, params, base = request.sampling_session_id or "", request.sampling_params, self.base
+        sampler, tokens, count = self.sampler(name), request.prompt.to_ints(), request.num_samples
+        with faults_below("sampling_params"):
+            options = SamplingOptions(
+                max_new_tokens=params.max_tokens, temperature=params.temperature, top_k=max(params.top_k, 0),
+                top_p=params.top_p, stop=params.stop,  # pyright: ignore[reportArgumentType] - a list becomes a tuple
+            )  # fmt: skip
+        checked_tokens(tokens, "prompt", base.vocabulary, base.longest)
+        last, targets = request.prompt_logprobs_last_n, request.target_prompt_logprobs
+        topk, longest = (request.topk_prompt_logprobs, request.topk_sample_logprobs), base.longest or UNKNOWN_ROOM
+        scores = len(tokens) * topk[0] + count * min(options.max_new_tokens or longest, longest) * topk[1]
+        scores += 0 if targets is None else math.prod(targets.shape or [len(targets.data)])
+        for path, value, low, high in (
+            ("num_samples", count, 1, MOST_SAMPLES),
+            ("prompt_alt_tokens_k", request.prompt_alt_tokens_k, 0, 0),
+            ("topk_prompt_logprobs", topk[0], 0, base.vocabulary),
+            ("topk_sample_logprobs", topk[1], 0, base.vocabulary),
+            ("prompt_logprobs_last_n", 1 if last is None else last, 1, 1 if last is None else len(tokens) - 1),
+            ("the number of log-probs that are asked for", scores, 0, MOST_SCORES),
+        ):
+            if not low <= value <= high:
+                raise ConfigError(f"{path} is {value}: must lie between {low} and {high}.")
+        if len(tokens) == base.longest and not (request.prompt_logprobs or topk[0] or targets is not None):
+            raise ConfigError(f"prompt has {len(tokens)} tokens, as many as the model reads: it leaves no response.")
+        noise = (self.seed, sampler.number, request.seq_id) if params.seed is None else (params.seed,)
+        job_id, kind = f"{name}:{request.seq_id}", (options, None if base.mixes else sampler.directory)
+        work = SampleWork(kind if self._joins else job_id, sampler.directory, count, request, options, noise)
+        return self.jobs.submit(job_id, name.partition(":")[0], work)
 
-    def _sample_batch(self, kind: Hashable, requests: Sequence[PendingSample]) -> list[Any]:
-        """Samples of requests of one kind, in the thread that computes; those of up to `RESIDENT_SAMPLERS` adapters are
-        one batch."""
-        options: Any = kind if isinstance(kind, SamplingOptions) else kind[1]  # type: ignore[index]
-        directories = list(dict.fromkeys(request.directory for request in requests))
-        if len(directories) > RESIDENT_SAMPLERS:
-            of_first = {*directories[:RESIDENT_SAMPLERS]}
-            parts = [[r for r in requests if (r.directory in of_first) is is_first] for is_first in (True, False)]
-            found = {id(r): x for part in parts for r, x in zip(part, self._sample_batch(kind, part), strict=True)}
-            return [found[id(request)] for request in requests]
-        with self._lock:
-            names = {directory: self._resident_adapter(directory) for directory in directories}
-            with self.base.sampling_from(*names.values()) as engine:
-                prompts = [request.prompt for request in requests]
-                if len(names) > 1:
-                    prompts = [
-                        dataclasses.replace(request.prompt, weights=names[request.directory] or BASE)
-                        for request in requests
-                    ]
-                samples = sample(engine, self.base.tokenizer, prompts, options, self.base.longest, may_be_full=True)
-            answers = []
-            for request, found in zip(requests, samples, strict=True):
-                with self.base.sampling_from(names[request.directory]):
-                    answers.append(self._answer(request, found))
-            return answers
+    def _sample_batch(self, works: Sequence[SampleWork]) -> list[bytes]:
+        """Samples of requests that sample alike, of up to `MAX_ADAPTERS` adapters, in the thread that computes."""
+        base, names = self.base, {work.adapter: self._resident_adapter(work.adapter) for work in works}
+        prompts = [
+            PromptRequest(
+                work.request.prompt.to_ints(), work.num_samples, work.noise,
+                (names[work.adapter] or BASE) if len(names) > 1 else "",
+            )
+            for work in works
+        ]  # fmt: skip
+        with base.sampling_from(*names.values()) as engine:
+            samples = sample(engine, base.tokenizer, prompts, works[0].options, base.longest, may_be_full=True)
+        found = zip(works, samples, strict=True)
+        return [self._answer(work.request, of_work, names[work.adapter]) for work, of_work in found]
 
-    def _answer(self, request: PendingSample, samples: list[Sample]) -> bytes:
+    def _answer(self, request: types.SampleRequest, samples: list[Sample], adapter: str | None) -> bytes:
         """Samples, with the scores that the request asks for, as they are sent."""
-        engine, head, prompt = self.base.scorer, self.base.head, [*request.prompt.tokens]
-        of_samples: list[TokenScores | None] = [None] * len(samples)
-        if k := request.topk_samples:
-            for index, one in enumerate(samples):
-                scores = token_scores(engine, head, prompt + one.tokens, k)
-                at = slice(len(prompt) - 1, None)
-                assert scores.likeliest is not None
-                assert scores.of_likeliest is not None
-                of_samples[index] = dataclasses.replace(
-                    scores, log_probs=scores.log_probs[at], likeliest=scores.likeliest[at],
-                    of_likeliest=scores.of_likeliest[at],
-                )  # fmt: skip
-        of_prompt = None
-        if request.scores and len(prompt) > 1:
-            of_prompt = token_scores(engine, head, prompt, request.topk_prompt, request.targets)
-        elif request.scores:
-            of_prompt = TokenScores(torch.zeros(0))
-        wants = {
-            "logprobs": request.scores_prompt,
-            "topk": request.topk_prompt > 0,
-            "targets": request.targets is not None,
-        }
-        return sample_response(samples, of_samples, of_prompt, request.first_scored, wants, request.layout)
+        prompt, top_k = request.prompt.to_ints(), request.topk_sample_logprobs
+        of_samples, of_prompt = [dict[str, Tensor]()] * len(samples), dict[str, Tensor]()
+        if top_k:
+            rows = [self._scores(adapter, prompt + one.tokens, top_k) for one in samples]
+            of_samples = [{name: x[len(prompt) - 1 :] for name, x in row.items()} for row in rows]
+        if len(prompt) > 1 and (request.prompt_logprobs or request.topk_prompt_logprobs):
+            of_prompt = self._scores(adapter, prompt, request.topk_prompt_logprobs)
+        if (asked := request.target_prompt_logprobs) is not None:
+            targets = asked.to_torch(pad_value=-1)
+            chosen = self._scores(adapter, prompt, 0, targets.clamp_min(0))["log_probs"]
+            of_prompt["of_targets"] = chosen.masked_fill(targets < 0, 0.0)
+        return sample_response(request, samples, of_samples, of_prompt)
+
+    def _scores(
+        self, adapter: str | None, tokens: Sequence[int], top_k: int, targets: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        base, datum = self.base, Datum(tokens[:-1], {TARGETS: tokens[1:] if targets is None else targets})
+        rows = loss_rows([datum], LOSSES["cross_entropy"], {}, base.vocabulary, base.longest)
+        with base.sampling_from(adapter):
+            found = base.scorer.infer(rows.batch, functools.partial(rows.scores, base.head, top_k=top_k))
+        return {name: x[0] for name, x in found.items()}
 
     def _resident_adapter(self, directory: Path | None) -> str | None:
         """The name of the frozen adapter of a directory, read if it is not in memory; None for the base model."""
@@ -525,22 +405,20 @@ class TrainingService:
                     f"the weights of this sampler are gone: a model keeps its last {KEPT_SNAPSHOTS} snapshots without "
                     "a name, and others until they are deleted."
                 )
-            found = self._made_resident(saved.read(directory))
+            record = saved.read_record(directory)
+            weights = saved.read_tensors(directory, saved.ADAPTER, record)
+            found = self._made_resident(replace(record.adapter, seed=0), weights)
         self._resident[directory] = found
         return found[0]
 
-    def _made_resident(self, state: saved.SavedSession) -> tuple[str, AdapterShape]:
+    def _made_resident(self, shape: AdapterShape, weights: Mapping[str, Tensor]) -> tuple[str, AdapterShape]:
         """A frozen adapter with these weights: the one that was not used for longest, or a new one."""
-        shape = dataclasses.replace(state.shape, seed=0)
         if len(self._resident) >= RESIDENT_SAMPLERS:
-            oldest = next(iter(self._resident))
-            name, of_oldest = self._resident[oldest]
+            name, of_oldest = self._resident.pop(next(iter(self._resident)))
             if of_oldest == shape:  # peft takes far longer to make one
-                self.base.set_weights(name, state.weights)
-            del self._resident[oldest]
-            if of_oldest == shape:
+                self.base.set_weights(name, weights)
                 return name, shape
             self.base.remove(name)
-        name = f"sampler_{uuid.uuid4().hex[:12]}"
-        self.base.add_frozen(name, shape, state.weights)
+        name = f"sampler_{uuid.uuid4().hex}"
+        self.base.add_frozen(name, shape, weights)
         return name, shape
