@@ -323,34 +323,6 @@ def script(tmp_path, source, timeout_s):
     )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("is_stopped", [False, *exhaustive(True)])
-def test_workers_of_a_killed_driver_end_in_the_midst_of_a_sample_and_so_does_what_they_started(is_stopped, tmp_path):
-    # the second hang never lets go of the interpreter: its own watchdog ends it
-    source = f"""
-import re, subprocess, time
-def score(prompt, response):
-    child = subprocess.Popen(["sleep", "600"])
-    with open({str(tmp_path / "pids")!r}, "a") as file:
-        file.write(f"{{child.pid}}\\n")
-    time.sleep(1000) if response == "1" else re.match("(a+)+$", "a" * 64 + "b")
-"""
-    driver = script(tmp_path, source, "1000")
-    assert driver.stdout is not None
-    try:
-        assert driver.stdout.readline() == "started\n"
-        workers = [int(pid) for pid in driver.stdout.readline().split()]
-        while not ((tmp_path / "pids").exists() and (tmp_path / "pids").read_text().count("\n") == 2):
-            time.sleep(0.005)
-        for pid in workers if is_stopped else ():
-            stop(pid)
-    finally:
-        driver.kill()
-        driver.wait()
-    driver.stdout.close()
-    assert wait_until_gone([*workers, *map(int, (tmp_path / "pids").read_text().split())], 60.0) == []
-
-
 def test_a_column_that_the_function_needs_and_the_data_lacks_is_named(made, batch):
     with pytest.raises(RewardError, match=r"no column 'solution' in the data\. Its columns: answer"):
         made("def my_reward(prompt, response, solution): return 1").score_tokens(batch)
