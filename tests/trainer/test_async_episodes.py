@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from environments.digit_game import DigitGames
-from same_training import compared, course, numbers, same_training, saved
+from same_training import compared, course, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, fit, step_lines
 
 from verl.algorithms.importance_sampling import TruncatedIS
@@ -61,31 +61,6 @@ def timeless(value):
     if isinstance(value, dict):
         return {key: timeless(x) for key, x in value.items() if key != "seconds"}
     return [timeless(x) for x in value] if isinstance(value, list) else value
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("staleness", "history", "versions"),
-    [
-        (2, "append", [[0], [0], [0], [1]]),
-        pytest.param(1, "rerender", [[0], [0], [1], [2]], marks=pytest.mark.exhaustive),
-    ],
-)
-def test_episodes_of_later_batches_are_repeatable_and_part_of_a_checkpoint(
-    staleness, history, versions, model32, tmp_path, monkeypatch
-):
-    games, trained_on = dataclasses.replace(GAMES, history=history), noted_updates(monkeypatch)
-    fit(playing(model32, tmp_path / "whole", staleness, games), tmp_path / "whole/run")
-    assert trained_on == versions
-    lines = numbers(tmp_path / "whole/run")
-    assert lines[4][f"async/lag_{staleness}_share"] == 1
-    assert min(line["episode/turns"] for line in lines.values()) > 1
-    fit(playing(model32, tmp_path / "again", staleness, games), tmp_path / "again/run")
-    same_training(saved(tmp_path / "again"), saved(tmp_path / "whole"))
-    resume = tmp_path / "whole/checkpoints/global_step_2"
-    fit(playing(model32, tmp_path, staleness, games, resume=resume), tmp_path / "run")
-    assert trained_on[8:] == versions[2:]
-    same_training(saved(tmp_path), saved(tmp_path / "whole"), after=2)
 
 
 def in_flight(model, directory, kv_cache: Any = "recompute", environment=GAMES, **options):

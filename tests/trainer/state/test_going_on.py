@@ -31,7 +31,6 @@ from trainer.test_sft import sft_run
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.config import Checkpointing
-from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.component import BuildContext
 from verl.data.base import DataSplits
 from verl.engines.sharding import DDP, FSDP
@@ -203,32 +202,6 @@ def test_a_resume_at_the_end_of_an_epoch_comes_to_the_same_and_an_earlier_state_
 
 
 # On request: a file `save` in the run's directory, with or without a tag
-
-
-@pytest.mark.parametrize(
-    ("tag", "named"),
-    [
-        pytest.param("loss_0.12", "loss_0.12", marks=pytest.mark.exhaustive),
-        pytest.param("", "global_step_2", marks=pytest.mark.exhaustive),
-        ("../x", "global_step_2"),
-    ],
-)
-def test_it_is_saved_after_the_step_under_way(tag, named, model32, tmp_path, monkeypatch, caplog):
-    plain = PPOTrainer.step
-
-    def step(self, batch, number):
-        if number == 2:
-            (self.run_dir / "save").write_text(tag + "\n")
-        return plain(self, batch, number)
-
-    monkeypatch.setattr(PPOTrainer, "step", step)
-    checkpoint = Checkpointing(save_dir=str(tmp_path / "saved"), save_interval=None)
-    run = dataclasses.replace(ppo_run(model32, BRIEF_GRPO, total_steps=3, **BRIEF), checkpoint=checkpoint)
-    fit(run, tmp_path / "run")
-    names = [published.name for published in CheckpointDirectory(tmp_path / "saved").complete()]
-    assert names == [named, "global_step_3"]
-    assert not (tmp_path / "run/save").exists()
-    assert ("no name" in caplog.text or "names a directory" in caplog.text) is (tag == "../x")
 
 
 def test_a_save_that_fails_costs_itself_and_is_told_and_the_last_one_ends_the_run(model32, tmp_path, caplog):
