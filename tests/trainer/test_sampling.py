@@ -194,7 +194,7 @@ class FakeActor:
 class _OfBareRows(Sampling):
     """Its rows have ids and no tokens."""
 
-    def _prepared(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+    def _prepared(self, prompts: DataProto) -> DataProto:
         return prompts
 
 
