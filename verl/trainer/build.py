@@ -408,7 +408,12 @@ class PolicyTrainer(LoopTrainer):
             return {}
         responses = self.evaluated(range(len(self.eval_data)), step)
         records = evaluated_rows(responses, self.settings.success_score)
-        self.tracker.samples(sample_rows(responses["greedy"], self.settings.sample_rows), step, "eval")
+        samples = sample_rows(responses["greedy"], self.settings.sample_rows)
+        pictures = getattr(self.eval_data, "pictures", lambda _: [])
+        for row, sample in enumerate(samples):
+            if shown := pictures(row):
+                sample["pictures"] = shown
+        self.tracker.samples(samples, step, "eval")
         self.tracker.evaluated_rows(records, step)
         return self.evaluation_metrics(records)
 

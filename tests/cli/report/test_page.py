@@ -108,6 +108,14 @@ def test_samples_are_sorted_and_filtered_in_a_browser_and_responses_are_text(tmp
 
 
 @in_browser
+def test_pictures_of_a_prompt_are_shown_with_it(tmp_path):
+    picture = "data:image/gif;base64,R0lGODlhAQABAAAAACwAAAAAAQABAAA="
+    whole = dom(render({"samples": [sample("eval", 1, "p", "r", 1.0, pictures=[picture])]}, "run"), tmp_path)
+    assert f'<img src="{picture}"' in whole
+    assert shown(whole)[0][5:] == []  # they are no column
+
+
+@in_browser
 def test_the_page_of_a_run_has_every_section_and_is_used_by_keyboard(tmp_path):
     directory = run_directory(tmp_path / "run")
     (directory / "plan.json").write_text(
