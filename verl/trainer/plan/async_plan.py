@@ -263,7 +263,7 @@ def length_draws(run: Any, lengths: Sequence[int] | None, mean: int | None) -> L
 def planned_times(run: Any, memory: MemoryPlan, stages: Sequence[StageTime], device: DeviceRates) -> AsyncTimes:
     """Seconds from the plan of the run."""
     engine, by_name = engine_of(run, memory, device), {stage.name: stage.seconds for stage in stages}
-    length, training = engine.prompt + run.response_tokens / 2, role_processes(run)["actor"]
+    length, training = engine.step.prompt + run.response_tokens / 2, role_processes(run)["actor"]
     devices, sync_s = training + run.devices_apart, by_name.get("sync", memory.roles[0].weights / device.link)
     return AsyncTimes(
         token_s=lambda count: engine.token_s(count, length)[0],
