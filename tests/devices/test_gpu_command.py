@@ -14,7 +14,6 @@ from cases import short_where
 from gpu.needs import gpus, vllm
 from packaging.requirements import Requirement
 
-from verl.rollout import hf_rows
 from verl.utils.env_check import REQUIREMENTS
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU: make gpu runs all of it")
@@ -35,7 +34,6 @@ def command(monkeypatch):
 
 
 def test_every_measurement_runs(command, monkeypatch):
-    monkeypatch.setattr(hf_rows, "graph_maker", hf_rows.graph_maker)  # one measurement replaces it
     monkeypatch.setattr("verl.utils.seeding.seed_everything", lambda seed: None)  # this process runs other tests
     found = {name: work("cpu", True) for name, work in command.MEASURED.items()}
     assert found["training"]["tokens_per_s"] > 0
