@@ -38,7 +38,6 @@ from verl.errors import CheckpointWriteFailed
 from verl.models.lora import LoRA
 from verl.models.tiny import TinyModel
 from verl.trainer.ppo import PPOTrainer
-from verl.trainer.state import checkpointing
 from verl.trainer.state.checkpointing import CheckpointSaver
 from verl.trainer.state.lineage import ParentCheckpoint
 from verl.trainer.state.save_directory import SaveDirectory
@@ -236,15 +235,15 @@ def saver_of(run_dir: Path, **fields: object) -> CheckpointSaver:
 
 
 def test_a_request_that_comes_while_another_is_read_is_not_lost(tmp_path, monkeypatch):
-    file, read = tmp_path / "save", checkpointing.read_text
+    file, read = tmp_path / "save", Path.read_text
 
-    def read_and_asked_again(path: Path, errors: str) -> str:
-        found = read(path, errors)
+    def read_and_asked_again(path: Path, *options: str) -> str:
+        found = read(path, *options)
         if found == "first":
             file.write_text("second")
         return found
 
-    monkeypatch.setattr(checkpointing, "read_text", read_and_asked_again)
+    monkeypatch.setattr(Path, "read_text", read_and_asked_again)
     file.write_text("first")
     saver = saver_of(tmp_path)
     assert [saver.asked_for() for _ in range(3)] == [(True, "first"), (True, "second"), (False, None)]
