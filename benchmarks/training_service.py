@@ -1,12 +1,17 @@
 """A GRPO step through the training service against the same step of `verl ppo` and of a session in Python.
 
     python benchmarks/training_service.py [--steps 12] [--hidden 256] [--layers 8]
+    python benchmarks/training_service.py --products
 
 8 prompts x 8 responses of 32 tokens (nothing ends them), a LoRA adapter of rank 16 on all layers but the head, one step
 of the optimizer, a random Qwen2, float32. The service is a process of its own, driven by Tinker's SDK in this one: each
 step saves a snapshot, samples by 8 requests, and trains. The three sides take turns, in rounds. Prints one JSON line:
 seconds of a step, median and quartiles, and the ratio of the medians of each round. Then the samples of 4 adapters, 2
 prompts x 2 responses each, one adapter after another against one batch of all.
+
+With `--products` only what a training pass over the rows of 4 adapters could share: products of the layers of the base
+model, forward and backward, over 4 groups of rows one after another against one product over all rows, and how many of
+the products have other bits than alone.
 """
 
 from __future__ import annotations
@@ -154,6 +159,29 @@ def mixing(model: Path, rounds: int) -> list[float]:
     return found
 
 
+def products(rounds: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for hidden, tokens in ((h, n) for h in (256, 576) for n in (16, 64, 256, 1024)):
+        shapes = (hidden, hidden), (hidden // 3, hidden), (3 * hidden, hidden), (hidden, 3 * hidden)
+        weights = [torch.randn(*shape, generator=generator) for shape in shapes]
+        ratios, others, count = [], 0, 0
+        for number in range(rounds + 1):
+            counts = [tokens - 3 * i for i in range(4)]  # of each adapter
+            rows = [[torch.randn(sum(counts), x, generator=generator) for x in w.shape] for w in weights]
+            begin = time.perf_counter()
+            apart = [(g @ w, x @ w.T) for w, (gs, xs) in zip(weights, rows, strict=True)
+                     for g, x in zip(gs.split(counts), xs.split(counts), strict=True)]  # fmt: skip
+            middle = time.perf_counter()
+            joint = [(g @ w, x @ w.T) for w, (g, x) in zip(weights, rows, strict=True)]
+            if number:
+                ratios.append((middle - begin) / (time.perf_counter() - middle))
+            parts = [part for pair in joint for part in zip(*(x.split(counts) for x in pair), strict=True)]
+            pairs = [(a, b) for one, other in zip(apart, parts, strict=True) for a, b in zip(one, other, strict=True)]
+            others, count = others + sum(not torch.equal(a, b) for a, b in pairs), count + len(pairs)
+        print(json.dumps({"benchmark": "training_service --products", "hidden": hidden, "tokens_of_each": tokens,
+              "apart_by_joint": statistics.quantiles(ratios, n=4), "other_bits": others / count}))  # fmt: skip
+
+
 def timed(step: Callable[[], None], count: int) -> list[float]:
     found = []
     for number in range(count):
@@ -168,9 +196,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, value in (("steps", 12), ("rounds", 3), ("hidden", 256), ("layers", 8)):
         parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--products", action="store_true")
     options = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "TINKER_TELEMETRY": "0"}
     torch.set_num_threads(1)
+    if options.products:
+        products(10 * options.rounds)
+        return
     with tempfile.TemporaryDirectory() as place:
         model, sides = Path(place, "model"), {"service": [], "session": [], "ppo": []}
         parameters = work.write_model(model, options.hidden, options.layers)

@@ -28,9 +28,9 @@ QWEN = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 IDEFICS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 IDEFICS += tuple(f"<row_{row}_col_{column}>" for row in (1, 2) for column in (1, 2))
 GEMMA = ("<image_soft_token>", "<start_of_image>", "<end_of_image>")
-ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 GRIDS = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "depth": 2, "num_heads": 2}
-GRIDS |= {"hidden_size": 32, "intermediate_size": 32, "out_hidden_size": 64, "initializer_range": 0.2}
+GRIDS |= {"hidden_size": 32, "intermediate_size": 32, "initializer_range": 0.2}
 TOWER = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 TOWER |= {"patch_size": 4, "initializer_range": 0.2}
 TEXT = {**WIDTHS, "vocab_size": 136}
@@ -53,27 +53,34 @@ def image_tokenizer(family: str) -> Any:
     return tokenizer
 
 
-def _config(family: str, number: Any) -> dict[str, Any]:
+def _config(family: str, number: Any, head_size: int) -> dict[str, Any]:
     """Arguments of the configuration of a family; `number` maps a special token to its id."""
+    width = head_size * TEXT["num_attention_heads"]
+    sizes = {**TEXT, "hidden_size": width, "head_dim": head_size}
     if "qwen" in family:
         ids = {"image_token_id": number(QWEN[2]), "video_token_id": number(QWEN[3])}
         ids |= {"vision_start_token_id": number(QWEN[0]), "vision_end_token_id": number(QWEN[1])}
-        text = {**TEXT, "rope_parameters": ROPE}
-        vision: dict[str, Any] = {**GRIDS, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
+        rope = {**ROPE, "mrope_section": [head_size // 4, head_size // 8, head_size // 8]}
+        text = {**sizes, "rope_parameters": {**rope, "mrope_interleaved": True}}
+        grids = {**GRIDS, "out_hidden_size": width}
+        vision: dict[str, Any] = {**grids, "deepstack_visual_indexes": [0], "num_position_embeddings": 64}
         if family == "qwen2_5_vl":
-            vision = {**GRIDS, "window_size": 16, "fullatt_block_indexes": [1]}
+            text, vision = {**sizes, "rope_parameters": rope}, {**grids, "window_size": 16}
+            vision["fullatt_block_indexes"] = [1]
         if family == "qwen3_5":
             layers = ["linear_attention", "full_attention", "linear_attention"]
             text |= {"layer_types": layers, "linear_key_head_dim": 16, "linear_value_head_dim": 16}
             text |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-            text["rope_parameters"] = {**ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+            vision["deepstack_visual_indexes"] = []
+            parts = [head_size // 8, head_size // 16, head_size // 16]
+            text["rope_parameters"] |= {"mrope_section": parts, "partial_rotary_factor": 0.5}
         return {**ids, "text_config": text, "vision_config": vision}
     if family == "gemma3":
-        text = {**TEXT, "sliding_window": 20, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+        text = {**sizes, "sliding_window": 20, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
         ids = {"image_token_id": number(GEMMA[0]), "boi_token_index": number(GEMMA[1])}
         ids |= {"eoi_token_index": number(GEMMA[2]), "mm_tokens_per_image": 4}
         return {**ids, "text_config": text, "vision_config": {**TOWER, "image_size": 16}}
-    text = {**TEXT, "model_type": "llama", "pad_token_id": 0}
+    text = {**sizes, "model_type": "llama", "pad_token_id": 0}
     scale = {"scale_factor": 2, "image_token_id": number(IDEFICS[0]), "pad_token_id": 0}
     return {**scale, "text_config": text, "vision_config": {**TOWER, "image_size": 16}}
 
@@ -98,7 +105,7 @@ def image_processor(family: str) -> tuple[str, Any, dict[str, Any]]:
     return "Idefics3Processor", Idefics3ImageProcessorPil(**sizes), {"image_seq_len": 4}
 
 
-def save_image_model(directory: Path, family: str) -> Path:
+def save_image_model(directory: Path, family: str, head_size: int = 16) -> Path:
     """A small random model of a family with its tokenizer and its processor."""
     import json
 
@@ -107,7 +114,7 @@ def save_image_model(directory: Path, family: str) -> Path:
     tokenizer = image_tokenizer(family)
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        config = CONFIG_MAPPING[family](**_config(family, tokenizer.convert_tokens_to_ids))
+        config = CONFIG_MAPPING[family](**_config(family, tokenizer.convert_tokens_to_ids, head_size))
         model = AutoModelForImageTextToText.from_config(config)
         sharpen(model)
         text = model.config.get_text_config()

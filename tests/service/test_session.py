@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 from pathlib import Path
@@ -112,7 +111,7 @@ def test_forward_backward_and_optim_step_make_the_step_of_plain_torch(loss, widt
     before = one.forward(data, loss)
     output = one.forward_backward(data, loss)
     metrics = one.optim_step(lr=1e-2, weight_decay=0.1)
-    expected, weights = step_by_hand(model64, start, one.shape, loss, data)
+    expected, weights = step_by_hand(model64, start, one.lora, loss, data)
     assert output.loss == pytest.approx(expected, rel=1e-9)
     assert (before.loss, metrics["is_skipped"], one.updates) == (pytest.approx(output.loss, rel=1e-12), 0.0, 1)
     assert all(torch.equal(a, b) for a, b in zip(before.log_probs, output.log_probs, strict=True))
@@ -498,7 +497,7 @@ def test_shapes_of_adapters_choose_layers(model64):
     one = session(model64, mlp=False, unembedding=False)
     names = {name.split(".")[-3] for name in one.weights()}
     assert names == {"q_proj", "k_proj", "v_proj", "o_proj"}
-    assert dataclasses.asdict(one.shape)["alpha"] == 32.0
+    assert one.lora.alpha == 32.0
     with refusal("rank"):
         one.another(0)
 

@@ -16,7 +16,7 @@ from verl.component import BuildContext, component
 from verl.data.base import SPLITS, DataSplits, PreferenceOptions, PreferenceSource, Split
 from verl.data.preference_dataset import PreferenceDataset
 from verl.data.readers import RowErrors
-from verl.data.shapes import ShapesPrompts, ShapesSFT, questions
+from verl.data.shapes import ShapesPrompts, ShapesSFT
 from verl.engines.optimizer import AdamW
 from verl.engines.sharding import TP, NoSharding
 from verl.models.images import ImageProcessor, images_of
@@ -24,6 +24,7 @@ from verl.models.tiny import TinyImageText
 from verl.replay.config import TieredReplay
 from verl.rewards.rules import ExactMatch
 from verl.rollout.scripted import ScriptedRollout
+from verl.rollout.vllm.config import VLLMRollout
 from verl.trainer.config import SFTSettings
 from verl.trainer.sft import SFTRun
 from verl.workers.actor import Actor
@@ -39,7 +40,7 @@ class ShapesPreferences(PreferenceSource):
     """Two answers to questions about pictures, the right one chosen."""
 
     def rows(self, split: Split) -> list[dict[str, Any]]:
-        rows = questions(split, 12, 9, 0)
+        rows = ShapesSFT(max_count=9, train_size=12, held_out=12).rows(split)
         return [
             {**{k: row[k] for k in ("prompt", "images")}, "chosen": row["answer"], "rejected": "no"} for row in rows
         ]
@@ -56,7 +57,7 @@ class ShapesPreferences(PreferenceSource):
 def test_a_resumed_run_is_the_uninterrupted_one_and_its_checkpoint_opens_in_transformers(tmp_path):
     from transformers import AutoModelForImageTextToText
 
-    options = {"data": DATA, "reward": ExactMatch(), "total_steps": 3, "algorithm": GRPO_ALGORITHM}
+    options = {"data": DATA, "total_steps": 3, "algorithm": GRPO_ALGORITHM}
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     fit(course(MODEL, whole, **options), whole / "run")
     fit(course(MODEL, parts, **options), parts / "first")
@@ -110,8 +111,10 @@ def test_dpo_sees_pictures(tmp_path):
         ({"sharding": TP(), "n_gpus_per_node": 2}, "sharding.tp"),
         ({"rollout": ScriptedRollout(texts=("3",), max_new_tokens=8)}, "rollout"),
         ({"replay": TieredReplay()}, "replay"),
+        ({"rollout": VLLMRollout(max_new_tokens=8, tensor_parallel_size=2)}, "rollout.tensor_parallel_size"),
+        ({"rollout": VLLMRollout(max_new_tokens=8, lora="adapter")}, "rollout.lora"),
     ],
-    ids=["tp", "an engine that reads none", "replay"],
+    ids=["tp", "an engine that reads none", "replay", "an engine of two", "an adapter"],
 )
 def test_a_run_that_cannot_have_images_is_refused_before_weights_are_loaded(options, path, tmp_path, monkeypatch):
     monkeypatch.setattr(TinyImageText, "load_causal_lm", None)

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 import torch
 from cases import exhaustive, short_where
+from image_models import PLACEHOLDERS, picture, save_image_model
+from model_paths.test_images import batch_of, sampled
 from random_models import save_random_classifier, save_random_model
 from refusals import refusal
-from roles import experience, start_actor
+from roles import experience, start_actor, with_experience
 from same_training import course
 from trainer.runs import fit
 from typer.testing import CliRunner
@@ -150,6 +152,33 @@ def test_an_update_of_the_actor_takes_what_the_plan_says(tmp_path, name, recompu
     )
     assert update.parts["activations"] + update.parts.get("logits", 0) == pytest.approx(counted.peak, rel=0.1)
     assert update.total == pytest.approx(resting + counted.peak, rel=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("freeze", [None, *exhaustive(())])
+def test_an_update_on_images_takes_what_the_plan_says(tmp_path, freeze):
+    path = save_image_model(tmp_path / "model", "qwen2_5_vl")
+    source = Pretrained(path=str(path), images=True, freeze=freeze)
+    actor = start_actor(source, HFRollout(max_new_tokens=16, min_new_tokens=16))
+    text = 8 * PLACEHOLDERS["qwen2_5_vl"]
+    prompts = batch_of(actor.tokenizer, [(text, [picture(8 * i + j, 32, 32) for j in range(8)]) for i in range(8)])
+    actor.update(batch := with_experience(sampled(actor, prompts, 2), actor))
+    with LiveBytes() as counted:
+        counted.watch(actor.model)
+        actor.update(batch)
+    roles = ["actor=pretrained", f"actor.model.path={path}", "actor.model.images=true", "critic=none", "reference=none"]
+    roles += ["algorithm=grpo", "actor.autocast=null", "actor.model.freeze=" + ("null" if freeze is None else "[]")]
+    sizes = [
+        "trainer.prompts_per_step=8",
+        "trainer.group_size=2",
+        f"++data.max_prompt_length={prompts['prompts'].shape[1]}",
+    ]
+    more = ["rollout.max_new_tokens=16", "algorithm.kl.coef=0", "checkpoint=off"]
+    plan = plan_run(run_of(*roles, *sizes, *more), device_named("cpu"))
+    update = next(phase for phase in plan.memory.phases if phase.name == "update actor")
+    planned = sum(update.parts.get(part, 0) for part in ("activations", "logits", "pixels"))
+    assert planned == pytest.approx(counted.peak, rel=0.15)  # of three layers, beside which embeddings count
+    assert update.parts["pixels"] == pytest.approx(sum(x.values.nbytes for x in batch.ragged.values()), rel=0.15)
 
 
 @pytest.mark.slow

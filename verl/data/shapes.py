@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import numpy as np
 from pydantic import Field, PositiveInt
@@ -49,76 +48,66 @@ def _inside(shape: str, x: np.ndarray, y: np.ndarray, radius: float) -> np.ndarr
     return bars & (np.maximum(abs(x), abs(y)) <= radius)
 
 
-def questions(name: str, count: int, max_count: int, seed: int) -> Iterator[dict[str, Any]]:
-    """Rows with the columns `prompt`, `images` and `answer`; half of them ask for the number of shapes, half for its
-    name.
-
-    Args:
-        name: of the rows; others differ.
-        count: number of rows.
-        max_count: the most shapes of a picture.
-        seed: of the pictures.
-    """
-    chosen = np.random.default_rng([seed, *name.encode()])
-    for row in range(count):
-        shape, number = SHAPES[chosen.integers(len(SHAPES))], int(chosen.integers(1, max_count + 1))
-        question, answer = (COUNT, str(number)) if row % 2 else (NAME, shape)
-        parts = [{"type": "image"}, {"type": "text", "text": question}]
-        prompt = [{"role": "user", "content": parts}]
-        yield {"prompt": prompt, "images": [picture(chosen, number, shape)], "answer": answer}
-
-
 @component
-class ShapesPrompts(PromptSource):
-    """Questions about pictures of shapes, with the column `answer`.
+class Shapes(Description):
+    """Questions about pictures of shapes; half of them ask for the number of shapes, half for its name.
 
     Args:
         max_count: the most shapes of a picture.
-        train_size, held_out: numbers of training and evaluation questions.
+        train_size, held_out: numbers of training and held-out questions.
         seed: of the pictures.
-        max_prompt_length: the most tokens of a prompt.
     """
+
+    name: ClassVar[str] = "shapes"  # of the pictures; others of another name
 
     max_count: Annotated[int, Field(ge=1, le=CELLS**2)] = 6
     train_size: PositiveInt = 6000
     held_out: PositiveInt = 500
     seed: int = 0
+
+    def rows(self, split: Split) -> list[dict[str, Any]]:
+        """The questions of a split, with the columns `prompt`, `images` and `answer`."""
+        chosen = np.random.default_rng([self.seed, *f"{self.name}/{split}".encode()])
+        rows = []
+        for row in range(self.train_size if split == "train" else self.held_out):
+            shape, count = SHAPES[chosen.integers(len(SHAPES))], int(chosen.integers(1, self.max_count + 1))
+            question, answer = (COUNT, str(count)) if row % 2 else (NAME, shape)
+            prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": question}]}]
+            rows.append({"prompt": prompt, "images": [picture(chosen, count, shape)], "answer": answer})
+        return rows
+
+
+@component
+class ShapesPrompts(Shapes, PromptSource):
+    """Questions about pictures of shapes for reinforcement learning, with the column `answer` for the reward.
+
+    Args:
+        max_prompt_length: the most tokens of a prompt.
+    """
+
     max_prompt_length: PositiveInt = 40
 
     def columns(self) -> dict[str, frozenset[str]]:
         return {"data": frozenset({"answer"})}
-
-    def rows(self, split: Split) -> list[dict[str, Any]]:
-        """The questions of a split."""
-        count = self.train_size if split == "train" else self.held_out
-        return list(questions(f"shapes/{split}", count, self.max_count, self.seed))
 
     def build(self, context: BuildContext) -> DataSplits:
         return DataSplits.generated(RLHFDataset, self.rows, context, True, max_prompt_length=self.max_prompt_length)
 
 
 @component
-class ShapesSFT(TextSource, Description):
+class ShapesSFT(Shapes, TextSource):
     """Questions about pictures of shapes with their answers, on other pictures than `ShapesPrompts`.
 
     Args:
-        max_count: the most shapes of a picture.
-        train_size, held_out: numbers of questions.
-        seed: of the pictures.
         max_length: the most tokens of a text.
     """
 
-    max_count: Annotated[int, Field(ge=1, le=CELLS**2)] = 6
+    name = "shapes warm start"
+
     train_size: PositiveInt = 3584
     held_out: PositiveInt = 200
-    seed: int = 0
     max_length: PositiveInt = 64
 
-    def rows(self, split: Split) -> list[dict[str, Any]]:
-        """Texts of a split, each a prompt and a completion without its EOS."""
-        count = self.train_size if split == "train" else self.held_out
-        rows = questions(f"shapes warm start/{split}", count, self.max_count, self.seed)
-        return [{**row, "completion": row["answer"]} for row in rows]
-
     def build(self, context: BuildContext) -> DataSplits:
-        return DataSplits.generated(SFTDataset, self.rows, context, True, max_length=self.max_length)
+        options: dict[str, Any] = {"max_length": self.max_length, "completion_key": "answer"}
+        return DataSplits.generated(SFTDataset, self.rows, context, True, **options)

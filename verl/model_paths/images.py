@@ -20,13 +20,11 @@ from torch.nn import functional as F
 from verl.errors import ConfigError
 from verl.model_paths.families import ModelPaths
 from verl.model_paths.packed_attention import describing
+from verl.models.images import GRIDS, ImageCounts
 from verl.models.structure import unwrapped
 from verl.protocol import DataProto
 
 MEDIA, KEYS = "media.", "media_keys"
-PIXELS, GRIDS = "pixel_values", "image_grid_thw"
-FEATURES = ("pooler_output", "deepstack_features")  # of the output of `get_image_features`, one entry per placeholder
-
 
 RowMedia = tuple[int, Mapping[str, Tensor] | None]  # digest and tensors of the images of a row; 0 and None without
 
@@ -82,13 +80,9 @@ class RowImages:
         def of_rows(*args: Any, **kwargs: Any) -> Any:
             with describing(False):
                 found = features(*args, **{name: x for name, x in kwargs.items() if name == "return_dict"})
-            for name in FEATURES:
-                if (x := getattr(found, name, None)) is not None:
-                    setattr(
-                        found,
-                        name,
-                        [_chosen(layer, index) for layer in x] if name != FEATURES[0] else _chosen(x, index),
-                    )
+            found.pooler_output = _chosen(found.pooler_output, index)
+            if (layers := getattr(found, "deepstack_features", None)) is not None:
+                found.deepstack_features = [_chosen(layer, index) for layer in layers]
             return found
 
         def restored(embedding: Any, args: Any, out: Tensor) -> Tensor:
@@ -135,24 +129,14 @@ class ImageRows:
         self.base, self.config = unwrapped(model).base_model, config
         vision = getattr(config, "vision_config", None)
         self.placeholder: Any = getattr(config, "image_token_id", None)
-        self.merge: int | None = (
-            getattr(vision, "spatial_merge_size", None) if hasattr(self.base, "get_rope_index") else None
-        )
-        self.per_image: Any = getattr(config, "mm_tokens_per_image", None)
-        if hasattr(config, "scale_factor") and vision is not None:
-            self.per_image = (vision.image_size // vision.patch_size) ** 2 // config.scale_factor**2
-        if vision is None or self.placeholder is None or (self.merge is None and self.per_image is None):
+        self.counts, self.has_grids = ImageCounts(config), hasattr(self.base, "get_rope_index")
+        is_known = self.counts.per_image is not None or (self.has_grids and self.counts.patches)
+        if vision is None or self.placeholder is None or not is_known:
             raise ConfigError(
                 f"{name} is a {type(unwrapped(model)).__name__}, and the prompts have images: "
                 + ("it reads text alone. " if vision is None else "images were not tried with its family. ")
                 + "Choose an image-text model of the families Qwen-VL, SmolVLM, Idefics3 or Gemma 3."
             )
-
-    def counts(self, values: Mapping[str, Tensor]) -> Tensor:
-        """Placeholders of each image of some items, [images]."""
-        if self.merge is not None:
-            return values[GRIDS].prod(dim=1) // self.merge**2
-        return torch.full((len(values[PIXELS]),), self.per_image)
 
     def insert(
         self, items: Sequence[Mapping[str, Tensor]], item_of: Sequence[int], ids: Tensor, attention: Tensor
@@ -170,7 +154,7 @@ class ImageRows:
         """
         if not items:
             return None
-        images = [self.counts(item) for item in items]
+        images = [self.counts.of(item) for item in items]
         counts = torch.tensor([int(count.sum()) for count in images])
         number = torch.tensor(item_of)
         starts = torch.where(number < 0, 0, (counts.cumsum(0) - counts)[number])
@@ -189,7 +173,7 @@ class ImageRows:
         values = {name: torch.cat([item[name] for item in items]) for name in items[0]}
         keyword = positions = None
         shifts = [0] * len(ids)
-        if self.merge is not None:
+        if self.has_grids:
             keyword = "mm_token_type_ids"
             grids = [items[item][GRIDS] for item in item_of if item >= 0]
             types = (slots >= 0).to(torch.int32)

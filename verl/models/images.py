@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 OF_TOKENS = ("input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids")  # made again from the ids of a row
+PIXELS, GRIDS = "pixel_values", "image_grid_thw"  # keywords of models
 VISION = "vision"  # the name of the vision tower in `freeze`
 
 
@@ -62,6 +63,33 @@ def freeze(model: Any, names: Sequence[str] | None, path: str) -> None:
             module.requires_grad_(False)
     if names and not any(p.requires_grad for p in model.parameters()):
         raise ConfigError(f"{path}.freeze is {list(names)}: nothing is left to train.")
+
+
+class ImageCounts:
+    """Numbers of tokens of images, by the configuration of an image-text model.
+
+    Attributes:
+        per_image: tokens of each image, or of each tile of one; None where they depend on its size.
+        patches: that make a token; 0 if nothing is known of the model's images.
+    """
+
+    def __init__(self, config: Any):
+        vision: Any = getattr(config, "vision_config", None)
+        scale, per_image = (getattr(config, name, None) for name in ("scale_factor", "mm_tokens_per_image"))
+        self.per_image: int | None = per_image
+        self.patches: int = (scale or getattr(vision, "spatial_merge_size", None) or 0) ** 2
+        if vision is not None and (scale or per_image):
+            whole = (vision.image_size // vision.patch_size) ** 2
+            self.per_image = per_image or whole // self.patches
+            self.patches = whole // self.per_image
+
+    def of(self, values: Mapping[str, Tensor]) -> Tensor:
+        """Placeholders of each image of some items, [images]."""
+        if self.per_image is None:
+            return values[GRIDS].prod(dim=1) // self.patches
+        import torch
+
+        return torch.full((len(values[PIXELS]),), self.per_image)
 
 
 class ImageProcessor:

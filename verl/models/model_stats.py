@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from verl.errors import ConfigError
+from verl.models.images import ImageCounts, freeze, is_image_text, vision_tower
 from verl.models.lora import LoRA
 from verl.models.model_files import hub_failure, in_hub_cache, is_local
 from verl.models.pretrained import ModelSource, Pretrained, quiet_transformers
@@ -21,6 +23,44 @@ from verl.models.structure import expert_layers, routers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class TowerStats:
+    """The vision tower of an image-text model.
+
+    Attributes:
+        parameters: number of parameters.
+        is_trained: whether some of them are trained.
+        layers: its depth.
+        layer_elements: elements per patch that a layer keeps for its backward pass, counted as for that of Qwen2.5-VL,
+            with more than a plain ViT.
+        patch_elements: numbers that the model reads of a patch.
+        patches: for each token of an image.
+    """
+
+    parameters: int
+    is_trained: bool
+    layers: int
+    layer_elements: int
+    patch_elements: int
+    patches: int
+
+    @classmethod
+    def of(cls, model: Any) -> TowerStats | None:
+        """None for a text model, and for a family whose images have no known number of tokens."""
+        if (tower := vision_tower(model)) is None or not (patches := ImageCounts(model.config).patches):
+            return None
+        vision: Any = model.config.vision_config
+        patch, frames = vision.patch_size, getattr(vision, "temporal_patch_size", 1)
+        return cls(
+            parameters=sum(parameter.numel() for parameter in tower.parameters()),
+            is_trained=any(parameter.requires_grad for parameter in tower.parameters()),
+            layers=getattr(vision, "depth", None) or vision.num_hidden_layers,
+            layer_elements=4 * vision.intermediate_size + 16 * vision.hidden_size,
+            patch_elements=3 * frames * patch**2,
+            patches=patches,
+        )
 
 
 @dataclass(frozen=True)
@@ -38,6 +78,7 @@ class ModelStats:
         has_head: whether there is an output head over the vocabulary.
         expert_elements: parameters of the routed experts of all layers.
         expert_layers, experts, top_k: layers with experts, experts per layer, and experts per token.
+        tower: what reads the images; None in a text model.
     """
 
     parameters: int
@@ -54,6 +95,7 @@ class ModelStats:
     expert_layers: int = 0
     experts: int = 0
     top_k: int = 0
+    tower: TowerStats | None = None
 
     @property
     def embedding_elements(self) -> int:
@@ -83,19 +125,22 @@ class ModelStats:
         return tokens * self.layers * self.layer_elements
 
 
-def model_stats(config: Any, lora: LoRA | None = None, kind: str = "causal_lm") -> ModelStats:
+def model_stats(
+    config: Any, lora: LoRA | None = None, kind: str = "causal_lm", frozen: Sequence[str] | None = None
+) -> ModelStats:
     """Compute the stats of a model by its Hugging Face configuration; parameters are counted on the meta device.
 
     Args:
         config: the configuration.
         lora: the adapter, if only it is trained.
         kind: `causal_lm`, `backbone` without an output head, or `classifier`.
+        frozen: modules that are not trained; see `ModelSource.freeze`.
     """
     if not type(config).model_type:
         raise ValueError("the size of a user-defined module is not known before it is built")
-    key = (type(config), settings_text(config), lora, kind)
+    key = (type(config), settings_text(config), lora, kind, None if frozen is None else tuple(frozen))
     if key not in _counted:
-        _counted[key] = _count(config, lora, kind)
+        _counted[key] = _count(config, lora, kind, frozen)
     return _counted[key]
 
 
@@ -104,15 +149,18 @@ def settings_text(config: Any) -> str:
     return repr([(name, x) for name, x in vars(config).items() if not name.startswith("_")])
 
 
-_counted: dict[tuple[type, str, LoRA | None, str], ModelStats] = {}  # a plan needs the same model many times
+_counted: dict[tuple[Any, ...], ModelStats] = {}  # a plan needs the same model many times
 
 
-def _count(config: Any, lora: LoRA | None, kind: str) -> ModelStats:
+def _count(config: Any, lora: LoRA | None, kind: str, frozen: Sequence[str] | None) -> ModelStats:
     import torch
-    from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+    import transformers
+    from transformers import AutoModel
 
     with torch.device("meta"), quiet_transformers():
-        classes = {"causal_lm": AutoModelForCausalLM, "classifier": AutoModelForSequenceClassification}
+        causal_lm: Any = "AutoModelForImageTextToText" if is_image_text(config) else "AutoModelForCausalLM"
+        names = {"causal_lm": causal_lm, "classifier": "AutoModelForSequenceClassification"}
+        classes = {name: getattr(transformers, kind) for name, kind in names.items()}
         try:
             model: Any = classes.get(kind, AutoModel).from_config(config)
         except ValueError:  # no such head for this family
@@ -120,6 +168,8 @@ def _count(config: Any, lora: LoRA | None, kind: str) -> ModelStats:
         mixtures = list(expert_layers(model).values())
         routed = routers(model)
         expert_elements = sum(x.numel() for module in mixtures for x in module.parameters())
+        freeze(model, frozen, "actor.model")
+        tower = TowerStats.of(model)
         if lora is not None:
             model = lora.apply(model, causal_lm=kind == "causal_lm")
     text = config.get_text_config()
@@ -140,6 +190,7 @@ def _count(config: Any, lora: LoRA | None, kind: str) -> ModelStats:
         expert_layers=len(mixtures),
         experts=mixtures[0].num_experts if mixtures else 0,
         top_k=routed[0].top_k if routed else 0,
+        tower=tower,
     )
 
 

@@ -157,7 +157,8 @@ IMAGE_CHAT_TEMPLATE = (
 
 @component
 class TinyImageText(TinyModel):
-    """A randomly initialised Idefics3 with the character tokenizer. Nothing of it is frozen unless `freeze` says so.
+    """A randomly initialised Idefics3, with a Llama as its text model and the character tokenizer. Nothing of it is
+    frozen unless `freeze` says so.
 
     Args:
         image_size: images are scaled to squares of so many pixels.
@@ -203,7 +204,7 @@ class TinyImageText(TinyModel):
     def load_config(self) -> Any:
         from transformers import Idefics3Config
 
-        text = super().load_config()
+        text = {**super().load_config().to_dict(), "model_type": "llama"}
         tokens = len(text_tokens := cast(Any, character_tokenizer()))
         vision = {
             "hidden_size": self.vision_size,
@@ -214,9 +215,9 @@ class TinyImageText(TinyModel):
             "patch_size": self.patch_size,
             "initializer_range": INITIALIZER_RANGE,
         }
-        text.vocab_size = tokens + len(IMAGE_TOKENS)
+        text["vocab_size"] = tokens + len(IMAGE_TOKENS)
         return Idefics3Config(
-            text_config=text.to_dict(),
+            text_config=text,
             vision_config=vision,
             scale_factor=1,
             image_token_id=tokens,

@@ -34,7 +34,7 @@ class AutoRollout(Rollout):
         max_model_len: as of `VLLMRollout`; `hf` needs no limit.
     """
 
-    supports: ClassVar[frozenset[Capability]] = HFRollout.supports - {"router_replay", "rollout_worker", "images"}
+    supports: ClassVar[frozenset[Capability]] = HFRollout.supports - {"router_replay", "rollout_worker"}
     can_offload: ClassVar[bool] = True
 
     max_model_len: int | None = None

@@ -96,6 +96,11 @@ class Rollout(Description):
         """Faults in combination with the actor: with the rank of its adapter, None if it has none."""
         return iter(())
 
+    def faults_with_images(self) -> Iterator[str]:
+        """Faults of a run whose prompts have images."""
+        if "images" not in self.supports:
+            yield f"rollout is a {type(self).__name__}, and the prompts have images: it reads none. Set rollout=hf."
+
     def check_here(self, device: str) -> None:
         """Check that the engine's requirements are installed, before weights are loaded.
 

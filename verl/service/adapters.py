@@ -13,19 +13,19 @@ import functools
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 from torch import Tensor, nn
 
 from verl.checkpoint.core.hashing import digest_of
-from verl.component import BuildContext, Description, component
+from verl.component import BuildContext
 from verl.engines.engine import Packs, TrainingEngine
 from verl.engines.optimizer import AdamW
 from verl.engines.parallel_dims import Parallelism
 from verl.errors import ConfigError
 from verl.models.heads import LMHead
+from verl.models.lora import LoRA
 from verl.models.parallel_info import Autocast
 from verl.models.pretrained import ModelSource
 from verl.models.structure import unwrapped
@@ -41,40 +41,6 @@ PARTS = {  # words in the names of layers
     "attention": ("attn", "attention"),
     "mlp": ("mlp", "feed_forward", "ffn", "experts", "moe"),
 }
-
-
-@component
-class AdapterShape(Description):
-    """A low-rank adapter: W + alpha / rank * B A on the chosen linear layers (Hu et al. 2021, arXiv:2106.09685, eq. 3).
-
-    Args:
-        rank: of the update of each layer.
-        alpha: scale of the update.
-        attention, mlp, unembedding: which layers have one.
-        seed: of A; B begins at zero.
-    """
-
-    rank: Annotated[int, Field(ge=1, le=1024)] = 32
-    alpha: float = 32.0
-    attention: bool = True
-    mlp: bool = True
-    unembedding: bool = True
-    seed: int = 0
-
-    def layers(self, parts: Mapping[str, str]) -> list[str]:
-        """`target_modules` of peft: last names of layers, or whole names where a last name is of several parts.
-
-        Args:
-            parts: of `linear_layers`.
-        """
-        names = {name for name, part in parts.items() if getattr(self, part)}
-        if not names:
-            raise ConfigError(
-                f"attention, mlp, unembedding choose no layer: the model has {sorted({*parts.values()})}."
-            )
-        last = {name.rpartition(".")[2] for name in names}
-        others = {name.rpartition(".")[2] for name in parts.keys() - names}
-        return sorted(names if last & others else last)
 
 
 def linear_layers(model: Any) -> dict[str, str]:
@@ -130,7 +96,6 @@ class BaseModel:
         rows = model.get_input_embeddings().weight[:DIGEST_ROWS].detach().to("cpu", torch.bfloat16)
         self.digest = digest_of(rows.contiguous().view(torch.int16).numpy().tobytes())
         self.vocabulary = int(model.config.get_text_config().vocab_size)
-        self._engines: dict[str, TrainingEngine] = {}
         self._head: LMHead | None = None
         chosen = (rollout or HFRollout()).chosen_for(self.model, autocast)
         self._has_copy = chosen.location != "trainer"  # the engine has weights of its own
@@ -160,53 +125,60 @@ class BaseModel:
 
     # Adapters
 
-    def add(self, name: str, shape: AdapterShape) -> TrainingEngine:
-        """Make an adapter that is trained."""
-        self._make(name, shape)
+    def layers(self, attention: bool = True, mlp: bool = True, unembedding: bool = True) -> tuple[str, ...]:
+        """Names of the linear layers of these parts, for an adapter: last names, or whole names where a last name is of
+        several parts."""
+        chosen = {"attention": attention, "mlp": mlp, "unembedding": unembedding}
+        names = {name for name, part in self._layers.items() if chosen[part]}
+        if not names:
+            parts = sorted({*self._layers.values()})
+            raise ConfigError(f"attention, mlp, unembedding choose no linear layer: the model has {', '.join(parts)}.")
+        last = {name.rpartition(".")[2] for name in names}
+        others = {name.rpartition(".")[2] for name in self._layers.keys() - names}
+        return tuple(sorted(names if last & others else last))
+
+    def add(self, name: str, lora: LoRA, seed: int) -> TrainingEngine:
+        """Make an adapter that is trained.
+
+        Args:
+            seed: of A; B begins at zero.
+        """
+        self._make(name, lora, seed)
         self.model.set_adapter(name)
         optimizer = AdamW(lr=0.0, betas=(0.9, 0.95), eps=1e-12, max_grad_norm=None)
         engine = self._new_engine(self.model, optimizer=optimizer)
         engine.parameters = self._parameters(name)  # not those of other adapters; by names that do not have its own
-        self._engines[name] = engine
         return engine
 
-    def add_frozen(self, name: str, shape: AdapterShape, weights: Mapping[str, Tensor]) -> None:
+    def add_frozen(self, name: str, lora: LoRA, weights: Mapping[str, Tensor]) -> None:
         """Make an adapter of given weights, from which responses are sampled."""
-        self._make(name, shape)
-        try:
-            self.set_weights(name, weights)
-        except BaseException:
-            self.remove(name)
-            raise
-        for parameter in self._parameters(name).values():
-            parameter.requires_grad_(False)
+        self._make(name, lora, 0)
+        self.set_weights(name, weights)
 
-    def _make(self, name: str, shape: AdapterShape) -> None:
+    def _make(self, name: str, lora: LoRA, seed: int) -> None:
         from peft import LoraConfig
 
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True`")  # nothing is merged
-            torch.manual_seed(derive_seed(shape.seed, "adapter"))
+            torch.manual_seed(derive_seed(seed, "adapter"))
             config = LoraConfig(
-                r=shape.rank,
-                lora_alpha=shape.alpha,  # pyright: ignore[reportArgumentType] - a factor in use
-                target_modules=shape.layers(self._layers),
+                r=lora.rank,
+                lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType] - a factor in use
+                target_modules=list(lora.target_modules),
                 task_type="CAUSAL_LM",
             )
             self.model.add_adapter(name, config)
 
     def remove(self, name: str) -> None:
         """Free an adapter."""
-        self._engines.pop(name, None)
         self.model.set_adapter(NO_ADAPTER)
         self.model.delete_adapter(name)
 
-    def engine_of(self, name: str) -> TrainingEngine:
-        """The training engine of an adapter, which is made the active one. Its weights may change from here on."""
+    def activate(self, name: str) -> None:
+        """Make an adapter that of the forward passes in training. Its weights may change from here on."""
         self._sampler.offload()
         self._in_sampler = NOTHING
         self.model.set_adapter(name)
-        return self._engines[name]
 
     @property
     def head(self) -> LMHead:
@@ -226,16 +198,9 @@ class BaseModel:
 
     @torch.no_grad()
     def set_weights(self, name: str, weights: Mapping[str, Tensor]) -> None:
-        """Replace the weights of an adapter, in place.
-
-        Raises:
-            ConfigError: names or shapes are those of another adapter.
-        """
-        held = self._parameters(name)
-        if held.keys() != weights.keys() or any(held[n].shape != x.shape for n, x in weights.items()):
-            raise ConfigError("the weights are those of an adapter of another shape, or on another model.")
-        for n, x in weights.items():
-            held[n].copy_(x)
+        """Replace the weights of an adapter, in place."""
+        for n, parameter in self._parameters(name).items():
+            parameter.copy_(weights[n])
         self._in_sampler = NOTHING
 
     # Sampling

@@ -23,13 +23,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.staticfiles import StaticFiles
 from google.protobuf.message import DecodeError
-from pydantic import BaseModel, NonNegativeInt
+from pydantic import NonNegativeInt
 from tinker import types
 from tinker.proto import tinker_public_pb2 as pb
 
 from verl.errors import ConfigError, VerlError
+from verl.models.lora import LoRA
 from verl.service import saved
-from verl.service.adapters import AdapterShape
 from verl.service.jobs import FETCHED_S
 from verl.service.service import Model, NotFound, TrainingService
 from verl.service.wire import data_of, forward_backward_output
@@ -38,6 +38,7 @@ from verl.utils.seeding import derive_seed
 _log = logging.getLogger(__name__)
 
 MAX_BODY_BYTES, MAX_JSON_BYTES = 64 << 20, 8 << 20  # of training data, and of other requests
+MAX_RANK, ALPHA = 1024, 32.0  # of an adapter; alpha is not said by clients
 POLL_S = 30.0  # that a request for a result is held open
 URL_S = 3600  # that a download is announced for
 PREFIX = "/api/v1"
@@ -179,17 +180,16 @@ def _training(service: TrainingService) -> APIRouter:
     @routes.post("/create_model")
     async def create_model(body: types.CreateModelRequest) -> Any:
         _check(service, body)
-        if (lora := body.lora_config) is None:
-            raise ConfigError("lora_config is missing: this service trains adapters.")
-        shape = AdapterShape(
-            rank=lora.rank, attention=lora.train_attn, mlp=lora.train_mlp, unembedding=lora.train_unembed,
-            seed=derive_seed(service.seed, "adapter", body.model_seq_id) if lora.seed is None else lora.seed,
-        )  # fmt: skip
-        return {"request_id": service.create_model(body.session_id, body.model_seq_id, shape)}
+        if (lora := body.lora_config) is None or not 1 <= lora.rank <= MAX_RANK:
+            raise ConfigError(f"lora_config is {lora}: this service trains adapters of rank 1 to {MAX_RANK}.")
+        layers = service.base.layers(lora.train_attn, lora.train_mlp, lora.train_unembed)
+        chosen = LoRA(rank=lora.rank, alpha=ALPHA, target_modules=layers)
+        seed = derive_seed(service.seed, "adapter", body.model_seq_id) if lora.seed is None else lora.seed
+        return {"request_id": service.create_model(body.session_id, body.model_seq_id, chosen, seed)}
 
     @routes.post("/get_info")
     async def get_info(body: types.GetInfoRequest) -> Any:
-        rank, name = service.model(body.model_id).session.shape.rank, service.names[0]
+        rank, name = service.model(body.model_id).session.lora.rank, service.names[0]
         arch, tokenizer = type(service.base.core).__name__, str(service.tokenizer_directory)
         data = {"arch": arch, "model_name": name, "tokenizer_id": tokenizer}
         more = {"model_id": body.model_id, "is_lora": True, "lora_rank": rank, "model_name": name}
@@ -278,8 +278,8 @@ def _saved_weights(service: TrainingService) -> APIRouter:
     async def load_weights(body: types.LoadWeightsRequest) -> Any:
         _check(service, body)
         if body.session_id is not None and body.model_seq_id is not None:
-            arguments = body.session_id, body.model_seq_id, None, body.path, body.optimizer
-            return {"request_id": service.create_model(*arguments)}
+            client, number = body.session_id, body.model_seq_id
+            return {"request_id": service.create_model(client, number, None, 0, body.path, body.optimizer)}
 
         def work(model: Model) -> Any:
             model.session.load(service.saved_at(body.path), body.optimizer)
@@ -288,30 +288,22 @@ def _saved_weights(service: TrainingService) -> APIRouter:
 
         return service.in_order(body, work)
 
-    @routes.post("/weights_info")
-    async def weights_info(body: _Address) -> Any:
-        shape = saved.read_record(service.saved_at(body.tinker_path)).adapter
-        return types.WeightsInfoResponse(
-            base_model=service.names[0], is_lora=True, lora_rank=shape.rank, train_unembed=shape.unembedding,
-            train_mlp=shape.mlp, train_attn=shape.attention,
-        )  # fmt: skip
-
     @routes.get("/checkpoints")
-    async def all_checkpoints(offset: NonNegativeInt = 0, limit: NonNegativeInt = 100) -> Any:
+    def all_checkpoints(offset: NonNegativeInt = 0, limit: NonNegativeInt = 100) -> Any:
         found = service.checkpoints()
         cursor = types.Cursor(offset=offset, limit=limit, total_count=len(found))
         return types.CheckpointsListResponse(checkpoints=found[offset : offset + limit], cursor=cursor)
 
     @routes.get("/training_runs/{run}/checkpoints")
-    async def run_checkpoints(run: str) -> Any:
+    def run_checkpoints(run: str) -> Any:
         return types.CheckpointsListResponse(checkpoints=service.checkpoints(run))
 
     @routes.delete(CHECKPOINT, status_code=204)
-    async def delete_checkpoint(run: str, kind: str, name: str) -> None:
+    def delete_checkpoint(run: str, kind: str, name: str) -> None:
         service.delete(f"tinker://{run}/{kind}/{name}")
 
     @routes.get(CHECKPOINT + "/external_weights_urls")
-    async def external_weights_urls(run: str, kind: str, name: str, request: Request) -> Any:
+    def external_weights_urls(run: str, kind: str, name: str, request: Request) -> Any:
         directory, key = service.saved_at(f"tinker://{run}/{kind}/{name}"), secrets.token_urlsafe(32)
         (service.downloads / key).symlink_to(directory)
         expires = datetime.datetime.now(datetime.UTC) + datetime.timedelta(seconds=URL_S)
@@ -320,10 +312,6 @@ def _saved_weights(service: TrainingService) -> APIRouter:
         return types.ExternalWeightsUrlsResponse(urls=urls, expires=expires)
 
     return routes
-
-
-class _Address(BaseModel):
-    tinker_path: str
 
 
 def _samples(service: TrainingService) -> APIRouter:

@@ -2,7 +2,7 @@
 
 adapter_config.json, adapter_model.safetensors     opens with peft
 optimizer.safetensors                               moments, by parameter
-session.json                                        shape, counters, digests; written last
+session.json                                        the adapter, counters, digests; written last
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.export import atomic_directory, require_unused
 from verl.errors import ConfigError
+from verl.models.lora import LoRA
 from verl.models.pretrained import quiet_transformers
-from verl.service.adapters import AdapterShape
 from verl.utils.external_input import ExternalInputError, parse_as, read_bytes
 
 if TYPE_CHECKING:
@@ -37,13 +37,13 @@ class SessionRecord:
     """The content of `session.json`.
 
     Attributes:
-        shape: fields of the adapter's `AdapterShape`.
+        lora: fields of the adapter's `LoRA`.
         updates, samplings: optimizer steps made, and calls of `sample`.
         base: digest of the base model.
         digests: of the other files by name. Without the optimizer the directory is for sampling alone.
     """
 
-    shape: dict[str, Any]
+    lora: dict[str, Any]
     updates: int
     samplings: int
     base: str
@@ -51,8 +51,8 @@ class SessionRecord:
     format: Literal[1] = 1
 
     @property
-    def adapter(self) -> AdapterShape:
-        return AdapterShape(**self.shape)
+    def adapter(self) -> LoRA:
+        return LoRA(**self.lora)
 
 
 def write(

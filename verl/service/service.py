@@ -18,7 +18,7 @@ import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from tinker import types
 from torch import Tensor
 
 from verl.errors import ConfigError, faults_below
+from verl.models.lora import LoRA
 from verl.service import saved
-from verl.service.adapters import BASE, AdapterShape, BaseModel
+from verl.service.adapters import BASE, BaseModel
 from verl.service.data import TARGETS, Datum, checked_tokens, loss_rows
 from verl.service.jobs import MAX_ADAPTERS, Jobs, SampleWork
 from verl.service.losses import LOSSES
@@ -37,7 +38,6 @@ from verl.service.wire import sample_response
 from verl.tracking.jsonl import LineFile, json_line
 from verl.utils.directories import TemporaryDirectory
 from verl.utils.external_input import checked_name
-from verl.utils.seeding import derive_seed
 
 _log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class TrainingService:
         self._scratch = TemporaryDirectory("verl-service-")
         self.downloads = Path(self._scratch.name, "downloads")
         self.downloads.mkdir()
-        self._resident: dict[Path, tuple[str, AdapterShape]] = {}  # frozen adapters; the last one was used last
+        self._resident: dict[Path, tuple[str, LoRA]] = {}  # frozen adapters; the last one was used last
         self.jobs = Jobs(self._sample_batch)
 
     # Clients
@@ -171,38 +171,33 @@ class TrainingService:
             raise ConfigError(f"base_model is {name[:200]!r}: this service has {', '.join(self.names)}.")
 
     def create_model(
-        self, client_id: str, number: int, shape: AdapterShape | None, address: str = "", optimizer: bool = False
+        self, client_id: str, number: int, lora: LoRA | None, seed: int = 0, address: str = "", optimizer: bool = False
     ) -> str:
         """Queue a new model; returns the id of the request, which is that of the model too.
 
         Args:
-            shape: of a new adapter; None for the saved one at `address`.
+            lora, seed: of a new adapter; None for the saved one at `address`.
             optimizer: whether to load the saved optimizer.
         """
         client, name = self.client(client_id), f"{client_id}:train:{number}"  # which the SDK makes too
-        directory = self.saved_at(address) if shape is None else None
+        directory = self.saved_at(address) if lora is None else None
 
         def work() -> dict[str, Any]:
             if name not in client.models:  # else the client repeats a request of a while ago
-                self._add_model(client_id, name, shape, directory, optimizer)
+                self._add_model(name, lora, seed, directory, optimizer)
             return {"model_id": name, "path": address, "type": "load_weights" if directory else "create_model"}
 
         return self.jobs.submit(name, client_id, work)
 
-    def _add_model(
-        self, client_id: str, name: str, shape: AdapterShape | None, directory: Path | None, optimizer: bool
-    ) -> None:
+    def _add_model(self, name: str, lora: LoRA | None, seed: int, directory: Path | None, optimizer: bool) -> None:
         if sum(len(client.models) for client in [*self.clients.values()]) >= MAX_MODELS:
             raise ConfigError(f"{MAX_MODELS} models are in training: end a session first.")
-        if directory is not None:
-            shape = saved.read_record(directory).adapter
-        assert shape is not None
-        seed = derive_seed(self.seed, "model", name.rpartition(":")[2])
-        session = TrainingSession(self.base, seed=seed, shape=shape)
+        lora = lora if directory is None else saved.read_record(directory).adapter
+        session = TrainingSession(self.base, seed=seed, lora=lora)
         try:
             if directory is not None:
                 session.load(directory, optimizer)
-            self.client(client_id).models[name] = Model(name, session)
+            self.client(name).models[name] = Model(name, session)
         except BaseException:
             session.close()
             raise
@@ -243,12 +238,12 @@ class TrainingService:
         link = self._link(address)
         if link.exists() and not overwrites:
             raise ConfigError(f"path is {name!r}: there is something already. Give another name.")
-        former, directory = link.resolve(), link.with_name(f".{uuid.uuid4().hex}")
+        former, directory = link.resolve() if link.exists() else None, link.with_name(f".{uuid.uuid4().hex}")
         model.session.save(directory, optimizer=kind == "weights")
         new = directory.with_suffix(".link")
         new.symlink_to(directory.name)
         new.replace(link)
-        if former != link:
+        if former is not None:
             self._drop(former)
         return address
 
@@ -406,19 +401,21 @@ class TrainingService:
                     "a name, and others until they are deleted."
                 )
             record = saved.read_record(directory)
+            if record.base != self.base.digest:
+                raise ConfigError("the weights of this sampler are those of an adapter of another base model.")
             weights = saved.read_tensors(directory, saved.ADAPTER, record)
-            found = self._made_resident(replace(record.adapter, seed=0), weights)
+            found = self._made_resident(record.adapter, weights)
         self._resident[directory] = found
         return found[0]
 
-    def _made_resident(self, shape: AdapterShape, weights: Mapping[str, Tensor]) -> tuple[str, AdapterShape]:
+    def _made_resident(self, lora: LoRA, weights: Mapping[str, Tensor]) -> tuple[str, LoRA]:
         """A frozen adapter with these weights: the one that was not used for longest, or a new one."""
         if len(self._resident) >= RESIDENT_SAMPLERS:
             name, of_oldest = self._resident.pop(next(iter(self._resident)))
-            if of_oldest == shape:  # peft takes far longer to make one
+            if of_oldest == lora:  # peft takes far longer to make one
                 self.base.set_weights(name, weights)
-                return name, shape
+                return name, lora
             self.base.remove(name)
         name = f"sampler_{uuid.uuid4().hex}"
-        self.base.add_frozen(name, shape, weights)
-        return name, shape
+        self.base.add_frozen(name, lora, weights)
+        return name, lora

@@ -23,12 +23,13 @@ from torch import Tensor, nn
 
 from verl.errors import ConfigError, VerlError
 from verl.model_paths.micro_batch import MicroBatch
+from verl.models.lora import LoRA
 from verl.models.parallel_info import Autocast
 from verl.models.pretrained import ModelSource, Pretrained
 from verl.ops.masking import LossTotals
 from verl.rollout.base import Rollout
 from verl.service import saved
-from verl.service.adapters import AdapterShape, BaseModel
+from verl.service.adapters import BaseModel
 from verl.service.data import Datum, LossOutput, LossRows, loss_rows
 from verl.service.losses import loss_of
 from verl.service.sampling import PromptRequest, Sample, SamplingOptions, sample
@@ -47,15 +48,15 @@ class TrainingSession:
     Args:
         model: a directory, the name of a model on the hub, a GGUF file, a `ModelSource`, or the `base` of another
             session, to which the options of computation belong.
-        rank: of the adapter.
+        rank, alpha: of the adapter, see `LoRA`.
         seed: of the adapter's first weights, and of sampling.
         device: `auto` for a GPU if there is one.
         autocast: `bfloat16` to compute in it; None for the dtype of the weights.
         micro_batch_tokens: the most tokens of a forward pass; bounds memory and affects results by rounding only.
         rollout: engine that samples, such as `VLLMRollout`; None for the tensors that train. One with weights of its
             own gets those of a session before it samples from them, and they are verified.
-        shape: of the adapter, in place of `rank` and of these:
-        layers: fields of `AdapterShape`: alpha, and which layers the adapter has.
+        lora: the adapter, in place of `rank`, `alpha` and these:
+        parts: which layers have one: attention, mlp, unembedding; by default all.
     Attributes:
         base: the base model, which other sessions may share.
         engine: of the adapter.
@@ -70,16 +71,16 @@ class TrainingSession:
         model: str | Path | ModelSource | BaseModel,
         rank: int = 32,
         *,
+        alpha: float = 32.0,
         seed: int = 0,
         device: str = "auto",
         autocast: Autocast = None,
         micro_batch_tokens: int = 16384,
         rollout: Rollout | None = None,
-        shape: AdapterShape | None = None,
-        **layers: bool | float,
+        lora: LoRA | None = None,
+        **parts: bool,
     ):
         self._owns_base, self.seed = not isinstance(model, BaseModel), seed
-        self.shape = shape or AdapterShape(rank=rank, seed=seed, **layers)  # type: ignore[arg-type]
         if not isinstance(model, BaseModel):
             source = model if isinstance(model, ModelSource) else Pretrained(path=str(model))
             if device == "auto":
@@ -87,12 +88,13 @@ class TrainingSession:
             model = BaseModel(source, device, autocast, micro_batch_tokens, rollout=rollout)
         self.base, self._samplings, self._has_gradients = model, 0, False
         self.name = f"session_{next(self._numbers)}"
+        self.lora = lora or LoRA(rank=rank, alpha=alpha, target_modules=self.base.layers(**parts))
         with self.base.lock:
-            self.engine = self.base.add(self.name, self.shape)
+            self.engine = self.base.add(self.name, self.lora, seed)
 
-    def another(self, rank: int = 32, *, seed: int = 0, **layers: bool | float) -> TrainingSession:
-        """One more adapter on the same base model, independent of this one."""
-        return TrainingSession(self.base, rank, seed=seed, **layers)  # type: ignore[arg-type]
+    def another(self, rank: int = 32, **options: Any) -> TrainingSession:
+        """One more adapter on the same base model, independent of this one: alpha, seed, parts."""
+        return TrainingSession(self.base, rank, **options)
 
     @property
     def updates(self) -> int:
@@ -112,8 +114,8 @@ class TrainingSession:
         """
         rows = self._rows(data, loss, settings)
         with self.base.lock:
-            engine = self.base.engine_of(self.name)
-            log_probs = engine.infer(rows.batch, functools.partial(rows.scores, self.base.head))["log_probs"]
+            self.base.activate(self.name)
+            log_probs = self.engine.infer(rows.batch, functools.partial(rows.scores, self.base.head))["log_probs"]
         return rows.output(log_probs, rows.losses(log_probs))
 
     def forward_backward(self, data: Sequence[Datum], loss: str = "cross_entropy", **settings: float) -> LossOutput:
@@ -139,7 +141,8 @@ class TrainingSession:
 
         with self.base.lock:
             self._has_gradients = False  # until this call has succeeded, as in the engine
-            self.base.engine_of(self.name).forward_backward(rows.batch, loss_of_one)
+            self.base.activate(self.name)
+            self.engine.forward_backward(rows.batch, loss_of_one)
             self._has_gradients = True
         return rows.output(found["log_probs"], found["losses"])
 
@@ -171,12 +174,12 @@ class TrainingSession:
         with self.base.lock:
             if not self._has_gradients:
                 raise NoGradients("optim_step has no gradients: call forward_backward before each optim_step.")
-            self._has_gradients = False
-            engine, before = self.base.engine_of(self.name), self.updates
-            engine.optimizer_config = chosen
-            for group in engine.optimizer.param_groups:  # an adapter has matrices alone
+            self._has_gradients, before = False, self.updates
+            self.base.activate(self.name)
+            self.engine.optimizer_config = chosen
+            for group in self.engine.optimizer.param_groups:  # an adapter has matrices alone
                 group.update(values)
-            metrics = engine.optim_step()
+            metrics = self.engine.optim_step()
         return {**metrics, "is_skipped": float(self.updates == before)}
 
     def drop_gradients(self) -> None:
@@ -231,8 +234,8 @@ class TrainingSession:
             ConfigError: the directory exists.
         """
         with self.base.lock:
-            shape, tensors = dataclasses.asdict(self.shape), self.engine.optimizer_tensors() if optimizer else None
-            record = saved.SessionRecord(shape, self.updates, self._samplings, self.base.digest, {})
+            lora, tensors = dataclasses.asdict(self.lora), self.engine.optimizer_tensors() if optimizer else None
+            record = saved.SessionRecord(lora, self.updates, self._samplings, self.base.digest, {})
             saved.write(Path(directory), self.base, self.name, record, tensors)
 
     def load(self, directory: str | Path, optimizer: bool = True) -> None:
@@ -243,22 +246,22 @@ class TrainingSession:
         Args:
             optimizer: also load the optimizer; without it the next step is as the first one.
         Raises:
-            ConfigError: the directory holds no session of this shape, or is damaged; this session is unchanged.
+            ConfigError: the directory holds no session of such an adapter, or is damaged; this one is unchanged.
         """
         directory = Path(directory)
         record = saved.read_record(directory)
-        if dataclasses.replace(record.adapter, seed=0) != dataclasses.replace(self.shape, seed=0):
-            raise ConfigError(f"{directory} holds a session of {record.adapter}, and this one is of {self.shape}.")
+        if record.adapter != self.lora:
+            raise ConfigError(f"{directory} holds a session of {record.adapter}, and this one is of {self.lora}.")
         if record.base != self.base.digest:
             raise ConfigError(f"{directory} holds an adapter of another base model.")
         weights = saved.read_tensors(directory, saved.ADAPTER, record)
         tensors = saved.read_tensors(directory, saved.OPTIMIZER, record) if optimizer else {}
         with self.base.lock:
-            engine = self.base.engine_of(self.name)
+            self.base.activate(self.name)
             self.base.set_weights(self.name, weights)
             self.drop_gradients()
-            engine.optimizer.state.clear()
-            engine.load_optimizer(tensors, record.updates if optimizer else 0)
+            self.engine.optimizer.state.clear()
+            self.engine.load_optimizer(tensors, record.updates if optimizer else 0)
             self._samplings = record.samplings if optimizer else self._samplings
 
     def close(self) -> None:

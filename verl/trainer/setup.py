@@ -248,10 +248,7 @@ def image_faults(run: Any) -> list[str]:
             for name in ("tp", "pp", "cp", "ep")
             if getattr(degrees, name) > 1
         ]
-    if rollout is not None and "images" not in rollout.supports:
-        faults.append(
-            f"rollout is a {type(rollout).__name__}, and the prompts have images: it reads none. Set rollout=hf."
-        )
+    faults += [] if rollout is None else rollout.faults_with_images()
     if getattr(run, "replay", None) is not None:
         faults.append("replay is set, and the prompts have images: the replay buffer keeps none. Set replay=off.")
     return list(dict.fromkeys(faults))

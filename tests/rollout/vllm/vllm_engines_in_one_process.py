@@ -22,9 +22,12 @@ os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_USE_V2_MODEL_RUNNER"
 os.environ |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 import torch
+from image_models import save_image_model
+from model_paths.test_images import batch_of, prompts_of
 from rollout.engines import agreement, generate, plain_log_probs, random_prompts, save_family, shake
 
 from verl.models.lora import LoRA
+from verl.models.pretrained import Pretrained
 from verl.ops.sampling import NO_TURN
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest, TurnEngine, TurnRequest, TurnResult
@@ -32,8 +35,8 @@ from verl.rollout.engine_process.messages import TurnOutput
 from verl.rollout.engine_process.process import EngineError
 from verl.rollout.hf import HFRollout
 from verl.rollout.proof.fingerprints import ProbeVectors
-from verl.rollout.proof.verifier import VerifyRequest
-from verl.rollout.rows import assemble_turns, prompt_tokens
+from verl.rollout.proof.verifier import SyncVerifier, VerifyRequest, compare
+from verl.rollout.rows import assemble_turns, prompt_tokens, row_media
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.config import VLLMRollout
 from verl.rollout.vllm.engine_args import as_config_error, engine_args, write_model_directory
@@ -76,9 +79,10 @@ def compared(engine: Any, model: Any, tokenizer: Any, prompts: DataProto) -> tup
     """Same tokens, and gap of log-probs, of an engine and our own loop."""
     ours = HFRollout(max_new_tokens=10).attach(model, tokenizer, 0)
     engine.begin_turns(TokenSampler.of(OPTIONS, 0, ours.stop_ids.tolist()), 10, None)
+    columns = prompt_tokens(prompts), prompts["prompt_ids"].tolist(), row_media(prompts)
     turns = [
-        TurnRequest(4 * place + sample, tokens, place, sample, NO_TURN, 10, step=1)
-        for place, tokens in enumerate(prompt_tokens(prompts))
+        TurnRequest(4 * place + sample, tokens, number, sample, NO_TURN, 10, step=1, media_key=key, media=media)
+        for place, (tokens, number, (key, media)) in enumerate(zip(*columns, strict=True))
         for sample in range(4)
     ]
     made = engine.advance_turns(turns, 600.0, True)
@@ -102,6 +106,37 @@ def family(name: str, directory: Path, lora: LoRA | None = None) -> dict[str, An
         anew = load(engine, model)
         found.append(compared(engine, model, tokenizer, random_prompts(8)))
     return {"same": [same for same, _ in found], "gap": [gap for _, gap in found], "anew": anew}
+
+
+def images(family_name: str, directory: Path) -> dict[str, Any]:
+    """Prompts of equal tokens and other images, several images, and none, together and each alone, before and after
+    weights of the vision tower alone have changed; and the tensors that are found to differ before they are sent."""
+    source = Pretrained(path=str(save_image_model(directory / "model", family_name, 32)), images=True, freeze=())
+    model, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
+    engine = engine_of(model, directory / "engine")
+    prompts = batch_of(tokenizer, prompts_of(family_name))
+    tower = [p for name, p in model.named_parameters() if "vision" in name or "visual" in name]
+    found, faults, loaded = [], [], []
+    for _ in range(2):
+        loaded.append(load(engine, model))
+        faults.append(differing_tensors(engine, model))
+        found.append(compared(engine, model, tokenizer, prompts))
+        found += [compared(engine, model, tokenizer, prompts[i : i + 1]) for i in range(len(prompts))]
+        with torch.no_grad():
+            for parameter in tower:
+                parameter.add_(0.02 * torch.randn(parameter.shape))
+        faults.append(differing_tensors(engine, model))
+    same, gap = zip(*found, strict=True)
+    return {"same": same, "gap": gap, "anew": next(filter(None, loaded), None), "faults": faults, "tower": len(tower)}
+
+
+def differing_tensors(engine: Any, model: Any) -> list[str]:
+    """Names of the tensors that a proof of the engine finds not to be those of the model."""
+    verifier = SyncVerifier(model, model.dtype)
+    question = verifier.question()
+    for weight in weights_of(model):
+        verifier.add_fingerprint(weight.name, weight.make())
+    return [*compare(verifier.fingerprints, engine.prove(question).fingerprints)]
 
 
 def refused(options: VLLMRollout, directory: Path, **changes: Any) -> dict[str, Any]:
@@ -233,6 +268,8 @@ def case(name: str, directory: Path) -> dict[str, Any]:
         return preemptions(directory, name)
     if name == "strange":
         return refused(OPTIONS, directory, model_type="strange")
+    if name.startswith("images "):
+        return images(name.removeprefix("images "), directory)
     if name in ROOMS:
         return refused(dataclasses.replace(OPTIONS, kv_cache_gib=ROOMS[name]), directory)
     return family(name, directory)

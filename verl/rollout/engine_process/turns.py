@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from verl.errors import RolloutError
@@ -140,6 +141,9 @@ class ProcessTurns(TurnEngine):
             self._call("begin_turns", self.token_sampler, self.max_new_tokens, self.num_threads, self.is_stepwise)
             self._begun_in = self.process.process_id
             new = list(self._open.values())
+        # a tensor that is a view would be sent with all that it is a view of
+        media = {id(x): {name: v.clone() for name, v in x.items()} for turn in new if (x := turn.media) is not None}
+        new = [turn if turn.media is None else replace(turn, media=media[id(turn.media)]) for turn in new]
         return self._call("advance_turns", new, self._budget_s, self.is_single)
 
     def _call(self, method: str, *args: Any) -> Any:

@@ -20,6 +20,7 @@ import torch
 
 from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError
+from verl.models.images import is_image_text
 from verl.models.own_module import OwnModule
 from verl.models.parallel_info import Autocast, compute_device
 from verl.models.structure import unwrapped
@@ -38,6 +39,11 @@ from verl.utils.directories import cache_directory
 from verl.utils.env_check import num_cores
 from verl.utils.memory import device_memory
 
+IMAGE_FAMILIES = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl")
+UNREAD_FAMILIES = {
+    "gemma3": "vLLM names the tensors of its vision tower otherwise than transformers does",
+    "qwen3_5": "its layers of linear attention cannot be read back from vLLM, which a sync has to prove",
+}
 NO_LIMIT_S = str(30 * 24 * 3600)
 HEAD_SIZES_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -135,6 +141,9 @@ def unfit(model: Any, autocast: Autocast) -> str | None:
     if isinstance(model, OwnModule):
         return f"actor.model is a {type(model.module).__name__}, which no other engine can compute."
     dtype, config = dtype_of(model, autocast), model.config.get_text_config()
+    if (kind := model.config.model_type) not in IMAGE_FAMILIES and is_image_text(model.config):
+        why = UNREAD_FAMILIES.get(kind, "it was not tried with vLLM")
+        return f"actor.model is a {type(unwrapped(model)).__name__}, which reads images: {why}."
     if dtype not in DTYPES:
         name = str(dtype).removeprefix("torch.")
         return f"actor.model.dtype is {name}: vLLM computes in {', '.join(DTYPES.values())}."

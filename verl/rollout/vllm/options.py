@@ -43,7 +43,7 @@ class VLLMOptions(ProcessOptions):
         sleep, chunk_mib, call_timeout_s, start_timeout_s: see `ProcessOptions`.
     """
 
-    supports: ClassVar[frozenset[Capability]] = frozenset({"stages", "experts", "turns", "router_replay"})
+    supports: ClassVar[frozenset[Capability]] = frozenset({"stages", "experts", "turns", "router_replay", "images"})
     can_offload: ClassVar[bool] = True
     may_change: ClassVar[bool] = True
 
@@ -86,6 +86,13 @@ class VLLMOptions(ProcessOptions):
     def faults_with_actor(self, lora_rank: int | None) -> Iterator[str]:
         if self.lora == "adapter" and lora_rank is not None and lora_rank > LORA_RANKS[-1]:
             yield f"actor.lora.rank is {lora_rank}: {HIGHEST_RANK}"
+
+    def faults_with_images(self) -> Iterator[str]:
+        yield from super().faults_with_images()
+        if self.num_workers > 1:
+            yield f"{self.worker_keys}, and the prompts have images: vLLM reads them in one process. Set them to 1."
+        if self.lora == "adapter":
+            yield "rollout.lora is adapter, and the prompts have images: vLLM gets an adapter merged. Set it to merged."
 
     @property
     def num_workers(self) -> int:

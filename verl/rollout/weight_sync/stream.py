@@ -103,6 +103,12 @@ class Feed:
     slices: Mapping[str, tuple[Shape, Shape]] = field(default_factory=dict)
     handle: StreamHandle | None = None
 
+    @property
+    def shapes(self) -> dict[str, Shape]:
+        """The shapes of the whole tensors that it brings, by name."""
+        shapes = {entry.name: entry.whole or entry.shape for entries in self.chunks for entry in entries}
+        return shapes | {name: shape for name, (shape, _) in self.slices.items()}
+
 
 def plan_chunks(shapes: Mapping[str, Sequence[int]], dtype: torch.dtype, chunk_bytes: int) -> tuple[ChunkPlan, int]:
     """Distribute tensors over chunks. Tensors and blocks that fit in a chunk are not split; a larger tensor is sent in

@@ -52,6 +52,7 @@ class RoleMemory(ShardingCost):
         saved: bytes of the whole role in a checkpoint.
         tokens: maximum of a micro-batch; an update has `micro_batches`.
         activations: of a micro-batch; with expert parallelism, for the share of tokens of a process.
+        pixels: bytes of the images of a micro-batch.
     """
 
     name: str
@@ -66,6 +67,7 @@ class RoleMemory(ShardingCost):
     micro_batches: int = 1
     recomputed: bool = False
     activations: Activations = NOT_TRACED
+    pixels: int = 0
 
 
 @dataclass(frozen=True)
@@ -210,8 +212,8 @@ def _role_memory(run: Any, name: str, layout: RoleLayout, group: int = 0) -> Rol
     autocast = getattr(run.actor if name == "reference" else role, "autocast", None)  # it computes like the actor
     stored, dtype = getattr(torch, source.dtype), getattr(torch, autocast or source.dtype)
     config, kind, trains = sizes_config(source), _HEADS.get(name, "causal_lm"), isinstance(role, TrainedRole)
-    sizes = model_stats(config, kind=kind)
-    counted = model_stats(config, role.lora, kind) if trains else sizes
+    sizes = model_stats(config, kind=kind, frozen=source.freeze)
+    counted = model_stats(config, role.lora, kind, source.freeze) if trains else sizes
     tokens = role.micro_batch_tokens if trains else 0
     cost = layout.sharding.cost(layout.processes, counted, tokens, stored.itemsize, dtype.itemsize, trains)
     saved = 3 * counted.trained * stored.itemsize if trains else 0
@@ -246,7 +248,26 @@ def _traced(run: Any, memory: RoleMemory, step: Workload, device: DeviceRates, c
         scoring=int(more * traced.scoring),
         logits=0 if memory.name in _HEADS else traced.logits,
     )
-    return replace(memory, tokens=tokens, micro_batches=micro_batches, recomputed=recomputed, activations=found)
+    memory = replace(memory, tokens=tokens, micro_batches=micro_batches, recomputed=recomputed, activations=found)
+    return _with_images(run, memory, step, more)
+
+
+def _with_images(run: Any, memory: RoleMemory, step: Workload, more: float) -> RoleMemory:
+    """The role with the images of its micro-batches; scoring has `more` times the tokens of a micro-batch."""
+    if (tower := memory.sizes.tower) is None:
+        return memory
+    is_whole = not memory.gradients or step.mini_batches == 1
+    patches = step.patches_per_row(tower.patches, is_whole) / step.tokens_per_row(run, memory.name, is_whole)
+    patches *= memory.tokens
+    layer = int(patches * tower.layer_elements * memory.dtype.itemsize)  # is kept if the tower is trained
+    kept, of = layer * tower.layers * tower.is_trained, memory.activations
+    found = replace(
+        of,
+        training=max(of.training, layer) if not kept else of.training + kept,
+        after_forward=of.after_forward + kept,
+        scoring=max(of.scoring, int(more * layer)),
+    )
+    return replace(memory, activations=found, pixels=int(more * patches * tower.patch_elements * 4))
 
 
 def _tokens_of_step(run: Any, role: RoleMemory, step: Workload, *, scores: bool = False) -> int:
@@ -320,10 +341,12 @@ def _phases(
         role = max(roles, key=lambda role: role.activations.scoring + role.gathered)
         of = role.activations
         phases["score"] = kept | {"activations": of.scoring, "logits": of.logits, "gathered weights": role.gathered}
+        phases["score"]["pixels"] = role.pixels
     for role in (role for role in roles if role.gradients):
         of = role.activations
         phases[f"update {role.name}"] = kept | {
             "activations": of.training,
+            "pixels": role.pixels,
             # beyond the peak of the layers: with recomputed ones, their backward pass needs more than the logits
             "logits": max(0, of.after_forward + of.logits - of.training),
             "gathered weights": role.gathered,

@@ -13,7 +13,7 @@ from typing import Any
 
 from verl.models.model_stats import ModelStats
 from verl.trainer.plan.memory import MemoryPlan, RoleMemory
-from verl.trainer.plan.workload import DeviceRates, workload
+from verl.trainer.plan.workload import DeviceRates, Workload, workload
 
 WIDE = 1152  # H200, 256 rows: a token of SmolLM2-135M (576 wide) takes 7 ms in vLLM, of a Qwen2 of 1536 9.5
 LAST_ROWS = 4  # number of rows that are decoded to the maximum length, if most are shorter
@@ -39,6 +39,7 @@ def active_parameters(sizes: ModelStats) -> int:
     """Parameters in the matrix products of one token: with the output head, without the embeddings; of experts only the
     chosen ones."""
     count = sizes.parameters - (0 if sizes.tied else sizes.vocabulary * sizes.hidden)
+    count -= 0 if sizes.tower is None else sizes.tower.parameters
     return count - sizes.expert_elements * (sizes.experts - sizes.top_k) // max(1, sizes.experts)
 
 
@@ -59,6 +60,14 @@ def pass_time(
     starts, longer = calls * sizes.layers * (layer_s if engine else device.trained_layer_s), max(products, reads)
     bound = "starting operations" if starts > longer else "products" if products > reads else "memory"
     return longer + (max(0.0, starts - products) if device.is_gpu else starts), bound
+
+
+def images_time(role: RoleMemory, device: DeviceRates, step: Workload, rows: float) -> float:
+    """Seconds of the vision tower for the images of so many rows."""
+    if (tower := role.sizes.tower) is None:
+        return 0.0
+    products = 2 * tower.parameters * rows * step.patches_per_row(tower.patches)
+    return products / role.layout.siblings / device.flops(str(role.dtype).removeprefix("torch."))
 
 
 def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int | None = None) -> list[StageTime]:
@@ -83,10 +92,13 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
     for role in memory.roles if step.generates else ():
         if role.name != "actor" or run.algorithm.needs_old_log_probs:
             _, seconds, bound = forward(role, True, 1, 1)
+            seconds += images_time(role, device, step, step.rows / role.layout.token_shares)
             stages.append(StageTime(SCORES.get(role.name, role.name), seconds, bound))
     for role in (role for role in memory.roles if role.gradients):
         calls, seconds, bound = forward(role, step.mini_batches == 1, step.updates_per_row, step.updates)
-        compute, sent = seconds * (4 if role.recomputed else 3), 0
+        images = images_time(role, device, step, step.updates_per_row * step.rows / role.layout.token_shares)
+        images *= 3 if role.sizes.tower is not None and role.sizes.tower.is_trained else 1
+        compute, sent = seconds * (4 if role.recomputed else 3) + images, 0
         if (count := role.layout.processes) > 1:
             widths = role.stored.itemsize, role.dtype.itemsize
             sent = role.layout.sharding.cost(count, role.sizes, role.tokens, *widths).per_step(calls, step.updates)
@@ -110,7 +122,7 @@ class EngineTimes:
         ways: of its tensor parallelism; pipeline stages of an engine run one after another.
         rows, slots: rows of a step in this engine, and how many are decoded at a time, at most `most_slots`.
         engines: number of engines that share the rows of a step.
-        prompt: tokens of a prompt.
+        step: rows of a step.
     """
 
     role: RoleMemory
@@ -119,7 +131,7 @@ class EngineTimes:
     rows: int
     most_slots: int
     engines: int
-    prompt: int
+    step: Workload
 
     @property
     def slots(self) -> int:
@@ -133,15 +145,16 @@ class EngineTimes:
 
     def prompts_s(self, group_size: int) -> float:
         """Seconds of prefill; the prompt of a group is read once."""
-        tokens, waves = self.rows * self.prompt // max(1, group_size), -(-self.rows // self.slots)
-        return pass_time(self.role, self.device, self.ways, tokens, max(1, self.prompt), waves, engine=True)[0]
+        tokens, waves = self.rows * self.step.prompt // max(1, group_size), -(-self.rows // self.slots)
+        seconds = pass_time(self.role, self.device, self.ways, tokens, max(1, self.step.prompt), waves, engine=True)[0]
+        return seconds + images_time(self.role, self.device, self.step, self.rows)
 
     def stage(self, run: Any, new: int) -> StageTime:
         """The stage for rows of `new` tokens on average; if that is below the maximum, the last few rows have the
         maximum."""
-        each_s, bound = self.token_s(self.slots, self.prompt + new / 2)
+        each_s, bound = self.token_s(self.slots, self.step.prompt + new / 2)
         longest, waves = run.response_tokens, -(-self.rows // self.slots)
-        last_s = (longest - new) * self.token_s(min(self.slots, LAST_ROWS), self.prompt + (new + longest) / 2)[0]
+        last_s = (longest - new) * self.token_s(min(self.slots, LAST_ROWS), self.step.prompt + (new + longest) / 2)[0]
         seconds = self.prompts_s(run.trainer.group_size) + waves * new * each_s + max(0.0, last_s)
         return StageTime("generate", seconds, bound)
 
@@ -155,4 +168,4 @@ def engine_of(run: Any, memory: MemoryPlan, device: DeviceRates) -> EngineTimes:
     rows = in_process * max(1, getattr(rollout, "num_workers", 1) // same)
     most = max(1, getattr(rollout, "max_rows", None) or getattr(rollout, "max_num_seqs", in_process))
     ways = max(getattr(rollout, "tensor_parallel_size", 1), layout.siblings)
-    return EngineTimes(role, device, ways, rows, most, max(1, step.rows // rows), step.prompt)
+    return EngineTimes(role, device, ways, rows, most, max(1, step.rows // rows), step)

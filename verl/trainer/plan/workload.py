@@ -109,6 +109,15 @@ class Workload:
         """Optimizer steps per step."""
         return self.mini_batches * self.updates_per_row
 
+    def patches_per_row(self, patches: int, is_whole: bool = True) -> float:
+        """Patches of images that a row adds to a micro-batch if its prompt consists of images alone.
+
+        Args:
+            patches: of a token.
+            is_whole: samples of a prompt, which share its images, are together.
+        """
+        return patches * (self.prompt or self.width) / (self.group_size if is_whole else 1)
+
     def tokens_per_row(self, run: Any, role: str, is_whole: bool = True, response: int | None = None) -> float:
         """Tokens that a row adds to a packed sequence, in which samples share their prompt.
 

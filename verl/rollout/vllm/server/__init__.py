@@ -2,6 +2,7 @@
 
 engine_server     The engine as the vLLM process holds it: each public method is a call that the trainer can make
 expert_recorder   Experts that the routers chose for the tokens that predict a response, for router replay
+images            Images in requests, as the processor of the trainer has made them
 layer_fingerprints
                   Fingerprints of the model's parameters, taken through its layers
 logits_processor  Counter-based sampling noise inside vLLM: a logits processor that leaves one token

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import tempfile
 import time
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
-from vllm import LLM, ModelRegistry
+from vllm import LLM
 from vllm.lora.request import LoRARequest
 from vllm.v1.executor import multiproc_executor, uniproc_executor
 
@@ -21,20 +19,12 @@ from verl.rollout.engine_process.messages import EngineInfo, TurnOutput
 from verl.rollout.proof.verifier import VerifyRequest
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.engine_args import EngineArgs
+from verl.rollout.vllm.server.images import inspect_here
 from verl.rollout.vllm.server.turns import EngineTurns, PrefixVersions
 from verl.rollout.vllm.server.verification import answer_request
 from verl.rollout.weight_sync.stream import Feed, WantedSlices
 from verl.utils.child_process.process import describe_exit, memory_kills
 from verl.utils.progress import report
-
-
-def inspect_here(directory: str) -> None:
-    """Make vLLM inspect the model's class in this process; by default it starts another Python process, which takes
-    seconds."""
-    (name,) = json.loads((Path(directory) / "config.json").read_text())["architectures"]
-    entry = ModelRegistry.models.get(name)
-    if entry is not None and hasattr(entry, "load_model_cls"):
-        ModelRegistry.register_model(name, entry.load_model_cls())
 
 
 def name_file_store(name: str) -> None:
@@ -65,6 +55,8 @@ class EngineServer:
             disable_log_stats=True,
             async_scheduling=False,
             model_impl="vllm",
+            mm_processor_cache_gb=0,  # images come processed
+            skip_mm_profiling=True,
             **setting.engine_arguments(),
         )
         self._lora_request: Any = None
@@ -174,6 +166,7 @@ class EngineServer:
         self._prefixes.renew()
         if self._turns is not None:
             self._turns.renew()
+        self.llm.llm_engine.reset_encoder_cache()
 
     @property
     def _num_full_rows(self) -> int:

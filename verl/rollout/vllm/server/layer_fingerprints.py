@@ -169,12 +169,14 @@ class LayerFingerprints:
     Args:
         model: vLLM's.
         dtype: that the engine computes in.
+        names: of the tensors in the Hugging Face model.
     Attributes:
         unproven: name prefixes of tensors that cannot be read.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype):
+    def __init__(self, model: nn.Module, dtype: torch.dtype, names: Iterable[str] = ()):
         self.model, self.dtype = model, dtype
+        self._names = {own: name for name, own in engine_names(model, names).items()}
         self.packed = PACKED | dict(getattr(model, "packed_modules_mapping", None) or {})
         self.unproven: list[str] = []
         self._readings: list[Reading] = []
@@ -212,7 +214,7 @@ class LayerFingerprints:
             for reading in self._readings:
                 report()
                 for name, mark in reading(vectors):
-                    parts.setdefault(name, []).append(mark)
+                    parts.setdefault(self._names.get(name, name), []).append(mark)
         copies.finish()
         return parts
 
@@ -220,8 +222,8 @@ class LayerFingerprints:
         self._readings.append(lambda vectors: read(vectors, *of))
 
     def _reads_as_head(self, embedding: nn.Module) -> bool:
-        if hasattr(self.model, "lm_head"):
-            return self.model.lm_head is embedding
+        if (head := head_of(self.model)) is not None:
+            return head is embedding
         return not any("ParallelLMHead" in kinds_of(module) for module in self.model.modules())
 
     def _linear(
@@ -301,6 +303,21 @@ def _pieces(layer: Any, kinds: set[str]) -> list[tuple[int, int, int]]:
     if "ColumnParallelLinear" in kinds:
         return [(size, size // layer.tp_size, layer.tp_rank) for size in sizes]
     return [(size, size, 0) for size in sizes]
+
+
+def head_of(model: nn.Module) -> Any:
+    """The output head of a model, or of the language model in it; None if it has no attribute for one."""
+    return next((module.lm_head for module in model.modules() if hasattr(module, "lm_head")), None)
+
+
+def engine_names(model: Any, names: Iterable[str]) -> dict[str, str]:
+    """vLLM's names of tensors by their Hugging Face names: an image-text model has other prefixes there."""
+    prefixes = getattr(getattr(model, "hf_to_vllm_mapper", None), "orig_to_new_prefix", None) or {}
+    found = {}
+    for name in names:
+        before = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
+        found[name] = f"{prefixes.get(before, '')}{name.removeprefix(before)}"
+    return found
 
 
 def kinds_of(module: nn.Module) -> set[str]:

@@ -21,6 +21,7 @@ from verl.errors import RolloutError
 from verl.rollout.base import TurnRequest
 from verl.rollout.engine_process.messages import TurnOutput
 from verl.rollout.token_sampler import TokenSampler
+from verl.rollout.vllm.server.images import multi_modal_prompt
 from verl.rollout.vllm.server.logits_processor import TURN
 
 
@@ -115,8 +116,11 @@ class EngineTurns:
                 extra_args={TURN: (row, int(turn.greedy), *turn.noise_key, turn.position)},
                 output_kind=RequestOutputKind.FINAL_ONLY,
             )
-            self._may_share[name] = self.prefixes.begin(turn.tokens)
-            prompt = {"prompt_token_ids": turn.tokens, "cache_salt": self.prefixes.salt}
+            self._may_share[name] = self.prefixes.begin(turn)
+            prompt: Any = {"prompt_token_ids": turn.tokens, "cache_salt": self.prefixes.salt}
+            if turn.media is not None:
+                config = self.llm.llm_engine.vllm_config.model_config.hf_config
+                prompt = multi_modal_prompt(turn, self.prefixes.salt, config)
             self._ids[name] = self.llm.llm_engine.add_request(
                 name, prompt, sampling_params, lora_request=self.lora_request
             )
@@ -159,8 +163,9 @@ class PrefixVersions:
     """
 
     def __init__(self, llm: Any):
-        config = llm.llm_engine.vllm_config.cache_config
-        self._block = int(config.hash_block_size or config.block_size)
+        config = llm.llm_engine.vllm_config
+        self._block = int(config.cache_config.hash_block_size or config.cache_config.block_size)
+        self._placeholder = getattr(config.model_config.hf_config, "image_token_id", None)
         self._version = 0
         self._begun: set[tuple[int, ...]] = set()  # first blocks of prompts of this version; shorter prompts whole
         self._lengths: set[int] = set()  # of those
@@ -175,9 +180,10 @@ class PrefixVersions:
         self._begun.clear()
         self._lengths.clear()
 
-    def begin(self, tokens: Sequence[int]) -> bool:
+    def begin(self, turn: TurnRequest) -> bool:
         """Record a request; returns whether an earlier request of this version may have cached its first block."""
-        first = tuple(tokens[: self._block])
+        block = turn.tokens[: self._block]
+        first = (turn.media_key if self._placeholder in block else 0, *block)
         may_share = any(first[:length] in self._begun for length in self._lengths)
         self._begun.add(first)
         self._lengths.add(len(first))

@@ -21,7 +21,14 @@ from torch import Tensor, nn
 
 from verl.ops.resharding.layout import Box
 from verl.rollout.proof.fingerprints import plain_name
-from verl.rollout.vllm.server.layer_fingerprints import EXPERTS, PACKED, kinds_of, layer_rows
+from verl.rollout.vllm.server.layer_fingerprints import (
+    EXPERTS,
+    PACKED,
+    engine_names,
+    head_of,
+    kinds_of,
+    layer_rows,
+)
 from verl.rollout.weight_sync.stream import ChunkEntry
 
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
@@ -72,7 +79,9 @@ class InPlaceLoader:
     """
 
     def __init__(self, model: nn.Module, shapes: Mapping[str, Shape], starts: Mapping[str, Shape] | None = None):
-        self._starts, self._slices = starts or {}, dict[str, list[Slices]]()
+        self._names = engine_names(model, shapes)
+        shapes, starts = ({self._names[name]: x for name, x in given.items()} for given in (shapes, starts or {}))
+        self._starts, self._slices = starts, dict[str, list[Slices]]()
         self._packed_names = PACKED | dict(getattr(model, "packed_modules_mapping", None) or {})
         self._shapes = shapes
         self._copies: dict[str, list[tuple[Tensor, Slices]]] = {name: [] for name in shapes}  # targets, and what of it
@@ -84,7 +93,7 @@ class InPlaceLoader:
         modules = dict(model.named_modules())
         for path, module in modules.items():
             self._find(plain_name(path), module)
-        self._register_head_copies(modules.values(), getattr(model, "lm_head", None))
+        self._register_head_copies(modules.values(), head_of(model))
         elsewhere = tuple(f"{plain_name(path)}." for path, part in modules.items() if OTHER_STAGE in kinds_of(part))
         unmatched = [name for name in shapes if name not in self._slices and not name.startswith(elsewhere)]
         if unmatched:
@@ -92,12 +101,13 @@ class InPlaceLoader:
 
     def wanted(self) -> dict[str, Box]:
         """Smallest slice of each tensor that contains everything this rank loads."""
-        return {name: _bounding_slice(slices, self._shapes[name]) for name, slices in self._slices.items()}
+        names = {own: name for name, own in self._names.items()}
+        return {names[own]: _bounding_slice(slices, self._shapes[own]) for own, slices in self._slices.items()}
 
     @torch.no_grad()
     def take(self, entry: ChunkEntry, tensor: Tensor) -> None:
         """Load a tensor, or some rows of one; it may be a view that is valid until `keep`."""
-        name, packings = entry.name, self._packings[entry.name]
+        packings = self._packings[name := self._names[entry.name]]
         for target, read in self._copies[name]:
             if entry.whole is None:
                 target.copy_(tensor[read])

@@ -109,7 +109,6 @@ class WorkerExtension:
             with using_threads(num_threads):
                 if isinstance(loader, InPlaceLoader):
                     _load_in_place(loader, reader, feed.chunks, dtype)
-                    self.model_runner.reset_encoder_cache()
                 else:
                     self._reload_model(reader, feed.chunks, dtype)
         except BaseException:
@@ -134,11 +133,9 @@ class WorkerExtension:
         """The in-place loader for these tensors, created at the first load; or why vLLM has to reload its whole
         model."""
         if self._found is None:
-            shapes = {entry.name: entry.whole or entry.shape for entries in feed.chunks for entry in entries}
-            shapes |= {name: shape for name, (shape, _) in feed.slices.items()}
             starts = {name: start for name, (_, start) in feed.slices.items()}
             try:
-                self._found = InPlaceLoader(self.model_runner.get_model(), shapes, starts)
+                self._found = InPlaceLoader(self.model_runner.get_model(), feed.shapes, starts)
             except UnsupportedLayer as reason:
                 self._found = str(reason)
         return self._found
