@@ -93,6 +93,9 @@ def test_a_batch_has_the_tokens_and_tensors_of_the_processor_of_transformers(fam
     assert batch["prompt_messages"][2] == user(PLACE, "and", PLACE, "?")
     assert "images" not in batch
     assert "answer" in batch
+    small = [Image.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in data.pictures(0)]
+    assert [image.tobytes() for image in small] == [picture(0).tobytes(), picture(1, 40, 20).tobytes()]
+    assert data.pictures(1) == []
     assert not data.collate([1]).ragged
     assert data.collate([1])["media_keys"].tolist() == [0]
 

@@ -79,6 +79,18 @@ def test_by_default_it_sleeps_only_where_it_does_not_fit_beside_the_trainer(gib,
     assert on_cpu.decided(run).rollout.sleep is True
 
 
+@pytest.mark.parametrize(("gib", "sleeps"), [(40, False), (0.7, True)])
+def test_hf_keeps_its_keys_and_graphs_through_a_step_where_they_fit_beside_the_trainer(gib, sleeps):
+    run = replace(run_of(), rollout=HFRollout(max_new_tokens=16))
+    plan = run_plan.plan_run(run, device_named("h100"), limit=int(gib * 2**30))
+    assert plan.decided(run).rollout.sleep is sleeps
+    kept = [phase.parts.get("keys and values", 0) for phase in plan.memory.phases]
+    assert len(kept) > 2
+    assert (min(kept) > 0) is not sleeps
+    assert plan.memory.fits
+    assert not memory_plan(replace(run, rollout=HFRollout(sleep=False)), device_named("cpu")).stays_awake
+
+
 @pytest.mark.parametrize("is_kept", [True, False])
 def test_a_process_whose_engine_stays_awake_keeps_what_torch_has_allocated(is_kept, monkeypatch):
     calls = []

@@ -31,7 +31,6 @@ from verl.data.readers import DataRows, RowErrors
 from verl.errors import ConfigError, install_command
 from verl.models.images import images_of
 from verl.protocol.ragged import Ragged
-from verl.utils.external_input import open_regular
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -41,6 +40,7 @@ MAX_BYTES = 2**26  # of a file
 MAX_PIXELS = 2**26  # of an image, 8192 x 8192: more are refused before they are decoded
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 THREADS = 8
+THUMBNAIL = 64
 PLACEHOLDER = {"type": "image"}
 
 
@@ -100,7 +100,7 @@ def _content(source: Any) -> bytes:
         try:
             if not source.is_file():
                 raise BadImage(f"{source}: no such file")
-            with open(open_regular(source), "rb") as file:
+            with open(source, "rb") as file:
                 content = file.read(MAX_BYTES + 1)
         except OSError as error:
             raise BadImage(f"{source}: {error.strerror}") from None
@@ -390,6 +390,15 @@ class ImagesOfRows:
     def take(self, rows: Sequence[int]) -> ImagesOfRows:
         images, texts = [self.images[row] for row in rows], [self.texts[row] for row in rows]
         return ImagesOfRows(images, texts, self.tokenizer, self.keys[torch.tensor(rows, dtype=torch.int64)])
+
+    def thumbnails(self, row: int) -> list[str]:
+        """The images of a row as data URLs of PNG files, at most `THUMBNAIL` pixels wide and high."""
+        urls = []
+        for picture in (_decoded((row, image)) for image in self.images[row]):
+            picture.thumbnail((THUMBNAIL, THUMBNAIL))
+            picture.save(content := io.BytesIO(), "PNG")
+            urls.append(f"data:image/png;base64,{base64.b64encode(content.getvalue()).decode()}")
+        return urls
 
     def fields(self, rows: Tensor, tokens: Callable[[int], Tensor]) -> tuple[dict[str, Tensor], dict[str, Ragged]]:
         """`media_keys` [B] and the ragged fields `media.*` of a batch.

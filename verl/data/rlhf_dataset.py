@@ -151,6 +151,10 @@ class RLHFDataset:
     def has_images(self) -> bool:
         return self._images is not None
 
+    def pictures(self, row: int) -> list[str]:
+        """The images of a row, small, as data URLs."""
+        return [] if self._images is None else self._images.thumbnails(row)
+
     def __len__(self) -> int:
         return len(self._prompt_ids)
 

@@ -8,15 +8,16 @@ prompts ── one prefill each ──> keys and values, states ── repeated 
 all keys and values are decoded in slots instead: see `verl.rollout.hf_rows`.
 
 A step can be a CUDA graph, which replaces the launches of some hundred kernels, slower than the kernels themselves, by
-one. A graph has fixed addresses: its inputs are written in place, and it is valid as long as the rows, the width of
-their keys and the memory of the weights do not change.
+one. A graph has fixed shapes and addresses: rows and keys are padded to a few numbers (`padded`), inputs are written in
+place, and it is valid as long as weights, keys and values lie where they did, through all steps of training.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +40,12 @@ class NextToken:
     Attributes:
         logits: [r V], float32 at least.
         routed: [r layers k] int16, experts that routers chose for the last token; None if they are not recorded.
+        picked: the next token of each row and its log-prob, [r] each, if they are known already.
     """
 
     logits: Tensor
     routed: Tensor | None = None
+    picked: tuple[Tensor, Tensor] | None = None
 
     @classmethod
     def of(cls, out: Any, routing: ExpertRouting | None) -> NextToken:
@@ -162,9 +165,8 @@ def allowed(model: Any, autocast: str | None) -> float:
 
 log = logging.getLogger(__name__)
 
-Work = Callable[[], NextToken]
 KEY_MULTIPLE = 64  # on a GPU: kernels are set up for each length of keys, and a graph has a single length
-EAGER_STEPS = 2  # of one shape before its graph is made, which takes about as long; many shapes are short-lived
+MOST_GRAPHS = 256  # at a time: each takes memory of the driver, which no plan counts
 
 
 @functools.cache
@@ -174,13 +176,13 @@ def recording_stream(device: int) -> torch.cuda.Stream:
 
 
 class GraphMaker:
-    """Makes graphs that share memory for intermediate results: only the newest may be used."""
+    """Makes graphs that share memory for intermediate results, so that nothing in it outlives a replay."""
 
     def __init__(self) -> None:
         self.pool, self.stream = torch.cuda.graph_pool_handle(), recording_stream(torch.cuda.current_device())
         self.last: torch.cuda.CUDAGraph | None = None  # keeps the memory for the next graph
 
-    def __call__(self, work: Work) -> Work:
+    def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
         """Record `work` without running it; returns a function that runs it on the current values of its tensors.
 
         Raises:
@@ -191,58 +193,64 @@ class GraphMaker:
         with torch.cuda.stream(self.stream):  # other threads may allocate at the same time
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             try:
-                recorded = work()
+                work()
             finally:
                 graph.capture_end()
         torch.cuda.current_stream().wait_stream(self.stream)
         self.last = graph
-
-        def replay() -> NextToken:
-            graph.replay()
-            return NextToken(recorded.logits.clone())  # the next step overwrites them
-
-        return replay
+        return graph.replay
 
 
 class StepGraphs:
-    """The graph of the current rows with the current width of keys, used from the third such step.
+    """Graphs of decode steps by their shapes, each made when its shape comes for the second time.
 
     Args:
         new_graph: see `graph_maker`.
     """
 
-    def __init__(self, new_graph: Callable[[Work], Work] | None):
+    def __init__(self, new_graph: Callable[[Callable[[], None]], Callable[[], None]] | None):
         self.new_graph = new_graph
-        self.reset()
+        self._graphs: dict[Hashable, Callable[[], None] | None] = {}  # None: the shape came once
+        self._valid_for: Any = None
 
-    def reset(self) -> None:
-        """Discard the graph, because the rows or the memory of the weights changed."""
-        self._width = self._num_eager = 0
-        self._tokens: Tensor | None = None  # input of the graph
-        self._graph: Work | None = None
+    def valid_for(self, state: Any) -> None:
+        """Discard the graphs if they are of another state: of memory, or of what a model computes."""
+        if state != self._valid_for:
+            self._graphs, self._valid_for = {}, state
 
-    def read(self, tokens: Tensor, width: int, read_one: Callable[[Tensor], NextToken]) -> NextToken:
-        """The result of `read_one` for tokens [r 1]. All other changing state must be in tensors that it updates."""
-        if self.new_graph is None:
-            return read_one(tokens)
-        if width != self._width:
-            self.reset()
-            self._width = width
-        if self._graph is None and self._num_eager == EAGER_STEPS:
-            held = self._tokens = tokens.clone()
+    def run(self, shape: Hashable, work: Callable[[], None]) -> None:
+        """Do `work`, which reads and writes nothing but tensors that stay where they are.
+
+        Args:
+            shape: equal for equal work; None if it cannot be a graph.
+        """
+        if self.new_graph is not None and self._graphs.get(shape) is None and shape in self._graphs:
             try:
-                self._graph = self.new_graph(lambda: read_one(held))
+                self._graphs[shape] = self.new_graph(work)
             except RuntimeError as error:
                 log.warning("Decode steps run kernel by kernel, since no CUDA graph can be made of them: %s", error)
                 self.new_graph = None
-        if self._graph is None or self._tokens is None:
-            self._num_eager += 1
-            return read_one(tokens)
-        self._tokens.copy_(tokens)
-        return self._graph()
+        if self.new_graph is not None and (graph := self._graphs.get(shape)) is not None:
+            graph()
+            return
+        work()
+        if shape is not None:
+            self._graphs[shape] = None  # kernels are loaded now
+            if len(self._graphs) > MOST_GRAPHS:
+                del self._graphs[next(iter(self._graphs))]
 
 
-def graph_maker(model: Any, device: torch.device, *, records_experts: bool) -> Callable[[Work], Work] | None:
+def model_state(model: Any) -> tuple[Any, ...]:
+    """State that a graph of a model is valid for: the addresses of its weights, and its active adapters."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    adapters = [x for x in model.modules() if hasattr(x, "_disable_adapters")]  # of peft
+    chosen = [(x._active_adapter, x._disable_adapters, getattr(x, "scaling", None)) for x in adapters]
+    return [x.data_ptr() for x in tensors], repr(chosen)
+
+
+def graph_maker(
+    model: Any, device: torch.device, *, records_experts: bool
+) -> Callable[[Callable[[], None]], Callable[[], None]] | None:
     """A maker of graphs of a model's decode steps; None if they run without graphs.
 
     They do on a CPU, for a sharded model, whose forward pass communicates, and if experts are recorded.
@@ -253,5 +261,11 @@ def graph_maker(model: Any, device: torch.device, *, records_experts: bool) -> C
 
 
 def key_multiple(device: torch.device) -> int:
-    """Multiple to which the number of keys of a decode step is padded on a device; 1 on a CPU."""
+    """Multiple to which keys of a decode step are padded on a device; 1 on a CPU, where rows are not padded either."""
     return 1 if device.type == "cpu" else KEY_MULTIPLE
+
+
+def padded(count: int, multiple: int, per_doubling: int) -> int:
+    """The next larger of few numbers: multiples of `multiple`, and `per_doubling` of them between powers of two."""
+    unit = max(multiple, (1 << count.bit_length() - 1) // per_doubling)
+    return -(-count // unit) * unit

@@ -56,10 +56,13 @@ class StoredRows:
 
     Args:
         max_rows, max_length: more memory than that is not taken in advance.
+        shrinks: if few rows become longer, the memory of the others is freed.
+    Attributes:
+        num_grown: number of times that `tensors` were replaced by larger ones.
     """
 
-    def __init__(self, max_rows: int, max_length: int):
-        self.max_rows, self.max_length = max_rows, max_length
+    def __init__(self, max_rows: int, max_length: int, shrinks: bool = True):
+        self.max_rows, self.max_length, self.shrinks, self.num_grown = max_rows, max_length, shrinks, 0
         self.tensors: list[Tensor] = []
 
     def write(self, call: CacheCall, states: tuple[Tensor, Tensor]) -> None:
@@ -75,20 +78,22 @@ class StoredRows:
                 with plain_kernels(rows.device):  # no two tokens of a row have the same column
                     rows[call.numbers, :, call.columns] = new.transpose(1, 2)
 
-    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first `length` tokens of rows [m] to rows [m], which may overlap."""
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int, places: Tensor | None) -> None:
+        """Copy the first `length` tokens of rows [m] to rows [m], which may overlap; `places` [2 m]: both, if m > 1."""
         if self.tensors and len(self.tensors[0]) <= max(targets):
             self._grow(max(targets) + 1, length, self.tensors)
         for stored in self.tensors:
-            if len(sources) == 1:  # by far the most frequent case: a view is copied
+            if places is None:  # by far the most frequent case: a view is copied
                 stored[targets[0], :, :length] = stored[sources[0], :, :length]
             else:
-                places = torch.tensor([sources, targets], device=stored.device)
-                stored[places[1], :, :length] = stored[places[0], :, :length]
+                rows = stored[:, :, :length]
+                with plain_kernels(rows.device):  # no two rows have the same target
+                    rows.index_copy_(0, places[1], rows.index_select(0, places[0]))
 
     def _grow(self, rows: int, length: int, states: Sequence[Tensor]) -> None:
         before = self.tensors[0].shape if self.tensors else (0, 0, 0)
-        num_kept, are_few = min(rows, before[0]), 2 * rows <= before[0]
+        num_kept, are_few = min(rows, before[0]), self.shrinks and 2 * rows <= before[0]
+        self.num_grown += 1
         if not are_few:
             rows = max(rows, min(before[0] * 3 // 2, self.max_rows), before[0])
         length = max(length, min(max(FIRST_LENGTH, before[2] * 3 // 2), self.max_length), before[2])
@@ -110,9 +115,9 @@ class SlotLayer(DynamicLayer):
 
     call: CacheCall
 
-    def __init__(self, max_slots: int, max_length: int):
+    def __init__(self, max_slots: int, max_length: int, shrinks: bool):
         super().__init__()
-        self.slots, self.prompts = StoredRows(max_slots, max_length), StoredRows(max_slots, 0)
+        self.slots, self.prompts = StoredRows(max_slots, max_length, shrinks), StoredRows(max_slots, 0)
 
     @property
     def shared(self) -> tuple[PromptGroups, Tensor, Tensor] | None:
@@ -140,12 +145,25 @@ class SlotCache(DynamicCache):
     """The layers of a model, each a `SlotLayer`.
 
     Args:
-        max_slots, max_length: more memory than that is not taken in advance.
+        max_slots, max_length, shrinks: see `StoredRows`.
     """
 
-    def __init__(self, config: Any, max_slots: int, max_length: int):
+    def __init__(self, config: Any, max_slots: int, max_length: int, shrinks: bool = True):
         super().__init__(config=config)
-        self.layers = [SlotLayer(max_slots, max_length) for _ in self.layers]
+        self.layers = [SlotLayer(max_slots, max_length, shrinks) for _ in self.layers]
+
+    @property
+    def num_grown(self) -> int:
+        """Number of times that keys and values have moved to other memory."""
+        return self.layers[0].slots.num_grown  # type: ignore[union-attr]
+
+    def begin(self, max_slots: int, max_length: int) -> None:
+        """Forget all rows, and serve others in the same memory."""
+        for layer in self.layers:
+            slots: StoredRows = layer.slots  # type: ignore[union-attr]
+            slots.max_rows, slots.max_length = max_slots, max_length
+            for stored in slots.tensors:
+                stored.zero_()  # values that are not numbers would stay, though masked
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         return 0
@@ -157,9 +175,12 @@ class SlotCache(DynamicCache):
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int, *, prompts: bool = False) -> None:
         """Copy the first tokens of some slots to other slots, or of prompts to prompts; see `StoredRows.copy`."""
+        places = None
         for layer in self.layers:
-            rows = layer.prompts if prompts else layer.slots  # type: ignore[union-attr]
-            rows.copy(sources, targets, length)
+            rows: StoredRows = layer.prompts if prompts else layer.slots  # type: ignore[union-attr]
+            if places is None and len(sources) > 1 and rows.tensors:  # sent to the device once
+                places = torch.tensor([sources, targets], device=rows.tensors[0].device)
+            rows.copy(sources, targets, length, places)
 
 
 def keeps_all_tokens(config: Any) -> bool:

@@ -155,6 +155,8 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 Autocast = Literal["bfloat16"] | None
+# Copies of `computing_in`, by id of the weight, of models whose copies stay in their memory: CUDA graphs read them
+KEPT_COPIES: WeakKeyDictionary[nn.Module, dict[int, Tensor]] = WeakKeyDictionary()
 GRADIENT_BYTES = 2**26  # of gradients in a narrow dtype that are held on a GPU, to be cast and added up together
 
 
@@ -214,7 +216,12 @@ def computing_in(dtype: Autocast, model: nn.Module) -> Iterator[None]:
         if weight is not None and weight.is_floating_point() and weight.dtype != narrow and id(weight) not in excluded
     ]
     weights = {id(weight): weight for _, _, weight in replaced}  # tied weights stay tied
-    copies = dict(zip(weights, cast_together([weight.detach() for weight in weights.values()], narrow), strict=True))
+    kept = [(w, KEPT_COPIES.get(model, {}).get(number)) for number, w in weights.items()]
+    into = [x if x is not None and (x.shape, x.device) == (w.shape, w.device) else None for w, x in kept]
+    found = dict(zip(weights, cast_together([w.detach() for w, _ in kept], narrow, into), strict=True))
+    if model in KEPT_COPIES and weights:  # there are none within another context of the model
+        KEPT_COPIES[model] = found
+    copies = {number: x.detach() for number, x in found.items()}  # gradients are those of this context
     gradients = _WideGradients(compute_device(model))
     for number, copy in copies.items():
         if weights[number].requires_grad and torch.is_grad_enabled():
@@ -229,9 +236,16 @@ def computing_in(dtype: Autocast, model: nn.Module) -> Iterator[None]:
             parameters[name] = weight
 
 
-def cast_together(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """Copies of tensors in another dtype, by one call for all: on a GPU in few launches."""
-    copies = [torch.empty_like(x, dtype=dtype) for x in tensors]
+def cast_together(
+    tensors: Sequence[Tensor], dtype: torch.dtype, into: Sequence[Tensor | None] | None = None
+) -> list[Tensor]:
+    """Copies of tensors in another dtype, by one call for all: on a GPU in few launches.
+
+    Args:
+        into: memory for some of them.
+    """
+    given = zip(tensors, into or [None] * len(tensors), strict=True)
+    copies = [torch.empty_like(x, dtype=dtype) if copy is None else copy for x, copy in given]
     if copies:
         torch.ops.aten._foreach_copy_([local(x) for x in copies], [local(x) for x in tensors])
     return copies

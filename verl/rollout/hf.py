@@ -11,7 +11,7 @@ import functools
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from pydantic import PositiveInt
@@ -34,7 +34,7 @@ from verl.model_paths.decode import BatchReader, NextToken, allowed, key_multipl
 from verl.model_paths.expert_routing import routing_of
 from verl.model_paths.families import ModelPaths
 from verl.model_paths.images import ImageRows, has_images
-from verl.models.parallel_info import Autocast, compute_device, computing_in, weights_gathered
+from verl.models.parallel_info import KEPT_COPIES, Autocast, compute_device, computing_in, weights_gathered
 from verl.models.structure import call_model, unwrapped
 from verl.ops.cpu_matmul import packed_weights
 from verl.ops.logprobs import log_probs_of, response_positions
@@ -58,6 +58,8 @@ from verl.rollout.generation_group import GenerationGroup, SplitPrompts
 from verl.rollout.hf_rows import (
     WORTH_SHARING,
     BatchRows,
+    DecodeMemory,
+    Pick,
     SlotRows,
     slots_distance,
     slots_fault,
@@ -81,6 +83,8 @@ class HFRollout(Rollout):
         share_prefix: compute each prompt once for all of its samples, if the model supports it. Affects speed only.
         drop_finished: let finished rows leave the batch of a model without slots, if the model supports it; otherwise
             they stay until all have ended. Affects speed only.
+        sleep: free the memory of keys, values and CUDA graphs during training, so that graphs are made anew in each
+            step. `auto`: only where the plan of the run finds that they do not fit beside training.
     """
 
     supports: ClassVar[frozenset[Capability]] = frozenset(
@@ -91,6 +95,7 @@ class HFRollout(Rollout):
     max_rows: PositiveInt = 512
     share_prefix: bool = True
     drop_finished: bool = True
+    sleep: bool | Literal["auto"] = "auto"
 
     def attach(
         self, model: Any, tokenizer: Any, seed: int, autocast: Autocast = None, context: BuildContext = ALONE
@@ -111,7 +116,10 @@ class HFEngine(RolloutEngine):
         parallel_info = getattr(model, "parallel_info", None)
         self.group = GenerationGroup() if parallel_info is None else SplitPrompts(parallel_info)
         self.key_multiple = key_multiple(self.device)
+        if self.key_multiple > 1 and parallel_info is None:
+            KEPT_COPIES[model] = {}
         self.keeps_slots: bool | None = None  # whether keys and values may be kept in slots
+        self.memory: DecodeMemory | None = None  # of the turns that were closed last
         self.longest_compared = 0  # tokens of the longest row whose log-probs were compared
         self.open: set[HFTurns] = set()
         self._wrong: set[str] = set()  # decoding paths whose log-probs differ from a plain forward pass
@@ -143,6 +151,16 @@ class HFEngine(RolloutEngine):
             raise open_turns_error(sum(turns.num_pending for turns in self.open))
         return SAME_TENSORS
 
+    def offload(self) -> None:
+        """See `RolloutEngine.offload`."""
+        if self.options.sleep:
+            self.memory = None
+
+    def keep(self, rows: SlotRows | BatchRows) -> None:
+        """Keep the memory of rows that have ended for the next ones, on a device with graphs."""
+        if isinstance(rows, SlotRows) and self.key_multiple > 1:
+            self.memory = rows.memory
+
     def rows(self, limits: TurnLimits) -> SlotRows | BatchRows:
         """Rows in slots if the model supports it, or in batches; on paths checked for rows of this length."""
         options, paths = self.options, self.paths(limits.row_tokens)
@@ -170,9 +188,11 @@ class HFEngine(RolloutEngine):
     def _slot_rows(
         self, paths: ModelPaths, count: int, limits: TurnLimits, shares_from: int = WORTH_SHARING
     ) -> SlotRows:
-        """Rows in slots; prompts are shared if that is correct and rounds like separate rows."""
+        """Rows in slots; prompts are shared if that is correct and rounds like separate rows, and steps are no graphs,
+        which would be those of one group of prompts."""
         is_exact = self.autocast is None and self.model.dtype in (torch.float32, torch.float64)
-        shares = self.options.share_prefix and paths.shares_prefix and is_exact
+        shares = self.options.share_prefix and paths.shares_prefix and is_exact and self.key_multiple == 1
+        memory, self.memory = self.memory, None  # of these rows alone, until they have ended
         return SlotRows(
             self.decoded_model,
             count,
@@ -183,6 +203,7 @@ class HFEngine(RolloutEngine):
             shares_from=shares_from if shares else None,
             routing=self.routing,
             images=lambda: self.images,
+            memory=memory,
         )
 
     @functools.cached_property
@@ -199,8 +220,11 @@ class HFEngine(RolloutEngine):
         fault = slots_fault(self.model.config, paths)
         while fault is None:
             try:
-                limits = (TurnLimits(16, is_single=is_single) for is_single in (False, True))
-                distance = max(slots_distance(self._slot_rows(paths, 4, limit, shares_from=4)) for limit in limits)
+                distance = 0.0
+                for is_single in (False, True):
+                    rows = self._slot_rows(paths, 4, TurnLimits(16, is_single=is_single), shares_from=4)
+                    distance = max(distance, slots_distance(rows))
+                    self.keep(rows)
                 if distance <= allowed(self.model, self.autocast):
                     return True
                 fault = f"log-probs differ by {distance:.3g} nats"
@@ -335,6 +359,7 @@ class HFTurns(TurnQueue):
         super().__init__()
         self.engine, self.limits, self.dtype, self.contexts = engine, limits, dtype, contextlib.ExitStack()
         self.token_sampler, self.rows = engine.token_sampler, engine.rows(limits)
+        self._stopping = replace(self.token_sampler, seed=0, stop_ids=(), min_new_tokens=0)  # for rows that may stop
         self.experts = None if engine.routing is None else (engine.routing.layers, engine.routing.top_k)
         self.live: list[LiveTurn] = []
         self._next = NextToken(torch.zeros(0))
@@ -368,12 +393,14 @@ class HFTurns(TurnQueue):
         self.contexts.close()
         yield
         self.contexts = self.engine.computing()
-        self.rows.drop_graph()
+        self.rows.follow_weights()
 
     def close(self) -> None:
         super().close()
         self.live = []
-        self.engine.open.discard(self)
+        if self in self.engine.open:
+            self.engine.open.discard(self)
+            self.engine.keep(self.rows)
         self.contexts.close()
 
     @torch.no_grad()
@@ -416,24 +443,37 @@ class HFTurns(TurnQueue):
             self._admit()
         if not self.live:
             return []
+        logits = self._next.logits
+        if (picked := self._next.picked) is None:
+            sampled_from = self.engine.sampling_logits(logits, self.live, self._step)
+            tokens = self.token_sampler.pick(sampled_from, self._noise_now(), self._positions(), self._greedy)
+            picked = tokens, self.token_sampler.log_probs(logits, tokens)
+        tokens = picked[0]
+        self._sampled.append((*picked, *([] if self._next.routed is None else [self._next.routed])))
+        self._step += 1
+        self._is_over |= torch.isin(tokens, self.engine.stop_ids)
+        if self._step == self._next_limit or int(self._is_over.sum()) >= self.rows.fewest_ended(len(self.live)):
+            return self._end(tokens)
+        self._next = self.rows.read(tokens, self._pick())
+        return []
+
+    def _pick(self) -> Pick | None:
+        """Sampling as a part of the step that reads the last tokens; None if rows are not padded, or if it needs values
+        of the host."""
+        if self.engine.key_multiple == 1:
+            return None
+        sampler, positions, is_greedy = self.token_sampler, self._positions(), self._greedy
+        is_plain = type(self.engine).sampling_logits is HFEngine.sampling_logits and sampler.top_p == 1
+        if not is_plain or isinstance(positions, Tensor) or isinstance(is_greedy, Tensor):
+            return None
+        return (self._stopping, is_greedy, self._noise_now()) if positions == sampler.min_new_tokens else None
+
+    def _noise_now(self) -> Tensor:
+        """Noise [b] of the next token."""
         if self._step == self._first_noise + NOISE_TOKENS:
             self._first_noise = self._step
             self._noise = self._noise_of(self.live)
-        logits = self.engine.sampling_logits(self._next.logits, self.live, self._step)
-        noise = self._noise[:, self._step - self._first_noise]
-        tokens = self.token_sampler.pick(logits, noise, self._positions(), self._greedy)
-        log_probs = self.token_sampler.log_probs(self._next.logits, tokens)
-        self._sampled.append((tokens, log_probs, *([] if self._next.routed is None else [self._next.routed])))
-        self._step += 1
-        is_stop = torch.isin(tokens, self.engine.stop_ids)
-        is_limit = self._step == self._next_limit
-        if is_limit or bool(is_stop.any()):
-            self._is_over |= is_stop
-            fewest = self.rows.fewest_ended(len(self.live))
-            if is_limit or fewest == 1 or int(self._is_over.sum()) >= fewest:
-                return self._end(tokens)
-        self._next = self.rows.read(tokens)
-        return []
+        return self._noise[:, self._step - self._first_noise]
 
     def _admit(self) -> None:
         requests, following = self.rows.admit(self.queue)
@@ -463,7 +503,7 @@ class HFTurns(TurnQueue):
         if order:
             going = torch.tensor(order, device=tokens.device)
             self._noise, self._is_over = self._noise[going], self._is_over[going]
-            self._next = self.rows.read(tokens[going])
+            self._next = self.rows.read(tokens[going], self._pick())
         return sampled
 
     def _collect(self) -> None:
@@ -493,8 +533,9 @@ class HFTurns(TurnQueue):
         return self.token_sampler.noise(keys.to(device)[:, :, None], positions.clamp_min(0))
 
     def _positions(self) -> Tensor | int:
-        """Number of tokens of each turn so far; one number for all without `min_new_tokens`."""
-        counts = [self._step - x.start for x in (self.live if self.token_sampler.min_new_tokens else self.live[:1])]
+        """Number of tokens of each turn so far, at most `min_new_tokens`; one number for all if they are equal."""
+        least = self.token_sampler.min_new_tokens
+        counts = [min(least, self._step - x.start) for x in (self.live if least else self.live[:1])]
         return counts[0] if len(set(counts)) == 1 else torch.tensor(counts, device=self.engine.device)
 
     def _as_rows(self, turns: Sequence[TurnRequest], sampled: Sequence[TurnResult]) -> DataProto:

@@ -9,6 +9,10 @@ that attention reads keys and values without a copy; a slot moves only when a ro
 prompt share its keys and values (`StoredPrompt`), episodes have a copy each. If there are more episodes than slots, one
 that waits for its environment loses its slot and is computed again when it continues.
 
+On a GPU each step is a CUDA graph (`verl.model_paths.decode`), sampling included. Rows and keys are padded to a few
+numbers then: rows that are none are written to the next column of the slot at their place, which is empty. Keys, values
+and graphs stay in `DecodeMemory` from one call for responses to the next.
+
 `BatchRows`: turns of whole rows in batches, each decoded to its end, for models whose cache has no slots.
 """
 
@@ -17,14 +21,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl.model_paths import packed_attention
-from verl.model_paths.decode import BatchReader, NextToken, StepGraphs, graph_maker
+from verl.model_paths.decode import BatchReader, NextToken, StepGraphs, graph_maker, model_state, padded
 from verl.model_paths.expert_routing import ExpertRouting
 from verl.model_paths.families import ModelPaths
 from verl.model_paths.images import ImageRows, RowImages, RowMedia, sees_ahead
@@ -33,11 +36,15 @@ from verl.models.structure import call_model
 from verl.ops.attention import PromptGroups
 from verl.rollout.base import TurnRequest
 from verl.rollout.rows import left_padded
+from verl.rollout.token_sampler import TokenSampler
 
 PREFILL_TOKENS = 8192  # of one forward pass, padding included
 WORTH_SHARING = 64  # minimum tokens of a prompt for which one prefill per group saves more than it costs
 WORTH_REFILLING = 0.125  # fraction of free slots at which waiting responses are admitted
 WORTH_ENDING = 0.125  # fraction of finished rows at which they are removed
+ROW_MULTIPLE = 8  # of rows, where they are padded
+Pick = tuple[TokenSampler, bool, Tensor]  # of rows that may all stop; whether all are greedy; noise [r]
+HEIGHTS, WIDTHS = 2, 4  # numbers of rows and of keys between two powers of two, where they are padded
 
 
 @dataclass(eq=False)
@@ -84,6 +91,7 @@ class _Step:
 
     Attributes:
         positions, own: [b 1] of the next token: its position, and its column in the slot.
+        is_live: [b 1], 1, or 0 for rows that are padding.
         shortest, longest: own tokens of the rows at first.
         groups, prompt_width: see `CacheCall`.
         count: number of tokens processed since, of each row.
@@ -91,11 +99,45 @@ class _Step:
 
     positions: Tensor
     own: Tensor
+    is_live: Tensor
     shortest: int
     longest: int
     groups: PromptGroups | None
     prompt_width: int
     count: int = 0
+
+
+class DecodeMemory:
+    """Memory of decoding from one call for responses to the next: keys and values, graphs, and the tensors that graphs
+    read and write.
+
+    Attributes:
+        inputs: [4 rows 1] int64: positions, columns of the next token in the slots, 1 for a row and 0 for padding, and
+            tokens.
+        noise: [rows] float64, for picking the next token.
+        outputs: `logits` [rows V], `tokens` and `log_probs` [rows].
+    """
+
+    def __init__(self, model: Any, device: torch.device, *, records_experts: bool):
+        from verl.model_paths.kv_cache import SlotCache  # brings transformers
+
+        self.graphs = StepGraphs(graph_maker(model, device, records_experts=records_experts))
+        self.cache = SlotCache(model.config, 0, 0, shrinks=self.graphs.new_graph is None)
+        self.inputs = torch.zeros(4, 0, 1, dtype=torch.int64, device=device)
+        self.noise = torch.zeros(0, dtype=torch.float64, device=device)
+        self.outputs: dict[str, Tensor] = {}
+
+    def reserve(self, rows: int) -> None:
+        """Have inputs and outputs for so many rows."""
+        if rows > len(self.noise):
+            self.inputs, self.noise = self.inputs.new_zeros(4, rows, 1), self.noise.new_zeros(rows)
+            self.outputs = {}
+
+    def put(self, name: str, values: Tensor) -> None:
+        """Write an output; its memory is taken the first time."""
+        if name not in self.outputs:
+            self.outputs[name] = values.new_zeros(len(self.noise), *values.shape[1:])
+        self.outputs[name][: len(values)] = values
 
 
 class SlotRows:
@@ -110,8 +152,8 @@ class SlotRows:
             the first queue have the prompt; None: never.
         routing: router whose choices are recorded; the caller enters `ExpertRouting.recording`.
         images: how the model reads images, made when there are some.
+        memory: of other rows that have ended; the weights lie where they will be read.
     Attributes:
-        graphs: of decoding steps.
         keeps_episodes: keys and values of an episode are kept for its next turn.
     """
 
@@ -127,15 +169,16 @@ class SlotRows:
         shares_from: int | None = None,
         routing: ExpertRouting | None = None,
         images: Callable[[], ImageRows] | None = None,
+        memory: DecodeMemory | None = None,
     ):
-        from verl.model_paths.kv_cache import SlotCache  # brings transformers
-
         self.model, self.max_slots, self.keeps_episodes, self.images = model, max_slots, not is_single, images
         self.key_multiple, self.reads_once, self.routing = key_multiple, reads_once, routing
+        self.spare = int(key_multiple > 1)  # padding is written to the column after the tokens of a slot
         self.shares_from = shares_from if is_single and packed_attention.is_enabled(model) else None
         self.device, self.is_eager = compute_device(model), model.config._attn_implementation == "eager"
-        self.cache = SlotCache(model.config, max_slots, max_length)
-        self.graphs = StepGraphs(graph_maker(model, self.device, records_experts=routing is not None))
+        self.memory = memory or DecodeMemory(model, self.device, records_experts=routing is not None)
+        self.cache = self.memory.cache
+        self.cache.begin(max_slots, max_length)
         self.num_live = 0
         self._slots: list[Slot] = []  # by index, live rows first
         self._free: list[Slot] = []
@@ -143,6 +186,7 @@ class SlotRows:
         self._prompts: dict[tuple[Any, ...], StoredPrompt] = {}  # by `TurnRequest.prefix`
         self._shares: bool | None = None  # whether rows share stored prompts
         self._step: _Step | None = None
+        self.follow_weights()
 
     def admit(self, queue: list[TurnRequest]) -> tuple[list[TurnRequest], NextToken | None]:
         """Take turns from a queue; their rows follow the live ones. Returns them, and their next-token outputs."""
@@ -202,13 +246,46 @@ class SlotRows:
             following = following.select(torch.tensor(chosen, device=self.device))
         return following
 
-    def read(self, tokens: Tensor) -> NextToken:
-        """Process one new token [r] of each row; attention reads keys and values without a copy."""
+    def read(self, tokens: Tensor, pick: Pick | None = None) -> NextToken:
+        """Process one new token [r] of each row; attention reads keys and values without a copy.
+
+        Args:
+            pick: to pick the next tokens too, where rows are padded.
+        Returns:
+            Logits that are valid until the next call.
+        """
         step = self._step = self._step or self._first_step()
-        width = -(-(step.longest + step.count + 1) // self.key_multiple) * self.key_multiple
-        following = self.graphs.read(tokens[:, None], width, partial(self._read_one, step, width))
+        longest = step.longest + step.count + 1
+        if self.key_multiple == 1:
+            following = self._read_one(step, longest, tokens[:, None])
+        else:
+            following = self._read_padded(step, padded(longest, self.key_multiple, WIDTHS), tokens, pick)
         step.count += 1
         return following
+
+    def _read_padded(self, step: _Step, width: int, tokens: Tensor, pick: Pick | None) -> NextToken:
+        """Process a token [r] of each row in the tensors of `memory`, by a graph if there is one."""
+        memory, rows, routed, live = self.memory, len(step.own), None, slice(self.num_live)
+        memory.inputs[3, live, 0] = tokens
+        if pick is not None:
+            memory.noise[live] = pick[2]
+
+        def work() -> None:
+            nonlocal routed
+            following = self._read_one(step, width, memory.inputs[3, :rows])
+            memory.put("logits", logits := following.logits)
+            routed = following.routed
+            if pick is not None:
+                tokens = pick[0].pick(logits, memory.noise[:rows], 0, pick[1])
+                memory.put("tokens", tokens)
+                memory.put("log_probs", pick[0].log_probs(logits, tokens))
+
+        memory.graphs.valid_for((self._model_state, self.cache.num_grown, len(memory.noise)))
+        has_adapters = any(row.weights for row in self._slots[live])  # peft gathers the rows of each
+        memory.graphs.run(None if has_adapters else (rows, width, pick and pick[:2]), work)
+        out = {name: x[live] for name, x in memory.outputs.items()}
+        picked = None if pick is None else (out["tokens"].clone(), out["log_probs"].clone())
+        return NextToken(out["logits"], routed if routed is None else routed[live], picked)
 
     def _read_one(self, step: _Step, width: int, tokens: Tensor) -> NextToken:
         """Process a token [r 1] of each row, kernel by kernel; values that change per step are in tensors of `step`."""
@@ -219,16 +296,19 @@ class SlotRows:
         if not is_even:
             mask = torch.arange(width, device=self.device) <= step.own[:, :, None]
         columns = slice(longest, longest + 1) if is_even else step.own
-        count = len(self._slots) if self.keeps_episodes else self.num_live
-        call = CacheCall(0, columns, count, width, width, prompt_width=step.prompt_width, groups=step.groups)
-        following = self._forward(call, self._slots[: self.num_live], tokens, step.positions, mask)
-        step.positions += 1
-        step.own += 1
+        count = max(len(self._slots) if self.keeps_episodes else self.num_live, len(tokens))
+        length = width + self.spare
+        call = CacheCall(0, columns, count, length, width, prompt_width=step.prompt_width, groups=step.groups)
+        live = self._slots[: self.num_live]
+        following = self._forward(call, live + live[-1:] * (len(tokens) - len(live)), tokens, step.positions, mask)
+        step.positions += step.is_live
+        step.own += step.is_live
         return following
 
-    def drop_graph(self) -> None:
-        """Drop captured graphs: the weights are in other memory now."""
+    def follow_weights(self) -> None:
+        """The weights may be in other memory now."""
         self._settle()
+        self._model_state = None if self.memory.graphs.new_graph is None else model_state(self.model)
 
     def fewest_ended(self, num_live: int) -> int:
         """Number of finished rows at which removing them pays off; until then they stay in the batch."""
@@ -286,7 +366,6 @@ class SlotRows:
             for slot in self._slots[: self.num_live]:
                 slot.length += self._step.count
             self._step = None
-            self.graphs.reset()
 
     def _set_slots(self, slot_of_row: Iterable[tuple[int, Slot]]) -> None:
         """Swap slots to new indices."""
@@ -349,7 +428,8 @@ class SlotRows:
         count = len(self._prompts) if is_prompt else len(self._slots)
         is_even = is_new and min(map(len, tokens)) == longest
         written = slice(0, longest) if is_even else columns
-        call = CacheCall(rows[0].number, written, count, width, 0 if is_new else width, is_prompt)
+        length = width + self.spare
+        call = CacheCall(rows[0].number, written, count, length, 0 if is_new else width, is_prompt)
         mask, keys = None, torch.arange(width, device=self.device)
         if not is_new:
             mask = keys <= columns[:, :, None]
@@ -392,13 +472,20 @@ class SlotRows:
         return NextToken.of(out, self.routing)
 
     def _first_step(self) -> _Step:
-        live = self._slots[: self.num_live]
-        numbers = [(x.length + x.shift, x.own_length) for x in live]
-        positions, own = torch.tensor(numbers, device=self.device).T[:, :, None]
-        lengths = [slot.own_length for slot in live]
+        live, lengths = self._slots[: self.num_live], [slot.own_length for slot in self._slots]
+        numbers = [(x.length + x.shift, length, 1) for x, length in zip(live, lengths, strict=False)]
+        if self.key_multiple > 1:
+            rows = padded(len(live), ROW_MULTIPLE, HEIGHTS)
+            numbers += [(length, length, 0) for length in [*lengths, *[0] * rows][len(live) : rows]]
+            self.memory.reserve(rows)
+            inputs = self.memory.inputs[:3, :rows]
+            inputs[:, :, 0] = torch.tensor(numbers, device=self.device).T
+        else:
+            inputs = torch.tensor(numbers, device=self.device).T[:, :, None]
+        own = lengths[: len(live)]
         groups = self._prompt_groups(live) if any(slot.prompt for slot in live) else None
         width = max((prompt.length for prompt in self._prompts.values()), default=0)
-        return _Step(positions, own, min(lengths), max(lengths), groups, width)
+        return _Step(inputs[0], inputs[1], inputs[2], min(own), max(own), groups, width)
 
     def _prompt_groups(self, live: Sequence[Slot]) -> PromptGroups:
         """Groups of the live rows with their prompts."""
@@ -443,7 +530,7 @@ class BatchRows:
         media = [(turn.media_key, turn.media) for turn in batch[::n]]
         return batch, self.reader.begin(tokens.to(self.device), mask.to(self.device), n, media)
 
-    def read(self, tokens: Tensor) -> NextToken:
+    def read(self, tokens: Tensor, pick: Pick | None = None) -> NextToken:
         return self.reader.read(tokens)
 
     def fewest_ended(self, num_live: int) -> int:
@@ -459,8 +546,8 @@ class BatchRows:
     def forget(self, episode: int) -> None:
         """Nothing to free."""
 
-    def drop_graph(self) -> None:
-        """There is none."""
+    def follow_weights(self) -> None:
+        """Nothing depends on their memory."""
 
     def _next_batch(self, queue: list[TurnRequest]) -> tuple[list[TurnRequest], int]:
         """Take turns from the queue that can be decoded together: longest first, n consecutive turns of each prompt."""
@@ -507,7 +594,7 @@ def slots_distance(rows: SlotRows) -> float:
         for row, token in zip(live, tokens, strict=True):
             texts[row] = [*texts[row], token]
         following = rows.read(torch.tensor(tokens, device=rows.device))
-        found.extend((row, len(texts[row]), logits) for row, logits in zip(live, following.logits, strict=True))
+        found.extend((row, len(texts[row]), logits) for row, logits in zip(live, following.logits.clone(), strict=True))
 
     admit(range(4))
     read()

@@ -21,7 +21,7 @@ from verl.errors import VerlError
 
 FETCHED_S = 120.0  # that a result is kept after it was fetched: its answer may have been lost
 UNFETCHED_S = 3600.0  # that a result is kept for which nobody comes
-GATHER_S = 0.005  # a batch begins when no further sample request comes for so long
+GATHER_S = 0.02  # a batch begins when no further sample request comes for so long
 MAX_SAMPLES = 512  # of one batch
 MAX_ADAPTERS = 8  # of one batch
 MAX_WAITING = 4096  # requests of one session; more are refused for a while

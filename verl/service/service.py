@@ -10,6 +10,7 @@ means changes at once when it is saved again. What a client has not saved ends w
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import functools
 import logging
@@ -183,24 +184,23 @@ class TrainingService:
         directory = self.saved_at(address) if lora is None else None
 
         def work() -> dict[str, Any]:
-            if name not in client.models:  # else the client repeats a request of a while ago
-                self._add_model(name, lora, seed, directory, optimizer)
-            return {"model_id": name, "path": address, "type": "load_weights" if directory else "create_model"}
+            kind = "create_model" if directory is None else "load_weights"
+            answer = {"model_id": name, "path": address, "type": kind}
+            if name in client.models:  # the client repeats a request of a while ago
+                return answer
+            if sum(len(client.models) for client in [*self.clients.values()]) >= MAX_MODELS:
+                raise ConfigError(f"{MAX_MODELS} models are in training: end a session first.")
+            chosen = lora if directory is None else saved.read_record(directory).adapter
+            session = TrainingSession(self.base, seed=seed, lora=chosen)
+            with contextlib.ExitStack() as if_it_fails:
+                if_it_fails.callback(session.close)
+                if directory is not None:
+                    session.load(directory, optimizer)
+                self.client(client_id).models[name] = Model(name, session)
+                if_it_fails.pop_all()
+            return answer
 
         return self.jobs.submit(name, client_id, work)
-
-    def _add_model(self, name: str, lora: LoRA | None, seed: int, directory: Path | None, optimizer: bool) -> None:
-        if sum(len(client.models) for client in [*self.clients.values()]) >= MAX_MODELS:
-            raise ConfigError(f"{MAX_MODELS} models are in training: end a session first.")
-        lora = lora if directory is None else saved.read_record(directory).adapter
-        session = TrainingSession(self.base, seed=seed, lora=lora)
-        try:
-            if directory is not None:
-                session.load(directory, optimizer)
-            self.client(name).models[name] = Model(name, session)
-        except BaseException:
-            session.close()
-            raise
 
     def in_order(self, body: Any, work: Callable[[Model], Any]) -> dict[str, str]:
         """Queue a request of a model. Clients send those of a model one after another, numbered.

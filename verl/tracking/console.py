@@ -153,7 +153,7 @@ class ConsoleTracker(Tracker):
     def samples(self, rows: list[dict[str, Any]], step: int, name: str) -> None:
         self._print_hidden()
         for row in rows[: self._settings.sample_rows]:
-            shown = {key: value for key, value in row.items() if key != "episode"}  # too long for a line
+            shown = {key: value for key, value in row.items() if key not in ("episode", "pictures")}  # too long
             self._print(sample_line(f"{name} sample", shown, self._width), "cyan", wraps=False)
 
     def message(self, text: str) -> None:

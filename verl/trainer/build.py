@@ -408,7 +408,12 @@ class PolicyTrainer(LoopTrainer):
             return {}
         responses = self.evaluated(range(len(self.eval_data)), step)
         records = evaluated_rows(responses, self.settings.success_score)
-        self.tracker.samples(sample_rows(responses["greedy"], self.settings.sample_rows), step, "eval")
+        samples = sample_rows(responses["greedy"], self.settings.sample_rows)
+        pictures = getattr(self.eval_data, "pictures", lambda _: [])
+        for row, sample in enumerate(samples):
+            if shown := pictures(row):
+                sample["pictures"] = shown
+        self.tracker.samples(samples, step, "eval")
         self.tracker.evaluated_rows(records, step)
         return self.evaluation_metrics(records)
 
@@ -444,7 +449,6 @@ class PolicyTrainer(LoopTrainer):
             "sampler": self.sampler,
             "kl": self.kl,
             "reward": self.reward_stats,
-            "lengths": self.sampling.lengths,
             "safety": self.guards.monitor,
             **ahead,
             **kept,

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from verl.models.pretrained import Pretrained
+from verl.rollout.proof import fingerprints
 from verl.rollout.proof.fingerprints import (
     COLUMNS,
     HostCopies,
@@ -122,3 +123,32 @@ def test_a_fingerprint_on_a_device_takes_few_kernels_and_sends_nothing_there_aga
             fingerprint(weight, vectors, torch.bfloat16)
         counts.append(launches.count)
     assert counts[1] <= most
+
+
+def test_parts_that_are_computed_together_on_a_device_have_the_fingerprints_of_each(monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"a": (6, 16), "b": (10, 16), "c": (4, 8), "norm": (16,), "bias": (3,), "half": (8, 16), "columns": (5, 8)}
+    whole = {name: (tuple((0, n) for n in shape), shape) for name, shape in shapes.items()}
+    parts = {name: (torch.randn(shape, generator=draw), box, shape) for name, (box, shape) in whole.items()}
+    parts["half"] = (parts["half"][0][4:], ((4, 8), (0, 16)), shapes["half"])
+    parts["columns"] = (parts["columns"][0][:, 2:6].contiguous(), ((0, 5), (2, 6)), shapes["columns"])
+    vectors = ProbeVectors(3)
+    alone = {name: fingerprints.own_part(*part, vectors, torch.bfloat16) for name, part in parts.items()}
+    assert fingerprints.own_parts(parts, vectors, torch.bfloat16).keys() == parts.keys()
+    monkeypatch.setattr(fingerprints, "is_in_main_memory", lambda x: False)
+    copies, calls = HostCopies(), []
+    monkeypatch.setattr(fingerprints, "fingerprint", lambda *given: calls.append(given) or fingerprint(*given))
+    with copies:
+        together = fingerprints.own_parts(parts, vectors, torch.bfloat16)
+    copies.finish()
+    assert len(calls) == 3  # matrices 16 and 8 wide, and vectors
+    for name, mark in alone.items():
+        found = together[name]
+        for field in ("rows", "offset", "width", "is_term"):
+            assert getattr(found, field) == getattr(mark, field)
+        assert differing(mark, found) is None
+    wrong = {name: (part.roll(1, 0), *where) for name, (part, *where) in parts.items()}
+    with copies:
+        together = fingerprints.own_parts(wrong, vectors, torch.bfloat16)
+    copies.finish()
+    assert all(differing(mark, together[name]) is not None for name, mark in alone.items())

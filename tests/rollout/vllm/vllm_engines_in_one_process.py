@@ -9,6 +9,7 @@ of log-probs, or the error. Weights go through the stream that they go through b
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -26,6 +27,7 @@ from image_models import save_image_model
 from model_paths.test_images import batch_of, prompts_of
 from rollout.engines import agreement, generate, plain_log_probs, random_prompts, save_family, shake
 
+from verl.errors import WeightSyncError
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.ops.sampling import NO_TURN
@@ -34,8 +36,10 @@ from verl.rollout.base import GenerationRequest, TurnEngine, TurnRequest, TurnRe
 from verl.rollout.engine_process.messages import TurnOutput
 from verl.rollout.engine_process.process import EngineError
 from verl.rollout.hf import HFRollout
+from verl.rollout.model_log_probs import trainer_log_probs
 from verl.rollout.proof.fingerprints import ProbeVectors
-from verl.rollout.proof.verifier import SyncVerifier, VerifyRequest, compare
+from verl.rollout.proof.probe import probe_rows
+from verl.rollout.proof.verifier import SyncVerifier, VerifyRequest
 from verl.rollout.rows import assemble_turns, prompt_tokens, row_media
 from verl.rollout.token_sampler import TokenSampler
 from verl.rollout.vllm.config import VLLMRollout
@@ -132,11 +136,16 @@ def images(family_name: str, directory: Path) -> dict[str, Any]:
 
 def differing_tensors(engine: Any, model: Any) -> list[str]:
     """Names of the tensors that a proof of the engine finds not to be those of the model."""
-    verifier = SyncVerifier(model, model.dtype)
+    rows = probe_rows(model.config.get_text_config().vocab_size)
+    verifier = SyncVerifier(model, model.dtype, rows, functools.partial(trainer_log_probs, model))
     question = verifier.question()
     for weight in weights_of(model):
         verifier.add_fingerprint(weight.name, weight.make())
-    return [*compare(verifier.fingerprints, engine.prove(question).fingerprints)]
+    try:
+        verifier.verify(engine.prove(question))
+    except WeightSyncError as error:
+        return list(error.names)
+    return []
 
 
 def refused(options: VLLMRollout, directory: Path, **changes: Any) -> dict[str, Any]:

@@ -666,7 +666,7 @@ function responseOf(row, before) {
 }
 
 function samplesSection(rows, leftOut) {
-  const ofData = [...new Set(rows.flatMap((row) => Object.keys(row.others)))].filter((name) => name !== "episode");
+  const ofData = [...new Set(rows.flatMap((row) => Object.keys(row.others)))].filter((name) => !["episode", "pictures"].includes(name));
   const columns = [
     ["step", "step"], ["source", "source"], ["score", "reward"],
     ["prompt", "prompt"], ["response", "response"], ...ofData.map((name) => ["others." + name, name]),
@@ -686,10 +686,12 @@ function samplesSection(rows, leftOut) {
       td.classList.add("prompt");
       td.replaceChildren(element("button", {type: "button", textContent: visible(value), title: "this prompt through all steps",
         onclick: () => change({exact: row.prompt, sort: "step"})}));
+      for (const src of Array.isArray(row.others.pictures) ? row.others.pictures : [])
+        td.prepend(element("img", {src, alt: "image of the prompt"}));
     }
     if (name === "response") {
       td.replaceChildren(...responseOf(row, before));
-      if (!row.others.episode) td.title = visible(JSON.stringify(row.others, null, 1));
+      if (!row.others.episode) td.title = visible(JSON.stringify({...row.others, pictures: undefined}, null, 1));
     }
     return td;
   };

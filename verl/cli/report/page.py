@@ -159,7 +159,7 @@ def render(content: Mapping[str, Any], title: str) -> str:
     # the rule of browsers that the page runs this script and loads nothing
     digests = (base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (script, style))
     rules = "default-src 'none'; script-src 'sha256-{}'; style-src 'sha256-{}'; base-uri 'none'".format(*digests)
-    rules += "; form-action 'none'"
+    rules += "; form-action 'none'; img-src data:"
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{heading}</title>\n'
         f'<meta http-equiv="Content-Security-Policy" content="{rules}">\n'

@@ -284,6 +284,28 @@ def own_part(
     return WeightFingerprint(as_array(values), shape[1], dtype_name(dtype)).part_of(shape[0], first, True)
 
 
+def own_parts(
+    parts: Mapping[str, tuple[Tensor, Box, Sequence[int]]], vectors: ProbeVectors, dtype: torch.dtype
+) -> dict[str, WeightFingerprint]:
+    """`own_part` of several tensors. On a device all vectors are computed together, and matrices of one width: starting
+    kernels for each tensor takes longer than reading it."""
+    marks: dict[str, WeightFingerprint] = {}
+    groups: dict[tuple[int, ...], list[str]] = {}
+    for name, (part, box, shape) in parts.items():
+        if len(shape) in (1, 2) and box[1:] == tuple((0, n) for n in shape[1:]) and not is_in_main_memory(part):
+            groups.setdefault(tuple(shape[1:]), []).append(name)
+        else:
+            marks[name] = own_part(part, box, shape, vectors, dtype)
+    for names in groups.values():
+        tensors, begin = [parts[name][0] for name in names], 0
+        mark = fingerprint(tensors[0] if len(tensors) == 1 else torch.cat(tensors), vectors, dtype)
+        for name, tensor in zip(names, tensors, strict=True):
+            _, box, shape = parts[name]
+            own, begin = slice(begin, begin + len(tensor)), begin + len(tensor)
+            marks[name] = replace(mark, values=mark.values[:, own]).part_of(shape[0], box[0][0])
+    return marks
+
+
 def transpose_to_out_in(part: Tensor, box: Box, shape: Sequence[int]) -> tuple[Tensor, Box, tuple[int, ...]]:
     """Transpose a part of a matrix from [in, out] to [out, in]."""
     return part.T, (box[1], box[0]), (shape[1], shape[0])

@@ -209,16 +209,22 @@ class StreamWriter:
         copying, name, tensor = 0.0, "", torch.empty(0)
         for number, entries in enumerate(chunks):
             self._wait_for_readers(number - 1, is_reader_alive)
+            views, parts = [], []
             for entry in entries:
                 start = time.perf_counter()
                 if entry.begin == 0:
                     name, tensor = next(tensors)
                 assert name == entry.name
                 part = tensor if entry.whole is None else tensor[entry.begin : entry.begin + entry.shape[0]]
-                chunk_view(self._chunks[number % 2], entry, dtype).copy_(part)
+                views.append(chunk_view(self._chunks[number % 2], entry, dtype))
+                parts.append(part)
                 copying += time.perf_counter() - start
                 if entry.is_last:
                     note(name, tensor)
+            start = time.perf_counter()
+            if views:
+                torch.ops.aten._foreach_copy_(views, parts)
+            copying += time.perf_counter() - start
             if self._chunks.is_cuda:
                 torch.cuda.synchronize(self._chunks.device)
             self._head[FILLED] = number + 1

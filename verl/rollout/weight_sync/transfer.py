@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from verl.models.hf_state_dict import live_tensors
-from verl.models.parallel_info import Autocast, ParallelInfo, parallel_info_of
+from verl.models.parallel_info import Autocast, ParallelInfo, cast_together, parallel_info_of
 from verl.ops.resharding.dtensor import is_on_other_stage
 from verl.ops.resharding.execute import LIMIT_BYTES, reshard, reshard_plans
 from verl.ops.resharding.layout import Box, Layout, TensorLayout, volume
@@ -29,7 +29,7 @@ from verl.rollout.proof.fingerprints import (
     FingerprintParts,
     HostCopies,
     ProbeVectors,
-    own_part,
+    own_parts,
     transpose_to_out_in,
 )
 from verl.rollout.weight_sync.state_dict import NamedWeight, dtype_of, weights_of
@@ -138,9 +138,11 @@ class WeightTransfer:
                 if is_on_other_stage(sources[name].tensor):
                     continue
                 present = sources[name].present()  # all ranks, in one order
-                part = self.parallel_info.local(present).to(self.parallel_info.device, self.dtype)
+                part = self.parallel_info.local(present).to(self.parallel_info.device)
                 if bucket.source.holds(self.parallel_info.rank, name) is not None:
                     held[name] = part
+            wide = {name: x for name, x in held.items() if x.dtype != self.dtype}
+            held |= zip(wide, cast_together([*wide.values()], self.dtype), strict=True)
             if vectors is not None:
                 self._take_fingerprints(held, moved, vectors, copies)
             yield bucket, held
@@ -150,7 +152,7 @@ class WeightTransfer:
         self, held: Mapping[str, Tensor], moved: RankTransfer, vectors: ProbeVectors, copies: HostCopies
     ) -> None:
         """Compute the fingerprints of this rank's parts, unless a lower rank holds the same part."""
-        began = time.perf_counter()
+        began, parts = time.perf_counter(), {}
         for name in held.keys() & self._fingerprinted:
             layout = self.plan.source.tensors[name]
             box = layout.box(self.parallel_info.mesh, self.parallel_info.rank)
@@ -158,8 +160,10 @@ class WeightTransfer:
             part, shape = held[name], layout.shape
             if name in self._transposed:
                 part, box, shape = transpose_to_out_in(part, box, shape)
-            with copies:
-                moved.parts[name] = [own_part(part, box, shape, vectors, self.dtype)]
+            parts[name] = part, box, shape
+        with copies:
+            marks = own_parts(parts, vectors, self.dtype)
+        moved.parts |= {name: [mark] for name, mark in marks.items()}
         moved.fingerprint_s += time.perf_counter() - began
 
     def _is_first_holder(self, name: str) -> bool:

@@ -94,7 +94,7 @@ class MemoryPlan:
         saving: of one checkpoint; at most `num_checkpoints` are on disk at a time.
         copied: host buffers of a machine for asynchronous saves.
         host: main memory of each machine of a run on GPUs.
-        stays_awake: the engine keeps its GPU memory while the trainer works.
+        stays_awake: the engine keeps its GPU memory while the trainer works; that of `rollout=hf` its keys and values.
         trainer_bytes: that the actor's processes need on the device while an engine there is awake.
     """
 
@@ -170,7 +170,8 @@ def memory_plan(run: Any, device: DeviceRates, limit: int | None = None, counted
     copied = saved // nodes if saves is not None and saves.save_async else 0
     sent = (1 + run.trainer.staleness) * roles[0].weights if apart else 0
     offloaded = sum(role.persistent_bytes for role in roles if role.is_offloaded) * (processes - apart)
-    sleeps = has_engine and getattr(run.rollout, "sleep", False)
+    sleeps = getattr(run.rollout, "sleep", False if has_engine else None) if step.generates else None
+    keeps = sleeps is False or (has_engine and (not sleeps or run.trainer.staleness))
     plan = MemoryPlan(
         roles=tuple(roles),
         limit=(device.memory if device.is_gpu else device.memory // max(1, processes)) if limit is None else limit,
@@ -180,9 +181,7 @@ def memory_plan(run: Any, device: DeviceRates, limit: int | None = None, counted
         num_checkpoints=(saves.keep_last_n or 0) + 1 if saves is not None else 0,
         copied=copied,
         host=copied + sent + offloaded if device.is_gpu else 0,
-        stays_awake=bool(
-            has_engine and run.rollout.location == "process" and device.is_gpu and (not sleeps or run.trainer.staleness)
-        ),
+        stays_awake=bool(keeps and device.is_gpu and run.rollout.location != "server"),
     )
     on_host = {} if device.is_gpu else {"copy for the writer": copied // max(1, processes - apart)}
     plan = _with_phases(run, plan, device, on_host, sent)
@@ -298,11 +297,11 @@ def _with_phases(run: Any, plan: MemoryPlan, device: DeviceRates, on_host: Mappi
         fixed |= {} if device.is_gpu or actor not in members else {"weights for rollout workers": sent}
         fixed |= on_host
         if workload(run).generates and actor in members and getattr(run, "actor_generates", True):
-            alone = [phase.total for phase in _phases(run, members, fixed, {}, device)]
+            alone = [phase.total for phase in _phases(run, members, fixed, {}, device, False)]
             gathered = alone[0] + max(role.gathered for role in members)  # weights that a sync gathers
             trainer_bytes = max([gathered, *alone] if plan.stays_awake else [gathered])
             engine = _engine_parts(run, actor, plan, device, trainer_bytes)
-        phases += _phases(run, members, fixed, engine, device)
+        phases += _phases(run, members, fixed, engine, device, plan.stays_awake)
     if getattr(run, "has_rollout_worker", False):  # a process with a whole copy of the actor's model
         worker = _role_memory(run, "actor", RoleLayout.of(NoSharding(), run.num_rollout_workers))
         # without computing with the copy there is none in the dtype of computation
@@ -317,17 +316,23 @@ def _with_phases(run: Any, plan: MemoryPlan, device: DeviceRates, on_host: Mappi
 
 
 def _phases(
-    run: Any, roles: Sequence[RoleMemory], fixed: Mapping[str, int], engine: Mapping[str, int], device: DeviceRates
+    run: Any,
+    roles: Sequence[RoleMemory],
+    fixed: Mapping[str, int],
+    engine: Mapping[str, int],
+    device: DeviceRates,
+    stays_awake: bool,
 ) -> Iterator[PhaseMemory]:
     """The phases of a step in processes with the same roles, by part.
 
     Args:
         fixed: bytes in every phase: weights and optimizer states among them.
         engine: of generation; empty if these processes do not generate.
+        stays_awake: see `MemoryPlan`.
     """
     first, has_engine = roles[0], "engine weights" in engine
     awake = {part: size for part, size in engine.items() if part != ASLEEP}
-    kept = {part: size for part, size in awake.items() if part != "sampling"} if has_engine else {}
+    kept = {part: size for part, size in awake.items() if part != "sampling"} if has_engine or stays_awake else {}
     if ASLEEP in engine:
         kept = {ASLEEP: engine[ASLEEP]}
     phases = {"rest": kept}

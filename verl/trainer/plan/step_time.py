@@ -3,7 +3,7 @@
 pass      max(tokens (2 parameters + attention) / flops, calls weights / bandwidth), and calls layers starts
 generate  prefill, and for each token one pass and the keys and values of all rows
 update    3 passes (4 with recomputed layers), or the traffic if that takes longer, and the optimizer
-sync      weights / link
+sync      seconds of each layer, and weights / rate of an engine
 """
 
 from __future__ import annotations
@@ -109,8 +109,9 @@ def stage_times(run: Any, memory: MemoryPlan, device: DeviceRates, response: int
         seconds = max(compute, sending) + moments * step.updates
         stages.append(StageTime(f"update {role.name}", seconds, bound, sent))
     if step.generates and hasattr(run.rollout, "kv_cache_gib"):
-        size = memory.roles[0].sizes.parameters * memory.roles[0].dtype.itemsize
-        stages.append(StageTime("sync", size / (device.link if device.is_gpu else device.reads()), "memory"))
+        sizes, size = (role := memory.roles[0]).sizes, role.sizes.parameters * role.dtype.itemsize
+        seconds = sizes.layers * device.sync_layer_s + size / engine_of(run, memory, device).ways / device.sync_rate
+        stages.append(StageTime("sync", seconds, "starting operations" if device.is_gpu else "memory"))
     return stages
 
 

@@ -160,6 +160,7 @@ class DeviceRates:
             width of `WIDE` and more.
         trained_layer_s: the same of a role that scores or trains, kernel by kernel; backward takes twice as much.
         decode_s: seconds of an engine per token, in addition to the model: scheduling, sampling, replies.
+        sync_layer_s, sync_rate: of a sync to an engine, seconds of a layer, and bytes per second, proof included.
     """
 
     name: str
@@ -173,6 +174,8 @@ class DeviceRates:
     layer_s: float = 2e-4
     trained_layer_s: float = 2e-3  # H200: 0.20 s for an update of SmolLM2-135M in one micro-batch
     decode_s: float = 4e-3
+    sync_layer_s: float = 5.7e-3  # H200: 0.20 s for SmolLM2-135M, 0.50 s for a Qwen2 of 1.5B, tensor by tensor
+    sync_rate: float = 9 * GB
     products_share: float = 0.36  # published for training of dense models on H100s are 0.33 to 0.39
     bandwidth_share: float = 0.7
     is_gpu: bool = True
@@ -220,7 +223,7 @@ def device_named(name: str) -> DeviceRates:
     if name == "cpu":
         return this_cpu()
     if (rates := DEVICES.get(name.lower())) is None:
-        raise ConfigError(f"plan.device is {name!r}: known are {', '.join(DEVICES)} and cpu.")
+        raise ConfigError(f"--device is {name!r}: known are {', '.join(DEVICES)} and cpu.")
     return rates
 
 
@@ -250,6 +253,8 @@ def this_cpu() -> DeviceRates:
         layer_s=5e-4,
         trained_layer_s=5e-4,
         decode_s=0.0,
+        sync_layer_s=0.0,
+        sync_rate=10 * GB,
         products_share=1.0,
         bandwidth_share=1.0,
         is_gpu=False,

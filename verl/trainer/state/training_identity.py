@@ -52,6 +52,7 @@ DEFAULTS_OF_OLDER_CHECKPOINTS = {
     "algorithm.proximal": "trainer",
     "rollout.pipeline_parallel_size": 1,
     "rollout.router_replay": False,
+    "rollout.sleep": "auto",
     "actor.model.compile": False,
     **{f"{role}.model.freeze": None for role in ("actor", "critic", "reference")},
     **{f"{role}.model.images": False for role in ("actor", "critic", "reference")},
