@@ -33,7 +33,6 @@ from verl.rollout.hf import HFRollout
 from verl.rollout.scripted import ScriptedRollout
 from verl.rollout.server.config import ServerRollout
 from verl.rollout.vllm.config import VLLMRollout
-from verl.sandbox.remote import RemoteSandbox
 from verl.tracking.base import Trackers
 from verl.tracking.console import Console
 from verl.tracking.tensorboard import TensorBoard
@@ -123,13 +122,12 @@ REFUSED = [  # kind, settings, and what is blamed if not the last of them
     # checkpoints, monitoring, trackers, sandboxes
     *((Retention, {name: 0}) for name in ("keep_last_n", "keep_every")),
     (Retention, {"best_mode": "most"}),
-    (Monitoring, {"max_skips": 0}), (Monitoring, {"spike_history": 2}), (Monitoring, {"spike_window": 5}),
-    (Monitoring, {"spike_factor": 0.0}), (Monitoring, {"max_dumps": -1}), (Monitoring, {"dump_rows": 0}),
+    (Monitoring, {"max_skips": 0}),
+    (Monitoring, {"max_dumps": -1}), (Monitoring, {"dump_rows": 0}),
     (Monitoring, {"plant_nan_at": 0}), (Monitoring, {"on_non_finite": "ignore"}),
     (Console, {"sample_rows": -1}),
     (TensorBoard, {"flush_s": 0}),
     (Trackers, {"jsonl": "yes"}),
-    (RemoteSandbox, {"endpoint": Endpoint(base_url="http://localhost:1", timeout_s=5.0)}, "endpoint.timeout_s"),
 ]  # fmt: skip
 
 

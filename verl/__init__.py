@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,6 +15,12 @@ if TYPE_CHECKING:
     from verl.trainer.api.pipeline import DataPipeline, RLTrainer
     from verl.trainer.api.trainer import Trainer
     from verl.utils.env_check import check_env
+
+# GNU OpenMP, which torch brings, reads this when it is loaded. Its threads wait for each other by spinning, by default
+# longer than a process may keep a core: beside one busy process, two threads on two cores take 40 times as long
+# (benchmarks/busy_machine.py).
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
 __version__ = "0.3.0"
 __distribution__ = "verl"  # name on a package index, and of its extras in messages; what is imported is `verl`

@@ -6,7 +6,6 @@ import dataclasses
 
 import pytest
 import torch
-from cluster.ray_here import placed
 from http_client.servers import serving
 from random_models import save_random_model
 from refusals import refused
@@ -116,20 +115,6 @@ def distilled(model, teacher_dir, **parts):
     options = {"lr": 1e-3, "total_steps": 3, "tracker": JSONL, "save_final": False, "eval_samples": 0}
     teacher = Reference(model=Pretrained(path=str(teacher_dir), dtype=model.dtype))
     return ppo_run(model, algorithm(top_k=5), reference=teacher, **(options | parts))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.xdist_group("ray")
-@pytest.mark.usefixtures("ray_here")
-@pytest.mark.parametrize("placement", [{}, {"pools": {"teachers": ("reference",)}, "workers": {"teachers": 1}}])
-def test_under_ray_it_distils_what_it_distils_here(placement, model32, tmp_path):
-    teacher = save_random_model(tmp_path / "teacher", "qwen2", torch.float32, hidden_size=64)
-    fit(distilled(model32, teacher), tmp_path / "here")
-    fit(distilled(model32, teacher, placement=placed(**placement)), tmp_path / "ray")
-    here, ray = (step_lines(tmp_path / name) for name in ("here", "ray"))
-    for name in ("distill/divergence_nats", "actor/loss", "actor/grad_norm"):
-        assert [line[name] for line in ray] == [line[name] for line in here]
-    assert here[0]["distill/divergence_nats"] > 0.01
 
 
 def test_responses_of_a_server_are_distilled(dir32, model32, tmp_path):

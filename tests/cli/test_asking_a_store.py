@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -48,37 +47,10 @@ def here(model32, tmp_path_factory, s3_url) -> Iterator[Path]:
         yield directory / "checkpoints/global_step_2"
 
 
-TRUSTED = ("reward._target_=trainer.runs.Arbitrary", "data._target_=trainer.runs.Prompts")  # of the tests
-
-
 def told(*arguments, status: int = 0) -> str:
     result = CliRunner().invoke(app, [*map(str, arguments)])
     assert result.exit_code == status, result.output
     return result.output
-
-
-@pytest.mark.exhaustive
-def test_a_policy_in_a_store_answers_as_the_one_on_the_disk(here):
-    on_disk, in_store = (
-        json.loads(told("eval", place, "--json", *TRUSTED)) for place in (here, f"{ADDRESS}/global_step_2")
-    )
-    named = {name: in_store[name] for name in ("actor", "results", "settings")}  # by the policy's address
-    assert named["actor"] == f"{ADDRESS}/global_step_2"
-    assert in_store == {**on_disk, **named}
-    assert told("generate", ADDRESS, "--prompt", "5+5=") == told("generate", here, "--prompt", "5+5=")
-    assert {*Path().iterdir()} <= {Path("outputs")}, "what was fetched is gone"
-
-
-@pytest.mark.exhaustive
-def test_what_is_taken_out_of_a_store_is_what_is_taken_out_of_the_disk(here, tmp_path):
-    found = []
-    for name, place in (("disk", here), ("store", ADDRESS)):
-        told("checkpoint", "export", place, tmp_path / name)
-        found.append((tmp_path / name / "model.safetensors").read_bytes())
-    assert found[0] == found[1]
-    on_disk, in_store = (json.loads(told("checkpoint", "inspect", place)) for place in (here, ADDRESS))
-    assert on_disk["tensors"] == in_store["tensors"]
-    assert "global_step_2: complete" in told("checkpoint", "verify", ADDRESS, "--full")
 
 
 @pytest.mark.exhaustive

@@ -8,7 +8,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from trainer.runs import GRPO_ALGORITHM, JSONL, PPO_ALGORITHM, Prompts, ppo_run
+from trainer.runs import JSONL, PPO_ALGORITHM, Prompts, ppo_run
 from trainer.test_sft import sft_run
 from typer.testing import CliRunner
 
@@ -17,11 +17,9 @@ from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import commit_line
 from verl.cli.main import app
 from verl.component import BuildContext
-from verl.models.lora import LoRA
 from verl.rewards.rules import ExactMatch
 
 runner = CliRunner()
-THREADS = "trainer.num_threads=1"
 OWN = ("data._target_=trainer.runs.Prompts", "reward._target_=trainer.runs.Arbitrary")  # code that is not verl's
 ROWS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+2=", "answer": "4"}, {"prompt": "3+3=", "answer": "6"}]
 
@@ -65,13 +63,6 @@ def test_the_numbers_are_those_that_the_run_logged_at_that_step(path, step, run)
     assert (told["step"], told["rows"]) == (step, 3)
     assert told["metrics"].items() >= evaluations[step].items()
     assert evaluations[1] != evaluations[2]
-
-
-@pytest.mark.exhaustive
-def test_an_adapter_is_evaluated_with_its_model(model32, tmp_path):
-    evaluations = trained(model32, tmp_path, GRPO_ALGORITHM, LoRA(rank=2))
-    told = json.loads(asked("eval", tmp_path / "checkpoints", *OWN, "--json"))
-    assert {key: told["metrics"][key] for key in evaluations[2]} == pytest.approx(evaluations[2])
 
 
 @pytest.mark.exhaustive
@@ -135,11 +126,6 @@ def test_rows_of_a_file_that_were_trained_on_are_counted_and_no_others(run, tmp_
     assert "rows" not in caplog.text
 
 
-@pytest.mark.exhaustive
-def test_a_class_of_data_that_prompts_replace_may_be_named(run):
-    assert asked("generate", run[0] / "checkpoints", OWN[0], "--prompt", "5+5=").startswith("5+5=")
-
-
 def test_prompts_are_answered_and_greedily_always_the_same(run):
     ask = ("generate", run[0] / "checkpoints", "--prompt", "5+5=", "--prompt", "1", "--max-new-tokens", "4")
     ask = (*ask, "--json")
@@ -150,13 +136,6 @@ def test_prompts_are_answered_and_greedily_always_the_same(run):
     drawn = [json.loads(line)["response"] for line in asked(*ask, "--samples", "3").splitlines()]
     assert len(drawn) == 6
     assert len(set(drawn)) > 2
-
-
-@pytest.mark.exhaustive
-def test_prompts_are_answered_by_plain_weights_and_by_the_rows_that_were_held_out(run, model32):
-    said = asked("generate", model32.path, "data.as_chats=false", "--prompt", "5+5=", "--max-new-tokens", "3", THREADS)
-    assert said.startswith("5+5=\n  -> ")
-    assert len(asked("generate", run[0] / "run", OWN[0]).splitlines()) == 6
 
 
 def test_a_damaged_policy_is_named_and_not_asked(run, tmp_path):

@@ -152,13 +152,6 @@ def parent(run_id: str, **changed: Any) -> dict:
     return {"parent": {"run_id": run_id, "checkpoint": "c", "step": 1, "differences": {}, **changed}}
 
 
-@pytest.mark.exhaustive
-def test_a_training_may_be_resumed_any_number_of_times(tmp_path):
-    runs = [{"run_id": f"r{number}", **(parent(f"r{number - 1}") if number else {})} for number in range(1200)]
-    said = recorded(tmp_path, *runs)
-    assert all(f"run r{number} " in said for number in (0, 99, 100, 1199))
-
-
 @pytest.mark.parametrize(
     "runs",
     [

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 
 import verl
 from verl.cli.main import app
-from verl.cli.plan import plan_only
 from verl.cli.resume_check import RunLauncher
 from verl.compose.launch import start_message
 from verl.compose.schema import own_conf_dirs
@@ -125,12 +124,9 @@ def own_groups(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", ["-cd", *exhaustive("--config-dir")])
 def test_groups_of_ones_own_are_planned_as_they_are_trained(flag, own_groups, model32):
-    model = ["actor=pretrained", f"actor.model.path={model32.path}", "reward=mine", "plan.device=cpu"]
+    model = ["actor=pretrained", f"actor.model.path={model32.path}", "reward=mine", "--device", "cpu"]
     found = runner.invoke(app, ["plan", flag, str(own_groups), *model])
     assert found.exit_code == 0, found.output
-    with pytest.raises(SystemExit) as end:
-        plan_only("ppo", [flag, str(own_groups), *model])
-    assert end.value.code == 0
 
 
 def test_a_flag_of_training_is_refused_by_plan():
@@ -153,10 +149,3 @@ def test_groups_of_ones_own_reach_the_runs_of_a_resume_check(own_groups, monkeyp
     monkeypatch.setattr(RunLauncher, "run", lambda self, *_: started.extend(self.overrides) or sys.exit(0))
     runner.invoke(app, ["resume-check", "--config-dir", str(own_groups), "reward=mine"])
     assert started == [f"--config-dir={own_groups}", "reward=mine"]
-
-
-def test_an_unknown_flag_of_a_plan_is_refused_under_the_name_of_the_command(capsys):
-    with pytest.raises(SystemExit) as end:
-        plan_only("ppo", ["--foo"])
-    assert end.value.code == 2
-    assert "verl plan --help" in capsys.readouterr().err

@@ -136,18 +136,6 @@ def test_a_run_that_stands_still_is_named_with_its_stage_and_ended(tmp_path, mon
 
 
 @pytest.mark.exhaustive
-def test_a_training_that_is_stopped_in_a_step_is_named_with_the_stage(model32, tmp_path):
-    reward = tmp_path / "stop.py"
-    reward.write_text("import os, signal\ndef rate(prompts, responses):\n    os.kill(os.getppid(), signal.SIGSTOP)\n")
-    stop = [f"reward.path={reward}:rate", "trainer.eval_before=false"]
-    overrides = [text for text in small_run(model32, tmp_path) if not text.startswith("reward.path")]
-    result = runner.invoke(app, ["resume-check", "--timeout", "30", *overrides, *stop])
-    assert result.exit_code == 2, result.output
-    told = "the straight run made no progress for 30 s (--timeout) at: reward; it is stopped (SIGSTOP or SIGTSTP)"
-    assert told in result.output
-
-
-@pytest.mark.exhaustive
 def test_another_layout_agrees_to_rounding_and_the_check_says_so(model32, tmp_path):
     result = check("--to-sharding", "ddp", "--processes", "2", "--steps", "2", model=model32, directory=tmp_path)
     assert result.exit_code == 0, result.output

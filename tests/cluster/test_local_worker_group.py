@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from cluster.processes_of import temporary_directories, wait_until_gone, workers_of
+from cluster.processes_of import temporary_directories, wait_until_gone
 from cluster.toy_roles import ToyHost
 
 from verl.cluster.local_worker_group import InlineWorkerGroup, LocalWorkerGroup
@@ -58,26 +56,6 @@ def test_a_worker_killed_while_idle_fails_the_next_call(own_tmp):
     finally:
         cluster.close()
     assert temporary_directories(own_tmp) == []
-
-
-@pytest.mark.exhaustive
-def test_workers_that_are_stopped_end_with_a_driver_that_is_killed_and_leave_nothing(tmp_path, own_tmp):
-    script = tmp_path / "script.py"
-    script.write_text(driver(2) + "import time\ntime.sleep(600)\n")
-    environment = os.environ | {"TMPDIR": str(own_tmp)}
-    process = subprocess.Popen([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout.readline() == "0\n"  # type: ignore
-        workers = workers_of(process.pid)
-        assert len(workers) == 2
-        for pid in workers:
-            os.kill(pid, signal.SIGSTOP)
-    finally:
-        process.kill()
-        process.wait()
-    process.stdout.close()  # type: ignore
-    assert wait_until_gone(workers) == []
-    assert os.listdir(own_tmp) == []
 
 
 def test_a_call_in_this_process_fails_where_its_result_is_asked_for():

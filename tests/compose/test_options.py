@@ -78,7 +78,6 @@ NEEDED = {  # what an option leaves to the user
     "reward=remote_chat": ["reward.endpoint.base_url=http://localhost:8000/v1", "reward.model=judge"],
     "reward=remote_http": ["reward.endpoint.base_url=http://localhost:9000/score"],
     "reward=code_tests": ["sandbox=none", "reward.tests_key=answer"],
-    "sandbox=remote": ["sandbox.endpoint.base_url=http://localhost:49999"],
     "sharding=hsdp": ["trainer.n_gpus_per_node=4"],
     "sharding=cp": ["trainer.n_gpus_per_node=2"],
     "sharding=pp": ["trainer.n_gpus_per_node=2"],
@@ -112,7 +111,7 @@ COMBINATIONS = [  # that go together: `make test` composes these, and `make exha
     "reward=environment algorithm=dr_grpo critic=llama8b sharding=ddp actor=llama8b rollout=hf "
     "checkpoint=incremental sandbox=jail storage=none trainer=mesh reference=same_as_actor",
     "reward=exact_match algorithm=dapo critic=own_model tracker=default sharding=fsdp actor=pretrained "
-    "data=calculator rollout=scripted checkpoint=off sandbox=remote storage=s3 trainer=ray replay=tiered "
+    "data=calculator rollout=scripted checkpoint=off sandbox=jail storage=s3 trainer=ray replay=tiered "
     "sweep=sharding_checkpoint",
     "reward=format algorithm=grpo environment=calculator critic=none tracker=jsonl sharding=hsdp actor=qwen2_0_5b "
     "data=files rollout=server checkpoint=sync",
@@ -299,7 +298,7 @@ def components_of(node):
         (["+actor.lora={_target_:verl.models.lora.LoRA,rank:4}"], "actor.lora.alpha", 16.0),
         (["trainer.seed=${rollout.top_k}"], "trainer.seed", 0),  # a reference to a field that no file names
         (["trainer={safety:{max_skips:7}}"], "trainer.safety.max_skips", 7),
-        (["trainer.safety={max_skips:7}"], "trainer.safety.spike_factor", 10.0),
+        (["trainer.safety={max_skips:7}"], "trainer.safety.dump_rows", 16),
         (["~trainer.save_final"], "trainer.save_final", True),
         (["algorithm=dr_grpo"], "algorithm.policy_loss._target_", "verl.algorithms.losses.PPOClip"),
         (["algorithm=cispo"], "algorithm.policy_loss.clip_high", 4.0),

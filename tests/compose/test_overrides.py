@@ -253,7 +253,6 @@ def test_a_name_that_is_no_directory_below_that_of_runs_is_refused(name):
         ("algorithm.adv_estimator=reinforce_plus_plus", ["algorithm=reinforce_pp"]),
         ("trainer.backend=ddp", ["sharding=ddp"]),
         ("trainer.backend=fsdp2", ["sharding=fsdp"]),
-        ("ray.address=auto", ["trainer=ray", "++trainer.placement.address=auto"]),
         ("actor_rollout.fsdp_config.sharding_strategy=NO_SHARD", ["sharding=none"]),
         ("actor_rollout.fsdp_config.sharding_strategy=FULL_SHARD", ["sharding=fsdp"]),
         (
@@ -263,14 +262,13 @@ def test_a_name_that_is_no_directory_below_that_of_runs_is_refused(name):
         ("actor_rollout.fsdp_config.cpu_offload=false", []),
         ("actor_rollout.fsdp_config.cpu_offload=true", ["sharding=fsdp", "++sharding.cpu_offload=true"]),
         ("actor_rollout.use_vllm=False", []),
-        ("use_vllm=true", ["rollout=vllm"]),
+        ("actor_rollout.use_vllm=true", ["rollout=vllm"]),
         ("trainer.save_freq=-1", ["++checkpoint.save_interval=null"]),
-        ("save_freq=7", ["++checkpoint.save_interval=7"]),
+        ("trainer.save_freq=7", ["++checkpoint.save_interval=7"]),
         ("use_critic=false", ["critic=none"]),
         ("use_reference_policy=false", ["reference=none"]),
         ("use_rm=false", []),
         ("use_rm=true", ["reward=model"]),
-        ("reward_model.model_name_or_path=D", ["reward=model", "++reward.model.path=D"]),
         ("data.train_files=[a.jsonl]", ["data=files", "++data.train_files=[a.jsonl]"]),
     ],
 )
@@ -282,7 +280,12 @@ def test_an_alias_becomes_our_spelling_and_is_reported(given, became):
 
 
 def test_an_alias_with_a_python_value_keeps_it():
-    pairs = [("trainer.save_freq", -1), ("rollout.n", 8), ("use_vllm", True), ("data.train_files", ["a,b"])]
+    pairs = [
+        ("trainer.save_freq", -1),
+        ("rollout.n", 8),
+        ("actor_rollout.use_vllm", True),
+        ("data.train_files", ["a,b"]),
+    ]
     assigned = assign("ppo", pairs)
     assert assigned.options == ["rollout=vllm", "data=files"]
     assert assigned.values == [
@@ -311,12 +314,11 @@ def test_files_of_sft_are_no_prompts():
     ("root", "words"),
     [
         ("ppo", "trainer.backend=local sharding=ddp"),
-        ("ppo", "trainer.backend=local use_vllm=true trainer.backend=ddp"),
-        ("ppo", "storage.type=ftp"),
+        ("ppo", "trainer.backend=local actor_rollout.use_vllm=true trainer.backend=ddp"),
         ("ppo", "trainer.backend=megatron"),
         ("ppo", "algorithm.adv_estimator=vine"),
         ("ppo", "ray.nothing=1"),
-        ("sft", "use_vllm=true"),
+        ("sft", "actor_rollout.use_vllm=true"),
         ("sft", "algorithm=grpo"),
     ],
 )

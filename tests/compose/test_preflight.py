@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 from refusals import refusal
-from storage.s3_server import Fault
 from trainer.state.test_save_directory import OTHER, fit, run
 
 from verl.checkpoint import ownership
@@ -52,26 +51,6 @@ def test_what_is_not_there_is_refused_by_its_key_before_anything_is_trained(path
             OmegaConf.update(config, *text.split("=", 1))
     with refusal(path, value=value, varies="address" in path):  # it tells of a token of Ray, if there is one
         refuse_here(validate(config), BuildContext())
-    assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("status", "method"),
-    [
-        pytest.param(404, "GET", marks=pytest.mark.exhaustive),
-        pytest.param(403, "GET", marks=pytest.mark.exhaustive),
-        (403, "PUT"),
-    ],
-)
-def test_a_store_that_refuses_to_list_or_to_take_is_told(status, method, model32, proxy, tmp_path):
-    code = {404: b"NoSuchBucket", 403: b"AccessDenied"}[status]
-    body = b"<Error><Code>" + code + b"</Code></Error>"
-    proxy.misbehave = lambda request: Fault(status=status, body=body) if request.method == method else None
-    storage = S3Storage(bucket="verl-tests", endpoint_url=proxy.url)
-    for resume in (None, "latest"):
-        with refusal("storage"):
-            refuse_here(run(model32, storage=storage, resume=resume))
     assert not [*tmp_path.iterdir()]
 
 

@@ -87,8 +87,8 @@ def test_hf_keeps_its_keys_and_graphs_through_a_step_where_they_fit_beside_the_t
     kept = [phase.parts.get("keys and values", 0) for phase in plan.memory.phases]
     assert len(kept) > 2
     assert (min(kept) > 0) is not sleeps
-    assert plan.memory.fits
-    assert not memory_plan(replace(run, rollout=HFRollout(sleep=False)), device_named("cpu")).stays_awake
+    on_cpu = replace(run, rollout=HFRollout(max_new_tokens=16, sleep=False))
+    assert not memory_plan(on_cpu, device_named("cpu")).stays_awake
 
 
 @pytest.mark.parametrize("is_kept", [True, False])

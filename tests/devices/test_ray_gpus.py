@@ -40,30 +40,6 @@ def _tests() -> str:
     return str(Path(__file__).parents[1])
 
 
-@pytest.mark.exhaustive
-def test_workers_of_a_pool_never_share_a_gpu_and_pools_with_half_of_one_share_them_worker_by_worker(eight_gpus):
-    placement = RayPlacement(
-        pools={"main": ("actor",), "values": ("critic",), "judge": ("reference",)},
-        workers={"values": 1, "judge": 1},
-        num_gpus=0.5,
-        num_cpus=0.5,
-        start_timeout_s=60.0,
-    )
-    host = GpuHost(names=("actor", "critic", "reference"))
-    cluster = placement.start(host, BuildContext(device="cuda:0"), 2, 1)
-    try:
-        handles = role_handles(cluster, host)
-        found = {role: handle.gpu().result() for role, handle in handles.items()}
-    finally:
-        cluster.close()
-    told = {role: [device for device, *_ in each] for role, each in found.items()}
-    assert all(shares for each in found.values() for *_, shares in each)
-    assert len(set(told["actor"])) == 2  # NCCL refuses two ranks on one GPU
-    assert told["critic"] == told["actor"][:1]  # half of the same one
-    assert told["reference"][0] not in told["actor"]  # two halves fill a GPU
-    assert not [group for group in ray.util.placement_group_table().values() if group["state"] == "CREATED"]
-
-
 ROLES = ("actor", "critic", "reference", "rm")
 
 

@@ -136,11 +136,6 @@ def test_vllm_takes_every_engine_setting_that_is_shipped_or_documented(tmp_path)
     assert all(said["requested"] <= BUSY.free for said in found.values())
 
 
-@pytest.mark.exhaustive
-def test_without_a_part_of_its_own_vllm_would_refuse_to_start_beside_that_trainer(told):
-    assert "less than desired GPU memory utilization" in told["vLLM's own default"]["error"]
-
-
 def test_a_cache_that_does_not_fit_is_named_with_what_is_free(told):
     refusal = EngineError(told["too large"]["error"])
     setting = EngineArgs(replace(ROLLOUT, kv_cache_gib=60.0), "", torch.bfloat16, 1, True, utilization=0.99)

@@ -44,28 +44,6 @@ def loaded(tmp_path, family, **options):
     )
 
 
-@pytest.mark.parametrize(
-    ("family", "tied"),
-    [("qwen2", True), ("qwen3", False), *(pytest.param(x, False, marks=pytest.mark.exhaustive) for x in ("llama",
-     "mistral", "starcoder2", "gemma", "qwen3_moe", "mixtral", "olmo2"))],
-)  # fmt: skip
-def test_three_stages_after_another_give_what_the_whole_model_gives(family, tied, tmp_path):
-    model = loaded(tmp_path, family, num_hidden_layers=4, tie_word_embeddings=tied)
-    refuse_untrue(model)
-    ids = torch.randint(5, 60, (2, 9))
-    whole = states_of(model, input_ids=ids)
-    stack, line = decoder_stack(model), None
-    names = [name for name, _ in model.named_modules()]
-    for stage in range(3):
-        cut = StageCut(stack, [0, 1, 3, 4], stage)
-        with torch.no_grad(), cut.running():
-            found = cut.run(lambda: states_of(model, input_ids=ids), line)
-        line = found.reshape(-1, found.shape[-1])
-    assert torch.equal(line.view_as(whole), whole)
-    assert [name for name, _ in model.named_modules()] == names  # as it was
-    assert torch.equal(states_of(model, input_ids=ids), whole)
-
-
 UNLOADED = ("emu3", "mllama")  # transformers loads no language model of their text configurations
 STAGED = [
     name

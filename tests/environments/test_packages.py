@@ -12,12 +12,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from refusals import refusal
 
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
-from verl.environments.hosted import VerifiersEnvironment
 from verl.trainer.ppo import PPOTrainer
 
 STEPS = 5
@@ -177,10 +175,3 @@ def test_tasks_of_verifiers_are_trained_with_in_a_chat_and_as_text(tmp_path, tas
     _, records = trained(tmp_path / "text", overrides, python)  # the prompt is a text: what is asked follows it
     assert {record["end"] for record in records} == {"terminated"}
     assert {record["turns"][0]["observation"] for record in records} == {"Again, please.\n"}
-
-
-@pytest.mark.exhaustive
-def test_a_taskset_that_is_not_there_is_refused_before_anything_is_drawn():
-    options = VerifiersEnvironment(taskset="no_such_tasks", python=interpreter_with("verifiers"), reset_timeout_s=240.0)
-    with refusal("environment.taskset"):
-        options.tool_schemas()

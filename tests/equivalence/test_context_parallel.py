@@ -7,8 +7,7 @@ import torch
 from equivalence.one_update import rows_with_holes, same_update
 from random_models import save_random_model
 from refusals import refusal
-from same_training import ROUNDING, run_course, same_training
-from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
+from trainer.runs import GRPO_ALGORITHM, ppo_run
 
 from verl.engines.sharding import Parallel
 from verl.model_paths.check import paths_for
@@ -69,16 +68,3 @@ OTHERS = (
     Parallel(dp_replicate=2, tp=2),
     Parallel(tp=2),
 )
-
-
-@pytest.mark.parametrize(
-    "sharding",
-    [IN_SHORT, *(pytest.param(sharding, marks=pytest.mark.exhaustive) for sharding in OTHERS)],
-    ids=lambda x: x.degrees(4).overrides() + " " + x.cp_style,
-)
-def test_four_processes_of_several_kinds_train_the_same(sharding, four_processes, model64, tmp_path):
-    for rows in (SHARED, SINGLE):  # of one row, one share is empty
-        same_update(four_processes, model64, rows, sharding, tokens=30)
-    alone = run_course(ppo_run(model64, PPO_ALGORITHM, group_size=1), [[0, 1, 2], [3]], tmp_path / "one")
-    run = ppo_run(model64, PPO_ALGORITHM, group_size=1, sharding=sharding, n_gpus_per_node=4, micro_batch_tokens=40)
-    same_training(alone, four_processes.course(run, [[0, 1, 2], [3]], tmp_path / "four").result(timeout=120), ROUNDING)

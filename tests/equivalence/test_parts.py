@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
 from same_training import course as saved_course
 from same_training import newest
-from trainer.runs import PPO_ALGORITHM, ppo_run
+from trainer.runs import PPO_ALGORITHM
 
 from verl.checkpoint.core.checkpoint import open_checkpoint
 from verl.checkpoint.core.filesystem import FileSystem
-from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader, open_verified
 from verl.component import BuildContext, as_plain
 from verl.engines.sharding import DDP, FSDP, HSDP, TPFSDP
@@ -84,22 +82,3 @@ def assert_opens(checkpoint: Path, directory: Path, model) -> None:
     alone = saved_course(model, directory / "alone", PPO_ALGORITHM, resume=str(checkpoint))
     with started(alone, directory / "alone/run") as trainer:
         assert digest(under_way(trainer).save(directory=directory / "alone/aside")) == digest(checkpoint)
-
-
-@pytest.mark.exhaustive
-def test_processes_that_see_another_directory_leave_the_saving_to_the_driver(model64, tmp_path, monkeypatch, caplog):
-    here, there = tmp_path / "here", tmp_path / "there"
-    here.mkdir()
-    there.mkdir()
-    monkeypatch.chdir(there)  # where the workers are
-    run = ppo_run(model64, PPO_ALGORITHM, total_steps=1, save_final=False, sharding=DDP(), n_gpus_per_node=2)
-    saving = saved_course(model64, Path("/proc/self/cwd")).checkpoint  # a path that leads elsewhere in each process
-    with started(dataclasses.replace(run, checkpoint=saving), tmp_path / "run") as trainer:
-        monkeypatch.chdir(here)
-        trainer.fit()
-    assert "rank_0 (actor, critic) on " in caplog.text
-    assert "cannot see /proc/self/cwd/checkpoints as the driver does" in caplog.text
-    saved = CheckpointDirectory(here / "checkpoints").newest()
-    assert open_verified(FileSystem(), saved.directory, "full").step == 1
-    assert not list(there.glob("checkpoints/global_step_*"))
-    assert {tensor.component for tensor in saved.manifest.tensors} == {"actor", "critic", "optimizer", "rng"}

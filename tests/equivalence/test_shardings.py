@@ -101,7 +101,7 @@ def test_gradients_that_are_reduced_once_per_update_are_those_of_one_process(nam
 @pytest.mark.parametrize(
     ("actor", "critic", "reference"),
     [
-        pytest.param("fsdp", "tp", "ddp", marks=pytest.mark.exhaustive),  # test_two_processes.py has two of them
+        pytest.param("fsdp", "tp", "ddp", marks=pytest.mark.exhaustive),
         pytest.param("tp", "hsdp", None, marks=pytest.mark.exhaustive),
         pytest.param(None, "tp_fsdp", "tp", marks=pytest.mark.exhaustive),
     ],

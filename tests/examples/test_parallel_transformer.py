@@ -17,7 +17,6 @@ from trainer.runs import GRPO_ALGORITHM, PPO_ALGORITHM, ppo_run
 
 from verl.checkpoint.config import Checkpointing
 from verl.component import BuildContext
-from verl.engines.sharding import DDP, TP, NoSharding, Parallel
 from verl.models.lora import LoRA
 from verl.models.own_module import TPRank
 from verl.rollout.vllm.config import VLLMRollout
@@ -83,24 +82,6 @@ test_what_needs_a_model_of_transformers_is_refused_by_name = refused(
 def bench():
     with laboratory(2) as bench:
         yield bench
-
-
-@pytest.mark.exhaustive
-@pytest.mark.xdist_group("two processes")
-def test_a_chain_of_layouts_ends_where_one_process_does(tmp_path):
-    layouts = [(NoSharding(), 1), (TP(), 2), (DDP(), 2), (Parallel(tp=2, dp_replicate=2), 4), (NoSharding(), 1)]
-    for name in ("chain", "alone"):
-        for step, (sharding, count) in enumerate(layouts, start=1):
-            layout = {"sharding": sharding, "n_gpus_per_node": count} if name == "chain" else {}
-            run = ppo_run(MODEL, GRPO_ALGORITHM, group_size=3, total_steps=len(layouts), stop_after=step, **layout)
-            checkpoint = Checkpointing(save_dir=str(tmp_path / name), save_interval=1, keep_last_n=None)
-            run = dataclasses.replace(run, checkpoint=checkpoint, resume=None if step == 1 else "latest")
-            with run.build(BuildContext(run_dir=tmp_path / f"run_{name}_{step}")) as trainer:
-                assert trainer.fit().steps == step
-    of_chain, alone = (tensors_of(tmp_path / name / f"global_step_{len(layouts)}") for name in ("chain", "alone"))
-    assert of_chain.keys() == alone.keys()
-    gaps = {name: float((x.double() - alone[name].double()).abs().max()) for name, x in of_chain.items()}
-    assert {name: gap for name, gap in gaps.items() if not gap <= 1e-9} == {}
 
 
 @pytest.mark.exhaustive

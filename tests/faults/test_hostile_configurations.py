@@ -186,7 +186,7 @@ WITHOUT_EFFECT: dict[str, dict[str, Any]] = {
     "a Ray address": {"trainer.placement": PLACEMENT},
     "a store": {"storage": of("storage.config.S3Storage", bucket="evil", endpoint_url=URL)},
     "a tracker": {"tracker": of("tracking.base.Trackers", more={"evil": {"_target_": "evil.Evil"}})},
-    "a sandbox": {"sandbox": of("sandbox.remote.RemoteSandbox", endpoint=ENDPOINT)},
+    "a sandbox": {"sandbox": of("sandbox.jail.Jail", bwrap="./mine")},
     "a critic": {"critic": {"_target_": "evil.Evil"}},
     "a model": {"actor.model": {"_target_": "evil.Evil", "path": "evil/model", "revision": "evil"}},
     "a model of a module": {"actor.model": of("models.own_module.ModuleModel", path=CLASS)},

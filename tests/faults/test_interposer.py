@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import subprocess
 import sys
@@ -88,22 +87,3 @@ def test_a_kill_ends_the_process_at_its_call(library, tmp_path, kind, num_made):
     assert (code, len(operations)) == (-9, num_made)
     if kind != "kill before":
         assert operations[10].args[1] == (b"de" if kind == "kill within" else b"defg")
-
-
-@pytest.mark.parametrize("at", [0, 1, 2, 3, 4, 11, 13, 16, 17, 18, 22])
-def test_an_error_comes_back_from_its_call(library, tmp_path, at):
-    code, told, operations = ran(library, tmp_path, Strike(at, "fail", errno.EIO))
-    assert (code, told[1]) == (0, errno.EIO)
-    assert operations[at].name == ("close" if at == 4 else "failed")
-
-
-def test_a_full_disk_refuses_what_takes_space_and_nothing_else(library, tmp_path):
-    _, told, operations = ran(library, tmp_path, Strike(3, "fail from", errno.ENOSPC))
-    assert told[1] == errno.ENOSPC
-    assert [operation.name for operation in operations[3:]] == ["sync", "close", "failed"]
-
-
-def test_a_short_write_says_how_much_was_written(library, tmp_path):
-    _, told, operations = ran(library, tmp_path, Strike(9, "short"))
-    assert told == [NUM_CALLS, None]
-    assert operations[9].args[1] == b"a"

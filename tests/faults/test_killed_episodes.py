@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -121,23 +120,3 @@ def test_kills_inside_of_episodes_leave_no_trace(recovery, whole, server, dir32,
     assert counts[expected] >= 10
     if recovery == "deterministic":
         assert counts["restarted"] == 0
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("experiment", ["calculator_grpo", "guess_number_ppo"])
-def test_an_experiment_killed_twenty_times_inside_of_episodes_ends_the_same(experiment, server, base, record_property):
-    steps, coin, kills = 10, random.Random(experiment), 0
-    arguments = [f"experiment={experiment}", "trainer.eval_interval=0", "checkpoint.save_interval=2"]
-    twin = Training(server, base / f"{experiment}_whole", arguments, steps, timeout_s=3600.0)
-    twin.finish()
-    cut = Training(server, base / f"{experiment}_cut", arguments, steps, timeout_s=3600.0)
-    while kills < 20:
-        method = coin.choice(["write_turn", "write_answer", "write_end"])
-        place = Cut(f"{JOURNAL}.{method}", step=1 + kills // 2, call=coin.randint(1, 200), after=coin.random() < 0.5)
-        child = cut.start(place)
-        status = child.wait(cut.timeout_s)
-        assert status == -signal.SIGKILL, child.said()
-        kills += 1
-    cut.finish()
-    assert cut.digest() == twin.digest()
-    record_property("fault_cases", kills)

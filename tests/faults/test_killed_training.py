@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from cli.small_runs import hold_once, small_run
-from cluster.processes_of import wait_until_gone
+from cli.small_runs import small_run
 from faults.fork_server import Child, ForkServer
 
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.trainer.state.compare_runs import steps_of
 
 pytestmark = pytest.mark.slow
 
@@ -103,63 +100,6 @@ def test_a_training_in_flight_killed_twenty_times_ends_as_its_schedule_replayed_
     assert [event["number"] for event in events if event.get("event") == "begin"] == list(range(1, ASYNC_STEPS + 1))
     assert digest(tmp_path / "cut", ASYNC_STEPS) == digest(tmp_path / "twin", ASYNC_STEPS)
     assert kills >= 12
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("staleness", [2])
-def test_an_asynchronous_training_killed_twenty_times_trains_on_every_prompt_once_and_ends_as_its_twin(
-    staleness, server, model32, tmp_path
-):
-    overrides = ["checkpoint=async", "critic=none", "algorithm=grpo", f"trainer.max_staleness={staleness}", *ASYNC]
-    (tmp_path / "twin").mkdir()
-    (tmp_path / "cut").mkdir()
-    twin = started(server, model32, tmp_path / "twin", "run", *overrides)
-    assert twin.wait(480) == 0, (tmp_path / "twin/run.log").read_text()
-    _, kills = killed_twenty_times(server, model32, tmp_path / "cut", overrides, staleness)
-    assert digest(tmp_path / "cut", ASYNC_STEPS) == digest(tmp_path / "twin", ASYNC_STEPS)
-    values_of: dict[tuple[int, str], set[str]] = {}
-    for file in sorted(tmp_path.glob("*/*/metrics.jsonl")):
-        for step, line in steps_of(file.parent).items():
-            for key, value in line.items():
-                values_of.setdefault((step, key), set()).add(str(value))
-    assert {step for step, _ in values_of} == set(range(ASYNC_STEPS + 1))
-    assert {key: values for key, values in values_of.items() if len(values) > 1} == {}
-    assert kills >= 12
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("when", [pytest.param("at once", marks=pytest.mark.exhaustive), "while it trains"])
-def test_a_termination_ends_with_143_and_all_processes_and_loses_no_step(
-    when, uninterrupted, server, model32, tmp_path
-):
-    hold = hold_once(tmp_path / "checkpoints/global_step_2", tmp_path) if when == "while it trains" else None
-    process = started(server, model32, tmp_path, "first", "checkpoint=async")
-    try:
-        wait_for_training(process, tmp_path / "first")
-        if hold:
-            wait_for(hold.exists, "a checkpoint")
-        family = sorted(group_of(process.pid))
-        process.kill(signal.SIGTERM)
-        if hold:
-            wait_for(lambda: "SIGTERM: stopping" in (tmp_path / "first.log").read_text(), "an answer to the signal")
-            hold.unlink()
-        status = process.wait(240)
-    finally:
-        process.kill()
-        process.wait()
-    told = (tmp_path / "first.log").read_text()
-    assert status == 143, told
-    assert "Traceback" not in told
-    assert wait_until_gone(family) == []
-    if when == "while it trains":
-        assert "SIGTERM: stopping once this step is done and saved" in told
-        summary = json.loads((tmp_path / "first/summary.json").read_text())
-        newest = CheckpointDirectory(tmp_path / "checkpoints").newest()
-        assert (summary["status"], summary["steps"]) == ("interrupted", newest.step)
-        assert newest.step < STEPS
-    process = started(server, model32, tmp_path, "second")
-    assert process.wait(240) == 0, (tmp_path / "second.log").read_text()
-    assert digest(tmp_path) == uninterrupted
 
 
 def wait_for(is_there: Callable[[], bool], what: str) -> None:

@@ -104,28 +104,6 @@ def test_a_save_whose_writer_dies_twice_has_failed_and_the_next_one_is_published
     check(store, [2])
 
 
-def rounds_of_random_kills(root: Path, rounds: int, seed: int) -> None:
-    coin = random.Random(seed)
-    store = CheckpointStore(root)
-    with CheckpointWriter(store) as writer:
-        for step in range(1, rounds + 1):
-            writer.save(request(step, weights(step)))
-            time.sleep(coin.random() * 0.06)
-            if (pid := writer.process_id) is not None:
-                os.kill(pid, signal.SIGKILL)
-            (outcome,) = writer.drain()
-            assert outcome.name == f"global_step_{step}"
-            while pid is not None and writer.process_id == pid:  # killed after its save: not an attempt of the next one
-                time.sleep(0.01)
-    check(store, list(range(1, rounds + 1)))
-
-
-@pytest.mark.exhaustive
-def test_a_writer_killed_at_random_moments_loses_nothing(tmp_path, record_property):
-    rounds_of_random_kills(tmp_path / "checkpoints", rounds=6, seed=1)
-    record_property("fault_cases", 6)
-
-
 @pytest.mark.parametrize("num_tensors", [1, *exhaustive(2000)])  # a plan of many is longer than what a socket holds
 def test_a_writer_that_is_stopped_is_ended_after_its_time_and_the_save_is_published(tmp_path, num_tensors):
     store = CheckpointStore(tmp_path / "checkpoints")
@@ -324,11 +302,3 @@ def test_a_trainer_killed_while_it_saves_leaves_whole_checkpoints_and_no_process
     with fast_directory() as base:
         rounds_of_killed_trainers(base / "checkpoints", rounds=2, seed=3)
     record_property("fault_cases", 2)
-
-
-@pytest.mark.exhaustive
-def test_trainers_killed_while_they_save_leave_whole_checkpoints_and_no_process(record_property):
-    for seed in range(3):
-        with fast_directory() as base:
-            rounds_of_killed_trainers(base / "checkpoints", rounds=6, seed=seed)
-    record_property("fault_cases", 18)

@@ -1,4 +1,4 @@
-"""Float32 products by oneDNN: the numbers of PyTorch's own, to rounding, wherever products come from."""
+"""Products by oneDNN: the numbers of PyTorch's own, to rounding, wherever products come from."""
 
 import multiprocessing
 import threading
@@ -108,6 +108,22 @@ def test_packed_weights_give_the_same_bits_and_are_forgotten_afterwards():
             assert products(lambda: model[:2](x[:3])) == 2  # too few rows for weights that are not packed
             assert_close(model[:2](x[:3]), plain[:3].double())
         assert not cpu_matmul._packed
+
+
+@pytest.mark.skipif(not cpu_matmul.packs(torch.bfloat16, "mkl"), reason="this processor has no products of bfloat16")
+@pytest.mark.parametrize("library", ["mkl", "onednn"])
+def test_weights_in_bfloat16_are_packed_whatever_computes_float32(library):
+    use_library(library)
+    model, x = nn.Sequential(nn.Linear(512, 1024), nn.Linear(1024, 512, bias=False)).bfloat16(), matrix(64, 512)
+    with torch.no_grad():
+        plain = model(x.bfloat16())
+        with packed_weights(model):
+            torch.testing.assert_close(model(x.bfloat16()), plain)
+            assert products(lambda: model(x.bfloat16())) == 2
+            wide = nn.Linear(512, 1024)
+            assert products(lambda: wide(x)) == (library == "onednn")
+        assert products(lambda: model(x.bfloat16())) == 0
+    assert active_library() == library
 
 
 def test_weights_that_change_after_the_rollout_are_read_anew():

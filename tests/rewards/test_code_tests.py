@@ -10,10 +10,8 @@ from rewards.rated import batch_of
 
 from verl.component import BuildContext
 from verl.errors import RewardError
-from verl.http_client.endpoint import Endpoint
 from verl.rewards.code_tests import CodeTests, program_of, read_tests
 from verl.sandbox.jail import Jail
-from verl.sandbox.remote import RemoteSandbox
 from verl.sandbox.unit_tests.run import run_unit_test
 from verl.sandbox.unprotected import Unprotected
 
@@ -185,14 +183,6 @@ def test_tests_with_objects_run_in_the_process_of_the_program_where_that_is_allo
     assert rated([program] * 2, tests, allow_in_process=True).scores.tolist() == [1, 1]
     result = rated([program], tests[1:])
     assert (result.scores.tolist(), result.parts["test_objects"].tolist()) == ([0], [1])
-
-
-def test_a_sandbox_that_cannot_keep_a_program_from_its_test_runs_no_unit_tests_unless_allowed():
-    server = RemoteSandbox(endpoint=Endpoint(base_url="http://127.0.0.1:9", timeout_s=20.0))
-    with built(sandbox=server) as reward:
-        with refusal("tests_key"):
-            reward.check_rows("training rows", [{"tests": UNIT}])
-        assert reward.check_rows("training rows", [{"tests": CASES}]) == []
 
 
 def test_tests_that_are_no_python_are_told_with_their_rows_before_the_run():

@@ -216,31 +216,6 @@ def test_a_number_comes_in_many_forms_a_tensor_among_them(made):
     assert list(reward.score_tokens(batch_of(map(str, range(12))))["score"]) == [2.0] * 12
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("result", "found"),
-    [
-        ("'1'", "'1' of type str"),
-        ("[1, 2]", "a list of 2 items"),
-        ("[]", "a list of 0 items"),
-        ("__import__('pandas').Series([1.0, 2.0])", "a Series of 2 items"),
-        pytest.param("np.zeros((1, 3))", "a ndarray of 3 items", marks=pytest.mark.exhaustive),
-        pytest.param("__import__('torch').zeros(1, 3)", "a Tensor of 3 items", marks=pytest.mark.exhaustive),
-        ("float('nan')", "nan"),
-        pytest.param("[float('inf')]", "inf", marks=pytest.mark.exhaustive),
-        pytest.param("1e300", "1e+300", marks=pytest.mark.exhaustive),
-        pytest.param("{'acc': 1}", "{'acc': 1} of type dict", marks=pytest.mark.exhaustive),
-        pytest.param("[['a']]", "'a' of type str", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_what_is_no_number_is_named(result, found, made, batch):
-    reward = made(f"import numpy as np\ndef my_reward(prompt, response): return {result}")
-    with pytest.raises(RewardError) as refused:
-        reward.score_tokens(batch)
-    assert f"Found: {found}\n" in str(refused.value)
-    assert "Sample: 0" in str(refused.value)
-
-
 def test_long_and_odd_texts_arrive_as_they_are_prints_disturb_nothing_and_a_coroutine_is_awaited(made):
     texts = ["a" * 100_000, "", "\ud800 lone", "\x00", "naïve ☃"]
     reward = made(
@@ -321,34 +296,6 @@ def script(tmp_path, source, timeout_s):
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
     )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_stopped", [False, *exhaustive(True)])
-def test_workers_of_a_killed_driver_end_in_the_midst_of_a_sample_and_so_does_what_they_started(is_stopped, tmp_path):
-    # the second hang never lets go of the interpreter: its own watchdog ends it
-    source = f"""
-import re, subprocess, time
-def score(prompt, response):
-    child = subprocess.Popen(["sleep", "600"])
-    with open({str(tmp_path / "pids")!r}, "a") as file:
-        file.write(f"{{child.pid}}\\n")
-    time.sleep(1000) if response == "1" else re.match("(a+)+$", "a" * 64 + "b")
-"""
-    driver = script(tmp_path, source, "1000")
-    assert driver.stdout is not None
-    try:
-        assert driver.stdout.readline() == "started\n"
-        workers = [int(pid) for pid in driver.stdout.readline().split()]
-        while not ((tmp_path / "pids").exists() and (tmp_path / "pids").read_text().count("\n") == 2):
-            time.sleep(0.005)
-        for pid in workers if is_stopped else ():
-            stop(pid)
-    finally:
-        driver.kill()
-        driver.wait()
-    driver.stdout.close()
-    assert wait_until_gone([*workers, *map(int, (tmp_path / "pids").read_text().split())], 60.0) == []
 
 
 def test_a_column_that_the_function_needs_and_the_data_lacks_is_named(made, batch):

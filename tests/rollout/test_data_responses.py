@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from cluster.ray_here import placed
 from image_models import picture, reader
 from random_models import save_random_model
 from same_training import course, same_training, saved
@@ -23,7 +22,6 @@ from verl.component import BuildContext, component
 from verl.data.base import DataSplits
 from verl.data.rlhf_dataset import RLHFDataset
 from verl.data.sft_dataset import SFTDataset
-from verl.engines.sharding import FSDP
 from verl.environments.guess_number import GuessNumber
 from verl.errors import ConfigError
 from verl.models.pretrained import Pretrained
@@ -213,21 +211,6 @@ def test_the_policy_comes_near_its_teacher_on_responses_of_the_data(fraction, mo
     gaps = [line["distill/divergence_nats"] for line in step_lines(tmp_path)]
     assert len(gaps) == 20
     assert gaps[-1] < 0.5 * gaps[0], gaps
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("where", ["fsdp", pytest.param("ray", marks=pytest.mark.xdist_group("ray"))])
-def test_other_processes_train_on_the_same_mixed_batches(where, model64, teacher64, tmp_path, request):
-    if where == "ray":
-        request.getfixturevalue("ray_here")
-    parts = {"placement": placed()} if where == "ray" else {"sharding": FSDP(), "n_gpus_per_node": 2}
-    fit(mixed(model64, teacher64), tmp_path / "here")
-    fit(mixed(model64, teacher64, **parts), tmp_path / "there")
-    one, other = (step_lines(tmp_path / run) for run in ("here", "there"))
-    assert len(one) == len(other) == 3
-    for key in ("actor/loss", "actor/grad_norm", "distill/divergence_nats", "reward/mean"):
-        assert [line[key] for line in other] == pytest.approx([line[key] for line in one], abs=1e-9)
-    assert one[0]["distill/divergence_nats"] > 0.01
 
 
 def test_evaluations_and_samples_show_the_policy_alone(model64, teacher64, tmp_path):

@@ -121,18 +121,6 @@ def test_programs_against_the_endpoint_train_the_policy(run, tmp_path):
     assert steps[0]["actor/grad_norm"] > 0
 
 
-@pytest.mark.exhaustive
-def test_programs_play_with_the_sampler_while_the_policy_is_trained(run, tmp_path):
-    ahead = ["trainer.mode=async", "algorithm.correction={_target_:verl.algorithms.importance_sampling.TruncatedIS}"]
-    with run("play", *ahead, "trainer.total_steps=3") as trainer:
-        trainer.fit()
-    lines = [json.loads(line) for line in (tmp_path / "play" / "metrics.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if "episode/turns" in line]
-    assert [line["episode/samples"] for line in steps] == [2, 2, 2]
-    assert [line["async/lag_1_share"] for line in steps] == [0, 1, 1]
-    assert steps[0]["rollout/log_prob_gap_nats"] < 1e-5
-
-
 @pytest.mark.slow
 def test_what_fails_never_becomes_a_reward_and_what_a_limit_cuts_is_named(run):
     with run("fail") as trainer:

@@ -95,27 +95,6 @@ def test_a_part_that_is_lost_is_sent_again_alone(store: ObjectStore, proxy: Prox
     assert proxy.count("PUT", "partNumber") == 4
 
 
-@pytest.mark.parametrize("status", [400, *exhaustive(409, 425)])
-def test_a_part_that_obstore_does_not_send_again_is_sent_with_the_whole(store, proxy: Proxy, status: int) -> None:
-    fault = Fault(status=status, body=b"<Error><Code>RequestTimeout</Code></Error>")
-    proxy.misbehave = after(2, fault, method="PUT", part="partNumber")
-    store.put("long", LONG)
-    assert store.get("long") == LONG
-    assert proxy.count("POST", "uploads") == 2
-
-
-@pytest.mark.parametrize("is_done", [True, False])
-def test_an_upload_that_is_unknown_at_its_end_is_made_again(store: ObjectStore, proxy: Proxy, is_done: bool) -> None:
-    """The answer to its end was lost, or the store has dropped it."""
-    ends = [Fault(status=404, body=b"<Error><Code>NoSuchUpload</Code></Error>")]
-    ends += [Fault(passed_on=True, hang_up=True)] * is_done
-    proxy.misbehave = lambda request: (
-        ends.pop() if ends and request.method == "POST" and "uploadId=" in request.path else None
-    )
-    store.put("long", LONG)
-    assert store.get("long") == LONG
-
-
 def test_an_upload_that_fails_is_no_object_and_its_parts_are_given_up(store: ObjectStore, proxy: Proxy) -> None:
     store.put("long", b"what was there before")
     proxy.misbehave = lambda request: Fault(status=500) if "partNumber=2" in request.path else None

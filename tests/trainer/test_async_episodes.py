@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 from environments.digit_game import DigitGames
-from same_training import compared, course, numbers, same_training, saved
+from same_training import compared, course, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, fit, step_lines
-from trainer.test_async_training import same_at_staleness_0
 
 from verl.algorithms.importance_sampling import TruncatedIS
 from verl.component import BuildContext
@@ -62,42 +61,6 @@ def timeless(value):
     if isinstance(value, dict):
         return {key: timeless(x) for key, x in value.items() if key != "seconds"}
     return [timeless(x) for x in value] if isinstance(value, list) else value
-
-
-@pytest.mark.parametrize("history", ["append", pytest.param("rerender", marks=pytest.mark.exhaustive)])
-def test_staleness_0_is_the_synchronous_training(history, model32, tmp_path):
-    games = dataclasses.replace(GAMES, history=history)
-    for mode in ("sync", "async"):
-        run = playing(model32, tmp_path / mode, 0, games, mode=mode, eval_interval=2)
-        fit(run, tmp_path / mode / "run")
-    for line in same_at_staleness_0(tmp_path, timeless).values():
-        assert line["episode/turns"] > 1
-        assert line["async/lag_0_share"] == 1
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("staleness", "history", "versions"),
-    [
-        (2, "append", [[0], [0], [0], [1]]),
-        pytest.param(1, "rerender", [[0], [0], [1], [2]], marks=pytest.mark.exhaustive),
-    ],
-)
-def test_episodes_of_later_batches_are_repeatable_and_part_of_a_checkpoint(
-    staleness, history, versions, model32, tmp_path, monkeypatch
-):
-    games, trained_on = dataclasses.replace(GAMES, history=history), noted_updates(monkeypatch)
-    fit(playing(model32, tmp_path / "whole", staleness, games), tmp_path / "whole/run")
-    assert trained_on == versions
-    lines = numbers(tmp_path / "whole/run")
-    assert lines[4][f"async/lag_{staleness}_share"] == 1
-    assert min(line["episode/turns"] for line in lines.values()) > 1
-    fit(playing(model32, tmp_path / "again", staleness, games), tmp_path / "again/run")
-    same_training(saved(tmp_path / "again"), saved(tmp_path / "whole"))
-    resume = tmp_path / "whole/checkpoints/global_step_2"
-    fit(playing(model32, tmp_path, staleness, games, resume=resume), tmp_path / "run")
-    assert trained_on[8:] == versions[2:]
-    same_training(saved(tmp_path), saved(tmp_path / "whole"), after=2)
 
 
 def in_flight(model, directory, kv_cache: Any = "recompute", environment=GAMES, **options):

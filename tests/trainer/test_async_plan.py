@@ -44,7 +44,6 @@ def lengths(*tokens):
         ({"train_s": 40.0}, 1, 40, 0, 1 / 2),
         ({"slots": 1}, 1, 25, 15 / 25, 0),  # one row after another
         ({"prompts_s": 5.0, "load_s": 3.0}, 2, 20 + 5 + 3, 18 / 28, 0),
-        ({"calls": 1, "latency_s": 30.0}, 0, 20 + 30 + 10, 50 / 60, 37.5 / 60),  # open: 0 to 10, 32.5 to 35, 40 to 50
         ({"sync_s": 7.0, "sync_waits": True}, 1, 20 + 7, 10 / 27, 7 / 27),  # the sync waits, and holds the engine up
         ({"devices": 2}, 1, 20, 0, 0),  # half of the devices train for twice as long
     ],
@@ -67,8 +66,6 @@ def test_updates_in_flight_keep_the_bound_and_make_tokens_younger():
             train_s=chance.uniform(0, 40),
             load_s=chance.uniform(0, 2),
             sync_s=chance.uniform(0, 2),
-            calls=chance.randint(0, 2),
-            latency_s=chance.uniform(0, 9),
             drains=drains,
         )
         simulation = _Simulation(AsyncSetting(bound, 1, 1), times, lambda drawn: [drawn.randint(1, 60) for _ in "1234"])
@@ -143,5 +140,5 @@ def test_the_command_prints_a_table_and_numbers():
     for lengths_here in ("4,x", "4,0", ""):
         refused = CliRunner().invoke(app, [*arguments, "--lengths", lengths_here])
         assert (refused.exit_code, f"--lengths is '{lengths_here}'" in refused.output) == (2, True)
-    refused = CliRunner().invoke(app, ["plan", *GRPO, *ASYNC_2, "--lengths", "4", "--tool-s", "1"])
+    refused = CliRunner().invoke(app, ["plan", *GRPO, *ASYNC_2, "--lengths", "4"])
     assert (refused.exit_code, "only the simulation reads them" in refused.output) == (2, True)

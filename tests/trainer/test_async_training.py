@@ -250,24 +250,6 @@ MODES: dict[str, Any] = {
 }
 
 
-@pytest.mark.exhaustive
-@pytest.mark.xdist_group("two processes")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("sharding", SHARDINGS)
-@pytest.mark.parametrize("computing", COMPUTING)
-def test_the_sampler_holds_what_the_actor_trains_in_each_dtype_sharding_and_mode(
-    computing, sharding, mode, model32, tmp_path
-):
-    options: dict[str, Any] = {"sharding": SHARDINGS[sharding], "n_gpus_per_node": 1 + (sharding != "none")}
-    algorithm = dataclasses.replace(CORRECTED, mini_batches=2)
-    run = MODES[mode](model32, tmp_path, algorithm=algorithm, **options)
-    actor = {**COMPUTING[computing]}
-    actor["model"] = dataclasses.replace(model32, **actor.get("model", {}))
-    parts = {"actor": dataclasses.replace(run.actor, **actor), "checkpoint": None}
-    fit(dataclasses.replace(run, trainer=dataclasses.replace(run.trainer, total_steps=3), **parts), tmp_path / "run")
-    assert list(numbers(tmp_path / "run")) == [1, 2, 3]
-
-
 def schedule_of(run_dir):
     return (run_dir / FILE).read_bytes()
 

@@ -22,7 +22,6 @@ from trainer.runs import fit
 from typer.testing import CliRunner
 
 from verl.cli.main import app
-from verl.cli.train import training_command
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
@@ -214,9 +213,8 @@ def test_what_does_not_fit_is_told_with_changes_that_make_it_fit(llama_8b):
     assert not plan.fits
     assert 1 <= len(plan.changes) <= 3
     for change in plan.changes:
-        again = planned_8b(llama_8b, "a100-40", *common, "trainer.prompts_per_step=512", *change.setting.split())
+        again = planned_8b(llama_8b, "a100-40", *common, "trainer.prompts_per_step=512", *change.split())
         assert again.fits
-        assert again.memory.peak.total == change.peak_bytes
     assert "does not fit" in "\n".join(plan.lines())
 
 
@@ -259,7 +257,7 @@ def test_batch_arithmetic_names_every_remainder():
 
 
 def test_the_command_plans_the_default_run_and_gives_its_numbers():
-    found = CliRunner().invoke(app, ["plan", "--json", "plan.device=cpu"])
+    found = CliRunner().invoke(app, ["plan", "--json", "--device", "cpu"])
     assert found.exit_code == 0, found.output
     plan = json.loads(found.stdout)
     assert plan["fits"]
@@ -408,20 +406,10 @@ def test_a_run_on_two_machines_is_planned_on_one_and_refused_there_before_anythi
     assert not (tmp_path / "run").exists()
 
 
-def test_a_main_script_plans_in_place_of_training(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.argv", ["main_sft.py", "plan=only", "trainer.batch_size=12", "plan.device=cpu"])
-    with pytest.raises(SystemExit) as end:
-        training_command("sft")()
-    assert end.value.code == 0
-    assert "12 rows" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["plan.device=tpu"], "plan.device is 'tpu'"),
+        (["--device", "tpu"], "--device is 'tpu'"),
         (["trainer.group_siez=2"], "trainer.group_size"),
         (["algorithm.mini_batches=0"], "algorithm.mini_batches is 0"),
         (["algorithm=grop"], "grpo"),
@@ -515,7 +503,7 @@ def test_what_may_not_suffice_is_told_with_the_numbers():
 
 
 def named(plan: RunPlan) -> set[str]:
-    return {change.setting.partition("=")[0] for change in plan.changes}
+    return {change.partition("=")[0] for change in plan.changes}
 
 
 @pytest.mark.exhaustive
@@ -525,8 +513,6 @@ def test_what_is_advised_makes_the_phase_smaller_that_is_short():
     assert plan.memory.peak.name == "update actor"
     short = planned(*long, "checkpoint=off", limit=int(0.8 * plan.memory.peak.total))
     assert "actor.micro_batch_tokens" in named(short)
-    for change in short.changes:
-        assert planned(*long, "checkpoint=off", *change.setting.split()).memory.peak.total == change.peak_bytes
 
     plan = planned("rollout=vllm", "rollout.kv_cache_gib=32", device="h100", limit=20 * GIB)
     assert plan.memory.peak.name == "generate"
@@ -576,37 +562,3 @@ def test_a_sharding_of_ones_own_says_itself_what_it_costs_and_what_makes_it_smal
     fully = replace(run, sharding=FSDP())
     offered = dict(run_plan.changes(fully, estimated(fully, "h100"), gpu))
     assert offered["sharding.cpu_offload=true"]().sharding.cpu_offload
-
-
-# Updates in several processes
-
-
-WIDE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "max_position_embeddings": 256}
-CRITIC_FREE = ["critic=none", "algorithm=grpo", "reference=none", "algorithm.kl.coef=0"]
-ROWS = ["trainer.prompts_per_step=8", "trainer.group_size=2", "++data.max_prompt_length=8"]
-LONG = ["rollout.max_new_tokens=116", "rollout.min_new_tokens=116"]
-SHORT = ["trainer.total_steps=2", "trainer.eval_before=false", "trainer.eval_interval=0", "checkpoint=off"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "sharding",
-    ["ddp", "fsdp", "fsdp reduce_gradients=update", "tp", "pp", "parallel cp=2", "parallel pp_schedule=gpipe pp=2"],
-)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "mistral"])
-def test_an_update_in_two_processes_takes_what_the_plan_says(tmp_path, family, sharding):
-    path = save_random_model(tmp_path / "model", family, torch.float32, vocab_size=512, **WIDE)
-    actor = ["actor=pretrained", f"actor.model.path={path}", "actor._target_=trainer.measured_actor.MeasuredActor"]
-    group, *sizes = sharding.split()
-    layout = [f"sharding={group}", *(f"sharding.{size}" for size in sizes)]
-    two = [*layout, "trainer.n_gpus_per_node=2", f"+actor.place={tmp_path}", "tracker=[jsonl]"]
-    several = ["actor.micro_batch_tokens=300"] if "reduce_gradients" in sharding else []  # micro-batches of an update
-    run = validate(compose_root("ppo", [*actor, *two, *CRITIC_FREE, *ROWS, *LONG, *SHORT, *several]))
-    fit(run, tmp_path / "run")
-    plan = plan_run(run, device_named("cpu"))
-    planned = next(phase for phase in plan.memory.phases if phase.name == "update actor").total
-    measured = [json.loads(file.read_text()) for file in tmp_path.glob("*.json")]
-    assert len(measured) == 2
-    found = [held["rest"] + held["peak"] for held in measured]
-    for held in [max(found)] if "pp" in sharding else found:  # stages differ: the plan is that of the largest
-        assert planned == pytest.approx(held, rel=0.1)

@@ -58,26 +58,6 @@ def test_the_first_step_has_the_loss_of_a_policy_that_is_its_reference(model32, 
     assert result.samples == 4 * 2 * 6
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("loss", "lora"),
-    [(DPO(), LoRA(rank=2)), (KTO(), None), (BradleyTerry(), None), (BradleyTerry(), LoRA(rank=2))],
-    ids=["dpo with lora", "kto", "reward model", "reward model with lora"],
-)
-@pytest.mark.parametrize("safetensors", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
-def test_a_run_resumed_from_a_checkpoint_ends_as_the_uninterrupted_one(loss, lora, safetensors, model32, tmp_path):
-    whole, again = tmp_path / "whole", tmp_path / "again"
-
-    def run(directory, **options):
-        checkpoint = every_step(directory, use_safetensors=safetensors)
-        return preference_run(model32, loss, lora, checkpoint=checkpoint, **options)
-
-    fit(run(whole), whole / "run")
-    fit(run(again, resume=str(whole / "checkpoints/global_step_2")), again / "run")
-    left, right = (Training(numbers(x / "run"), digest=digest(x)) for x in (again, whole))
-    same_training(left, right, after=2)
-
-
 def precomputing(run):
     return replace(run, reference=PrecomputedReference())
 

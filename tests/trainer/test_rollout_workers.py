@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import logging
 import os
-import signal
 from typing import Any
 
 import pytest
@@ -18,10 +16,7 @@ from trainer.test_async_rewards import Waiting, ahead, engine_of
 from trainer.test_async_training import asynchronous, in_flight
 
 from verl.cluster.placement import DeviceMesh
-from verl.component import BuildContext
 from verl.data.sampler import DataSampler
-from verl.errors import WorkerDied, WorkerHung
-from verl.trainer.train_loop import TrainLoop
 from verl.utils.seeding import derive_seed
 from verl.workers.schedule import read_lines, schedule_path
 
@@ -80,30 +75,6 @@ def test_replayed_and_resumed_runs_of_two_engines_have_the_bits_of_the_first(whe
     assert schedules(tmp_path / "cut/run") == lines
     same_training(saved(tmp_path / "cut"), first, after=3)
     assert "random generators" not in caplog.text  # they are those of the actor's one process
-
-
-@TWO
-@needs_two_cores
-@pytest.mark.parametrize(
-    ("run_of", "number", "kind", "rank"),
-    [
-        (in_flight, signal.SIGKILL, WorkerDied, 1),
-        pytest.param(asynchronous, signal.SIGKILL, WorkerDied, 0, marks=pytest.mark.exhaustive),
-        pytest.param(in_flight, signal.SIGSTOP, WorkerHung, 0, marks=pytest.mark.exhaustive),
-        pytest.param(asynchronous, signal.SIGSTOP, WorkerHung, 1, marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_dead_or_stopped_engine_of_two_ends_the_run_by_its_rank(run_of, number, kind, rank, model32, tmp_path):
-    with run_of(model32, tmp_path, placement=mesh(*ENGINES)).build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        loop = TrainLoop(trainer, {})
-        loop.open()
-        loop.step()
-        trainer.rollout_workers._call_timeout_s = 3.0
-        os.kill(trainer.rollout_workers.pids[rank], number)
-        steps = iter(loop.step, None)
-        with pytest.raises(kind) as error:
-            list(itertools.islice(steps, 3))  # one batch may be there already
-    assert (error.value.rank, error.value.process) == (rank, f"rollout worker {rank}")
 
 
 @TWO

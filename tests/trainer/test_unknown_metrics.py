@@ -13,7 +13,6 @@ from verl.checkpoint.config import Checkpointing
 from verl.component import BuildContext
 from verl.compose.compose import compose_root
 from verl.compose.validate import validate
-from verl.monitoring.config import WATCHED, Monitoring
 
 
 @pytest.mark.parametrize("name", ["keep_best", "save_best"])
@@ -33,13 +32,11 @@ def test_the_metrics_that_evaluations_have_are_those_that_are_known(model32, tmp
 
 def test_a_metric_that_does_not_come_is_told_after_the_first_step(model32, tmp_path, caplog):
     saved = Checkpointing(save_dir=str(tmp_path / "saved"), keep_best="reward/men")
-    safety = Monitoring(watched=(*WATCHED, "actor/los"))
-    run = ppo_run(model32, PPO_ALGORITHM, safety=safety, total_steps=2, eval_before=False, data=Prompts(eval=()))
+    run = ppo_run(model32, PPO_ALGORITHM, total_steps=2, eval_before=False, data=Prompts(eval=()))
     run = dataclasses.replace(run, checkpoint=saved)
     with caplog.at_level(logging.WARNING, logger="verl"), run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
         trainer.fit()
     told = [record.getMessage() for record in caplog.records if "no such metric" in record.getMessage()]
     assert told == [
-        "trainer.safety.watched has 'actor/los': the first step has no such metric. Did you mean actor/loss?",
         "checkpoint.keep_best is 'reward/men': there is no such metric, so it has no effect. Did you mean reward/mean?",
     ]

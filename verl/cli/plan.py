@@ -6,7 +6,7 @@ import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
@@ -14,10 +14,8 @@ from verl.cli.console import CONFIG_DIR, FOUND, echo, faults_reported
 from verl.compose.schema import RootName
 from verl.errors import ConfigError, VerlError
 
-DEVICE = "plan.device="
-PLAN_ONLY = "plan=only"  # an argument of the main scripts
 OVERRIDES = "Overrides as for `verl ppo`: actor=llama8b sharding=fsdp trainer.n_gpus_per_node=8 ..."
-DEVICES = "a100-40, a100, l4, l40s, rtx4090, h100, h200, b200, mi300x or cpu; also as plan.device=NAME."
+DEVICES = "a100-40, a100, l4, l40s, rtx4090, h100, h200, b200, mi300x or cpu."
 LENGTHS = "With --async: tokens of responses, equally likely, such as 100,200,900."
 
 
@@ -33,25 +31,21 @@ def plan(
         bool, typer.Option("--async", help="Also simulate trainer.mode=async: speed, idle shares, staleness.")
     ] = False,
     lengths: Annotated[str | None, typer.Option(help=LENGTHS)] = None,
-    tool_calls: Annotated[int, typer.Option(min=0, help="With --async: calls of a tool in a response.")] = 0,
-    tool_s: Annotated[float, typer.Option(min=0, help="With --async: seconds of each call.")] = 0.0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Plan a run: memory by phase, batch sizes, seconds per step, disk. Nothing is loaded, written or started.
 
     Of models only config.json is read. The exit status is 1 if the run does not fit its devices.
     """
-    named = [word.removeprefix(DEVICE) for word in overrides or () if word.startswith(DEVICE)]
-    words = [word for word in overrides or () if not word.startswith(DEVICE)]
     with faults_reported():
-        if not asynchronous and (lengths or tool_calls or tool_s):
-            raise ConfigError("--lengths, --tool-calls, --tool-s: only the simulation reads them. Add --async.")
-        run = _validated(root, words, config_dir)
+        if lengths and not asynchronous:
+            raise ConfigError("--lengths: only the simulation reads them. Add --async.")
+        run = _validated(root, overrides or [], config_dir)
         from verl.trainer.plan import run_plan, workload
 
         directory = Path((run.checkpoint and run.checkpoint.save_dir) or ".").expanduser()
         free = None if "://" in str(directory) else workload.free_disk(directory.absolute())
-        rates = _rates(run, device or (named[-1] if named else None))
+        rates = _rates(run, device)
         try:
             found = run_plan.plan_run(run, rates, response=response_tokens, free_disk=free)
         except (VerlError, OSError):
@@ -62,19 +56,10 @@ def plan(
                 "lacks entries for layers, heads or widths of a transformer. The run itself may work."
             ) from error
         if asynchronous:
-            tools = {"calls": tool_calls, "latency_s": tool_s}
-            found = replace(found, asynchronous=_simulated(run, found, lengths, response_tokens, tools))
+            found = replace(found, asynchronous=_simulated(run, found, lengths, response_tokens))
     echo(json.dumps(found.to_json(), indent=2) if as_json else "\n".join(found.lines()))
     if not found.fits:
         raise typer.Exit(FOUND)
-
-
-def plan_only(root: str, arguments: list[str]) -> NoReturn:
-    """`verl ppo ... plan=only`: print the plan of the run, and exit with its status."""
-    command = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-    command.command()(plan)
-    command([*arguments, f"--root={root}"], prog_name="verl plan")
-    raise SystemExit
 
 
 def _validated(root: str, arguments: list[str], config_dir: Path | None) -> Any:
@@ -107,7 +92,7 @@ def _rates(run: Any, name: str | None) -> Any:
     return device_named(name or "cpu")
 
 
-def _simulated(run: Any, found: Any, lengths: str | None, mean: int | None, tools: dict[str, Any]) -> Any:
+def _simulated(run: Any, found: Any, lengths: str | None, mean: int | None) -> Any:
     """`trainer.mode=async`, with the seconds of the plan."""
     from verl.trainer.plan import async_plan
 
@@ -117,4 +102,4 @@ def _simulated(run: Any, found: Any, lengths: str | None, mean: int | None, tool
     if numbers is not None and min(numbers) < 1:
         raise ConfigError(f"--lengths is {lengths!r}: expected numbers of tokens, such as 100,200,900.")
     times = async_plan.planned_times(run, found.memory, found.stages, found.device)
-    return async_plan.plan_async(run, replace(times, **tools), async_plan.length_draws(run, numbers, mean))
+    return async_plan.plan_async(run, times, async_plan.length_draws(run, numbers, mean))

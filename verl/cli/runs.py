@@ -21,7 +21,7 @@ from verl.errors import ConfigError, end_cut
 from verl.tracking.base import HEADLINE, short
 from verl.tracking.console import print_table
 from verl.trainer.state.lineage import forest
-from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping, printable
+from verl.utils.external_input import ExternalInputError, parse_mapping, printable
 
 if TYPE_CHECKING:
     from rich.tree import Tree
@@ -95,7 +95,7 @@ def list_runs(roots: Sequence[Path]) -> list[ListedRun]:
 def last_metrics(file: Path) -> tuple[int, dict[str, Any]]:
     """The last step of a `metrics.jsonl` and the last value of each metric, from its last 256 KiB."""
     metrics: dict[str, Any] = {}
-    with contextlib.suppress(OSError), open(open_regular(file), "rb") as lines:
+    with contextlib.suppress(OSError), open(file, "rb") as lines:
         start = max(0, lines.seek(0, os.SEEK_END) - TAIL_BYTES)
         lines.seek(start)
         for line in lines.read().split(b"\n")[1 if start else 0 :]:

@@ -17,13 +17,11 @@ import typer
 import typer.core
 
 from verl.cli.console import CONFIG_DIR, echo, fail
-from verl.cli.plan import PLAN_ONLY, plan_only
 from verl.compose.launch import entry_point
 from verl.compose.run_start import RunStart
 from verl.compose.schema import Root
 from verl.compose.validate import validate
 from verl.utils.child_process.interpreter import rare_garbage_collection
-from verl.utils.external_input import read_text
 
 
 def train(job: RunStart) -> None:
@@ -39,15 +37,7 @@ def train(job: RunStart) -> None:
 
 def training_command(root: str) -> Callable[[], None]:
     """The command that trains with a root, a name of `ROOTS`; it reads `sys.argv`."""
-    launched = entry_point(root)(train)
-
-    def command() -> None:
-        words = sys.argv[1:]
-        if PLAN_ONLY in words:
-            plan_only(root, [word for word in words if word != PLAN_ONLY])
-        launched()
-
-    return command
+    return entry_point(root)(train)
 
 
 class HydraCommand(typer.core.TyperCommand):
@@ -140,4 +130,4 @@ def _run(root: str, directory: Path, overrides: Sequence[str]) -> dict[str, Any]
     sys.stdout.flush()
     sys.argv = [f"verl {root}", *words[1:]]
     training_command(root)()
-    return json.loads(read_text(directory / "summary.json"))
+    return json.loads((directory / "summary.json").read_text("utf-8"))

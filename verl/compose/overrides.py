@@ -33,7 +33,6 @@ CURRICULUM = "data.curriculum"  # takes an option of the group `curriculum`
 
 _OFF = {"false": "", "null": "", "none": ""}
 _SHARDINGS = ("none", "ddp", "fsdp", "hsdp", "tp", "tp_fsdp", "cp", "pp", "parallel")
-_SAVE_FREQ = {**dict.fromkeys(("-1", "0", "false"), "checkpoint.save_interval=null"), "*": "checkpoint.save_interval"}
 _SAVES = (
     "save_dir save_interval keep_last_n keep_best save_async use_safetensors incremental_save incremental_base "
     "cold_storage"
@@ -64,12 +63,12 @@ ALIASES: dict[str, str | dict[str, str]] = {
         "local": "sharding=none",
         "fsdp2": "sharding=fsdp",
     },
-    "trainer.save_freq": _SAVE_FREQ,
-    "save_freq": _SAVE_FREQ,
+    "trainer.save_freq": {
+        **dict.fromkeys(("-1", "0", "false"), "checkpoint.save_interval=null"),
+        "*": "checkpoint.save_interval",
+    },
     "trainer.default_local_dir": "checkpoint.save_dir",
-    "trainer.resume_from_path": "resume",
     **{f"checkpoint_config.{key}": f"checkpoint.{key}" for key in _SAVES.split()},
-    "storage.type": {**_OFF, **{name: f"storage={name}" for name in ("local", "s3", "oss", "gcs")}},
     "trainer.test_freq": "trainer.eval_interval",
     "trainer.total_training_steps": "trainer.total_steps",
     "algorithm.adv_estimator": {
@@ -90,12 +89,6 @@ ALIASES: dict[str, str | dict[str, str]] = {
     "use_critic": {"true": "", "false": "critic=none"},
     "use_reference_policy": {"true": "", "false": "reference=none"},
     "use_rm": {**_OFF, "true": "reward=model"},
-    "reward_model.enable": {**_OFF, "true": "reward=model"},
-    "reward_model.model_name_or_path": "reward=model reward.model.path",
-    "reward_model.model.path": "reward=model reward.model.path",
-    "use_vllm": {**_OFF, "true": "rollout=vllm"},
-    "ray.address": "trainer=ray trainer.placement.address",
-    "ray.num_cpus": "trainer=ray trainer.placement.num_cpus",
 }
 SHORT = {
     "tracker=wandb": "[default,wandb]",

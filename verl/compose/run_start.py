@@ -26,7 +26,7 @@ from verl.compose.warm_start import resolve_warm_starts
 from verl.errors import ConfigError, end_cut
 from verl.tracking.console import print_line, shown_path, visible
 from verl.tracking.logging_setup import setup_logging
-from verl.utils.external_input import plain, write_text
+from verl.utils.external_input import plain
 from verl.utils.redact import redact, redact_tree
 
 if TYPE_CHECKING:
@@ -101,7 +101,8 @@ class RunStart:
             save_config(self.config, self.overrides, self.run_dir)
             if self.choices is not None:
                 start = {"name": run_name(self.config), "differences": changed}
-                write_text(self.run_dir / "start.json", json.dumps(redact_tree(plain(start)), indent=1) + "\n")
+                text = json.dumps(redact_tree(plain(start)), indent=1) + "\n"
+                (self.run_dir / "start.json").write_text(text, "utf-8")
             self.closing.callback(setup_logging(self.run_dir))
         except OSError as error:
             raise ConfigError(
@@ -200,10 +201,12 @@ def _text(value: Any) -> str:
 def save_config(config: DictConfig, overrides: Sequence[str], run_dir: Path) -> None:
     """Write `config.yaml`, with references unresolved, and `overrides.yaml`, the overrides of the command line."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    plain = OmegaConf.to_container(config, resolve=False)
-    tree = redact_tree(plain)
-    write_text(run_dir / "config.yaml", redact(OmegaConf.to_yaml(config if tree == plain else OmegaConf.create(tree))))
-    write_text(run_dir / "overrides.yaml", OmegaConf.to_yaml(OmegaConf.create([redact(text) for text in overrides])))
+    trees = {
+        "config": redact_tree(OmegaConf.to_container(config, resolve=False)),
+        "overrides": [*map(redact, overrides)],
+    }
+    for name, tree in trees.items():
+        (run_dir / f"{name}.yaml").write_text(redact(OmegaConf.to_yaml(OmegaConf.create(tree))), "utf-8")
 
 
 _BEFORE_THE_FIRST_STEP = {

@@ -27,7 +27,7 @@ from verl.data.readers import FILE_TYPES, DataRows, RowErrors, from_arrow, read_
 from verl.data.rlhf_dataset import RESERVED_COLUMNS, RLHFDataset
 from verl.errors import ConfigError
 from verl.protocol.fields import FIELDS
-from verl.utils.external_input import checked_name, open_regular, read_record
+from verl.utils.external_input import checked_name, read_record
 
 log = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class HubPrompts(PromptRendering):
             if file.suffix == ".arrow":
                 import pyarrow as pa
 
-                with open(open_regular(file), "rb") as stream:
+                with open(file, "rb") as stream:
                     yield from map(from_arrow, pa.ipc.open_stream(stream).read_all().to_pylist())
             else:
                 yield from read_rows([file], bad, "dataset").values

@@ -31,7 +31,6 @@ from verl.data.readers import DataRows, RowErrors
 from verl.errors import ConfigError, install_command
 from verl.models.images import images_of
 from verl.protocol.ragged import Ragged
-from verl.utils.external_input import open_regular
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -101,7 +100,7 @@ def _content(source: Any) -> bytes:
         try:
             if not source.is_file():
                 raise BadImage(f"{source}: no such file")
-            with open(open_regular(source), "rb") as file:
+            with open(source, "rb") as file:
                 content = file.read(MAX_BYTES + 1)
         except OSError as error:
             raise BadImage(f"{source}: {error.strerror}") from None

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from verl.errors import ConfigError
-from verl.utils.external_input import open_regular
 
 logger = logging.getLogger(__name__)
 
@@ -247,7 +246,7 @@ def _parquet_row(table: Any, index: int) -> dict[str, Any] | str:
 
 def _read_jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """Yield the number of every line that is not blank, with its row or its fault."""
-    with open(open_regular(path), "rb") as lines:
+    with open(path, "rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield number, _parsed(line, number)

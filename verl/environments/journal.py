@@ -34,7 +34,6 @@ from typing import Any
 
 from verl.environments.base import CallRecord, Observation, StepResult
 from verl.errors import RolloutError, end_cut
-from verl.utils.external_input import open_regular
 
 log = logging.getLogger(__name__)
 
@@ -233,7 +232,7 @@ def plain(observation: Observation) -> Any:
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a file, up to the first incomplete line."""
-    with open(open_regular(path), "rb") as file:
+    with open(path, "rb") as file:
         for line in file:
             checksum, _, text = line.rstrip(b"\n").partition(b" ")
             if not line.endswith(b"\n") or checksum != b"%08x" % zlib.crc32(text):

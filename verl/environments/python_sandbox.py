@@ -70,7 +70,7 @@ class PythonSandbox(EnvironmentDescription):
         if self.sandbox is None:
             yield (
                 "sandbox is null: code that the model wrote needs a place to run. Set sandbox=jail (jails on this "
-                "machine), sandbox=remote (a server), or sandbox=none, which gives no protection."
+                "machine), or sandbox=none, which gives no protection."
             )
         elif self.step_timeout_s < self.sandbox.timeout_s + SPARE_S:
             yield (

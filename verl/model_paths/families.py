@@ -13,8 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from verl.utils.external_input import read_text
-
 Scoring = Literal["packed", "padded", "right_padded", "equal_lengths"]
 PLAINER: tuple[Scoring, ...] = ("packed", "padded", "right_padded", "equal_lengths")  # from fastest to plainest
 CacheKind = Literal["in_place", "own", "none"]
@@ -130,7 +128,7 @@ class FamilyTable:
 @functools.lru_cache
 def family_table() -> FamilyTable:
     """The table in `families.json`."""
-    table = json.loads(read_text(TABLE))
+    table = json.loads(TABLE.read_text("utf-8"))
     return FamilyTable(
         table["versions"],
         {name: ModelPaths(**paths) for name, paths in table["paths"].items()},

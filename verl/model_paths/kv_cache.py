@@ -6,6 +6,7 @@ slots [s H L D] ── written where they lie, token by token ─────┴
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,12 @@ class CacheCall:
     groups: PromptGroups | None = None
     prompt_width: int = 0
 
+    @functools.cached_property
+    def numbers(self) -> Tensor:
+        """[b 1], of the rows from 0, where `columns` is a tensor."""
+        assert isinstance(self.columns, Tensor)
+        return torch.arange(len(self.columns), device=self.columns.device)[:, None]
+
 
 class StoredRows:
     """Keys and values of one layer, [rows H L D] each.
@@ -67,9 +74,9 @@ class StoredRows:
             rows = stored[call.first : call.first + len(new)]
             if isinstance(call.columns, slice):
                 rows[:, :, call.columns] = new
-            else:
+            else:  # scatter_ would copy all of the rows first, on a CPU
                 with plain_kernels(rows.device):  # no two tokens of a row have the same column
-                    rows.scatter_(2, call.columns[:, None, :, None].expand_as(new), new)
+                    rows[call.numbers, :, call.columns] = new.transpose(1, 2)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int, places: Tensor | None) -> None:
         """Copy the first `length` tokens of rows [m] to rows [m], which may overlap; `places` [2 m]: both, if m > 1."""

@@ -17,7 +17,6 @@ from verl.models.images import images_of
 from verl.models.own_module import OwnModule
 from verl.models.pretrained import quiet_transformers
 from verl.utils.directories import TemporaryDirectory
-from verl.utils.external_input import read_bytes
 
 ADAPTER_FILE = "adapter_model.safetensors"
 ADAPTER_BIN = "adapter_model.bin"  # for tools that read only this format
@@ -148,7 +147,7 @@ def load_adapter(model: Any, file: Path) -> None:
 def files_in(directory: Path) -> dict[str, bytes]:
     """Content of the files of a directory, by name, sorted."""
     return {
-        path.relative_to(directory).as_posix(): read_bytes(path)
+        path.relative_to(directory).as_posix(): path.read_bytes()
         for path in sorted(directory.rglob("*"))
         if path.is_file()
     }

@@ -6,7 +6,6 @@ Damaged files, as failed downloads leave them, are found by names, sizes and hea
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import re
 import zipfile
@@ -23,8 +22,6 @@ from verl.utils.external_input import (
     parse_json,
     parse_mapping,
     printable,
-    read_bytes,
-    refuse_irregular,
 )
 
 if TYPE_CHECKING:
@@ -213,14 +210,6 @@ def path_faults(path: str) -> Iterator[str]:
     if path.startswith(WARM_START) or not is_local(path):
         return
     directory = Path(path)
-    try:
-        refuse_irregular(directory)
-    except NotADirectoryError:
-        pass
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            yield f"path is {path!r}: cannot be loaded: {error.filename}: {error.strerror}."
-            return
     if not directory.is_dir():
         yield f"path is {path!r}: no such directory. Give a directory made by save_pretrained, or a hub name."
     elif not any((directory / name).is_file() for name in ("config.json", "adapter_config.json")):
@@ -237,7 +226,7 @@ def read_model_json(file: Path) -> dict[str, Any] | None:
         ConfigError: the file cannot be read.
     """
     try:
-        return parse_mapping(read_bytes(file)) if file.is_file() else None
+        return parse_mapping(file.read_bytes()) if file.is_file() else None
     except ExternalInputError:
         return None
     except OSError as error:
@@ -274,7 +263,7 @@ class SafetensorsReader:
         self._open: dict[Path, Any] = {}
         if (directory / INDEX).is_file():
             try:
-                index = parse_mapping(read_bytes(directory / INDEX))["weight_map"]
+                index = parse_mapping((directory / INDEX).read_bytes())["weight_map"]
                 self._files = {str(name): directory / checked_path(file) for name, file in index.items()}
             except (LookupError, AttributeError, ExternalInputError) as error:
                 raise ConfigError(f"path: {directory / INDEX} lists no files: {error}") from error

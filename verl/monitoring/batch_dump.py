@@ -1,4 +1,4 @@
-"""Attribution and batch dump: the rows behind a non-finite number or a spike, and their batch in the run directory.
+"""Attribution and batch dump: the rows behind a non-finite number, and their batch in the run directory.
 
 RUN_DIR/anomalies/step_7_actor/
     README.md            what happened, and how to load the batch
@@ -47,15 +47,8 @@ class Attribution:
 
     def worst(self, count: int) -> list[int]:
         """The first rows, at most this many."""
-        return torch.argsort(self._sizes(), descending=True, stable=True)[:count].tolist()
-
-    def guilty(self, count: int) -> list[int]:
-        """The same, without rows that weigh nothing."""
-        sizes = self._sizes()
-        return [row for row in self.worst(count) if sizes[row] > 0]
-
-    def _sizes(self) -> Tensor:
-        return torch.nan_to_num(self.weights.double(), nan=float("inf"), posinf=float("inf"))
+        sizes = torch.nan_to_num(self.weights.double(), nan=float("inf"), posinf=float("inf"))
+        return torch.argsort(sizes, descending=True, stable=True)[:count].tolist()
 
 
 def non_finite_fields(batch: DataProto) -> dict[str, Tensor]:
@@ -68,8 +61,8 @@ def non_finite_fields(batch: DataProto) -> dict[str, Tensor]:
 def blame_for(metric: str, batch: DataProto) -> Attribution:
     """Rank the rows of an experience by their part in a metric, as far as the driver can tell.
 
-    A critic's rows by the squared error of their values before the update, a KL's by their distance to the reference,
-    an actor's by the advantages that they push with.
+    A critic's rows by the squared error of their values before the update, an actor's by the advantages that they push
+    with.
     """
     if counts := non_finite_fields(batch):
         return Attribution(
@@ -85,10 +78,6 @@ def blame_for(metric: str, batch: DataProto) -> Attribution:
     mask = batch["response_mask"]
     if metric.startswith("critic") and "values" in batch:
         return Attribution("mean squared error of the value", _mean((batch["returns"] - batch["values"]) ** 2, mask))
-    if "kl" in metric and "ref_log_probs" in batch:
-        policy = batch["old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"]
-        gap = (policy - batch["ref_log_probs"]).abs()
-        return Attribution("mean distance of the log-probs to the reference's", _mean(gap, mask))
     return Attribution("sum of |advantage|", masked_sum(batch["advantages"].double().abs(), mask, dim=-1))
 
 

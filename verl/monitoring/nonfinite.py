@@ -1,15 +1,10 @@
-"""NonFiniteGuard: stops or skips steps with non-finite numbers, reports spikes, and dumps the batches that caused
-them.
-
-A spike is a value beyond a running band around its metric.
-"""
+"""NonFiniteGuard: stops or skips steps with non-finite numbers, and dumps the batches that caused them."""
 
 from __future__ import annotations
 
 import logging
 import math
-import statistics
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,71 +12,17 @@ from typing import Any
 
 import torch
 
-from verl.component import hint, nearest
 from verl.errors import LogProbGapError, NonFiniteError, NonFiniteRewardError
 from verl.model_paths.check import beyond_noise, chosen_rows, longest_row, row_gaps
 from verl.models.parallel_info import Numerics
 from verl.monitoring.batch_dump import Attribution, BatchDump, blame_for, described, non_finite_fields
-from verl.monitoring.config import WATCHED, Monitoring
+from verl.monitoring.config import Monitoring
 from verl.monitoring.log_prob_gap import GAP, LARGEST, Excess, GapWatch, where_gaps_lie
 from verl.protocol import DataProto
 
-MAD_TO_DEVIATION = 1.4826  # of a normal distribution: standard deviation over median absolute deviation
-LEAST_SHARE = 0.1  # of the median: a metric that hardly moves has a deviation of at least this
-LEAST = 1e-3  # and of this, since a loss may be zero but for rounding
 _log = logging.getLogger(__name__)
 
 Ranking = Callable[[str, DataProto], Attribution]
-
-
-class SpikeDetector:
-    """Median and median absolute deviation of the size of a metric over the last steps.
-
-        spike:  |x| > median + factor * max(1.4826 * MAD, 0.1 * median, 0.001)
-
-    Both are robust: a spike joins the history and hardly moves the band. A metric that stays beyond is reported once,
-    until it has been back; after half a window beyond, the band has followed.
-
-    Args:
-        factor: see above.
-        history: number of values before the first spike can be reported.
-        window: values that are remembered.
-    """
-
-    def __init__(self, metric: str, factor: float, history: int, window: int):
-        self.metric, self.factor, self.history = metric, factor, history
-        self._sizes: deque[float] = deque(maxlen=window)
-        self._is_beyond = False
-
-    def add(self, value: float) -> str | None:
-        """Add the next value; describes the spike if the metric left its band with it. Values that are not finite are
-        none."""
-        if not math.isfinite(value):
-            return None
-        spike = self._spike(value)
-        is_news, self._is_beyond = spike is not None and not self._is_beyond, spike is not None
-        self._sizes.append(abs(value))
-        return spike if is_news else None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The sizes remembered, and whether the last was beyond the band."""
-        return {"sizes": list(self._sizes), "is_beyond": self._is_beyond}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
-        self._sizes.clear()
-        self._sizes.extend(state["sizes"])
-        self._is_beyond = state["is_beyond"]
-
-    def _spike(self, value: float) -> str | None:
-        if len(self._sizes) < self.history:
-            return None
-        median = statistics.median(self._sizes)
-        mad = statistics.median(abs(size - median) for size in self._sizes)
-        limit = median + self.factor * max(MAD_TO_DEVIATION * mad, LEAST_SHARE * median, LEAST)
-        if abs(value) <= limit:
-            return None
-        return f"{self.metric} {value:.4g} (median {median:.4g}, limit {limit:.4g}, {len(self._sizes)} steps)"
 
 
 class StepSkipped(Exception):
@@ -107,15 +48,10 @@ class NonFiniteGuard:
         self.numerics: Numerics | None = None
         self._gap = None if settings.log_prob_gap is None else GapWatch(settings.log_prob_gap)
         self._longest_compared = 0  # tokens of a row
-        self._has_watched = False
         self._tokenizer, self._ranking = tokenizer, ranking
         self._anomalies = BatchDump(run_dir, settings.max_dumps)
         self._in_a_row: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
-        self._bands: dict[str, SpikeDetector] = {}
-        if (factor := settings.spike_factor) is not None:
-            for key in settings.watched:
-                self._bands[key] = SpikeDetector(key, factor, settings.spike_history, settings.spike_window)
 
     def with_injected_fault(self, rows: DataProto) -> DataProto:
         """The batch of an update, which the settings may want to have a loss of nan."""
@@ -258,43 +194,20 @@ class NonFiniteGuard:
             raise LogProbGapError(f"{message} The actor's weights are as they were.", excess.gap, excess.limit)
         _log.warning("%s", message)
 
-    def watch(self, metrics: Mapping[str, float], batch: DataProto) -> None:
-        """Take the metrics into their bands; tell of each that left its band, with the rows behind it."""
-        if not self._has_watched:
-            self._has_watched = True
-            for key in self._bands.keys() - metrics.keys() - set(WATCHED):
-                suggestion = hint(nearest(key, metrics))
-                _log.warning("trainer.safety.watched has %r: the first step has no such metric.%s", key, suggestion)
-        added = {key: band.add(metrics[key]) for key, band in self._bands.items() if key in metrics}
-        spikes = {key: spike for key, spike in added.items() if spike is not None}
-        if not spikes:
-            return
-        self._counts["spikes"] += len(spikes)
-        story = "; ".join(spikes.values())
-        blames = [] if self._anomalies.is_full else [self._ranking(key, batch) for key in spikes]
-        dump = self._dump("spike", story, batch, blames) if blames else None
-        rows = [f"{_rows(guilty)} by {blame.reason}" for blame in blames if (guilty := blame.guilty(4))]
-        most = f" Most behind it: {'; '.join(rows)}." if rows else ""
-        _log.warning("Step %d: beyond its band: %s.%s%s", self.step, story, most, _at(dump))
-
     def take(self) -> dict[str, float]:
         """Counts since the last call, as metrics; empty for a sound step."""
         counts, self._counts = self._counts, Counter()
         return {f"safety/{name}": float(count) for name, count in counts.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The bands and what was skipped in a row, as plain values."""
+        """Return the skips in a row and the first log-prob gap, as plain values."""
         return {
-            "bands": {key: band.state_dict() for key, band in self._bands.items()},
             "in_a_row": dict(self._in_a_row),
             "log_prob_gap": {} if self._gap is None else self._gap.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` gave; a metric that is newly watched begins with no history."""
-        for key, band in state.get("bands", {}).items():
-            if key in self._bands:
-                self._bands[key].load_state_dict(band)
+        """Go on from what `state_dict` gave."""
         self._in_a_row = Counter(state.get("in_a_row", {}))
         if self._gap is not None:
             self._gap.load_state_dict(state.get("log_prob_gap", {}))

@@ -118,15 +118,14 @@ class BatchPartition:
     """Division of the rows of a batch among processes.
 
     Args:
-        batch: rows with `attention_mask` [B S], or prompts with `prompt_mask` [B P]; weighed by the tokens in it, and
-            by `expected_tokens` [B], if there are any.
+        batch: rows with `attention_mask` [B S], or prompts with `prompt_mask` [B P]; weighed by the tokens in it.
         parts: number of processes; with fewer rows than that, some get none.
     """
 
     def __init__(self, batch: DataProto, parts: int):
         masks = (batch.batch[name] for name in ("attention_mask", "prompt_mask") if name in batch.batch)
         weights = next((mask.sum(dim=1) for mask in masks), torch.ones(len(batch), dtype=torch.int64))
-        self.rows: list[Tensor] = balance(weights + batch.batch.get("expected_tokens", 0), parts)
+        self.rows: list[Tensor] = balance(weights, parts)
 
     def split_rows(self, batch: DataProto) -> list[DataProto]:
         return [batch[rows] for rows in self.rows]

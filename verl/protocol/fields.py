@@ -235,7 +235,6 @@ def _add(
 _add("prompts", "BP", "int64", "token id", "prompt tokens, left-padded", "data", "pad_token")
 _add("prompt_mask", "BP", "bool", "", "True on prompt tokens, False on their padding", "data", False)
 _add("prompt_ids", "B", "int64", "", "stable identity of the data row; keys the sampling noise", "data")
-_add("expected_tokens", "B", "int64", "tokens", "what all responses to the prompt are likely to have", "trainer")
 _add(
     "input_ids",
     "BS",

@@ -43,7 +43,6 @@ from verl.replay.shard import (
     split_rows,
     write_index,
 )
-from verl.utils.external_input import read_bytes
 from verl.utils.memory import give_back
 
 _log = logging.getLogger(__name__)
@@ -294,7 +293,7 @@ class TieredBuffer:
             name, leaves = file.name, file.leaves
             if file.place == "cold":
                 name = file.index_name
-                leaves = hash_buffers([read_bytes(self.directory / name)])
+                leaves = hash_buffers([(self.directory / name).read_bytes()])
             state[name] = ExistingFile(path=f"{COMPONENT}/{name}", source=self.directory / name, leaves=leaves)
         state |= {file.name: data for file, data in refused}
         index = self.index
@@ -323,7 +322,7 @@ class TieredBuffer:
             if not duplicate(self.disk, directory / name, path):
                 shutil.copyfile(directory / name, path)
             if is_stored:
-                index.append(read_index(read_bytes(path)))
+                index.append(read_index(path.read_bytes()))
             else:
                 shard.path = path
                 index.append(shard.index(self.disk))

@@ -32,7 +32,7 @@ from verl.checkpoint.core.filesystem import FileSystem, write_by_rename, write_f
 from verl.checkpoint.core.hashing import Leaf, file_digest, hash_buffers
 from verl.errors import ReplayCorrupt
 from verl.replay.arrow_rows import INDEX, SelectedRows
-from verl.utils.external_input import ByteCount, ExternalInputError, parse_as, read_bytes
+from verl.utils.external_input import ByteCount, ExternalInputError, parse_as
 
 SUFFIX, INDEX_SUFFIX, UNFINISHED = ".arrow", ".index.arrow", ".unfinished"
 _BATCH_BYTES = 2**20  # smaller record batches are joined, because each has a header in the file
@@ -352,7 +352,7 @@ def read_saved(file: Path) -> SavedBuffer:
         ReplayCorrupt: it does not describe a buffer, or is of a newer version.
     """
     try:
-        saved = parse_as(SavedBuffer, read_bytes(file))
+        saved = parse_as(SavedBuffer, file.read_bytes())
     except ExternalInputError as error:
         raise ReplayCorrupt(f"{file} does not describe a replay buffer ({error})") from error
     if saved.version > VERSION:

@@ -33,7 +33,6 @@ globals().update({{name: value for name, value in vars(solution).items() if not 
 {test}
 print({mark!r})
 """
-IN_PROCESS = "the program in the process of the test, where a program can pass without solving it"
 FORMS = (
     'a list of {"stdin": ..., "stdout": ...}, {"inputs": [...], "outputs": [...]}, or unit tests in Python as a text '
     "or a list of texts; or one of them as JSON"
@@ -75,7 +74,7 @@ class CodeTests(RewardDescription):
         if self.sandbox is None:
             yield (
                 "sandbox is null: code that the model wrote must run in a sandbox. Set sandbox=jail (jails on this "
-                "machine), sandbox=remote (a server), or sandbox=none, which gives no protection."
+                "machine), or sandbox=none, which gives no protection."
             )
         elif self.timeout_s is not None and self.timeout_s > self.sandbox.timeout_s:
             yield f"timeout_s is {self.timeout_s:g}: the sandbox ends programs after {self.sandbox.timeout_s:g} s."
@@ -115,7 +114,7 @@ class CodeReward(Reward):
 
         Returns: A sentence about unit tests that are no Python.
         Raises:
-            ConfigError: a row has no tests, or has unit tests that this sandbox cannot run apart.
+            ConfigError: a row has no tests.
         """
         key, units = self.described.tests_key, dict[str, int]()
         for row in range(len(rows)):
@@ -124,11 +123,6 @@ class CodeReward(Reward):
             except RewardError as error:
                 raise ConfigError(f"tests_key is {key!r}: {error}") from error
             units |= {test.unit: row for test in tests if test.unit is not None and test.unit not in units}
-        if units and not self._runs_apart and not self.described.allow_in_process:
-            raise ConfigError(
-                f"tests_key is {key!r}: the {name} have unit tests, and this sandbox can only run {IN_PROCESS}. Use "
-                "sandbox=jail, or accept that with reward.allow_in_process=true."
-            )
         broken = {unit: fault for unit in units if (fault := _syntax_fault(unit)) is not None}
         shown = "; ".join(f"row {units[unit]}: {fault}" for unit, fault in [*broken.items()][:_SHOWN])
         more = f"; and {len(broken) - _SHOWN} more" if len(broken) > _SHOWN else ""
@@ -161,10 +155,6 @@ class CodeReward(Reward):
     def close(self) -> None:
         self._runner.close()
 
-    @property
-    def _runs_apart(self) -> bool:
-        return self._runner.described.links_programs
-
     def _run_tests(self, code: str, tests: Sequence[CodeTest]) -> list[str]:
         """Outcome (`pass`, `fail`, ...) of each test; without partial credit, stops at the first failure."""
         outcomes: list[str] = []
@@ -180,8 +170,8 @@ class CodeReward(Reward):
             program = Program(code, stdin=test.stdin, **limits)
             verdict = self._run_program(program, lambda stdout: _lines(stdout) == _lines(test.stdout))
         else:
-            verdict = run_unit_test(self._runner, code, test.unit, **limits) if self._runs_apart else None
-            if verdict is None or (verdict.outcome in ("object", "error") and self.described.allow_in_process):
+            verdict = run_unit_test(self._runner, code, test.unit, **limits)
+            if verdict.outcome in ("object", "error") and self.described.allow_in_process:
                 mark = secrets.token_hex(16)  # printed after the test: a program that exits early does not pass
                 program = Program(_UNIT_TEST.format(test=test.unit, mark=mark), {"solution.py": code}, **limits)
                 verdict = self._run_program(program, lambda stdout: stdout.endswith(f"{mark}\n"))

@@ -139,10 +139,10 @@ class HFEngine(RolloutEngine):
         """Enter the contexts of forward passes of turns; the weights must not change until they are closed."""
         with contextlib.ExitStack() as entered:
             entered.enter_context(weights_gathered(self.model))
-            entered.enter_context(packed_weights(self.model))
             if self.routing is not None:
                 entered.enter_context(self.routing.recording())
             entered.enter_context(computing_in(self.autocast, self.model))
+            entered.enter_context(packed_weights(self.model))
             return entered.pop_all()
 
     def sync(self) -> SyncResult:

@@ -8,7 +8,7 @@ import re
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
@@ -100,15 +100,12 @@ class Sandbox(Description):
         memory_mib: memory limit of a program with its child processes.
         max_output_kib: of its standard output, and as much of its standard error.
         max_concurrency: the most concurrent programs.
-    Attributes:
-        links_programs: whether `execute_linked` works.
     """
 
     timeout_s: Annotated[float, Field(gt=0, lt=1e6)] = 10.0
     memory_mib: Annotated[int, Field(ge=64, lt=2**30)] = 256
     max_output_kib: Annotated[int, Field(ge=1, lt=2**20)] = 256
     max_concurrency: PositiveInt = 4
-    links_programs: ClassVar[bool] = True
 
     def build(self, context: BuildContext) -> CodeRunner:
         raise NotImplementedError

@@ -69,7 +69,7 @@ class JailSettings(Sandbox):
     bwrap: str | None = None
 
 
-ELSE = "Set sandbox=remote for a server that runs programs, or sandbox=none, which gives no protection."
+ELSE = "Set sandbox=none, which gives no protection, on a machine whose only purpose is this run."
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ class Unprotected(Sandbox):
         logger.warning(
             "sandbox=none: CODE THAT THE MODEL WRITES RUNS ON THIS MACHINE WITH ALL RIGHTS OF YOUR USER. IT CAN READ "
             "AND DELETE YOUR FILES, USE YOUR KEYS AND YOUR NETWORK, AND END OTHER PROCESSES, THIS TRAINING TOO. "
-            "Set sandbox=jail or sandbox=remote."
+            "Set sandbox=jail."
         )
         return UnprotectedRunner(self)
 

@@ -38,7 +38,6 @@ NEEDED = {
     "gcs": "GOOGLE_APPLICATION_CREDENTIALS",
 }
 _NO_ANSWER = re.compile(r"HTTP error|error sending request|timed out")
-_ONCE = re.compile(r"status code: (400|409|425)\b")  # after which obstore does not repeat a part
 # addresses that give keys to a machine of a cloud
 _MACHINE = re.compile(r"https?://(169\.254\.|metadata\.google|[^/ ]+/latest/(api/token|meta-data/))")
 _CERTIFICATE = re.compile(r"InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+)")
@@ -109,11 +108,7 @@ class BucketBackend(Backend):
             slices = (memoryview(x)[i : i + part_bytes] for x in pieces() for i in range(0, len(x), part_bytes))
             self._ask(key, lambda: self._parts.put(key, slices, **sent))
         except TransientError as error:
-            if _ONCE.search(str(error.__cause__)):
-                raise
             raise StorageUnreachable(f"put {self._url}/{key} failed: {error}") from error
-        except ObjectNotFound as error:  # the upload is over already: the answer to its end was lost
-            raise TransientError(f"the upload is unknown: {error}") from error
 
     def get(self, key: str, begin: int, end: int) -> bytes:
         return bytes(self._ask(key, lambda: self._once.get_range(key, start=begin, end=end)))

@@ -34,8 +34,7 @@ class Storage(Description):
     Args:
         prefix: common prefix of all keys, such as `experiments/one`; leading and trailing slashes are ignored.
         concurrency: the most simultaneous requests.
-        part_mib: size limit of a request; larger objects are sent in parts of this size, each retried separately;
-            after status 400, 409 or 425, which may pass, the whole object.
+        part_mib: size limit of a request; larger objects are sent in parts of this size, each retried separately.
         connect_timeout_s: time-out of a connection.
         timeout_s: time-out of one request, from its start to its last byte; for a multipart upload, of each part.
         retries: the most retries of a request after a transient failure: no connection, no answer in time, status 408,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from verl.errors import ObjectDamaged, ObjectNotFound, StorageRefused, StorageUnreachable, VerlError
-from verl.utils.external_input import ExternalInputError, checked_path, open_regular
+from verl.utils.external_input import ExternalInputError, checked_path
 from verl.utils.progress import report
 from verl.utils.redact import redact
 
@@ -159,7 +159,7 @@ class LocalBackend(Backend):
                 raise AlreadyExists(key) from error
 
     def get(self, key: str, begin: int, end: int) -> bytes:
-        with self._refusals(key), open(open_regular(self._path(key)), "rb") as file:
+        with self._refusals(key), open(self._path(key), "rb") as file:
             file.seek(begin)
             return file.read(end - begin)
 
@@ -270,7 +270,7 @@ class ObjectStore:
         size = Path(path).stat().st_size
 
         def pieces() -> Iterator[bytes]:
-            with open(open_regular(path), "rb") as file:
+            with open(path, "rb") as file:
                 yield from iter(lambda: file.read(self._part_bytes), b"")
 
         self.put_pieces(key, pieces, size)

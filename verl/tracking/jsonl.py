@@ -20,11 +20,9 @@ from verl.utils.external_input import (
     LARGEST_RECORD,
     ExternalInputError,
     ends_with_partial_line,
-    open_regular,
     parse_mapping,
     plain,
     read_record,
-    regular_opener,
     write_whole,
 )
 
@@ -69,7 +67,7 @@ class JsonLinesTracker(ContinuedTracker):
         self._metrics = LineFile(run_dir / "metrics.jsonl")
         self._begin = time.monotonic()
         self._table_bytes = sum(file.stat().st_size for name in TABLES for file in run_dir.glob(f"{name}/step_*.jsonl"))
-        with open(self._metrics.path, "ab+", buffering=0, opener=regular_opener) as file:
+        with open(self._metrics.path, "ab+", buffering=0) as file:
             is_cut = ends_with_partial_line(file)
         _append(self._metrics.path, b"\n" * is_cut)
 
@@ -164,7 +162,7 @@ def _append(path: Path, data: bytes) -> None:
     """
     if not data:
         return
-    with open(path, "ab", buffering=0, opener=regular_opener) as file:
+    with open(path, "ab", buffering=0) as file:
         end = file.seek(0, os.SEEK_END) if file.seekable() else 0
         try:
             if file.write(data) != len(data):
@@ -193,7 +191,7 @@ def json_lines(file: Path) -> Iterator[dict[str, Any]]:
 def lines_of(file: Path) -> Iterator[bytes]:
     """The lines of a file until the first that is longer than `LARGEST_RECORD`; none where it cannot be read."""
     try:
-        with open(open_regular(file), "rb") as lines:
+        with open(file, "rb") as lines:
             while line := lines.readline(LARGEST_RECORD + 1):
                 if len(line) > LARGEST_RECORD:
                     raise OSError(errno.EFBIG, f"it has a line of more than {LARGEST_RECORD} bytes")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from verl.tracking.console import print_line
-from verl.utils.external_input import regular_opener
 from verl.utils.redact import RedactSecrets
 
 IN_RUN_LOG = "is_in_run_log"  # attribute of an error whose traceback was logged
@@ -81,7 +80,7 @@ class _RunLog(logging.FileHandler):
     _has_warned = False
 
     def _open(self) -> TextIOWrapper:
-        return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=regular_opener)
+        return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors)
 
     def handleError(self, record: logging.LogRecord) -> None:
         error = sys.exc_info()[1]

@@ -13,7 +13,6 @@ from typing import Any
 from verl.tracking.console import print_line, print_table
 from verl.tracking.jsonl import json_lines, json_object
 from verl.tracking.wandb import RUN_FILE
-from verl.utils.external_input import regular_opener
 
 MIB = 2**20
 # Computes a column from `summary.json` and the lines of `metrics.jsonl`; None if it was not measured
@@ -74,7 +73,7 @@ def write(directory: Path, jobs: Sequence[JobOutcome]) -> Path:
     head, rows = table(jobs)
     if any(job.wandb for job in jobs):
         head, rows = [*head, "W&B run"], [[*row, job.wandb] for row, job in zip(rows, jobs, strict=True)]
-    with open(directory / "sweep.csv", "w", newline="", opener=regular_opener) as file:
+    with open(directory / "sweep.csv", "w", newline="") as file:
         csv.writer(file).writerows([head, *rows])
     return directory / "sweep.csv"
 

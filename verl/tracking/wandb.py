@@ -19,7 +19,6 @@ from pydantic import Field
 from verl.component import BuildContext, component
 from verl.tracking.base import ContinuedTracker, TrackerDescription
 from verl.utils.directories import TemporaryDirectory
-from verl.utils.external_input import write_text
 
 RUN_FILE = "wandb.json"  # in the run directory: URL or directory of its W&B run
 _TEMPORARY: list[TemporaryDirectory] = []  # of this process, once it has used W&B
@@ -93,7 +92,7 @@ class WandBTracker(ContinuedTracker):
             settings=wandb.Settings(console="off", quiet=True),
         )
         location = {"id": run_id, "url": self._run.url, "directory": str(Path(self._run.dir).parent)}
-        write_text(run_dir / RUN_FILE, json.dumps(location, indent=2) + "\n")
+        (run_dir / RUN_FILE).write_text(json.dumps(location, indent=2) + "\n", "utf-8")
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 

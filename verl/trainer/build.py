@@ -449,7 +449,6 @@ class PolicyTrainer(LoopTrainer):
             "sampler": self.sampler,
             "kl": self.kl,
             "reward": self.reward_stats,
-            "lengths": self.sampling.lengths,
             "safety": self.guards.monitor,
             **ahead,
             **kept,

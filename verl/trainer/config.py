@@ -44,7 +44,7 @@ class LoopSettings(Description):
         save_final: write the weights at the end as Hugging Face directories.
         repeat_first_batch: train only on the first batch of the data, to test whether it can be learned.
         profile: steps to profile, or null.
-        safety: handling of non-finite numbers and spikes.
+        safety: handling of non-finite numbers and of gaps of log-probs.
         placement: where the roles run; null: in this process, or in the processes of the sharding.
     """
 

@@ -6,7 +6,7 @@ stage. A yielded value other than None replaces the first argument. A trainer re
 first one innermost:
 
 stage             guards
-step              before: the number of the step; after: the log-prob gap where updates measured it, and spikes
+step              before: the number of the step; after: the log-prob gap where updates measured it
 compute_rewards   around: a reward that raises because a number is not finite
 reward_rows       after: rewards that are not finite
 run_roles         before: log-probs of the rollout engine against a plain forward pass
@@ -88,10 +88,8 @@ class Guards:
         self.trainer.cluster.step = self.monitor.step = step
         self.trained_on = batch
         metrics = yield
-        if metrics["perf/samples"]:
-            if "entropies" not in self.trained_on:  # otherwise `observe` has seen it
-                self.monitor.watch_gap(metrics, self.trained_on)
-            self.monitor.watch(metrics, self.trained_on)
+        if metrics["perf/samples"] and "entropies" not in self.trained_on:  # otherwise `observe` has seen it
+            self.monitor.watch_gap(metrics, self.trained_on)
         self.trained_on = None
 
     def injected_fault(self, rows: DataProto, *args: Any) -> Generator[DataProto, Any, None]:

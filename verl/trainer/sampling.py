@@ -72,7 +72,7 @@ class Sampling:
         run = trainer.description
         self.settings, self.algorithm, self.tokenizer = run.trainer, run.algorithm, trainer.tokenizer
         self.data, self.order, self.num_steps = trainer.train_data, trainer.sampler, trainer.num_steps
-        self.queue, self.lengths, self.data_responses = queue, LengthPredictor(), trainer.data_responses
+        self.queue, self.data_responses = queue, trainer.data_responses
         self.rewards, self.guards, self.stages = trainer.async_rewards, trainer.guards, trainer.stages
         self._plays_episodes = run.environment is not None
         self._offloads = not queue.depth and run.rollout.can_offload
@@ -127,7 +127,7 @@ class Sampling:
             prompts = self.data.collate(self.order.peek(ahead))
             prompts = _grouped(self.data_responses.sampled(prompts, request.step))
             self.rewards.expect(request.step, prompts, partial(self._described, prompts=prompts))
-            self.queue.begin(self._prepared(prompts, request), request)
+            self.queue.begin(self._prepared(prompts), request)
 
     def add_rewards(self, rollout: DataProto) -> DataProto:
         """Add rewards to responses and drop those without one; unchanged if rewards are present."""
@@ -174,12 +174,10 @@ class Sampling:
     def _respond(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
         """Responses or episodes, the data columns, and the response texts."""
         prompts = _grouped(prompts)
-        prepared, is_training = self._prepared(prompts, request), request.stream == TRAINING and not request.greedy
+        prepared, is_training = self._prepared(prompts), request.stream == TRAINING and not request.greedy
         if is_training:
             self.rewards.expect(request.step, prompts, partial(self._described, prompts=prompts))
         rows = (self.queue.take if is_training else self.queue.generate)(prepared, request)
-        if is_training:
-            self.lengths.note(rows)
         return self._described(rows, prompts)
 
     def _described(self, rows: DataProto, prompts: DataProto) -> DataProto:
@@ -188,11 +186,10 @@ class Sampling:
         columns = prompts.select([], list(prompts.non_tensor_batch))[rows["group_ids"]]
         return without_dropped(rows.union(columns, DataProto.from_dict(non_tensors={"response_text": texts})))
 
-    def _prepared(self, prompts: DataProto, request: GenerationRequest) -> DataProto:
+    def _prepared(self, prompts: DataProto) -> DataProto:
         """The prompts with the fields that the engine reads."""
         columns = list(prompts.non_tensor_batch) if self._plays_episodes else []
-        fields = prompts.select(with_media(PROMPT_FIELDS, prompts), columns)
-        return self.lengths.with_expected(fields, request.num_samples)
+        return prompts.select(with_media(PROMPT_FIELDS, prompts), columns)
 
 
 def _grouped(prompts: DataProto) -> DataProto:
@@ -536,44 +533,3 @@ def _numbered(state: Mapping[str, Tensor], separator: str) -> list[dict[str, Ten
             number, _, own_name = name.rpartition(separator)
             parts.setdefault(int(number or 0), {})[own_name] = x
     return [parts[number] for number in sorted(parts)]
-
-
-MOST = 1 << 16  # number of most recent prompts that are kept
-
-
-class LengthPredictor:
-    """Estimates the response length of each prompt, to balance processes that generate in parallel: its last length, or
-    the mean of all others for a new prompt.
-
-    A resumed run must distribute prompts as the original one would, so the lengths are part of a checkpoint.
-    """
-
-    def __init__(self):
-        self._means: dict[int, float] = {}
-
-    def note(self, rows: DataProto) -> None:
-        """Record the lengths of responses: `prompt_ids` [B], `response_mask` [B T]."""
-        ids, index = rows["prompt_ids"].unique(return_inverse=True)
-        lengths = rows["response_mask"].sum(dim=1).double()
-        means = torch.zeros(len(ids), dtype=torch.float64).scatter_reduce(0, index, lengths, "mean", include_self=False)
-        for prompt, mean in zip(ids.tolist(), means.tolist(), strict=True):
-            self._means.pop(prompt, None)
-            self._means[prompt] = mean
-        for prompt in list(self._means)[: max(0, len(self._means) - MOST)]:
-            del self._means[prompt]
-
-    def with_expected(self, prompts: DataProto, num_samples: int) -> DataProto:
-        """The prompts [B] with `expected_tokens` [B], the expected total length of each prompt's responses."""
-        others = sum(self._means.values()) / max(1, len(self._means))
-        means = [self._means.get(prompt, others) for prompt in prompts["prompt_ids"].tolist()]
-        expected = (torch.tensor(means, dtype=torch.float64) * num_samples).round().long()
-        return prompts.union(DataProto.from_dict({"expected_tokens": expected}))
-
-    def state_dict(self) -> dict[str, list[Any]]:
-        """The known lengths, the most recent prompt last."""
-        return {"prompts": list(self._means), "means": list(self._means.values())}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the lengths; empty for checkpoints of versions that did not save them."""
-        if state:
-            self._means = dict(zip(state["prompts"], state["means"], strict=True))

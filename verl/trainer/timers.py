@@ -13,7 +13,6 @@ from pydantic import PositiveInt
 
 from verl.component import Description, component
 from verl.tracking.base import TrackerSet
-from verl.utils.external_input import write_text
 from verl.utils.progress import report
 
 _log = logging.getLogger(__name__)
@@ -113,6 +112,6 @@ class Profiler:
         averages = running.key_averages(group_by_input_shape=self.settings.shapes)
         self.directory.mkdir(exist_ok=True)
         table = averages.table(sort_by=by, row_limit=self.settings.num_rows, max_name_column_width=60)
-        write_text(self.directory / "table.txt", table + "\n")
+        (self.directory / "table.txt").write_text(table + "\n", "utf-8")
         running.export_chrome_trace(str(self.directory / "trace.json"))
         _log.info("The profile is in %s: table.txt, and trace.json for ui.perfetto.dev.", self.directory)

@@ -1,19 +1,16 @@
 """Validation of untrusted names, paths and JSON that are read from disk or storage.
 
 A name becomes part of a path only by `checked_name` or `checked_path`, and a record becomes an object only by
-`parse_json` or `parse_as`. Any fault is an `ExternalInputError`. A file is opened only by `open_regular`, which neither
-waits for the writer of a FIFO nor opens a device. `read_record` and `verl.tracking.jsonl` read run directories.
+`parse_json` or `parse_as`. Any fault is an `ExternalInputError`. `read_record` and `verl.tracking.jsonl` read run
+directories.
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import json
 import math
 import os
 import re
-import stat
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, TypeVar
@@ -176,48 +173,6 @@ def printable(text: str, keep: str = "\t") -> str:
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
-def open_regular(path: str | Path, dir_fd: int | None = None, follow: bool = True) -> int:
-    """Open a regular file for reading and return its descriptor. Never waits.
-
-    Args:
-        path: relative to `dir_fd` if that is given.
-        follow: whether the file itself may be a symbolic link.
-    Raises:
-        OSError: EINVAL for a FIFO, a device, a socket or a directory; or that of the system.
-    """
-    _require_regular(os.stat(path, dir_fd=dir_fd, follow_symlinks=follow), path)  # opening a device may change it
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    return _regular(os.open(path, flags, dir_fd=dir_fd), path)
-
-
-def _regular(fd: int, path: str | Path) -> int:
-    try:
-        _require_regular(os.fstat(fd), path)
-        os.set_blocking(fd, True)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _require_regular(status: os.stat_result, path: str | Path) -> None:
-    if stat.S_ISLNK(status.st_mode):
-        raise OSError(errno.ELOOP, "it is a symbolic link, which is not followed here", str(path))
-    if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-
-
-def regular_opener(path: str, flags: int) -> int:
-    """The `opener` of `open` for files that are written. Never waits.
-
-    Raises:
-        OSError: EINVAL for a FIFO, a device, a socket or a directory, which is left as it is; or that of the system.
-    """
-    with contextlib.suppress(FileNotFoundError):
-        _require_regular(os.stat(path), path)  # opening a device may change it
-    return _regular(os.open(path, flags | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, 0o666), path)
-
-
 def ends_with_partial_line(file: BinaryIO) -> bool:
     """Whether a file, which is open for reading, ends with a partial line, left by a process that was killed."""
     if file.seek(0, os.SEEK_END) == 0:
@@ -226,42 +181,19 @@ def ends_with_partial_line(file: BinaryIO) -> bool:
     return file.read(1) != b"\n"
 
 
-def write_text(path: str | Path, text: str) -> None:
-    """Write a regular file as UTF-8.
-
-    Raises:
-        OSError: see `regular_opener`.
-    """
-    with open(path, "w", encoding="utf-8", opener=regular_opener) as file:
-        file.write(text)
-
-
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a regular file atomically, by renaming `NAME.unfinished` in the same directory.
+    """Write a file atomically, by renaming `NAME.unfinished` in the same directory.
 
     Raises:
-        OSError: see `regular_opener`; the message includes the path, whose former content stays.
+        OSError: the message includes the path, whose former content stays.
     """
     unfinished = path.with_name(f"{path.name}.unfinished")
     try:
-        with contextlib.suppress(FileNotFoundError):
-            _require_regular(os.stat(path), path)
-        with open(unfinished, "wb", opener=regular_opener) as file:
-            file.write(data)
+        unfinished.write_bytes(data)
         unfinished.replace(path)
     except OSError as error:
         unfinished.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error
-
-
-def read_bytes(path: str | Path) -> bytes:
-    """The content of a regular file.
-
-    Raises:
-        OSError: see `open_regular`.
-    """
-    with open(open_regular(path), "rb") as file:
-        return file.read()
 
 
 def read_record(file: Path) -> Any:
@@ -272,7 +204,7 @@ def read_record(file: Path) -> Any:
     """
     parse, most = (parse_yaml, LARGEST_YAML) if file.suffix == ".yaml" else (parse_json, LARGEST_RECORD)
     try:
-        with open(open_regular(file), "rb") as stream:
+        with open(file, "rb") as stream:
             data = stream.read(most + 1)
         if len(data) > most:
             raise ExternalInputError(f"it has more than {most} bytes")
@@ -281,33 +213,6 @@ def read_record(file: Path) -> Any:
         return None
     except (OSError, ExternalInputError) as error:
         raise ExternalInputError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-
-
-def read_text(path: str | Path, errors: str = "strict") -> str:
-    """The content of a regular file as UTF-8.
-
-    Args:
-        errors: treatment of other bytes, as of `bytes.decode`.
-    Raises:
-        OSError: see `open_regular`.
-        UnicodeDecodeError: it is not UTF-8.
-    """
-    return read_bytes(path).decode("utf-8", errors)
-
-
-def refuse_irregular(directory: str | Path) -> None:
-    """Refuse a directory for a library that opens its files by name.
-
-    Raises:
-        OSError: EINVAL for an entry that is neither a regular file nor a directory, or a link to one.
-    """
-    for entry in os.scandir(directory):
-        try:
-            mode = entry.stat().st_mode
-        except FileNotFoundError:  # a link to nothing opens nothing
-            continue
-        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise OSError(errno.EINVAL, "it is not a regular file", entry.path)
 
 
 def whole_number(value: object) -> int:

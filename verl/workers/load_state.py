@@ -29,7 +29,7 @@ from verl.models.parallel_info import release_gathered
 from verl.models.pretrained import ModelSource, Pretrained
 from verl.ops.resharding.dtensor import ReadableTensor, local, own_part
 from verl.storage.config import Storage
-from verl.utils.external_input import parse_mapping, read_bytes, whole_number
+from verl.utils.external_input import parse_mapping, whole_number
 from verl.utils.progress import report
 
 
@@ -212,7 +212,7 @@ def load_optimizer(engine: TrainingEngine, component: str, source: CheckpointSel
     assert engine.optimizer is not None
     prefix, is_sharded = f"{component}.", engine.parallel.divides_weights
     saved: Mapping[str, ReadableTensor] = source.saved("optimizer") if is_sharded else source.tensors("optimizer")
-    schedule = read_bytes(source.directory / "scheduler/state.json")
+    schedule = (source.directory / "scheduler/state.json").read_bytes()
     engine.optimizer.state.clear()
     of_role = {name.removeprefix(prefix): saved[name] for name in saved if name.startswith(prefix)}
     engine.load_optimizer(of_role, _updates(source.directory, schedule, component))

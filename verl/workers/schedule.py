@@ -23,7 +23,7 @@ from typing import Any, Literal
 from verl.component import BuildContext
 from verl.errors import ConfigError, RolloutError
 from verl.tracking.jsonl import LineFile
-from verl.utils.external_input import ExternalInputError, checked_as, parse_mapping, read_text
+from verl.utils.external_input import ExternalInputError, checked_as, parse_mapping
 
 log = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ def read_schedule(run_dir: str | Path, head: Mapping[str, Any], engine: int = 0)
     """
     file = schedule_path(run_dir, engine)
     try:
-        *lines, remaining = read_text(file).split("\n")
+        *lines, remaining = file.read_text("utf-8").split("\n")
         heads, events = read_lines(lines)
         if not heads:
             raise ExternalInputError("it has no head")

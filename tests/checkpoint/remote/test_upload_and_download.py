@@ -177,17 +177,6 @@ def test_somebody_who_pushes_by_hand_disturbs_no_trainer(objects: ObjectStore, t
     assert len(RemoteStore(objects).records()) == 2
 
 
-def test_a_listing_that_is_late_hides_nothing(objects: ObjectStore, tmp_path: Path) -> None:
-    for step in (1, 2, 3):
-        push(objects, save(tmp_path / "here", step))
-    listed = objects.backend.list
-    objects.backend.list = lambda prefix: listed(prefix)[:1]
-    assert [record.step for record in RemoteStore(objects).records()] == [1, 2, 3]
-    objects.backend.list = lambda prefix: []
-    push(objects, save(tmp_path / "here", 4))
-    assert RemoteStore(objects).newest().step == 4
-
-
 def test_a_store_that_replaces_what_it_should_not_is_found_out(objects: ObjectStore) -> None:
     objects.backend.create = objects.backend.put
     log = CommitLog(objects, "one")

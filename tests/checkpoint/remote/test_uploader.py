@@ -159,22 +159,6 @@ def test_a_trainer_that_is_gone_takes_its_uploader_along(near: CheckpointTier, t
     uploading.close(wait_s=0.0)
 
 
-@pytest.mark.exhaustive
-def test_the_later_of_two_runs_fences_the_earlier_one_out_which_says_so(near: CheckpointTier, tmp_path: Path) -> None:
-    one = uploader(near, tmp_path / "one", "one")
-    save(tmp_path / "one", 1)
-    until(one, "uploaded")
-    two = uploader(near, tmp_path / "two", "two")
-    save(tmp_path / "two", 5)
-    until(two, "uploaded")
-    save(tmp_path / "one", 2)
-    assert "taken over" in until(one, "fenced")[-1].error
-    assert one.is_fenced
-    one.close(wait_s=60)
-    two.close(wait_s=60)
-    assert [record.step for record in near.connect().records()] == [1, 5]
-
-
 # -- the local disk ---------------------------------------------------------------------------------------------------
 
 

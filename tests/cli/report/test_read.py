@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -108,14 +107,6 @@ def test_what_is_not_a_run_is_refused(name, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="Give the directory of a run|not the directory of a run"):
         read_run(tmp_path / name)
-
-
-def test_a_named_pipe_is_not_waited_for(tmp_path):
-    directory = run_directory(tmp_path / "run")
-    for name in ("metrics.jsonl", "summary.json", "evals/step_10.jsonl"):
-        (directory / name).unlink()
-        os.mkfifo(directory / name)
-    assert read_run(directory).steps == 0
 
 
 def test_the_diagnosis_names_metric_value_and_threshold(tmp_path):

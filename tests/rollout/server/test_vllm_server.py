@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import signal
@@ -22,18 +21,13 @@ from roles import experience, start_actor
 from rollout.speaking import gap
 from trainer.runs import GRPO_ALGORITHM, JSONL, fit, ppo_run, read_lines
 
-from verl.algorithms.distillation import Distillation
-from verl.algorithms.kl import NoKL
-from verl.errors import ConfigError
 from verl.http_client.endpoint import Endpoint
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
 from verl.rollout.base import GenerationRequest
 from verl.rollout.engine_process.process import EngineFiles
-from verl.rollout.hf import HFRollout
 from verl.rollout.server.config import ServerRollout
 from verl.utils.orphan_cleanup import CLEANUP
-from verl.workers.reference import Reference
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
@@ -114,14 +108,6 @@ def test_log_probs_are_the_trainers_and_a_seed_draws_the_same_again(attached, pr
 
 
 @pytest.mark.exhaustive
-def test_greedy_responses_are_those_of_the_training_model(attached, prompts, model):
-    actor, here = attached(), start_actor(model, HFRollout(max_new_tokens=6))
-    rows, ours = (role.generate(prompts(), GenerationRequest(0, greedy=True)) for role in (actor, here))
-    assert torch.equal(rows["responses"], ours["responses"])
-    torch.testing.assert_close(rows["rollout_log_probs"], ours["rollout_log_probs"], atol=1e-4, rtol=0)
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize("actor", [{}, {"lora": LoRA(rank=2)}], ids=["whole", "adapter"])
 def test_it_follows_the_trained_weights_and_proves_it(actor, attached, prompts):
     actor = attached(actor)
@@ -130,15 +116,6 @@ def test_it_follows_the_trained_weights_and_proves_it(actor, attached, prompts):
     assert gap(actor, before) > 1e-4
     assert actor.sync().metrics["sync/probe_gap_nats"] < 1e-4
     assert gap(actor, actor.generate(prompts(), GenerationRequest(0, 2))) < 1e-4
-
-
-@pytest.mark.exhaustive
-def test_its_log_probs_are_found_to_be_those_before_temperature(attached, prompts):
-    actor = attached(temperature=0.5)
-    assert actor.generator.engine.source == "trainer"
-    assert gap(actor, actor.generate(prompts(), GenerationRequest(0, 2))) < 1e-5
-    with pytest.raises(ConfigError, match="temperature=1, or use a server of processed log-probs"):
-        attached(temperature=0.5, weights="fixed")
 
 
 @pytest.mark.exhaustive
@@ -172,20 +149,3 @@ def test_a_run_trains_on_what_it_draws(address, model, tmp_path):
         tracker=JSONL,
     )
     assert all(line["sync/probe_gap_nats"] < 1e-4 for line in steps_without_gap(run, tmp_path))
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("top_k", [None, 5])
-def test_a_run_distils_what_it_draws(top_k, address, model, tmp_path):
-    teacher = save_random_model(tmp_path / "teacher", "qwen2", torch.float32, hidden_size=64)
-    distil = Distillation(top_k=top_k)
-    run = ppo_run(
-        model,
-        dataclasses.replace(GRPO_ALGORITHM, kl=NoKL(), mini_batches=1, epochs=1, distill=distil),
-        # the server has the weights of the run before until the first sync
-        rollout=ServerRollout(endpoint=Endpoint(base_url=address), max_new_tokens=7, max_gap_nats=10.0),
-        reference=Reference(model=Pretrained(path=str(teacher))),
-        total_steps=2,
-        tracker=JSONL,
-    )
-    assert all(abs(line["distill/divergence_nats"]) > 0.01 for line in steps_without_gap(run, tmp_path))

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from cases import exhaustive
-from environments.episodes import Scripted, long_turns
 from http_client.servers import Say, serving
 from refusals import refusal
 from roles import experience
@@ -16,13 +15,11 @@ from rollout.speaking import gap
 from trainer.runs import GRPO_ALGORITHM, JSONL, fit, ppo_run, read_lines
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from verl.component import BuildContext
 from verl.engines.sharding import DDP, FSDP, TP, Parallel
-from verl.errors import RolloutError, WorkerError
+from verl.errors import RolloutError
 from verl.http_client.request import Request
 from verl.models.lora import LoRA
 from verl.models.pretrained import Pretrained
-from verl.rewards.episode_reward import EpisodeReward
 from verl.rollout.base import GenerationRequest
 from verl.rollout.server.config import ServerRollout
 from verl.rollout.server.protocols import OpenAIProtocol
@@ -198,44 +195,3 @@ def test_a_run_trains_on_what_the_server_draws(num_processes, sharding, speaker,
     assert all(line["sync/probe_gap_nats"] < 1e-4 for line in lines)
     assert all(line["rollout/log_prob_gap_nats"] < 1e-4 for line in lines)
     assert len(speaker.reloads) == 3  # before the first response, and after each step; by one process
-
-
-@pytest.mark.exhaustive
-@pytest.mark.xdist_group("two processes")
-@pytest.mark.parametrize(
-    "sharding",
-    [TP(timeout_s=60.0), Parallel(cp=2, timeout_s=60.0), Parallel(pp=2, timeout_s=60.0)],
-    ids=["tp", "cp", "pp"],
-)
-def test_one_of_the_processes_with_the_same_rows_plays_their_episodes(sharding, speaker, dir32, tmp_path):
-    with serving(speaker.post, speaker.page) as server:
-        run = ppo_run(
-            Pretrained(path=str(dir32)),
-            GRPO_ALGORITHM,
-            rollout=ServerRollout(endpoint=server.endpoint(), max_new_tokens=7, stop_token_ids=tuple(range(20, 60))),
-            total_steps=1,
-            tracker=JSONL,
-            sharding=sharding,
-            n_gpus_per_node=2,
-        )
-        episodes = Scripted(answer=long_turns, max_tokens=40)
-        run = dataclasses.replace(run, environment=episodes, reward=EpisodeReward())
-        fit(run, tmp_path)
-    (line,) = [line for line in read_lines(tmp_path / "metrics.jsonl") if "reward/mean" in line]
-    assert line["rollout/log_prob_gap_nats"] < 1e-4
-    assert line["episode/turns"] > 1
-
-
-@pytest.mark.exhaustive
-@pytest.mark.xdist_group("two processes")
-@pytest.mark.parametrize("sharding", [FSDP(timeout_s=60.0), Parallel(pp=2, timeout_s=60.0)], ids=["fsdp", "pp"])
-def test_a_tensor_of_a_sharded_model_that_the_server_does_not_load_is_found_out(sharding, speaker, dir32, tmp_path):
-    """Of the second stage; and what the server says ends all processes, whatever they wait for."""
-    speaker.drops = ("model.layers.1.mlp.down_proj.weight",)
-    with serving(speaker.post, speaker.page) as server:
-        rollout = ServerRollout(endpoint=server.endpoint(), max_new_tokens=7)
-        model = Pretrained(path=str(dir32))
-        run = ppo_run(model, GRPO_ALGORITHM, rollout=rollout, lr=1e-2, sharding=sharding, n_gpus_per_node=2)
-        told = r"rank 0 failed in actor\.sync[\s\S]*log-probs of fixed text differ by .* nats on average"
-        with run.build(BuildContext(run_dir=tmp_path)) as trainer, pytest.raises(WorkerError, match=told):
-            trainer.fit()

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from cluster.processes_of import is_running, wait_until_gone
 from rollout.engines import agreement, generate, random_prompts, save_family, shake
-from same_training import course, run_course, same_training, saved
-from trainer.runs import fit
+from same_training import course, run_course
 
 from verl.component import BuildContext
 from verl.engines.sharding import FSDP, TP, TPFSDP, NoSharding, Parallel
@@ -95,35 +94,9 @@ def test_the_adapter_of_a_sharded_actor_draws_what_that_of_one_process_does(name
     assert max(size["adapter"]) < min(size["merged"]) / 5
 
 
-@pytest.mark.exhaustive
-def test_a_sharded_run_that_sends_its_adapter_alone_resumes_bit_by_bit(tmp_path):
-    model = save_family(tmp_path / "model", "qwen2")
-    fit(sharded(model, "adapter", "fsdp", directory=tmp_path / "whole", total_steps=3), tmp_path / "whole/run")
-    point = tmp_path / "whole/checkpoints/global_step_1"
-    again = sharded(model, "adapter", "fsdp", directory=tmp_path / "again", resume=point, total_steps=3)
-    fit(again, tmp_path / "again/run")
-    same_training(saved(tmp_path / "again"), saved(tmp_path / "whole"), after=1)
-
-
 @pytest.mark.parametrize("layer", ["embed_tokens", "lm_head"])
 def test_an_adapter_of_a_layer_that_vllm_takes_none_of_is_refused_before_it_starts(layer, tmp_path):
     source = save_family(tmp_path / "model", "qwen2")
     model = LoRA(rank=4, target_modules=(layer,)).apply(source.load_causal_lm("cpu"), causal_lm=True)
     with pytest.raises(ConfigError, match=r"rollout\.lora=merged"):
         VLLMRollout(lora="adapter").attach(model, source.load_tokenizer(), 0)
-
-
-EMBEDDINGS = ("embed_tokens", "lm_head", "q_proj")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["fsdp", "tp", "tp fsdp"])
-def test_sharded_adapters_of_embeddings_and_head_draw_what_those_of_one_process_do(name, tmp_path):
-    model, found = save_family(tmp_path / "model", "qwen2"), {}
-    for kind in (None, name):
-        adapter = LoRA(rank=8, target_modules=EMBEDDINGS)
-        run = sharded(model, "merged", kind, adapter, directory=tmp_path / str(kind), tracker=Trackers())
-        found[kind] = run_course(replace(run, checkpoint=None), ROWS, tmp_path / str(kind) / "run")
-    same_course(found[name], found[None])
-    for one in found.values():
-        assert all(line["rollout/log_prob_gap_nats"] < 5e-4 for line in one.metrics.values())

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import signal
-import threading
-import time
 
 import pytest
 import torch
-from cluster import processes_of
-from cluster.processes_of import workers_of
 from rollout.engines import agreement, save_family
 from trainer.runs import GRPO_ALGORITHM, ppo_run
 
 from verl.component import BuildContext
 from verl.engines.sharding import DDP, FSDP, TP, Parallel
-from verl.models.lora import LoRA
 from verl.protocol import DataProto
 from verl.rollout.base import GenerationRequest
 from verl.rollout.hf import HFRollout
@@ -114,64 +107,3 @@ def test_a_mixture_of_experts_reaches_its_engines_from_all_that_hold_a_part_of_i
     assert metrics["sync/probe_gap_nats"] < 1e-4
     assert metrics["sync/traffic_mib"] > 0
     assert metrics["actor/loss"] == pytest.approx(alone["actor/loss"], abs=1e-4)
-
-
-def engines_of(driver: int) -> list[int]:
-    """The first processes of the engines that the workers of a driver have started."""
-    return [engine for worker in workers_of(driver) for engine in processes_of.engines_of(worker)]
-
-
-def kill_soon(pid: int) -> None:
-    time.sleep(0.05)
-    os.kill(pid, signal.SIGKILL)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("sharding", "workers"),
-    [(DDP(), ONE), (FSDP(), ONE), (TP(), ONE), (TP(), HALVES), (Parallel(pp=2), ONE), (Parallel(pp=2), STAGES)],
-    ids=["ddp", "fsdp", "tp", "tp, engine too", "pp", "pp, engine too"],
-)
-def test_an_engine_that_is_killed_or_stopped_beside_several_processes_is_made_anew_and_draws_the_same(
-    sharding, workers, model, tmp_path
-):
-    """Siblings that feed the engine, or wait for the process that leads it, wait on."""
-    rollout = dataclasses.replace(ROLLOUT, call_timeout_s=10.0, **workers)
-    algorithm = dataclasses.replace(GRPO_ALGORITHM, mini_batches=1)
-    run = ppo_run(model, algorithm, rollout=rollout, prompts_per_step=4, sharding=sharding, n_gpus_per_node=2)
-    with run.build(BuildContext(run_dir=tmp_path)) as trainer:
-        batch = trainer.train_data.collate(trainer.sampler.next_batch())
-        prompts = batch.union(DataProto.from_dict({"group_ids": torch.arange(4)}))
-        expected = trainer.sampling.generate(prompts, GenerationRequest(1, 2))
-
-        def draws_the_same() -> list[int]:
-            """The engines that do."""
-            assert agreement(expected, trainer.sampling.generate(prompts, GenerationRequest(1, 2)))[0] == 1
-            return engines_of(os.getpid())
-
-        for number in (signal.SIGKILL, signal.SIGSTOP):
-            first = engines_of(os.getpid())
-            os.kill(first[-1], number)  # while it waits: found when it is asked to draw
-            second = draws_the_same()
-            assert first[-1] not in second
-            assert len(second) == len(first)
-        os.kill(second[0], signal.SIGSTOP)  # found when it is given weights
-        assert trainer.sync()["sync/probe_gap_nats"] < 1e-4
-        third = draws_the_same()
-        assert second[0] not in third
-        killer = threading.Thread(target=kill_soon, args=(third[-1],))  # while it draws, or thereabouts
-        killer.start()
-        draws_the_same()
-        killer.join()
-        assert draws_the_same() != third
-
-
-@pytest.mark.exhaustive
-def test_an_adapter_divided_over_two_processes_reaches_their_engine(model, tmp_path):
-    def run(directory, **parts):
-        return drawn(model, tmp_path / directory, lora=LoRA(rank=8), **parts)
-
-    expected, found = run("one"), run("two", sharding=TP(), n_gpus_per_node=2)
-    same_draws(expected, found)
-    assert found[2]["sync/probe_gap_nats"] < 1e-4
-    assert found[2]["sync/unproven_tensors"] == 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
 import signal
 import time
@@ -15,7 +14,7 @@ from cluster.ray_here import placed
 from environments.digit_game import DigitGames
 from roles import start_actor
 from rollout.engines import plain_log_probs, save_family
-from rollout.faulty_vllm import WRONG, DyingVLLM, WrongVLLM
+from rollout.faulty_vllm import WRONG, WrongVLLM
 from same_training import course, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, fit
 
@@ -26,7 +25,6 @@ from verl.errors import WorkerError
 from verl.models.lora import LoRA
 from verl.ops.sampling import EVALUATION
 from verl.protocol import DataProto
-from verl.rewards.episode_reward import EpisodeReward
 from verl.rollout.base import GenerationRequest
 from verl.rollout.vllm.config import VLLMRollout
 from verl.workers.schedule import FILE, Schedule, ScheduledEvent, ScheduleFile, read_schedule
@@ -209,23 +207,6 @@ def test_a_replayed_run_and_one_that_is_resumed_in_the_middle_of_responses_have_
 
 
 @pytest.mark.exhaustive
-@KV_CACHES
-def test_episodes_go_on_across_updates_and_evaluations_and_are_repeated_by_their_schedule(kv_cache, tmp_path):
-    model = save_family(tmp_path / "model", "qwen2")
-
-    def make(name, **options):
-        rollout = VLLMRollout(max_new_tokens=10, stop_token_ids=STOPS, kv_cache=kv_cache, **OPTIONS)
-        run = in_flight(model, tmp_path / name, kv_cache, rollout=rollout, group_size=3, eval_interval=2, **options)
-        return dataclasses.replace(run, environment=GAMES, reward=EpisodeReward())
-
-    schedule = repeated(make, tmp_path, resume=2)
-    assert schedule.count(b'"generate"') >= 3
-    first = saved(tmp_path / "first")
-    assert max(line["episode/turns"] for line in first.metrics.values()) > 1
-    assert any(0 < line["async/lag_1_share"] < 1 for line in first.metrics.values())
-
-
-@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("where", "kv_cache"),
     [
@@ -257,16 +238,6 @@ def test_the_sampler_has_the_engine_of_a_sharded_or_placed_actor(where, kv_cache
         return dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora=LoRA(rank=8)))
 
     repeated(make, tmp_path, resume=2)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("call", [9, 30])
-@KV_CACHES
-def test_responses_of_a_killed_engine_begin_anew_by_the_schedule(kv_cache, call, tmp_path):
-    model = save_family(tmp_path / "model", "qwen2")
-    dying = functools.partial(DyingVLLM, call=call, killed=str(tmp_path / "killed"))
-    schedule = repeated(lambda name, **options: in_flight(model, tmp_path / name, kv_cache, dying, **options), tmp_path)
-    assert schedule.count(b'"lost"') == 1
 
 
 @pytest.mark.exhaustive

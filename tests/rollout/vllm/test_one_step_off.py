@@ -8,7 +8,6 @@ import signal
 
 import pytest
 import torch
-from environments.digit_game import DigitGames
 from rollout.engines import save_family
 from same_training import course, numbers, same_training, saved
 from trainer.runs import GRPO_ALGORITHM, fit
@@ -17,13 +16,9 @@ from verl.algorithms.importance_sampling import TruncatedIS
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.read.lazy_tensors import as_tensor
 from verl.checkpoint.read.reader import CheckpointReader
-from verl.component import BuildContext
-from verl.rewards.episode_reward import EpisodeReward
 from verl.rollout.responses import ResponseGenerator
 from verl.rollout.vllm.config import VLLMRollout
-from verl.trainer.api.load_checkpoint import load_checkpoint
 from verl.trainer.ppo import PPOTrainer
-from verl.trainer.train_loop import TrainLoop
 
 pytestmark = pytest.mark.xdist_group("vllm")
 
@@ -67,45 +62,6 @@ def test_each_step_trains_on_draws_of_the_weights_before_and_a_resume_goes_on_wi
 
 
 @pytest.mark.exhaustive
-def test_episodes_are_played_beside_the_training_and_a_resume_goes_on_with_them(tmp_path, monkeypatch):
-    model, trained_on = save_family(tmp_path / "model", "qwen2"), noted_updates(monkeypatch)
-    games = DigitGames(recovery="deterministic", answers_at_once=True, max_tokens=40, max_turns=4)
-    rollout = VLLMRollout(
-        max_new_tokens=6, kv_cache_gib=0.05, max_num_seqs=16, num_threads=1, stop_token_ids=tuple(range(20, 60))
-    )
-
-    def playing(directory, **options):
-        run = ahead(model, directory, rollout=rollout, **options)
-        return dataclasses.replace(run, environment=games, reward=EpisodeReward())
-
-    fit(playing(tmp_path / "whole"), tmp_path / "whole/run")
-    assert trained_on == [[0], [0], [1]]
-    lines = numbers(tmp_path / "whole/run")
-    assert min(line["episode/turns"] for line in lines.values()) > 1
-    assert lines[3]["async/lag_1_share"] == 1
-    fit(playing(tmp_path, resume=str(tmp_path / "whole/checkpoints/global_step_2")), tmp_path / "run")
-    same_training(saved(tmp_path), saved(tmp_path / "whole"), after=2)
-
-
-@pytest.mark.exhaustive
-def test_a_running_trainer_that_loads_a_checkpoint_goes_on_with_what_was_drawn_ahead_of_it(tmp_path, monkeypatch):
-    trained_on = noted_updates(monkeypatch)
-    run = ahead(save_family(tmp_path / "model", "qwen2"), tmp_path, total_steps=4)
-    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        course = TrainLoop(trainer, {})
-        course.open()
-        for _ in range(4):
-            course.step()
-        whole = numbers(tmp_path / "run")
-        load_checkpoint(course, tmp_path / "checkpoints/global_step_2")
-        assert trainer.sampling.queue.state_dict()["policy_version"].tolist() == [1] * 4
-        for _ in range(2):
-            course.step()
-    assert trained_on == [[0], [0], [1], [2], [1], [2]]
-    assert numbers(tmp_path / "run") == whole
-
-
-@pytest.mark.exhaustive
 def test_rows_that_were_drawn_again_because_the_engine_died_carry_the_weights_that_drew_them(tmp_path, monkeypatch):
     trained_on, begin, begun = noted_updates(monkeypatch), ResponseGenerator.begin, []
 
@@ -120,16 +76,3 @@ def test_rows_that_were_drawn_again_because_the_engine_died_carry_the_weights_th
     monkeypatch.setattr(ResponseGenerator, "begin", dying)
     fit(ahead(save_family(tmp_path / "model", "qwen2"), tmp_path), tmp_path / "run")
     assert trained_on == [[0], [0], [2]]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "changed", [{"prompts_per_step": 1}, pytest.param({"group_size": 4}, marks=pytest.mark.exhaustive)]
-)
-def test_a_resume_with_another_batch_draws_anew_and_says_so(changed, tmp_path, monkeypatch, caplog):
-    model, trained_on = save_family(tmp_path / "model", "qwen2"), noted_updates(monkeypatch)
-    fit(ahead(model, tmp_path, stop_after=2), tmp_path / "first")
-    resume = str(tmp_path / "checkpoints/global_step_2")
-    fit(ahead(model, tmp_path, total_steps=4, resume=resume, **changed), tmp_path / "second")
-    assert "for another batch size; they are generated again" in caplog.text
-    assert trained_on == [[0], [0], [2], [2]]

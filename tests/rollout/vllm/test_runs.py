@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import signal
@@ -13,13 +12,8 @@ from pathlib import Path
 
 import pytest
 from cluster.processes_of import engines_of, wait_until_gone, wait_until_removed
-from rollout.engines import save_family
-from trainer.runs import GRPO_ALGORITHM, Prompts, ppo_run
 
 import verl
-from verl.component import BuildContext
-from verl.errors import LogProbGapError
-from verl.rollout.vllm.config import VLLMRollout
 
 pytestmark = pytest.mark.xdist_group("vllm")
 ROOT = Path(verl.__file__).parents[1]
@@ -71,19 +65,6 @@ raise SystemExit("a fault of the script")
 """
 
 
-@pytest.mark.exhaustive
-def test_a_script_that_ends_without_closing_its_engine_leaves_nothing(tmp_path):
-    model = save_family(tmp_path / "model", "qwen2").path
-    script = subprocess.run(
-        [sys.executable, "-c", SCRIPT, model],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert script.stderr.endswith("a fault of the script\n"), script.stderr[-3000:]
-    assert not Path(script.stdout.splitlines()[-1]).exists()
-
-
 def test_main_ppo_trains_with_vllm_and_leaves_no_process(tmp_path):
     """The cache holds what the prompts ask for, though not what the context of the model could."""
     command = [str(ROOT / "main_ppo.py"), "rollout=vllm", "actor=tiny_scratch", "trainer.total_steps=2"]
@@ -107,20 +88,3 @@ def test_main_ppo_trains_with_vllm_and_leaves_no_process(tmp_path):
         assert step["sync/bytes"] > 1e5
     assert "to the engine" in Path("run/run.log").read_text()
     assert Path("run/workers/vllm_0.log").is_file()
-
-
-@pytest.mark.exhaustive
-def test_vllm_that_draws_by_another_temperature_stops_the_run_in_the_first_step(tmp_path):
-    run = ppo_run(
-        save_family(tmp_path / "model", "qwen2"),
-        dataclasses.replace(GRPO_ALGORITHM, mini_batches=1),
-        critic=None,
-        rollout=VLLMRollout(max_new_tokens=7, kv_cache_gib=0.05, num_threads=1),
-        data=Prompts(eval=()),
-        total_steps=2,
-    )
-    with run.build(BuildContext(run_dir=tmp_path / "run")) as trainer:
-        engine = trainer.cluster.worker("actor").generator.engine
-        engine.options = dataclasses.replace(engine.options, temperature=2.0)
-        with pytest.raises(LogProbGapError, match="VLLMEngine holds another model, .* another temperature"):
-            trainer.fit()

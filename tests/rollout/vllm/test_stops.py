@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
 import signal
@@ -17,8 +16,6 @@ from cluster.processes_of import is_running, wait_until_gone
 from rollout.engines import agreement, generate, random_prompts, save_family, shake
 
 from verl.component import BuildContext
-from verl.errors import RolloutError
-from verl.models.lora import LoRA
 from verl.rollout.base import GenerationRequest
 from verl.rollout.engine_process.messages import EngineSetup
 from verl.rollout.engine_process.process import EngineDied, EngineFiles, EngineProcess
@@ -138,26 +135,6 @@ def test_a_stop_at_any_stage_is_outlived(stage, before, pair, monkeypatch, caplo
 
 
 @pytest.mark.exhaustive
-def test_a_stop_while_a_message_is_sent_that_no_buffer_holds_is_outlived(pair, monkeypatch, caplog):
-    vllm, _, _ = pair
-    vllm.sync()
-    prompts = random_prompts(6000)
-    stop_at(vllm, monkeypatch, "advance_turns", before=True)
-    vllm.process.call_timeout_s = 2.0
-    kill = vllm.process.kill
-
-    def kill_and_wait_longer() -> None:
-        vllm.process.call_timeout_s = LIMIT_S
-        kill()
-
-    monkeypatch.setattr(vllm.process, "kill", kill_and_wait_longer)
-    with caplog.at_level(logging.WARNING):
-        rows = generate(vllm, prompts, GenerationRequest(0, 1))
-    assert len(rows) == 6000
-    assert "asked to generate, made no progress for 2 s" in caplog.text
-
-
-@pytest.mark.exhaustive
 def test_work_that_takes_longer_than_the_limit_and_goes_on_is_waited_for(source, monkeypatch):
     """Pulses of work with stops between them, each shorter than the limit, all together three times as long."""
     model, tokenizer = source.load_causal_lm("cpu"), source.load_tokenizer()
@@ -183,59 +160,6 @@ def test_work_that_takes_longer_than_the_limit_and_goes_on_is_waited_for(source,
             pulsing.join()
         assert vllm.process_id == pid
         assert 2.0 * len(pulses) > LIMIT_S
-    finally:
-        vllm.close()
-
-
-@pytest.mark.exhaustive
-def test_a_second_stop_in_a_row_ends_the_run_in_words(pair, monkeypatch):
-    vllm, _, _ = pair
-    vllm.sync()
-    process, send = vllm.process, vllm.process.send
-
-    def sending(method, *args):
-        if method in ("advance_turns", "load"):
-            os.kill(process.process_id, signal.SIGSTOP)
-        send(method, *args)
-
-    monkeypatch.setattr(process, "send", sending)
-    with pytest.raises(RolloutError) as caught:
-        generate(vllm, random_prompts(), GenerationRequest(0))
-    last = str(caught.value).splitlines()[-1]
-    assert last.startswith("The rollout engine died twice in a row. The second time: The vLLM engine (process ")
-    assert "asked to load weights, made no progress for 6 s (rollout.call_timeout_s) at: idle" in last
-
-
-@pytest.mark.exhaustive
-def test_an_engine_that_is_stopped_when_it_is_to_give_memory_back_is_ended_and_made_anew_when_it_is_needed(
-    pair, monkeypatch, caplog
-):
-    vllm, _, _ = pair
-    expected = generate(vllm, random_prompts(), GenerationRequest(6, 4))
-    os.kill(vllm.process_id, signal.SIGSTOP)
-    with monkeypatch.context() as on_gpu, caplog.at_level(logging.WARNING):
-        on_gpu.setattr(vllm, "setup", dataclasses.replace(vllm.setup, is_on_gpu=True))
-        vllm.offload()
-    assert "asked to give its GPU memory back, made no progress" in caplog.text
-    assert vllm.process_id is None
-    assert agreement(expected, generate(vllm, random_prompts(), GenerationRequest(6, 4)))[0] == 1
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("stage", ["adopt", "prove", "advance_turns"])
-def test_a_stop_beside_an_adapter_is_outlived(stage, source, tmp_path, monkeypatch):
-    model = LoRA(rank=8).apply(source.load_causal_lm("cpu"), causal_lm=True).eval()
-    tokenizer = source.load_tokenizer()
-    vllm = VLLMRollout(**SMALL, lora="adapter").attach(model, tokenizer, 0, None, BuildContext(run_dir=tmp_path))
-    ours = HFRollout(max_new_tokens=8).attach(model, tokenizer, 0)
-    try:
-        vllm.sync()
-        shake(model, 0.1, 3)
-        stop_at(vllm, monkeypatch, stage)
-        vllm.sync()
-        same, _ = agreement(*(generate(one, random_prompts(), GenerationRequest(1, 4)) for one in (vllm, ours)))
-        assert same >= 0.95
-        assert list(vllm.process.files.directory.glob("adapter*")) == []
     finally:
         vllm.close()
 

@@ -109,16 +109,6 @@ def test_steps_one_by_one_are_the_steps_of_fit_and_train_the_very_model(model32,
     assert not all_equal(ends[0], weights(model32.load_causal_lm("cpu")))
 
 
-@pytest.mark.exhaustive
-def test_fit_goes_on_from_the_steps_that_were_made_and_ends_the_run(dir32):
-    with trainer(dir32) as made:
-        made.step()
-        assert made.fit().steps == 4
-        assert CheckpointManager(made.save_checkpoint("after")).step == 4
-        with refusal("this", value="(finished, step 4)"):
-            made.step()
-
-
 def test_an_error_ends_the_run_and_is_recorded(dir32):
     def broken(prompts, responses, answer):
         raise ValueError("no such thing")

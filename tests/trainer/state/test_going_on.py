@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from cases import exhaustive, short_where
-from same_training import STEPS, course, digest, newest, numbers
+from same_training import STEPS, course, digest, numbers
 from trainer.runs import (
     BRIEF,
     BRIEF_GRPO,
@@ -31,7 +31,6 @@ from trainer.test_sft import sft_run
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.config import Checkpointing
-from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.component import BuildContext
 from verl.data.base import DataSplits
 from verl.engines.sharding import DDP, FSDP
@@ -39,7 +38,6 @@ from verl.errors import CheckpointWriteFailed
 from verl.models.lora import LoRA
 from verl.models.tiny import TinyModel
 from verl.trainer.ppo import PPOTrainer
-from verl.trainer.state import checkpointing
 from verl.trainer.state.checkpointing import CheckpointSaver
 from verl.trainer.state.lineage import ParentCheckpoint
 from verl.trainer.state.save_directory import SaveDirectory
@@ -79,15 +77,6 @@ def test_a_finished_run_has_nothing_left_to_do_and_says_so(whole, model32, tmp_p
         result = fit(course(model32, tmp_path, resume="latest"), tmp_path / "second")
     assert (result.status, result.steps, result.checkpoints) == ("finished", STEPS, [])
     assert "Nothing is left to do: the checkpoint is of step 4, and the run has 4." in caplog.text
-
-
-@pytest.mark.exhaustive
-def test_the_first_batch_that_is_repeated_stays_the_first_after_a_resume(model32, tmp_path):
-    again = {"repeat_first_batch": True}
-    fit(course(model32, tmp_path / "whole", **again), tmp_path / "whole/run")  # type: ignore
-    resume = str(tmp_path / "whole/checkpoints/global_step_1")
-    fit(course(model32, tmp_path, resume=resume, **again), tmp_path / "run")  # type: ignore
-    assert digest(tmp_path) == digest(tmp_path / "whole")
 
 
 # When a checkpoint is saved, and in which form
@@ -145,16 +134,6 @@ def test_a_resume_under_another_schedule_tells_the_learning_rate_before_and_afte
     assert "trainer.total_steps" in said  # type: ignore
     assert saving.note(3, {"actor/loss": 1.0, "actor/lr": 5e-5}) is None
     assert saving_after([1.0], {"trainer.seed": [0, 1]}, tmp_path).note(2, {"actor/lr": 5e-5}) is None
-
-
-def test_a_resumed_run_watches_its_metrics_with_the_history_that_it_had(model32, whole, tmp_path):
-    state = json.loads((whole / "checkpoints/global_step_3/scheduler/state.json").read_text())["safety"]
-    losses = [abs(x["actor/loss"]) for step, x in numbers(whole / "run").items() if step <= 3]
-    assert state["bands"]["actor/loss"] == {"sizes": losses, "is_beyond": False}
-    run = course(model32, tmp_path, resume=str(whole / "checkpoints/global_step_3"))
-    fit(run, tmp_path / "run")
-    after = json.loads((newest(tmp_path).directory / "scheduler/state.json").read_text())["safety"]
-    assert len(after["bands"]["actor/loss"]["sizes"]) == 4
 
 
 # Supervised fine-tuning
@@ -224,32 +203,6 @@ def test_a_resume_at_the_end_of_an_epoch_comes_to_the_same_and_an_earlier_state_
 # On request: a file `save` in the run's directory, with or without a tag
 
 
-@pytest.mark.parametrize(
-    ("tag", "named"),
-    [
-        pytest.param("loss_0.12", "loss_0.12", marks=pytest.mark.exhaustive),
-        pytest.param("", "global_step_2", marks=pytest.mark.exhaustive),
-        ("../x", "global_step_2"),
-    ],
-)
-def test_it_is_saved_after_the_step_under_way(tag, named, model32, tmp_path, monkeypatch, caplog):
-    plain = PPOTrainer.step
-
-    def step(self, batch, number):
-        if number == 2:
-            (self.run_dir / "save").write_text(tag + "\n")
-        return plain(self, batch, number)
-
-    monkeypatch.setattr(PPOTrainer, "step", step)
-    checkpoint = Checkpointing(save_dir=str(tmp_path / "saved"), save_interval=None)
-    run = dataclasses.replace(ppo_run(model32, BRIEF_GRPO, total_steps=3, **BRIEF), checkpoint=checkpoint)
-    fit(run, tmp_path / "run")
-    names = [published.name for published in CheckpointDirectory(tmp_path / "saved").complete()]
-    assert names == [named, "global_step_3"]
-    assert not (tmp_path / "run/save").exists()
-    assert ("no name" in caplog.text or "names a directory" in caplog.text) is (tag == "../x")
-
-
 def test_a_save_that_fails_costs_itself_and_is_told_and_the_last_one_ends_the_run(model32, tmp_path, caplog):
     checkpoint = Checkpointing(save_dir=str(tmp_path / "saved"), save_interval=1, save_async=False)
     run = dataclasses.replace(ppo_run(model32, BRIEF_GRPO, total_steps=3, **BRIEF), checkpoint=checkpoint)
@@ -282,15 +235,15 @@ def saver_of(run_dir: Path, **fields: object) -> CheckpointSaver:
 
 
 def test_a_request_that_comes_while_another_is_read_is_not_lost(tmp_path, monkeypatch):
-    file, read = tmp_path / "save", checkpointing.read_text
+    file, read = tmp_path / "save", Path.read_text
 
-    def read_and_asked_again(path: Path, errors: str) -> str:
-        found = read(path, errors)
+    def read_and_asked_again(path: Path, *options: str) -> str:
+        found = read(path, *options)
         if found == "first":
             file.write_text("second")
         return found
 
-    monkeypatch.setattr(checkpointing, "read_text", read_and_asked_again)
+    monkeypatch.setattr(Path, "read_text", read_and_asked_again)
     file.write_text("first")
     saver = saver_of(tmp_path)
     assert [saver.asked_for() for _ in range(3)] == [(True, "first"), (True, "second"), (False, None)]

@@ -22,7 +22,6 @@ from typing import Any, TypeVar, cast
 
 from verl.checkpoint.core.hashing import LEAF_BYTES, Leaf, LeafHasher, blocks, flat_view
 from verl.errors import CheckpointReadFailed, CheckpointWriteFailed, NoSpaceForCheckpoint, VerlError
-from verl.utils.external_input import open_regular
 from verl.utils.progress import report
 
 T = TypeVar("T")
@@ -281,8 +280,7 @@ class FileSystem:
             return os.open(name, flags | follow | os.O_CLOEXEC, mode, dir_fd=fd)
 
     def _open_to_read(self, path: Path) -> int:
-        with self._at(path) as (fd, name):
-            return open_regular(name, fd, follow=fd is None)
+        return self._open(path, os.O_RDONLY | os.O_NONBLOCK)  # the latter: a FIFO is empty, and not waited for
 
     def _open_directory(self, path: Path) -> int:
         with self._at(path) as (fd, name):

@@ -26,7 +26,6 @@ from verl.utils.external_input import ByteCount, ExternalInputError, checked_as,
 LOG = "log/"
 DIGITS = 12
 KEY = re.compile(rf"{LOG}(\d{{{DIGITS}}})\.json")
-UNLISTED = 1000  # records that a listing may not show yet
 RECORD_BYTES = 65_536
 READERS = 8
 
@@ -66,7 +65,7 @@ class CommitLog:
         self._records: list[LogRecord] = []  # from number 1 on, as far as they were read
 
     def records(self) -> list[LogRecord]:
-        """All records in order. Requests new ones from the store, by number if its listing is delayed.
+        """All records in order. Requests new ones from the store.
 
         Raises:
             StorageError: the store does not answer.
@@ -75,7 +74,7 @@ class CommitLog:
         listed = [stored.key for stored in self.store.list(LOG)]
         numbers = {int(match[1]) for key in listed if (match := KEY.fullmatch(key))}  # other objects are not records
         last = max(numbers, default=0)
-        if last > 2 * (len(numbers) + len(self._records)) + UNLISTED:
+        if last > 2 * (len(numbers) + len(self._records)):
             raise ObjectDamaged(f"{self.store.url(LOG)} lacks most of the records before {_key(last)}")
         records = list(self._records)  # another thread may read too
         with ThreadPoolExecutor(READERS) as readers:
@@ -83,8 +82,6 @@ class CommitLog:
                 if record is None:
                     raise ObjectDamaged(f"{self.store.url(LOG)} lacks a record among those that are there")
                 records.append(record)
-        while (record := self._read(len(records) + 1)) is not None:  # not in the store's listing yet
-            records.append(record)
         self._records = records
         return list(records)
 

@@ -27,7 +27,6 @@ from verl.compose.schema import ROOTS, root_of_run
 from verl.errors import CheckpointNotFound, ConfigError
 from verl.tracking.jsonl import json_lines, json_object
 from verl.trainer.state.lineage import ENVIRONMENT, FILE, events_of, read_events
-from verl.utils.external_input import open_regular
 
 MAX_CHAIN = 1000  # directories of a chain
 MAX_NOTE = 4000  # characters of the description of an anomaly
@@ -313,7 +312,7 @@ def _command(path: Path, config: Mapping[str, Any]) -> str:
 def _anomalies(path: Path) -> Iterator[tuple[str, str]]:
     for directory in sorted((path / "anomalies").glob("*")):
         try:
-            with open(open_regular(directory / "README.md"), encoding="utf-8", errors="replace") as note:
+            with open(directory / "README.md", encoding="utf-8", errors="replace") as note:
                 yield str(directory), note.read(MAX_NOTE)
         except OSError:
             continue

@@ -16,7 +16,7 @@ import typer
 from verl.cli.console import echo, size
 from verl.cli.report.read import RUNNING, RunRecord, as_number, read_run, run_status
 from verl.tracking.console import PAGE, Console, ConsoleTracker
-from verl.utils.external_input import ExternalInputError, open_regular, parse_mapping, write_text
+from verl.utils.external_input import ExternalInputError, parse_mapping
 
 INTERVAL_S = 1.0  # between two looks at the files
 FIRST_LINES = 10  # shown of what was there before
@@ -87,7 +87,7 @@ def _show(tracker: ConsoleTracker, row: dict[str, Any]) -> None:
 def _new_lines(file: Path, offset: int) -> tuple[list[dict[str, Any]], int]:
     """The whole lines from an offset on, and the offset behind them."""
     try:
-        with open(open_regular(file), "rb") as lines:
+        with open(file, "rb") as lines:
             lines.seek(offset)
             data = lines.read(LARGEST_METRICS)
     except OSError:
@@ -110,5 +110,5 @@ def report(
     from verl.cli.report.page import report as page_of
 
     text = page_of(runs)
-    write_text(html, text)
+    html.write_text(text, "utf-8")
     echo(f"{html}: {size(len(text.encode()))}")

@@ -39,7 +39,7 @@ def load_checkpoint(
     Args:
         path: `latest`, a checkpoint, a directory of checkpoints, or the directory of a run.
         components: some of `COMPONENTS`. `optimizer` includes the position in the learning-rate schedules; `scheduler`
-            is the step, the KL control, reward statistics and response lengths; `dataloader` the position in the data;
+            is the step, the KL control and reward statistics; `dataloader` the position in the data;
             `replay_buffer` replaces the rows of the buffer. None loads everything, and training continues as the saved
             run would have.
         mmap: copy from memory-mapped files, instead of reading them into memory first.

@@ -1,7 +1,7 @@
 """Asynchronous training, simulated by a heap of events: responses per second, idle shares, staleness.
 
 trainer   batch t is complete ── admits batch t+S ── train_s ── sync_s ── waits for batch t+1
-engine    each open row gets a token in token_s(rows) seconds ──> a row ends, or waits for a tool
+engine    each open row gets a token in token_s(rows) seconds ──> a row ends
 
 Batches are admitted as in `verl.trainer.sampling`. With `rollout.weight_update=drain` the engine processes batches
 and weight updates one after another; otherwise rows of several batches are open, and an update stops them for `load_s`.
@@ -40,7 +40,6 @@ class AsyncTimes:
         train_s: of a step without generation and sync.
         prompts_s: of prefill of a batch.
         sync_s, load_s: of a sync, for the trainer, and for the engine, which pauses.
-        calls, latency_s: tool calls of a response, and seconds of each.
         devices, per_engine: number in all, and of an engine.
         drains: whether the engine finishes begun batches before it takes new weights.
         sync_waits: whether a sync of the trainer waits for that.
@@ -53,8 +52,6 @@ class AsyncTimes:
     prompts_s: float = 0.0
     sync_s: float = 0.0
     load_s: float = 0.0
-    calls: int = 0
-    latency_s: float = 0.0
     devices: int = 1
     per_engine: int = 1
     drains: bool = True
@@ -85,8 +82,7 @@ class AsyncSetting:
 @dataclass
 class _Row:
     batch: int
-    tokens: float  # tokens until its end, or the next tool call
-    calls: int
+    tokens: float  # until its end
     start: float = 0.0
 
 
@@ -154,9 +150,9 @@ class _Simulation:
         if job is None:
             self.changes.append(self.tokens)
             return
-        lengths, calls = self.lengths(self.chance), self.times.calls
+        lengths = self.lengths(self.chance)
         self.rows, self.open[job], self.sampled[job] = len(lengths), len(lengths), defaultdict(float)
-        self._open(*(_Row(job, length / (calls + 1), calls) for length in lengths))
+        self._open(*(_Row(job, length) for length in lengths))
 
     def _open(self, *rows: _Row) -> None:
         self.waiting.extend(rows)
@@ -173,11 +169,7 @@ class _Simulation:
             for change in [*self.changes[version:], end]:
                 self.sampled[row.batch][version] += change - start
                 start, version = change, version + 1
-            if row.calls:
-                row.calls -= 1
-                self._after(self.times.latency_s, lambda row=row: self._open(row))
-            else:
-                self.open -= Counter([row.batch])
+            self.open -= Counter([row.batch])
         self._open()
 
     def _next_stage(self) -> None:
@@ -271,7 +263,7 @@ def length_draws(run: Any, lengths: Sequence[int] | None, mean: int | None) -> L
 def planned_times(run: Any, memory: MemoryPlan, stages: Sequence[StageTime], device: DeviceRates) -> AsyncTimes:
     """Seconds from the plan of the run."""
     engine, by_name = engine_of(run, memory, device), {stage.name: stage.seconds for stage in stages}
-    length, training = engine.prompt + run.response_tokens / 2, role_processes(run)["actor"]
+    length, training = engine.step.prompt + run.response_tokens / 2, role_processes(run)["actor"]
     devices, sync_s = training + run.devices_apart, by_name.get("sync", memory.roles[0].weights / device.link)
     return AsyncTimes(
         token_s=lambda count: engine.token_s(count, length)[0],

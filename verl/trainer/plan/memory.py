@@ -19,7 +19,7 @@ import torch
 from verl.engines.parallel_degrees import ShardingCost
 from verl.engines.sharding import NoSharding
 from verl.models.model_stats import ModelStats, model_stats, sizes_config
-from verl.ops.cpu_matmul import chosen_library
+from verl.ops.cpu_matmul import chosen_library, packs
 from verl.trainer.plan.activations import Activations, trace_activations
 from verl.trainer.plan.workload import (
     GIB,
@@ -337,8 +337,10 @@ def _phases(
         kept = {ASLEEP: engine[ASLEEP]}
     phases = {"rest": kept}
     if engine:
-        packs = not (has_engine or device.is_gpu) and chosen_library(run.trainer.cpu_matmul) == "onednn"
-        packed = max(first.weights, first.generating) * packs  # copies of the weights by oneDNN
+        is_packed = not (has_engine or device.is_gpu) and packs(first.dtype, chosen_library(run.trainer.cpu_matmul))
+        size, stored = first.dtype.itemsize, first.stored.itemsize
+        share = size / (stored + (first.dtype != first.stored) * size)  # of weights with their copies
+        packed = int(max(first.weights, first.generating) * share * is_packed)
         phases["generate"] = awake | {"gathered weights": first.generating, "packed weights": packed}
     if workload(run).generates:
         role = max(roles, key=lambda role: role.activations.scoring + role.gathered)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,6 @@ from verl.trainer.plan.workload import (
     machine_processes,
     workload,
 )
-from verl.utils.external_input import write_text
 
 MOST_CHANGES = 3  # that are named
 GPUS = (2, 4, 8)  # that a machine of a data centre may give to a run
@@ -42,39 +42,17 @@ RANGES = {False: (0.8, 1.5), True: (1.0, 3.0)}
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class FittingChange:
-    """A setting that makes a run fit.
-
-    Attributes:
-        peak_bytes: with the change.
-        relative_time: seconds of a step with the change, over those without.
-    """
-
-    setting: str
-    peak_bytes: int
-    relative_time: float
-
-    def __str__(self) -> str:
-        return f"{self.setting} -> {self.peak_bytes / GIB:.1f} GiB, {self.relative_time - 1:+.0%} time"
-
-
-def changes_that_fit(
-    run: Any, device: DeviceRates, memory: MemoryPlan, step_s: float, response: int | None
-) -> list[FittingChange]:
-    """Single settings that make a run fit, each planned again; of those of a key the first."""
-    found = dict[str, FittingChange]()
+def changes_that_fit(run: Any, device: DeviceRates, memory: MemoryPlan) -> tuple[str, ...]:
+    """Single settings that make a run fit, each planned again; of those of a key the first, at most `MOST_CHANGES`."""
+    found = dict[str, str]()
     for setting, changed_run in changes(run, memory, device):
-        if (key := setting.partition("=")[0]) in found:
-            continue
-        try:
-            changed = memory_plan(changed_run(), device, limit=memory.limit)
-            seconds = sum(stage.seconds for stage in stage_times(changed_run(), changed, device, response))
-        except (ConfigError, KeyError, ValueError):  # it is not compatible with other settings
-            continue
-        if changed.fits:
-            found[key] = FittingChange(setting, changed.peak.total, seconds / step_s)
-    return sorted(found.values(), key=lambda x: (round(x.relative_time, 2), x.peak_bytes))[:MOST_CHANGES]
+        key = setting.partition("=")[0]
+        with suppress(ConfigError, KeyError, ValueError):  # it is not compatible with other settings
+            if key not in found and memory_plan(changed_run(), device, limit=memory.limit).fits:
+                found[key] = setting
+        if len(found) == MOST_CHANGES:
+            break
+    return tuple(found.values())
 
 
 def changes(run: Any, memory: MemoryPlan, device: DeviceRates) -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -117,7 +95,7 @@ class RunPlan:
 
     Attributes:
         batch: sentences about rows, micro-batches and optimizer steps; disk: one about checkpoints.
-        changes: changes that make it fit, the cheapest first; empty if it fits.
+        changes: settings that make it fit; empty if it fits.
         asynchronous: the result of `verl plan --async`.
     """
 
@@ -126,7 +104,7 @@ class RunPlan:
     stages: tuple[StageTime, ...]
     batch: tuple[str, ...]
     disk: str
-    changes: tuple[FittingChange, ...]
+    changes: tuple[str, ...]
     asynchronous: AsyncPlan | None = None
 
     @property
@@ -136,8 +114,7 @@ class RunPlan:
     @property
     def range_s(self) -> tuple[float, float]:
         """Best and worst seconds of a step, by errors for published steps; equal on a CPU."""
-        is_mixture = self.memory.roles[0].sizes.experts > 0
-        low, high = RANGES[is_mixture] if self.device.is_gpu else (1.0, 1.0)
+        low, high = RANGES[self.memory.roles[0].sizes.experts > 0] if self.device.is_gpu else (1.0, 1.0)
         return low * self.step_s, high * self.step_s
 
     @property
@@ -186,9 +163,8 @@ class RunPlan:
             yield ""
             yield from self.asynchronous.lines()
 
-    def _what_helps(self) -> list[str]:
-        none = "no setting alone helps: take a smaller model, more devices, or several of these settings"
-        return [str(change) for change in self.changes] or [none]
+    def _what_helps(self) -> Sequence[str]:
+        return self.changes or ["no setting alone helps: take a smaller model, more devices, or several settings"]
 
     def warnings(self, disk: int | None, host: int | None) -> Iterator[str]:
         """Warnings about insufficient memory or disk space.
@@ -226,7 +202,7 @@ class RunPlan:
             "stages": [asdict(stage) for stage in self.stages],
             "checkpoint_bytes": memory.saving,
             "checkpoints_kept": memory.num_checkpoints,
-            "changes": [asdict(change) for change in self.changes],
+            "changes": self.changes,
         }
 
 
@@ -249,8 +225,7 @@ def plan_run(
     """
     memory = memory_plan(run, device, limit, counted_below)
     stages = tuple(stage_times(run, memory, device, response))
-    step_s = sum(stage.seconds for stage in stages)
-    found = () if memory.fits else tuple(changes_that_fit(run, device, memory, step_s, response))
+    found = () if memory.fits else changes_that_fit(run, device, memory)
     disk = _disk(run.checkpoint, memory, free_disk)
     return RunPlan(device, memory, stages, tuple(_batch(run, memory)), disk, found)
 
@@ -274,8 +249,8 @@ def log_plan(run: Any, context: BuildContext, checkpoints: Path) -> RunPlan | No
         _log.warning("The plan of this run could not be made: %s: %s", type(error).__name__, error)
         return None
     assert context.run_dir is not None
-    write_text(context.run_dir / "plan.txt", "\n".join(plan.lines()) + "\n")
-    write_text(context.run_dir / "plan.json", json.dumps(plan.to_json(), indent=2) + "\n")
+    (context.run_dir / "plan.txt").write_text("\n".join(plan.lines()) + "\n", "utf-8")
+    (context.run_dir / "plan.json").write_text(json.dumps(plan.to_json(), indent=2) + "\n", "utf-8")
     warnings = [*plan.warnings(disk, free_main_memory())]
     for warning in warnings:
         _log.warning("%s", warning)

@@ -223,7 +223,7 @@ def device_named(name: str) -> DeviceRates:
     if name == "cpu":
         return this_cpu()
     if (rates := DEVICES.get(name.lower())) is None:
-        raise ConfigError(f"plan.device is {name!r}: known are {', '.join(DEVICES)} and cpu.")
+        raise ConfigError(f"--device is {name!r}: known are {', '.join(DEVICES)} and cpu.")
     return rates
 
 

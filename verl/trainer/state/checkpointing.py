@@ -42,7 +42,7 @@ from verl.trainer.state.lineage import Lineage, ParentCheckpoint, code_version, 
 from verl.trainer.state.save_directory import SaveDirectory, ancestors_of
 from verl.trainer.state.train_state import RankWriters, TrainState
 from verl.trainer.state.training_identity import sources_of
-from verl.utils.external_input import NAME, read_text, write_whole
+from verl.utils.external_input import NAME, write_whole
 from verl.utils.redact import redact_tree
 from verl.workers.load_state import RemoteRoleState, SavedRoleState
 
@@ -211,7 +211,7 @@ class CheckpointSaver:
         file, taken = self._run_dir / ASKED, self._run_dir / f".{ASKED}.taken"
         try:
             file.replace(taken)  # a file that is created from here on asks once more
-            tag = read_text(taken, errors="replace").strip()
+            tag = taken.read_text("utf-8", "replace").strip()
         except FileNotFoundError:
             return False, None
         except OSError as error:

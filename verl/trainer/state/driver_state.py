@@ -4,7 +4,7 @@ part                  where a checkpoint has it                  loaded with the
 sampler               dataloader/state.json                      dataloader
 drawn_ahead           drawn_ahead/rows.safetensors               dataloader
 reference_scores      reference_scores/scores.safetensors        scheduler
-kl, lengths, safety   scheduler/state.json, under that name      scheduler
+kl, safety            scheduler/state.json, under that name      scheduler
 advantage             the same, if the estimator keeps state     scheduler
 policy_loss           the same, with the state of each process   scheduler
 value_loss            the same                                   scheduler

@@ -35,8 +35,6 @@ from verl.utils.external_input import (
     checked_as,
     checked_name,
     ends_with_partial_line,
-    regular_opener,
-    write_text,
 )
 from verl.utils.seeding import CUBLAS_WORKSPACE
 
@@ -95,7 +93,7 @@ class Lineage:
         line = {"event": event, "run_id": self.run_id, "time": now, **facts}
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            with open(self.file, "ab+", opener=regular_opener) as file:
+            with open(self.file, "ab+") as file:
                 before = b"\n" if ends_with_partial_line(file) else b""
                 file.write(before + json.dumps(line).encode() + b"\n")
         except OSError as error:
@@ -175,7 +173,7 @@ def record_environment(run_dir: Path, code: Mapping[str, Any]) -> None:
     """
     record = {"code": dict(code)} | environment_record()
     try:
-        write_text(run_dir / ENVIRONMENT, json.dumps(record, indent=2) + "\n")
+        (run_dir / ENVIRONMENT).write_text(json.dumps(record, indent=2) + "\n", "utf-8")
     except OSError as error:
         _log.warning("%s was not written: %s", run_dir / ENVIRONMENT, error)
 
