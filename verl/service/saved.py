@@ -24,7 +24,7 @@ from verl.checkpoint.export import atomic_directory, require_unused
 from verl.errors import ConfigError
 from verl.models.lora import LoRA
 from verl.models.pretrained import quiet_transformers
-from verl.utils.external_input import ExternalInputError, parse_as, read_bytes
+from verl.utils.external_input import ExternalInputError, parse_as
 
 if TYPE_CHECKING:
     from verl.service.adapters import BaseModel
@@ -88,7 +88,7 @@ def read_record(directory: Path) -> SessionRecord:
         ConfigError: there is none, or it is damaged.
     """
     try:
-        return parse_as(SessionRecord, read_bytes(directory / RECORD))
+        return parse_as(SessionRecord, (directory / RECORD).read_bytes())
     except (OSError, ExternalInputError) as error:
         raise ConfigError(f"{directory / RECORD} is no record of a saved session: {error}.") from error
 
@@ -100,7 +100,7 @@ def read_tensors(directory: Path, name: str, record: SessionRecord) -> dict[str,
         ConfigError: it is not there, or damaged; names it.
     """
     try:
-        content = read_bytes(directory / name)
+        content = (directory / name).read_bytes()
     except OSError as error:
         raise ConfigError(f"{directory / name} cannot be read: {error.strerror}.") from error
     if digest_of(content) != record.digests.get(name):

@@ -222,8 +222,8 @@ class LayerFingerprints:
         self._readings.append(lambda vectors: read(vectors, *of))
 
     def _reads_as_head(self, embedding: nn.Module) -> bool:
-        if (head := head_of(self.model)) is not None:
-            return head is embedding
+        if heads := [module.lm_head for module in self.model.modules() if hasattr(module, "lm_head")]:
+            return heads[0] is embedding
         return not any("ParallelLMHead" in kinds_of(module) for module in self.model.modules())
 
     def _linear(

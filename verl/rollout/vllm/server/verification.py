@@ -42,7 +42,8 @@ def read_parts(worker: Any, question: VerifyRequest, adapter_id: int | None) -> 
     if question.weights:
         model = runner.get_model()
         if READER not in model.__dict__:
-            model.__dict__[READER] = LayerFingerprints(model, runner.model_config.dtype, worker._feed.shapes)
+            names = () if worker._feed is None else worker._feed.shapes
+            model.__dict__[READER] = LayerFingerprints(model, runner.model_config.dtype, names)
         reader: LayerFingerprints = model.__dict__[READER]
         parts, unproven = reader.parts(question.vectors), reader.unproven
     if question.adapter_rank is not None and adapter_id is not None:

@@ -33,7 +33,7 @@ class WorkerExtension:
     rank: int
     device: torch.device
     model_runner: Any
-    _feed: Feed
+    _feed: Feed | None = None
     _stream_dtype: torch.dtype
     _found: InPlaceLoader | str | None = None  # for this feed; None before the first in-place load
     _reader: StreamReader | None = None
@@ -102,6 +102,7 @@ class WorkerExtension:
     def verl_load(self, num_threads: int, in_place: bool) -> tuple[float, str | None]:
         """See `EngineServer.load`."""
         start, feed, dtype = time.perf_counter(), self._feed, self._stream_dtype
+        assert feed is not None, "verl_connect comes first"
         loader = self._loader_or_reason(feed) if in_place else "it was requested"
         reader = self._opened(feed)
         waited = reader.waited_s
