@@ -252,7 +252,7 @@ BAD = {
     "a file": (["inspect", "file"], "error: file is a file"),
     "no duration": (["health", "run", "--max-age", "soon"], "error: --max-age is 'soon': expected a duration"),
     "one checkpoint to gc": (["gc", "run/checkpoints/latest"], "error: PATH is run/checkpoints/latest: it is a single"),
-    "a retention that makes no sense": (["gc", "run", "--keep-last-n", "0"], "error: keep_last_n is 0: input should be"),
+    "a retention that makes no sense": (["gc", "run", "--keep-last-n", "0"], "error: keep_last_n is 0: input should"),
     "a component that is not a model": (["export", "run", "out", "--component", "rng"], "error: component is 'rng'"),
     "a directory in use": (["export", "run", "run"], "error: OUT is "),
     "not pinned": (["unpin", "run/checkpoints/latest"], "is not pinned"),
