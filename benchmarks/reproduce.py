@@ -187,6 +187,7 @@ def reproduce(name: str, options: argparse.Namespace) -> None:
     found = {"name": name, "machine": machine(), "seeds": options.seeds, "overrides": overrides, "note": options.note}
     found |= {"is_timed": not options.untimed, "sides": sides}
     OUT.mkdir(parents=True, exist_ok=True)
+    found = json.loads(json.dumps(found), parse_float=lambda text: round(float(text), 4))
     (OUT / f"{name}.json").write_text(json.dumps(found, separators=(",", ":")) + "\n")
     draw(found)
 
