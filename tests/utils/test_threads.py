@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from verl.utils.threads import best, choose_threads, counts
+from verl.utils import threads as threads_module
+from verl.utils.threads import TRIALS, best, choose_threads, counts
 
 
 @pytest.fixture
@@ -36,3 +37,14 @@ def test_a_resumed_run_has_the_threads_of_its_checkpoint_and_a_variable_counts_a
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert choose_threads(64, None, None) == ""
     assert torch.get_num_threads() == 3
+
+
+@pytest.mark.parametrize("busy", [1, TRIALS - 1, TRIALS])
+def test_a_process_that_comes_and_goes_costs_a_run_no_threads(
+    threads: int, monkeypatch: pytest.MonkeyPatch, busy: int
+) -> None:
+    found = [{4: 3.0, 1: 1.0}] * busy + [{4: 1.0, 1: 3.0}] * (TRIALS - busy)
+    monkeypatch.setattr(threads_module, "measured", lambda width, autocast: found.pop(0))
+    monkeypatch.setattr(threads_module, "PAUSE_S", 0.0)
+    choose_threads(64, None, None)
+    assert torch.get_num_threads() == (1 if busy == TRIALS else threads)

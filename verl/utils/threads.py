@@ -2,7 +2,7 @@
 
 Threads that share a product wait for each other at its end. Where another process holds one of the cores, all of them
 wait until it lets go, at every product: two threads can take three times as long as one. `measured` finds this out
-within half a second, in the dtype and the width of the run's model.
+within half a second, in the dtype and the width of the run's model. On a busy machine it is asked again for some seconds.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ ROWS, LAYERS = 64, 8  # of the products that are measured: a decoding step of as
 ROUNDS, BUDGET_S = 5, 0.5
 WIDEST = 1024  # wider products take longer than the measurement may
 GAIN = 1.25  # by which fewer threads must be faster than all of them, so that an idle machine always chooses the same
+TRIALS, PAUSE_S = 4, 1.0  # fewer threads must win each of these: the choice holds for the whole run
 
 
 def counts(most: int) -> list[int]:
@@ -70,7 +71,12 @@ def choose_threads(width: int, autocast: str | None, saved: int | None) -> str:
         return f"{saved} threads, as before the save"
     if "OMP_NUM_THREADS" in os.environ or torch.get_num_threads() == 1:
         return ""
-    seconds = measured(width, autocast)
+    most, seconds = torch.get_num_threads(), measured(width, autocast)
+    for _ in range(TRIALS - 1):
+        if best(seconds) == most:
+            break
+        time.sleep(PAUSE_S)  # another process may have come and gone
+        seconds = measured(width, autocast)
     torch.set_num_threads(best(seconds))
     times = ", ".join(f"{1000 * s:.0f} ms with {threads}" for threads, s in seconds.items())
     return f"{best(seconds)} threads (measured: {times}; trainer.num_threads=N chooses)"
