@@ -2,7 +2,7 @@
 
 Threads that share a product wait for each other at its end. Where another process holds one of the cores, all of them
 wait until it lets go, at every product: two threads can take three times as long as one. `measured` finds this out
-within half a second, in the dtype and the width of the run's model. On a busy machine it is asked again for some seconds.
+within half a second, in the dtype and the width of the run's model. On a busy machine it is asked again, for seconds.
 """
 
 from __future__ import annotations
