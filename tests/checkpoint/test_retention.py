@@ -7,11 +7,8 @@ import os
 import pytest
 from faults.scenarios import save
 
-from verl.checkpoint import ownership
-from verl.checkpoint import retention as retention_module
 from verl.checkpoint.commit.store import CheckpointStore
-from verl.checkpoint.retention import Retention, pin, pins, prune, unpin
-from verl.errors import CheckpointNotFound, CheckpointWriteFailed
+from verl.checkpoint.retention import Retention, prune
 
 
 @pytest.fixture(scope="module")
@@ -23,9 +20,9 @@ def six(tmp_path_factory):
     return directory
 
 
-def steps_kept(six, retention: Retention, pinned=()) -> list[int]:
+def steps_kept(six, retention: Retention) -> list[int]:
     complete = CheckpointStore(six).complete()
-    kept = retention.kept(complete, pinned)
+    kept = retention.kept(complete)
     return [checkpoint.step for checkpoint in complete if checkpoint.name in kept]
 
 
@@ -73,44 +70,12 @@ def test_a_bad_checkpoint_counts_for_nothing_and_is_left_alone(tmp_path):
     assert (store.directory / "global_step_4").exists()
 
 
-@pytest.mark.parametrize("ancestors", [[], "", 0])
-def test_ancestors_of_no_use_count_as_unknown(tmp_path, ancestors):
-    store = CheckpointStore(tmp_path)
-    for step in (1, 2, 3):
-        with store.begin(step) as transaction:
-            transaction.main.write("actor/weights.bin", [b"%d" % step])
-            transaction.commit(state={"lineage": {"ancestors": ancestors}})
-    assert retention_module.plan(store, Retention(keep_last_n=2)).removed == ("global_step_1",)
-
-
-def test_pins_are_files_with_a_reason(tmp_path):
+def test_a_file_keeps_the_checkpoint_that_it_names(tmp_path):
     store = CheckpointStore(tmp_path / "checkpoints")
     for version in range(1, 4):
         save(store, version, version)
-    pin(store, "global_step_1", "for the paper")
-    pin(store, "latest")
-    assert pins(store) == {"global_step_1": "for the paper", "global_step_3": ""}
+    (store.directory / "pins").mkdir()
+    (store.directory / "pins/global_step_1").touch()
     assert prune(store, Retention(keep_last_n=1)) == []
-    unpin(store, "global_step_1")
+    (store.directory / "pins/global_step_1").unlink()
     assert prune(store, Retention(keep_last_n=1)) == ["global_step_1"]
-    for use in (unpin, pin):
-        with pytest.raises(CheckpointNotFound, match="global_step_1"):
-            use(store, "global_step_1")
-
-
-def test_a_pin_that_comes_while_checkpoints_are_pruned_holds_or_is_refused(tmp_path, monkeypatch):
-    store = CheckpointStore(tmp_path / "checkpoints")
-    for version in range(1, 5):
-        save(store, version, version)
-    decided, pinning = retention_module._covered, CheckpointStore(store.directory)
-    monkeypatch.setattr(ownership, "LOCK_TIMEOUT_S", 0.0)
-
-    def decided_before_the_pin(*args):
-        chosen = decided(*args)
-        with pytest.raises(CheckpointWriteFailed, match="locked by another process"):
-            pin(pinning, "global_step_1")
-        return chosen
-
-    monkeypatch.setattr(retention_module, "_covered", decided_before_the_pin)
-    assert prune(store, Retention(keep_last_n=2)) == ["global_step_1", "global_step_2"]
-    assert pins(store) == {}

@@ -15,7 +15,6 @@ import pytest
 import torch
 from cases import short_where
 from golden_run import as_of_format, flip_bit, golden_run
-from golden_run import save as save_golden
 from random_models import save_random_model
 from refusals import refusal
 from same_training import course
@@ -54,18 +53,16 @@ def directory(tmp_path) -> Path:
     return golden_run(tmp_path / "run/checkpoints")
 
 
-def test_ls_lists_in_order_of_publication_with_pins_and_damage(directory):
+def test_ls_lists_in_order_of_publication_with_damage(directory):
     with CheckpointStore(directory).begin(50, "after_resume") as transaction:
         transaction.commit()
     flip_bit(directory / "global_step_200/manifest.json")
-    assert run("pin", directory / "global_step_100", "--reason", "paper")[0] == 0
     status, told, _ = run("ls", directory.parent)
     lines = told.splitlines()
     assert status == 0
     names = [line[1:].split()[0] for line in lines]
     assert names == ["checkpoint", "global_step_100", "after_resume", "global_step_200"]
     assert [line[0] for line in lines] == [" ", " ", "*", " "]
-    assert "complete, pinned: paper" in lines[1]
     assert "corrupt; manifest.json: it is not the manifest that COMMIT names" in lines[3]
 
 
@@ -121,9 +118,8 @@ def test_ls_gives_json(directory):
     status, told, _ = run("ls", directory, "--json")
     first, second = json.loads(told)
     assert status == 0
-    assert {key: second[key] for key in ("name", "step", "epoch", "status", "is_newest", "pinned", "faults")} == {
-        "name": "global_step_200", "step": 200, "epoch": 2, "status": "complete", "is_newest": True, "pinned": None,
-        "faults": [],
+    assert {key: second[key] for key in ("name", "step", "epoch", "status", "is_newest", "faults")} == {
+        "name": "global_step_200", "step": 200, "epoch": 2, "status": "complete", "is_newest": True, "faults": [],
     }  # fmt: skip
     assert first["metrics"] == {"reward/mean": 0.25, "eval/accuracy": 0.4}
     assert first["added_bytes"] == first["bytes"]
@@ -226,36 +222,13 @@ def test_a_damaged_state_is_told_by_ls(directory):
     assert "corrupt; trainer_state.json: its bytes are not those that were written" in run("ls", directory)[1]
 
 
-def test_pins_hold_until_they_are_taken_off(directory):
-    save_golden(CheckpointStore(directory), 200)
-    with CheckpointStore(directory).begin(300) as transaction:
-        transaction.commit()
-    first = directory / "global_step_100"
-    assert run("pin", first) == (0, f"pinned {first}\n", "")
-    assert run("gc", directory, "--keep-last-n", 1)[1].count("kept") == 3
-    assert run("unpin", f"{first}/") == (0, f"unpinned {first}\n", "")
-    status, told, _ = run("gc", directory, "--keep-last-n", "1", "--dry-run")
-    assert (status, "would remove global_step_100\n" in told, first.exists()) == (0, True, True)
-    told = json.loads(run("gc", directory, "--keep-last-n", 1, "--json")[1])
-    assert (told["removed"], first.exists(), told["dry_run"]) == (["global_step_100"], False, False)
-
-
-def test_a_pin_without_its_checkpoint_can_be_taken_off(directory):
-    run("pin", directory / "global_step_100")
-    shutil.rmtree(directory / "global_step_100")
-    assert run("unpin", directory / "global_step_100")[0] == 0
-
-
 BAD = {
     "a path where nothing is": (["ls", "nowhere"], "error: nowhere does not exist"),
     "a directory of something else": (["verify", "other"], "error: other holds no checkpoints: give"),
     "a file": (["inspect", "file"], "error: file is a file"),
     "no duration": (["health", "run", "--max-age", "soon"], "error: --max-age is 'soon': expected a duration"),
-    "one checkpoint to gc": (["gc", "run/checkpoints/latest"], "error: PATH is run/checkpoints/latest: it is a single"),
-    "a retention that makes no sense": (["gc", "run", "--keep-last-n", "0"], "error: keep_last_n is 0: input should"),
     "a component that is not a model": (["export", "run", "out", "--component", "rng"], "error: component is 'rng'"),
     "a directory in use": (["export", "run", "run"], "error: OUT is "),
-    "not pinned": (["unpin", "run/checkpoints/latest"], "is not pinned"),
 }
 
 
@@ -275,8 +248,6 @@ def test_damage_in_the_way_of_a_command_is_one_line_and_status_one(directory, tm
     status, told, error = run("export", directory, tmp_path / "model")
     assert (status, told, error.count("\n")) == (1, "", 1)
     assert f"{SHARD}: bytes 1304 to 1320" in error
-    (directory / "global_step_200/COMMIT").unlink()
-    assert run("pin", directory / "global_step_200")[0] == 1
 
 
 @pytest.mark.skipif(os.getuid() == 0, reason="root reads everything")

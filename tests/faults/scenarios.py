@@ -26,7 +26,7 @@ from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.remote_store import RemoteStore
 from verl.checkpoint.remote.transfer import pull, upload
-from verl.checkpoint.retention import Retention, pin, prune
+from verl.checkpoint.retention import Retention, prune
 from verl.checkpoint.save import save_executor
 from verl.checkpoint.save.save_request import ExistingFile, SaveRequest
 from verl.storage.config import LocalStorage
@@ -195,8 +195,6 @@ SCENARIOS = [
         prepared_with=save_increment,
     ),
     Scenario("pull from a store", 2, pull_newest, 3, prepared_with=save_before_a_pull),
-    Scenario("garbage", 2, CheckpointStore.remove_leftovers, 2, saves=False),
-    Scenario("pin", 2, lambda store: pin(store, "global_step_100", "a milestone"), 2, saves=False),
 ]
 
 

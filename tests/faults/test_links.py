@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.hashing import digest_of
-from verl.checkpoint.retention import Retention, clean, pin, pins, prune, unpin
+from verl.checkpoint.retention import Retention, prune
 from verl.cli.main import app
 from verl.errors import VerlError
 
@@ -39,11 +39,7 @@ def run(whole, tmp_path) -> Path:  # noqa: F811
 DIRECTORIES = ("staging", "trash", "pins", "uploaded")
 OPERATIONS = {
     "a save": lambda store: save(store, 3, 3),
-    "gc": CheckpointStore.remove_leftovers,
     "pruning": lambda store: prune(store, Retention(keep_last_n=1)),
-    "cleaning": lambda store: clean(store, Retention(keep_last_n=1)),
-    "a pin": lambda store: pin(store, "global_step_1"),
-    "the pins": lambda store: unpin(store, next(iter(pins(store)), "outside")),
 }
 
 
@@ -56,7 +52,7 @@ def test_a_link_in_place_of_a_directory_of_the_store_leads_nowhere(name, operati
     (outside / "outside").write_text("{}")
     shutil.rmtree(directory / name, ignore_errors=True)
     (directory / name).symlink_to(outside)
-    for step in (3, 4) if operation in ("pruning", "cleaning") else ():
+    for step in (3, 4) if operation == "pruning" else ():
         shutil.copytree(directory / "global_step_2", directory / f"global_step_{step}")
     before = {path: path.stat().st_mtime_ns for path in sorted(tmp_path.glob("outside/**/*"))}
     with contextlib.suppress(VerlError):

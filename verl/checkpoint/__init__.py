@@ -10,7 +10,7 @@ ownership     Ownership: one run at a time saves in a directory, or uploads to a
 read/         Finding, verifying and reading checkpoints. Nothing here writes
 remote/       Checkpoints in object storage, behind the local disk
 resolve       Which checkpoint a path means: `latest`, a checkpoint, a directory of them, a run, or an address
-retention     Retention: which checkpoints of a directory are kept, pinned and tagged
+retention     Retention: which checkpoints of a directory are kept
 save/         From live tensors to a committed checkpoint, while training continues
 """
 

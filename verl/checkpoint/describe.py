@@ -15,7 +15,6 @@ from verl.checkpoint.core.checkpoint import Checkpoint, open_checkpoint, read_st
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import MANIFEST
 from verl.checkpoint.read.reader import Level, open_verified
-from verl.checkpoint.retention import pins
 from verl.errors import (
     BadCheckpoint,
     CheckpointCorrupt,
@@ -37,7 +36,6 @@ class CheckpointSummary:
         checkpoint: the checkpoint; None if its manifest is invalid.
         state: `trainer_state.json`; empty if it cannot be read.
         added_bytes: size of the files that it shares with no earlier checkpoint.
-        pinned: reason of its pin, or None.
         is_newest: a run would resume from this one.
     """
 
@@ -47,7 +45,6 @@ class CheckpointSummary:
     checkpoint: Checkpoint | None = None
     state: dict[str, Any] = field(default_factory=dict)
     added_bytes: int = 0
-    pinned: str | None = None
     is_newest: bool = False
 
     @property
@@ -57,8 +54,7 @@ class CheckpointSummary:
     def to_json(self) -> dict[str, Any]:
         """JSON values for scripts."""
         described: dict[str, Any] = {"name": self.name, "path": str(self.directory), "status": self.status}
-        described |= {"is_newest": self.is_newest, "pinned": self.pinned}
-        described |= {"faults": [dataclasses.asdict(fault) for fault in self.faults]}
+        described |= {"is_newest": self.is_newest, "faults": [dataclasses.asdict(fault) for fault in self.faults]}
         if self.checkpoint is None:
             return described
         manifest = self.checkpoint.manifest
@@ -86,14 +82,13 @@ def summaries(store: CheckpointStore, name: str | None = None, level: Level = "q
     """All checkpoints of a directory in order of publication, then those that do not verify; or only the one named."""
     good, bad = store.survey()
     newest = good[-1].name if good and not any(isinstance(error, CheckpointUnsupported) for error in bad) else None
-    reasons, seen = pins(store), set()
+    seen = set[tuple[int, int]]()
     added = {checkpoint.name: _added_bytes(store.disk, checkpoint, seen) for checkpoint in good}
     directories = [*(checkpoint.directory for checkpoint in good), *(error.directory for error in bad)]
     return [
         dataclasses.replace(
             summary_of(store.disk, directory, level),
             added_bytes=added.get(directory.name, 0),
-            pinned=reasons.get(directory.name),
             is_newest=directory.name == newest,
         )
         for directory in directories

@@ -1,6 +1,6 @@
 """The console command `verl`.
 
-checkpoint         `verl checkpoint`: list, inspect, verify, pin, clean, export
+checkpoint         `verl checkpoint`: list, inspect, verify, export, push, pull
 checkpoint_compat  `verl-checkpoint-compat`: which checkpoints another version could not read
 console            Console output of commands: JSON, sizes, one line for an error, and the exit status
 generate           `verl eval`, `verl generate` and `verl serve-policy`: evaluates, samples or serves a saved policy

@@ -1,4 +1,4 @@
-"""`verl checkpoint`: list, inspect, verify, pin, clean, export, push and pull checkpoints."""
+"""`verl checkpoint`: list, inspect, verify, export, push and pull checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Annotated, Literal, NoReturn
 
 import typer
 
-from verl.checkpoint import retention as keeping
 from verl.checkpoint.commit.store import CheckpointStore
 from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import MANIFEST
@@ -21,8 +20,7 @@ from verl.checkpoint.read.reader import Level
 from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.transfer import find_at, upload
 from verl.checkpoint.remote.transfer import pull as pull_one
-from verl.checkpoint.resolve import ResolvedPath, directories_below, resolve_path
-from verl.checkpoint.retention import Retention, clean, plan
+from verl.checkpoint.resolve import directories_below, resolve_path
 from verl.cli.console import FOUND, counted, duration, echo, parse_duration, print_json, size
 from verl.errors import BadCheckpoint, CheckpointNotFound, CheckpointTooNew, CheckpointUnsupported, ConfigError
 from verl.storage.config import is_address, storage_at
@@ -58,7 +56,7 @@ def remote_summaries(address: str, level: Level = "quick") -> list[CheckpointSum
 
 
 ADAPTER_CONFIG = "adapter_config.json"
-app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Inspect, verify, pin, clean and export checkpoints.")
+app = typer.Typer(name="checkpoint", no_args_is_help=True, help="Inspect, verify and export checkpoints.")
 PATH = "A checkpoint, a directory of checkpoints, its `latest`, or the directory of a run."
 MOST_METRICS = 3  # of several dozen
 Path_ = Annotated[str, typer.Argument(metavar="PATH", help=PATH)]
@@ -218,18 +216,10 @@ def _summaries(path: str, level: Level = "quick", one: bool = False) -> list[Che
     return summaries(store, name, level) or [summary_of(store.disk, where.directory / name, level)]
 
 
-def _named(where: ResolvedPath) -> tuple[CheckpointStore, str]:
-    return CheckpointStore(where.directory), where.name if where.name not in (None, LATEST) else where.open().name
-
-
 def _row(summary: CheckpointSummary) -> list[object]:
     checkpoint = summary.checkpoint
     mark = "*" if summary.is_newest else ""
-    state = summary.status
-    if summary.pinned is not None:
-        state += f", pinned: {summary.pinned}" if summary.pinned else ", pinned"
-    if summary.faults:
-        state = f"{state}; {summary.faults[0]}"
+    state = f"{summary.status}; {summary.faults[0]}" if summary.faults else summary.status
     if checkpoint is None:
         return [mark, summary.name, "", "", "", "", "", "", state]
     manifest = checkpoint.manifest
@@ -240,67 +230,6 @@ def _row(summary: CheckpointSummary) -> list[object]:
 
 def _size(summary: CheckpointSummary) -> str:
     return size(summary.checkpoint.num_bytes) if summary.checkpoint else ""
-
-
-@app.command("pin")
-def pin(path: Path_, reason: Annotated[str, typer.Option("--reason", help="Shown by ls.")] = "") -> None:
-    """Protect a checkpoint from retention until it is unpinned."""
-    store, name = _named(resolve_path(path))
-    keeping.pin(store, name, reason)
-    echo(f"pinned {store.directory / name}")
-
-
-@app.command("unpin")
-def unpin(path: Path_) -> None:
-    """Remove the pin of a checkpoint."""
-    try:
-        where = resolve_path(path)
-    except CheckpointNotFound:  # the pin may outlive its checkpoint
-        if is_address(path):
-            raise
-        absolute = Path(path).absolute()
-        where = ResolvedPath(absolute.parent, absolute.name)
-    store, name = _named(where)
-    keeping.unpin(store, name)
-    echo(f"unpinned {store.directory / name}")
-
-
-@app.command("gc")
-def collect(
-    path: Path_,
-    keep_last_n: Annotated[int | None, typer.Option(help="Keep this many of those published last; else all.")] = None,
-    keep_best: Annotated[str | None, typer.Option(help="Keep the best by this metric, too.")] = None,
-    best_mode: Annotated[Literal["max", "min"], typer.Option(help="Whether the best value is the largest.")] = "max",
-    keep_every: Annotated[int | None, typer.Option(help="Keep steps that are a multiple of this, too.")] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print what would be removed, and change nothing.")
-    ] = False,
-    json: Json = False,
-) -> None:
-    """Remove checkpoints by retention rules, and leftovers of dead processes.
-
-    Pinned and tagged checkpoints and the two newest are always kept. If unrelated trainings saved in one directory, the
-    rules apply to each separately, as in their own retention. It is safe while a trainer saves there.
-    """
-    where = resolve_path(path)
-    if where.name is not None:
-        raise ConfigError(f"PATH is {path}: it is a single checkpoint. Give its directory, {where.directory}.")
-    store = CheckpointStore(where.directory)
-    rules = Retention(keep_last_n=keep_last_n, keep_best=keep_best, best_mode=best_mode, keep_every=keep_every)
-    cleaning = plan(store, rules) if dry_run else clean(store, rules)
-    if json:
-        print_json({"dry_run": dry_run, **dataclasses.asdict(cleaning)})
-        return
-    if keep_last_n is not None and len(cleaning.lineages) > 1:
-        echo(f"{where.directory} holds {len(cleaning.lineages)} trainings; the rules apply to each separately:")
-        for line in cleaning.lineages:
-            echo(f"  {' -> '.join(line)}")
-    would, verb = ("would remove", "would free") if dry_run else ("removed", "freed")
-    for name in (*cleaning.removed, *cleaning.leftovers):
-        echo(f"{would} {name}")
-    for name, reason in cleaning.kept.items():
-        echo(f"kept {name}: {reason}")
-    echo(f"{verb} {size(cleaning.freed_bytes)}")
 
 
 ExportType = Literal["float32", "bfloat16", "float16"]

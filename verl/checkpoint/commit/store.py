@@ -443,18 +443,6 @@ class CheckpointStore(CheckpointDirectory):
                 lock = self.disk.lock(directory)
         return SaveTransaction(self, directory, step, tag, rank_names, lock)
 
-    def remove_leftovers(self) -> None:
-        """Remove everything in `staging/` and `trash/` that no running process writes.
-
-        Raises:
-            CheckpointFenced: another trainer has taken over.
-        """
-        self.claim_directory()
-        with self.locked(), write_errors("removing leftovers"):
-            self.check_claim()
-            for path in self.leftovers():
-                remove_tree(self.disk, path)
-
     def leftovers(self) -> Iterator[Path]:
         """Leftovers of dead processes: the trash, and staged saves without a lock, each locked while it is looked at.
 

@@ -129,28 +129,26 @@ def forget_removed_uploads(directory: CheckpointDirectory) -> None:
                 directory.disk.unlink(records / name)
 
 
-def waiting_for_upload(
-    directory: CheckpointDirectory, complete: list[Checkpoint], kept: Collection[str]
-) -> dict[str, str]:
-    """Checkpoints that are kept, beyond the retention rules, until they are uploaded, with the reason.
+def waiting_for_upload(directory: CheckpointDirectory, complete: list[Checkpoint], kept: Collection[str]) -> set[str]:
+    """Checkpoints that are kept, beyond the retention rules, until they are uploaded.
 
     At most `keep_waiting` are kept; older ones are dropped with a log message, and all of them if the disk has no room
     for another checkpoint as large as the newest.
     """
     cold = read_upload_target(directory.disk, directory.directory)
     if cold is None:
-        return {}
+        return set()
     with read_errors("looking for uploads"):
         dropped = [checkpoint for checkpoint in complete if checkpoint.name not in kept and cold.wants(checkpoint)]
         waiting = [
             checkpoint for checkpoint in dropped if not is_upload_confirmed(directory.disk, checkpoint, cold.address)
         ]
         if not waiting:
-            return {}
+            return set()
         has_room = directory.disk.space(directory.directory).bytes > 1.1 * complete[-1].num_bytes
     stay = waiting[-cold.keep_waiting :] if has_room and cold.keep_waiting else []
     for checkpoint in waiting:
         if checkpoint not in stay:
             why = f"{cold.keep_waiting} later ones wait too" if has_room else "the disk has no room for the next one"
             log.error("GIVING UP checkpoint %s, which %s has not confirmed: %s", checkpoint.name, cold.address, why)
-    return {checkpoint.name: "the store has not confirmed it" for checkpoint in stay}
+    return {checkpoint.name for checkpoint in stay}
