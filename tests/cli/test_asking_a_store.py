@@ -65,12 +65,13 @@ def test_a_run_goes_on_from_an_address(here, model32, tmp_path):
     assert digests[0] == digests[1]
 
 
-@pytest.mark.parametrize("command", ["health"])
-def test_what_only_works_on_a_disk_says_how_to_get_it_there(command, here):
-    assert f"Fetch it with `verl checkpoint pull {ADDRESS} DIR`" in told("checkpoint", command, ADDRESS, status=2)
+@pytest.mark.parametrize("command", ["health", "export"])
+def test_what_only_works_on_a_disk_says_how_to_get_it_there(command, here, tmp_path):
+    extra = [tmp_path / "out"] if command == "export" else []
+    said = told("checkpoint", command, ADDRESS, *extra, status=2)
+    assert f"Fetch it with `verl checkpoint pull {ADDRESS} DIR`" in said
 
 
-@pytest.mark.parametrize("command", ["eval", "generate", "checkpoint ls", "checkpoint export"])
-def test_an_address_where_nothing_is_says_so(command, here, tmp_path):
-    extra = [tmp_path / "out"] if command == "checkpoint export" else []
-    assert "holds no checkpoints" in told(*command.split(), f"s3://{BUCKET}/nothing/here", *extra, status=2)
+@pytest.mark.parametrize("command", ["eval", "generate", "checkpoint ls"])
+def test_an_address_where_nothing_is_says_so(command, here):
+    assert "holds no checkpoints" in told(*command.split(), f"s3://{BUCKET}/nothing/here", status=2)

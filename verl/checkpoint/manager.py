@@ -12,10 +12,8 @@ from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.manifest import FileEntry
 from verl.checkpoint.read.discovery import LATEST, CheckpointDirectory
 from verl.checkpoint.read.reader import CheckpointReader, Level
-from verl.checkpoint.remote.commit_log import LogRecord
-from verl.checkpoint.remote.remote_store import RemoteCheckpoint, RemoteStore
 from verl.checkpoint.resolve import resolve_path
-from verl.errors import BadCheckpoint, CheckpointNotFound
+from verl.errors import BadCheckpoint, CheckpointNotFound, ConfigError
 from verl.storage.config import is_address
 
 if TYPE_CHECKING:
@@ -29,8 +27,6 @@ REPLAY_BUFFER = "replay_buffer"
 class CheckpointManager:
     """Access to the metadata, files and tensors of a checkpoint.
 
-    It may be in object storage, `s3://bucket/prefix`: then only the requested bytes are fetched, by range requests.
-
     The path may be one checkpoint, `latest`, a directory of checkpoints or a run directory; of several, the newest
     complete one is used. It is chosen at the first access and does not change afterwards.
 
@@ -40,35 +36,30 @@ class CheckpointManager:
     >>> weight = manager.load("actor")["model.norm.weight"]
 
     Raises:
+        ConfigError: the path is an address in object storage.
         CheckpointNotFound: by every method except `is_valid` and `list`, if there is no complete checkpoint.
         BadCheckpoint: by the same methods, if the path names a checkpoint that does not verify.
     """
 
     def __init__(self, path: str | Path):
-        self.address = path if isinstance(path, str) and is_address(path) else None
+        if isinstance(path, str) and is_address(path):
+            raise ConfigError(
+                f"path is {path!r}: it is in object storage. Fetch it with `verl checkpoint pull {path} DIR`, and give "
+                "DIR."
+            )
         self.path = Path(path).absolute()
 
     def __repr__(self) -> str:
-        return f"CheckpointManager({self.address or str(self.path)!r})"
-
-    @cached_property
-    def _tier(self) -> tuple[RemoteStore, LogRecord | None]:
-        """The tier in object storage, and the checkpoint's name if the address has one."""
-        from verl.checkpoint.remote.transfer import find_at
-
-        assert self.address is not None
-        return find_at(self.address)
+        return f"CheckpointManager({str(self.path)!r})"
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """The opened checkpoint: its directory and its manifest."""
-        return self._open()
+        return resolve_path(self.path).open()
 
     @cached_property
     def state(self) -> dict[str, Any]:
         """All of `trainer_state.json`."""
-        if isinstance(self.checkpoint, RemoteCheckpoint):
-            return self._tier[0].state(self.checkpoint)
         return read_state(FileSystem(), self.checkpoint)
 
     # -- identity -----------------------------------------------------------------------------------------------------
@@ -80,7 +71,7 @@ class CheckpointManager:
             level: `quick` checks sizes and headers, `full` hashes every byte.
         """
         try:
-            self._open(level)
+            resolve_path(self.path).open(level)
         except (BadCheckpoint, CheckpointNotFound):
             return False
         return True
@@ -127,11 +118,6 @@ class CheckpointManager:
 
     def list(self) -> Sequence[CheckpointManager]:
         """All complete checkpoints at the path, the newest last; may be empty."""
-        if self.address is not None:
-            tier, record = self._tier
-            if record is not None:
-                return [self]
-            return [CheckpointManager(f"{tier.store.address}/{checkpoint.name}") for checkpoint in tier.survey()[0]]
         try:
             where = resolve_path(self.path)
         except CheckpointNotFound:
@@ -143,9 +129,6 @@ class CheckpointManager:
 
     def latest(self) -> CheckpointManager:
         """The newest complete checkpoint, by a new search; for the path of one checkpoint, that one."""
-        if self.address is not None:
-            tier, record = self._tier
-            return self if record is not None else CheckpointManager(f"{tier.store.address}/{tier.newest().name}")
         where = resolve_path(self.path)
         if where.name not in (None, LATEST):
             return self
@@ -216,17 +199,7 @@ class CheckpointManager:
 
     def reader(self, verify: bool = True, writable: bool = False) -> CheckpointReader:
         """A low-level reader of bytes of files and tensors, which does not need torch; see `CheckpointReader`."""
-        checkpoint = self.checkpoint
-        if isinstance(checkpoint, RemoteCheckpoint):  # what is fetched is always hashed
-            return self._tier[0].reader(checkpoint, writable)
-        return CheckpointReader(checkpoint, verify=verify, writable=writable)
-
-    def _open(self, level: Level = "quick") -> Checkpoint:
-        """Search and verify the checkpoint."""
-        if self.address is not None:
-            tier, record = self._tier
-            return tier.verified(record or tier.newest().record, level)
-        return resolve_path(self.path).open(level)
+        return CheckpointReader(self.checkpoint, verify=verify, writable=writable)
 
 
 def _arrow_rows(file: memoryview) -> int:

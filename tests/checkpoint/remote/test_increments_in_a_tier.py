@@ -1,13 +1,12 @@
-"""Increments in a tier: a link is sent once, and what comes back, whole or by ranges, is what was saved."""
+"""Increments in a tier: a link is sent once, and what comes back is what was saved."""
 
 from __future__ import annotations
 
 from checkpoint.save.test_increments import WEIGHTS, assert_holds, save
 
 from verl.checkpoint.commit.store import CheckpointStore
-from verl.checkpoint.read.reader import CheckpointReader
 from verl.checkpoint.remote.commit_log import CommitLog
-from verl.checkpoint.remote.remote_store import RemoteReader, RemoteStore
+from verl.checkpoint.remote.remote_store import RemoteStore
 from verl.checkpoint.remote.transfer import pull, upload
 from verl.storage.config import LocalStorage
 
@@ -20,8 +19,6 @@ def test_increments_are_sent_without_their_links_and_come_back(tmp_path):
     assert sent[1:] == written
     assert written[1] < written[0]
     tier = RemoteStore(objects)
-    remote = tier.open(tier.find())
-    assert RemoteReader(objects, remote).digest() == CheckpointReader(saved[-1]).digest()
     pulled = pull(tier, tier.find(), CheckpointStore(tmp_path / "there"))
     assert pulled.path(WEIGHTS).read_bytes() == saved[-1].path(WEIGHTS).read_bytes()
     assert_holds(CheckpointStore(tmp_path / "there").newest(), 2)

@@ -100,8 +100,6 @@ def test_a_damaged_object_is_named_and_not_published(objects: ObjectStore, tmp_p
     with pytest.raises(kind, match="actor/weights.bin"):
         pull(tier, tier.find(), CheckpointStore(tmp_path / "there"))
     assert CheckpointDirectory(tmp_path / "there").candidates() == []
-    with pytest.raises((CheckpointCorrupt, CheckpointIncomplete), match="actor/weights.bin"):
-        tier.reader(tier.open(tier.find())).read("actor/weights.bin")
 
 
 def test_a_manifest_that_is_not_the_one_of_the_log_is_refused(objects: ObjectStore, tmp_path: Path) -> None:
@@ -122,21 +120,6 @@ def test_the_newest_whole_one_is_taken(objects: ObjectStore, tmp_path: Path, cap
     assert "NOT USING" in caplog.text
     with pytest.raises(CheckpointNotFound):
         RemoteStore(LocalStorage(path=str(tmp_path / "nothing")).connect()).newest()
-
-
-def test_a_reader_fetches_what_is_asked_for_alone(objects: ObjectStore, tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path / "here")
-    with store.begin(1) as transaction:
-        transaction.main.write("actor/weights.bin", [b"a" * 1000, b"b" * 1000, b"c" * 1000])
-        push(objects, transaction.commit())
-    tier = RemoteStore(objects)
-    checkpoint, asked = tier.newest(), []
-    get = objects.backend.get
-    objects.backend.get = lambda key, begin, end: asked.append((begin, end)) or get(key, begin, end)
-    reader = tier.reader(checkpoint)
-    assert bytes(reader.read("actor/weights.bin", 1200, 1300)) == b"b" * 100
-    assert bytes(reader.read("actor/weights.bin", 0, 3000)) == b"a" * 1000 + b"b" * 1000 + b"c" * 1000
-    assert asked == [(1000, 2000), (0, 1000), (2000, 3000)]
 
 
 def test_the_later_of_two_trainers_fences_the_earlier_one_out(any_objects: ObjectStore, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ class CheckpointReader:
         if entry.path in self._maps:
             return self._maps[entry.path]
         try:
-            data = self._open_file(entry)
+            data = self._disk.map(self.checkpoint.path(entry.path), self.writable)
         except OSError as error:
             fault = FileFault(entry.path, f"it cannot be read: {error.strerror or error}")
             raise CheckpointIncomplete(self.checkpoint.directory, [fault]) from error
@@ -151,9 +151,6 @@ class CheckpointReader:
         self._checked[entry.path] = bytearray(len(entry.leaves))
         self._maps[entry.path] = data
         return data
-
-    def _open_file(self, entry: FileEntry) -> memoryview:
-        return self._disk.map(self.checkpoint.path(entry.path), self.writable)
 
     def _verify(self, entry: FileEntry, data: memoryview, begin: int, end: int) -> None:
         ends, checked = self._ends[entry.path], self._checked[entry.path]

@@ -1,20 +1,17 @@
-"""Checkpoints of a remote store: listing, the newest one, verification, and reading by ranges."""
+"""Checkpoints of a remote store: listing, the newest one, and verification."""
 
 from __future__ import annotations
 
-import itertools
 import logging
-import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from verl.checkpoint.core.checkpoint import Checkpoint, parse_manifest, parse_state
-from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import MANIFEST, STATE, FileEntry
-from verl.checkpoint.read.reader import CheckpointReader, Level, tiling_faults
+from verl.checkpoint.read.reader import Level, tiling_faults
 from verl.checkpoint.remote.commit_log import CommitLog, LogRecord
 from verl.errors import (
     BadCheckpoint,
@@ -112,7 +109,7 @@ class RemoteStore:
                 others.append(checkpoint.fault(entry.path, f"its object has {size} bytes, not {entry.size}"))
             elif level == "full":
                 try:
-                    for _ in checkpoint.checked_leaves(entry, fetch_leaves(self.store, entry), " of its object"):
+                    for _ in self.leaves(checkpoint, entry):
                         pass
                 except CheckpointCorrupt as error:
                     others += error.faults
@@ -121,16 +118,6 @@ class RemoteStore:
         if others:
             raise CheckpointCorrupt(checkpoint.directory, others)
         return checkpoint
-
-    def survey(self, level: Level = "quick") -> tuple[list[RemoteCheckpoint], list[BadCheckpoint]]:
-        """Checkpoints that verify, the newest last, and what is wrong with each of the others."""
-        good, bad = [], []
-        for record in self.records():
-            try:
-                good.append(self.verified(record, level))
-            except BadCheckpoint as error:
-                bad.append(error)
-        return good, bad
 
     def newest(self) -> RemoteCheckpoint:
         """The newest complete checkpoint.
@@ -148,59 +135,36 @@ class RemoteStore:
                 log.error("NOT USING checkpoint %s", error)
         raise CheckpointNotFound(f"{self.store.address} holds no complete checkpoint")
 
-    def reader(self, checkpoint: RemoteCheckpoint, writable: bool = False) -> RemoteReader:
-        return RemoteReader(self.store, checkpoint, writable)
+    def leaves(self, checkpoint: RemoteCheckpoint, entry: FileEntry) -> Iterator[bytes]:
+        """The leaves of a file, from its object, each given once it is checked.
+
+        Raises:
+            CheckpointIncomplete: the object is missing.
+            CheckpointCorrupt: it is not what was written.
+        """
+        sizes = [leaf.size for leaf in entry.leaves]
+        pieces = regrouped(self.store.pieces(object_key(entry), 0, entry.size), sizes)
+        try:
+            yield from checkpoint.checked_leaves(entry, pieces, " of its object")
+        except ObjectNotFound as error:
+            fault = checkpoint.fault(entry.path, "its object is missing")
+            raise CheckpointIncomplete(checkpoint.directory, [fault]) from error
+        except ObjectDamaged as error:
+            raise CheckpointCorrupt(checkpoint.directory, [checkpoint.fault(entry.path, str(error))]) from error
 
     def state(self, checkpoint: RemoteCheckpoint) -> dict[str, Any]:
         """All of its `trainer_state.json`."""
-        return parse_state(checkpoint.directory, self.reader(checkpoint).read(STATE))
+        data = b"".join(self.leaves(checkpoint, checkpoint.manifest.contents[STATE]))
+        return parse_state(checkpoint.directory, data)
 
     def directory(self, record: LogRecord) -> Path:
         """Address of a checkpoint, for messages."""
         return Path(self.store.address.replace("://", ":/"), record.name)
 
 
-class RemoteReader(CheckpointReader):
-    """Reads one checkpoint of a tier: fetches each leaf that contains requested bytes once, and always hashes it.
-
-    Other tensors are not read. Fetched leaves stay in memory during the lifetime of the reader.
-    """
-
-    def __init__(self, store: ObjectStore, checkpoint: RemoteCheckpoint, writable: bool = False):
-        super().__init__(checkpoint, FileSystem(), verify=True, writable=writable)
-        self._store = store
-
-    def _open_file(self, entry: FileEntry) -> memoryview:
-        """Memory for the file, allocated lazily by the system."""
-        return memoryview(mmap.mmap(-1, entry.size) if entry.size else bytearray())
-
-    def _verify(self, entry: FileEntry, data: memoryview, begin: int, end: int) -> None:
-        ends, checked = self._ends[entry.path], self._checked[entry.path]
-        starts = [0, *ends]
-        unread = [n for n, done in enumerate(checked) if not done and ends[n] > begin and starts[n] < end]
-        for _, run in itertools.groupby(enumerate(unread), lambda place: place[1] - place[0]):  # consecutive leaves
-            numbers = [number for _, number in run]
-            low, high = starts[numbers[0]], ends[numbers[-1]]
-            at = low
-            try:
-                for leaf in fetch_leaves(self._store, entry, numbers[0], numbers[-1] + 1):
-                    data[at : at + len(leaf)] = leaf
-                    at += len(leaf)
-            except (ObjectNotFound, ObjectDamaged) as error:
-                fault = self.checkpoint.fault(entry.path, str(error), low, high)
-                raise CheckpointIncomplete(self.checkpoint.directory, [fault]) from error
-            super()._verify(entry, data, low, high)
-
-
 def object_key(entry: FileEntry) -> str:
     """The key of a file's object."""
     return f"{OBJECTS}{entry.blake3}-{entry.size}"
-
-
-def fetch_leaves(store: ObjectStore, entry: FileEntry, first: int = 0, last: int | None = None) -> Iterator[bytes]:
-    """The bytes of the leaves [first, last) of a file, from its object, unchecked."""
-    sizes = [leaf.size for leaf in entry.leaves[:last]]
-    return regrouped(store.pieces(object_key(entry), sum(sizes[:first]), sum(sizes)), sizes[first:])
 
 
 def regrouped(pieces: Iterable[bytes], sizes: Iterable[int]) -> Iterator[bytes]:

@@ -36,16 +36,12 @@ from verl.checkpoint.core.hashing import digest_of
 from verl.checkpoint.core.manifest import COMMIT, MANIFEST, FileEntry, commit_line
 from verl.checkpoint.read.discovery import FETCHED
 from verl.checkpoint.read.reader import CheckpointReader, checked_file
-from verl.checkpoint.remote.commit_log import LOG, CommitLog, LogRecord
-from verl.checkpoint.remote.remote_store import MANIFESTS, RemoteCheckpoint, RemoteStore, fetch_leaves, object_key
+from verl.checkpoint.remote.commit_log import CommitLog, LogRecord
+from verl.checkpoint.remote.remote_store import MANIFESTS, RemoteCheckpoint, RemoteStore, object_key
 from verl.errors import (
     BadCheckpoint,
-    CheckpointCorrupt,
-    CheckpointIncomplete,
     CheckpointNotFound,
     ConfigError,
-    ObjectDamaged,
-    ObjectNotFound,
     StorageError,
     StorageRefused,
 )
@@ -161,15 +157,7 @@ def _fetch(
             CheckpointReader(checkpoint, disk).check(path)
             if duplicate(disk, checkpoint.path(path), target):
                 return
-    try:
-        leaves = write_file(
-            disk, target, published.checked_leaves(entry, fetch_leaves(tier.store, entry), " of its object")
-        )
-    except ObjectNotFound as error:
-        fault = published.fault(entry.path, "its object is missing")
-        raise CheckpointIncomplete(published.directory, [fault]) from error
-    except ObjectDamaged as error:
-        raise CheckpointCorrupt(published.directory, [published.fault(entry.path, str(error))]) from error
+    leaves = write_file(disk, target, tier.leaves(published, entry))
     assert leaves == entry.leaves, "each was compared before it was written"
 
 
@@ -302,10 +290,8 @@ def fetch_by_manifest(storage: Storage, manifest: str, directory: Path) -> Check
 def find_at(address: str, storage: Storage | None = None) -> tuple[RemoteStore, LogRecord | None]:
     """The tier that an address leads to, and the checkpoint that it names, or None where it names none.
 
-    An address above exactly one tier leads to that.
-
     Raises:
-        CheckpointNotFound: there is no tier, or no checkpoint of this name, or there are several tiers below.
+        CheckpointNotFound: there is no tier, or no checkpoint of this name.
     """
     named = storage_at(address.rstrip("/"), storage)
     tier = RemoteStore(named.connect())
@@ -316,13 +302,4 @@ def find_at(address: str, storage: Storage | None = None) -> tuple[RemoteStore, 
         above = RemoteStore(storage_at(parent, storage).connect())
         if above.log.records():
             return above, above.find(None if name == "latest" else name)
-    suffix = f"/{LOG}000000000001.json"
-    below = [stored.key.removesuffix(suffix) for stored in tier.store.list() if stored.key.endswith(suffix)]
-    if len(below) == 1:
-        return RemoteStore(named.below(below[0]).connect()), None
-    reason = (
-        f"did you mean {' or '.join(f'{named.address}/{prefix}' for prefix in below[:3])}?"
-        if below
-        else "nothing is there"
-    )
-    raise CheckpointNotFound(f"{address} holds no checkpoints: {reason}")
+    raise CheckpointNotFound(f"{address} holds no checkpoints: a run's are at PREFIX/checkpoints/PROJECT/EXPERIMENT")

@@ -12,7 +12,6 @@ import contextlib
 import logging
 import os
 import pickle
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from verl.checkpoint.commit.upload_state import (
     withdraw_confirmation,
 )
 from verl.checkpoint.core.checkpoint import Checkpoint
-from verl.checkpoint.core.filesystem import FileSystem
 from verl.checkpoint.read.discovery import CheckpointDirectory
 from verl.checkpoint.remote.commit_log import CommitLog
 from verl.checkpoint.remote.transfer import upload
@@ -43,7 +41,6 @@ FINISH = "finish"
 NICENESS = 10  # added to the priority value of this process, so that training keeps its processors
 LOOK_EVERY_S = 0.5
 SHORTEST_PAUSE_S, LONGEST_PAUSE_S = 2.0, 120.0
-LINEAGE = "lineage.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +161,6 @@ class UploadWorker:
             if self._directory.exists(checkpoint.directory):
                 self._tell(UploadEvent(kind="failed", name=checkpoint.name, error=redact(str(error)), waiting=others))
             return
-        with contextlib.suppress(OSError):  # the lineage that this directory knows is for people: a failure is ignored
-            self._log.store.put(LINEAGE, FileSystem().read(self._directory.directory / LINEAGE, 2**26))
         took_s = time.monotonic() - began
         self._tell(
             UploadEvent(kind="uploaded", name=checkpoint.name, waiting=others, sent_bytes=sent_bytes, took_s=took_s)
@@ -241,22 +236,16 @@ class Uploader:
     """
 
     def __init__(self, setting: UploadSettings):
-        self._events: list[UploadEvent] = []
-        self._changed = threading.Condition()
         self.is_done = self.is_fenced = self.is_refused = False
-        self._is_closing = self._is_over = self._has_ended = False
+        self._is_over = self._has_ended = False
         self._progress = Progress(num_slots=1)
         self.child = ChildProcess("verl.checkpoint.remote.upload_process", self._progress, output=2)
         with contextlib.suppress(ChannelClosed):
             self.child.begin(setting)
-        self._receiver = threading.Thread(target=self._receive, name="uploader", daemon=True)
-        self._receiver.start()
 
     def heard(self) -> list[UploadEvent]:
         """Events since the last call."""
-        with self._changed:
-            events, self._events = self._events, []
-        return events
+        return [*iter(lambda: self._next(0.0), None)]
 
     def close(self, wait_s: float) -> list[UploadEvent]:
         """Have all uploaded, the newest whatever the interval, for at most `wait_s`; then end the process.
@@ -268,39 +257,37 @@ class Uploader:
         """
         if self._is_over:
             return []
-        with self._changed:
-            self._is_closing = True
-            with contextlib.suppress(OSError):  # it has ended, or is suspended
-                self.child.channel.send(FINISH, timeout_s=0.0)
-            self._changed.wait_for(lambda: self.is_done or self.is_fenced or self.is_refused or self._has_ended, wait_s)
-            self._is_over = True
+        events, end = self.heard(), time.monotonic() + wait_s
+        self._is_over = True
+        with contextlib.suppress(OSError):  # it has ended, or is suspended
+            self.child.channel.send(FINISH, timeout_s=0.0)
+        while not (self.is_done or self.is_fenced or self.is_refused):
+            if (event := self._next(max(0.0, end - time.monotonic()))) is None:
+                break
+            self.is_refused = event.is_refused
+            events.append(event)
         self.child.end(END_TIMEOUT_S)
-        self._receiver.join(timeout=END_TIMEOUT_S)
         self._progress.close()
-        return self.heard()
+        return events
 
-    def _receive(self) -> None:
-        """Record the events of the process until it ends."""
+    def _next(self, wait_s: float) -> UploadEvent | None:
+        """The next event; None if none arrives within this time, or the process has ended."""
         try:
-            while True:
-                event: UploadEvent = self.child.channel.receive()
-                with self._changed:
-                    self.is_done |= event.kind == "done"
-                    self.is_fenced |= event.kind == "fenced"
-                    self.is_refused |= self._is_closing and event.is_refused
-                    self._events.append(event)
-                    self._changed.notify_all()
+            if self._has_ended or not self.child.channel.has_message(wait_s):
+                return None
+            event: UploadEvent = self.child.channel.receive()
         except (ChannelClosed, pickle.UnpicklingError):
-            if not self._is_over:
-                self.child.await_exit(END_TIMEOUT_S)
-                log.error(
-                    "the uploader ended with %s: nothing more is uploaded in this run. What the store lacks follows "
-                    "when it is resumed",
-                    self.child.describe_exit() or "a closed connection",
-                )
-        with self._changed:
             self._has_ended = True
-            self._changed.notify_all()
+            self.child.await_exit(END_TIMEOUT_S)
+            log.error(
+                "the uploader ended with %s: nothing more is uploaded in this run. What the store lacks follows when "
+                "it is resumed",
+                self.child.describe_exit() or "a closed connection",
+            )
+            return None
+        self.is_done |= event.kind == "done"
+        self.is_fenced |= event.kind == "fenced"
+        return event
 
 
 if __name__ == "__main__":
